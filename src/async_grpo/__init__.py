@@ -1,0 +1,1 @@
+"""Train language models with GRPO, asynchronously: bring a TRL `GRPOTrainer`, change nothing in it."""

@@ -1,0 +1,41 @@
+"""Errors meant for a person: each says what is wrong, why, and what to do."""
+
+
+class AsyncGRPOError(Exception):
+    """A condition that a user can act on. The command line prints its text alone, without a traceback."""
+
+
+class UsageError(AsyncGRPOError):
+    """A flag, an environment variable or a file that the user gave cannot be used."""
+
+
+class SetupFileError(AsyncGRPOError):
+    """The user's trainer file could not be turned into a `trl.GRPOTrainer`."""
+
+
+class UnsupportedError(AsyncGRPOError):
+    """A feature of TRL that cannot run distributed yet."""
+
+
+class RunDirError(AsyncGRPOError):
+    """The run directory is in use, belongs to someone else, or holds a run that must not be overwritten."""
+
+
+class QueueError(AsyncGRPOError):
+    """The job queue cannot go on."""
+
+
+class BadFileError(QueueError):
+    """A file of the queue is truncated, garbled, foreign or of an unknown schema."""
+
+
+class PeerDiedError(AsyncGRPOError):
+    """The process that this one waits for is gone."""
+
+
+class WaitTimeoutError(AsyncGRPOError):
+    """A wait reached its deadline."""
+
+
+class AllGroupsFailedError(AsyncGRPOError):
+    """Every prompt group failed, so there is nothing to train on."""
