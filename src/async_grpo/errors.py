@@ -29,6 +29,10 @@ class BadFileError(QueueError):
     """A file of the queue is truncated, garbled, foreign or of an unknown schema."""
 
 
+class DiskFullError(QueueError):
+    """There is no room for a file of the queue. Nothing was lost: wait for room and try again."""
+
+
 class PeerDiedError(AsyncGRPOError):
     """The process that this one waits for is gone."""
 

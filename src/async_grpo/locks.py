@@ -1,0 +1,201 @@
+"""A lock that the kernel keeps: it is free the moment its holder is dead, however it died.
+
+POSIX record locks (`lockf`), not `flock`: a `flock` belongs to the open file, so a forked grandchild of a
+killed worker would hold it on. The price is that a record lock is lost when its process closes *any*
+descriptor of that file, and does not exclude within one process. So every lock of this process is in `_held`,
+the file of a held lock is never opened a second time, and `require()` takes it again (a no-op of a
+microsecond) before it is relied upon.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import threading
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from async_grpo.errors import QueueError
+
+_FLOCK = struct.Struct("@hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, pid
+_OWNER_BYTES = 4096
+
+_guard = threading.RLock()
+_held: dict[tuple[int, int], KernelLock] = {}  # (device, inode) of every lock that this process holds
+
+
+class KernelLock:
+    """An exclusive lock on a file that is never deleted, with a note in it that says who holds it.
+
+    >>> lock = KernelLock(Path("server.lock"))
+    >>> lock.try_acquire({"role": "parameter server"})
+    True
+    >>> lock.holder()["pid"] == os.getpid()
+    True
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self._fd = -1
+        self._pid = 0
+        self._owner: dict[str, Any] = {}
+
+    def try_acquire(self, owner_info: dict[str, Any] | None = None) -> bool:
+        """Take the lock without waiting; False when anyone has it.
+
+        With `owner_info`, say in the file who has it now.
+        """
+        with _guard:
+            if self.held_here:
+                return True
+            if self._identity() in _held:
+                return False
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(fd)
+                if isinstance(
+                    error, (BlockingIOError, PermissionError)
+                ):  # EAGAIN or EACCES, as POSIX allows both
+                    return False
+                raise
+            self._fd, self._pid = fd, os.getpid()
+            self._owner = {"pid": self._pid}
+            _held[_inode(fd)] = self
+            if owner_info is not None:
+                self._write_owner(owner_info)
+            return True
+
+    def release(self) -> None:
+        """Give the lock back; nothing happens if it is not held. The file stays."""
+        with _guard:
+            if self.held_here:
+                _held.pop(_inode(self._fd), None)
+                os.close(self._fd)
+            self._fd = -1
+
+    @property
+    def held_here(self) -> bool:
+        """Whether this very object, in this very process, has the lock."""
+        return self._fd >= 0 and self._pid == os.getpid()
+
+    def require(self) -> None:
+        """`QueueError` unless the lock is still ours.
+
+        A forked child has none, and someone may have deleted the file.
+        """
+        if not self.held_here:
+            raise QueueError(
+                f"{self.path.name} is not held by process {os.getpid()}: a forked child has no locks."
+            )
+        if self._identity() != _inode(self._fd):
+            raise QueueError(
+                f"{self.path} was deleted or replaced while in use, so it protects nothing. Start again."
+            )
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise QueueError(f"{self.path} was taken over by {self.holder()}.") from error
+
+    def is_held(self) -> bool:
+        """Whether any process, this one included, has the lock."""
+        return self.holder() is not None
+
+    def holder(self) -> dict[str, Any] | None:
+        """Who has the lock: `{"pid": …}` from the kernel, with what the holder wrote about itself.
+
+        None if it is free.
+        """
+        with _guard:
+            mine = _held.get(self._identity() or (0, 0))
+            if mine is not None:
+                return dict(mine._owner)
+            try:
+                fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            except FileNotFoundError:
+                return None
+            try:
+                probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+                kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, probe))
+                if kind == fcntl.F_UNLCK:
+                    return None
+                owner = _parse_owner(os.pread(fd, _OWNER_BYTES, 0))
+                return owner if owner.get("pid") == pid else {"pid": pid}
+            finally:
+                os.close(fd)
+
+    def last_owner(self) -> dict[str, Any]:
+        """What the present or last holder wrote about itself; empty if nobody did."""
+        with _guard:
+            mine = _held.get(self._identity() or (0, 0))
+            if mine is not None:
+                return dict(mine._owner)
+            try:
+                fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            except OSError:
+                return {}
+            try:
+                return _parse_owner(os.pread(fd, _OWNER_BYTES, 0))
+            finally:
+                os.close(fd)
+
+    def _identity(self) -> tuple[int, int] | None:
+        try:
+            status = self.path.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
+
+    def _write_owner(self, info: dict[str, Any]) -> None:
+        """`since` is for people: nothing ever compares it."""
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        self._owner = {"pid": self._pid, "host": socket.gethostname(), "since": since, **info}
+        note = json.dumps(self._owner).encode()[:_OWNER_BYTES]
+        with suppress(OSError):  # a full disk costs the note, not the lock
+            os.pwrite(self._fd, note, 0)
+            os.ftruncate(self._fd, len(note))
+
+
+def describe_holder(holder: dict[str, Any] | None) -> str:
+    """`process 4711 on host gpu1 since 2026-01-01T12:00:00+00:00`, for messages."""
+    if not holder:
+        return "nobody"
+    host = f" on host {holder['host']}" if "host" in holder else ""
+    since = f" since {holder['since']}" if "since" in holder else ""
+    return f"process {holder.get('pid', 'unknown')}{host}{since}"
+
+
+def _inode(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+def _parse_owner(note: bytes) -> dict[str, Any]:
+    try:
+        owner = json.loads(note)
+    except (ValueError, RecursionError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _forget_in_child() -> None:
+    """A child inherits the descriptors, not the locks.
+
+    Closing them there does not touch the parent's locks.
+    """
+    global _guard
+    _guard = threading.RLock()
+    for lock in _held.values():
+        with suppress(OSError):
+            os.close(lock._fd)
+        lock._fd = -1
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

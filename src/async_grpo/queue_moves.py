@@ -1,0 +1,153 @@
+"""The moves of the protocol that both sides make: publish, try again, give up, set aside."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from async_grpo.errors import DiskFullError
+from async_grpo.queue_files import Files
+from async_grpo.queue_names import (
+    BROKEN,
+    COMPLETE,
+    FAILED,
+    PROCESSING,
+    JobName,
+    parse_name,
+    reason_name,
+    set_aside_name,
+    shard,
+)
+
+_REASON_BYTES = 1 << 20
+
+
+class Moves:
+    """The queue's files as one process sees them.
+
+    `owner` (server or dev{N}) begins the names of its temporary files.
+    """
+
+    def __init__(self, files: Files, owner: str) -> None:
+        self.files = files
+        self._owner = owner
+        self._numbers = itertools.count()
+
+    def listing(self) -> list[JobName]:
+        """Every job file in queue/, in no order; other files are not ours and are ignored."""
+        return [name for entry in self.files.names("queue") if (name := parse_name(entry)) is not None]
+
+    def publish(self, data: bytes, to: str) -> None:
+        """Make a file appear whole. On an error nothing of it is left.
+
+        `DiskFullError` if there is no room.
+        """
+        temporary = f"tmp/{self._owner}.{os.getpid()}.{next(self._numbers)}"
+        with _disk_full_named(to):
+            try:
+                self.files.create(temporary, data)
+                self.files.rename(temporary, to)
+            except OSError:
+                with suppress(OSError):
+                    self.files.unlink(temporary)
+                raise
+
+    def move(self, path: str, to: str) -> bool:
+        """One rename; False if `path` is gone, because someone else was faster."""
+        with _disk_full_named(to):
+            try:
+                self.files.rename(path, to)
+            except FileNotFoundError:
+                return False
+        return True
+
+    def drop(self, path: str) -> bool:
+        """Remove a file; False if it is gone already."""
+        try:
+            self.files.unlink(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def clear_temporaries(self, owner: str) -> None:
+        """Remove what a dead `owner` left half-written. Whoever calls this holds the owner's lock."""
+        for entry in self.files.names("tmp"):
+            if entry.startswith(f"{owner}."):
+                self.drop(f"tmp/{entry}")
+
+    def archive(self, name: JobName, state: str = COMPLETE) -> bool:
+        """Move a finished group from queue/ to its folder of done/."""
+        self.files.make_folder(shard(name.seq))
+        return self.move(f"queue/{name}", f"{shard(name.seq)}/{name.becomes(state, name.device)}")
+
+    def set_aside(self, name: JobName, kind: str, reason: str) -> bool:
+        """Move a file to quarantine/. The reason is there first, so nothing is ever set aside without one."""
+        target = set_aside_name(name, kind)
+        self.publish(_limited(reason), f"quarantine/{reason_name(target)}")
+        return self.move(f"queue/{name}", f"quarantine/{target}")
+
+    def try_again(self, claim: JobName, max_attempts: int, reason: str) -> bool:
+        """A try failed: the job is pending again with the next attempt, or given up.
+
+        True if it is pending.
+        """
+        if claim.attempt + 1 >= max_attempts:
+            self.set_aside(claim, FAILED, reason)
+            return False
+        return self.move(f"queue/{claim}", f"queue/{claim.pending(claim.attempt + 1)}")
+
+    def release_claims(self, device: int, max_attempts: int, *, counts: bool, reason: str) -> list[int]:
+        """The jobs of a worker that is dead are pending again; returns their sequence numbers.
+
+        Whoever calls this holds that worker's lock. `counts` says whether the death counts as an attempt: it
+        does not when the whole run was down. A worker dies between publishing a result and dropping its
+        claim, too: then the result counts.
+        """
+        released = []
+        for name in sorted(self.listing()):
+            if (name.state, name.device) != (PROCESSING, device):
+                continue
+            if self._result_exists(name):
+                self.drop(f"queue/{name}")
+            else:
+                if counts:
+                    self.try_again(name, max_attempts, reason)
+                else:
+                    self.move(f"queue/{name}", f"queue/{name.pending(name.attempt)}")
+                released.append(name.seq)
+        self.clear_temporaries(f"dev{device}")
+        return released
+
+    def reason(self, set_aside: str) -> str:
+        """The text that says why a file is in quarantine/."""
+        try:
+            return self.files.read(f"quarantine/{reason_name(set_aside)}").decode(errors="replace")
+        except FileNotFoundError:
+            return "no reason was written"
+
+    def _result_exists(self, claim: JobName) -> bool:
+        """First queue/, then done/: that is the way a result goes, so it cannot slip past."""
+        result = claim.becomes(COMPLETE, claim.device)
+        broken = f"quarantine/{set_aside_name(result, BROKEN)}"
+        return any(map(self.files.exists, (f"queue/{result}", f"{shard(claim.seq)}/{result}", broken)))
+
+
+def _limited(reason: str) -> bytes:
+    """The end of a traceback says most: keep that."""
+    data = reason.encode(errors="replace")
+    return data if len(data) <= _REASON_BYTES else b"[...]\n" + data[-_REASON_BYTES:]
+
+
+@contextmanager
+def _disk_full_named(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DiskFullError(
+            f"The disk is full: no room for {path}. Nothing is lost; make room and it goes on."
+        ) from error

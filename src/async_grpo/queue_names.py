@@ -1,0 +1,97 @@
+"""Names of queue files: what is in a name is the state of a job, so `ls` shows it and one rename changes it.
+
+    queue/0000000042.a00_pending.safetensors              wants a worker
+    queue/0000000042.a00_processing_by_dev1.safetensors   worker 1 has it
+    queue/0000000042.a00_complete_from_dev1.safetensors   generated and scored
+    done/0000000/0000000042.a00_complete_from_dev1.safetensors    the trainer has taken it
+    done/0000000/0000000042.a01_duplicate_from_dev2.safetensors   a second result, never used
+    quarantine/0000000043.a02_failed.safetensors          given up, with a .reason beside it
+    quarantine/0000000044.a00_broken_pending.safetensors  an unusable file, with a .reason
+
+`a00` is the attempt. Names sort in the order of submission; modification times tie and lie. Whatever does not
+match in full is not ours and is left alone.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+PENDING, PROCESSING, COMPLETE = "pending", "processing", "complete"
+DUPLICATE, FAILED, BROKEN = "duplicate", "failed", "broken"
+
+PENDING_END = "_pending.safetensors"
+REASON_END = ".reason"
+SHARD_SIZE = 1000  # files a folder of done/
+
+_SUFFIX = ".safetensors"
+_LINK = {PROCESSING: "_by_dev", COMPLETE: "_from_dev", DUPLICATE: "_from_dev"}
+_QUEUE_NAME = re.compile(
+    r"([0-9]{10})\.a([0-9]{2,3})_"
+    r"(?:(pending)|(processing)_by_dev([0-9]{1,4})|(complete|duplicate)_from_dev([0-9]{1,4}))\.safetensors"
+)
+_SET_ASIDE_NAME = re.compile(r"([0-9]{10})\.a([0-9]{2,3})_(failed|broken)(_[a-z0-9_]+)?\.safetensors")
+
+
+class JobName(NamedTuple):
+    """A parsed name, e.g. `JobName(42, 0, "processing", 1)`; `str()` of it is the file name."""
+
+    seq: int
+    attempt: int  # 0 for the first try
+    state: str
+    device: int = -1  # N of dev{N}; -1 where the state has none
+
+    def __str__(self) -> str:
+        device = f"{_LINK[self.state]}{self.device}" if self.state in _LINK else ""
+        return f"{self.seq:010d}.a{self.attempt:02d}_{self.state}{device}{_SUFFIX}"
+
+    @property
+    def stem(self) -> str:
+        return str(self).removesuffix(_SUFFIX)
+
+    def pending(self, attempt: int) -> JobName:
+        return JobName(self.seq, attempt, PENDING)
+
+    def becomes(self, state: str, device: int) -> JobName:
+        """The same attempt in another state of a worker."""
+        return JobName(self.seq, self.attempt, state, device)
+
+
+def parse_name(name: str) -> JobName | None:
+    """The job that a file of queue/ or done/ belongs to, or None if the name is not exactly one of ours."""
+    match = _QUEUE_NAME.fullmatch(name)
+    if match is None:
+        return None
+    seq, attempt, pending, processing, claimer, finished, maker = match.groups()
+    return JobName(int(seq), int(attempt), pending or processing or finished, int(claimer or maker or -1))
+
+
+class SetAside(NamedTuple):
+    """A file of quarantine/: `kind` is failed (the job was given up) or broken (only this file was)."""
+
+    seq: int
+    attempt: int
+    kind: str
+    name: str
+
+
+def parse_set_aside(name: str) -> SetAside | None:
+    """What a file name in quarantine/ stands for, or None if it is not ours."""
+    match = _SET_ASIDE_NAME.fullmatch(name)
+    return SetAside(int(match[1]), int(match[2]), match[3], name) if match else None
+
+
+def set_aside_name(job: JobName, kind: str) -> str:
+    """Name in quarantine/ of a job that is given up (`failed`) or an unusable file (`broken`)."""
+    state = f"_{job.stem.split('_', 1)[1]}" if kind == BROKEN else ""
+    return f"{job.seq:010d}.a{job.attempt:02d}_{kind}{state}{_SUFFIX}"
+
+
+def reason_name(set_aside: str) -> str:
+    """Name of the text that says why."""
+    return set_aside.removesuffix(_SUFFIX) + REASON_END
+
+
+def shard(seq: int) -> str:
+    """Folder of done/ in which the files of a job lie."""
+    return f"done/{seq // SHARD_SIZE:07d}"
