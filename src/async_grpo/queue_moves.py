@@ -22,6 +22,8 @@ from async_grpo.queue_names import (
     shard,
 )
 
+DEFAULT_MAX_ATTEMPTS = 3
+
 _REASON_BYTES = 1 << 20
 
 

@@ -28,11 +28,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Seconds that a group spent in each phase on its worker (durations, never wall-clock times)."""
+    """Seconds of its worker's time that a group took: a batch's time is shared out evenly over its groups.
+
+    Durations, never wall-clock times. Summed over groups they are the time for which the workers were busy.
+    """
 
     adopt_s: float = 0.0  # adopting the newest weights
-    generate_s: float = 0.0  # sampling the batch in which the group was
-    score_s: float = 0.0  # the group's reward functions
+    generate_s: float = 0.0  # sampling
+    score_s: float = 0.0  # the reward functions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,50 @@
+"""`async-grpo COMMAND`: one file a command, heavy imports inside functions only, so that `--help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from async_grpo.errors import AsyncGRPOError
+from async_grpo.version import __version__
+
+COMMANDS = {
+    "train": "train a setup file: in one process, or distributed over a parameter server and workers",
+    "server": "start the parameter server alone",
+    "worker": "start one rollout worker",
+    "board": "open a run's curves in TensorBoard",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 1 for a failed run, 2 for input that cannot be used."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] not in COMMANDS:
+        return _top_level(argv)
+    command = importlib.import_module(f"async_grpo.cli.{argv[0]}")
+    parser = command.build_parser()
+    args = parser.parse_args(argv[1:])
+    try:
+        return int(command.run(args))
+    except AsyncGRPOError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _top_level(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="async-grpo",
+        description="Bring your TRL GRPOTrainer, run it asynchronously on every GPU you have.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="commands:\n"
+        + "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
+        + "\n\nasync-grpo COMMAND --help has the options and examples of each.",
+    )
+    parser.add_argument("--version", action="version", version=f"async-grpo {__version__}")
+    parser.add_argument("command", choices=list(COMMANDS), metavar="COMMAND")
+    parser.parse_args(argv or ["--help"])
+    return 2

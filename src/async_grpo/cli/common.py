@@ -1,0 +1,107 @@
+"""Options that several commands share. A flag beats the environment, which beats the default."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from async_grpo.devices import CPU, hold_to_device, parse_device, visible_gpus
+from async_grpo.errors import UsageError
+
+DEFAULT_CONFIG = Path("src/app/trainer_setup_gsmk.py")
+DEFAULT_RUN_DIR = Path("worker")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+def parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"async-grpo {command}",
+        description=description,
+        epilog=f"examples:\n{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="queue, logs and metrics of the run (default: worker/)"
+    )
+    parser.add_argument(
+        "--log-level",
+        type=str.upper,
+        choices=LOG_LEVELS,
+        default=None,
+        help="default: $LOG_LEVEL, else INFO",
+    )
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", "-s", type=positive, help="optimizer steps; overrides max_steps of the setup file")
+    parser.add_argument("--seed", type=int, help="overrides the seed of the setup file")
+
+
+def add_distributed_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-staleness",
+        type=not_negative,
+        default=4,
+        metavar="K",
+        help="no rollout is trained on that is more than K policy versions old; 0 is the synchronous schedule "
+        "(default: 4)",
+    )
+    parser.add_argument(
+        "--max-attempts", type=positive, default=3, metavar="N", help="tries of a failing job (default: 3)"
+    )
+    unfinished = parser.add_mutually_exclusive_group()
+    unfinished.add_argument("--resume", action="store_true", help="go on with the unfinished run in --run-dir")
+    unfinished.add_argument(
+        "--overwrite", action="store_true", help="delete the unfinished run in --run-dir (checkpoints stay)"
+    )
+
+
+def positive(text: str) -> int:
+    return _at_least(text, 1)
+
+
+def not_negative(text: str) -> int:
+    return _at_least(text, 0)
+
+
+def _at_least(text: str, least: int) -> int:
+    if not text.lstrip("-").isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
+    return int(text)
+
+
+def log_level(args: argparse.Namespace) -> str:
+    """The level from the flag, else from `LOG_LEVEL`, else INFO."""
+    level = (args.log_level or os.environ.get("LOG_LEVEL") or "INFO").upper()
+    if level not in LOG_LEVELS:
+        raise UsageError(f"LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, got {level!r}.")
+    return level
+
+
+def device(text: str | None, *, default_gpu: int = 0) -> str:
+    """The device that `text` names; without one, GPU `default_gpu` where there is a GPU, else the CPU."""
+    gpus = visible_gpus()
+    if text is not None:
+        return parse_device(text, gpus)
+    return str(min(default_gpu, gpus - 1)) if gpus else CPU
+
+
+def add_launched_option(parser: argparse.ArgumentParser) -> None:
+    """Set by `train --distributed` on its children: its pid. It has prepared the run, and keeps their logs."""
+    parser.add_argument("--launched-by", type=int, metavar="PID", help=argparse.SUPPRESS)
+
+
+def become_role(args: argparse.Namespace, device: str, *, fast_inference: str) -> None:
+    """Set this process up as a server or a worker, before anything imports torch."""
+    from async_grpo.process import end_with_parent, set_up_log
+
+    set_up_log(log_level(args))
+    if args.launched_by is not None:
+        end_with_parent(args.launched_by)
+    hold_to_device(device, os.environ)
+    os.environ.setdefault("FAST_INFERENCE", fast_inference)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

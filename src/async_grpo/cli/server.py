@@ -1,0 +1,54 @@
+"""`async-grpo server`: the parameter server alone, with workers started by hand."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from async_grpo.cli import common
+
+EXAMPLES = """\
+  async-grpo server --config my_trainer.py -d 0        then, in other terminals:
+  async-grpo worker -d 1
+  async-grpo server --config my_trainer.py --resume    go on after a crash or a stop"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = common.parser("server", "Train on what the workers deliver, and publish every new policy.", EXAMPLES)
+    parser.add_argument(
+        "--config", type=Path, default=common.DEFAULT_CONFIG, help=f"setup file (default: {common.DEFAULT_CONFIG})"
+    )
+    parser.add_argument("--device", "-d", help="GPU index or 'cpu' (default: GPU 0 where there is one)")
+    common.add_training_options(parser)
+    common.add_distributed_options(parser)
+    common.add_run_options(parser)
+    common.add_launched_option(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    device = common.device(args.device)
+    if args.launched_by is None:
+        from async_grpo.run_dir import prepare
+        from async_grpo.setup_file import check_setup_file
+
+        check_setup_file(args.config)
+        prepare(args.run_dir, config=args.config, resume=args.resume, overwrite=args.overwrite)
+    common.become_role(args, device, fast_inference="0")
+
+    from async_grpo.parameter_server import ServerOptions, run_parameter_server
+
+    run_parameter_server(
+        ServerOptions(
+            config=args.config.absolute(),
+            run_dir=args.run_dir,
+            device=device,
+            steps=args.steps,
+            seed=args.seed,
+            max_staleness=args.max_staleness,
+            max_attempts=args.max_attempts,
+            resume=args.resume,
+            log_level=common.log_level(args) if args.launched_by is None else None,
+        )
+    )
+    return 0

@@ -1,0 +1,118 @@
+"""`async-grpo train`: one process with plain TRL, or a parameter server and workers on every GPU."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from async_grpo.cli import common
+from async_grpo.errors import UsageError
+
+EXAMPLES = """\
+  async-grpo train my_trainer.py --device 0 --steps 50       one process, plain TRL
+  async-grpo train my_trainer.py --distributed               server on GPU 0, a worker on every other GPU
+  async-grpo train my_trainer.py -n 2                        two workers (they share the GPU when there is one)
+  async-grpo train my_trainer.py --worker-device-ids 1,2,3   workers on exactly these GPUs
+  async-grpo train my_trainer.py --distributed --resume      go on after a crash or a stop"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = common.parser("train", "Train the GRPOTrainer that a setup file returns.", EXAMPLES)
+    parser.add_argument(
+        "config",
+        nargs="?",
+        type=Path,
+        default=common.DEFAULT_CONFIG,
+        help=f"Python file with get_trainer() (default: {common.DEFAULT_CONFIG})",
+    )
+    parser.add_argument("--device", "-d", help="one process on this GPU index, or 'cpu'")
+    common.add_training_options(parser)
+    group = parser.add_argument_group("distributed", "a parameter server that trains, and workers that generate")
+    group.add_argument("--distributed", action="store_true", help="implied by the next three options")
+    group.add_argument(
+        "--num-workers", "-n", type=common.positive, help="default: one for each GPU besides the server's, 2 on a CPU"
+    )
+    group.add_argument(
+        "--master-device-id", "--master_device_id", metavar="N", help="the server's GPU, or 'cpu' (default: 0)"
+    )
+    group.add_argument(
+        "--worker-device-ids", "--worker_device_ids", metavar="1,2,3", help="the workers' GPUs, one worker each"
+    )
+    common.add_distributed_options(parser)
+    common.add_run_options(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from async_grpo.setup_file import check_setup_file
+
+    check_setup_file(args.config)
+    named = (args.num_workers, args.master_device_id, args.worker_device_ids)
+    if args.distributed or any(value is not None for value in named):
+        return _distributed(args)
+    if args.resume or args.overwrite:
+        raise UsageError("--resume and --overwrite are for distributed runs: add --distributed.")
+    return _single(args)
+
+
+def _single(args: argparse.Namespace) -> int:
+    from async_grpo.devices import check_torch_sees, hold_to_device
+    from async_grpo.process import own_compile_cache, set_up_log
+
+    import os
+
+    set_up_log(common.log_level(args))
+    device = common.device(args.device)
+    hold_to_device(device, os.environ)
+    os.environ.setdefault("FAST_INFERENCE", "1")
+    own_compile_cache("single", os.environ)
+    check_torch_sees(device)
+
+    from async_grpo.parameter_server import apply_overrides
+    from async_grpo.setup_file import load_trainer
+
+    trainer = load_trainer(args.config.absolute())
+    apply_overrides(trainer, steps=args.steps, seed=args.seed)
+    trainer.train()
+    return 0
+
+
+def _distributed(args: argparse.Namespace) -> int:
+    from async_grpo.launcher import LaunchOptions, launch
+
+    if args.device is not None:
+        raise UsageError("--device is for one process. Distributed: --master-device-id and --worker-device-ids.")
+    master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
+    return launch(
+        LaunchOptions(
+            config=args.config.absolute(),
+            run_dir=args.run_dir.absolute(),
+            master_device=master,
+            worker_devices=workers,
+            steps=args.steps,
+            seed=args.seed,
+            max_staleness=args.max_staleness,
+            max_attempts=args.max_attempts,
+            resume=args.resume,
+            overwrite=args.overwrite,
+            log_level=common.log_level(args),
+        )
+    )
+
+
+def plan_devices(master: str | None, workers: str | None, count: int | None) -> tuple[str, tuple[str, ...]]:
+    """The server's device and each worker's. Raises `UsageError` for devices that do not exist or do not add up."""
+    from async_grpo.devices import CPU, parse_device, visible_gpus
+
+    gpus = visible_gpus()
+    server = common.device(master)
+    if workers is not None:
+        chosen = tuple(parse_device(text.strip(), gpus) for text in workers.split(","))
+        if count is not None and count != len(chosen):
+            raise UsageError(f"--num-workers {count} does not fit --worker-device-ids {workers}: name one for each.")
+        return server, chosen
+    if server == CPU:
+        return server, (CPU,) * (count or 2)
+    others = [str(index) for index in range(gpus) if str(index) != server] or [server]
+    count = count or len(others)
+    return server, tuple(others[index % len(others)] for index in range(count))

@@ -1,0 +1,52 @@
+"""`async-grpo worker`: one rollout worker, which may join, leave or be killed at any time."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from async_grpo.cli import common
+
+EXAMPLES = """\
+  async-grpo worker -d 1                    on GPU 1, for the run in worker/, with the server's setup file
+  async-grpo worker -d cpu --id 2           as worker 2, on the CPU
+  WORKER_DEVICE=3 async-grpo worker         the device from the environment"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = common.parser(
+        "worker",
+        "Claim rollout jobs, generate, score, and hand the groups back. Waits for the parameter server.",
+        EXAMPLES,
+    )
+    parser.add_argument("--device", "-d", help="GPU index or 'cpu' (default: $WORKER_DEVICE, else GPU 1, else cpu)")
+    parser.add_argument("--config", type=Path, help="setup file (default: the parameter server's)")
+    parser.add_argument(
+        "--id", type=common.positive, help="the worker's number in file names (default: the first free one)"
+    )
+    common.add_run_options(parser)
+    common.add_launched_option(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    device = common.device(args.device or os.environ.get("WORKER_DEVICE"), default_gpu=1)
+    if args.config is not None:
+        from async_grpo.setup_file import check_setup_file
+
+        check_setup_file(args.config)
+    common.become_role(args, device, fast_inference="1")
+
+    from async_grpo.rollout_worker import WorkerOptions, run_worker
+
+    run_worker(
+        WorkerOptions(
+            run_dir=args.run_dir,
+            device=device,
+            worker_id=args.id,
+            config=args.config.absolute() if args.config else None,
+            log_level=common.log_level(args) if args.launched_by is None else None,
+        )
+    )
+    return 0

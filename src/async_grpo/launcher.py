@@ -1,0 +1,218 @@
+"""Starts a run on this machine: one parameter server, some workers; watches them and ends all of them.
+
+A dead worker is started again, with back-off. When the parameter server ends, everything ends, with its exit code.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import async_grpo
+from async_grpo import run_dir as runs
+from async_grpo import summary
+from async_grpo.devices import CPU, threads_per_process
+from async_grpo.log_tail import LogTail
+from async_grpo.run_dir import RunDir, prepare
+
+GRACE_S = 9.0  # what is not gone this long after it was asked to end is killed: a run ends within 10 s
+MAX_RESTARTS_IN_A_ROW = 5
+LIVED_LONG_ENOUGH_S = 60.0  # a worker that lived this long starts counting its restarts anew
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """What the command line decides about a distributed run."""
+
+    config: Path
+    run_dir: Path
+    master_device: str
+    worker_devices: Sequence[str]
+    steps: int | None = None
+    seed: int | None = None
+    max_staleness: int = 4
+    max_attempts: int = 3
+    resume: bool = False
+    overwrite: bool = False
+    log_level: str = "INFO"
+
+
+def launch(options: LaunchOptions) -> int:
+    """Run to the end; returns 0 for a run that finished or was asked to stop, the server's exit code otherwise."""
+    prepare(
+        options.run_dir,
+        config=options.config,
+        resume=options.resume,
+        overwrite=options.overwrite,
+        num_workers=len(options.worker_devices),
+    )
+    return _Launcher(options).run()
+
+
+@dataclass(slots=True)
+class _Child:
+    """One process of the run, and what is needed to start it again."""
+
+    name: str
+    command: list[str]
+    log: LogTail
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    restart_at: float | None = None  # monotonic seconds; None while it runs or when it has ended for good
+    restarts_in_a_row: int = 0
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+
+@dataclass(slots=True)
+class _Launcher:
+    options: LaunchOptions
+    stopping: bool = False
+    restarts: int = 0
+    gave_up: str = ""
+    children: list[_Child] = field(default_factory=list)
+
+    def run(self) -> int:
+        run = RunDir(self.options.run_dir)
+        server = self._child("server", run.server_log, self._server_command())
+        workers = [
+            self._child(f"worker {number}", run.worker_log(number), self._worker_command(number, device))
+            for number, device in enumerate(self.options.worker_devices, start=1)
+        ]
+        self.children = [server, *workers]
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: setattr(self, "stopping", True))
+        _say(f"run {run.root}: server on {self.options.master_device}, {len(workers)} workers on "
+             f"{', '.join(self.options.worker_devices)}; logs beside the queue")
+        try:
+            for child in self.children:
+                self._start(child)
+            self._watch(server, workers)
+        finally:
+            self._end_all()
+        return self._conclude(run, server)
+
+    def _child(self, name: str, log: Path, arguments: list[str]) -> _Child:
+        command = [sys.executable, "-m", "async_grpo.cli", *arguments, "--launched-by", str(os.getpid())]
+        return _Child(name=name, command=command, log=LogTail(log, name))
+
+    def _server_command(self) -> list[str]:
+        options = self.options
+        command = ["server", "--config", str(options.config), "--device", options.master_device, *self._common()]
+        command += ["--max-staleness", str(options.max_staleness), "--max-attempts", str(options.max_attempts)]
+        if options.steps is not None:
+            command += ["--steps", str(options.steps)]
+        if options.seed is not None:
+            command += ["--seed", str(options.seed)]
+        return [*command, "--resume"] if options.resume else command
+
+    def _worker_command(self, number: int, device: str) -> list[str]:
+        config = str(self.options.config)
+        return ["worker", "--config", config, "--device", device, "--id", str(number), *self._common()]
+
+    def _common(self) -> list[str]:
+        return ["--run-dir", str(self.options.run_dir), "--log-level", self.options.log_level]
+
+    def _start(self, child: _Child) -> None:
+        env = dict(os.environ)
+        env["PYTHONPATH"] = os.pathsep.join(
+            part for part in (str(Path(async_grpo.__file__).parents[1]), env.get("PYTHONPATH")) if part
+        )
+        env["PYTHONUNBUFFERED"] = "1"
+        env.setdefault("TQDM_DISABLE", "1")
+        on_cpu = [device for device in (self.options.master_device, *self.options.worker_devices) if device == CPU]
+        if on_cpu:
+            env.setdefault("OMP_NUM_THREADS", str(threads_per_process(len(on_cpu))))
+        with child.log.path.open("ab") as log:
+            child.process = subprocess.Popen(
+                child.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+            )
+        child.started = time.monotonic()
+        child.restart_at = None
+
+    def _watch(self, server: _Child, workers: list[_Child]) -> None:
+        """Until the server has ended, or a stop was asked for and everything has had its time for it."""
+        while server.running and not self.stopping:
+            self._show_logs()
+            for worker in workers:
+                self._mind(worker)
+            if all(not worker.running and worker.restart_at is None for worker in workers):
+                self.gave_up = f"every worker failed {MAX_RESTARTS_IN_A_ROW + 1} times in a row"
+                return
+            time.sleep(POLL_S)
+
+    def _mind(self, worker: _Child) -> None:
+        now = time.monotonic()
+        if worker.running:
+            return
+        if worker.restart_at is None:
+            if worker.restarts_in_a_row >= MAX_RESTARTS_IN_A_ROW:
+                return
+            if now - worker.started > LIVED_LONG_ENOUGH_S:
+                worker.restarts_in_a_row = 0
+            worker.restart_at = now + 2.0**worker.restarts_in_a_row
+        elif now >= worker.restart_at:
+            assert worker.process is not None
+            _say(f"{worker.name} ended ({_exit_reason(worker.process.returncode)}); starting it again")
+            worker.restarts_in_a_row += 1
+            self.restarts += 1
+            self._start(worker)
+
+    def _end_all(self) -> None:
+        """Ask every child to end, then make it: none is left behind. Only the pids that were started are signalled."""
+        deadline = time.monotonic() + GRACE_S
+        if self.stopping:
+            _say("stopping: a checkpoint is written, then everything ends")
+        if self.stopping or self.children[0].running:  # otherwise workers read in run.json that the run has ended
+            self._signal_all(signal.SIGTERM)
+        while any(child.running for child in self.children) and time.monotonic() < deadline:
+            self._show_logs()
+            time.sleep(POLL_S)
+        self._signal_all(signal.SIGKILL)
+        for child in self.children:
+            if child.process is not None:
+                child.process.wait()
+        self._show_logs()
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        for child in self.children:
+            if child.process is not None and child.running:
+                child.process.send_signal(number)
+
+    def _show_logs(self) -> None:
+        for child in self.children:
+            for line in child.log.new_lines():
+                print(line, flush=True)
+
+    def _conclude(self, run: RunDir, server: _Child) -> int:
+        assert server.process is not None
+        code = server.process.returncode
+        summary.add(run.summary, worker_restarts=self.restarts)
+        if self.gave_up:
+            _say(f"gave up: {self.gave_up}. The last words of {self.children[1].log.path.name}:")
+            print(self.children[1].log.last_words(), file=sys.stderr)
+            return 1
+        state = run.read_state()
+        if code != 0 and not (self.stopping and state is not None and state.state != runs.FAILED):
+            _say(f"the parameter server failed ({_exit_reason(code)}). Its last words:")
+            print(server.log.last_words(), file=sys.stderr)
+            return code if code > 0 else 1
+        summary.show(run)
+        return 0
+
+
+def _exit_reason(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _say(text: str) -> None:
+    print(f"[launcher] {text}", flush=True)

@@ -1,0 +1,117 @@
+"""The parameter server process: trains on what the workers deliver, publishes every new policy, sums up."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+
+from async_grpo import run_dir as runs
+from async_grpo.devices import check_torch_sees
+from async_grpo.errors import RunDirError
+from async_grpo.locks import KernelLock
+from async_grpo.process import StopRequest, log_to, own_compile_cache
+from async_grpo.run_dir import RunDir, RunState
+from async_grpo.setup_file import load_trainer
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+    from async_grpo.training.async_training import AsyncTraining
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What the command line decides about the parameter server."""
+
+    config: Path
+    run_dir: Path
+    device: str  # "cpu" or a GPU index; the process already sees only this one
+    steps: int | None = None  # overrides max_steps
+    seed: int | None = None  # overrides the trainer's seed
+    max_staleness: int = 4
+    max_attempts: int = 3
+    resume: bool = False
+    log_level: str | None = None  # of the log file in the run directory; None: a launcher keeps it
+
+
+def run_parameter_server(options: ServerOptions) -> str:
+    """Train to the end in a prepared run directory; returns its last state, `finished` or `stopped`.
+
+    Raises:
+        AsyncGRPOError: with a text for the user. `run.json` and `summary.json` then say `failed`.
+    """
+    stop = StopRequest().install()
+    run = RunDir(options.run_dir)
+    lock = KernelLock(run.lock)
+    if not lock.try_acquire({"role": "parameter server"}):
+        raise RunDirError(runs.in_use(run))
+    try:
+        return _train(options, run, stop)
+    except BaseException as error:
+        state = run.read_state()
+        if state is not None and state.state == runs.RUNNING:  # it ended before there was a training to sum up
+            result = runs.STOPPED if isinstance(error, SystemExit) else runs.FAILED
+            _sum_up(run, result, {"steps": state.step, "run_id": state.run_id})
+        raise
+    finally:
+        lock.release()
+
+
+def _train(options: ServerOptions, run: RunDir, stop: StopRequest) -> str:
+    state = run.read_state()
+    if state is None:
+        raise RunDirError(f"{run.root} holds no run: prepare one first.")
+    started = time.monotonic()
+    if options.log_level is not None:
+        log_to(run.server_log, options.log_level)
+    own_compile_cache("parameter_server", os.environ)
+    logger.info("parameter server on {}: loading {}", options.device, options.config)
+    check_torch_sees(options.device)
+    trainer = load_trainer(options.config)
+    apply_overrides(trainer, steps=options.steps, seed=options.seed)
+
+    from async_grpo.training.async_training import AsyncTraining, TrainingSettings
+
+    settings = TrainingSettings(max_staleness=options.max_staleness, max_attempts=options.max_attempts)
+    with AsyncTraining(trainer, run=run, state=state, settings=settings, stop=stop, resume=options.resume) as training:
+        result = runs.FAILED
+        stop.defer()
+        try:
+            result = runs.FINISHED if training.train() else runs.STOPPED
+        finally:
+            _sum_up(run, result, _figures(training, state, time.monotonic() - started))
+    return result
+
+
+def apply_overrides(trainer: GRPOTrainer, *, steps: int | None, seed: int | None) -> None:
+    """Let the command line's `--steps` and `--seed` win over the setup file."""
+    if steps is not None:
+        trainer.args.max_steps = steps
+    if seed is not None:
+        from transformers import set_seed
+
+        trainer.args.seed = seed
+        set_seed(seed)
+
+
+def _figures(training: AsyncTraining, state: RunState, wall_s: float) -> dict[str, Any]:
+    return {
+        "steps": training.step,
+        "wall_seconds": round(wall_s, 1),
+        **training.metrics.totals(),
+        **training.log.quotes(),
+        "run_id": state.run_id,
+        "checkpoints": str(training.output_dir),
+        "tensorboard": str(training.tensorboard),
+    }
+
+
+def _sum_up(run: RunDir, state: str, figures: dict[str, Any]) -> None:
+    """Write `summary.json`, then `run.json`, which tells the workers that the run has ended."""
+    runs.write_json(run.summary, {"state": state, "worker_restarts": 0, **figures})
+    run.update_state(state=state, step=figures["steps"])

@@ -1,0 +1,65 @@
+"""What each process of a run does about signals, its parent's death, its log and its environment."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+from types import FrameType
+
+from loguru import logger
+
+LOG_FORMAT = "{time:HH:mm:ss} <level>{level: <7}</level> {message}"
+_PR_SET_PDEATHSIG = 1
+
+
+class StopRequest:
+    """What SIGTERM and SIGINT do: end the process at once while it starts, set a flag once it `defers()`."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._deferred = False
+
+    def __bool__(self) -> bool:
+        return self.requested
+
+    def install(self) -> StopRequest:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        return self
+
+    def defer(self) -> None:
+        """From now on somebody looks at the flag and ends in good order."""
+        self._deferred = True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        if not self._deferred:
+            raise SystemExit(0)
+
+
+def end_with_parent(parent_pid: int) -> None:
+    """Get SIGTERM when the parent dies, even by SIGKILL, so that no child of a launcher is left behind."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent_pid:  # it died before we asked
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def set_up_log(level: str) -> None:
+    """Log to stderr, in one line a message."""
+    logger.remove()
+    logger.add(sys.stderr, level=level, format=LOG_FORMAT)
+
+
+def log_to(file: Path, level: str) -> None:
+    """Log to `file` too (a launcher has redirected stderr there already, so only what is started by hand needs it)."""
+    logger.add(file, level=level, format=LOG_FORMAT, colorize=False)
+
+
+def own_compile_cache(name: str, env: MutableMapping[str, str]) -> None:
+    """Give each process its own folder for Unsloth's compiled code; two that share one overwrite each other."""
+    base = env.get("UNSLOTH_COMPILE_LOCATION") or "unsloth_compiled_cache"
+    env["UNSLOTH_COMPILE_LOCATION"] = str(Path(base) / name)

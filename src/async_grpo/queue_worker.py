@@ -1,0 +1,227 @@
+"""A worker's side of the queue. The protocol is told in `job_queue`."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection
+from heapq import nsmallest
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from async_grpo.directory_watch import IN_MOVED_TO, DirectoryWatch, sleep_until
+from async_grpo.errors import BadFileError, QueueError
+from async_grpo.job_file import decode_job, encode_group
+from async_grpo.locks import describe_holder
+from async_grpo.queue_files import Files, OsFiles, prepare_root
+from async_grpo.queue_liveness import LOOK_S, live_workers, server_lock, worker_lock
+from async_grpo.queue_moves import DEFAULT_MAX_ATTEMPTS, Moves
+from async_grpo.queue_names import BROKEN, COMPLETE, PENDING, PENDING_END, PROCESSING, JobName, parse_name
+from async_grpo.queue_view import queue_counts
+from async_grpo.records import Job, RolloutGroup
+
+_CACHED_NAMES = (
+    64  # pending names that a worker remembers, so that it does not list the directory for every claim
+)
+_CACHE_S = 0.05  # how long: an older job that is pending again must not wait behind newer ones
+_TAKEOVER_S = 5.0  # how long a starting worker waits while the server tidies up after its predecessor
+
+
+class Claim(NamedTuple):
+    """A job that this worker has, until it completes, fails or hands it back."""
+
+    job: Job
+    attempt: int
+    name: JobName
+
+
+class WorkerQueue:
+    """One worker process' side, for one thread. Its lock lasts as long as the process.
+
+    A forked child has no part in it.
+    """
+
+    def __init__(self, root: Path, device: int, files: Files) -> None:
+        self.root, self.device = root, device
+        self._moves = Moves(files, f"dev{device}")
+        self._lock = worker_lock(root, device)
+        self._claims: dict[int, Claim] = {}
+        self._cache: deque[JobName] = deque()
+        self._cache_until = 0.0
+        self._server: dict[str, object] = {}
+        self._watch = DirectoryWatch({root / "queue": IN_MOVED_TO})
+
+    @classmethod
+    def open(
+        cls,
+        root: Path | str,
+        worker_id: int | None,
+        device: str,
+        *,
+        durable: bool = False,
+        files: Files | None = None,
+    ) -> Self:
+        """Become worker dev{worker_id}, or the first that is free for None. `QueueError` names who is it
+        already.
+
+        device: what it computes on, e.g. `cuda:1`; for people to read. May be called before there is a
+        server.
+        """
+        root = Path(root)
+        prepare_root(root)
+        files = files or OsFiles(root, durable=durable)
+        numbers = [worker_id] if worker_id is not None else range(1, 1000)
+        for number in numbers:
+            queue = cls(root, number, files)
+            if queue._enter(device, patient=worker_id is not None):
+                return queue
+            queue._watch.close()
+        holder = describe_holder(worker_lock(root, numbers[0]).holder())
+        raise QueueError(
+            f"Worker dev{numbers[0]} runs already: {holder}. Give this one another number, or stop that one."
+        )
+
+    def _enter(self, device: str, *, patient: bool) -> bool:
+        """Take the lock, then make pending what an earlier worker of this number left.
+
+        False if it is alive.
+        """
+        deadline = time.monotonic() + (_TAKEOVER_S if patient else 0)
+        while not self._lock.try_acquire({"torch_device": device}):
+            holder = self._lock.holder()
+            server = server_lock(self.root).holder()
+            if holder is not None and holder.get("pid") != (server or {}).get("pid"):
+                return False
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.002)  # the server is making our predecessor's jobs pending
+        self._learn_server()
+        reason = f"Worker {self.name} died while it had this job."
+        self._moves.release_claims(self.device, self._max_attempts, counts=self.server_alive(), reason=reason)
+        return True
+
+    @property
+    def name(self) -> str:
+        return f"dev{self.device}"
+
+    def close(self) -> None:
+        """Hand back what this worker still has, and free its number."""
+        for claim in list(self._claims.values()):
+            self.hand_back(claim)
+        self._watch.close()
+        self._lock.release()
+
+    def claim(self, limit: int, skip: Collection[int] = ()) -> list[Claim]:
+        """Up to `limit` of the oldest pending jobs, without waiting. A job that failed before comes alone.
+
+        skip: sequence numbers to leave to others, e.g. jobs that this worker handed back.
+        """
+        self._lock.require()
+        if time.monotonic() >= self._cache_until:
+            self._cache.clear()
+        claims: list[Claim] = []
+        may_list = True
+        while len(claims) < limit:
+            if not self._cache and may_list:
+                self._list_pending(skip)
+                may_list = False
+            if not self._cache or (self._cache[0].attempt and claims):
+                break
+            name = self._cache.popleft()
+            claim = None if name.seq in skip else self._claim(name)
+            if claim is not None:
+                claims.append(claim)
+                self._claims[claim.job.seq] = claim
+                if name.attempt:
+                    break
+        return claims
+
+    def complete(self, claim: Claim, group: RolloutGroup) -> None:
+        """Publish the result, then drop the claim. `DiskFullError`.
+
+        The claim is kept, call again when there is room.
+        """
+        self._lock.require()
+        if (group.job.seq, group.attempt, group.worker) != (claim.job.seq, claim.attempt, self.name):
+            raise QueueError(f"The group of job {group.job.seq} is not an answer to claim {claim.name}.")
+        self._moves.publish(encode_group(group), f"queue/{claim.name.becomes(COMPLETE, self.device)}")
+        self._moves.drop(f"queue/{claim.name}")
+        self._claims.pop(claim.job.seq, None)
+
+    def fail(self, claim: Claim, error_text: str) -> None:
+        """The job could not be done: pending again with the next attempt, or given up with `error_text`
+        beside it.
+
+        `DiskFullError` if the text finds no room: the claim is kept, call again.
+        """
+        self._lock.require()
+        self._moves.try_again(claim.name, self._max_attempts, f"{claim.name}: {error_text}\n")
+        self._claims.pop(claim.job.seq, None)
+
+    def hand_back(self, claim: Claim) -> None:
+        """Pending again with the same attempt: this worker stops, or cannot serve the job now."""
+        self._lock.require()
+        self._moves.move(f"queue/{claim.name}", f"queue/{claim.name.pending(claim.attempt)}")
+        self._claims.pop(claim.job.seq, None)
+
+    def wait(self, timeout_s: float, skip: Collection[int] = ()) -> bool:
+        """Sleep until a job is pending that is not in `skip`; False when the time is over."""
+        deadline = time.monotonic() + timeout_s
+        look = True
+        while True:
+            if look and any(name.state == PENDING and name.seq not in skip for name in self._moves.listing()):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            woken = self._watch.wait(sleep_until(deadline, LOOK_S))
+            look = woken.look or not woken.names or any(name.endswith(PENDING_END) for name in woken.names)
+
+    def pending(self) -> int:
+        """Jobs that want a worker."""
+        return queue_counts(self._moves.files).pending
+
+    def alive_workers(self) -> int:
+        """Workers that are alive, this one included."""
+        return len(live_workers(self.root))
+
+    def server_alive(self) -> bool:
+        return server_lock(self.root).is_held()
+
+    @property
+    def _max_attempts(self) -> int:
+        told = self._server.get("max_attempts")
+        return told if isinstance(told, int) else DEFAULT_MAX_ATTEMPTS
+
+    def _learn_server(self) -> None:
+        """The server's lock file says which run it serves and how often a job may be tried."""
+        self._server = dict(server_lock(self.root).last_owner())
+
+    def _list_pending(self, skip: Collection[int]) -> None:
+        entries = [entry for entry in self._moves.files.names("queue") if entry.endswith(PENDING_END)]
+        if skip:
+            entries = [entry for entry in entries if (name := parse_name(entry)) and name.seq not in skip]
+        self._cache = deque(filter(None, map(parse_name, nsmallest(_CACHED_NAMES, entries))))
+        self._cache_until = time.monotonic() + _CACHE_S
+
+    def _claim(self, name: JobName) -> Claim | None:
+        """One rename.
+
+        None if another worker was faster, or the file is unusable (set aside for the server to see).
+        """
+        mine = name.becomes(PROCESSING, self.device)
+        if not self._moves.move(f"queue/{name}", f"queue/{mine}"):
+            return None
+        try:
+            job = decode_job(self._moves.files.read(f"queue/{mine}"), expect_seq=name.seq)
+            if job.run_id != self._server.get("run_id"):
+                self._learn_server()
+            if job.run_id != self._server.get("run_id"):
+                raise BadFileError(
+                    f"it is a job of run {job.run_id!r}, this is run {self._server.get('run_id')!r}"
+                )
+        except FileNotFoundError:
+            return None
+        except BadFileError as error:
+            self._moves.set_aside(mine, BROKEN, f"{name}: {error}\n")
+            return None
+        return Claim(job, name.attempt, mine)

@@ -1,0 +1,1 @@
+"""The worker side: generation with the sampler's log-probabilities, and scoring."""

@@ -1,0 +1,214 @@
+"""Every path of a run directory, and who may use the directory when.
+
+    worker/
+      run.json                      run id, state, setup file; written by the parameter server
+      server.lock                   kernel lock: one parameter server at a time
+      queue/ done/ quarantine/ tmp/ alive/        the job queue
+      ps_ipc_handle.json            where the weights lie (ps_ipc_handle_version.json: for people)
+      log_parameter_server.txt  log_worker_1.txt  metrics.jsonl  summary.json  tensorboard/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from uuid import uuid4
+
+from async_grpo.errors import RunDirError
+from async_grpo.locks import KernelLock
+
+FORMAT = 1
+RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
+_ENTRIES = (
+    *("queue", "done", "quarantine", "tmp", "alive", "tensorboard", "summary.json", "metrics.jsonl"),
+    *("run.json", "server.lock", "ps_ipc_handle.json", "ps_ipc_handle_version.json"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """What `run.json` holds. Wall-clock times are for people; nothing compares them."""
+
+    run_id: str
+    state: str  # running, finished, stopped, failed
+    config: str  # the setup file, absolute
+    started: str  # when, for people
+    step: int = 0  # optimizer steps done when the state was written
+    output_dir: str = ""  # where the checkpoints are, absolute; empty until the trainer is built
+    num_workers: int = 0  # how many workers the launcher starts; 0 when started by hand
+    format: int = FORMAT
+
+
+class RunDir:
+    """The run directory at `root`, which need not exist yet."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.absolute()
+        self.state_file = self.root / "run.json"
+        self.lock = self.root / "server.lock"
+        self.metrics = self.root / "metrics.jsonl"
+        self.summary = self.root / "summary.json"
+        self.tensorboard = self.root / "tensorboard"
+
+    @property
+    def weights_handle(self) -> Path:
+        """Where the weights are published; `CUDA_IPC_HANDLE_PATH` overrides it."""
+        return Path(os.environ.get("CUDA_IPC_HANDLE_PATH") or self.root / "ps_ipc_handle.json").absolute()
+
+    @property
+    def server_log(self) -> Path:
+        return self.root / "log_parameter_server.txt"
+
+    def worker_log(self, worker_id: int) -> Path:
+        return self.root / f"log_worker_{worker_id}.txt"
+
+    def read_state(self) -> RunState | None:
+        """The contents of `run.json`, or None where there is none.
+
+        Raises `RunDirError` when it is of another format or no JSON.
+        """
+        try:
+            data = json.loads(self.state_file.read_text())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise RunDirError(f"{self.state_file} is no JSON ({error}). Choose another --run-dir.") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise RunDirError(
+                f"{self.state_file} was written by another version of Async-GRPO. Choose another --run-dir."
+            )
+        return RunState(**data)
+
+    def write_state(self, state: RunState) -> None:
+        write_json(self.state_file, asdict(state))
+
+    def update_state(self, **changes: object) -> RunState:
+        """Change some fields of `run.json`; returns what is there now."""
+        current = self.read_state()
+        if current is None:
+            raise RunDirError(f"{self.state_file} has vanished while the run was going on.")
+        changed = replace(current, **changes)  # type: ignore[arg-type]  # field names are checked by replace()
+        self.write_state(changed)
+        return changed
+
+
+def write_json(path: Path, data: object) -> None:
+    """Write a JSON file that appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
+    temporary.write_text(json.dumps(data, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def prepare(
+    root: Path, *, config: Path, resume: bool = False, overwrite: bool = False, num_workers: int = 0
+) -> RunState:
+    """Make `root` ready for a run and return its state, which is the old one's under `resume`.
+
+    A finished run, or one that ended before its first step, is moved aside. An unfinished one is never touched
+    unless the caller says how.
+
+    Raises:
+        RunDirError: the directory is in use, is no run directory, or holds an unfinished run.
+    """
+    run = RunDir(root)
+    if run.root.exists():
+        _refuse_foreign(run)
+        with _not_in_use(run):
+            old = run.read_state()
+            if resume:
+                if old is None:
+                    raise RunDirError(f"Nothing to resume: {run.root} holds no run. Start without --resume.")
+                return run.update_state(state=RUNNING, num_workers=num_workers)
+            if old is not None and overwrite:
+                _delete_run(run)
+            elif old is not None and (old.state == FINISHED or (old.state != RUNNING and old.step == 0)):
+                _move_aside(run)
+            elif old is not None:
+                raise RunDirError(_unfinished(run, old))
+    elif resume:
+        raise RunDirError(f"Nothing to resume: {run.root} does not exist. Start without --resume.")
+    run.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    run.root.chmod(0o700)
+    state = RunState(
+        run_id=uuid4().hex[:12],
+        state=RUNNING,
+        config=str(config.absolute()),
+        started=time.strftime("%Y-%m-%d %H:%M:%S"),
+        num_workers=num_workers,
+    )
+    run.write_state(state)
+    return state
+
+
+class _not_in_use:
+    """Hold the server's lock while the directory is changed; names the holder when that fails."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._lock = KernelLock(run.lock)
+        self._run = run
+
+    def __enter__(self) -> None:
+        if not self._lock.try_acquire({"role": "preparing a run"}):
+            raise RunDirError(in_use(self._run))
+
+    def __exit__(self, *exc: object) -> None:
+        self._lock.release()
+
+
+def in_use(run: RunDir) -> str:
+    """A sentence that names who holds the run directory."""
+    holder = KernelLock(run.lock).holder() or {}
+    who = ", ".join(f"{key} {holder[key]}" for key in ("pid", "host", "since") if key in holder)
+    return (
+        f"{run.root} is in use by a live parameter server ({who or 'holder unknown'}). "
+        "Wait for it, stop it, or choose another --run-dir."
+    )
+
+
+def _refuse_foreign(run: RunDir) -> None:
+    if not run.root.is_dir() or run.root.is_symlink():
+        raise RunDirError(f"{run.root} is not a plain directory. Choose another --run-dir.")
+    if run.state_file.exists():
+        return
+    strangers = [p.name for p in run.root.iterdir() if p.name not in _ENTRIES and not p.name.startswith("log_")]
+    if strangers:
+        raise RunDirError(
+            f"{run.root} is no run directory: it holds {sorted(strangers)[0]!r} and no run.json. "
+            "Choose another --run-dir; nothing was changed."
+        )
+
+
+def _unfinished(run: RunDir, old: RunState) -> str:
+    return (
+        f"{run.root} holds an unfinished run ({old.run_id}, {old.state}, step {old.step}, started {old.started}).\n"
+        "Three ways out:\n"
+        "  --resume          go on with it\n"
+        "  --run-dir OTHER   leave it alone and run elsewhere\n"
+        "  --overwrite       delete its queue, logs and metrics (checkpoints stay) and start anew"
+    )
+
+
+def _move_aside(run: RunDir) -> None:
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.localtime(run.state_file.stat().st_mtime))
+    target = run.root.with_name(f"{run.root.name}-{stamp}")
+    number = 1
+    while target.exists():
+        number += 1
+        target = run.root.with_name(f"{run.root.name}-{stamp}-{number}")
+    run.root.rename(target)
+
+
+def _delete_run(run: RunDir) -> None:
+    logs = [path.name for path in run.root.glob("log_*.txt")]
+    for name in (*_ENTRIES, *logs):
+        path = run.root / name
+        if name == "server.lock":  # held by us, and by nobody else; unlinking it would let two servers in
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

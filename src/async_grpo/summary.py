@@ -1,0 +1,71 @@
+"""The table at the end of a run, read from `summary.json`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from async_grpo import run_dir as runs
+from async_grpo.run_dir import RunDir, write_json
+
+
+def add(path: Path, **figures: object) -> None:
+    """Add the launcher's own figures to the server's summary, where there is one."""
+    if path.exists():
+        write_json(path, {**json.loads(path.read_text()), **figures})
+
+
+def show(run: RunDir) -> None:
+    """Print the summary of the run, and what to do next."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if not run.summary.exists():
+        return
+    figures: dict[str, Any] = json.loads(run.summary.read_text())
+    if "rollouts" not in figures:
+        print(f"run {figures['run_id']} {figures['state']} before training began")
+        return
+    table = Table(title=f"run {figures.get('run_id', '')} {figures['state']}", show_header=False, title_justify="left")
+    for label, text in _rows(figures, run):
+        table.add_row(label, text)
+    console = Console(soft_wrap=True)
+    console.print(table)
+    console.print(f"next: {_next_command(figures, run)}", highlight=False)
+
+
+def _rows(figures: dict[str, Any], run: RunDir) -> list[tuple[str, str]]:
+    rows = [("steps", f"{figures['steps']} in {figures['wall_seconds']:.0f} s (loading included)")]
+    if "reward_first" in figures:
+        rows.append(("reward first → last", f"{figures['reward_first']:.3f} → {figures['reward_last']:.3f}"))
+    if "accuracy_after" in figures:
+        rows.append(
+            ("accuracy before → after", f"{figures['accuracy_before']:.3f} → {figures['accuracy_after']:.3f}")
+        )
+    rows += [
+        ("rollouts", f"{figures['rollouts']}, {figures['rollouts_per_second']:.1f} a second"),
+        ("staleness mean, max", f"{figures['staleness_mean']:.2f}, {figures['staleness_max']} versions"),
+        ("trainer waited", f"{figures['trainer_wait_fraction']:.0%} of the time"),
+        ("workers busy", f"{figures['worker_busy_fraction']:.0%} of the time"),
+        ("worker restarts", str(figures["worker_restarts"])),
+    ]
+    if figures["jobs_quarantined"]:
+        rows.append(("groups set aside", f"{figures['jobs_quarantined']}, with reasons in {run.root / 'quarantine'}"))
+    rows += [("checkpoints", figures["checkpoints"]), ("TensorBoard", figures["tensorboard"])]
+    return rows
+
+
+def _next_command(figures: dict[str, Any], run: RunDir) -> str:
+    if figures["state"] == runs.FINISHED:
+        return f"async-grpo board {_shortest(run.root)}"
+    state = run.read_state()
+    config = _shortest(Path(state.config)) if state else "SETUP_FILE"
+    return f"async-grpo train {config} --distributed --run-dir {_shortest(run.root)} --resume"
+
+
+def _shortest(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,1 @@
+"""The trainer side: batches from finished groups, staleness, off-policy correction, checkpoints."""

@@ -1,0 +1,212 @@
+"""One asynchronous run of a user's trainer: everything of the trainer side, put together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from async_grpo.job_queue import ServerQueue
+from async_grpo.metrics import RunLog
+from async_grpo.process import StopRequest
+from async_grpo.run_dir import RunDir, RunState
+from async_grpo.training import checkpoints, trl_hooks
+from async_grpo.training.admission import Schedule
+from async_grpo.training.checkpoints import RolloutState
+from async_grpo.training.correction import bypass
+from async_grpo.training.prompts import prompt_rows, refuse_images
+from async_grpo.training.rollout_metrics import RolloutMetrics
+from async_grpo.training.rollout_source import RolloutSource, StopTraining
+from async_grpo.training.weight_publication import WeightPublication
+from async_grpo_ipc import WeightExporter
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+SLOTS = 3  # one that is being read, the newest, and one to write into: a slow reader seldom delays a version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSettings:
+    """What the command line decides about training."""
+
+    max_staleness: int = 4  # in policy versions
+    max_attempts: int = 3  # tries of a job before it is set aside
+
+
+class AsyncTraining:
+    """Trains `trainer` on rollouts of worker processes. Use as a context manager, then call `train()` once.
+
+    Raises:
+        UnsupportedError: the trainer uses something that cannot run distributed yet.
+    """
+
+    def __init__(
+        self,
+        trainer: GRPOTrainer,
+        *,
+        run: RunDir,
+        state: RunState,
+        settings: TrainingSettings,
+        stop: StopRequest,
+        resume: bool,
+    ) -> None:
+        trl_hooks.refuse_unsupported(trainer)
+        refuse_images(trainer)
+        self._trainer = trainer
+        self._run = run
+        self._run_id = state.run_id
+        self._stop = stop
+        self.output_dir = Path(trainer.args.output_dir).absolute()
+        self.tensorboard = run.tensorboard
+        run.update_state(output_dir=str(self.output_dir))
+
+        self.metrics = RolloutMetrics(lambda name, value: trl_hooks.append_metric(trainer, name, value))
+        self.log = RunLog(run.metrics)
+        self._checkpoint, rollouts = self._find_checkpoint() if resume else (None, None)
+        self._queue = ServerQueue.open(
+            run.root,
+            state.run_id,
+            max_attempts=settings.max_attempts,
+            consumed=rollouts.done_set() if rollouts else (),
+        )
+        self._exporter = WeightExporter.from_model(trainer.model, run.weights_handle, slots=SLOTS)
+        self._publication = WeightPublication(self._exporter)
+        self._source = RolloutSource(
+            queue=self._queue,
+            prompts=lambda start: prompt_rows(trainer, start),
+            schedule=_schedule(trainer, settings.max_staleness),
+            run_id=state.run_id,
+            seed=trainer.args.seed,
+            num_generations=trainer.num_generations,
+            metrics=self.metrics,
+            published_version=lambda: self._publication.version,
+            keep_publishing=self._publication.retry,
+            should_stop=lambda: bool(stop),
+            resume_from=rollouts,
+        )
+        trl_hooks.make_async(
+            trainer, take_groups=self._source.take, correct=bypass, after_checkpoint=self._save_rollout_state
+        )
+        trl_hooks.use_callbacks(trainer, _StepEvents(self), tensorboard=run.tensorboard)
+
+    def __enter__(self) -> AsyncTraining:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._exporter.close()
+        self._queue.close()
+        self.log.close()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self._trainer.state.global_step)
+
+    def train(self) -> bool:
+        """Train to the last step; True when it was reached, False when the run was asked to stop before."""
+        try:
+            self._trainer.train(resume_from_checkpoint=self._checkpoint)
+        except StopTraining:
+            trl_hooks.save_and_end(self._trainer)
+        return self.step >= int(self._trainer.state.max_steps)
+
+    def _find_checkpoint(self) -> tuple[str | None, RolloutState | None]:
+        found = checkpoints.latest(self.output_dir, self._run_id)
+        if found is None:
+            logger.info("resuming from the start: the run has no complete checkpoint yet")
+            return None, None
+        logger.info("resuming from {}", found[0])
+        return str(found[0]), found[1]
+
+    def training_begins(self) -> None:
+        step = self.step
+        self._publication.publish(step)
+        self._source.advance(step)
+        self.log.training_begins(self._trainer.state.max_steps)
+        self.metrics.training_begins()
+
+    def step_done(self) -> None:
+        step = self.step
+        self._source.trained()
+        self._publication.publish(step)
+        self._source.advance(step)
+        self._count_queue()
+
+    def stop_requested(self) -> bool:
+        return bool(self._stop)
+
+    def _count_queue(self) -> None:
+        counts = self._queue.counts()
+        self.metrics.workers_alive(len(self._queue.workers()))
+        for name, value in (
+            ("queue_pending", counts.pending),
+            ("queue_processing", counts.processing),
+            ("queue_complete", counts.complete),
+            ("weight_version", self._publication.version or 0),
+        ):
+            trl_hooks.append_metric(self._trainer, f"async/{name}", value)
+
+    def _save_rollout_state(self, step: int) -> None:
+        below, above = checkpoints.pack_consumed(self._source.consumed, self._source.unusable)
+        checkpoints.save(
+            self.output_dir / f"checkpoint-{step}",
+            RolloutState(
+                run_id=self._run_id,
+                step=step,
+                next_seq=self._source.next_seq,
+                rounds=self._source.rounds,
+                unusable=self._source.unusable,
+                consumed_below=below,
+                consumed=above,
+            ),
+        )
+        self._run.update_state(step=step)
+
+
+def _schedule(trainer: GRPOTrainer, max_staleness: int) -> Schedule:
+    return Schedule(
+        groups_per_round=trl_hooks.groups_per_round(trainer),
+        micro_steps_per_round=trainer.args.steps_per_generation * trainer.num_iterations,
+        micro_steps_per_version=trainer.args.gradient_accumulation_steps,
+        max_staleness=max_staleness,
+    )
+
+
+class _StepEvents(TrainerCallback):
+    """Passes the trainer's own events on to the run."""
+
+    def __init__(self, training: AsyncTraining) -> None:
+        self._training = training
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._training.training_begins()
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._training.step_done()
+        if self._training.stop_requested():
+            control.should_training_stop = True
+            control.should_save = True
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self._training.stop_requested():  # an evaluation may take long
+            raise StopTraining
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._training.log.logged(state.global_step, logs or {})

@@ -1,0 +1,92 @@
+"""What a checkpoint must know about the rollouts, beside what transformers saves.
+
+`rollout_state.json` is the last file written into a checkpoint, so a checkpoint that has one is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from async_grpo.errors import RunDirError
+from async_grpo.run_dir import write_json
+
+FILE_NAME = "rollout_state.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutState:
+    """Which groups the weights of a checkpoint have been trained on."""
+
+    run_id: str
+    step: int
+    next_seq: int  # the first sequence number never issued
+    rounds: int  # generation batches consumed
+    unusable: list[int]  # sequence numbers that will never be trained on: set aside, or dropped as over age
+    consumed_below: int  # every usable sequence number below this one is consumed
+    consumed: list[int]  # and these above it
+    format: int = FORMAT
+
+    def consumed_set(self) -> set[int]:
+        """Every sequence number that has been trained on."""
+        return (set(range(self.consumed_below)) - set(self.unusable)) | set(self.consumed)
+
+    def done_set(self) -> set[int]:
+        """Every sequence number that the run will not come back to."""
+        return self.consumed_set() | set(self.unusable)
+
+
+def pack_consumed(consumed: Sequence[int], unusable: Sequence[int]) -> tuple[int, list[int]]:
+    """`{0, 1, 2, 5}` -> `(3, [5])`: the set stays small, since groups are used nearly in order."""
+    used = set(consumed)
+    gone = used | set(unusable)
+    below = 0
+    while below in gone:
+        below += 1
+    return below, sorted(seq for seq in used if seq >= below)
+
+
+def save(checkpoint: Path, state: RolloutState) -> None:
+    """Complete `checkpoint`: everything in it is on disk before the file that says so appears."""
+    for path in (p for p in checkpoint.rglob("*") if p.is_file()):
+        _sync(path)
+    write_json(checkpoint / FILE_NAME, asdict(state))
+    _sync(checkpoint / FILE_NAME)
+    _sync(checkpoint)
+    _sync(checkpoint.parent)
+
+
+def latest(output_dir: Path, run_id: str) -> tuple[Path, RolloutState] | None:
+    """The newest complete checkpoint that run `run_id` wrote into `output_dir`, or None."""
+    found = [(state.step, path, state) for path, state in _complete(output_dir) if state.run_id == run_id]
+    if not found:
+        return None
+    _, path, state = max(found, key=lambda item: item[0])
+    return path, state
+
+
+def _complete(output_dir: Path) -> list[tuple[Path, RolloutState]]:
+    states = []
+    for path in output_dir.glob(f"checkpoint-*/{FILE_NAME}"):
+        try:
+            data = json.loads(path.read_text())
+            if data["format"] != FORMAT:
+                continue
+            states.append((path.parent, RolloutState(**data)))
+        except (ValueError, TypeError, KeyError) as error:
+            raise RunDirError(
+                f"{path} cannot be read ({error}). Move {path.parent} away to resume from an older checkpoint."
+            ) from error
+    return states
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

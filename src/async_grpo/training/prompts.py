@@ -1,0 +1,86 @@
+"""The prompts of a run, in exactly the order in which TRL's own trainer would draw them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.training import trl_hooks
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+_IMAGE_COLUMNS = ("image", "images")
+
+
+def refuse_images(trainer: GRPOTrainer) -> None:
+    """Raise `UnsupportedError` when the training data has images, which job files cannot carry yet."""
+    columns = trainer.train_dataset.column_names or ()
+    found = [name for name in _IMAGE_COLUMNS if name in columns]
+    if found:
+        raise UnsupportedError(
+            f"The training data has a column {found[0]!r}. Images cannot run distributed yet, because job files "
+            "carry text and numbers only. Train in one process (without --distributed)."
+        )
+
+
+def prompt_rows(trainer: GRPOTrainer, start: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield one dataset row per prompt group from position `start` on, epoch after epoch, without end.
+
+    The order is that of the trainer's own sampler (its shuffling, its seed), whose repetitions for the G completions
+    of a group and for several iterations are taken out.
+    """
+    dataset = trl_hooks.training_columns(trainer)
+    if not hasattr(dataset, "__len__"):
+        yield from islice(_streamed_rows(trainer, dataset), start, None)
+    for index in islice(_row_indices(trainer, len(dataset)), start, None):
+        yield dataset[index]
+
+
+def _row_indices(trainer: GRPOTrainer, rows: int) -> Iterator[int]:
+    sampler = trl_hooks.train_sampler(trainer)
+    while True:
+        found = False
+        for index in _first_of_each_group(trainer, iter(sampler)):
+            found = True
+            yield index
+        if not found:
+            raise UnsupportedError(
+                f"The training data has {rows} rows, fewer than one generation batch "
+                f"({trl_hooks.groups_per_round(trainer)} prompts). Add rows, or lower per_device_train_batch_size, "
+                "steps_per_generation or gradient_accumulation_steps."
+            )
+
+
+def _first_of_each_group(trainer: GRPOTrainer, indices: Iterator[int]) -> Iterator[int]:
+    """Undo `RepeatSampler`: each block of B groups comes `num_iterations * steps_per_generation` times over."""
+    group_size = trainer.num_generations
+    batch = trainer.args.generation_batch_size
+    repeats = trainer.num_iterations * trainer.args.steps_per_generation
+    while True:
+        block = [index for index, _ in zip(indices, range(batch * repeats))]
+        if len(block) < batch * repeats:
+            return
+        for start in range(0, batch, group_size):
+            if len(set(block[start : start + group_size])) != 1:
+                raise UnsupportedError(
+                    f"{type(trainer).__name__}'s train sampler does not repeat each row num_generations="
+                    f"{group_size} times in a row, as TRL's RepeatSampler does, so prompt groups cannot be told apart."
+                )
+            yield block[start]
+
+
+def _streamed_rows(trainer: GRPOTrainer, dataset: Any) -> Iterator[dict[str, Any]]:
+    if trainer.shuffle_dataset:
+        dataset = dataset.shuffle(seed=trainer.args.seed)
+    epoch = 0
+    while True:
+        dataset.set_epoch(epoch)
+        count = -1
+        for count, row in enumerate(dataset):
+            yield row
+        if count < 0:
+            raise UnsupportedError("The streamed training data is empty.")
+        epoch += 1

@@ -1,0 +1,80 @@
+"""What the run measures about its rollouts: `async/*` metrics for each step, totals for the summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from async_grpo.records import RolloutGroup
+
+
+class RolloutMetrics:
+    """Counts what passes through the trainer. Times are seconds on this process's monotonic clock.
+
+    Args:
+        append: adds one value of one metric to TRL's own training metrics.
+    """
+
+    def __init__(self, append: Callable[[str, float], None]) -> None:
+        self._append = append
+        self._started = self._last_batch = time.monotonic()
+        self._workers = 0
+        self.rollouts = 0  # completions trained on
+        self.groups = 0
+        self.wait_s = 0.0
+        self.busy_s = 0.0  # of all workers together
+        self.worker_s = 0.0  # alive workers x time
+        self.staleness_sum = 0
+        self.staleness_max = 0
+        self.quarantined = 0
+        self.dropped = 0
+
+    def training_begins(self) -> None:
+        """The clock of the summary's shares and rates starts when the trainer could first use a rollout."""
+        self._started = self._last_batch = time.monotonic()
+
+    def workers_alive(self, count: int) -> None:
+        self._workers = count
+
+    def batch_taken(self, batch: Sequence[RolloutGroup], version: int, wait_s: float) -> None:
+        now = time.monotonic()
+        elapsed = max(now - self._last_batch, 1e-9)
+        self._last_batch = now
+        staleness = [version - group.policy_version for group in batch]
+        rollouts = sum(group.job.num_generations for group in batch)
+        busy = sum(g.timings.adopt_s + g.timings.generate_s + g.timings.score_s for g in batch)
+        self.rollouts += rollouts
+        self.groups += len(batch)
+        self.wait_s += wait_s
+        self.busy_s += busy
+        self.worker_s += self._workers * elapsed
+        self.staleness_sum += sum(staleness)
+        self.staleness_max = max(self.staleness_max, *staleness)
+
+        self._append("async/staleness_mean", sum(staleness) / len(staleness))
+        self._append("async/staleness_max", max(staleness))
+        self._append("async/rollouts_per_second", rollouts / elapsed)
+        self._append("async/trainer_wait_fraction", min(1.0, wait_s / elapsed))
+        if self._workers:
+            self._append("async/worker_busy_fraction", min(1.0, busy / (self._workers * elapsed)))
+
+    def group_dropped(self, group: RolloutGroup, version: int) -> None:
+        """A group that came too late to be used within the staleness bound (after a resume, say)."""
+        self.dropped += 1
+
+    def job_quarantined(self) -> None:
+        self.quarantined += 1
+
+    def totals(self) -> dict[str, float | int]:
+        """The summary's figures about rollouts, under the names of `summary.json`."""
+        wall = max(time.monotonic() - self._started, 1e-9)
+        return {
+            "rollouts": self.rollouts,
+            "rollouts_per_second": round(self.rollouts / wall, 2),
+            "staleness_mean": round(self.staleness_sum / max(1, self.groups), 3),
+            "staleness_max": self.staleness_max,
+            "trainer_wait_fraction": round(min(1.0, self.wait_s / wall), 4),
+            "worker_busy_fraction": round(min(1.0, self.busy_s / self.worker_s), 4) if self.worker_s else 0.0,
+            "jobs_quarantined": self.quarantined,
+            "groups_dropped": self.dropped,
+        }

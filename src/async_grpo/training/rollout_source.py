@@ -1,0 +1,216 @@
+"""Keeps the queue filled as far ahead as the schedule admits, and hands the trainer one batch of groups at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from loguru import logger
+
+from async_grpo.errors import AllGroupsFailedError, WaitTimeoutError
+from async_grpo.job_queue import ServerQueue
+from async_grpo.records import Job, RolloutGroup
+from async_grpo.training.admission import Schedule
+from async_grpo.training.checkpoints import RolloutState
+from async_grpo.training.rollout_metrics import RolloutMetrics
+from async_grpo.waiting import Reminder
+
+WAKE_S = 0.5  # a wait on the queue looks at everything else at least this often
+
+
+class StopTraining(Exception):  # noqa: N818  # no error: the run was asked to end
+    """Raised out of a wait for rollouts when the run was asked to stop."""
+
+
+class RolloutSource:
+    """The trainer's view of the workers: `advance(version)` issues jobs, `take(version)` returns a batch.
+
+    Args:
+        prompts: given a position, the dataset rows in the order of issue from there on, without end.
+        published_version: the newest policy version that workers can see, or None before the first.
+        keep_publishing: called while waiting; publishes a version that found no free slot before.
+        should_stop: True once the run was asked to end.
+        max_wait_s: how long one batch may take; no worker, or workers that deliver nothing, end the run then.
+    """
+
+    def __init__(
+        self,
+        *,
+        queue: ServerQueue,
+        prompts: Callable[[int], Iterator[dict[str, Any]]],
+        schedule: Schedule,
+        run_id: str,
+        seed: int,
+        num_generations: int,
+        metrics: RolloutMetrics,
+        published_version: Callable[[], int | None],
+        keep_publishing: Callable[[], None],
+        should_stop: Callable[[], bool],
+        resume_from: RolloutState | None = None,
+        max_wait_s: float = 1800.0,
+    ) -> None:
+        self._queue = queue
+        self._schedule = schedule
+        self._run_id = run_id
+        self._seed = seed
+        self._num_generations = num_generations
+        self._metrics = metrics
+        self._published_version = published_version
+        self._keep_publishing = keep_publishing
+        self._should_stop = should_stop
+        self._max_wait_s = max_wait_s
+
+        self.next_seq = 0
+        self.rounds = 0  # batches trained on
+        self.consumed: list[int] = []  # sequence numbers trained on, in the order of use
+        self.unusable: list[int] = []  # set aside for good, or dropped as over age: others take their places
+        self._taken: list[list[int]] = []  # batches handed out since the last optimizer step
+        self._failed_in_a_row = 0  # since the last group that came back
+        self._done: frozenset[int] = frozenset()  # consumed or unusable before this process started
+        self._at_least: dict[int, int] = {}  # open job -> a lower bound of the version that generates it
+        self._ready: dict[int, RolloutGroup] = {}  # finished groups that wait for their batch
+        if resume_from is not None:
+            self._restore(resume_from)
+        self._prompts = prompts(self.next_seq)
+
+    def _restore(self, state: RolloutState) -> None:
+        """Go on after a checkpoint: everything that it does not have is issued again, and the queue gives back what
+        was generated of it."""
+        self.rounds = state.rounds
+        self.consumed = sorted(state.consumed_set())
+        self.unusable = list(state.unusable)
+        self._done = frozenset(self.consumed) | frozenset(self.unusable)
+        self.next_seq = state.consumed_below
+
+    def advance(self, version: int) -> None:
+        """Issue every job that may be issued while the trainer is at `version`."""
+        while True:
+            position = self.next_seq - len(self.unusable)
+            if not self._schedule.is_admissible(position, version, open_jobs=len(self._at_least) - len(self._ready)):
+                return
+            self._submit(version, self._schedule.oldest_version_for(position))
+
+    def take(self, version: int) -> list[RolloutGroup]:
+        """One generation batch of groups, oldest first, none more than `max_staleness` versions old.
+
+        Raises:
+            StopTraining: the run was asked to end.
+            AllGroupsFailedError: nothing but failures came back.
+            WaitTimeoutError: the batch was not complete after `max_wait_s`.
+        """
+        started = time.monotonic()
+        reminder = Reminder(self._waiting_for)
+        self._keep_publishing()
+        while (batch := self._complete_batch(version)) is None:
+            if self._should_stop():
+                raise StopTraining
+            if time.monotonic() - started > self._max_wait_s:
+                raise WaitTimeoutError(f"Waited {self._max_wait_s:.0f} s for {self._waiting_for()}, in vain.")
+            reminder.tick()
+            self._queue.wait(WAKE_S)
+            self._keep_publishing()
+        self._taken.append([group.job.seq for group in batch])
+        self._metrics.batch_taken(batch, version, wait_s=time.monotonic() - started)
+        return batch
+
+    def trained(self) -> None:
+        """An optimizer step is done: what was taken for it counts as consumed, and a checkpoint may say so."""
+        for batch in self._taken:
+            self.rounds += 1
+            self.consumed += batch
+        self._taken.clear()
+
+    def _submit(self, version: int, oldest_version: int) -> None:
+        seq = self.next_seq
+        row = next(self._prompts)
+        self.next_seq += 1
+        if seq in self._done:
+            return
+        job = Job(
+            run_id=self._run_id,
+            seq=seq,
+            row=row,
+            num_generations=self._num_generations,
+            seed=sampling_seed(self._seed, seq),
+            born_version=version,
+            min_version=oldest_version,
+        )
+        self._queue.submit(job)
+        self._at_least[seq] = oldest_version
+
+    def _complete_batch(self, version: int) -> list[RolloutGroup] | None:
+        self._collect(version)
+        self.advance(version)
+        due = self._due(version)
+        size = self._schedule.groups_per_round
+        if len(self._ready) < size or any(seq not in self._ready for seq in due):
+            return None
+        chosen = sorted(set(due) | set(sorted(self._ready)[:size]), key=lambda seq: (seq not in due, seq))[:size]
+        for seq in chosen:
+            self._at_least.pop(seq)
+        return [self._ready.pop(seq) for seq in sorted(chosen)]
+
+    def _collect(self, version: int) -> None:
+        for entry in self._queue.finished():
+            group = self._queue.take(entry)
+            if group is None:
+                continue
+            if self._schedule.is_over_age(group.policy_version, version):
+                self._metrics.group_dropped(group, version)
+                self._at_least.pop(group.job.seq, None)
+                self.unusable.append(group.job.seq)
+                continue
+            if group.job.seq in self.unusable:  # given up before, and tried once more by an operator
+                self.unusable.remove(group.job.seq)
+            self._ready[group.job.seq] = group
+            self._at_least[group.job.seq] = group.policy_version
+            self._failed_in_a_row = 0
+        for seq, given_up in self._queue.given_up.items():
+            if seq in self._at_least:
+                self._set_aside(seq, given_up.reason)
+        self._note_unclaimed()
+
+    def _note_unclaimed(self) -> None:
+        """A job that no worker has claimed yet will be generated by what is published now, or by something newer."""
+        published = self._published_version()
+        if published is None:
+            return
+        for seq in self._queue.unclaimed():
+            if seq in self._at_least:
+                self._at_least[seq] = max(self._at_least[seq], published)
+
+    def _due(self, version: int) -> list[int]:
+        next_version = max(version, self._schedule.version_of_round(self.rounds + len(self._taken) + 1))
+        return [seq for seq, oldest in self._at_least.items() if self._schedule.is_due(oldest, next_version)]
+
+    def _set_aside(self, seq: int, reason: str) -> None:
+        self._at_least.pop(seq, None)
+        self.unusable.append(seq)
+        self._failed_in_a_row += 1
+        self._metrics.job_quarantined()
+        last_line = reason.strip().rsplit("\n", 1)[-1]
+        logger.warning("prompt group {} failed for good and is set aside in quarantine/: {}", seq, last_line)
+        if self._failed_in_a_row >= self._schedule.groups_per_round:
+            raise AllGroupsFailedError(
+                f"The last {self._failed_in_a_row} prompt groups all failed, so there is nothing to train on. "
+                f"The last one failed with:\n{reason.strip()}"
+            )
+
+    def _waiting_for(self) -> str:
+        counts = self._queue.counts()
+        workers = len(self._queue.workers())
+        missing = max(1, self._schedule.groups_per_round - len(self._ready))
+        if workers == 0:
+            return f"{missing} groups, and no worker is alive: start one with `async-grpo worker`"
+        return (
+            f"{missing} more groups from {workers} workers "
+            f"({counts.pending} pending, {counts.processing} in process)"
+        )
+
+
+def sampling_seed(run_seed: int, seq: int) -> int:
+    """The seed that samples group `seq`: the same in every run of the same seed, whoever generates it."""
+    digest = hashlib.blake2b(f"{run_seed}:{seq}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # torch takes 63 bits

@@ -1,0 +1,208 @@
+"""Every private name of TRL's and transformers' trainers that the trainer side touches, and nothing else.
+
+`tests/integration/test_trl_contract.py` fails with the name of the hook that moved when TRL changes one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from async_grpo.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+    from async_grpo.records import RolloutGroup
+
+HOOKS = (
+    "_generate",
+    "_calculate_rewards",
+    "_generate_and_score_completions",
+    "_save_checkpoint",
+    "_get_train_sampler",
+    "_remove_unused_columns",
+    "_log_completion_extra",
+    "_log_metric",
+)
+
+
+class AsyncGRPOMixin:
+    """Put before the user's trainer class: finished rollouts of workers take the place of TRL's own generation.
+
+    TRL still computes advantages, masks, losses and its metrics. Evaluation stays wholly TRL's: it generates here.
+    """
+
+    take_groups: Callable[[int], Sequence[RolloutGroup]]  # version -> one generation batch of groups
+    correct: Callable[[dict[str, Any]], None]  # sets the off-policy correction on the loss's inputs
+    after_checkpoint: Callable[[int], None]  # step -> None, called when a checkpoint is complete
+    _serving: Sequence[RolloutGroup] | None = None  # the groups of the batch that TRL is assembling
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if not self.model.training:  # type: ignore[attr-defined]  # the user's trainer has it
+            return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        groups = self.take_groups(self.state.global_step)  # type: ignore[attr-defined]
+        with _serving(self, groups):
+            rows = [dict(group.job.row) for group in groups for _ in range(group.job.num_generations)]
+            output: dict[str, Any] = super()._generate_and_score_completions(rows)  # type: ignore[misc]
+        self.correct(output)
+        return output
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        result: tuple[Any, ...] = super()._generate(prompts)  # type: ignore[misc]
+        if self._serving is None:
+            return result
+        completions = [completion for group in self._serving for completion in group.completions]
+        return (*result[:3], completions, *result[4:])  # the workers' own: they hold tool calls and their results
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any) -> torch.Tensor:
+        if self._serving is None:
+            return super()._calculate_rewards(inputs, prompts, completions, *args)  # type: ignore[misc, no-any-return]
+        for group in self._serving:
+            for column, values in group.extra_columns.items():
+                self._log_completion_extra(column, values)  # type: ignore[attr-defined]
+            for name, metric_values in group.metrics.items():
+                for value in metric_values:
+                    self._log_metric(name, value)  # type: ignore[attr-defined]
+        rewards = torch.cat([torch.from_numpy(group.rewards) for group in self._serving])
+        return rewards.to(self.accelerator.device)  # type: ignore[attr-defined]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As TRL does, but old checkpoints go only once the new one is complete with its rollout state."""
+        args = self.args  # type: ignore[attr-defined]
+        limit, args.save_total_limit = args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        finally:
+            args.save_total_limit = limit
+        self.after_checkpoint(self.state.global_step)  # type: ignore[attr-defined]
+        if limit is not None:
+            from transformers.trainer_utils import rotate_checkpoints
+
+            best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
+            rotate_checkpoints(
+                output_dir=args.output_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
+            )
+
+
+@contextmanager
+def _serving(trainer: Any, groups: Sequence[RolloutGroup]) -> Iterator[None]:
+    """While TRL assembles the batch: rollouts come from `groups`; tools and environments have already run."""
+    saved = (trainer.rollout_func, trainer.tools, trainer.environment_factories)
+    trainer._serving = groups
+    trainer.rollout_func = lambda prompts, _trainer: _as_rollout_output(groups)
+    trainer.tools, trainer.environment_factories = [], None
+    try:
+        yield
+    finally:
+        trainer.rollout_func, trainer.tools, trainer.environment_factories = saved
+        trainer._serving = None
+
+
+def _as_rollout_output(groups: Sequence[RolloutGroup]) -> dict[str, list[Any]]:
+    """What TRL expects of a `rollout_func`: one entry per completion, B*G in all."""
+    output: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+    for group in groups:
+        lengths = group.completion_lengths.tolist()
+        output["prompt_ids"] += [group.prompt_ids.tolist()] * len(lengths)
+        output["completion_ids"] += _cut(group.completion_ids.tolist(), lengths)
+        output["logprobs"] += _cut(group.sampling_logprobs.tolist(), lengths)
+    if any(group.tool_mask is not None for group in groups):
+        output["env_mask"] = [mask for group in groups for mask in _tool_masks(group)]
+    return output
+
+
+def _tool_masks(group: RolloutGroup) -> list[list[int]]:
+    lengths = group.completion_lengths.tolist()
+    flat = [1] * sum(lengths) if group.tool_mask is None else group.tool_mask.tolist()
+    return _cut(flat, lengths)
+
+
+def _cut(flat: list[Any], lengths: Iterable[int]) -> list[list[Any]]:
+    """`[a, b, c]`, lengths `[1, 2]` -> `[[a], [b, c]]`."""
+    pieces, start = [], 0
+    for length in lengths:
+        pieces.append(flat[start : start + length])
+        start += length
+    return pieces
+
+
+def make_async(
+    trainer: GRPOTrainer,
+    *,
+    take_groups: Callable[[int], Sequence[RolloutGroup]],
+    correct: Callable[[dict[str, Any]], None],
+    after_checkpoint: Callable[[int], None],
+) -> None:
+    """Give this very trainer object a class that takes its rollouts from workers."""
+    user_class = type(trainer)
+    trainer.__class__ = type(f"Async{user_class.__name__}", (AsyncGRPOMixin, user_class), {})
+    trainer.take_groups = take_groups
+    trainer.correct = correct
+    trainer.after_checkpoint = after_checkpoint
+
+
+def refuse_unsupported(trainer: GRPOTrainer) -> None:
+    """Raise `UnsupportedError`, with the way out, for what cannot run distributed yet."""
+    args = trainer.args
+    if args.world_size > 1:
+        raise UnsupportedError(
+            f"This trainer spans {args.world_size} processes (accelerate or torchrun). The parameter server is one "
+            "process for now: start it without a distributed launcher."
+        )
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise UnsupportedError("DeepSpeed and FSDP cannot run distributed yet: remove `deepspeed`/`fsdp`.")
+    if args.use_vllm:
+        raise UnsupportedError(
+            "use_vllm=True starts vLLM inside the trainer, but here the workers generate (with transformers, for "
+            "now). Set use_vllm=False."
+        )
+
+
+def train_sampler(trainer: GRPOTrainer) -> Iterable[int]:
+    """The sampler that TRL's own dataloader would use, fresh."""
+    sampler: Iterable[int] = trainer._get_train_sampler(trainer.train_dataset)
+    return sampler
+
+
+def training_columns(trainer: GRPOTrainer) -> Any:
+    """The training data without the columns that `remove_unused_columns=True` would take out."""
+    return trainer._remove_unused_columns(trainer.train_dataset, description="training")
+
+
+def groups_per_round(trainer: GRPOTrainer) -> int:
+    """B: how many prompt groups TRL consumes at a time."""
+    return int(trainer.args.generation_batch_size // trainer.num_generations)
+
+
+def append_metric(trainer: GRPOTrainer, name: str, value: float) -> None:
+    """Add a value to TRL's training metrics, which are averaged over a logging interval."""
+    trainer._metrics["train"][name].append(value)
+
+
+def use_callbacks(trainer: GRPOTrainer, events: Any, tensorboard: Path) -> None:
+    """Add our callback first, so that logs and checkpoints of a step see it counted; log to TensorBoard by default.
+
+    transformers' own progress bar and printer give way to the run's step line.
+    """
+    from transformers import PrinterCallback, ProgressCallback
+    from transformers.integrations import TensorBoardCallback
+
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    handler = trainer.callback_handler
+    if not any(isinstance(callback, TensorBoardCallback) for callback in handler.callbacks):
+        from torch.utils.tensorboard import SummaryWriter
+
+        trainer.add_callback(TensorBoardCallback(SummaryWriter(log_dir=str(tensorboard))))
+    handler.callbacks.insert(0, events)
+
+
+def save_and_end(trainer: GRPOTrainer) -> None:
+    """Write a checkpoint outside the training loop, and tell the callbacks that training has ended."""
+    trainer._save_checkpoint(trainer.model, trial=None)
+    trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
