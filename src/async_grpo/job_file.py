@@ -329,8 +329,8 @@ def _require_exact_json(values: dict[str, Any] | list[Any], what: str) -> None:
         found = _inexact(value, depth=0)
         if found:
             raise UnsupportedError(
-                f"The {what} {name!r} holds {found}, which cannot be sent to workers exactly: queue files hold JSON "
-                "values (text, numbers, true, false, null, lists, and objects with text keys). "
+                f"The {what} {name!r} holds {found}, which cannot be sent to workers exactly: a queue file "
+                "holds JSON values (text, numbers, true, false, null, lists, objects with text keys). "
                 "Convert it or leave it out."
             )
 

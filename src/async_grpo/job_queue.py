@@ -32,7 +32,7 @@ from async_grpo.queue_liveness import WorkerState, live_workers
 from async_grpo.queue_moves import DEFAULT_MAX_ATTEMPTS
 from async_grpo.queue_names import JobName
 from async_grpo.queue_server import MAX_OPEN, GivenUp, Healing, ServerQueue
-from async_grpo.queue_view import QueueCounts, queue_counts, retry_given_up
+from async_grpo.queue_view import Quarantined, QueueCounts, quarantined, queue_counts, retry_given_up
 from async_grpo.queue_worker import Claim, WorkerQueue
 
 __all__ = [
@@ -42,11 +42,13 @@ __all__ = [
     "GivenUp",
     "Healing",
     "JobName",
+    "Quarantined",
     "QueueCounts",
     "ServerQueue",
     "WorkerQueue",
     "WorkerState",
     "live_workers",
+    "quarantined",
     "queue_counts",
     "retry_given_up",
 ]

@@ -46,6 +46,9 @@ class Files(Protocol):
     def make_folder(self, path: str) -> None:
         """Make a folder, 0700; nothing happens if it exists."""
 
+    def close(self) -> None:
+        """Nothing is asked of it any more."""
+
 
 class OsFiles:
     """`Files` on a real directory. With `durable`, data and names are on the disk when a call returns."""
@@ -167,8 +170,8 @@ def _check_folder(folder: Path) -> None:
         raise RunDirError(f"{folder} belongs to user {status.st_uid}, this process runs as {os.geteuid()}.")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise RunDirError(
-            f"{folder} can be written by others (mode {stat.S_IMODE(status.st_mode):o}), who could make workers "
-            f"run their jobs. Take that right away: chmod go-w {folder}"
+            f"{folder} can be written by others (mode {stat.S_IMODE(status.st_mode):o}), who could make "
+            f"workers run their jobs. Take that right away: chmod go-w {folder}"
         )
 
 

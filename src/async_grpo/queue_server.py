@@ -38,7 +38,7 @@ from async_grpo.queue_names import (
     reason_name,
     set_aside_name,
 )
-from async_grpo.queue_view import QueueCounts, done_folders, queue_counts
+from async_grpo.queue_view import QueueCounts, counts_of, done_folders
 from async_grpo.records import Job, RolloutGroup
 
 MAX_OPEN = 256  # more files than one read of a directory returns, and a listing may miss one
@@ -131,6 +131,7 @@ class ServerQueue:
         self._watch.close()
         os.close(self._death)
         self._lock.release()
+        self._moves.files.close()
 
     def submit(self, job: Job) -> None:
         """Issue a job, or adopt what an earlier server left of it: a claim, a result, a group in done/.
@@ -230,7 +231,7 @@ class ServerQueue:
         return len(self._open)
 
     def counts(self) -> QueueCounts:
-        return queue_counts(self._moves.files)
+        return counts_of(self._moves.files)
 
     def workers(self) -> list[WorkerState]:
         return live_workers(self.root)

@@ -13,6 +13,7 @@ from async_grpo.queue_names import (
     PENDING,
     PROCESSING,
     JobName,
+    SetAside,
     parse_name,
     parse_set_aside,
     reason_name,
@@ -26,24 +27,61 @@ class QueueCounts(NamedTuple):
     quarantined: int  # jobs given up; unusable files of jobs that were issued again are not counted
 
 
-def queue_counts(files: Files) -> QueueCounts:
+class Quarantined(NamedTuple):
+    """A file of quarantine/ with the reason why it is there."""
+
+    seq: int
+    attempt: int
+    kind: str  # failed: the job was given up; broken: only the file was unusable, its job was issued again
+    name: str
+    reason: str
+
+
+def counts_of(files: Files) -> QueueCounts:
     """Files in each state, by looking."""
     states = [name.state for name in map(parse_name, files.names("queue")) if name]
-    asides = [aside for aside in map(parse_set_aside, files.names("quarantine")) if aside]
-    failed = sum(aside.kind == FAILED for aside in asides)
-    return QueueCounts(states.count(PENDING), states.count(PROCESSING), states.count(COMPLETE), failed)
+    failed = [aside for aside in _set_aside(files) if aside.kind == FAILED]
+    return QueueCounts(states.count(PENDING), states.count(PROCESSING), states.count(COMPLETE), len(failed))
 
 
-def retry_given_up(root: Path | str, seq: int, files: Files | None = None) -> bool:
-    """Give a job in quarantine/ one more try, on a live run or not; False if no such job was given up."""
-    moves = Moves(files or OsFiles(Path(root)), "operator")
-    for aside in filter(None, map(parse_set_aside, moves.files.names("quarantine"))):
-        if (aside.seq, aside.kind) == (seq, FAILED):
-            pending = JobName(seq, aside.attempt + 1, PENDING)
-            if moves.move(f"quarantine/{aside.name}", f"queue/{pending}"):
-                moves.drop(f"quarantine/{reason_name(aside.name)}")
-                return True
-    return False
+def queue_counts(root: Path | str) -> QueueCounts:
+    """Files in each state, of a queue that this process is no part of."""
+    files = OsFiles(Path(root))
+    try:
+        return counts_of(files)
+    finally:
+        files.close()
+
+
+def quarantined(root: Path | str) -> list[Quarantined]:
+    """Everything that was set aside, by job, each with its reason."""
+    files = OsFiles(Path(root))
+    try:
+        return sorted(
+            Quarantined(*aside, Moves(files, "view").reason(aside.name)) for aside in _set_aside(files)
+        )
+    finally:
+        files.close()
+
+
+def retry_given_up(root: Path | str, seq: int) -> bool:
+    """Give a job of quarantine/ one more try, on a live run or not; False if no such job was given up."""
+    files = OsFiles(Path(root))
+    moves = Moves(files, "operator")
+    try:
+        for aside in _set_aside(files):
+            if (aside.seq, aside.kind) == (seq, FAILED):
+                pending = JobName(seq, aside.attempt + 1, PENDING)
+                if moves.move(f"quarantine/{aside.name}", f"queue/{pending}"):
+                    moves.drop(f"quarantine/{reason_name(aside.name)}")
+                    return True
+        return False
+    finally:
+        files.close()
+
+
+def _set_aside(files: Files) -> list[SetAside]:
+    return [aside for aside in map(parse_set_aside, files.names("quarantine")) if aside]
 
 
 def done_folders(files: Files) -> list[str]:

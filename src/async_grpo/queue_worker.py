@@ -17,7 +17,7 @@ from async_grpo.queue_files import Files, OsFiles, prepare_root
 from async_grpo.queue_liveness import LOOK_S, live_workers, server_lock, worker_lock
 from async_grpo.queue_moves import DEFAULT_MAX_ATTEMPTS, Moves
 from async_grpo.queue_names import BROKEN, COMPLETE, PENDING, PENDING_END, PROCESSING, JobName, parse_name
-from async_grpo.queue_view import queue_counts
+from async_grpo.queue_view import counts_of
 from async_grpo.records import Job, RolloutGroup
 
 _CACHED_NAMES = (
@@ -110,6 +110,7 @@ class WorkerQueue:
             self.hand_back(claim)
         self._watch.close()
         self._lock.release()
+        self._moves.files.close()
 
     def claim(self, limit: int, skip: Collection[int] = ()) -> list[Claim]:
         """Up to `limit` of the oldest pending jobs, without waiting. A job that failed before comes alone.
@@ -178,7 +179,7 @@ class WorkerQueue:
 
     def pending(self) -> int:
         """Jobs that want a worker."""
-        return queue_counts(self._moves.files).pending
+        return counts_of(self._moves.files).pending
 
     def alive_workers(self) -> int:
         """Workers that are alive, this one included."""
