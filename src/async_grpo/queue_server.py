@@ -230,6 +230,11 @@ class ServerQueue:
         """Jobs issued, and neither taken nor given up."""
         return len(self._open)
 
+    def unclaimed(self) -> list[int]:
+        """Open jobs that no worker had at the moment of this look, oldest first."""
+        pending = {name.seq for name in self._moves.listing() if name.state == PENDING}
+        return sorted(pending & self._open.keys())
+
     def counts(self) -> QueueCounts:
         return counts_of(self._moves.files)
 
