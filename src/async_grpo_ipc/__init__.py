@@ -1,0 +1,46 @@
+"""Tensors shared between processes without copies: published once, mapped by any number of readers.
+
+    with WeightExporter.from_model(model, "run/handle.json") as exporter:      # the process that trains
+        exporter.publish(version=1)
+
+    with open_remote_memory("run/handle.json", timeout_s=60) as remote:  # any other process here
+        remote.alias(model)       # parameters become views of the newest version: no copy
+        remote.refresh()          # the same, moved on
+        remote.pull(other_model)  # or copied into memory of its own
+
+docs/ipc.md has the protocol, the file format, and what is guaranteed when who dies.
+"""
+
+from async_grpo_ipc.errors import (
+    AttachError,
+    ExporterAliveError,
+    ExporterDiedError,
+    ForkedError,
+    HandleFileError,
+    HeaderError,
+    IPCError,
+    MismatchError,
+    ShareTimeoutError,
+)
+from async_grpo_ipc.exporter import WeightExporter
+from async_grpo_ipc.handle_file import handle_path
+from async_grpo_ipc.model_tensors import flatten_parameters
+from async_grpo_ipc.remote import RemoteWeights, WeightsView, open_remote_memory
+
+__all__ = [
+    "AttachError",
+    "ExporterAliveError",
+    "ExporterDiedError",
+    "ForkedError",
+    "HandleFileError",
+    "HeaderError",
+    "IPCError",
+    "MismatchError",
+    "RemoteWeights",
+    "ShareTimeoutError",
+    "WeightExporter",
+    "WeightsView",
+    "flatten_parameters",
+    "handle_path",
+    "open_remote_memory",
+]

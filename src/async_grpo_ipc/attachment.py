@@ -1,0 +1,162 @@
+"""One generation of an exporter's memory, mapped into this process, and leases on its slots."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from async_grpo_ipc import memory
+from async_grpo_ipc.binding import Binding
+from async_grpo_ipc.control import Control
+from async_grpo_ipc.errors import AttachError, ExporterDiedError, HandleFileError
+from async_grpo_ipc.handle_file import Handle, boot_id, pid_namespace, read_handle
+from async_grpo_ipc.header import SlotRecord, SlotState
+from async_grpo_ipc.layout import views
+
+Stamp = tuple[int, int]
+
+
+class Attachment:
+    """Everything that a handle file names, mapped and checked. `stamp` tells whether the file has been
+    replaced since.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.stamp = stamp_of(path)
+        self.handle = read_handle(path)
+        _require_same_machine(self.handle, path)
+        handle = self.handle
+        self._control = Control.attach(
+            handle.pid, handle.control_fd, handle.control_inode, handle.generation, handle.slots, str(path)
+        )
+        try:
+            self.memory = memory.attach(handle.memory, handle.pid)
+            _check_canary(self.memory, handle, path)
+        except BaseException:
+            self._control.close()
+            raise
+        self._leases = 0
+        self._retired = False
+        self._static_views = views(self.memory.blocks[0], handle.static.tensors)
+        self._slot_views: dict[int, dict[str, Tensor]] = {}
+
+    def newest(self) -> SlotRecord | None:
+        """What the header says is the newest whole version: a hint."""
+        return self._control.header.newest()
+
+    def exporter_alive(self) -> bool:
+        return self._control.owner_alive()
+
+    def readable(self) -> bool:
+        """Whether the memory may be read at all: on CUDA only while its owner lives."""
+        return self.memory.survives_exporter or self.exporter_alive()
+
+    def try_lease(self) -> "Lease | None":
+        """A hold on the newest version, or None where there is none or the exporter is just writing that
+        slot.
+        """
+        wanted = self.newest()
+        if wanted is None or not self._control.leases.try_acquire(wanted.slot):
+            return None
+        found = self._control.header.slot(wanted.slot)  # now that it cannot change
+        if found.state is SlotState.READY and found.version >= wanted.version:
+            self._leases += 1
+            return Lease(self, found.slot, found.version)
+        self._control.leases.release(wanted.slot)
+        return None
+
+    def end_lease(self, slot: int) -> None:
+        self._control.leases.release(slot)
+        self._leases -= 1
+        if self._retired and self._leases == 0:
+            self.close()
+
+    def retire(self) -> None:
+        """Close as soon as no lease is left."""
+        self._retired = True
+        if self._leases == 0:
+            self.close()
+
+    def tensors(self, slot: int) -> dict[str, Tensor]:
+        """All published tensors of a slot by name, the frozen and the tied ones included."""
+        if slot not in self._slot_views:
+            stored = self._static_views | views(self.memory.blocks[1 + slot], self.handle.slot.tensors)
+            self._slot_views[slot] = stored | {
+                name: stored[primary] for name, primary in self.handle.tied.items()
+            }
+        return self._slot_views[slot]
+
+    def bind(self, model: nn.Module) -> Binding:
+        return Binding(model, self.handle, self.memory, str(self._path))
+
+    def describe_slots(self) -> str:
+        """For messages: `slot 0 READY version 7, slot 1 WRITING version 8`."""
+        return ", ".join(
+            f"slot {record.slot} {record.state.name}"
+            + (f" version {record.version}" if record.version >= 0 else "")
+            for record in self._control.header.records()
+        )
+
+    def close(self) -> None:
+        self._static_views, self._slot_views = {}, {}
+        self.memory.close()
+        self._control.close()
+
+
+@dataclass(slots=True)
+class Lease:
+    """A slot that the exporter cannot write until `release()`."""
+
+    attachment: Attachment
+    slot: int
+    version: int
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.attachment.tensors(self.slot)
+
+    def release(self) -> None:
+        self.attachment.end_lease(self.slot)
+
+
+def stamp_of(path: Path) -> Stamp | None:
+    """Changes whenever the file is replaced. None where there is no file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _require_same_machine(handle: Handle, path: Path) -> None:
+    if handle.boot_id != boot_id():
+        raise HandleFileError(
+            f"{path} was written on another machine, or before this one was restarted. Memory is shared "
+            "within one machine only: start the exporter here."
+        )
+    if handle.pid_namespace != pid_namespace():
+        raise AttachError(
+            f"The exporter of {path} runs in another container ({handle.pid_namespace}, here "
+            f"{pid_namespace()}). Start the containers with one pid namespace (docker: --pid=host or "
+            "--pid=container:NAME, and --ipc likewise for CUDA)."
+        )
+
+
+def _check_canary(attached: memory.AttachedMemory, handle: Handle, path: Path) -> None:
+    expected = torch.frombuffer(bytearray(memory.canary(handle.generation)), dtype=torch.uint8)
+    found = attached.blocks[0][: memory.CANARY_BYTES].cpu()
+    if not torch.equal(found, expected):
+        wrong = int((found != expected).sum())
+        raise AttachError(
+            f"The memory of {path} can be mapped but does not show what the exporter wrote: {wrong} of "
+            f"{memory.CANARY_BYTES} canary bytes differ. On CUDA this happens with peer access through a "
+            "translating IOMMU: disable the IOMMU or use one device."
+        )
+
+
+def died(path: Path, pid: int) -> ExporterDiedError:
+    return ExporterDiedError(
+        f"The exporter of {path} (pid {pid}) has ended and left nothing that may be read. Start it again: "
+        "readers attach to the new one by themselves."
+    )

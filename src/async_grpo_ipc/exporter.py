@@ -1,0 +1,268 @@
+"""The side that publishes: `WeightExporter`."""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from async_grpo_ipc import memory
+from async_grpo_ipc.control import Control, new_generation
+from async_grpo_ipc.copies import CopyPlan, allow_merging_over_padding
+from async_grpo_ipc.handle_file import (
+    Handle,
+    boot_id,
+    handle_path,
+    pid_namespace,
+    version_path,
+    write_handle,
+    write_version,
+)
+from async_grpo_ipc.header import MAX_SLOTS, SlotState
+from async_grpo_ipc.layout import plan_layout, views
+from async_grpo_ipc.leases import FIRST_SLOT_BYTE
+from async_grpo_ipc.model_tensors import model_tensors
+from async_grpo_ipc.owner import OwnerLock
+from async_grpo_ipc.sources import Sources
+
+logger = logging.getLogger(__name__)
+
+
+class WeightExporter:
+    """Publishes versions of a set of tensors in memory that other processes map.
+
+    Use `from_model` or `from_tensors`. Nothing can be read until the first `publish`. It is a context
+    manager, and belongs to the process and the thread that made it.
+    """
+
+    def __init__(self, sources: Sources, path: str | Path | None, slots: int) -> None:
+        if not 1 <= slots <= MAX_SLOTS:
+            raise ValueError(
+                f"slots must be between 1 and {MAX_SLOTS}, got {slots}: 2 lets readers and the writer "
+                "overlap."
+            )
+        self.path = handle_path(path)
+        self.generation = new_generation()
+        self.version: int | None = None
+        self.skipped = 0
+        self._skipped_in_a_row = 0
+        self._current: int | None = None
+        self._sources = sources
+        self._owner = OwnerLock(self.path)
+        try:
+            self._control = Control.create(self.generation, slots)
+            self._static = plan_layout(sources.static, dtype=sources.dtype, start=memory.CANARY_BYTES)
+            self._slot = plan_layout(sources.changing, dtype=sources.dtype)
+            block_bytes = [self._static.nbytes] + [self._slot.nbytes] * slots
+            self._memory = memory.allocate(sources.device, self.generation, block_bytes)
+            self._write_static()
+            self._plans = self._make_plans()
+            write_handle(self.path, self._handle())
+        except BaseException:
+            self._owner.close()
+            raise
+        logger.info(
+            "Weights at %s: %d slots of %.3f GB, %.3f GB frozen, generation %s.",
+            self.path,
+            slots,
+            self._slot.payload_bytes / 1e9,
+            self._static.payload_bytes / 1e9,
+            self.generation,
+        )
+
+    @classmethod
+    def from_model(
+        cls,
+        model: nn.Module,
+        path: str | Path | None = None,
+        *,
+        slots: int = 2,
+        dtype: torch.dtype | None = None,
+        buffers: bool = False,
+        frozen: Literal["static", "changing", "skip"] = "static",
+        include: Callable[[str, Tensor], bool] | None = None,
+    ) -> Self:
+        """Publish a model's parameters.
+
+        Args:
+            model: The model that is trained. It may be trained further, moved within its device, and its
+                parameters re-pointed.
+            path: The handle file; by default what `CUDA_IPC_HANDLE_PATH` says, or
+                `worker/ps_ipc_handle.json`.
+            slots: Versions that exist at a time. 2 lets one be read while the next is written; each costs the
+                trainable bytes.
+            dtype: Store floating-point tensors as this (an fp32 master published as bf16, say).
+            buffers: Publish the model's buffers, too.
+            frozen: What becomes of parameters without `requires_grad`: `"static"` copies them once, beside
+                the slots; `"changing"` treats them like the others; `"skip"` leaves them to the readers.
+            include: Publish only the parameters and buffers for which `include(name, tensor)` is true.
+
+        Raises:
+            ExporterAliveError: Another live exporter publishes at this path.
+            ValueError: There is nothing to publish.
+        """
+        entries = [
+            entry
+            for entry in model_tensors(model, buffers=buffers)
+            if include is None or include(entry.name, entry.tensor)
+        ]
+        return cls(Sources.of_model(model, entries, dtype=dtype, buffers=buffers, frozen=frozen), path, slots)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        tensors: Mapping[str, Tensor],
+        path: str | Path | None = None,
+        *,
+        slots: int = 2,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Publish named tensors. `publish` copies what they contain at that moment; the mapping itself is
+        read once.
+        """
+        return cls(Sources.of_tensors(tensors, dtype=dtype), path, slots)
+
+    def publish(self, version: int) -> bool:
+        """Copy the tensors into a free slot and make it the newest version.
+
+        Returns False, and changes nothing, where every slot but the newest is being read. Never waits for a
+        reader.
+
+        Raises:
+            ValueError: `version` is not greater than the last one published.
+        """
+        if self.version is not None and version <= self.version:
+            raise ValueError(
+                f"version must grow: {version} after {self.version}. For a rollback make a new exporter."
+            )
+        self._sources.check()
+        slot = self._claim_slot()
+        if slot is None:
+            self._skip(version)
+            return False
+        try:
+            self._mark(slot, SlotState.WRITING, version)
+            self._copy(slot)
+            self._mark(slot, SlotState.READY, version)
+        finally:
+            self._release_slot(slot)
+        self._current, self.version, self._skipped_in_a_row = slot, version, 0
+        self._announce(version)
+        return True
+
+    def close(self) -> None:
+        """Withdraw the handle file. Readers that are attached keep what they have mapped; new ones are told
+        that nobody publishes.
+        """
+        if self._owner.closed:
+            return
+        self.path.unlink(missing_ok=True)
+        self._plans = []
+        self._memory.close(readers_attached=self._control.readers_attached())
+        self._control.close()
+        self._owner.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # The steps of publish, in order. A process killed before or after any of them leaves the older version
+    # readable.
+
+    def _claim_slot(self) -> int | None:
+        """Lock a slot that is not the newest (with a single slot: that one), the oldest first, without
+        waiting.
+        """
+        records = sorted(
+            self._control.header.records(),
+            key=lambda record: (record.state is SlotState.READY, record.version),
+        )
+        for record in records:
+            is_newest = record.slot == self._current and len(records) > 1
+            if not is_newest and self._control.locks.try_exclusive(FIRST_SLOT_BYTE + record.slot):
+                return record.slot
+        return None
+
+    def _mark(self, slot: int, state: SlotState, version: int) -> None:
+        self._control.header.mark(slot, state, version)
+
+    def _copy(self, slot: int) -> None:
+        if not self._plans[slot].is_fresh():
+            self._plans = self._make_plans()
+        with torch.no_grad():
+            self._plans[slot].run()
+        self._memory.synchronize()
+
+    def _release_slot(self, slot: int) -> None:
+        self._control.locks.unlock(FIRST_SLOT_BYTE + slot)
+
+    def _announce(self, version: int) -> None:
+        """Write the file for people. Training goes on where the disk is full."""
+        try:
+            write_version(version_path(self.path), self.generation, version)
+        except OSError as error:
+            logger.warning(
+                "Version %d is published, but %s could not be written: %s.",
+                version,
+                version_path(self.path),
+                error,
+            )
+
+    def _skip(self, version: int) -> None:
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row in (1, 10, 100, 1000) or self._skipped_in_a_row % 10_000 == 0:
+            logger.warning(
+                "Version %d was not published (%d in a row): every slot but the newest is being read, by %s. "
+                "Readers stay on version %s. If this goes on, look at those processes or use more slots.",
+                version,
+                self._skipped_in_a_row,
+                self._readers(),
+                self.version,
+            )
+
+    def _readers(self) -> str:
+        slots = range(self._control.header.slots)
+        pids = sorted({pid for slot in slots for pid in self._control.slot_holders(slot)})
+        return f"pids {pids}" if pids else "processes that are not visible here"
+
+    def _make_plans(self) -> list[CopyPlan]:
+        sources = [self._sources.changing[spec.name] for spec in self._slot.tensors]
+        blocks = self._memory.blocks[1:]
+        for block in blocks:
+            allow_merging_over_padding(block)
+        specs = self._slot.tensors
+        return [CopyPlan(list(views(block, specs).values()), sources, movable=sources) for block in blocks]
+
+    def _write_static(self) -> None:
+        with torch.no_grad():
+            for name, destination in views(self._memory.blocks[0], self._static.tensors).items():
+                destination.copy_(self._sources.static[name])
+        self._memory.synchronize()
+
+    def _handle(self) -> Handle:
+        return Handle(
+            generation=self.generation,
+            pid=os.getpid(),
+            pid_namespace=pid_namespace(),
+            boot_id=boot_id(),
+            created=time.time(),
+            slots=self._control.header.slots,
+            control_fd=self._control.fd,
+            control_inode=self._control.inode,
+            memory=self._memory.describe(),
+            static=self._static,
+            slot=self._slot,
+            tied=self._sources.tied,
+            complete=self._sources.complete,
+            buffers=self._sources.buffers,
+        )

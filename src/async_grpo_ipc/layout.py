@@ -1,0 +1,122 @@
+"""Where each tensor lies in a block of memory: dtype buckets, every tensor at a multiple of 256 bytes."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 256  # bytes: a cache line, a vector load and every dtype's size divide it
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor's place in its block. Shape and stride count elements, `offset` counts bytes from the
+    block's start.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The part of a block that has the tensors of one dtype."""
+
+    dtype: torch.dtype
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tensors of one block, bucket by bucket. `nbytes` is the whole block, `start` bytes before the first
+    bucket included.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    buckets: tuple[Bucket, ...]
+    nbytes: int
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the tensors alone, without padding."""
+        return sum(spec.nbytes for spec in self.tensors)
+
+
+def plan_layout(tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, start: int = 0) -> Layout:
+    """Place `tensors` in order, one bucket a dtype. Floating-point ones are stored as `dtype` where it is
+    given.
+    """
+    groups: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        stored_as = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        groups.setdefault(stored_as, []).append((name, tensor))
+    specs: list[TensorSpec] = []
+    buckets: list[Bucket] = []
+    offset = align(start)
+    for bucket_dtype, members in groups.items():
+        bucket_start = offset
+        for name, tensor in members:
+            spec = TensorSpec(name, bucket_dtype, tuple(tensor.shape), storable_stride(tensor), offset)
+            specs.append(spec)
+            offset = align(offset + spec.nbytes)
+        buckets.append(Bucket(bucket_dtype, bucket_start, offset - bucket_start))
+    return Layout(tuple(specs), tuple(buckets), max(offset, ALIGNMENT))
+
+
+def views(block: Tensor, specs: Iterable[TensorSpec]) -> dict[str, Tensor]:
+    """Zero-copy tensors by name in `block`, which is uint8 [nbytes]."""
+    flat: dict[torch.dtype, Tensor] = {}
+    result = {}
+    for spec in specs:
+        if spec.dtype not in flat:
+            flat[spec.dtype] = block.view(spec.dtype)
+        bucket = flat[spec.dtype]
+        start = bucket.storage_offset() + spec.offset // spec.dtype.itemsize
+        result[spec.name] = bucket.as_strided(spec.shape, spec.stride, start)
+    return result
+
+
+def storable_stride(tensor: Tensor) -> tuple[int, ...]:
+    """The tensor's own stride where its elements fill memory without gaps or overlap, else the contiguous
+    one.
+    """
+    return (
+        tuple(tensor.stride()) if is_dense(tensor.shape, tensor.stride()) else contiguous_stride(tensor.shape)
+    )
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether these elements occupy each place of a block of `prod(shape)` elements exactly once."""
+    if math.prod(shape) == 0:
+        return list(stride) == list(contiguous_stride(shape))
+    expected = 1
+    for step, length in sorted(zip(stride, shape, strict=True)):
+        if length == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def align(offset: int, to: int = ALIGNMENT) -> int:
+    return (offset + to - 1) // to * to

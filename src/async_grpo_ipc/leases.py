@@ -1,0 +1,112 @@
+"""Locks of the kernel: who may write a slot, who is reading it, and whether the exporter lives.
+
+Open-file-description locks (`F_OFD_SETLK`) on single bytes of the shared control file:
+
+* the kernel drops them when the holder dies, however it dies, so that no clean-up code can be missed (a
+  counter in shared memory would leak with `kill -9`);
+* unlike `lockf`, they belong to the opened file, not to the process, so that an exporter and several readers
+  in one process exclude each other, and closing one of them drops only its own;
+* unlike `flock`, one file has a lock per slot, and `F_OFD_GETLK` asks who holds one without taking it.
+
+The control file is a memfd, so that the file system of the run directory (NFS, FUSE) does not matter.
+"""
+
+import errno
+import fcntl
+import os
+import struct
+import threading
+from collections import Counter
+from pathlib import Path
+
+from async_grpo_ipc.descriptors import OwnedFd
+
+OWNER_BYTE = 0  # exclusively held by the exporter as long as it lives
+ATTACHED_BYTE = 1  # held shared by every reader as long as it maps the memory
+FIRST_SLOT_BYTE = 16  # slot i is byte 16 + i: shared while read, exclusive while written
+
+_FLOCK = struct.Struct("hhqqi0q")  # struct flock of 64-bit Linux: type, whence, start, length, pid
+
+
+class LockFile:
+    """The byte locks of one opened file. Opening the file again gives an independent holder."""
+
+    def __init__(self, path: str, *, writable: bool, what: str) -> None:
+        mode = os.O_RDWR if writable else os.O_RDONLY
+        self._fd = OwnedFd(os.open(path, mode | os.O_CLOEXEC), what)
+        opened = os.fstat(self._fd.fileno())
+        self._device, self.inode = opened.st_dev, opened.st_ino
+
+    def try_exclusive(self, byte: int) -> bool:
+        return self._try(fcntl.F_WRLCK, byte)
+
+    def try_shared(self, byte: int) -> bool:
+        return self._try(fcntl.F_RDLCK, byte)
+
+    def unlock(self, byte: int) -> None:
+        fcntl.fcntl(self._fd.fileno(), fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
+
+    def held_elsewhere(self, byte: int, *, exclusive_only: bool = False) -> bool:
+        """Whether another opened file holds this byte (only an exclusive hold, if asked for)."""
+        wanted = fcntl.F_RDLCK if exclusive_only else fcntl.F_WRLCK
+        request = _FLOCK.pack(wanted, os.SEEK_SET, byte, 1, 0)
+        answer = fcntl.fcntl(self._fd.fileno(), fcntl.F_OFD_GETLK, request)
+        return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
+
+    def holders(self, byte: int) -> list[int]:
+        """Pids that hold this byte, as far as /proc may be read: for messages, never for decisions."""
+        pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
+        return sorted(pid for pid in pids if _holds(pid, self._device, self.inode, byte))
+
+    def close(self) -> None:
+        self._fd.close()
+
+    def _try(self, kind: int, byte: int) -> bool:
+        try:
+            fcntl.fcntl(self._fd.fileno(), fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        return True
+
+
+class SlotLeases:
+    """Shared holds on slots, counted: the kernel keeps one lock per opened file, this process may want
+    several.
+    """
+
+    def __init__(self, locks: LockFile) -> None:
+        self._locks = locks
+        self._counts: Counter[int] = Counter()
+        self._mutex = threading.Lock()
+
+    def try_acquire(self, slot: int) -> bool:
+        with self._mutex:
+            if self._counts[slot] == 0 and not self._locks.try_shared(FIRST_SLOT_BYTE + slot):
+                return False
+            self._counts[slot] += 1
+            return True
+
+    def release(self, slot: int) -> None:
+        with self._mutex:
+            self._counts[slot] -= 1
+            if self._counts[slot] == 0:
+                self._locks.unlock(FIRST_SLOT_BYTE + slot)
+
+
+def _holds(pid: int, device: int, inode: int, byte: int) -> bool:
+    try:
+        for opened in Path(f"/proc/{pid}/fd").iterdir():
+            found = opened.stat()
+            if (found.st_dev, found.st_ino) == (device, inode) and byte in _locked_bytes(pid, opened.name):
+                return True
+    except OSError:
+        return False  # it ended meanwhile, or belongs to someone else
+    return False
+
+
+def _locked_bytes(pid: int, fd: str) -> list[int]:
+    """First bytes of the locks in fdinfo: `lock: 1: OFDLCK ADVISORY READ -1 00:01:2 16 16`."""
+    lines = Path(f"/proc/{pid}/fdinfo/{fd}").read_text(encoding="ascii").splitlines()
+    return [int(line.split()[-2]) for line in lines if line.startswith("lock:")]

@@ -1,0 +1,78 @@
+"""Blocks in one memfd: for CPUs, and for GPUs that cannot do CUDA IPC."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from mmap import mmap
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from async_grpo_ipc import memfd
+from async_grpo_ipc.layout import align
+
+
+class PosixExport:
+    """One memfd with a page-aligned range for each block."""
+
+    def __init__(self, generation: str, block_bytes: Sequence[int]) -> None:
+        ends = list(accumulate(align(nbytes, memfd.PAGE_BYTES) for nbytes in block_bytes))
+        self._ranges = list(zip([0, *ends[:-1]], block_bytes, strict=True))
+        self._nbytes = ends[-1]
+        self._fd, mapping = memfd.create(f"weights-{generation}", self._nbytes)
+        whole = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
+        self.blocks: Sequence[Tensor] = [whole[start : start + nbytes] for start, nbytes in self._ranges]
+
+    def describe(self) -> dict[str, Any]:
+        inode = memfd.inode_of(self._fd)
+        return {
+            "kind": "posix",
+            "fd": self._fd.fileno(),
+            "inode": inode,
+            "nbytes": self._nbytes,
+            "blocks": [{"offset": start, "nbytes": nbytes} for start, nbytes in self._ranges],
+        }
+
+    def synchronize(self) -> None:
+        """Stores by a CPU are seen in order by whoever takes the slot's lock afterwards."""
+
+    def close(self, *, readers_attached: bool) -> None:
+        """Readers keep their mapping, so that it does not matter who is attached."""
+        self.blocks = []
+        self._fd.close()
+
+
+class PosixAttachment:
+    """A read-only mapping of an exporter's memfd. Every tensor made from it keeps the mapping alive."""
+
+    survives_exporter = True
+
+    def __init__(self, description: Mapping[str, Any], pid: int) -> None:
+        mapping = memfd.attach(pid, description["fd"], description["inode"], description["nbytes"])
+        whole = torch.from_numpy(np.asarray(_MappedBytes(mapping)))
+        ranges = [(block["offset"], block["nbytes"]) for block in description["blocks"]]
+        self.blocks: Sequence[Tensor] = [whole[start : start + nbytes] for start, nbytes in ranges]
+        self.device = torch.device("cpu")
+
+    def synchronize(self) -> None:
+        """Reads by a CPU are done when the call that made them returns."""
+
+    def close(self) -> None:
+        self.blocks = []
+
+
+class _MappedBytes:
+    """Gives numpy a mapping without the read-only mark, which torch would warn of for every tensor. The
+    kernel enforces it.
+    """
+
+    def __init__(self, mapping: mmap) -> None:
+        self._mapping = mapping
+        address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (len(mapping),),
+            "typestr": "|u1",
+            "data": (address, False),
+        }

@@ -1,0 +1,234 @@
+"""The side that reads: `RemoteWeights`, made by `open_remote_memory`."""
+
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from async_grpo_ipc.attachment import Lease
+from async_grpo_ipc.binding import Binding
+from async_grpo_ipc.errors import ExporterDiedError, HandleFileError, MismatchError
+from async_grpo_ipc.generations import Generations
+from async_grpo_ipc.handle_file import handle_path
+
+ATTACH_POLL_S = 0.02
+DEFAULT_TIMEOUT_S = 10.0
+
+
+def open_remote_memory(path: str | Path | None = None, timeout_s: float = 0.0) -> "RemoteWeights":
+    """Attach to what an exporter publishes.
+
+    Args:
+        path: The handle file; by default what `CUDA_IPC_HANDLE_PATH` says, or `worker/ps_ipc_handle.json`.
+        timeout_s: How long to wait for an exporter that is not there yet.
+
+    Raises:
+        HandleFileError: There is no handle file (in time), or it is damaged or not to be trusted.
+        ExporterDiedError: The handle file's exporter is gone and no other came in time.
+        AttachError: The memory cannot be mapped from here.
+    """
+    where = handle_path(path)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return RemoteWeights(Generations(where))
+        except (HandleFileError, ExporterDiedError) as error:
+            if time.monotonic() >= deadline:
+                if timeout_s:
+                    error.add_note(f"Waited {timeout_s:g} s for an exporter at {where}.")
+                raise
+        time.sleep(ATTACH_POLL_S)
+
+
+class WeightsView:
+    """The tensors of one version by name, without a copy. Do not write to them, and do not keep them after
+    the lease ends.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor], version: int, generation: str) -> None:
+        self._tensors: dict[str, Tensor] | None = tensors
+        self.version = version
+        self.generation = generation
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._open()[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._open()
+
+    def __len__(self) -> int:
+        return len(self._open())
+
+    def names(self) -> list[str]:
+        return list(self._open())
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._open().items())
+
+    def _open(self) -> dict[str, Tensor]:
+        if self._tensors is None:
+            raise ValueError("The lease of this view has ended: its memory may hold another version by now.")
+        return self._tensors
+
+    def _end(self) -> None:
+        self._tensors = None
+
+
+class RemoteWeights:
+    """The weights that an exporter publishes. Use it from one thread; it is a context manager."""
+
+    def __init__(self, generations: Generations) -> None:
+        self._generations = generations
+        self._aliased: list[tuple[nn.Module, Binding]] = []
+        self._held: Lease | None = None
+        self._pulled: weakref.WeakKeyDictionary[nn.Module, Binding] = weakref.WeakKeyDictionary()
+        self._closed = False
+
+    @property
+    def generation(self) -> str:
+        """Of the exporter that the newest version is from."""
+        self._generations.follow()
+        return self._generations.current.handle.generation
+
+    @property
+    def version(self) -> int | None:
+        """The newest version published, None before the first. It can go down with a new generation, never
+        within one.
+        """
+        self._generations.follow()
+        newest = self._generations.current.newest()
+        return None if newest is None else newest.version
+
+    def exporter_alive(self) -> bool:
+        """Whether the process that publishes lives. Reading stays possible after its death, on CPU memory."""
+        self._generations.follow()
+        return self._generations.exporter_alive()
+
+    @contextmanager
+    def lease(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[WeightsView]:
+        """Hold the newest version until the block ends; the exporter writes into other slots meanwhile.
+
+        Raises:
+            ShareTimeoutError: Nothing was published in time.
+            ExporterDiedError: Nothing is published and nobody will.
+        """
+        lease = self._generations.take_lease(timeout_s)
+        view = WeightsView(dict(lease.tensors()), lease.version, lease.attachment.handle.generation)
+        try:
+            yield view
+        finally:
+            view._end()
+            lease.attachment.memory.synchronize()
+            lease.release()
+
+    def pull(self, model: nn.Module, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Copy the newest version into the model's own memory, matched by name. Returns the version."""
+        if any(aliased is model for aliased, _ in self._aliased):
+            raise MismatchError(
+                "This model is aliased, so it has no memory to copy into. Call refresh(), or detach() first."
+            )
+        lease = self._generations.take_lease(timeout_s)
+        try:
+            binding = self._pulled.get(model)
+            if (
+                binding is None
+                or binding.generation != lease.attachment.handle.generation
+                or not binding.is_current()
+            ):
+                binding = self._pulled[model] = lease.attachment.bind(model)
+            with torch.no_grad():
+                binding.pull_from_slot(lease.slot)
+            lease.attachment.memory.synchronize()
+        finally:
+            lease.release()
+        return lease.version
+
+    def alias(self, model: nn.Module, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Let the model's parameters be views of the newest version, and hold it until `refresh()`,
+        `release()` or `close()`.
+
+        Parameters on the meta device are replaced, others stay the same objects. The memory is read-only: a
+        write to an aliased parameter ends the process. Returns the version.
+        """
+        lease = self._generations.take_lease(timeout_s)
+        try:
+            binding = lease.attachment.bind(model)
+            binding.prepare_alias()
+        except BaseException:
+            lease.release()
+            raise
+        others = [(other, its) for other, its in self._aliased if other is not model]
+        self._aliased = [*others, (model, binding)]
+        return self._move_to(lease)
+
+    def refresh(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
+        """Move aliased models to the newest version: the new lease is taken before the old one is dropped.
+        Returns the version.
+        """
+        return self._move_to(self._generations.take_lease(timeout_s))
+
+    def release(self) -> None:
+        """Let the exporter have the slot while this process is idle. The caller does not read aliased weights
+        until `refresh()`.
+        """
+        held, self._held = self._held, None
+        if held is not None:
+            held.attachment.memory.synchronize()
+            held.release()
+
+    def detach(self, *, keep_weights: bool) -> None:
+        """Move aliased models out of the shared memory: to copies of their own, or to the meta device, which
+        has no memory.
+
+        Raises:
+            ValueError: Weights were to be kept, but `release()` gave up the lease, so they may be mixed by
+                now.
+        """
+        if keep_weights and self._aliased and self._held is None:
+            raise ValueError(
+                "The lease was released, so the weights may change while they are copied. Call refresh() "
+                "first."
+            )
+        for _, binding in self._aliased:
+            binding.move_out(keep_weights=keep_weights)
+        self._aliased = []
+        self.release()
+
+    def close(self) -> None:
+        """Detach without keeping weights, and unmap. A model that was aliased is on the meta device
+        afterwards.
+        """
+        if not self._closed:
+            self.detach(keep_weights=False)
+            self._closed = True
+            self._pulled.clear()
+            self._generations.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _move_to(self, lease: Lease) -> int:
+        """Point every aliased model to `lease`, keep it, and drop the one held so far."""
+        for index, (model, binding) in enumerate(self._aliased):
+            if binding.generation != lease.attachment.handle.generation or not binding.is_current():
+                binding = lease.attachment.bind(model)
+                binding.prepare_alias()
+                self._aliased[index] = (model, binding)
+            binding.point_to_slot(lease.slot)
+        old = self._held
+        self._held = lease
+        if old is not None:
+            old.attachment.memory.synchronize()
+            old.release()
+        return lease.version
