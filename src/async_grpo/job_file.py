@@ -1,12 +1,13 @@
 """Bytes of a queue file <-> `Job` or `RolloutGroup`.
 
-A file is plain safetensors, so stock tools open it. Its `__metadata__` holds three strings: the format with
-its version, one JSON header, and a CRC32 over format, header and every tensor's name, dtype, shape and bytes;
-safetensors itself notices no corruption. Tensors of a group (a job has none), G completions, F reward
-functions, N tokens in all:
+A file is plain safetensors, so stock tools open it. Its `__metadata__` holds three strings: the format with its
+version, one JSON header, and a CRC32 over format, header and every tensor's name, dtype, shape and bytes;
+safetensors itself notices no corruption. Tensors of a group (a job has none), G completions, F reward functions,
+N tokens in all:
 
     prompt_ids int32[P]   completion_lengths int32[G]   completion_ids int32[N]
     sampling_logprobs float32[N]   rewards float32[G, F]   tool_mask uint8[N], may be absent
+    texts uint8[…], UTF-8 JSON of the completions and extra columns: in the header they would be escaped twice
 
 Nothing is unpickled and nothing is believed: names, dtypes, shapes, offsets, types of header fields, sums of
 lengths, finite log-probabilities, run, sequence number, attempt and worker are all checked. The CRC stops
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 MAX_FILE_BYTES = 1 << 28  # larger files are refused before they are read
 
+_JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False)
 _JOB_FORMAT = "async-grpo-job/1"
 _GROUP_FORMAT = "async-grpo-group/1"
 _GROUP_TENSORS = {  # name -> dtype, dimensions; in the order in which the file holds them
@@ -38,7 +40,9 @@ _GROUP_TENSORS = {  # name -> dtype, dimensions; in the order in which the file 
     "sampling_logprobs": ("F32", 1),
     "rewards": ("F32", 2),
     "tool_mask": ("U8", 1),
+    "texts": ("U8", 1),
 }
+_ARRAYS = tuple(name for name in _GROUP_TENSORS if name != "texts")  # fields of a `RolloutGroup`
 _NUMPY_DTYPES = {"I32": "<i4", "F32": "<f4", "U8": "|u1"}
 _ITEM_BYTES = {"I32": 4, "F32": 4, "U8": 1}
 _JOB_FIELDS: dict[str, type] = {
@@ -56,11 +60,10 @@ _GROUP_FIELDS: dict[str, type] = {
     "worker": str,
     "policy_version": int,
     "reward_names": list,
-    "completions": list,
     "metrics": dict,
-    "extra_columns": dict,
     "timings": dict,
 }
+_TEXT_FIELDS: dict[str, type] = {"completions": list, "extra_columns": dict}
 _TIMING_FIELDS: dict[str, type] = {"adopt_s": float, "generate_s": float, "score_s": float}
 
 
@@ -83,9 +86,9 @@ def encode_group(group: RolloutGroup) -> bytes:
 
     A log-probability is NaN.
     """
-    tensors = {name: getattr(group, name) for name in _GROUP_TENSORS}
-    if tensors["tool_mask"] is None:
-        del tensors["tool_mask"]
+    import numpy as np
+
+    tensors = {name: array for name in _ARRAYS if (array := getattr(group, name)) is not None}
     reason = _misfit_of_arrays(tensors) or _misfit_of_group(group)
     if reason:
         raise QueueError(f"Group {group.job.seq} cannot be written: {reason}.")
@@ -97,12 +100,11 @@ def encode_group(group: RolloutGroup) -> bytes:
         "worker": group.worker,
         "policy_version": group.policy_version,
         "reward_names": list(group.reward_names),
-        "completions": group.completions,
         "metrics": {name: [float(value) for value in values] for name, values in group.metrics.items()},
-        "extra_columns": group.extra_columns,
         "timings": {name: float(getattr(group.timings, name)) for name in _TIMING_FIELDS},
     }
-    return _pack(_GROUP_FORMAT, header, tensors)
+    texts = _to_json({name: getattr(group, name) for name in _TEXT_FIELDS})
+    return _pack(_GROUP_FORMAT, header, {**tensors, "texts": np.frombuffer(texts.encode(), np.uint8)})
 
 
 def decode_group(
@@ -117,11 +119,13 @@ def decode_group(
     header, tensors = _unpack(data, _GROUP_FORMAT, _GROUP_TENSORS)
     _check_fields(header, _GROUP_FIELDS, "group")
     _check_fields(header["timings"], _TIMING_FIELDS, "timings")
+    texts = _parse(tensors.pop("texts").tobytes())
+    _check_fields(texts, _TEXT_FIELDS, "texts")
     if not all(type(name) is str for name in header["reward_names"]):
         _bad("a reward name is not text")
-    for kind in ("metrics", "extra_columns"):
-        if not all(type(values) is list for values in header[kind].values()):
-            _bad(f"an entry of {kind} is not a list")
+    for named_lists in (header["metrics"], texts["extra_columns"]):
+        if not all(type(values) is list for values in named_lists.values()):
+            _bad("a metric or an extra column is not a list")
     if not all(type(value) is float for values in header["metrics"].values() for value in values):
         _bad("a metric is not a number")
     group = RolloutGroup(
@@ -130,12 +134,11 @@ def decode_group(
         worker=header["worker"],
         policy_version=header["policy_version"],
         reward_names=tuple(header["reward_names"]),
-        completions=header["completions"],
         metrics=header["metrics"],
-        extra_columns=header["extra_columns"],
         timings=Timings(**header["timings"]),
         tool_mask=tensors.pop("tool_mask", None),
         **tensors,
+        **texts,
     )
     _expect("sequence number", group.job.seq, expect_seq)
     _expect("run", group.job.run_id, expect_run)
@@ -196,29 +199,25 @@ def _misfit_of_group(group: RolloutGroup) -> str | None:
 
 
 def _pack(kind: str, header: dict[str, Any], tensors: Tensors) -> bytes:
-    try:
-        text = json.dumps(header, ensure_ascii=False, check_circular=False)
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate in a row: legal in Python, not in UTF-8
-        text = json.dumps(header)
-    layout: dict[str, Any] = {"__metadata__": {"format": kind, "header": text, "crc32": ""}}
+    text = _to_json(header)
+    layout: dict[str, Any] = {}
     blobs: list[bytes] = []
-    checksum, end = _checksum_of_header(kind, text), 0
+    end = 0
     for name, array in tensors.items():
-        dtype, blob = _GROUP_TENSORS[name][0], array.tobytes()
-        layout[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [end, end + len(blob)]}
-        checksum = _checksum_of_tensor(checksum, name, layout[name], blob)
-        blobs.append(blob)
-        end += len(blob)
-    layout["__metadata__"]["crc32"] = f"{checksum:08x}"
-    top = json.dumps(layout, ensure_ascii=False, check_circular=False).encode()
+        begin, end = end, end + array.nbytes
+        shape = list(array.shape)
+        layout[name] = {"dtype": _GROUP_TENSORS[name][0], "shape": shape, "data_offsets": [begin, end]}
+        blobs.append(array.tobytes())
+    data = b"".join(blobs)
+    metadata = {"format": kind, "header": text, "crc32": f"{_checksum(kind, text, layout, data):08x}"}
+    top = _to_json({"__metadata__": metadata, **layout}).encode()
     top += b" " * (-len(top) % 8)
     if 8 + len(top) + end > MAX_FILE_BYTES:
         raise UnsupportedError(
             f"A queue file of {8 + len(top) + end:,} bytes is over the limit of {MAX_FILE_BYTES:,}: "
             "use fewer or shorter completions a group, or keep large columns out of the dataset."
         )
-    return b"".join((len(top).to_bytes(8, "little"), top, *blobs))
+    return b"".join((len(top).to_bytes(8, "little"), top, data))
 
 
 def _unpack(data: bytes, kind: str, schema: dict[str, tuple[str, int]]) -> tuple[dict[str, Any], Tensors]:
@@ -238,29 +237,38 @@ def _unpack(data: bytes, kind: str, schema: dict[str, tuple[str, int]]) -> tuple
     expected_names = [name for name in schema if name in layout or name != "tool_mask"]
     if list(layout) != expected_names:
         _bad(f"its tensors are {list(layout)[:8]}, not {expected_names}")
-    view, buffer = memoryview(data), bytearray(data[start:])
-    checksum, end = _checksum_of_header(kind, metadata["header"]), 0
+    end = 0
     for name, about in layout.items():
-        begin, end = end, end + _tensor_bytes(name, about, schema[name], end)
-        checksum = _checksum_of_tensor(checksum, name, about, view[start + begin : start + end])
+        end += _tensor_bytes(name, about, schema[name], end)
     if start + end != len(data):
         _bad(f"it has {len(data)} bytes, its tensors need {start + end}: truncated or padded")
-    if metadata["crc32"] != f"{checksum:08x}":
-        _bad(f"its checksum is {checksum:08x}, not {metadata['crc32'][:8]!r}: the content was changed")
+    buffer = bytearray(memoryview(data)[start:])
+    checksum = f"{_checksum(kind, metadata['header'], layout, buffer):08x}"
+    if metadata["crc32"] != checksum:
+        _bad(f"its checksum is {checksum}, not {metadata['crc32'][:8]!r}: the content was changed")
     return _parse(metadata["header"]), _arrays(buffer, layout)
 
 
+def _checksum(kind: str, text: str, layout: dict[str, Any], data: bytes | bytearray) -> int:
+    """CRC32 over everything that a file says; the bytes of the tensors lie back to back."""
+    tensors = "".join(f"{name} {about['dtype']} {about['shape']}\n" for name, about in layout.items())
+    described = f"{kind}\n{len(text)}\n{text}\n{tensors}"
+    return zlib.crc32(data, zlib.crc32(described.encode("utf-8", "surrogatepass")))
+
+
 def _arrays(buffer: bytearray, layout: dict[str, Any]) -> Tensors:
+    """The tensors as writable views of one buffer."""
     if not layout:
         return {}
     import numpy as np
 
-    return {
-        name: np.frombuffer(
-            buffer[about["data_offsets"][0] : about["data_offsets"][1]], _NUMPY_DTYPES[about["dtype"]]
-        ).reshape(about["shape"])
-        for name, about in layout.items()
-    }
+    arrays: Tensors = {}
+    for name, about in layout.items():
+        begin, end = about["data_offsets"]
+        count = (end - begin) // _ITEM_BYTES[about["dtype"]]
+        flat = np.frombuffer(buffer, _NUMPY_DTYPES[about["dtype"]], count, begin if count else 0)
+        arrays[name] = flat.reshape(about["shape"])
+    return arrays
 
 
 def _tensor_bytes(name: str, about: Any, expected: tuple[str, int], begin: int) -> int:
@@ -283,13 +291,15 @@ def _tensor_bytes(name: str, about: Any, expected: tuple[str, int], begin: int) 
     return size
 
 
-def _checksum_of_header(kind: str, text: str) -> int:
-    return zlib.crc32(f"{kind}\n{len(text)}\n{text}".encode("utf-8", "surrogatepass"))
-
-
-def _checksum_of_tensor(checksum: int, name: str, about: dict[str, Any], blob: bytes | memoryview) -> int:
-    described = f"\n{name} {about['dtype']} {about['shape']}\n".encode()
-    return zlib.crc32(blob, zlib.crc32(described, checksum))
+def _to_json(value: dict[str, Any]) -> str:
+    text = _JSON.encode(value)
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate in a row: legal in Python, not in UTF-8
+        return json.dumps(value)
+    return text
 
 
 def _parse(text: bytes | str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class KernelLock:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
+        self._path = str(path)  # a pathlib call would cost more than the system call
         self._fd = -1
         self._pid = 0
         self._owner: dict[str, Any] = {}
@@ -85,15 +86,19 @@ class KernelLock:
         """Whether this very object, in this very process, has the lock."""
         return self._fd >= 0 and self._pid == os.getpid()
 
+    def require_process(self) -> None:
+        """`QueueError` in a forked child, which has none of its parent's locks."""
+        if not self.held_here:
+            raise QueueError(
+                f"{self.path.name} is not held by process {os.getpid()}: a forked child has no locks."
+            )
+
     def require(self) -> None:
         """`QueueError` unless the lock is still ours.
 
         A forked child has none, and someone may have deleted the file.
         """
-        if not self.held_here:
-            raise QueueError(
-                f"{self.path.name} is not held by process {os.getpid()}: a forked child has no locks."
-            )
+        self.require_process()
         if self._identity() != _inode(self._fd):
             raise QueueError(
                 f"{self.path} was deleted or replaced while in use, so it protects nothing. Start again."
@@ -147,7 +152,7 @@ class KernelLock:
 
     def _identity(self) -> tuple[int, int] | None:
         try:
-            status = self.path.stat(follow_symlinks=False)
+            status = os.lstat(self._path)
         except FileNotFoundError:
             return None
         return status.st_dev, status.st_ino

@@ -37,6 +37,7 @@ class Moves:
         self.files = files
         self._owner = owner
         self._numbers = itertools.count()
+        self._made: set[str] = set()  # folders of done/ that are there
 
     def listing(self) -> list[JobName]:
         """Every job file in queue/, in no order; other files are not ours and are ignored."""
@@ -82,7 +83,10 @@ class Moves:
 
     def archive(self, name: JobName, state: str = COMPLETE) -> bool:
         """Move a finished group from queue/ to its folder of done/."""
-        self.files.make_folder(shard(name.seq))
+        folder = shard(name.seq)
+        if folder not in self._made:
+            self.files.make_folder(folder)
+            self._made.add(folder)
         return self.move(f"queue/{name}", f"{shard(name.seq)}/{name.becomes(state, name.device)}")
 
     def set_aside(self, name: JobName, kind: str, reason: str) -> bool:

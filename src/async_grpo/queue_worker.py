@@ -142,7 +142,7 @@ class WorkerQueue:
 
         The claim is kept, call again when there is room.
         """
-        self._lock.require()
+        self._lock.require_process()
         if (group.job.seq, group.attempt, group.worker) != (claim.job.seq, claim.attempt, self.name):
             raise QueueError(f"The group of job {group.job.seq} is not an answer to claim {claim.name}.")
         self._moves.publish(encode_group(group), f"queue/{claim.name.becomes(COMPLETE, self.device)}")
@@ -155,13 +155,13 @@ class WorkerQueue:
 
         `DiskFullError` if the text finds no room: the claim is kept, call again.
         """
-        self._lock.require()
+        self._lock.require_process()
         self._moves.try_again(claim.name, self._max_attempts, f"{claim.name}: {error_text}\n")
         self._claims.pop(claim.job.seq, None)
 
     def hand_back(self, claim: Claim) -> None:
         """Pending again with the same attempt: this worker stops, or cannot serve the job now."""
-        self._lock.require()
+        self._lock.require_process()
         self._moves.move(f"queue/{claim.name}", f"queue/{claim.name.pending(claim.attempt)}")
         self._claims.pop(claim.job.seq, None)
 

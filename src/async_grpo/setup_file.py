@@ -66,10 +66,13 @@ def load_trainer(path: Path) -> GRPOTrainer:
 
     from trl import GRPOTrainer
 
+    from async_grpo.trl_on_cpu import repair_trl
+
     if not isinstance(trainer, GRPOTrainer):
         raise SetupFileError(
             f"get_trainer() in {path} must return a trl.GRPOTrainer, but returned {_described(trainer)}."
         )
+    repair_trl()
     return trainer
 
 

@@ -60,7 +60,7 @@ def _first_of_each_group(trainer: GRPOTrainer, indices: Iterator[int]) -> Iterat
     batch = trainer.args.generation_batch_size
     repeats = trainer.num_iterations * trainer.args.steps_per_generation
     while True:
-        block = [index for index, _ in zip(indices, range(batch * repeats))]
+        block = list(islice(indices, batch * repeats))
         if len(block) < batch * repeats:
             return
         for start in range(0, batch, group_size):

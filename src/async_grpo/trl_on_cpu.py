@@ -1,0 +1,55 @@
+"""Lets TRL 1.15 train without a GPU.
+
+TRL 1.15 computes log-probabilities with a Triton kernel only; TRL 1.16 has the same function in plain torch for
+machines without one. Here is ours for 1.15, in its place: the one private name is `_ChunkedLogProbFunction`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+FIXED_IN = "1.16"
+
+
+def repair_trl() -> bool:
+    """Put the torch version in place where this TRL needs it; returns whether it did. Harmless to call twice."""
+    import trl
+    from packaging.version import Version
+    from trl.trainer import utils
+
+    if torch.cuda.is_available() or Version(trl.__version__) >= Version(FIXED_IN):
+        return False
+    utils._ChunkedLogProbFunction = TorchLogProbs
+    return True
+
+
+class TorchLogProbs:
+    """Per-token log-probabilities and statistics of `hidden @ weight.T`, differentiable, with full logits [N, V]."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,  # [N, H]
+        weight: Tensor,  # [V, H]
+        bias: Tensor | None,  # [V]
+        targets: Tensor,  # [N]
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = (),
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Returns log-probabilities [N], then entropy, log(sum p^2), mean logit and is-argmax, each [N] or None."""
+        logits_NV = linear(hidden, weight, bias).float() * logit_scale
+        if softcap is not None:
+            logits_NV = softcap * torch.tanh(logits_NV / softcap)
+        logits_NV = logits_NV / temperature
+        logprobs_NV = torch.log_softmax(logits_NV, dim=-1)
+        return (
+            logprobs_NV.gather(1, targets[:, None])[:, 0],
+            -(logprobs_NV.exp() * logprobs_NV).sum(-1) if "entropy" in outputs else None,
+            torch.logsumexp(2 * logprobs_NV, dim=-1).detach() if "log_sum_sq_probs" in outputs else None,
+            logits_NV.mean(-1).detach() if "mean_logits" in outputs else None,
+            logits_NV.argmax(-1) == targets if "is_top1" in outputs else None,
+        )
