@@ -1,9 +1,9 @@
 """Bytes of a queue file <-> `Job` or `RolloutGroup`.
 
-A file is plain safetensors, so stock tools open it. Its `__metadata__` holds three strings: the format with its
-version, one JSON header, and a CRC32 over format, header and every tensor's name, dtype, shape and bytes;
-safetensors itself notices no corruption. Tensors of a group (a job has none), G completions, F reward functions,
-N tokens in all:
+A file is plain safetensors, so stock tools open it. Its `__metadata__` holds three strings: the format with
+its version, one JSON header, and a CRC32 over format, header and every tensor's name, dtype, shape and bytes;
+safetensors itself notices no corruption. Tensors of a group (a job has none), with G completions, F reward
+functions, N tokens in all:
 
     prompt_ids int32[P]   completion_lengths int32[G]   completion_ids int32[N]
     sampling_logprobs float32[N]   rewards float32[G, F]   tool_mask uint8[N], may be absent
@@ -134,11 +134,12 @@ def decode_group(
         worker=header["worker"],
         policy_version=header["policy_version"],
         reward_names=tuple(header["reward_names"]),
+        completions=texts["completions"],
         metrics=header["metrics"],
+        extra_columns=texts["extra_columns"],
         timings=Timings(**header["timings"]),
         tool_mask=tensors.pop("tool_mask", None),
         **tensors,
-        **texts,
     )
     _expect("sequence number", group.job.seq, expect_seq)
     _expect("run", group.job.run_id, expect_run)
