@@ -120,7 +120,9 @@ class OsFiles:
             self._sync_folder(path)
 
     def close(self) -> None:
-        os.close(self._root)
+        if self._root >= 0:
+            os.close(self._root)
+            self._root = -1
 
     def _open_folder(self, folder: str) -> int:
         return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._root)

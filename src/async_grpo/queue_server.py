@@ -126,10 +126,13 @@ class ServerQueue:
 
     def close(self) -> None:
         """Stop being the server. The files stay as they are, workers go on with what they have."""
+        if self._death < 0:
+            return
         if self._reaper is not None:
             self._reaper.close()
         self._watch.close()
         os.close(self._death)
+        self._death = -1
         self._lock.release()
         self._moves.files.close()
 
