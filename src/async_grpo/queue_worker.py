@@ -88,11 +88,7 @@ class WorkerQueue:
         """
         deadline = time.monotonic() + (_TAKEOVER_S if patient else 0)
         while not self._lock.try_acquire({"torch_device": device}):
-            holder = self._lock.holder()
-            server = server_lock(self.root).holder()
-            if holder is not None and holder.get("pid") != (server or {}).get("pid"):
-                return False
-            if time.monotonic() >= deadline:
+            if "torch_device" in (self._lock.holder() or {}) or time.monotonic() >= deadline:
                 return False
             time.sleep(0.002)  # the server is making our predecessor's jobs pending
         self._learn_server()

@@ -1,0 +1,106 @@
+"""The kill loop: one server, four workers, SIGKILL after SIGKILL. Prints a summary as JSON; fails with an assertion.
+
+python tests/chaos/queue_kill_loop.py --root DIR --jobs 10000 --kills 1000
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import random
+import signal
+import struct
+import sys
+import time
+from pathlib import Path
+
+from queue_harness import Log, Trainer, arguments, claim_now, execute, forked, leftovers, replay
+
+from async_grpo.job_queue import WorkerQueue
+
+SERVER_SHARE = 0.05  # of the kills
+AHEAD = 64  # jobs admitted ahead of the kills, so that there is always something to interrupt
+WORK_S = 0.004  # the longest job
+MAX_ATTEMPTS = 60  # a job may be with a worker that is killed this often before it is blamed
+
+
+def main() -> None:
+    options = arguments(jobs=10_000, kills=1_000, workers=4, gap=0.010, deadline=600.0)
+    root: Path = options.root / "q"
+    log_path = options.root / "log"
+    log = Log(log_path)
+    dice = random.Random(options.seed)
+    admitted = mmap.mmap(-1, 8)  # shared with the children: jobs below this number may be issued
+
+    def admit(kills_done: int) -> None:
+        admitted[:8] = struct.pack("q", AHEAD + (options.jobs - AHEAD) * kills_done // max(1, options.kills))
+
+    def server() -> None:
+        trainer = Trainer(root, options.jobs, log, window=32, steps=16, max_attempts=MAX_ATTEMPTS)
+        while not trainer.done:
+            trainer.submit(below=struct.unpack("q", admitted[:8])[0])
+            if not trainer.collect():
+                trainer.queue.wait(0.02)
+            if dice.random() < 0.02:
+                trainer.queue.trim_done(500, consumed=trainer._load())
+        trainer.checkpoint()
+        trainer.queue.close()
+
+    def worker(number: int) -> None:
+        queue = WorkerQueue.open(root, number, "cpu")
+        mine = random.Random(dice.random() + os.getpid())
+        while True:
+            for claim in claim_now(queue, mine.randint(1, 3)):
+                if mine.random() < 0.02:
+                    queue.hand_back(claim)
+                else:
+                    execute(queue, claim, log, work_s=mine.uniform(0, WORK_S))
+            queue.wait(0.1)
+
+    def spawn(number: int) -> int:
+        return forked(server if number == 0 else lambda: worker(number), log)
+
+    started = time.monotonic()
+    admit(0)
+    children = {number: spawn(number) for number in range(options.workers + 1)}
+    for kill in range(options.kills):
+        time.sleep(dice.uniform(0, 2 * options.gap))
+        victim = 0 if dice.random() < SERVER_SHARE else dice.randint(1, options.workers)
+        os.kill(children[victim], signal.SIGKILL)
+        code = os.waitstatus_to_exitcode(os.waitpid(children[victim], 0)[1])
+        assert code == -signal.SIGKILL, f"{victim or 'server'} had ended with {code} before it was killed"
+        children[victim] = spawn(victim)
+        admit(kill + 1)
+    deadline = time.monotonic() + options.deadline
+    while os.waitpid(children[0], os.WNOHANG)[0] == 0:
+        if time.monotonic() > deadline:
+            left = sorted(path.name for path in (root / "queue").iterdir())[:20]
+            for pid in children.values():
+                os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"not drained after {options.deadline:.0f} s: {left}")
+        time.sleep(0.02)
+    seconds = time.monotonic() - started
+    for number in range(1, options.workers + 1):
+        os.kill(children[number], signal.SIGKILL)
+        os.waitpid(children[number], 0)
+    check(root, log_path, options.jobs, options.kills, options.workers, seconds)
+
+
+def check(root: Path, log_path: Path, jobs: int, kills: int, workers: int, seconds: float) -> None:
+    told = replay(log_path, jobs)
+    for number in range(1, workers + 1):
+        WorkerQueue.open(root, number, "cpu").close()  # what a restart tidies up
+    assert told["applied"] == jobs, f"only {told['applied']} of {jobs} jobs were applied"
+    assert told["executions"] <= jobs + kills, f"{told['executions']} executions"
+    assert not told["healing"], f"something was mended though nobody damaged a file: {told['healing']}"
+    assert not leftovers(root), leftovers(root)
+    print(json.dumps({**told, "jobs": jobs, "kills": kills, "seconds": round(seconds, 1)}))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except AssertionError as error:
+        print(f"FAILED: {error}", file=sys.stderr)
+        sys.exit(1)
