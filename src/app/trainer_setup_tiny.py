@@ -4,13 +4,13 @@ The task: sums of two numbers below 50, in fixed width. The prompt is `07+41=`, 
 
 The model: Qwen3 architecture, about 0.2 M parameters, one token a character, nothing to download.
 
-The warm start: GRPO can only reinforce what a model already does now and then, so the model first learns from a
-teacher: long from one who makes no errors, then from one who writes more and more wrong tens, up to 70 % of them.
-That leaves a model whose likeliest answer is right, but which mostly answers wrongly when it is sampled. It takes
-seconds, happens once, and is then read from the user's cache directory.
+The warm start: GRPO can only reinforce what a model already does now and then, so the model first learns
+from a teacher: long from one who makes no errors, then from one who writes more and more wrong tens, up to
+70 % of them. That leaves a model whose likeliest answer is right, but which mostly answers wrongly when it is
+sampled. It takes seconds, happens once, and is then read from the user's cache directory.
 
-What GRPO does here: it sharpens. The reward says only "right" or "wrong", and sampled accuracy rises from about
-0.3 to about 0.95, on 300 problems that neither the teacher nor GRPO ever showed.
+What GRPO does here: it sharpens. The reward says only "right" or "wrong", and sampled accuracy rises from
+about 0.3 to about 0.95, on 300 problems that neither the teacher nor GRPO ever showed.
 """
 
 import hashlib
@@ -44,9 +44,9 @@ MODEL = {
 WARM_START = {
     "seed": 0,
     "batch_size": 64,
-    "clean_steps": 500,
+    "clean_steps": 800,
     "clean_learning_rate": 4e-3,
-    "noisy_steps": 400,
+    "noisy_steps": 300,
     "noisy_learning_rate": 1e-3,
     "wrong_answers": 0.70,
 }
@@ -59,7 +59,7 @@ ANSWER_DIGITS = 3
 
 
 def split_problems() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Training and held-out problems (a, b). With `a+b`, `b+a` is held out too: it would give the answer away."""
+    """Training and held-out problems (a, b). `b+a` is held out along with `a+b`: it gives the answer away."""
     numbers = range(TASK["numbers_below"])
     ascending = [(a, b) for a in numbers for b in numbers if a < b]
     chosen = random.Random(TASK["split_seed"]).sample(ascending, TASK["held_out"] // 2)
