@@ -14,11 +14,10 @@ class RunLog:
     """Writes metrics and the step line, and remembers what the summary quotes.
 
     Args:
-        path: `metrics.jsonl`; appended to, so a resumed run goes on in it.
+        path: `metrics.jsonl`; a resumed run goes on in it.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
         self._total_steps = 0
         self._started = time.monotonic()
         self._first_step: int | None = None
@@ -26,6 +25,10 @@ class RunLog:
         self.reward_last: float | None = None
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
+        if path.exists():
+            for line in path.read_text().splitlines():
+                self._remember(json.loads(line))
+        self._file = path.open("a", buffering=1)
 
     def training_begins(self, total_steps: int) -> None:
         self._total_steps = total_steps
@@ -33,10 +36,13 @@ class RunLog:
     def logged(self, step: int, logs: dict[str, Any]) -> None:
         """One call of the trainer's `log`: a training step, an evaluation, or the closing totals."""
         self._file.write(json.dumps({"step": step, **logs}, default=str) + "\n")
-        if "loss" in logs and "reward" in logs:
-            self._training_step(step, logs)
+        self._remember(logs)
+        if _is_training_step(logs):
+            if self._first_step is None:
+                self._first_step, self._started = step, time.monotonic()
+            logger.info("step {}/{} {}", step, self._total_steps, self._step_line(step, logs))
         elif "eval_reward" in logs:
-            self._evaluation(step, logs)
+            logger.info("evaluation at step {}: reward {:.3f}", step, logs["eval_reward"])
 
     def close(self) -> None:
         self._file.close()
@@ -51,12 +57,17 @@ class RunLog:
         }
         return {name: round(value, 4) for name, value in named.items() if value is not None}
 
-    def _training_step(self, step: int, logs: dict[str, Any]) -> None:
-        if self._first_step is None:
-            self._first_step, self._started = step, time.monotonic()
-            self.reward_first = logs["reward"]
-        self.reward_last = logs["reward"]
-        logger.info("step {}/{} {}", step, self._total_steps, self._step_line(step, logs))
+    def _remember(self, logs: dict[str, Any]) -> None:
+        if _is_training_step(logs):
+            self.reward_last = logs["reward"]
+            self.reward_first = self.reward_last if self.reward_first is None else self.reward_first
+        accuracy = logs.get("eval_rewards/accuracy/mean")
+        if accuracy is None:
+            return
+        if self.accuracy_before is None:
+            self.accuracy_before = accuracy
+        else:
+            self.accuracy_after = accuracy
 
     def _step_line(self, step: int, logs: dict[str, Any]) -> str:
         parts = [f"reward {logs['reward']:.3f}"]
@@ -83,11 +94,6 @@ class RunLog:
         seconds = (self._total_steps - step) * (time.monotonic() - self._started) / done
         return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
-    def _evaluation(self, step: int, logs: dict[str, Any]) -> None:
-        accuracy = logs.get("eval_rewards/accuracy/mean")
-        if accuracy is not None:
-            if self.accuracy_before is None:
-                self.accuracy_before = accuracy
-            else:
-                self.accuracy_after = accuracy
-        logger.info("evaluation at step {}: reward {:.3f}", step, logs["eval_reward"])
+
+def _is_training_step(logs: dict[str, Any]) -> bool:
+    return "loss" in logs and logs.get("reward") is not None

@@ -6,6 +6,7 @@ import math
 import os
 import time
 import traceback
+from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 SERVER_WAIT_S = 3600.0  # for a parameter server to start, or to come back after it died
 WEIGHTS_WAIT_S = 600.0  # for a version that the trainer has announced
+HEAD_START_S = 2.0  # that other workers have with a job that failed on this one
+SAY_AT_MOST = 3  # failures of the same text that are shown
 IDLE_WAKE_S = 0.5  # an idle worker looks at the run's state this often
 
 
@@ -101,7 +104,8 @@ class Worker:
         self._run = run
         self._stop = stop
         self._groups_per_round = trainer.args.generation_batch_size // trainer.num_generations
-        self._failed_here: set[int] = set()  # jobs that failed on this worker: better tried on another
+        self._failed_here: dict[int, float] = {}  # job that failed on this worker -> when (monotonic seconds)
+        self._said: Counter[str] = Counter()  # what jobs failed with
         self._aliased = False
         self._server_died_at: float | None = None
         self.statistics = WorkerStatistics()
@@ -117,7 +121,7 @@ class Worker:
                 reminder = Reminder(self._waiting_for)
             else:
                 reminder.tick()
-                self._queue.wait(IDLE_WAKE_S)
+                self._queue.wait(IDLE_WAKE_S, skip=self._better_left_to_others())
 
     def _claim(self) -> list[Claim]:
         if self._server_died_at is not None:
@@ -191,9 +195,12 @@ class Worker:
 
     def _failed(self, claim: Claim, error: str) -> None:
         self.statistics.failed += 1
-        self._failed_here.add(claim.job.seq)
+        self._failed_here[claim.job.seq] = time.monotonic()
         last_line = error.strip().rsplit("\n", 1)[-1]
-        logger.warning("prompt group {} (attempt {}) failed: {}", claim.job.seq, claim.attempt, last_line)
+        self._said[last_line] += 1
+        level = "WARNING" if self._said[last_line] <= SAY_AT_MOST else "DEBUG"
+        more = "; more of the same are not shown" if self._said[last_line] == SAY_AT_MOST else ""
+        logger.log(level, "prompt group {} (attempt {}) failed: {}{}", claim.job.seq, claim.attempt, last_line, more)
         self._queue.fail(claim, error)
 
     def _hand_back(self, claims: list[Claim]) -> None:
@@ -238,7 +245,11 @@ class Worker:
         return max(1, math.ceil(fair / workers))
 
     def _better_left_to_others(self) -> set[int]:
-        return self._failed_here if self._queue.alive_workers() > 1 else set()
+        """Jobs that have just failed here: another worker, if there is one, gets to try them first."""
+        if self._queue.alive_workers() < 2:
+            return set()
+        now = time.monotonic()
+        return {seq for seq, when in self._failed_here.items() if now - when < HEAD_START_S}
 
     def _run_goes_on(self) -> bool:
         state = self._run.read_state()

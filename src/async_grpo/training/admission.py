@@ -6,6 +6,9 @@ The trainer consumes prompt groups in rounds of B (one TRL generation batch). Ro
 used in its own round. A group that is finished late may be used later, up to `max_staleness` versions after the
 version that generated it; when it cannot wait for another round it is *due*, and the trainer waits for it. So a
 straggler delays the trainer only when it must, and no group is ever over age in an undisturbed run.
+
+The bound is a limit and no goal: `Lookahead` keeps as few groups under way as leave no worker idle while the trainer
+waits, because a group that lies finished grows stale for nothing.
 """
 
 from __future__ import annotations
@@ -36,6 +39,12 @@ class Schedule:
         """Whether the `position`-th usable job may be issued while the trainer is at `version`."""
         return open_jobs < HARD_CAP and self.oldest_version_for(position) <= version
 
+    @property
+    def groups_ahead(self) -> int:
+        """The most groups, issued and not yet taken, that the staleness bound can use."""
+        rounds = (self.max_staleness + 1) * self.micro_steps_per_version // self.micro_steps_per_round
+        return self.groups_per_round * max(1, rounds)
+
     def is_due(self, generated_version: int, next_version: int) -> bool:
         """Whether a group of (at least) `generated_version` would be over age if it were left to the next round."""
         return next_version - generated_version > self.max_staleness
@@ -43,3 +52,24 @@ class Schedule:
     def is_over_age(self, generated_version: int, version: int) -> bool:
         """Whether a group is too old to be used at `version`."""
         return version - generated_version > self.max_staleness
+
+
+class Lookahead:
+    """How many groups are kept under way (issued and not yet taken): two rounds, and more while workers run dry.
+
+    Args:
+        most: what the staleness bound can use.
+    """
+
+    def __init__(self, groups_per_round: int, most: int) -> None:
+        self._round = groups_per_round
+        self._least = min(2 * groups_per_round, most)
+        self._most = most
+        self.groups = self._least
+
+    def batch_taken(self, *, starved: bool) -> None:
+        """Adapt after each batch. `starved`: the trainer waited while no job was left for the workers."""
+        if starved:
+            self.groups = min(self._most, self.groups + self._round)
+        else:
+            self.groups = max(self._least, self.groups - max(1, self._round // 8))

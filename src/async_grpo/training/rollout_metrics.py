@@ -19,6 +19,7 @@ class RolloutMetrics:
         self._append = append
         self._started = self._last_batch = time.monotonic()
         self._workers = 0
+        self._last_wait_s = 0.0
         self.rollouts = 0  # completions trained on
         self.groups = 0
         self.wait_s = 0.0
@@ -36,7 +37,12 @@ class RolloutMetrics:
     def workers_alive(self, count: int) -> None:
         self._workers = count
 
-    def batch_taken(self, batch: Sequence[RolloutGroup], version: int, wait_s: float) -> None:
+    def waited(self, seconds: float) -> None:
+        """The trainer was in a wait for rollouts for so long."""
+        self.wait_s += seconds
+        self._last_wait_s = seconds
+
+    def batch_taken(self, batch: Sequence[RolloutGroup], version: int) -> None:
         now = time.monotonic()
         elapsed = max(now - self._last_batch, 1e-9)
         self._last_batch = now
@@ -45,7 +51,6 @@ class RolloutMetrics:
         busy = sum(g.timings.adopt_s + g.timings.generate_s + g.timings.score_s for g in batch)
         self.rollouts += rollouts
         self.groups += len(batch)
-        self.wait_s += wait_s
         self.busy_s += busy
         self.worker_s += self._workers * elapsed
         self.staleness_sum += sum(staleness)
@@ -54,7 +59,7 @@ class RolloutMetrics:
         self._append("async/staleness_mean", sum(staleness) / len(staleness))
         self._append("async/staleness_max", max(staleness))
         self._append("async/rollouts_per_second", rollouts / elapsed)
-        self._append("async/trainer_wait_fraction", min(1.0, wait_s / elapsed))
+        self._append("async/trainer_wait_fraction", min(1.0, self._last_wait_s / elapsed))
         if self._workers:
             self._append("async/worker_busy_fraction", min(1.0, busy / (self._workers * elapsed)))
 

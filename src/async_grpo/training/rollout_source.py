@@ -12,7 +12,7 @@ from loguru import logger
 from async_grpo.errors import AllGroupsFailedError, WaitTimeoutError
 from async_grpo.job_queue import ServerQueue
 from async_grpo.records import Job, RolloutGroup
-from async_grpo.training.admission import Schedule
+from async_grpo.training.admission import Lookahead, Schedule
 from async_grpo.training.checkpoints import RolloutState
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.waiting import Reminder
@@ -53,6 +53,7 @@ class RolloutSource:
     ) -> None:
         self._queue = queue
         self._schedule = schedule
+        self._lookahead = Lookahead(schedule.groups_per_round, schedule.groups_ahead)
         self._run_id = run_id
         self._seed = seed
         self._num_generations = num_generations
@@ -86,7 +87,7 @@ class RolloutSource:
 
     def advance(self, version: int) -> None:
         """Issue every job that may be issued while the trainer is at `version`."""
-        while True:
+        while len(self._at_least) < self._lookahead.groups:
             position = self.next_seq - len(self.unusable)
             if not self._schedule.is_admissible(position, version, open_jobs=len(self._at_least) - len(self._ready)):
                 return
@@ -101,18 +102,29 @@ class RolloutSource:
             WaitTimeoutError: the batch was not complete after `max_wait_s`.
         """
         started = time.monotonic()
-        reminder = Reminder(self._waiting_for)
         self._keep_publishing()
+        try:
+            batch = self._wait_for_batch(version)
+        finally:
+            self._metrics.waited(time.monotonic() - started)
+        self._taken.append([group.job.seq for group in batch])
+        self._metrics.batch_taken(batch, version)
+        return batch
+
+    def _wait_for_batch(self, version: int) -> list[RolloutGroup]:
+        deadline = time.monotonic() + self._max_wait_s
+        reminder = Reminder(self._waiting_for)
+        starved = False
         while (batch := self._complete_batch(version)) is None:
             if self._should_stop():
                 raise StopTraining
-            if time.monotonic() - started > self._max_wait_s:
+            if time.monotonic() > deadline:
                 raise WaitTimeoutError(f"Waited {self._max_wait_s:.0f} s for {self._waiting_for()}, in vain.")
             reminder.tick()
+            starved = starved or not self._queue.unclaimed()
             self._queue.wait(WAKE_S)
             self._keep_publishing()
-        self._taken.append([group.job.seq for group in batch])
-        self._metrics.batch_taken(batch, version, wait_s=time.monotonic() - started)
+        self._lookahead.batch_taken(starved=starved)
         return batch
 
     def trained(self) -> None:
