@@ -1,6 +1,6 @@
 """A model matched to a handle, name by name: what aliasing and pulling move."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class Binding:
         self._places = Places(model, [entry for entry, _ in matched])
         self._plans: dict[int, CopyPlan] = {}
         self._static_is_here = False
-        self._aliased_views: list[list[Tensor]] = []
+        self._moves: list[list[tuple[Tensor, Tensor]]] = []  # for each slot: parameter, its view there
 
     def is_current(self) -> bool:
         """Whether the model still holds the parameters that were matched."""
@@ -35,10 +35,8 @@ class Binding:
 
     # Aliasing
 
-    def prepare_alias(self) -> None:
-        """Make the views of every slot and point the frozen tensors at the static block. Nothing in a slot is
-        read yet.
-        """
+    def alias_slot(self, slot: int) -> None:
+        """Point the model at the static block and at a slot whose lease the caller holds: no byte is copied."""
         device = self._memory.device
         for entry, _ in (*self._static, *self._changing):
             if entry.tensor.device.type != "meta" and entry.tensor.device != device:
@@ -47,18 +45,26 @@ class Binding:
                     f"{device}: a model can only alias memory of its own device. Use pull(model), which "
                     "copies."
                 )
-        self._aliased_views = [self._views(block, self._changing) for block in self._memory.blocks[1:]]
-        for (entry, _), view in zip(
-            self._static, self._views(self._memory.blocks[0], self._static), strict=True
-        ):
-            entry.point_to(view)
-        self._static_is_here = True
-
-    def point_to_slot(self, slot: int) -> None:
-        """Move the parameters to a slot whose lease the caller holds: no byte is copied."""
-        for (entry, _), view in zip(self._changing, self._aliased_views[slot], strict=True):
-            entry.point_to(view)
+        self._alias(self._static, self._memory.blocks[0])
+        self._alias(self._changing, self._memory.blocks[1 + slot])
         self._places.remember()
+        self._static_is_here = True
+        views_by_slot = [self._views(block, self._changing) for block in self._memory.blocks[1:]]
+        self._moves = [list(self._with_objects(slot_views)) for slot_views in views_by_slot]
+
+    def move_to_slot(self, slot: int) -> None:
+        """The same for a model that is aliased already, as fast as can be: one assignment a tensor."""
+        for tensor, view in self._moves[slot]:
+            tensor.data = view
+
+    def _alias(self, pairs: Sequence[tuple[ModelTensor, TensorSpec]], block: Tensor) -> None:
+        for (entry, _), view in zip(pairs, self._views(block, pairs), strict=True):
+            entry.point_to(view)
+
+    def _with_objects(self, slot_views: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        for (entry, _), view in zip(self._changing, slot_views, strict=True):
+            for tensor in entry.objects():
+                yield tensor, view
 
     def move_out(self, *, keep_weights: bool) -> None:
         """Let no parameter refer to shared memory any more: into private copies, or to the meta device (shape

@@ -31,6 +31,10 @@ class OwnedFd:
             raise ValueError(f"{self._what} is closed.")
         return self._fd
 
+    @property
+    def is_open(self) -> bool:
+        return self._fd is not None
+
     def close(self) -> None:
         fd, self._fd = self._fd, None
         if fd is not None:

@@ -21,7 +21,6 @@ from async_grpo_ipc.handle_file import (
     pid_namespace,
     version_path,
     write_handle,
-    write_version,
 )
 from async_grpo_ipc.header import MAX_SLOTS, SlotState
 from async_grpo_ipc.layout import plan_layout, views
@@ -29,6 +28,7 @@ from async_grpo_ipc.leases import FIRST_SLOT_BYTE
 from async_grpo_ipc.model_tensors import model_tensors
 from async_grpo_ipc.owner import OwnerLock
 from async_grpo_ipc.sources import Sources
+from async_grpo_ipc.version_file import VersionFile
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ class WeightExporter:
         self._current: int | None = None
         self._sources = sources
         self._owner = OwnerLock(self.path)
+        self._version_file = VersionFile(version_path(self.path), self.generation)
         try:
             self._control = Control.create(self.generation, slots)
             self._static = plan_layout(sources.static, dtype=sources.dtype, start=memory.CANARY_BYTES)
@@ -165,6 +166,7 @@ class WeightExporter:
         self._plans = []
         self._memory.close(readers_attached=self._control.readers_attached())
         self._control.close()
+        self._version_file.close()
         self._owner.close()
 
     def __enter__(self) -> Self:
@@ -206,21 +208,12 @@ class WeightExporter:
         self._control.locks.unlock(FIRST_SLOT_BYTE + slot)
 
     def _announce(self, version: int) -> None:
-        """Write the file for people. Training goes on where the disk is full."""
-        try:
-            write_version(version_path(self.path), self.generation, version)
-        except OSError as error:
-            logger.warning(
-                "Version %d is published, but %s could not be written: %s.",
-                version,
-                version_path(self.path),
-                error,
-            )
+        self._version_file.show(version)
 
     def _skip(self, version: int) -> None:
         self.skipped += 1
         self._skipped_in_a_row += 1
-        if self._skipped_in_a_row in (1, 10, 100, 1000) or self._skipped_in_a_row % 10_000 == 0:
+        if self.skipped == 1 or self._skipped_in_a_row in (10, 100) or self._skipped_in_a_row % 1000 == 0:
             logger.warning(
                 "Version %d was not published (%d in a row): every slot but the newest is being read, by %s. "
                 "Readers stay on version %s. If this goes on, look at those processes or use more slots.",

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import stat
-import time
 import uuid
 import zlib
 from collections.abc import Mapping
@@ -94,12 +93,6 @@ def write_handle(path: Path, handle: Handle) -> None:
         "buffers": handle.buffers,
     }
     replace_whole(path, json.dumps(body | {"crc32": _crc32(body)}, indent=1).encode("ascii"))
-
-
-def write_version(path: Path, generation: str, version: int) -> None:
-    """The file for people who `watch cat` it. Readers of weights use the shared header instead."""
-    body = {"global_step": version, "timestamp": time.time(), "generation": generation}
-    replace_whole(path, json.dumps(body).encode("ascii"))
 
 
 def replace_whole(path: Path, payload: bytes) -> None:

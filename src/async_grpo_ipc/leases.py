@@ -44,7 +44,13 @@ class LockFile:
         return self._try(fcntl.F_RDLCK, byte)
 
     def unlock(self, byte: int) -> None:
-        fcntl.fcntl(self._fd.fileno(), fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
+        if self._fd.is_open:  # in a forked child it is closed, and the lock is the parent's
+            request = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0)
+            fcntl.fcntl(self._fd.fileno(), fcntl.F_OFD_SETLK, request)
+
+    def require_own(self) -> None:
+        """Raise `ForkedError` in a forked child, whose copies of this object's state mean nothing."""
+        self._fd.fileno()
 
     def held_elsewhere(self, byte: int, *, exclusive_only: bool = False) -> bool:
         """Whether another opened file holds this byte (only an exclusive hold, if asked for)."""
@@ -82,6 +88,7 @@ class SlotLeases:
         self._mutex = threading.Lock()
 
     def try_acquire(self, slot: int) -> bool:
+        self._locks.require_own()
         with self._mutex:
             if self._counts[slot] == 0 and not self._locks.try_shared(FIRST_SLOT_BYTE + slot):
                 return False

@@ -41,6 +41,10 @@ class ModelTensor:
         self.names.extend(other.names)
         self.places.extend(other.places)
 
+    def objects(self) -> list[Tensor]:
+        """The distinct tensor objects: one, except for names that are tied by memory alone."""
+        return list({id(place.tensor): place.tensor for place in self.places}.values())
+
     def point_to(self, memory: Tensor) -> None:
         """Let this parameter or buffer live in `memory`. Objects stay the same unless the kind of device
         forbids it (meta).
@@ -55,11 +59,11 @@ class ModelTensor:
 
 
 class Places:
-    """Tells whether a model still has the modules and tensors that were found, in some 50 us for 400 tensors."""
+    """Tells, in some 50 us for 400 tensors, whether a model still has the modules and tensors it had."""
 
     def __init__(self, model: nn.Module | None, entries: Sequence[ModelTensor]) -> None:
-        modules = [] if model is None else model.modules()
-        self._modules = [(m._modules, key, child) for m in modules for key, child in m._modules.items()]
+        modules = [] if model is None else [module._modules for module in model.modules()]
+        self._modules = [(children, key, child) for children in modules for key, child in children.items()]
         self._entries = entries
         self.remember()
 

@@ -85,16 +85,11 @@ class RemoteWeights:
 
     def __init__(self, generations: Generations) -> None:
         self._generations = generations
+        self.generation = generations.current.handle.generation  # of the version that was read last
         self._aliased: list[tuple[nn.Module, Binding]] = []
         self._held: Lease | None = None
         self._pulled: weakref.WeakKeyDictionary[nn.Module, Binding] = weakref.WeakKeyDictionary()
         self._closed = False
-
-    @property
-    def generation(self) -> str:
-        """Of the exporter that the newest version is from."""
-        self._generations.follow()
-        return self._generations.current.handle.generation
 
     @property
     def version(self) -> int | None:
@@ -118,8 +113,8 @@ class RemoteWeights:
             ShareTimeoutError: Nothing was published in time.
             ExporterDiedError: Nothing is published and nobody will.
         """
-        lease = self._generations.take_lease(timeout_s)
-        view = WeightsView(dict(lease.tensors()), lease.version, lease.attachment.handle.generation)
+        lease = self._take_lease(timeout_s)
+        view = WeightsView(dict(lease.tensors()), lease.version, self.generation)
         try:
             yield view
         finally:
@@ -133,7 +128,7 @@ class RemoteWeights:
             raise MismatchError(
                 "This model is aliased, so it has no memory to copy into. Call refresh(), or detach() first."
             )
-        lease = self._generations.take_lease(timeout_s)
+        lease = self._take_lease(timeout_s)
         try:
             binding = self._pulled.get(model)
             if (
@@ -156,10 +151,9 @@ class RemoteWeights:
         Parameters on the meta device are replaced, others stay the same objects. The memory is read-only: a
         write to an aliased parameter ends the process. Returns the version.
         """
-        lease = self._generations.take_lease(timeout_s)
+        lease = self._take_lease(timeout_s)
         try:
-            binding = lease.attachment.bind(model)
-            binding.prepare_alias()
+            binding = self._bind_anew(model, lease)
         except BaseException:
             lease.release()
             raise
@@ -171,7 +165,7 @@ class RemoteWeights:
         """Move aliased models to the newest version: the new lease is taken before the old one is dropped.
         Returns the version.
         """
-        return self._move_to(self._generations.take_lease(timeout_s))
+        return self._move_to(self._take_lease(timeout_s))
 
     def release(self) -> None:
         """Let the exporter have the slot while this process is idle. The caller does not read aliased weights
@@ -218,17 +212,27 @@ class RemoteWeights:
     ) -> None:
         self.close()
 
+    def _take_lease(self, timeout_s: float) -> Lease:
+        lease = self._generations.take_lease(timeout_s)
+        self.generation = lease.attachment.handle.generation
+        return lease
+
     def _move_to(self, lease: Lease) -> int:
         """Point every aliased model to `lease`, keep it, and drop the one held so far."""
         for index, (model, binding) in enumerate(self._aliased):
-            if binding.generation != lease.attachment.handle.generation or not binding.is_current():
-                binding = lease.attachment.bind(model)
-                binding.prepare_alias()
-                self._aliased[index] = (model, binding)
-            binding.point_to_slot(lease.slot)
+            if binding.generation == lease.attachment.handle.generation and binding.is_current():
+                binding.move_to_slot(lease.slot)
+            else:
+                self._aliased[index] = (model, self._bind_anew(model, lease))
         old = self._held
         self._held = lease
         if old is not None:
             old.attachment.memory.synchronize()
             old.release()
         return lease.version
+
+    @staticmethod
+    def _bind_anew(model: nn.Module, lease: Lease) -> Binding:
+        binding = lease.attachment.bind(model)
+        binding.alias_slot(lease.slot)
+        return binding

@@ -82,8 +82,8 @@ class Sources:
         replaced = self.places.first_replaced()
         if replaced is not None:
             raise MismatchError(
-                f"{replaced} of the exported model was replaced by another object, so its new values would not "
-                "be published. Make the exporter after everything that rebuilds the model."
+                f"{replaced} of the exported model was replaced by another object, so its new "
+                "values would not be published. Make the exporter after everything that rebuilds the model."
             )
         thawed = next((name for name, tensor in self.static.items() if tensor.requires_grad), None)
         if thawed is not None:

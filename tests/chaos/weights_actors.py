@@ -215,7 +215,7 @@ def read_forever(path: str, log: str, way: str, seed: int) -> None:
         torn = torn or is_torn(seen, version)
         say("read", generation=remote.generation, version=version, waited=waited, torn=torn)
         if way == "alias":
-            adopt = lambda _: remote.refresh()  # noqa: E731  (the model is aliased once, then moved)
+            adopt = lambda _: remote.refresh()  # noqa: E731  (aliased once, then moved)
             if chance.random() < 0.3:
                 remote.release()
 
@@ -229,7 +229,7 @@ def hold_a_lease(path: str, log: str, fork_a_child: bool = False) -> None:
     with remote.lease(timeout_s=DEADLINE_S) as view:
         if fork_a_child and os.fork() == 0:
             try:
-                remote.pull(model_of({}))
+                remote.pull(model_of(tensors_of(0)))
             except ForkedError as error:
                 say("child", error=str(error))
             stay(log)
@@ -271,7 +271,7 @@ def spawn(role: str, arguments: dict[str, Any]) -> int:
         return pid
     try:
         ROLES[role](**arguments)
-    except Exception as error:  # noqa: BLE001  (the test reads it; a forked child must not return into the nursery)
+    except Exception as error:  # noqa: BLE001  (a forked child must not return)
         Log(arguments["log"])("failed", error=repr(error))
     finally:
         os._exit(1)
@@ -280,7 +280,7 @@ def spawn(role: str, arguments: dict[str, Any]) -> int:
 def run_nursery() -> None:
     import torch
 
-    import async_grpo_ipc  # noqa: F401  (imported here so that forked children have it)
+    import async_grpo_ipc  # noqa: F401  (for the forked children)
 
     torch.set_num_threads(1)
     children: set[int] = set()
