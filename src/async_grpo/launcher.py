@@ -91,8 +91,10 @@ class _Launcher:
         self.children = [server, *workers]
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: setattr(self, "stopping", True))
-        _say(f"run {run.root}: server on {self.options.master_device}, {len(workers)} workers on "
-             f"{', '.join(self.options.worker_devices)}; logs beside the queue")
+        _say(
+            f"run {run.root}: server on {self.options.master_device}, {len(workers)} workers on "
+            f"{', '.join(self.options.worker_devices)}; logs beside the queue"
+        )
         try:
             for child in self.children:
                 self._start(child)
@@ -107,8 +109,20 @@ class _Launcher:
 
     def _server_command(self) -> list[str]:
         options = self.options
-        command = ["server", "--config", str(options.config), "--device", options.master_device, *self._common()]
-        command += ["--max-staleness", str(options.max_staleness), "--max-attempts", str(options.max_attempts)]
+        command = [
+            "server",
+            "--config",
+            str(options.config),
+            "--device",
+            options.master_device,
+            *self._common(),
+        ]
+        command += [
+            "--max-staleness",
+            str(options.max_staleness),
+            "--max-attempts",
+            str(options.max_attempts),
+        ]
         if options.steps is not None:
             command += ["--steps", str(options.steps)]
         if options.seed is not None:
@@ -134,7 +148,12 @@ class _Launcher:
             env.setdefault("OMP_NUM_THREADS", str(threads_per_process(len(on_cpu))))
         with child.log.path.open("ab") as log:
             child.process = subprocess.Popen(
-                child.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+                child.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=env,
+                start_new_session=True,
             )
         child.started = time.monotonic()
         child.restart_at = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import signal
 import sys
@@ -52,6 +53,28 @@ def set_up_log(level: str) -> None:
     """Log to stderr, in one line a message."""
     logger.remove()
     logger.add(sys.stderr, level=level, format=LOG_FORMAT)
+
+
+def log_prints() -> None:
+    """Send what the user's code prints through the log, so that a launcher shows it, with time and name."""
+    sys.stdout = _PrintLog()
+
+
+class _PrintLog(io.TextIOBase):
+    """A standard output whose every line is a message of the log."""
+
+    def __init__(self) -> None:
+        self._line = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            if line.strip():
+                logger.info("{}", line.rstrip())
+        return len(text)
 
 
 def log_to(file: Path, level: str) -> None:

@@ -47,7 +47,7 @@ class WorkerOptions:
     log_level: str | None = None  # of the log file in the run directory; None: a launcher keeps it
 
 
-class StopWorking(Exception):  # noqa: N818  # no error: the worker was asked to end
+class StopWorking(Exception):  # no error: the worker was asked to end
     """Raised inside generation when the worker was asked to stop; its jobs go back to the queue."""
 
 
@@ -133,7 +133,8 @@ class Worker:
         try:
             version = self._adopt(needed=max(claim.job.min_version for claim in claims))
         except (StopWorking, PeerDiedError):
-            return self._hand_back(claims)
+            self._hand_back(claims)
+            return
         except BaseException:  # no fault of the jobs: others may have them
             self._hand_back(claims)
             raise
@@ -144,9 +145,11 @@ class Worker:
             generated = self._generate(claims, version)
             generate_s = time.monotonic() - started
         except StopWorking:
-            return self._hand_back(claims)
+            self._hand_back(claims)
+            return
         except Exception:  # noqa: BLE001  # the user's tools run inside: whatever they raise belongs to the job
-            return self._serve_one_by_one(claims, traceback.format_exc())
+            self._serve_one_by_one(claims, traceback.format_exc())
+            return
         self.statistics.add("generation", generate_s)
         share = Timings(adopt_s=adopt_s / len(claims), generate_s=generate_s / len(claims))
         for claim, group in zip(claims, generated, strict=True):
@@ -155,9 +158,10 @@ class Worker:
     def _serve_one_by_one(self, claims: list[Claim], error: str) -> None:
         """A batch failed: find the job that is to blame, so that it costs only itself."""
         if len(claims) == 1:
-            return self._failed(claims[0], error)
-        for claim in claims:
-            self._serve([claim])
+            self._failed(claims[0], error)
+        else:
+            for claim in claims:
+                self._serve([claim])
 
     def _generate(self, claims: list[Claim], version: int) -> list[GeneratedGroup]:
         first = claims[0].job
@@ -172,7 +176,8 @@ class Worker:
         from async_grpo.rollout.group_records import to_record
 
         if self._stop:
-            return self._hand_back([claim])
+            self._hand_back([claim])
+            return
         started = time.monotonic()
         try:
             scores = self._trainer.score(generated)
@@ -189,7 +194,8 @@ class Worker:
             )
             self._queue.complete(claim, group)
         except Exception:  # noqa: BLE001  # the user's reward functions: whatever they raise belongs to the job
-            return self._failed(claim, traceback.format_exc())
+            self._failed(claim, traceback.format_exc())
+            return
         self.statistics.add("scoring", score_s)
         self.statistics.jobs += 1
 

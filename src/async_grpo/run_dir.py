@@ -1,11 +1,11 @@
 """Every path of a run directory, and who may use the directory when.
 
-    worker/
-      run.json                      run id, state, setup file; written by the parameter server
-      server.lock                   kernel lock: one parameter server at a time
-      queue/ done/ quarantine/ tmp/ alive/        the job queue
-      ps_ipc_handle.json            where the weights lie (ps_ipc_handle_version.json: for people)
-      log_parameter_server.txt  log_worker_1.txt  metrics.jsonl  summary.json  tensorboard/
+worker/
+  run.json                      run id, state, setup file; written by the parameter server
+  server.lock                   kernel lock: one parameter server at a time
+  queue/ done/ quarantine/ tmp/ alive/        the job queue
+  ps_ipc_handle.json            where the weights lie (ps_ipc_handle_version.json: for people)
+  log_parameter_server.txt  log_worker_1.txt  metrics.jsonl  summary.json  tensorboard/
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def load_trainer(path: Path) -> GRPOTrainer:
         raise SetupFileError(f"get_trainer in {path} is not a function but {type(get_trainer).__name__}.")
     try:
         trainer = get_trainer()
-    except Exception as error:  # noqa: BLE001  # anything the user's code raises is the user's to read
+    except Exception as error:  # anything the user's code raises is the user's to read
         raise SetupFileError(_failed(f"get_trainer() in {path} failed", error, path)) from error
 
     from trl import GRPOTrainer
@@ -84,7 +84,7 @@ def _run_file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent))  # so that the file can import its neighbours, as `python FILE` would
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # noqa: BLE001  # anything the user's code raises is the user's to read
+    except Exception as error:  # anything the user's code raises is the user's to read
         raise SetupFileError(_failed(f"{path} could not be loaded", error, path)) from error
     return module
 

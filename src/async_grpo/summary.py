@@ -40,9 +40,7 @@ def _rows(figures: dict[str, Any], run: RunDir) -> list[tuple[str, str]]:
     if "reward_first" in figures:
         rows.append(("reward first → last", f"{figures['reward_first']:.3f} → {figures['reward_last']:.3f}"))
     if "accuracy_after" in figures:
-        rows.append(
-            ("accuracy before → after", f"{figures['accuracy_before']:.3f} → {figures['accuracy_after']:.3f}")
-        )
+        rows.append(("accuracy before → after", f"{figures['accuracy_before']:.3f} → {figures['accuracy_after']:.3f}"))
     rows += [
         ("rollouts", f"{figures['rollouts']}, {figures['rollouts_per_second']:.1f} a second"),
         ("staleness mean, max", f"{figures['staleness_mean']:.2f}, {figures['staleness_max']} versions"),

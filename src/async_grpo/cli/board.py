@@ -27,5 +27,13 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.directory} is no directory. Give a run directory, such as worker/.")
     if not any(args.directory.rglob("events.out.tfevents.*")):
         raise UsageError(f"{args.directory} holds no TensorBoard events (yet): no training step has been logged.")
-    command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(args.directory), "--port", str(args.port)]
+    command = [
+        sys.executable,
+        "-m",
+        "tensorboard.main",
+        "--logdir",
+        str(args.directory),
+        "--port",
+        str(args.port),
+    ]
     os.execv(sys.executable, command)

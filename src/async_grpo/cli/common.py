@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from async_grpo.devices import CPU, hold_to_device, parse_device, visible_gpus
+from async_grpo.devices import CPU, hold_to_device, parse_device, threads_per_process, visible_gpus
 from async_grpo.errors import UsageError
 
 DEFAULT_CONFIG = Path("src/app/trainer_setup_gsmk.py")
@@ -25,7 +25,10 @@ def parser(command: str, description: str, examples: str) -> argparse.ArgumentPa
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="queue, logs and metrics of the run (default: worker/)"
+        "--run-dir",
+        type=Path,
+        default=DEFAULT_RUN_DIR,
+        help="queue, logs and metrics of the run (default: worker/)",
     )
     parser.add_argument(
         "--log-level",
@@ -97,11 +100,14 @@ def add_launched_option(parser: argparse.ArgumentParser) -> None:
 
 def become_role(args: argparse.Namespace, device: str, *, fast_inference: str) -> None:
     """Set this process up as a server or a worker, before anything imports torch."""
-    from async_grpo.process import end_with_parent, set_up_log
+    from async_grpo.process import end_with_parent, log_prints, set_up_log
 
     set_up_log(log_level(args))
     if args.launched_by is not None:
         end_with_parent(args.launched_by)
+        log_prints()
     hold_to_device(device, os.environ)
+    if device == CPU:  # started by hand: nobody knows how many processes will share the cores, but there are others
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(2)))
     os.environ.setdefault("FAST_INFERENCE", fast_inference)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

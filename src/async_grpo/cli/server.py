@@ -16,7 +16,10 @@ EXAMPLES = """\
 def build_parser() -> argparse.ArgumentParser:
     parser = common.parser("server", "Train on what the workers deliver, and publish every new policy.", EXAMPLES)
     parser.add_argument(
-        "--config", type=Path, default=common.DEFAULT_CONFIG, help=f"setup file (default: {common.DEFAULT_CONFIG})"
+        "--config",
+        type=Path,
+        default=common.DEFAULT_CONFIG,
+        help=f"setup file (default: {common.DEFAULT_CONFIG})",
     )
     parser.add_argument("--device", "-d", help="GPU index or 'cpu' (default: GPU 0 where there is one)")
     common.add_training_options(parser)
@@ -51,4 +54,9 @@ def run(args: argparse.Namespace) -> int:
             log_level=common.log_level(args) if args.launched_by is None else None,
         )
     )
+    if args.launched_by is None:
+        from async_grpo import summary
+        from async_grpo.run_dir import RunDir
+
+        summary.show(RunDir(args.run_dir))
     return 0

@@ -30,13 +30,22 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("distributed", "a parameter server that trains, and workers that generate")
     group.add_argument("--distributed", action="store_true", help="implied by the next three options")
     group.add_argument(
-        "--num-workers", "-n", type=common.positive, help="default: one for each GPU besides the server's, 2 on a CPU"
+        "--num-workers",
+        "-n",
+        type=common.positive,
+        help="default: one for each GPU besides the server's, 2 on a CPU",
     )
     group.add_argument(
-        "--master-device-id", "--master_device_id", metavar="N", help="the server's GPU, or 'cpu' (default: 0)"
+        "--master-device-id",
+        "--master_device_id",
+        metavar="N",
+        help="the server's GPU, or 'cpu' (default: 0)",
     )
     group.add_argument(
-        "--worker-device-ids", "--worker_device_ids", metavar="1,2,3", help="the workers' GPUs, one worker each"
+        "--worker-device-ids",
+        "--worker_device_ids",
+        metavar="1,2,3",
+        help="the workers' GPUs, one worker each",
     )
     common.add_distributed_options(parser)
     common.add_run_options(parser)
@@ -56,10 +65,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _single(args: argparse.Namespace) -> int:
+    import os
+
     from async_grpo.devices import check_torch_sees, hold_to_device
     from async_grpo.process import own_compile_cache, set_up_log
-
-    import os
 
     set_up_log(common.log_level(args))
     device = common.device(args.device)

@@ -18,6 +18,9 @@ from async_grpo.rollout.generator import Generator, TransformersGenerator
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
+    from trl import GRPOTrainer as UserTrainer
+else:  # the user's class takes this place at run time
+    UserTrainer = object
 
 HOOKS = (
     "_generate",
@@ -53,7 +56,7 @@ class Scores:
     extra_columns: dict[str, list[Any]]  # `log_extra`
 
 
-class RolloutMixin:
+class RolloutMixin(UserTrainer):
     """Put before the user's trainer class: TRL prepares prompts, runs tools and environments; tokens come from
     `generator`; scoring is left to `score()`, so that it can be done group by group."""
 
@@ -65,12 +68,12 @@ class RolloutMixin:
         return self.generator.generate(prompt_ids)
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        self._generated = super()._generate(prompts)  # type: ignore[misc]
+        self._generated = super()._generate(prompts)
         return self._generated
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any) -> torch.Tensor:
         self._unscored = (inputs, prompts, completions)
-        return torch.zeros(len(prompts), len(self.reward_funcs), device=self.accelerator.device)  # type: ignore[attr-defined]
+        return torch.zeros(len(prompts), len(self.reward_funcs), device=self.accelerator.device)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[None, None, None]:
         return None, None, None  # the trainer's business: no forward pass here
@@ -79,7 +82,7 @@ class RolloutMixin:
         """Sample `group_size` completions for each row, all in one batch."""
         batch = [dict(row) for row in rows for _ in range(group_size)]
         _clear_metrics(self)
-        super()._generate_and_score_completions(batch)  # type: ignore[misc]
+        super()._generate_and_score_completions(batch)
         metrics = _own_metrics(self)
         return [self._group(start, start + group_size, metrics) for start in range(0, len(batch), group_size)]
 
@@ -88,7 +91,7 @@ class RolloutMixin:
         if logprobs is None:
             raise UnsupportedError("rollout_func returned no log-probabilities ('logprobs'); they are needed here.")
         inputs, prompts, completions = self._unscored
-        environments = self.environments  # type: ignore[attr-defined]
+        environments = self.environments
         return GeneratedGroup(
             rows=inputs[start:end],
             prompts=prompts[start:end],
@@ -104,16 +107,16 @@ class RolloutMixin:
     def score(self, group: GeneratedGroup) -> Scores:
         """Call the reward functions on one group, exactly as TRL would."""
         scorer = copy.copy(self)  # its own environments and pending logs, so that groups cannot mix
-        scorer.environments = group.environments  # type: ignore[attr-defined]
-        scorer._pending_metrics = defaultdict(list)  # type: ignore[attr-defined]
-        scorer._pending_extra_logs = defaultdict(list)  # type: ignore[attr-defined]
-        rewards = super(RolloutMixin, scorer)._calculate_rewards(  # type: ignore[misc]
+        scorer.environments = group.environments
+        scorer._pending_metrics = defaultdict(list)
+        scorer._pending_extra_logs = defaultdict(list)
+        rewards = super(RolloutMixin, scorer)._calculate_rewards(
             group.rows, group.prompts, group.completions, group.completion_ids
         )
         return Scores(
             rewards=rewards.float().cpu(),
-            metrics=dict(scorer._pending_metrics),  # type: ignore[attr-defined]
-            extra_columns=dict(scorer._pending_extra_logs),  # type: ignore[attr-defined]
+            metrics=dict(scorer._pending_metrics),
+            extra_columns=dict(scorer._pending_extra_logs),
         )
 
 

@@ -187,9 +187,7 @@ class _StepEvents(TrainerCallback):
     ) -> None:
         self._training.training_begins()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._training.step_done()
         if self._training.stop_requested():
             control.should_training_stop = True

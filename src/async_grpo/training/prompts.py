@@ -78,9 +78,10 @@ def _streamed_rows(trainer: GRPOTrainer, dataset: Any) -> Iterator[dict[str, Any
     epoch = 0
     while True:
         dataset.set_epoch(epoch)
-        count = -1
-        for count, row in enumerate(dataset):
+        found = False
+        for row in dataset:
+            found = True
             yield row
-        if count < 0:
+        if not found:
             raise UnsupportedError("The streamed training data is empty.")
         epoch += 1

@@ -20,7 +20,7 @@ from async_grpo.waiting import Reminder
 WAKE_S = 0.5  # a wait on the queue looks at everything else at least this often
 
 
-class StopTraining(Exception):  # noqa: N818  # no error: the run was asked to end
+class StopTraining(Exception):  # no error: the run was asked to end
     """Raised out of a wait for rollouts when the run was asked to stop."""
 
 
@@ -217,8 +217,7 @@ class RolloutSource:
         if workers == 0:
             return f"{missing} groups, and no worker is alive: start one with `async-grpo worker`"
         return (
-            f"{missing} more groups from {workers} workers "
-            f"({counts.pending} pending, {counts.processing} in process)"
+            f"{missing} more groups from {workers} workers ({counts.pending} pending, {counts.processing} in process)"
         )
 
 

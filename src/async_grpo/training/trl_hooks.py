@@ -16,8 +16,11 @@ from async_grpo.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
+    from trl import GRPOTrainer as UserTrainer
 
     from async_grpo.records import RolloutGroup
+else:  # the user's class takes this place at run time
+    UserTrainer = object
 
 HOOKS = (
     "_generate",
@@ -31,7 +34,7 @@ HOOKS = (
 )
 
 
-class AsyncGRPOMixin:
+class AsyncGRPOMixin(UserTrainer):
     """Put before the user's trainer class: finished rollouts of workers take the place of TRL's own generation.
 
     TRL still computes advantages, masks, losses and its metrics. Evaluation stays wholly TRL's: it generates here.
@@ -43,47 +46,48 @@ class AsyncGRPOMixin:
     _serving: Sequence[RolloutGroup] | None = None  # the groups of the batch that TRL is assembling
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        if not self.model.training:  # type: ignore[attr-defined]  # the user's trainer has it
-            return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        groups = self.take_groups(self.state.global_step)  # type: ignore[attr-defined]
+        if not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        groups = self.take_groups(self.state.global_step)
         with _serving(self, groups):
             rows = [dict(group.job.row) for group in groups for _ in range(group.job.num_generations)]
-            output: dict[str, Any] = super()._generate_and_score_completions(rows)  # type: ignore[misc]
+            output: dict[str, Any] = super()._generate_and_score_completions(rows)
         self.correct(output)
         return output
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        result: tuple[Any, ...] = super()._generate(prompts)  # type: ignore[misc]
+        result: tuple[Any, ...] = super()._generate(prompts)
         if self._serving is None:
             return result
+        # The workers' own completions: they hold tool calls and their results.
         completions = [completion for group in self._serving for completion in group.completions]
-        return (*result[:3], completions, *result[4:])  # the workers' own: they hold tool calls and their results
+        return (*result[:3], completions, *result[4:])
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any) -> torch.Tensor:
         if self._serving is None:
-            return super()._calculate_rewards(inputs, prompts, completions, *args)  # type: ignore[misc, no-any-return]
+            return super()._calculate_rewards(inputs, prompts, completions, *args)
         for group in self._serving:
             for column, values in group.extra_columns.items():
-                self._log_completion_extra(column, values)  # type: ignore[attr-defined]
+                self._log_completion_extra(column, values)
             for name, metric_values in group.metrics.items():
                 for value in metric_values:
-                    self._log_metric(name, value)  # type: ignore[attr-defined]
+                    self._log_metric(name, value)
         rewards = torch.cat([torch.from_numpy(group.rewards) for group in self._serving])
-        return rewards.to(self.accelerator.device)  # type: ignore[attr-defined]
+        return rewards.to(self.accelerator.device)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """As TRL does, but old checkpoints go only once the new one is complete with its rollout state."""
-        args = self.args  # type: ignore[attr-defined]
+        args = self.args
         limit, args.save_total_limit = args.save_total_limit, None
         try:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            super()._save_checkpoint(model, trial)
         finally:
             args.save_total_limit = limit
-        self.after_checkpoint(self.state.global_step)  # type: ignore[attr-defined]
+        self.after_checkpoint(self.state.global_step)
         if limit is not None:
             from transformers.trainer_utils import rotate_checkpoints
 
-            best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
+            best = self.state.best_model_checkpoint
             rotate_checkpoints(
                 output_dir=args.output_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
             )
