@@ -191,7 +191,9 @@ class _Launcher:
         deadline = time.monotonic() + GRACE_S
         if self.stopping:
             _say("stopping: a checkpoint is written, then everything ends")
-        if self.stopping or self.children[0].running:  # otherwise workers read in run.json that the run has ended
+        server = self.children[0].process
+        finished = server is not None and server.poll() == 0 and not self.stopping
+        if not finished:  # else the workers read in run.json that the run has ended
             self._signal_all(signal.SIGTERM)
         while any(child.running for child in self.children) and time.monotonic() < deadline:
             self._show_logs()

@@ -1,0 +1,100 @@
+"""Starts real runs for tests, waits for conditions in them, and ends exactly what was started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+SETUP = Path(__file__).parent / "setups" / "random_model.py"
+DEADLINE_S = 240.0
+
+
+class Command:
+    """One command of ours, with what it printed."""
+
+    def __init__(self, arguments: Sequence[str], cwd: Path, **env: str) -> None:
+        self._output = cwd / f"output-{time.monotonic_ns()}.txt"
+        with self._output.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "async_grpo.cli", *arguments],
+                cwd=cwd,
+                env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "LOG_LEVEL": "INFO", **env},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+            )
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def worker(self, number: int) -> psutil.Process | None:
+        """The process of worker `number`, if it runs now."""
+        for child in self.children():
+            try:
+                arguments = child.cmdline()
+            except psutil.NoSuchProcess:
+                continue
+            if "worker" in arguments and arguments[arguments.index("--id") + 1] == str(number):
+                return child
+        return None
+
+    def wait(self) -> int:
+        try:
+            return self.process.wait(timeout=DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the run did not end in {DEADLINE_S:.0f} s:\n{self.output}") from None
+
+    def wait_until(self, condition: Callable[[], Any], what: str) -> Any:
+        """Wait for `condition` to be true while the command runs."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not (result := condition()):
+            assert self.process.poll() is None, f"ended while waiting for {what}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {what} in {DEADLINE_S:.0f} s:\n{self.output}"
+            time.sleep(0.05)
+        return result
+
+
+@contextmanager
+def command(*arguments: str, cwd: Path, **env: str) -> Iterator[Command]:
+    """Run a command; at the end of the block it and every process that it started is gone."""
+    running = Command(arguments, cwd, **env)
+    try:
+        yield running
+    finally:
+        if running.process.poll() is None:
+            family = [psutil.Process(running.process.pid), *running.children()]
+            for process in family:
+                try:
+                    process.kill()
+                except psutil.NoSuchProcess:
+                    pass
+            running.process.wait()
+
+
+def steps_logged(run_dir: Path) -> list[int]:
+    """The training steps in `metrics.jsonl`, in the order of logging."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [entry["step"] for entry in map(json.loads, lines) if "loss" in entry]
+
+
+def read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def gone(processes: Sequence[psutil.Process]) -> bool:
+    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)

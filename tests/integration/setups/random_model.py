@@ -1,0 +1,74 @@
+"""A setup file for tests: a random model of a few thousand parameters, no warm start, a reward that tests can break.
+
+`TEST_REWARD` chooses the reward: "length" (default), "poison" (one prompt always raises) or "broken" (all raise).
+"""
+
+import os
+
+import torch
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+POISON = "3+3="
+
+
+def reward(prompts: list[str], completions: list[str], log_metric, **_) -> list[float]:
+    mode = os.environ.get("TEST_REWARD", "length")
+    if mode == "broken" or (mode == "poison" and prompts[0] == POISON):
+        raise RuntimeError(f"no reward for {prompts[0]}")
+    log_metric("digits", sum(len(completion) for completion in completions) / len(completions))
+    return [float(len(completion)) for completion in completions]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {token: index for index, token in enumerate([*"0123456789+=", "<pad>", "<eos>"])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>", padding_side="left"
+    )
+
+
+def get_trainer() -> GRPOTrainer:
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=64,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            bos_token_id=None,
+        )
+    )
+    prompts = [f"{a}+{b}=" for a in range(8) for b in range(8)]
+    return GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=[reward],
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        args=GRPOConfig(
+            output_dir="checkpoints",
+            max_steps=12,
+            per_device_train_batch_size=16,
+            num_generations=4,
+            max_completion_length=8,
+            learning_rate=1e-3,
+            save_strategy="steps",
+            save_steps=4,
+            logging_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            bf16=False,
+            use_cpu=True,
+        ),
+    )

@@ -1,0 +1,127 @@
+"""Whole runs: a real launcher, parameter server and workers, on a model of a few thousand parameters."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from runs import SETUP, command, gone, read, steps_logged
+
+pytestmark = pytest.mark.integration
+
+
+def test_a_run_survives_the_death_of_a_worker_and_uses_every_prompt_once(tmp_path: Path) -> None:
+    run_dir = tmp_path / "worker"
+    with command("train", str(SETUP), "-n", "2", "--steps", "40", "--seed", "3", cwd=tmp_path) as run:
+        run.wait_until(lambda: len(steps_logged(run_dir)) >= 3, "three steps")
+        children = run.children()
+        run.wait_until(lambda: run.worker(1), "worker 1").kill()
+        assert run.wait() == 0, run.output
+
+    assert steps_logged(run_dir) == list(range(1, 41))
+    assert gone(children), "a child was left behind"
+    summary = read(run_dir / "summary.json")
+    assert summary["state"] == "finished"
+    assert summary["steps"] == 40
+    assert summary["rollouts"] == 40 * 16
+    assert summary["staleness_max"] <= 4
+    assert summary["jobs_quarantined"] == 0
+    assert read(run_dir / "run.json")["state"] == "finished"
+
+    rollouts = read(tmp_path / "checkpoints" / "checkpoint-40" / "rollout_state.json")
+    assert (rollouts["consumed_below"] + len(rollouts["consumed"]), rollouts["rounds"]) == (40 * 4, 40)
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-2])
+    expected = {"staleness_mean", "staleness_max", "rollouts_per_second", "trainer_wait_fraction", "weight_version"}
+    expected |= {"worker_busy_fraction", "queue_pending", "queue_processing", "queue_complete"}
+    assert {f"async/{name}" for name in expected} <= last.keys()
+    assert {"reward", "rewards/reward/mean", "entropy", "completions/mean_length", "digits", "grad_norm"} <= last.keys()
+    assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
+    assert "jobs/s; generation" in (run_dir / "log_worker_2.txt").read_text()
+    assert "next: async-grpo board worker" in run.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_keeps_a_checkpoint_and_resumes_where_it_was(tmp_path: Path, number: signal.Signals) -> None:
+    run_dir = tmp_path / "worker"
+    with command("train", str(SETUP), "-n", "1", "--steps", "100000", cwd=tmp_path) as run:
+        run.wait_until(lambda: len(steps_logged(run_dir)) >= 3, "three steps")
+        run.worker(1).kill()  # the only one: nothing goes on until it is started again
+        before = len(steps_logged(run_dir))
+        run.wait_until(lambda: len(steps_logged(run_dir)) >= before + 10, "ten more steps")
+        children = run.children()
+        run.process.send_signal(number)
+        assert run.wait() == 0, run.output
+    assert gone(children), "a child was left behind"
+    stopped = read(run_dir / "run.json")
+    assert stopped["state"] == "stopped"
+    assert read(run_dir / "summary.json")["worker_restarts"] == 1
+    assert (tmp_path / "checkpoints" / f"checkpoint-{stopped['step']}" / "rollout_state.json").exists()
+
+    if number == signal.SIGINT:  # the rest is the same for both
+        return
+    with command("train", str(SETUP), "-n", "1", cwd=tmp_path) as refused:
+        assert refused.wait() == 2
+    assert all(way in refused.output for way in ("--resume", "--run-dir", "--overwrite")), refused.output
+
+    goal = stopped["step"] + 5
+    with command("train", str(SETUP), "-n", "1", "--steps", str(goal), "--resume", cwd=tmp_path) as run:
+        assert run.wait() == 0, run.output
+    assert steps_logged(run_dir) == list(range(1, goal + 1))
+    assert read(run_dir / "summary.json")["state"] == "finished"
+    rollouts = read(tmp_path / "checkpoints" / f"checkpoint-{goal}" / "rollout_state.json")
+    assert rollouts["consumed_below"] + len(rollouts["consumed"]) == goal * 4
+
+    with command("train", str(SETUP), "-n", "1", "--steps", "1", cwd=tmp_path) as fresh:
+        assert fresh.wait() == 0, fresh.output
+    assert [path.name for path in tmp_path.glob("worker-*")], "the finished run was not moved aside"
+    assert steps_logged(run_dir) == [1]
+
+
+def test_a_poisoned_prompt_costs_its_own_group(tmp_path: Path) -> None:
+    run_dir = tmp_path / "worker"
+    options = ("--steps", "16", "--max-staleness", "0")  # every prompt once, and each round waits for its groups
+    with command("train", str(SETUP), "-n", "2", *options, cwd=tmp_path, TEST_REWARD="poison") as run:
+        assert run.wait() == 0, run.output
+    summary = read(run_dir / "summary.json")
+    assert summary["state"] == "finished"
+    assert summary["jobs_quarantined"] == 1
+    assert summary["staleness_max"] == 0
+    reasons = list((run_dir / "quarantine").glob("*.reason"))
+    assert len(reasons) == 1
+    assert "RuntimeError: no reward for 3+3=" in reasons[0].read_text()
+
+
+def test_a_reward_that_always_raises_stops_the_run_with_its_traceback(tmp_path: Path) -> None:
+    with command("train", str(SETUP), "-n", "2", cwd=tmp_path, TEST_REWARD="broken") as run:
+        assert run.wait() == 2, run.output
+    assert run.output.count("Traceback (most recent call last)") == 1, run.output
+    assert "RuntimeError: no reward for" in run.output
+    assert read(tmp_path / "worker" / "summary.json")["state"] == "failed"
+
+
+def test_a_setup_file_that_raises_is_one_message_and_an_exit_code(tmp_path: Path) -> None:
+    setup = tmp_path / "broken.py"
+    setup.write_text("def get_trainer():\n    raise FileNotFoundError('no model at /nowhere')\n")
+    with command("train", str(setup), "-n", "2", cwd=tmp_path) as run:
+        assert run.wait() == 2, run.output
+    assert run.output.count("FileNotFoundError: no model at /nowhere") == 1, run.output
+    assert "get_trainer() in" in run.output
+    assert "Traceback" not in run.output
+
+
+def test_by_hand_in_any_order(tmp_path: Path) -> None:
+    run_dir = tmp_path / "worker"
+    with command("worker", "-d", "cpu", cwd=tmp_path) as early:
+        early.wait_until(lambda: early.process.poll() is None, "the worker to run")
+        with command("server", "--config", str(SETUP), "-d", "cpu", "--steps", "12", cwd=tmp_path) as server:
+            server.wait_until(lambda: (run_dir / "ps_ipc_handle.json").exists(), "weights")
+            with command("server", "--config", str(SETUP), "-d", "cpu", "--resume", cwd=tmp_path) as second:
+                assert second.wait() == 2
+            assert f"pid {server.process.pid}" in second.output, second.output
+            assert server.wait() == 0, server.output
+        assert early.wait() == 0, early.output
+    assert "worker dev1 ends:" in early.output
+    assert steps_logged(run_dir) == list(range(1, 13))
+    assert "worker dev1 ends:" in (run_dir / "log_worker_1.txt").read_text()
