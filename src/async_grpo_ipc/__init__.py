@@ -11,6 +11,9 @@
 docs/ipc.md has the protocol, the file format, and what is guaranteed when who dies.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from async_grpo_ipc.errors import (
     AttachError,
     ExporterAliveError,
@@ -22,10 +25,12 @@ from async_grpo_ipc.errors import (
     MismatchError,
     ShareTimeoutError,
 )
-from async_grpo_ipc.exporter import WeightExporter
-from async_grpo_ipc.handle_file import handle_path
-from async_grpo_ipc.model_tensors import flatten_parameters
-from async_grpo_ipc.remote import RemoteWeights, WeightsView, open_remote_memory
+
+if TYPE_CHECKING:
+    from async_grpo_ipc.exporter import WeightExporter
+    from async_grpo_ipc.handle_file import handle_path
+    from async_grpo_ipc.model_tensors import flatten_parameters
+    from async_grpo_ipc.remote import RemoteWeights, WeightsView, open_remote_memory
 
 __all__ = [
     "AttachError",
@@ -44,3 +49,19 @@ __all__ = [
     "handle_path",
     "open_remote_memory",
 ]
+
+# Imported when first used: torch takes seconds, and `python -m async_grpo_ipc --help` should not.
+_HOMES = {
+    "RemoteWeights": "remote",
+    "WeightExporter": "exporter",
+    "WeightsView": "remote",
+    "flatten_parameters": "model_tensors",
+    "handle_path": "handle_file",
+    "open_remote_memory": "remote",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

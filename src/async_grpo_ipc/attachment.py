@@ -22,7 +22,7 @@ class Attachment:
     replaced since.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, device: torch.device | None = None) -> None:
         self._path = path
         self.stamp = stamp_of(path)
         self.handle = read_handle(path)
@@ -32,7 +32,7 @@ class Attachment:
             handle.pid, handle.control_fd, handle.control_inode, handle.generation, handle.slots, str(path)
         )
         try:
-            self.memory = memory.attach(handle.memory, handle.pid)
+            self.memory = memory.attach(handle.memory, handle.pid, device)
             _check_canary(self.memory, handle, path)
         except BaseException:
             self._control.close()
@@ -52,6 +52,11 @@ class Attachment:
     def readable(self) -> bool:
         """Whether the memory may be read at all: on CUDA only while its owner lives."""
         return self.memory.survives_exporter or self.exporter_alive()
+
+    def require_readable(self) -> None:
+        """Raise `ExporterDiedError` where what was read just now may not be what was published."""
+        if not self.readable():
+            raise died(self._path, self.handle.pid)
 
     def try_lease(self) -> "Lease | None":
         """A hold on the newest version, or None where there is none or the exporter is just writing that
@@ -83,9 +88,7 @@ class Attachment:
         """All published tensors of a slot by name, the frozen and the tied ones included."""
         if slot not in self._slot_views:
             stored = self._static_views | views(self.memory.blocks[1 + slot], self.handle.slot.tensors)
-            self._slot_views[slot] = stored | {
-                name: stored[primary] for name, primary in self.handle.tied.items()
-            }
+            self._slot_views[slot] = stored | {name: stored[primary] for name, primary in self.handle.tied.items()}
         return self._slot_views[slot]
 
     def bind(self, model: nn.Module) -> Binding:
@@ -94,8 +97,7 @@ class Attachment:
     def describe_slots(self) -> str:
         """For messages: `slot 0 READY version 7, slot 1 WRITING version 8`."""
         return ", ".join(
-            f"slot {record.slot} {record.state.name}"
-            + (f" version {record.version}" if record.version >= 0 else "")
+            f"slot {record.slot} {record.state.name}" + (f" version {record.version}" if record.version >= 0 else "")
             for record in self._control.header.records()
         )
 

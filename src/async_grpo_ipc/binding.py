@@ -37,13 +37,13 @@ class Binding:
 
     def alias_slot(self, slot: int) -> None:
         """Point the model at the static block and at a slot whose lease the caller holds: no byte is copied."""
-        device = self._memory.device
+        device = self._memory.alias_device
         for entry, _ in (*self._static, *self._changing):
             if entry.tensor.device.type != "meta" and entry.tensor.device != device:
                 raise MismatchError(
-                    f"Tensor {entry.name} is on {entry.tensor.device}, the weights at {self._where} are on "
-                    f"{device}: a model can only alias memory of its own device. Use pull(model), which "
-                    "copies."
+                    f"Tensor {entry.name} is on {entry.tensor.device}, the weights of {self._where} are "
+                    f"{f'on {device}' if device else 'on another GPU'}: a model can only alias memory of "
+                    "its own device. Use pull(model), which copies."
                 )
         self._alias(self._static, self._memory.blocks[0])
         self._alias(self._changing, self._memory.blocks[1 + slot])

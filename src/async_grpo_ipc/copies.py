@@ -33,9 +33,7 @@ class CopyPlan:
     place.
     """
 
-    def __init__(
-        self, destinations: Sequence[Tensor], sources: Sequence[Tensor], *, movable: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, destinations: Sequence[Tensor], sources: Sequence[Tensor], *, movable: Sequence[Tensor]) -> None:
         self._movable = movable
         self._addresses = _addresses(movable)
         pairs = [(d.detach(), s.detach()) for d, s in zip(destinations, sources, strict=True) if d.numel()]
@@ -124,11 +122,7 @@ def _steps(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterable[Callable[[], obje
         yield lambda: torch._foreach_copy_(destinations, sources, non_blocking=True)
         return
     for destination, source in pairs:
-        if (
-            destination.dim() == 1
-            and destination.dtype == source.dtype
-            and destination.nbytes < SMALL_RUN_BYTES
-        ):
+        if destination.dim() == 1 and destination.dtype == source.dtype and destination.nbytes < SMALL_RUN_BYTES:
             yield _numpy_copy(destination, source)
         else:
             yield _torch_copy(destination, source)

@@ -43,8 +43,7 @@ class WeightExporter:
     def __init__(self, sources: Sources, path: str | Path | None, slots: int) -> None:
         if not 1 <= slots <= MAX_SLOTS:
             raise ValueError(
-                f"slots must be between 1 and {MAX_SLOTS}, got {slots}: 2 lets readers and the writer "
-                "overlap."
+                f"slots must be between 1 and {MAX_SLOTS}, got {slots}: 2 lets readers and the writer overlap."
             )
         self.path = handle_path(path)
         self.generation = new_generation()
@@ -138,9 +137,7 @@ class WeightExporter:
             ValueError: `version` is not greater than the last one published.
         """
         if self.version is not None and version <= self.version:
-            raise ValueError(
-                f"version must grow: {version} after {self.version}. For a rollback make a new exporter."
-            )
+            raise ValueError(f"version must grow: {version} after {self.version}. For a rollback make a new exporter.")
         self._sources.check()
         slot = self._claim_slot()
         if slot is None:
@@ -160,7 +157,7 @@ class WeightExporter:
         """Withdraw the handle file. Readers that are attached keep what they have mapped; new ones are told
         that nobody publishes.
         """
-        if self._owner.closed:
+        if self._owner.closed or not self._owner.is_own:
             return
         self.path.unlink(missing_ok=True)
         self._plans = []

@@ -4,6 +4,8 @@ import logging
 import time
 from pathlib import Path
 
+import torch
+
 from async_grpo_ipc.attachment import Attachment, Lease, died, stamp_of
 from async_grpo_ipc.errors import IPCError, ShareTimeoutError
 
@@ -19,9 +21,10 @@ class Generations:
     stays readable.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, device: torch.device | None = None) -> None:
         self._path = path
-        self.current = Attachment(path)
+        self._device = device
+        self.current = Attachment(path, device)
         self._next: Attachment | None = None
         self._seen = self.current.stamp
 
@@ -72,11 +75,9 @@ class Generations:
 
     def _attach_next(self) -> None:
         try:
-            attachment = Attachment(self._path)
+            attachment = Attachment(self._path, self._device)
         except IPCError as error:
-            logger.warning(
-                "Stay with the weights of generation %s: %s", self.current.handle.generation, error
-            )
+            logger.warning("Stay with the weights of generation %s: %s", self.current.handle.generation, error)
             return
         if self._next is not None:
             self._next.close()

@@ -121,9 +121,7 @@ def read_handle(path: Path) -> Handle:
     except ValueError as error:
         raise HandleFileError(f"{path} is not whole JSON ({error}). {_REMEDY}") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise HandleFileError(
-            f"{path} is not a handle file of {FORMAT}. Give the path that the exporter was given."
-        )
+        raise HandleFileError(f"{path} is not a handle file of {FORMAT}. Give the path that the exporter was given.")
     if body.get("format_version") != FORMAT_VERSION:
         raise HandleFileError(
             f"{path} has format version {body.get('format_version')!r}, this package reads "
@@ -133,7 +131,7 @@ def read_handle(path: Path) -> Handle:
         raise HandleFileError(f"{path} fails its checksum: it was edited or damaged. {_REMEDY}")
     try:
         return _handle_from_json(body)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise HandleFileError(f"{path} has a field that makes no sense: {error!r}. {_REMEDY}") from error
 
 
@@ -165,9 +163,7 @@ def _crc32(body: Mapping[str, Any]) -> int:
 def _layout_to_json(layout: Layout) -> dict[str, Any]:
     return {
         "nbytes": layout.nbytes,
-        "buckets": [
-            {"dtype": _name(b.dtype), "offset": b.offset, "nbytes": b.nbytes} for b in layout.buckets
-        ],
+        "buckets": [{"dtype": _name(b.dtype), "offset": b.offset, "nbytes": b.nbytes} for b in layout.buckets],
         "tensors": [
             {
                 "name": spec.name,
@@ -200,9 +196,7 @@ def _handle_from_json(body: dict[str, Any]) -> Handle:
     )
     if handle.slots > MAX_SLOTS or len(handle.memory["blocks"]) != handle.slots + 1:
         raise ValueError(f"{handle.slots} slots and {len(handle.memory['blocks'])} blocks")
-    for layout, block in zip(
-        (handle.static, *[handle.slot] * handle.slots), handle.memory["blocks"], strict=True
-    ):
+    for layout, block in zip((handle.static, *[handle.slot] * handle.slots), handle.memory["blocks"], strict=True):
         if layout.nbytes > _integer(block["nbytes"]):
             raise ValueError(f"a layout of {layout.nbytes} bytes in a block of {block['nbytes']}")
     handle.specs_by_name()  # a tied name must have a primary
@@ -217,15 +211,15 @@ def _memory(body: dict[str, Any]) -> dict[str, Any]:
         _integer(body["fd"]), _integer(body["inode"])
         if any(_integer(block["offset"]) + _integer(block["nbytes"]) > total for block in body["blocks"]):
             raise ValueError(f"a block that ends behind {total} bytes")
+    elif any(len(bytes.fromhex(block["handle"])) != 64 for block in body["blocks"]):
+        raise ValueError("a CUDA handle that is not 64 bytes")
     return body
 
 
 def _layout_from_json(body: dict[str, Any]) -> Layout:
     nbytes = _integer(body["nbytes"])
     specs = tuple(_spec_from_json(entry, nbytes) for entry in body["tensors"])
-    buckets = tuple(
-        Bucket(_dtype(b["dtype"]), _integer(b["offset"]), _integer(b["nbytes"])) for b in body["buckets"]
-    )
+    buckets = tuple(Bucket(_dtype(b["dtype"]), _integer(b["offset"]), _integer(b["nbytes"])) for b in body["buckets"])
     return Layout(specs, buckets, nbytes)
 
 
@@ -233,11 +227,7 @@ def _spec_from_json(body: dict[str, Any], block_bytes: int) -> TensorSpec:
     shape = tuple(_integer(length) for length in body["shape"])
     stride = tuple(_integer(step) for step in body["stride"])
     spec = TensorSpec(_text(body["name"]), _dtype(body["dtype"]), shape, stride, _integer(body["offset"]))
-    last = (
-        sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
-        if math.prod(shape)
-        else -1
-    )
+    last = sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) if math.prod(shape) else -1
     if spec.offset % ALIGNMENT or spec.offset + (last + 1) * spec.dtype.itemsize > block_bytes:
         raise ValueError(f"tensor {spec.name} at offset {spec.offset} of a block of {block_bytes} bytes")
     return spec

@@ -40,9 +40,7 @@ class SlotState(enum.IntEnum):
     EMPTY = 0
     WRITING = 1
     READY = 2
-    CORRUPT = (
-        3  # never written: what a reader makes of a record whose checksum fails or that belongs elsewhere
-    )
+    CORRUPT = 3  # never written: what a reader makes of a record whose checksum fails or that belongs elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +70,7 @@ class Header:
         raw = self._read(0)
         if raw is None:
             raise HeaderError(
-                f"The shared header of {where} fails its checksum: its memory was damaged. Restart the "
-                "exporter."
+                f"The shared header of {where} fails its checksum: its memory was damaged. Restart the exporter."
             )
         magic, version, slots, generation = _FILE_RECORD.unpack(raw)
         if magic != MAGIC or version != HEADER_VERSION:

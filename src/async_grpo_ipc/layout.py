@@ -90,9 +90,7 @@ def storable_stride(tensor: Tensor) -> tuple[int, ...]:
     """The tensor's own stride where its elements fill memory without gaps or overlap, else the contiguous
     one.
     """
-    return (
-        tuple(tensor.stride()) if is_dense(tensor.shape, tensor.stride()) else contiguous_stride(tensor.shape)
-    )
+    return tuple(tensor.stride()) if is_dense(tensor.shape, tensor.stride()) else contiguous_stride(tensor.shape)
 
 
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -21,13 +21,9 @@ _F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python 3.11 does not name it
 
 def create(name: str, nbytes: int) -> tuple[OwnedFd, mmap.mmap]:
     """A zeroed, fully backed mapping of `nbytes`, that this process alone may write and nobody can resize."""
-    fd = OwnedFd(
-        os.memfd_create(NAME_PREFIX + name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), f"shared memory {name}"
-    )
+    fd = OwnedFd(os.memfd_create(NAME_PREFIX + name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), f"shared memory {name}")
     try:
-        os.posix_fallocate(
-            fd.fileno(), 0, nbytes
-        )  # a page that cannot be had fails here, not as SIGBUS later
+        os.posix_fallocate(fd.fileno(), 0, nbytes)  # a page that cannot be had fails here, not as SIGBUS later
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise

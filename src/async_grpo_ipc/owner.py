@@ -25,7 +25,13 @@ class OwnerLock:
                 f"at {handle}. Stop it, or publish at another path."
             )
         path.write_text(str(os.getpid()), encoding="ascii")
+        self._pid = os.getpid()
         self.closed = False
+
+    @property
+    def is_own(self) -> bool:
+        """False in a forked child, which must not withdraw its parent's files."""
+        return self._pid == os.getpid()
 
     def close(self) -> None:
         self.closed = True

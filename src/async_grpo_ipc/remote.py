@@ -21,12 +21,16 @@ ATTACH_POLL_S = 0.02
 DEFAULT_TIMEOUT_S = 10.0
 
 
-def open_remote_memory(path: str | Path | None = None, timeout_s: float = 0.0) -> "RemoteWeights":
+def open_remote_memory(
+    path: str | Path | None = None, timeout_s: float = 0.0, device: torch.device | str | None = None
+) -> "RemoteWeights":
     """Attach to what an exporter publishes.
 
     Args:
         path: The handle file; by default what `CUDA_IPC_HANDLE_PATH` says, or `worker/ps_ipc_handle.json`.
         timeout_s: How long to wait for an exporter that is not there yet.
+        device: The device of the models that will read, where the weights are on a GPU; by default the
+            current GPU.
 
     Raises:
         HandleFileError: There is no handle file (in time), or it is damaged or not to be trusted.
@@ -34,10 +38,11 @@ def open_remote_memory(path: str | Path | None = None, timeout_s: float = 0.0) -
         AttachError: The memory cannot be mapped from here.
     """
     where = handle_path(path)
+    reader = None if device is None else torch.device(device)
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return RemoteWeights(Generations(where))
+            return RemoteWeights(Generations(where, reader))
         except (HandleFileError, ExporterDiedError) as error:
             if time.monotonic() >= deadline:
                 if timeout_s:
@@ -131,15 +136,12 @@ class RemoteWeights:
         lease = self._take_lease(timeout_s)
         try:
             binding = self._pulled.get(model)
-            if (
-                binding is None
-                or binding.generation != lease.attachment.handle.generation
-                or not binding.is_current()
-            ):
+            if binding is None or binding.generation != lease.attachment.handle.generation or not binding.is_current():
                 binding = self._pulled[model] = lease.attachment.bind(model)
             with torch.no_grad():
                 binding.pull_from_slot(lease.slot)
             lease.attachment.memory.synchronize()
+            lease.attachment.require_readable()
         finally:
             lease.release()
         return lease.version
@@ -186,8 +188,7 @@ class RemoteWeights:
         """
         if keep_weights and self._aliased and self._held is None:
             raise ValueError(
-                "The lease was released, so the weights may change while they are copied. Call refresh() "
-                "first."
+                "The lease was released, so the weights may change while they are copied. Call refresh() first."
             )
         for _, binding in self._aliased:
             binding.move_out(keep_weights=keep_weights)

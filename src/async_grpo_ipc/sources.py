@@ -34,9 +34,7 @@ class Sources:
         frozen: Literal["static", "changing", "skip"],
     ) -> Self:
         changing = [
-            entry
-            for entry in entries
-            if frozen == "changing" or entry.tensor.requires_grad or not entry.is_parameter
+            entry for entry in entries if frozen == "changing" or entry.tensor.requires_grad or not entry.is_parameter
         ]
         static = [entry for entry in entries if entry not in changing] if frozen == "static" else []
         if not changing and frozen != "changing":
@@ -50,8 +48,7 @@ class Sources:
             static={entry.name: entry.tensor for entry in static},
             tied={name: entry.name for entry in published for name in entry.names[1:]},
             dtype=dtype,
-            complete=sum(entry.is_parameter for entry in published)
-            == len(model_tensors(model, buffers=False)),
+            complete=sum(entry.is_parameter for entry in published) == len(model_tensors(model, buffers=False)),
             buffers=buffers,
             places=Places(model, published),
         )
@@ -88,8 +85,7 @@ class Sources:
         thawed = next((name for name, tensor in self.static.items() if tensor.requires_grad), None)
         if thawed is not None:
             raise MismatchError(
-                f"Parameter {thawed} was frozen when the exporter was made, and is trained now. Make a new "
-                "exporter."
+                f"Parameter {thawed} was frozen when the exporter was made, and is trained now. Make a new exporter."
             )
 
     def _all(self) -> dict[str, Tensor]:
@@ -101,13 +97,10 @@ class Sources:
         for name, tensor in self._all().items():
             if tensor.layout is not torch.strided or tensor.is_quantized:
                 raise ValueError(
-                    f"Tensor {name} is not a plain dense tensor (layout {tensor.layout}): it cannot be "
-                    "mapped."
+                    f"Tensor {name} is not a plain dense tensor (layout {tensor.layout}): it cannot be mapped."
                 )
             if tensor.device.type not in ("cpu", "cuda"):
-                raise ValueError(
-                    f"Tensor {name} is on {tensor.device}: only CPU and CUDA tensors can be published."
-                )
+                raise ValueError(f"Tensor {name} is on {tensor.device}: only CPU and CUDA tensors can be published.")
             if tensor.device != self.device:
                 raise ValueError(
                     f"Tensor {name} is on {tensor.device}, others on {self.device}: an exporter publishes "

@@ -37,9 +37,7 @@ class VersionFile:
             else:
                 os.pwrite(self._fd.fileno(), line.encode("ascii"), 0)
         except OSError as error:
-            logger.warning(
-                "Version %d is published, but %s could not be written: %s.", version, self._path, error
-            )
+            logger.warning("Version %d is published, but %s could not be written: %s.", version, self._path, error)
 
     def close(self) -> None:
         if self._fd is not None:

@@ -404,9 +404,7 @@ def test_mismatches_say_what_and_where(exporter, handle, tiny):
     with open_remote_memory(handle) as remote:
         model = tiny(2)
         model.body.bias = nn.Parameter(torch.zeros(9))
-        with pytest.raises(
-            MismatchError, match=r"body\.bias has shape \(9,\) in this model and \(8,\) at .*json"
-        ):
+        with pytest.raises(MismatchError, match=r"body\.bias has shape \(9,\) in this model and \(8,\) at .*json"):
             remote.alias(model)
         with pytest.raises(MismatchError, match=r"is torch\.float64 in this model and torch\.float32 at"):
             remote.pull(tiny(2).double())

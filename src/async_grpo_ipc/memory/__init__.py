@@ -5,11 +5,14 @@ canary, then the frozen tensors), block 1 + i is slot i.
 """
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 CANARY_BYTES = 4096
 
@@ -38,7 +41,7 @@ class AttachedMemory(Protocol):
     """Another process's memory, mapped here."""
 
     blocks: Sequence[Tensor]
-    device: torch.device
+    alias_device: torch.device | None  # whose models may alias it; None where every access would cross a bus
     survives_exporter: bool  # whether reading stays safe after the exporter's death
 
     def synchronize(self) -> None:
@@ -56,17 +59,35 @@ def canary(generation: str) -> bytes:
 
 
 def allocate(device: torch.device, generation: str, block_bytes: Sequence[int]) -> ExportedMemory:
-    """Blocks of these sizes that other processes can map, the canary written."""
-    from async_grpo_ipc.memory.posix import PosixExport
-
-    memory = PosixExport(generation, block_bytes)
+    """Blocks of these sizes that other processes can map, for tensors of `device`, the canary written."""
+    memory = _allocate(device, generation, block_bytes)
     memory.blocks[0][:CANARY_BYTES] = torch.frombuffer(bytearray(canary(generation)), dtype=torch.uint8)
     memory.synchronize()
     return memory
 
 
-def attach(description: Mapping[str, Any], pid: int) -> AttachedMemory:
-    """Map what an exporter's `describe()` said, from process `pid`."""
+def _allocate(device: torch.device, generation: str, block_bytes: Sequence[int]) -> ExportedMemory:
+    from async_grpo_ipc.memory.posix import PosixExport
+
+    if device.type == "cuda":
+        from async_grpo_ipc.memory.cuda import CudaExport
+        from async_grpo_ipc.memory.cuda_runtime import why_not
+
+        reason = why_not(device)
+        if reason is None:
+            return CudaExport(device, block_bytes)
+        logger.warning("Weights of %s are published in host memory: %s.", torch.cuda.get_device_name(device), reason)
+    return PosixExport(device, generation, block_bytes)
+
+
+def attach(description: Mapping[str, Any], pid: int, device: torch.device | None) -> AttachedMemory:
+    """Map what an exporter's `describe()` said, from process `pid`, to be read by `device` (by default the
+    current).
+    """
+    if description["kind"] == "cuda":
+        from async_grpo_ipc.memory.cuda import CudaAttachment
+
+        return CudaAttachment(description, pid, device)
     from async_grpo_ipc.memory.posix import PosixAttachment
 
     return PosixAttachment(description, pid)

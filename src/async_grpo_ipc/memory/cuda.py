@@ -1,0 +1,166 @@
+"""Blocks in GPU memory, shared by CUDA IPC: one raw allocation a block, so that a handle is the start of its
+memory.
+
+What happens when the exporter dies while a reader has its memory mapped is not documented by NVIDIA. So it
+counts as lost: no lease is given and no pull is believed after the owner's lock is free (`survives_exporter =
+False`).
+"""
+
+import logging
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from async_grpo_ipc.errors import AttachError
+from async_grpo_ipc.layout import align
+from async_grpo_ipc.memory.cuda_runtime import CudaRuntime, load_runtime
+
+logger = logging.getLogger(__name__)
+
+# The driver packs smaller allocations together, and a handle would show the neighbours, too.
+ALLOCATION_BYTES = 2 << 20
+
+
+class CudaExport:
+    """Raw allocations on one GPU, and their IPC handles."""
+
+    def __init__(self, device: torch.device, block_bytes: Sequence[int]) -> None:
+        self._runtime = load_runtime()
+        self._device = self._runtime.current_device() if device.index is None else device.index
+        self._pointers = [self._runtime.malloc(self._device, align(n, ALLOCATION_BYTES)) for n in block_bytes]
+        self._handles = [self._runtime.handle_of(self._device, pointer).hex() for pointer in self._pointers]
+        self.blocks: Sequence[Tensor] = [
+            self._runtime.tensor(self._device, pointer, nbytes, self)
+            for pointer, nbytes in zip(self._pointers, block_bytes, strict=True)
+        ]
+        _own_blocks.update(zip(self._handles, self.blocks, strict=True))
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "kind": "cuda",
+            "device_uuid": self._runtime.uuid(self._device),
+            "device_name": self._runtime.name(self._device),
+            "blocks": [
+                {"handle": handle, "nbytes": block.numel()}
+                for handle, block in zip(self._handles, self.blocks, strict=True)
+            ],
+        }
+
+    def synchronize(self) -> None:
+        self._runtime.synchronize(self._device)
+
+    def close(self, *, readers_attached: bool) -> None:
+        for handle in self._handles:
+            _own_blocks.pop(handle, None)
+        self.blocks = []
+        pointers, self._pointers = self._pointers, []
+        if readers_attached:
+            logger.info("Readers still map the weights, so their GPU memory is freed when this process ends.")
+            return
+        self.synchronize()
+        for pointer in pointers:
+            self._runtime.free(self._device, pointer)
+
+
+_own_blocks: dict[str, Tensor] = {}  # by handle: a process cannot open what it exported itself
+
+
+class _Import:
+    """One opened handle. It is closed when the last tensor made from it has gone."""
+
+    def __init__(self, runtime: CudaRuntime, device: int, handle: bytes) -> None:
+        self.pointer = runtime.open_handle(device, handle)
+        closing = weakref.finalize(self, runtime.close_handle, device, self.pointer)
+        closing.atexit = False  # at exit the context may be gone before us; the driver closes what is left
+
+
+_imports: "weakref.WeakValueDictionary[tuple[int, str], _Import]" = weakref.WeakValueDictionary()
+
+
+class CudaAttachment:
+    """Another process's GPU memory, mapped on the device that will read it."""
+
+    survives_exporter = False
+
+    def __init__(self, description: Mapping[str, Any], pid: int, device: torch.device | None) -> None:
+        self._runtime = runtime = _runtime_or_say_why()
+        owner = _find_device(runtime, description["device_uuid"])
+        reader = _reading_device(runtime, device, owner)
+        self._device = _mapping_device(runtime, reader, owner, description)
+        self.alias_device = runtime.torch_device(reader) if reader == owner else None
+        blocks = description["blocks"]
+        if pid == os.getpid():
+            self.blocks: Sequence[Tensor] = [_own_blocks[block["handle"]] for block in blocks]
+        else:
+            self.blocks = [_open(runtime, self._device, block, description) for block in blocks]
+
+    def synchronize(self) -> None:
+        self._runtime.synchronize(self._device)
+
+    def close(self) -> None:
+        self.blocks = []
+
+
+def _runtime_or_say_why() -> CudaRuntime:
+    try:
+        return load_runtime()
+    except ImportError as error:
+        raise AttachError(
+            f"The weights are in GPU memory, and cupy, which maps it, cannot be imported here ({error}). "
+            "Install cupy-cuda12x or cupy-cuda13x, as your CUDA is."
+        ) from error
+
+
+def _find_device(runtime: CudaRuntime, uuid: str) -> int | None:
+    return next((i for i in range(runtime.device_count()) if runtime.uuid(i) == uuid), None)
+
+
+def _reading_device(runtime: CudaRuntime, device: torch.device | None, owner: int | None) -> int:
+    """The GPU asked for, else the current one; a reader on the CPU reads through the owner's GPU."""
+    if runtime.device_count() == 0:
+        raise AttachError(
+            "The weights are in GPU memory and this process sees no GPU. Check CUDA_VISIBLE_DEVICES and the "
+            "driver, or let the exporter publish from the CPU."
+        )
+    if device is None:
+        return runtime.current_device()
+    if device.type == "cpu":
+        return 0 if owner is None else owner
+    return runtime.current_device() if device.index is None else device.index
+
+
+def _mapping_device(runtime: CudaRuntime, reader: int, owner: int | None, description: Mapping[str, Any]) -> int:
+    """Where to map: on the reader's GPU if it can reach the owner's, else on the owner's, and copy through
+    the host.
+    """
+    if owner is None or reader == owner or runtime.can_access_peer(reader, owner):
+        return reader
+    logger.warning(
+        "GPU %s (%s) cannot access the memory of %s (%s) as a peer. Weights are copied through the host, "
+        "which is slower; this process has a context on both.",
+        reader,
+        runtime.name(reader),
+        owner,
+        description["device_name"],
+    )
+    return owner
+
+
+def _open(runtime: CudaRuntime, device: int, block: Mapping[str, Any], description: Mapping[str, Any]) -> Tensor:
+    key = (device, block["handle"])
+    imported = _imports.get(key)
+    if imported is None:
+        try:
+            imported = _imports[key] = _Import(runtime, device, bytes.fromhex(block["handle"]))
+        except RuntimeError as error:  # cupy's CUDARuntimeError
+            raise AttachError(
+                f"GPU {device} ({runtime.uuid(device)}) cannot map the weights on "
+                f"{description['device_name']} ({description['device_uuid']}): {error}. Usual reasons: "
+                "different containers (share the pid and ipc namespaces), MIG or WSL, a GPU that "
+                "CUDA_VISIBLE_DEVICES hides from one of the two, or no peer access."
+            ) from error
+    return runtime.tensor(device, imported.pointer, block["nbytes"], imported)

@@ -1,0 +1,198 @@
+"""What the CUDA backend decides, on a fake runtime in host memory. That the calls themselves work is
+tests/gpu's matter.
+"""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_grpo_ipc import (
+    AttachError,
+    ExporterDiedError,
+    MismatchError,
+    WeightExporter,
+    memory,
+    open_remote_memory,
+)
+from async_grpo_ipc.memory import cuda
+from async_grpo_ipc.memory.cuda import CudaAttachment, CudaExport
+
+
+class FakeRuntime:
+    """GPUs whose memory is host memory. Handles are 64 bytes, as CUDA's are."""
+
+    def __init__(self, uuids: list[str], peers: bool = True) -> None:
+        self.uuids = uuids
+        self.peers = peers
+        self.allocated: dict[int, torch.Tensor] = {}
+        self.opened: list[tuple[int, bytes]] = []
+        self.closed: list[int] = []
+        self.breaks = False
+        self.synchronized = 0
+
+    def device_count(self):
+        return len(self.uuids)
+
+    def current_device(self):
+        return 0
+
+    def torch_device(self, device):
+        return torch.device("cpu")
+
+    def uuid(self, device):
+        return self.uuids[device]
+
+    def name(self, device):
+        return f"Fake {self.uuids[device]}"
+
+    def malloc(self, device, nbytes):
+        assert nbytes % (2 << 20) == 0
+        block = torch.zeros(nbytes, dtype=torch.uint8)
+        self.allocated[block.data_ptr()] = block
+        return block.data_ptr()
+
+    def free(self, device, pointer):
+        del self.allocated[pointer]
+
+    def handle_of(self, device, pointer):
+        return pointer.to_bytes(8, "little").ljust(64, b"\0")
+
+    def open_handle(self, device, handle):
+        if self.breaks:
+            raise RuntimeError("cudaErrorInvalidContext: invalid device context")
+        self.opened.append((device, handle))
+        return int.from_bytes(handle[:8], "little")
+
+    def close_handle(self, device, pointer):
+        self.closed.append(pointer)
+
+    def can_access_peer(self, device, owner):
+        return self.peers
+
+    def tensor(self, device, pointer, nbytes, owner):
+        tensor = self.allocated[pointer][:nbytes]
+        tensor.keeps = owner
+        return tensor
+
+    def synchronize(self, device):
+        self.synchronized += 1
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    runtime = FakeRuntime(["GPU-a", "GPU-b"])
+    monkeypatch.setattr(cuda, "load_runtime", lambda: runtime)
+    return runtime
+
+
+@pytest.fixture
+def exported(runtime: FakeRuntime) -> CudaExport:
+    return CudaExport(torch.device("cuda", 0), [4096, 512])
+
+
+def test_handles_are_hex_and_blocks_raw_allocations(exported, runtime):
+    description = exported.describe()
+    assert description["device_uuid"] == "GPU-a"
+    assert [len(bytes.fromhex(block["handle"])) for block in description["blocks"]] == [64, 64]
+    assert [block["nbytes"] for block in description["blocks"]] == [4096, 512]
+
+
+def test_the_exporters_own_process_uses_its_pointer(exported, runtime):
+    attached = CudaAttachment(exported.describe(), os.getpid(), None)
+    assert runtime.opened == []
+    exported.blocks[1].fill_(7)
+    assert attached.blocks[1].eq(7).all()
+
+
+def test_a_handle_is_opened_once_and_closed_with_its_last_tensor(exported, runtime):
+    first = CudaAttachment(exported.describe(), 1, None)
+    second = CudaAttachment(exported.describe(), 1, None)
+    assert len(runtime.opened) == 2, "one a block, not one an attachment"
+    kept = second.blocks[0]
+    first.close()
+    second.close()
+    gc.collect()
+    assert len(runtime.closed) == 1, "a tensor in use keeps its memory mapped"
+    del kept
+    gc.collect()
+    assert len(runtime.closed) == 2
+
+
+def test_devices_are_found_by_uuid_not_by_index(exported, runtime):
+    description = exported.describe()
+    runtime.uuids = ["GPU-b", "GPU-a"]
+    attached = CudaAttachment(description, 1, torch.device("cuda", 1))
+    assert [device for device, _ in runtime.opened] == [1, 1]
+    assert attached.alias_device is not None
+
+
+def test_a_peer_maps_with_its_own_device_current_and_only_pulls(exported, runtime):
+    attached = CudaAttachment(exported.describe(), 1, torch.device("cuda", 1))
+    assert [device for device, _ in runtime.opened] == [1, 1]
+    assert attached.alias_device is None
+
+
+def test_without_peer_access_the_owners_device_maps_and_it_is_said(exported, runtime, caplog):
+    runtime.peers = False
+    attached = CudaAttachment(exported.describe(), 1, torch.device("cuda", 1))
+    assert [device for device, _ in runtime.opened] == [0, 0]
+    assert attached.alias_device is None
+    assert "copied through the host" in caplog.text
+
+
+def test_a_reader_on_the_cpu_reads_through_the_owners_gpu(exported, runtime):
+    description = exported.describe()
+    runtime.uuids = ["GPU-b", "GPU-a"]
+    CudaAttachment(description, 1, torch.device("cpu"))
+    assert [device for device, _ in runtime.opened] == [1, 1]
+
+
+def test_an_open_that_fails_lists_the_usual_reasons(exported, runtime):
+    runtime.breaks = True
+    with pytest.raises(AttachError, match=r"GPU 0 \(GPU-a\) cannot map .* different containers .* MIG or WSL"):
+        CudaAttachment(exported.describe(), 1, None)
+
+
+def test_no_gpu_and_no_cupy_are_told_apart(exported, runtime, monkeypatch):
+    description = exported.describe()
+    runtime.uuids = []
+    with pytest.raises(AttachError, match="this process sees no GPU"):
+        CudaAttachment(description, 1, None)
+
+    def without_cupy():
+        raise ImportError("No module named 'cupy'")
+
+    monkeypatch.setattr(cuda, "load_runtime", without_cupy)
+    with pytest.raises(AttachError, match="Install cupy-cuda12x"):
+        CudaAttachment(description, 1, None)
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_memory_is_freed_only_when_nobody_maps_it(exported, runtime, attached):
+    exported.close(readers_attached=attached)
+    assert bool(runtime.allocated) is attached
+
+
+def test_the_whole_way_through_files_and_locks(handle: Path, runtime, trainer, tiny, monkeypatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(memory, "_allocate", lambda device, generation, sizes: CudaExport(gpu, sizes))
+    exporter = WeightExporter.from_model(trainer, handle)
+    exporter.publish(1)
+    with open_remote_memory(handle) as remote:
+        model = tiny(2)
+        remote.alias(model)
+        assert torch.equal(model.body.weight, trainer.body.weight)
+        runtime.synchronized = 0
+        exporter.publish(2)
+        assert runtime.synchronized == 1, "the copy is done before the version is READY"
+        remote.refresh()
+        assert runtime.synchronized >= 2, "the last kernel that reads the old slot is done before its lease is dropped"
+        with open_remote_memory(handle, device="cuda:1") as peer, pytest.raises(MismatchError, match="on another GPU"):
+            peer.alias(tiny(3))
+        exporter.close()
+        assert runtime.allocated, "a reader still maps it"
+        with pytest.raises(ExporterDiedError, match="left nothing that may be read"):
+            remote.refresh()

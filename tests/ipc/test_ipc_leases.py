@@ -1,0 +1,77 @@
+"""Kernel locks: independent of the process, counted within it, gone with their holder."""
+
+import os
+
+import pytest
+
+from async_grpo_ipc.descriptors import OwnedFd
+from async_grpo_ipc.errors import ForkedError
+from async_grpo_ipc.leases import FIRST_SLOT_BYTE, LockFile, SlotLeases
+
+
+@pytest.fixture
+def open_lock(tmp_path):
+    path = tmp_path / "locks"
+    path.touch(mode=0o600)
+    return lambda writable=True: LockFile(str(path), writable=writable, what="a test's lock")
+
+
+def test_two_openings_exclude_each_other_in_one_process(open_lock):
+    writer, reader = open_lock(), open_lock(writable=False)
+    assert writer.try_exclusive(3)
+    assert not reader.try_shared(3)
+    assert reader.try_shared(4), "each byte is a lock of its own"
+    assert reader.held_elsewhere(3) and not writer.held_elsewhere(3)
+    assert writer.held_elsewhere(4) and not writer.held_elsewhere(4, exclusive_only=True)
+    writer.unlock(3)
+    assert reader.try_shared(3)
+    assert not writer.try_exclusive(3)
+
+
+def test_closing_drops_the_locks(open_lock):
+    first, second = open_lock(), open_lock()
+    first.try_exclusive(1)
+    first.close()
+    assert second.try_exclusive(1)
+
+
+def test_holders_are_found_for_messages(open_lock):
+    lock, other = open_lock(), open_lock()
+    assert other.holders(1) == []
+    lock.try_shared(1)
+    assert other.holders(1) == [os.getpid()]
+    assert other.holders(2) == []
+
+
+def test_leases_are_counted(open_lock):
+    writer, leases = open_lock(), SlotLeases(open_lock(writable=False))
+    assert leases.try_acquire(0) and leases.try_acquire(0)
+    leases.release(0)
+    assert not writer.try_exclusive(FIRST_SLOT_BYTE)
+    leases.release(0)
+    assert writer.try_exclusive(FIRST_SLOT_BYTE)
+    assert not leases.try_acquire(0)
+
+
+def test_a_forked_child_has_neither_descriptor_nor_lease(open_lock):
+    locks = open_lock(writable=False)
+    leases = SlotLeases(locks)
+    leases.try_acquire(0)
+    if (pid := os.fork()) == 0:
+        try:
+            leases.release(0)  # must not drop the parent's
+            leases.try_acquire(0)
+        except ForkedError as error:
+            os._exit(0 if "Open the handle again in this process" in str(error) else 2)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert not open_lock().try_exclusive(FIRST_SLOT_BYTE)
+
+
+def test_a_closed_descriptor_says_so(tmp_path):
+    fd = OwnedFd(os.open(tmp_path, os.O_RDONLY), "this folder")
+    fd.close()
+    fd.close()
+    with pytest.raises(ValueError, match="this folder is closed"):
+        fd.fileno()
