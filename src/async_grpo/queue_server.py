@@ -146,9 +146,7 @@ class ServerQueue:
                 f"Job {job.seq} of run {job.run_id} is open already, or of another run than {self.run_id}."
             )
         if len(self._open) >= self._max_open:
-            raise QueueError(
-                f"{self._max_open} jobs are open, which is the bound: take finished groups first."
-            )
+            raise QueueError(f"{self._max_open} jobs are open, which is the bound: take finished groups first.")
         attempt = self._next_attempt.pop(job.seq, 0)
         if not self._adopt(job.seq):
             self._moves.publish(encode_job(job), f"queue/{JobName(job.seq, attempt, PENDING)}")
@@ -184,9 +182,7 @@ class ServerQueue:
         None if there is nothing to have: the file was unusable (set aside; its job is issued again) or a
         duplicate.
         """
-        job = self._open.get(entry.seq) or (
-            self.given_up[entry.seq].job if entry.seq in self.given_up else None
-        )
+        job = self._open.get(entry.seq) or (self.given_up[entry.seq].job if entry.seq in self.given_up else None)
         if job is None:
             self._refuse(entry)
             return None
@@ -219,9 +215,7 @@ class ServerQueue:
             if woken.ready:
                 os.eventfd_read(self._death)
                 return True
-            if any(
-                "_complete_from_" in name or "_failed" in name or "_broken" in name for name in woken.names
-            ):
+            if any("_complete_from_" in name or "_failed" in name or "_broken" in name for name in woken.names):
                 return True
             if (woken.look or not woken.names) and self._something_new():
                 return True
@@ -265,33 +259,39 @@ class ServerQueue:
         return removed
 
     def _inherit(self, consumed: Container[int]) -> None:
-        """Sort what an earlier server left: groups of consumed jobs are archived, the rest waits for
-        `submit`.
-
-        Jobs that no worker has are removed, as `submit` writes them anew with today's versions. While the run
-        was down, deaths of workers do not count as attempts.
-        """
+        """Sort what an earlier server left: what is consumed goes to done/, the rest waits for `submit`."""
         moves = self._moves
         moves.clear_temporaries("server")
         for folder in done_folders(moves.files):
             for name in filter(None, map(parse_name, moves.files.names(folder))):
+                self._highest = max(self._highest, name.seq)
                 if name.state == COMPLETE and name.seq not in consumed:
                     self._left[name.seq] = f"{folder}/{name}"
+        for aside in filter(None, map(parse_set_aside, moves.files.names("quarantine"))):
+            self._highest = max(self._highest, aside.seq)
+            if aside.seq not in consumed:  # resuming is one more try
+                self._next_attempt[aside.seq] = max(self._next_attempt.get(aside.seq, 0), aside.attempt + 1)
         for device in {name.device for name in moves.listing() if name.state == PROCESSING}:
             lock = worker_lock(self.root, device)
-            if lock.try_acquire():
+            if lock.try_acquire():  # while the run was down, the death of a worker is no attempt
                 moves.release_claims(device, self._max_attempts, counts=False, reason="")
                 lock.release()
         for name in sorted(moves.listing()):
-            if name.state == PENDING and moves.drop(f"queue/{name}"):
-                self._next_attempt[name.seq] = name.attempt
-            elif name.state == COMPLETE and name.seq in consumed:
-                moves.archive(name)
-            elif name.seq not in consumed and (name.state == COMPLETE or name.seq not in self._left):
+            self._highest = max(self._highest, name.seq)
+            if name.seq in consumed:
+                self._inherit_consumed(name)
+            elif name.state == PENDING and moves.drop(
+                f"queue/{name}"
+            ):  # `submit` writes it anew, with today's versions
+                self._next_attempt[name.seq] = max(self._next_attempt.get(name.seq, 0), name.attempt)
+            elif name.state == COMPLETE or name.seq not in self._left:
                 self._left[name.seq] = f"queue/{name}"
-        for aside in filter(None, map(parse_set_aside, moves.files.names("quarantine"))):
-            if aside.seq not in consumed:
-                self._next_attempt[aside.seq] = max(self._next_attempt.get(aside.seq, 0), aside.attempt + 1)
+
+    def _inherit_consumed(self, name: JobName) -> None:
+        if name.state == COMPLETE:
+            self._moves.archive(name)
+        elif name.state == PENDING:  # given up, and tried once more by hand: nobody waits for it any more
+            self._moves.set_aside(name, FAILED, f"{name}: the run was restarted before its next try.\n")
 
     def _adopt(self, seq: int) -> bool:
         """Make the file that an earlier server left of this job the one of this server."""
@@ -321,9 +321,7 @@ class ServerQueue:
         """A result that no open job waits for: a second one, or one of a job that was never issued."""
         if name.seq > self._highest:
             self.healing.unknown += 1
-            self._moves.set_aside(
-                name, BROKEN, f"{name}: no job {name.seq} was issued by run {self.run_id}.\n"
-            )
+            self._moves.set_aside(name, BROKEN, f"{name}: no job {name.seq} was issued by run {self.run_id}.\n")
         elif self._moves.archive(name, DUPLICATE):
             self.healing.duplicates += 1
 
@@ -333,20 +331,18 @@ class ServerQueue:
         Given up, unusable, or really gone.
         """
         entries = map(parse_set_aside, self._moves.files.names("quarantine"))
-        aside = [
-            entry for entry in entries if entry and entry.seq == seq and entry.attempt >= self._attempts[seq]
-        ]
+        aside = [entry for entry in entries if entry and entry.seq == seq and entry.attempt >= self._attempts[seq]]
         last = max(aside, key=lambda entry: (entry.attempt, entry.kind == FAILED), default=None)
         if last is not None and last.kind == FAILED:
             self._give_up(seq, last.attempt, self._moves.reason(last.name))
         elif last is not None:
-            self.healing.broken += 1
             self._issue_again(seq, last.attempt + 1, self._moves.reason(last.name))
+            self.healing.broken += 1
         else:
             self._looks[seq] = self._looks.get(seq, 0) + 1
             if self._looks[seq] >= _LOOKS_BEFORE_MISSING and not self._exists_anywhere(seq):
-                self.healing.missing += 1
                 self._issue_again(seq, self._attempts[seq] + 1, None)
+                self.healing.missing += 1
 
     def _issue_again(self, seq: int, attempt: int, broken: str | None) -> None:
         """Publish an open job once more. A job whose files are `broken` time and again is given up."""
@@ -379,9 +375,7 @@ class ServerQueue:
         names = [JobName(seq, attempt, PENDING) for attempt in attempts]
         for state in (PROCESSING, COMPLETE):
             names += [JobName(seq, attempt, state, device) for attempt in attempts for device in devices]
-        failed = [
-            f"quarantine/{set_aside_name(JobName(seq, attempt, PENDING), FAILED)}" for attempt in attempts
-        ]
+        failed = [f"quarantine/{set_aside_name(JobName(seq, attempt, PENDING), FAILED)}" for attempt in attempts]
         paths = [f"queue/{name}" for name in names] + failed
         return any(map(self._moves.files.exists, paths * 2))
 

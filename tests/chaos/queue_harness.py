@@ -115,9 +115,20 @@ def replay(path: Path, total: int) -> dict[str, Any]:
 class Trainer:
     """A server that uses every group once and writes a checkpoint now and then, as the parameter server does."""
 
-    def __init__(self, root: Path, total: int, log: Log, *, window: int = 8, steps: int = 3, **opened: Any) -> None:
+    def __init__(
+        self,
+        root: Path,
+        total: int,
+        log: Log,
+        *,
+        window: int = 8,
+        steps: int = 3,
+        on_checkpoint: Callable[[set[int]], object] = len,
+        **opened: Any,
+    ) -> None:
         self._checkpoint = root.parent / f"{root.name}.checkpoint"
         self._log, self._total, self._window, self._steps = log, total, window, steps
+        self._on_checkpoint = on_checkpoint
         self.consumed = self._load()
         log.write("open", consumed=_ranges(self.consumed))
         self.queue = ServerQueue.open(root, RUN, consumed=self.consumed, **opened)
@@ -162,6 +173,7 @@ class Trainer:
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(self._checkpoint)
+        self._on_checkpoint(set(self.consumed))
         self._since_checkpoint = 0
 
     def _use(self, seq: int) -> None:
@@ -193,6 +205,15 @@ def drain(root: Path, total: int, log: Log, poison: Iterable[int] = (), **opened
     """Bring a queue to its end with one trainer and one worker that take turns; poison jobs fail every time."""
     trainer = Trainer(root, total, log, watch_workers=False, **opened)
     worker = WorkerQueue.open(root, 1, "cpu", files=opened.get("files"))
+    try:
+        _take_turns(trainer, worker, total, log, poison)
+    finally:
+        worker.close()
+        trainer.queue.close()
+    return trainer
+
+
+def _take_turns(trainer: Trainer, worker: WorkerQueue, total: int, log: Log, poison: Iterable[int]) -> None:
     for _ in range(40 + 10 * total):
         trainer.submit()
         trainer.queue.recover_dead()
@@ -203,9 +224,9 @@ def drain(root: Path, total: int, log: Log, poison: Iterable[int] = (), **opened
                 execute(worker, claim, log)
         trainer.collect()
         if trainer.done:
-            break
-    assert trainer.done, f"did not drain: {sorted(path.name for path in (root / 'queue').iterdir())}"
-    return trainer
+            return
+    left = sorted(path.name for path in (worker.root / "queue").iterdir())
+    raise AssertionError(f"did not drain: {left}")
 
 
 def leftovers(root: Path) -> list[str]:

@@ -259,10 +259,7 @@ def export_and_fork(path: str, log: str) -> None:
     time.sleep(DEADLINE_S)
 
 
-ROLES = {
-    role.__name__: role
-    for role in (write_forever, write_and_die, read_forever, hold_a_lease, export_and_fork)
-}
+ROLES = {role.__name__: role for role in (write_forever, write_and_die, read_forever, hold_a_lease, export_and_fork)}
 
 
 def spawn(role: str, arguments: dict[str, Any]) -> int:

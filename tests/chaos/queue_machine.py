@@ -1,0 +1,236 @@
+"""A model-based test: hypothesis plays server, workers, operator, kernel and disk; everything always drains exactly once.
+
+Server and workers are objects of one process. A killed one just loses its lock, at once or before any of its file
+operations; what it was going to do is never done.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from queue_harness import Log, Trainer, WrappedFiles, arguments, claim_now, execute, leftovers, replay
+
+from async_grpo.errors import DiskFullError
+from async_grpo.job_queue import Claim, WorkerQueue, retry_given_up
+
+JOBS = 6
+WORKERS = (1, 2, 3)
+TEMPORARY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+workers = st.sampled_from(WORKERS)
+moments = st.integers(0, 8)  # operations that someone who is killed has done before
+
+
+class Killed(BaseException):
+    """The process is gone: nothing catches it but the test."""
+
+
+class QueueMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(dir=TEMPORARY))
+        self.root = self.folder / "q"
+        self.log = Log(self.folder / "log")
+        self.workers: dict[int, WorkerQueue] = {}
+        self.claims: dict[int, list[Claim]] = {}
+        self.full = False
+        self.damaged = False
+        self.left_until_kill = -1
+        self.mishaps: Counter[int] = Counter()  # failures and deaths of a job
+
+    def _before(self, operation: str, path: str, data: bytes) -> None:
+        if self.full and operation == "create":
+            (self.root / path).write_bytes(data[:9])
+            raise OSError(28, "No space left on device", path)
+        if self.left_until_kill == 0:
+            raise Killed
+        self.left_until_kill -= 1
+
+    def _files(self) -> WrappedFiles:
+        self.root.mkdir(mode=0o700, exist_ok=True)
+        return WrappedFiles(self.root, self._before)
+
+    @initialize()
+    def start(self) -> None:
+        self.trainer = Trainer(self.root, JOBS, self.log, window=4, steps=10, watch_workers=False, files=self._files())
+
+    @rule()
+    def submit(self) -> None:
+        with suppress(DiskFullError):
+            self.trainer.submit()
+
+    @rule()
+    def collect(self) -> None:
+        with suppress(DiskFullError):
+            self.trainer.collect()
+
+    @rule()
+    def checkpoint(self) -> None:
+        self.trainer.checkpoint()
+
+    @rule()
+    def recover(self) -> None:
+        self.trainer.queue.recover_dead()
+
+    @rule(moment=st.none() | moments)
+    def kill_server(self, moment: int | None) -> None:
+        if moment is not None:
+            self._doomed(moment, self.trainer.collect)
+        self.trainer.queue._lock.release()
+        self.trainer.queue.close()
+        with suppress(DiskFullError):
+            self.start()
+        if not self.trainer.queue._lock.held_here:  # no room to start: as an operator would, make room and try again
+            self.full = False
+            self.start()
+
+    @rule(number=workers)
+    def start_worker(self, number: int) -> None:
+        if number not in self.workers:
+            with suppress(DiskFullError):
+                self.workers[number] = WorkerQueue.open(self.root, number, "cpu", files=self._files())
+                self.claims[number] = []
+
+    @rule(number=workers, limit=st.integers(1, 3))
+    def claim(self, number: int, limit: int) -> None:
+        if number in self.workers:
+            with suppress(DiskFullError):
+                self.claims[number] += claim_now(self.workers[number], limit)
+
+    @rule(number=workers)
+    def complete(self, number: int) -> None:
+        if claims := self.claims.get(number):
+            with suppress(DiskFullError):
+                execute(self.workers[number], claims[0], self.log)
+                claims.pop(0)
+
+    @rule(number=workers)
+    def fail(self, number: int) -> None:
+        if claims := self.claims.get(number):
+            with suppress(DiskFullError):
+                self.workers[number].fail(claims[0], "it failed")
+                self.mishaps[claims.pop(0).job.seq] += 1
+
+    @rule(number=workers)
+    def hand_back(self, number: int) -> None:
+        if claims := self.claims.get(number):
+            self.workers[number].hand_back(claims.pop(0))
+
+    @rule(number=workers, moment=moments, act=st.sampled_from(["wait", "claim", "complete", "fail", "hand_back"]))
+    def kill_worker(self, number: int, moment: int, act: str) -> None:
+        if number not in self.workers:
+            return
+        claimed = self._claimed_by(number)
+        acts: dict[str, Any] = {"wait": int, "claim": lambda: self.claim(number, 2)}
+        self._doomed(moment, acts.get(act) or (lambda: getattr(self, act)(number)))
+        self.mishaps.update(claimed | self._claimed_by(number))
+        del self.claims[number]
+        self.workers.pop(number)._lock.release()
+
+    def _claimed_by(self, number: int) -> set[int]:
+        return {int(path.name[:10]) for path in (self.root / "queue").glob(f"*_processing_by_dev{number}.*")}
+
+    def _doomed(self, moment: int, act: Any) -> None:
+        self.left_until_kill = moment
+        with suppress(Killed, DiskFullError):
+            act()
+        self.left_until_kill = -1
+
+    @rule()
+    def fill_disk(self) -> None:
+        self.full = True
+
+    @precondition(lambda self: self.full)
+    @rule()
+    def make_room(self) -> None:
+        self.full = False
+
+    @rule(which=st.integers(0, 20), damage=st.sampled_from(["cut", "flip", "remove"]))
+    def damage_a_file(self, which: int, damage: str) -> None:
+        files = sorted((self.root / "queue").iterdir())
+        if not files:
+            return
+        self.damaged = True
+        file = files[which % len(files)]
+        data = bytearray(file.read_bytes())
+        if damage == "remove":
+            file.unlink()
+        elif damage == "cut":
+            file.write_bytes(data[: which * len(data) // 21])
+        else:
+            data[which * (len(data) - 1) // 20] ^= 0x40
+            file.write_bytes(data)
+
+    @rule(seq=st.integers(0, JOBS - 1))
+    def operator_retries(self, seq: int) -> None:
+        retry_given_up(self.root, seq)
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "trainer"):
+                self._drain()
+                self._check()
+        finally:
+            for worker in self.workers.values():
+                worker.close()
+            if hasattr(self, "trainer"):
+                self.trainer.queue.close()
+            shutil.rmtree(self.folder)
+
+    def _drain(self) -> None:
+        self.full = False
+        for _ in range(60):
+            for number in WORKERS:
+                self.start_worker(number)
+                self.claim(number, 3)
+                while self.claims[number]:
+                    self.complete(number)
+            self.trainer.submit()
+            self.trainer.collect()
+            if self.trainer.done and not any("a0" in name and "pending" in name for name in leftovers(self.root)):
+                break
+        self.trainer.collect()
+        assert self.trainer.done, f"did not drain: {leftovers(self.root)}"
+
+    def _check(self) -> None:
+        told = replay(self.folder / "log", JOBS)
+        if not self.damaged:
+            assert not told["healing"], f"mended {told['healing']} though nothing was damaged"
+            for seq in told["given_up"]:
+                assert self.mishaps[seq] >= 3, f"job {seq} was given up after {self.mishaps[seq]} failures"
+        assert not leftovers(self.root), leftovers(self.root)
+
+
+def machine_settings(examples: int, steps: int = 40) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=True,
+        database=None,
+        phases=(Phase.generate, Phase.shrink) if examples <= 1000 else (Phase.generate,),
+    )
+
+
+def main() -> None:
+    options = arguments(examples=300)
+    machine = seed(options.seed)(QueueMachine)
+    run_state_machine_as_test(machine, settings=machine_settings(options.examples))  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception as error:  # noqa: BLE001 - whatever hypothesis found
+        print(f"FAILED: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)

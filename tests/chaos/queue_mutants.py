@@ -1,0 +1,157 @@
+"""Bugs to be seeded in the queue, each a mistake that somebody really made. Every one must be caught by some fault test."""
+
+from __future__ import annotations
+
+import fcntl
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from async_grpo import job_file, locks, queue_liveness, queue_server, queue_worker
+from async_grpo.job_queue import GivenUp, ServerQueue, WorkerQueue
+from async_grpo.queue_moves import Moves
+from async_grpo.queue_names import COMPLETE, reason_name, set_aside_name
+
+
+def claim_removed_before_the_result_is_there() -> None:
+    def complete(self: Any, claim: Any, group: Any) -> None:
+        self._moves.drop(f"queue/{claim.name}")
+        self._moves.publish(job_file.encode_group(group), f"queue/{claim.name.becomes(COMPLETE, self.device)}")
+        self._claims.pop(claim.job.seq, None)
+
+    WorkerQueue.complete = complete  # type: ignore[method-assign]
+
+
+def files_written_in_place() -> None:
+    Moves.publish = lambda self, data, to: self.files.create(to, data)  # type: ignore[method-assign]
+
+
+def nobody_recovers() -> None:
+    Moves.release_claims = lambda self, *args, **kwargs: []  # type: ignore[method-assign]
+
+
+def leftovers_of_a_restarted_worker_stay() -> None:
+    """The lease is the device's: once dev1 is back, what it had before looks alive."""
+
+    def enter(self: Any, device: str, *, patient: bool) -> bool:
+        self._learn_server()
+        return bool(self._lock.try_acquire({"torch_device": device}))
+
+    WorkerQueue._enter = enter  # type: ignore[method-assign]
+
+
+def jobs_taken_from_the_living() -> None:
+    def recover_dead(root: Any, moves: Any, max_attempts: int) -> list[int]:
+        devices = {name.device for name in moves.listing() if name.state == "processing"}
+        return [
+            seq
+            for device in sorted(devices)
+            for seq in moves.release_claims(device, max_attempts, counts=True, reason="dead?")
+        ]
+
+    queue_server.recover_dead = recover_dead
+    queue_liveness.recover_dead = recover_dead
+
+
+def results_not_deduplicated() -> None:
+    close = ServerQueue._close_job
+
+    def close_job(self: Any, seq: int) -> None:
+        if seq in self._open:
+            self.reopened = {**getattr(self, "reopened", {}), seq: GivenUp(self._open[seq], 0, "")}
+        close(self, seq)
+
+    def finished(self: Any) -> Any:
+        names = [name for name in sorted(self._moves.listing()) if name.state == COMPLETE]
+        again = [name for name in names if name.seq in getattr(self, "reopened", {}) and name.seq not in self._open]
+        for name in again:
+            self._open[name.seq] = self.reopened[name.seq].job
+            self._attempts[name.seq] = name.attempt
+        return original(self)
+
+    original = ServerQueue.finished
+    ServerQueue._close_job = close_job  # type: ignore[method-assign]
+    ServerQueue.finished = finished  # type: ignore[method-assign]
+
+
+def consumed_groups_not_given_back() -> None:
+    queue_server.done_folders = lambda files: []
+
+
+def broken_and_missing_jobs_not_issued_again() -> None:
+    ServerQueue._issue_again = lambda self, *args: None  # type: ignore[method-assign]
+
+
+def no_checksum() -> None:
+    job_file._checksum = lambda *args: 0
+
+
+def attempts_not_counted() -> None:
+    def try_again(self: Any, claim: Any, max_attempts: int, reason: str) -> bool:
+        return bool(self.move(f"queue/{claim}", f"queue/{claim.pending(claim.attempt)}"))
+
+    Moves.try_again = try_again  # type: ignore[method-assign]
+
+
+def handing_back_counts_as_a_failure() -> None:
+    def hand_back(self: Any, claim: Any) -> None:
+        self._moves.try_again(claim.name, self._max_attempts, "handed back")
+        self._claims.pop(claim.job.seq, None)
+
+    WorkerQueue.hand_back = hand_back  # type: ignore[method-assign]
+
+
+def reason_written_last() -> None:
+    def set_aside(self: Any, name: Any, kind: str, reason: str) -> bool:
+        target = set_aside_name(name, kind)
+        moved = self.move(f"queue/{name}", f"quarantine/{target}")
+        self.publish(reason.encode(), f"quarantine/{reason_name(target)}")
+        return bool(moved)
+
+    Moves.set_aside = set_aside  # type: ignore[method-assign]
+
+
+def locks_that_a_forked_child_keeps() -> None:
+    """`flock` belongs to the open file, which a child shares."""
+
+    class Flock:
+        LOCK_EX, LOCK_NB, F_UNLCK, F_WRLCK, F_GETLK = fcntl.LOCK_EX, fcntl.LOCK_NB, fcntl.F_UNLCK, fcntl.F_WRLCK, 0
+        lockf = staticmethod(fcntl.flock)
+
+        @staticmethod
+        def fcntl(fd: int, command: int, probe: bytes) -> bytes:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return struct.pack("@hhqqi4x", fcntl.F_WRLCK, 0, 0, 0, locks._parse_owner(_content(fd)).get("pid", 0))
+            return struct.pack("@hhqqi4x", fcntl.F_UNLCK, 0, 0, 0, 0)
+
+    locks.fcntl = Flock  # type: ignore[assignment]
+
+
+def _content(fd: int) -> bytes:
+    import os
+
+    return os.pread(fd, 4096, 0)
+
+
+MUTANTS: dict[str, Callable[[], None]] = {
+    mutant.__name__: mutant
+    for mutant in (
+        claim_removed_before_the_result_is_there,
+        files_written_in_place,
+        nobody_recovers,
+        leftovers_of_a_restarted_worker_stay,
+        jobs_taken_from_the_living,
+        results_not_deduplicated,
+        consumed_groups_not_given_back,
+        broken_and_missing_jobs_not_issued_again,
+        no_checksum,
+        attempts_not_counted,
+        handing_back_counts_as_a_failure,
+        reason_written_last,
+        locks_that_a_forked_child_keeps,
+    )
+}
+
+assert queue_worker  # imported so that its names exist before they are replaced
