@@ -1,0 +1,191 @@
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from recipe_files import load_recipe
+
+RECIPE = "trainer_setup_tiny.py"
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return load_recipe(RECIPE)
+
+
+@pytest.fixture
+def short_warm_start(recipe, tmp_path, monkeypatch):
+    """A cache of its own, and few steps: the cached folder's name follows."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(recipe.WARM_START, "clean_steps", 3)
+    monkeypatch.setitem(recipe.WARM_START, "noisy_steps", 2)
+
+
+# --- The task -------------------------------------------------------------------------------------
+
+
+def test_held_out_problems_are_never_trained_on(recipe):
+    training, held_out = recipe.split_problems()
+    assert len(set(held_out)) == 300
+    assert len(set(training)) == 50 * 50 - 300
+    assert not {frozenset(problem) for problem in training} & {frozenset(problem) for problem in held_out}
+
+
+def test_the_split_is_always_the_same(recipe):
+    assert recipe.split_problems() == recipe.split_problems()
+
+
+def test_the_warm_start_sees_training_problems_only(recipe):
+    tokenizer = recipe.build_tokenizer()
+    prompts, answers = recipe.teacher_tokens(tokenizer)
+    unseen = {f"{a:02}+{b:02}=" for a, b in recipe.split_problems()[1]}
+    seen = set(tokenizer.batch_decode(prompts))
+    assert len(seen) == 2200
+    assert not seen & unseen
+    assert prompts.shape == (2200, 6)
+    assert answers.shape == (2200, 4)
+
+
+def test_rows_are_in_fixed_width(recipe):
+    assert recipe.as_dataset([(7, 41), (49, 49)])[:] == {
+        "prompt": ["07+41=", "49+49="],
+        "answer": ["048", "098"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [("048", 1.0), ("48", 0.0), ("0480", 0.0), ("048=", 0.0), (" 048", 0.0), ("", 0.0)],
+)
+def test_only_the_exact_digits_are_rewarded(recipe, completion, reward):
+    assert recipe.accuracy(completions=[completion], answer=["048"], prompts=["07+41="]) == [reward]
+
+
+def test_tokenizer_gives_text_back(recipe):
+    tokenizer = recipe.build_tokenizer()
+    ids = tokenizer("07+41=048<eos>")["input_ids"]
+    assert len(ids) == 10
+    assert ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "07+41=048"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.7, 1.0])
+def test_the_teacher_errs_as_often_as_told_and_only_in_the_tens(recipe, share):
+    _, answers = recipe.teacher_tokens(recipe.build_tokenizer())
+    taught = recipe.with_errors(answers, share, torch.Generator().manual_seed(0))
+    wrong = taught != answers
+    assert wrong[:, [0, 2, 3]].sum() == 0
+    assert wrong[:, 1].float().mean().item() == pytest.approx(share, abs=0.04)
+    assert taught.max() <= answers.max()
+
+
+# --- The cache ------------------------------------------------------------------------------------
+
+
+def test_a_second_process_reads_what_the_first_has_trained(recipe, short_warm_start, capsys):
+    tokenizer = recipe.build_tokenizer()
+    trained = recipe.build_model(tokenizer).state_dict()
+    assert "warm start: trained in" in capsys.readouterr().out
+    torch.manual_seed(123)  # what the process did before makes no difference
+    loaded = recipe.build_model(tokenizer).state_dict()
+    said = capsys.readouterr().out
+    assert "warm start: loaded from" in said
+    assert "trained" not in said
+    assert all(torch.equal(trained[name], loaded[name]) for name in trained)
+
+
+def test_the_warm_start_leaves_the_process_random_state_alone(recipe, short_warm_start):
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    recipe.build_model(recipe.build_tokenizer())
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_another_constant_is_another_cache(recipe, short_warm_start, monkeypatch):
+    before = recipe.warm_start_folder()
+    monkeypatch.setitem(recipe.MODEL, "hidden_size", 32)
+    assert recipe.warm_start_folder() != before
+    assert before.parent.name == "async-grpo"
+
+
+def test_a_killed_training_leaves_no_half_written_weights(recipe, short_warm_start, monkeypatch):
+    def die(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "save_model", die)
+        with pytest.raises(KeyboardInterrupt):
+            recipe.build_model(recipe.build_tokenizer())
+    assert not list(recipe.warm_start_folder().glob("*.safetensors"))
+    recipe.build_model(recipe.build_tokenizer())  # the lock is free again
+
+
+def test_who_waits_says_for_what_and_gives_up_in_the_end(recipe, tmp_path, capsys):
+    from filelock import FileLock
+
+    with FileLock(tmp_path / "training.lock"), pytest.raises(TimeoutError, match=r"training\.lock"):
+        recipe.wait_for(FileLock(tmp_path / "training.lock", is_singleton=False), say_every_s=0.05, at_most_s=0.12)
+    said = capsys.readouterr().out
+    assert f"process {os.getpid()} has waited" in said
+    assert "training.lock" in said
+
+
+def test_of_two_processes_at_once_one_trains_and_both_have_the_same_model(tmp_path):
+    script = tmp_path / "build.py"
+    script.write_text(
+        "import hashlib, sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from recipe_files import load_recipe\n"
+        f"recipe = load_recipe({RECIPE!r})\n"
+        "recipe.WARM_START.update(clean_steps=40, noisy_steps=10)\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "weights = recipe.build_model(recipe.build_tokenizer()).state_dict()\n"
+        "print('model', hashlib.sha256(b''.join(t.numpy().tobytes() for t in weights.values())).hexdigest())\n"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert sum("warm start: trained in" in output for output in outputs) == 1
+    assert len({output.splitlines()[-1] for output in outputs}) == 1
+    assert outputs[0].splitlines()[-1].startswith("model ")
+
+
+# --- The trainer ----------------------------------------------------------------------------------
+
+
+def test_trainer_for_a_short_run(recipe, short_warm_start, tmp_path):
+    """Two steps: evaluated before the first and after the last, and a checkpoint at the end."""
+    from async_grpo.trl_on_cpu import repair_trl
+
+    repair_trl()
+    trainer = recipe.get_trainer()
+    assert [function.__name__ for function in trainer.reward_funcs] == ["accuracy"]
+    assert len(trainer.eval_dataset) == 300
+    assert sum(parameter.numel() for parameter in trainer.model.parameters()) < 500_000
+    trainer.args.output_dir = str(tmp_path / "out")
+    trainer.args.max_steps = 2
+    started = time.monotonic()
+    trainer.train()
+    assert time.monotonic() - started < 60
+    evaluations = [row for row in trainer.state.log_history if "eval_rewards/accuracy/mean" in row]
+    assert [row["step"] for row in evaluations] == [0, 2]
+    assert (tmp_path / "out" / "checkpoint-2").is_dir()
