@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +45,33 @@ def _rows(figures: dict[str, Any], run: RunDir) -> list[tuple[str, str]]:
         rows.append(("accuracy before → after", f"{figures['accuracy_before']:.3f} → {figures['accuracy_after']:.3f}"))
     rows += [
         ("rollouts", f"{figures['rollouts']}, {figures['rollouts_per_second']:.1f} a second"),
-        ("staleness mean, max", f"{figures['staleness_mean']:.2f}, {figures['staleness_max']} versions"),
+        ("staleness, in versions", f"mean {figures['staleness_mean']:.2f}, max {figures['staleness_max']}"),
         ("trainer waited", f"{figures['trainer_wait_fraction']:.0%} of the time"),
         ("workers busy", f"{figures['worker_busy_fraction']:.0%} of the time"),
         ("worker restarts", str(figures["worker_restarts"])),
     ]
     if figures["jobs_quarantined"]:
         rows.append(("groups set aside", f"{figures['jobs_quarantined']}, with reasons in {run.root / 'quarantine'}"))
-    rows += [("checkpoints", figures["checkpoints"]), ("TensorBoard", figures["tensorboard"])]
+    rows.append(("checkpoints", _shortest(Path(figures["checkpoints"]))))
+    rows.append(("TensorBoard", _shortest(Path(figures["tensorboard"]))))
     return rows
 
 
 def _next_command(figures: dict[str, Any], run: RunDir) -> str:
+    program = _program()
     if figures["state"] == runs.FINISHED:
-        return f"async-grpo board {_shortest(run.root)}"
+        return f"{program} board {_shortest(run.root)}"
     state = run.read_state()
     config = _shortest(Path(state.config)) if state else "SETUP_FILE"
-    return f"async-grpo train {config} --distributed --run-dir {_shortest(run.root)} --resume"
+    return f"{program} train {config} --distributed --run-dir {_shortest(run.root)} --resume"
+
+
+def _program() -> str:
+    """How the user can call us from where they are."""
+    if shutil.which("async-grpo"):
+        return "async-grpo"
+    beside_python = Path(sys.executable).with_name("async-grpo")
+    return _shortest(beside_python) if beside_python.exists() else f"{sys.executable} -m async_grpo.cli"
 
 
 def _shortest(path: Path) -> str:
