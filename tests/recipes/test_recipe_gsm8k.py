@@ -242,10 +242,11 @@ def test_the_prompt_ends_with_the_start_tag_and_has_no_braces(recipe, tiny_model
 # --- The trainer ----------------------------------------------------------------------------------
 
 
-def test_two_steps_in_plain_trl(recipe, surroundings, tmp_path):
+def test_two_steps_in_plain_trl(recipe, surroundings, tmp_path, monkeypatch):
     from async_grpo.trl_on_cpu import repair_trl
 
     repair_trl()
+    monkeypatch.chdir(tmp_path)  # TRL makes the output directory at once
     trainer = recipe.get_trainer()
     lora = trainer.model.peft_config["default"]
     assert (lora.r, lora.lora_alpha) == (16, 32)

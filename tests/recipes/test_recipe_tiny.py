@@ -172,11 +172,12 @@ def test_of_two_processes_at_once_one_trains_and_both_have_the_same_model(tmp_pa
 # --- The trainer ----------------------------------------------------------------------------------
 
 
-def test_trainer_for_a_short_run(recipe, short_warm_start, tmp_path):
+def test_trainer_for_a_short_run(recipe, short_warm_start, tmp_path, monkeypatch):
     """Two steps: evaluated before the first and after the last, and a checkpoint at the end."""
     from async_grpo.trl_on_cpu import repair_trl
 
     repair_trl()
+    monkeypatch.chdir(tmp_path)  # TRL makes the output directory at once
     trainer = recipe.get_trainer()
     assert [function.__name__ for function in trainer.reward_funcs] == ["accuracy"]
     assert len(trainer.eval_dataset) == 300
