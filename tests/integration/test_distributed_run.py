@@ -7,7 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from runs import SETUP, command, gone, read, steps_logged
+from runs import ROOT, SETUP, command, gone, read, steps_logged
+from tiny_gsm8k_model import gsm8k_folder, make_tiny_qwen3
 
 pytestmark = pytest.mark.integration
 
@@ -125,3 +126,17 @@ def test_by_hand_in_any_order(tmp_path: Path) -> None:
     assert "worker dev1 ends:" in early.output
     assert steps_logged(run_dir) == list(range(1, 13))
     assert "worker dev1 ends:" in (run_dir / "log_worker_1.txt").read_text()
+
+
+def test_the_gsm8k_recipe_runs_distributed_as_it_is(tmp_path: Path) -> None:
+    surroundings = {
+        "MODEL_PATH": str(make_tiny_qwen3(tmp_path / "model")),
+        "GSM8K_PATH": str(gsm8k_folder(tmp_path)),
+    }
+    recipe = str(ROOT / "src" / "app" / "trainer_setup_gsmk.py")
+    with command("train", recipe, "-n", "2", "--steps", "2", cwd=tmp_path, **surroundings) as run:
+        assert run.wait() == 0, run.output
+    assert steps_logged(tmp_path / "worker") == [1, 2]
+    logged = json.loads((tmp_path / "worker" / "metrics.jsonl").read_text().splitlines()[0])
+    for name in ("match_format_exactly", "match_format_approximately", "check_answer", "check_numbers"):
+        assert f"rewards/{name}/mean" in logged
