@@ -1,22 +1,31 @@
 """Copies of many tensors at the speed of one.
 
-A copy of 400 small tensors is bound by the cost of 400 calls, not by memory. So neighbours that lie the same
-way in source and destination are copied as one run (all of them, after `flatten_parameters`), small runs on
-the CPU go through numpy, whose calls cost a third of torch's, and runs on a GPU go in one fused kernel.
+A copy of 400 small tensors is bound by the cost of 400 calls, not by memory. So:
+
+* neighbours that lie the same way in source and destination are copied as one run (after `flatten_parameters`: all);
+* on the CPU, runs are memcpys by numpy, whose calls cost a third of torch's, shared out to a few threads. (torch's own
+  threads meet at a barrier after each tensor, which makes it several times slower as soon as another process computes);
+* with a GPU, one fused kernel copies all.
 """
 
+import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache, partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from async_grpo_ipc.layout import ALIGNMENT, is_dense
 
-SMALL_RUN_BYTES = 1 << 20  # above this, torch's parallel copy is faster than numpy's
+MAX_THREADS = 8  # what it takes to fill a server's memory bus
+BYTES_WORTH_A_THREAD = 4 << 20
 
+Bytes = npt.NDArray[np.uint8]
 
 _padded: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 
@@ -37,7 +46,7 @@ class CopyPlan:
         self._movable = movable
         self._addresses = _addresses(movable)
         pairs = [(d.detach(), s.detach()) for d, s in zip(destinations, sources, strict=True) if d.numel()]
-        self._steps = list(_steps(_merge_neighbours(pairs)))
+        self._steps = _steps(_merge_neighbours(pairs))
 
     def is_fresh(self) -> bool:
         """Whether no movable tensor has gone to other memory since (`model.to(...)`, `param.data = ...`)."""
@@ -115,25 +124,67 @@ def _flat(run: _Run) -> tuple[Tensor, Tensor]:
     )
 
 
-def _steps(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterable[Callable[[], object]]:
-    """On the CPU one call a run; with a GPU on either side one call for all."""
+def _steps(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Callable[[], object]]:
+    """With a GPU on either side one call. On the CPU plain copies in threads, casts and odd strides by torch."""
     if any(tensor.device.type != "cpu" for pair in pairs for tensor in pair):
         destinations, sources = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        yield lambda: torch._foreach_copy_(destinations, sources, non_blocking=True)
-        return
-    for destination, source in pairs:
-        if destination.dim() == 1 and destination.dtype == source.dtype and destination.nbytes < SMALL_RUN_BYTES:
-            yield _numpy_copy(destination, source)
-        else:
-            yield _torch_copy(destination, source)
+        return [lambda: torch._foreach_copy_(destinations, sources, non_blocking=True)]
+    plain = [(into, out_of) for into, out_of in pairs if _is_plain(into, out_of)]
+    odd = [(into, out_of) for into, out_of in pairs if not _is_plain(into, out_of)]
+    steps: list[Callable[[], object]] = [partial(into.copy_, out_of) for into, out_of in odd]
+    return [*steps, ThreadedCopy(plain)] if plain else steps
 
 
-def _numpy_copy(destination: Tensor, source: Tensor) -> Callable[[], object]:
-    if not (destination.is_contiguous() and source.is_contiguous()):
-        return _torch_copy(destination, source)
-    into, out_of = destination.view(torch.uint8).numpy(), source.view(torch.uint8).numpy()
-    return lambda: np.copyto(into, out_of)
+def _is_plain(destination: Tensor, source: Tensor) -> bool:
+    return destination.dtype == source.dtype and destination.is_contiguous() and source.is_contiguous()
 
 
-def _torch_copy(destination: Tensor, source: Tensor) -> Callable[[], object]:
-    return lambda: destination.copy_(source)
+class ThreadedCopy:
+    """Copies contiguous CPU tensors with one thread a share of the bytes."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        pieces = [(_bytes_of(into), _bytes_of(out_of)) for into, out_of in pairs]
+        total = sum(into.size for into, _ in pieces)
+        threads = max(1, min(torch.get_num_threads(), MAX_THREADS, total // BYTES_WORTH_A_THREAD))
+        self.shares = list(_cut(pieces, -(-total // threads)))
+
+    def __call__(self) -> None:
+        mine, *others = self.shares
+        started = [_helpers().submit(_copy_all, share) for share in others]
+        _copy_all(mine)
+        for other in started:
+            other.result()
+
+
+def _copy_all(share: Sequence[tuple[Bytes, Bytes]]) -> None:
+    for into, out_of in share:
+        np.copyto(into, out_of)  # a memcpy, without the interpreter's lock
+
+
+def _cut(pieces: Iterable[tuple[Bytes, Bytes]], share_bytes: int) -> Iterator[list[tuple[Bytes, Bytes]]]:
+    """Shares of equal size, in order; a piece that crosses a boundary is cut there."""
+    share: list[tuple[Bytes, Bytes]] = []
+    room = share_bytes
+    for into, out_of in pieces:
+        while into.size >= room:
+            share.append((into[:room], out_of[:room]))
+            yield share
+            into, out_of, share, room = into[room:], out_of[room:], [], share_bytes
+        if into.size:
+            share.append((into, out_of))
+            room -= into.size
+    if share:
+        yield share
+
+
+@cache
+def _helpers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MAX_THREADS - 1, thread_name_prefix="async-grpo-ipc-copy")
+
+
+os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads do not survive a fork
+
+
+def _bytes_of(tensor: Tensor) -> Bytes:
+    result: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
+    return result

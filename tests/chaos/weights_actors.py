@@ -183,8 +183,8 @@ def write_and_die(path: str, log: str, step: str, when: str) -> None:
         if when == "after":
             method(*arguments)
         if when == "middle":
-            for write in exporter._plans[arguments[0]]._steps[: TENSORS // 2]:
-                write()
+            for into, out_of in exporter._plans[arguments[0]]._steps[0].shares[0][: TENSORS // 2]:
+                into[:] = out_of
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(exporter, STEPS[step], die)

@@ -1,9 +1,14 @@
+import os
+import signal
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo_ipc.copies import CopyPlan, allow_merging_over_padding
+from async_grpo_ipc import copies
+from async_grpo_ipc.copies import CopyPlan, ThreadedCopy, allow_merging_over_padding
 from async_grpo_ipc.layout import ALIGNMENT, contiguous_stride, is_dense, plan_layout, storable_stride, views
 
 DTYPES = [
@@ -92,9 +97,42 @@ def test_neighbours_become_one_copy_over_padding_only_where_that_is_allowed():
     source_block, block = (torch.zeros(layout.nbytes, dtype=torch.uint8) for _ in range(2))
     sources = list(views(source_block, layout.tensors).values())
     destinations = list(views(block, layout.tensors).values())
-    assert len(CopyPlan(destinations, sources, movable=sources)._steps) == 5
+    assert pieces(CopyPlan(destinations, sources, movable=sources)) == 5
     allow_merging_over_padding(block)
-    assert len(CopyPlan(destinations, sources, movable=sources)._steps) == 1
+    assert pieces(CopyPlan(destinations, sources, movable=sources)) == 1
+
+
+def pieces(plan: CopyPlan) -> int:
+    (copy,) = plan._steps
+    return sum(len(share) for share in copy.shares)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 5))
+def test_shares_of_a_copy_are_equal_and_complete(sizes, threads):
+    pairs = [(torch.zeros(size, dtype=torch.uint8), torch.full((size,), 7, dtype=torch.uint8)) for size in sizes]
+    with (
+        mock.patch.object(copies, "BYTES_WORTH_A_THREAD", 1),
+        mock.patch.object(torch, "get_num_threads", lambda: threads),
+    ):
+        copy = ThreadedCopy(pairs)
+    assert len(copy.shares) <= threads
+    lengths = [sum(into.size for into, _ in share) for share in copy.shares]
+    assert sum(lengths) == sum(sizes)
+    assert len(set(lengths[:-1])) <= 1 and lengths[-1] <= lengths[0]
+    copy()
+    assert all(into.eq(7).all() for into, _ in pairs)
+
+
+def test_a_forked_child_copies_with_threads_of_its_own():
+    """The parent's threads are not there in the child: waiting for them would never end."""
+    with mock.patch.object(copies, "BYTES_WORTH_A_THREAD", 1), mock.patch.object(torch, "get_num_threads", lambda: 2):
+        copy = ThreadedCopy([(torch.zeros(100), torch.ones(100))])
+    copy()
+    if (pid := os.fork()) == 0:
+        signal.alarm(60)
+        copy()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_strangers_between_destinations_survive():
