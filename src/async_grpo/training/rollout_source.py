@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from loguru import logger
@@ -14,6 +15,7 @@ from async_grpo.job_queue import ServerQueue
 from async_grpo.records import Job, RolloutGroup
 from async_grpo.training.admission import Lookahead, Schedule
 from async_grpo.training.checkpoints import RolloutState
+from async_grpo.training.consumption import UsedBatch
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.waiting import Reminder
 
@@ -67,7 +69,7 @@ class RolloutSource:
         self.rounds = 0  # batches trained on
         self.consumed: list[int] = []  # sequence numbers trained on, in the order of use
         self.unusable: list[int] = []  # set aside for good, or dropped as over age: others take their places
-        self._taken: list[list[int]] = []  # batches handed out since the last optimizer step
+        self._taken: list[UsedBatch] = []  # handed out since the last optimizer step
         self._failed_in_a_row = 0  # since the last group that came back
         self._done: frozenset[int] = frozenset()  # consumed or unusable before this process started
         self._at_least: dict[int, int] = {}  # open job -> a lower bound of the version that generates it
@@ -84,17 +86,18 @@ class RolloutSource:
         self.unusable = list(state.unusable)
         self._done = frozenset(self.consumed) | frozenset(self.unusable)
         self.next_seq = state.consumed_below
+        self._schedule = replace(self._schedule, first_round=state.rounds, first_version=state.step)
 
     def advance(self, version: int) -> None:
         """Issue every job that may be issued while the trainer is at `version`."""
         while len(self._at_least) < self._lookahead.groups:
-            position = self.next_seq - len(self.unusable)
+            position = self.next_seq - sum(seq < self.next_seq for seq in self.unusable)
             if not self._schedule.is_admissible(position, version, open_jobs=len(self._at_least) - len(self._ready)):
                 return
             self._submit(version, self._schedule.oldest_version_for(position))
 
     def take(self, version: int) -> list[RolloutGroup]:
-        """One generation batch of groups, oldest first, none more than `max_staleness` versions old.
+        """One generation batch of groups, those of the oldest weights first, none over `max_staleness` versions old.
 
         Raises:
             StopTraining: the run was asked to end.
@@ -107,7 +110,13 @@ class RolloutSource:
             batch = self._wait_for_batch(version)
         finally:
             self._metrics.waited(time.monotonic() - started)
-        self._taken.append([group.job.seq for group in batch])
+        self._taken.append(
+            UsedBatch(
+                version_used=version,
+                seqs=[group.job.seq for group in batch],
+                policy_versions=[group.policy_version for group in batch],
+            )
+        )
         self._metrics.batch_taken(batch, version)
         return batch
 
@@ -127,12 +136,13 @@ class RolloutSource:
         self._lookahead.batch_taken(starved=starved)
         return batch
 
-    def trained(self) -> None:
+    def trained(self) -> list[UsedBatch]:
         """An optimizer step is done: what was taken for it counts as consumed, and a checkpoint may say so."""
-        for batch in self._taken:
+        used, self._taken = self._taken, []
+        for batch in used:
             self.rounds += 1
-            self.consumed += batch
-        self._taken.clear()
+            self.consumed += batch.seqs
+        return used
 
     def _submit(self, version: int, oldest_version: int) -> None:
         seq = self.next_seq
@@ -155,11 +165,13 @@ class RolloutSource:
     def _complete_batch(self, version: int) -> list[RolloutGroup] | None:
         self._collect(version)
         self.advance(version)
-        due = self._due(version)
-        size = self._schedule.groups_per_round
-        if len(self._ready) < size or any(seq not in self._ready for seq in due):
+        by_age = sorted(self._at_least, key=lambda seq: (self._at_least[seq], seq))
+        chosen = [seq for seq in by_age if seq in self._ready][: self._schedule.groups_per_round]
+        if len(chosen) < self._schedule.groups_per_round:
             return None
-        chosen = sorted(set(due) | set(sorted(self._ready)[:size]), key=lambda seq: (seq not in due, seq))[:size]
+        left = [(self._at_least[seq], seq in self._ready) for seq in by_age if seq not in chosen]
+        if self._schedule.must_wait(left, self.rounds + len(self._taken), version):
+            return None
         for seq in chosen:
             self._at_least.pop(seq)
         return [self._ready.pop(seq) for seq in sorted(chosen)]
@@ -169,16 +181,12 @@ class RolloutSource:
             group = self._queue.take(entry)
             if group is None:
                 continue
-            if self._schedule.is_over_age(group.policy_version, version):
-                self._metrics.group_dropped(group, version)
-                self._at_least.pop(group.job.seq, None)
-                self.unusable.append(group.job.seq)
-                continue
             if group.job.seq in self.unusable:  # given up before, and tried once more by an operator
                 self.unusable.remove(group.job.seq)
             self._ready[group.job.seq] = group
             self._at_least[group.job.seq] = group.policy_version
             self._failed_in_a_row = 0
+        self._drop_over_age(version)
         for seq, given_up in self._queue.given_up.items():
             if seq in self._at_least:
                 self._set_aside(seq, given_up.reason)
@@ -193,9 +201,13 @@ class RolloutSource:
             if seq in self._at_least:
                 self._at_least[seq] = max(self._at_least[seq], published)
 
-    def _due(self, version: int) -> list[int]:
-        next_version = max(version, self._schedule.version_of_round(self.rounds + len(self._taken) + 1))
-        return [seq for seq, oldest in self._at_least.items() if self._schedule.is_due(oldest, next_version)]
+    def _drop_over_age(self, version: int) -> None:
+        """Only a resumed run has such groups: those that were generated before it was interrupted."""
+        over_age = self._schedule.is_over_age
+        for seq in [seq for seq, group in self._ready.items() if over_age(group.policy_version, version)]:
+            self._metrics.group_dropped(self._ready.pop(seq), version)
+            self._at_least.pop(seq)
+            self.unusable.append(seq)
 
     def _set_aside(self, seq: int, reason: str) -> None:
         self._at_least.pop(seq, None)
