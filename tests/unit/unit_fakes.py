@@ -1,0 +1,169 @@
+"""A queue in memory and the few lines around it, for the tests of the trainer side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from async_grpo.records import Job, RolloutGroup, Timings
+from async_grpo.training.admission import Schedule
+from async_grpo.training.checkpoints import RolloutState
+from async_grpo.training.rollout_metrics import RolloutMetrics
+from async_grpo.training.rollout_source import RolloutSource
+
+RUN = "run-1"
+
+
+class Counts(NamedTuple):
+    pending: int
+    processing: int
+    complete: int
+
+
+class GivenUp(NamedTuple):
+    job: Job
+    attempt: int
+    reason: str
+
+
+class FakeQueue:
+    """What `RolloutSource` uses of `ServerQueue`. The test plays the workers; `on_wait` is the passing of time."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[int, Job] = {}  # submitted, not finished
+        self.claimed: set[int] = set()
+        self.given_up: dict[int, GivenUp] = {}
+        self.submitted: list[int] = []
+        self.waits = 0
+        self.on_wait: Callable[[], None] = _nobody_works
+        self.alive = 1
+        self._finished: dict[int, RolloutGroup] = {}
+
+    # what the trainer side calls
+    def submit(self, job: Job) -> None:
+        assert job.seq not in self.jobs, f"job {job.seq} submitted twice"
+        self.jobs[job.seq] = job
+        self.submitted.append(job.seq)
+
+    def finished(self) -> list[int]:
+        return sorted(self._finished)
+
+    def take(self, entry: int) -> RolloutGroup | None:
+        return self._finished.pop(entry)
+
+    def unclaimed(self) -> list[int]:
+        return sorted(self.jobs.keys() - self.claimed)
+
+    def counts(self) -> Counts:
+        return Counts(len(self.unclaimed()), len(self.claimed), len(self._finished))
+
+    def workers(self) -> list[str]:
+        return ["dev1"] * self.alive
+
+    def wait(self, timeout_s: float) -> bool:
+        self.waits += 1
+        self.on_wait()
+        return True
+
+    # what workers do
+    def claim(self, seq: int) -> Job:
+        self.claimed.add(seq)
+        return self.jobs[seq]
+
+    def finish(self, *seqs: int, version: int) -> None:
+        for seq in seqs:
+            self._finished[seq] = make_group(self._close(seq), version)
+
+    def fail_for_good(self, *seqs: int, reason: str = "Traceback:\nValueError: bad reward") -> None:
+        for seq in seqs:
+            self.given_up[seq] = GivenUp(self._close(seq), 2, reason)
+
+    def _close(self, seq: int) -> Job:
+        self.claimed.discard(seq)
+        return self.jobs.pop(seq)
+
+
+def _nobody_works() -> None:
+    raise AssertionError("the source waits for groups, and this test has no worker that could finish one")
+
+
+def make_group(job: Job, version: int, **changes: Any) -> RolloutGroup:
+    count = job.num_generations
+    fields: dict[str, Any] = {
+        "job": job,
+        "attempt": 0,
+        "worker": "dev1",
+        "policy_version": version,
+        "reward_names": ("right",),
+        "prompt_ids": np.zeros(1, np.int32),
+        "completion_lengths": np.ones(count, np.int32),
+        "completion_ids": np.zeros(count, np.int32),
+        "sampling_logprobs": np.zeros(count, np.float32),
+        "tool_mask": None,
+        "rewards": np.zeros((count, 1), np.float32),
+        "completions": ["x"] * count,
+        "timings": Timings(),
+    }
+    return RolloutGroup(**{**fields, **changes})
+
+
+def make_job(seq: int, num_generations: int = 2) -> Job:
+    return Job(
+        run_id=RUN, seq=seq, row={"n": seq}, num_generations=num_generations, seed=seq, born_version=0, min_version=0
+    )
+
+
+def schedule(B: int = 2, K: int = 4, per_round: int = 1, per_version: int = 1) -> Schedule:
+    return Schedule(
+        groups_per_round=B, micro_steps_per_round=per_round, micro_steps_per_version=per_version, max_staleness=K
+    )
+
+
+class Bench:
+    """A `RolloutSource` on a fake queue, with its metrics at hand. `published` is what the workers can see."""
+
+    def __init__(
+        self, plan: Schedule, resume_from: RolloutState | None = None, max_wait_s: float = 1000.0, seed: int = 0
+    ) -> None:
+        self.queue = FakeQueue()
+        self.published: int | None = 0
+        self.publications = 0
+        self.stopping = False
+        self.logged: dict[str, list[float]] = {}
+        self.metrics = RolloutMetrics(lambda name, value: self.logged.setdefault(name, []).append(value))
+        self.source = RolloutSource(
+            queue=self.queue,  # type: ignore[arg-type]  # a fake has only what is used
+            prompts=_rows,
+            schedule=plan,
+            run_id=RUN,
+            seed=seed,
+            num_generations=2,
+            metrics=self.metrics,
+            published_version=lambda: self.published,
+            keep_publishing=self._count_publication,
+            should_stop=lambda: self.stopping,
+            resume_from=resume_from,
+            max_wait_s=max_wait_s,
+        )
+
+    def step_done(self, version: int) -> None:
+        """What happens after every optimizer step."""
+        self.source.trained()
+        self.published = version
+        self.source.advance(version)
+
+    def _count_publication(self) -> None:
+        self.publications += 1
+
+
+def _rows(start: int) -> Iterator[dict[str, Any]]:
+    number = start
+    while True:
+        yield {"n": number}
+        number += 1
+
+
+def seqs(batch: list[RolloutGroup]) -> list[int]:
+    return [group.job.seq for group in batch]
