@@ -47,11 +47,7 @@ def _row_indices(trainer: GRPOTrainer, rows: int) -> Iterator[int]:
             found = True
             yield index
         if not found:
-            raise UnsupportedError(
-                f"The training data has {rows} rows, fewer than one generation batch "
-                f"({trl_hooks.groups_per_round(trainer)} prompts). Add rows, or lower per_device_train_batch_size, "
-                "steps_per_generation or gradient_accumulation_steps."
-            )
+            raise _too_few(trainer, rows)
 
 
 def _first_of_each_group(trainer: GRPOTrainer, indices: Iterator[int]) -> Iterator[int]:
@@ -75,13 +71,23 @@ def _first_of_each_group(trainer: GRPOTrainer, indices: Iterator[int]) -> Iterat
 def _streamed_rows(trainer: GRPOTrainer, dataset: Any) -> Iterator[dict[str, Any]]:
     if trainer.shuffle_dataset:
         dataset = dataset.shuffle(seed=trainer.args.seed)
+    size = trl_hooks.groups_per_round(trainer)
     epoch = 0
     while True:
         dataset.set_epoch(epoch)
+        rows = iter(dataset)
         found = False
-        for row in dataset:
+        while len(batch := list(islice(rows, size))) == size:  # TRL, too, drops what is left of an epoch
             found = True
-            yield row
+            yield from batch
         if not found:
-            raise UnsupportedError("The streamed training data is empty.")
+            raise _too_few(trainer, len(batch))
         epoch += 1
+
+
+def _too_few(trainer: GRPOTrainer, rows: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"The training data has {rows} rows, fewer than one generation batch "
+        f"({trl_hooks.groups_per_round(trainer)} prompts). Add rows, or lower per_device_train_batch_size, "
+        "steps_per_generation or gradient_accumulation_steps."
+    )
