@@ -50,7 +50,7 @@ class AsyncGRPOMixin(UserTrainer):
             return super()._generate_and_score_completions(inputs)
         groups = self.take_groups(self.state.global_step)
         with _serving(self, groups):
-            rows = [dict(group.job.row) for group in groups for _ in range(group.job.num_generations)]
+            rows = [_with_prompt(group.job.row) for group in groups for _ in range(group.job.num_generations)]
             output: dict[str, Any] = super()._generate_and_score_completions(rows)
         self.correct(output)
         return output
@@ -96,15 +96,20 @@ class AsyncGRPOMixin(UserTrainer):
 @contextmanager
 def _serving(trainer: Any, groups: Sequence[RolloutGroup]) -> Iterator[None]:
     """While TRL assembles the batch: rollouts come from `groups`; tools and environments have already run."""
-    saved = (trainer.rollout_func, trainer.tools, trainer.environment_factories)
+    saved = (trainer.rollout_func, trainer.tools, trainer.environment_factories, trainer.environments)
     trainer._serving = groups
     trainer.rollout_func = lambda prompts, _trainer: _as_rollout_output(groups)
-    trainer.tools, trainer.environment_factories = [], None
+    trainer.tools, trainer.environment_factories, trainer.environments = [], None, None
     try:
         yield
     finally:
-        trainer.rollout_func, trainer.tools, trainer.environment_factories = saved
+        trainer.rollout_func, trainer.tools, trainer.environment_factories, trainer.environments = saved
         trainer._serving = None
+
+
+def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a dataset row; where its environment brought the prompt, TRL's own placeholder stands in."""
+    return {"prompt": [{"role": "user", "content": ""}], **row}
 
 
 def _as_rollout_output(groups: Sequence[RolloutGroup]) -> dict[str, list[Any]]:
