@@ -25,6 +25,7 @@ FORMAT = 1
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 _ENTRIES = (
     *("queue", "done", "quarantine", "tmp", "alive", "tensorboard", "summary.json", "metrics.jsonl"),
+    "consumed.jsonl",
     *("run.json", "server.lock", "ps_ipc_handle.json", "ps_ipc_handle_version.json"),
 )
 
@@ -51,6 +52,7 @@ class RunDir:
         self.state_file = self.root / "run.json"
         self.lock = self.root / "server.lock"
         self.metrics = self.root / "metrics.jsonl"
+        self.consumption = self.root / "consumed.jsonl"
         self.summary = self.root / "summary.json"
         self.tensorboard = self.root / "tensorboard"
 

@@ -16,6 +16,7 @@ from async_grpo.run_dir import RunDir, RunState
 from async_grpo.training import checkpoints, trl_hooks
 from async_grpo.training.admission import Schedule
 from async_grpo.training.checkpoints import RolloutState
+from async_grpo.training.consumption import ConsumptionRecord
 from async_grpo.training.correction import bypass
 from async_grpo.training.prompts import prompt_rows, refuse_images
 from async_grpo.training.rollout_metrics import RolloutMetrics
@@ -75,6 +76,12 @@ class AsyncTraining:
         )
         self._exporter = WeightExporter.from_model(trainer.model, run.weights_handle, slots=SLOTS)
         self._publication = WeightPublication(self._exporter)
+        self._record = ConsumptionRecord(
+            run.consumption,
+            run_id=state.run_id,
+            resumed_from=rollouts.step if rollouts else None,
+            max_staleness=settings.max_staleness,
+        )
         self._source = RolloutSource(
             queue=self._queue,
             prompts=lambda start: prompt_rows(trainer, start),
@@ -86,6 +93,7 @@ class AsyncTraining:
             published_version=lambda: self._publication.version,
             keep_publishing=self._publication.retry,
             should_stop=lambda: bool(stop),
+            on_drop=self._record.dropped,
             resume_from=rollouts,
         )
         trl_hooks.make_async(
@@ -99,6 +107,7 @@ class AsyncTraining:
     def __exit__(self, *exc: object) -> None:
         self._exporter.close()
         self._queue.close()
+        self._record.close()
         self.log.close()
 
     @property
@@ -131,7 +140,7 @@ class AsyncTraining:
 
     def step_done(self) -> None:
         step = self.step
-        self._source.trained()
+        self._record.used(step, self._source.trained())
         self._publication.publish(step)
         self._source.advance(step)
         self._count_queue()

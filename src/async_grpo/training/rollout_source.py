@@ -34,6 +34,7 @@ class RolloutSource:
         published_version: the newest policy version that workers can see, or None before the first.
         keep_publishing: called while waiting; publishes a version that found no free slot before.
         should_stop: True once the run was asked to end.
+        on_drop: told the sequence number of each group that is dropped as over age.
         max_wait_s: how long one batch may take; no worker, or workers that deliver nothing, end the run then.
     """
 
@@ -50,6 +51,7 @@ class RolloutSource:
         published_version: Callable[[], int | None],
         keep_publishing: Callable[[], None],
         should_stop: Callable[[], bool],
+        on_drop: Callable[[int], None] = lambda seq: None,
         resume_from: RolloutState | None = None,
         max_wait_s: float = 1800.0,
     ) -> None:
@@ -63,6 +65,7 @@ class RolloutSource:
         self._published_version = published_version
         self._keep_publishing = keep_publishing
         self._should_stop = should_stop
+        self._on_drop = on_drop
         self._max_wait_s = max_wait_s
 
         self.next_seq = 0
@@ -206,6 +209,7 @@ class RolloutSource:
         over_age = self._schedule.is_over_age
         for seq in [seq for seq, group in self._ready.items() if over_age(group.policy_version, version)]:
             self._metrics.group_dropped(self._ready.pop(seq), version)
+            self._on_drop(seq)
             self._at_least.pop(seq)
             self.unusable.append(seq)
 
