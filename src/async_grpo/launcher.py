@@ -19,6 +19,7 @@ from async_grpo import run_dir as runs
 from async_grpo import summary
 from async_grpo.devices import CPU, threads_per_process
 from async_grpo.log_tail import LogTail
+from async_grpo.progress import StallWatch
 from async_grpo.run_dir import RunDir, prepare
 
 GRACE_S = 9.0  # what is not gone this long after it was asked to end is killed: a run ends within 10 s
@@ -41,6 +42,7 @@ class LaunchOptions:
     max_attempts: int = 3
     resume: bool = False
     overwrite: bool = False
+    worker_timeout_s: float = 600.0
     log_level: str = "INFO"
 
 
@@ -63,6 +65,7 @@ class _Child:
     name: str
     command: list[str]
     log: LogTail
+    stall: StallWatch | None = None
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     restart_at: float | None = None  # monotonic seconds; None while it runs or when it has ended for good
@@ -85,8 +88,7 @@ class _Launcher:
         run = RunDir(self.options.run_dir)
         server = self._child("server", run.server_log, self._server_command())
         workers = [
-            self._child(f"worker {number}", run.worker_log(number), self._worker_command(number, device))
-            for number, device in enumerate(self.options.worker_devices, start=1)
+            self._worker(run, number, device) for number, device in enumerate(self.options.worker_devices, start=1)
         ]
         self.children = [server, *workers]
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -102,6 +104,11 @@ class _Launcher:
         finally:
             self._end_all()
         return self._conclude(run, server)
+
+    def _worker(self, run: RunDir, number: int, device: str) -> _Child:
+        worker = self._child(f"worker {number}", run.worker_log(number), self._worker_command(number, device))
+        worker.stall = StallWatch(run.root, number, self.options.worker_timeout_s)
+        return worker
 
     def _child(self, name: str, log: Path, arguments: list[str]) -> _Child:
         command = [sys.executable, "-m", "async_grpo.cli", *arguments, "--launched-by", str(os.getpid())]
@@ -172,6 +179,7 @@ class _Launcher:
     def _mind(self, worker: _Child) -> None:
         now = time.monotonic()
         if worker.running:
+            self._end_if_hung(worker)
             return
         if worker.restart_at is None:
             if worker.restarts_in_a_row >= MAX_RESTARTS_IN_A_ROW:
@@ -185,6 +193,14 @@ class _Launcher:
             worker.restarts_in_a_row += 1
             self.restarts += 1
             self._start(worker)
+
+    def _end_if_hung(self, worker: _Child) -> None:
+        assert worker.stall is not None
+        if worker.stall.is_hung():
+            _say(f"{worker.name} made no progress for {self.options.worker_timeout_s:g} s: killing it")
+            assert worker.process is not None
+            worker.process.kill()
+            worker.process.wait()
 
     def _end_all(self) -> None:
         """Ask every child to end, then make it: none is left behind. Only the pids that were started are signalled."""

@@ -7,7 +7,8 @@ import os
 import time
 import traceback
 from collections import Counter
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,10 +17,11 @@ from loguru import logger
 
 from async_grpo import run_dir as runs
 from async_grpo.devices import check_torch_sees
-from async_grpo.errors import AsyncGRPOError, PeerDiedError, WaitTimeoutError
+from async_grpo.errors import AsyncGRPOError, DiskFullError, PeerDiedError, WaitTimeoutError
 from async_grpo.job_queue import Claim, WorkerQueue
 from async_grpo.locks import KernelLock
 from async_grpo.process import StopRequest, log_to, own_compile_cache
+from async_grpo.progress import Progress, progress_file
 from async_grpo.records import Timings
 from async_grpo.run_dir import RunDir, RunState
 from async_grpo.setup_file import load_trainer
@@ -33,6 +35,7 @@ SERVER_WAIT_S = 3600.0  # for a parameter server to start, or to come back after
 WEIGHTS_WAIT_S = 600.0  # for a version that the trainer has announced
 HEAD_START_S = 2.0  # that other workers have with a job that failed on this one
 SAY_AT_MOST = 3  # failures of the same text that are shown
+DISK_FULL_RETRY_S = 1.0
 IDLE_WAKE_S = 0.5  # an idle worker looks at the run's state this often
 
 
@@ -109,10 +112,15 @@ class Worker:
         self._aliased = False
         self._server_died_at: float | None = None
         self.statistics = WorkerStatistics()
+        self._progress = Progress(progress_file(run.root, queue.device))
         trainer.generator.on_step = self._between_tokens
 
     def work(self) -> None:
         """Serve jobs until the run has ended or the process was asked to stop."""
+        with suppress(StopWorking):
+            self._work()
+
+    def _work(self) -> None:
         reminder = Reminder(self._waiting_for)
         while not self._stop and self._run_goes_on():
             claims = self._claim()
@@ -192,7 +200,11 @@ class Worker:
                 reward_names=self._trainer.reward_func_names,
                 timings=replace(share, score_s=score_s),
             )
-            self._queue.complete(claim, group)
+            self._progress.tick()
+            self._when_there_is_room(lambda: self._queue.complete(claim, group))
+        except StopWorking:
+            self._hand_back([claim])
+            return
         except Exception:  # noqa: BLE001  # the user's reward functions: whatever they raise belongs to the job
             self._failed(claim, traceback.format_exc())
             return
@@ -207,7 +219,23 @@ class Worker:
         level = "WARNING" if self._said[last_line] <= SAY_AT_MOST else "DEBUG"
         more = "; more of the same are not shown" if self._said[last_line] == SAY_AT_MOST else ""
         logger.log(level, "prompt group {} (attempt {}) failed: {}{}", claim.job.seq, claim.attempt, last_line, more)
-        self._queue.fail(claim, error)
+        self._when_there_is_room(lambda: self._queue.fail(claim, error))
+
+    def _when_there_is_room(self, write: Callable[[], None]) -> None:
+        """Write to the queue; on a full disk keep the claim and wait until there is room."""
+        reminder: Reminder | None = None
+        while True:
+            try:
+                return write()
+            except DiskFullError as error:
+                if reminder is None:
+                    reminder = Reminder(lambda: f"room on the disk of {self._run.root}")
+                    logger.warning("{} Keeping the job and waiting for room.", error)
+            if self._stop:
+                raise StopWorking
+            reminder.tick()
+            self._progress.tick()
+            time.sleep(DISK_FULL_RETRY_S)
 
     def _hand_back(self, claims: list[Claim]) -> None:
         for claim in claims:
@@ -225,6 +253,7 @@ class Worker:
                 raise WaitTimeoutError(f"Version {needed} of the weights did not appear in {WEIGHTS_WAIT_S:.0f} s.")
             _check_server(self._run)
             reminder.tick()
+            self._progress.tick()  # waiting for the trainer is no hanging
             time.sleep(0.002)
         return version
 
@@ -241,6 +270,7 @@ class Worker:
         return version
 
     def _between_tokens(self) -> None:
+        self._progress.tick()
         if self._stop:
             raise StopWorking
 

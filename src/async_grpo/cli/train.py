@@ -47,6 +47,14 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="1,2,3",
         help="the workers' GPUs, one worker each",
     )
+    group.add_argument(
+        "--worker-timeout",
+        type=common.positive_seconds,
+        default=600.0,
+        metavar="S",
+        help="a worker that decodes no token and scores no group for S seconds is killed and started again "
+        "(default: 600)",
+    )
     common.add_distributed_options(parser)
     common.add_run_options(parser)
     return parser
@@ -104,6 +112,7 @@ def _distributed(args: argparse.Namespace) -> int:
             max_attempts=args.max_attempts,
             resume=args.resume,
             overwrite=args.overwrite,
+            worker_timeout_s=args.worker_timeout,
             log_level=common.log_level(args),
         )
     )

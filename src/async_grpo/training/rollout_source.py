@@ -10,7 +10,7 @@ from typing import Any
 
 from loguru import logger
 
-from async_grpo.errors import AllGroupsFailedError, WaitTimeoutError
+from async_grpo.errors import AllGroupsFailedError, DiskFullError, WaitTimeoutError
 from async_grpo.job_queue import ServerQueue
 from async_grpo.records import Job, RolloutGroup
 from async_grpo.training.admission import Lookahead, Schedule
@@ -20,6 +20,7 @@ from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.waiting import Reminder
 
 WAKE_S = 0.5  # a wait on the queue looks at everything else at least this often
+FEWEST_FAILURES = 8  # in a row that end a run: with small batches a whole one may fail by chance
 
 
 class StopTraining(Exception):  # no error: the run was asked to end
@@ -35,6 +36,7 @@ class RolloutSource:
         keep_publishing: called while waiting; publishes a version that found no free slot before.
         should_stop: True once the run was asked to end.
         on_drop: told the sequence number of each group that is dropped as over age.
+        make_room: called once when the disk is full; may delete what nobody will come back to.
         max_wait_s: how long one batch may take; no worker, or workers that deliver nothing, end the run then.
     """
 
@@ -52,6 +54,7 @@ class RolloutSource:
         keep_publishing: Callable[[], None],
         should_stop: Callable[[], bool],
         on_drop: Callable[[int], None] = lambda seq: None,
+        make_room: Callable[[], None] = lambda: None,
         resume_from: RolloutState | None = None,
         max_wait_s: float = 1800.0,
     ) -> None:
@@ -66,6 +69,7 @@ class RolloutSource:
         self._keep_publishing = keep_publishing
         self._should_stop = should_stop
         self._on_drop = on_drop
+        self._make_room = make_room
         self._max_wait_s = max_wait_s
 
         self.next_seq = 0
@@ -73,6 +77,8 @@ class RolloutSource:
         self.consumed: list[int] = []  # sequence numbers trained on, in the order of use
         self.unusable: list[int] = []  # set aside for good, or dropped as over age: others take their places
         self._taken: list[UsedBatch] = []  # handed out since the last optimizer step
+        self._held_back: Job | None = None  # drawn, and not submitted for want of room
+        self._disk_full = False
         self._failed_in_a_row = 0  # since the last group that came back
         self._done: frozenset[int] = frozenset()  # consumed or unusable before this process started
         self._at_least: dict[int, int] = {}  # open job -> a lower bound of the version that generates it
@@ -93,7 +99,7 @@ class RolloutSource:
 
     def advance(self, version: int) -> None:
         """Issue every job that may be issued while the trainer is at `version`."""
-        while len(self._at_least) < self._lookahead.groups:
+        while self._submit_held_back() and len(self._at_least) < self._lookahead.groups:
             position = self.next_seq - sum(seq < self.next_seq for seq in self.unusable)
             if not self._schedule.is_admissible(position, version, open_jobs=len(self._at_least) - len(self._ready)):
                 return
@@ -162,8 +168,24 @@ class RolloutSource:
             born_version=version,
             min_version=oldest_version,
         )
-        self._queue.submit(job)
         self._at_least[seq] = oldest_version
+        self._held_back = job
+        self._submit_held_back()
+
+    def _submit_held_back(self) -> bool:
+        """Submit the job that found no room on the disk, if there is one; False when there is still none."""
+        if self._held_back is None:
+            return True
+        try:
+            self._queue.submit(self._held_back)
+        except DiskFullError as error:
+            if not self._disk_full:
+                logger.warning("{} No more jobs are issued until there is room.", error)
+                self._make_room()
+            self._disk_full = True
+            return False
+        self._held_back, self._disk_full = None, False
+        return True
 
     def _complete_batch(self, version: int) -> list[RolloutGroup] | None:
         self._collect(version)
@@ -220,13 +242,15 @@ class RolloutSource:
         self._metrics.job_quarantined()
         last_line = reason.strip().rsplit("\n", 1)[-1]
         logger.warning("prompt group {} failed for good and is set aside in quarantine/: {}", seq, last_line)
-        if self._failed_in_a_row >= self._schedule.groups_per_round:
+        if self._failed_in_a_row >= max(self._schedule.groups_per_round, FEWEST_FAILURES):
             raise AllGroupsFailedError(
                 f"The last {self._failed_in_a_row} prompt groups all failed, so there is nothing to train on. "
                 f"The last one failed with:\n{reason.strip()}"
             )
 
     def _waiting_for(self) -> str:
+        if self._disk_full:
+            return "room on the disk for new jobs"
         counts = self._queue.counts()
         workers = len(self._queue.workers())
         missing = max(1, self._schedule.groups_per_round - len(self._ready))
