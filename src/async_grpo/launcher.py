@@ -17,6 +17,7 @@ from pathlib import Path
 import async_grpo
 from async_grpo import run_dir as runs
 from async_grpo import summary
+from async_grpo.archive import DEFAULT_LIMIT, ArchiveLimit
 from async_grpo.devices import CPU, threads_per_process
 from async_grpo.log_tail import LogTail
 from async_grpo.progress import StallWatch
@@ -42,6 +43,7 @@ class LaunchOptions:
     max_attempts: int = 3
     resume: bool = False
     overwrite: bool = False
+    keep_done: ArchiveLimit = DEFAULT_LIMIT
     worker_timeout_s: float = 600.0
     log_level: str = "INFO"
 
@@ -130,6 +132,7 @@ class _Launcher:
             "--max-attempts",
             str(options.max_attempts),
         ]
+        command += ["--keep-done", str(options.keep_done)]
         if options.steps is not None:
             command += ["--steps", str(options.steps)]
         if options.seed is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from async_grpo import run_dir as runs
+from async_grpo.archive import DEFAULT_LIMIT, ArchiveLimit
 from async_grpo.devices import check_torch_sees
 from async_grpo.errors import RunDirError
 from async_grpo.locks import KernelLock
@@ -35,6 +36,7 @@ class ServerOptions:
     seed: int | None = None  # overrides the trainer's seed
     max_staleness: int = 4
     max_attempts: int = 3
+    keep_done: ArchiveLimit = DEFAULT_LIMIT
     resume: bool = False
     log_level: str | None = None  # of the log file in the run directory; None: a launcher keeps it
 
@@ -77,7 +79,9 @@ def _train(options: ServerOptions, run: RunDir, stop: StopRequest) -> str:
 
     from async_grpo.training.async_training import AsyncTraining, TrainingSettings
 
-    settings = TrainingSettings(max_staleness=options.max_staleness, max_attempts=options.max_attempts)
+    settings = TrainingSettings(
+        max_staleness=options.max_staleness, max_attempts=options.max_attempts, keep_done=options.keep_done
+    )
     with AsyncTraining(trainer, run=run, state=state, settings=settings, stop=stop, resume=options.resume) as training:
         result = runs.FAILED
         stop.defer()

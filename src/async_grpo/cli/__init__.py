@@ -25,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _top_level(argv)
     command = importlib.import_module(f"async_grpo.cli.{argv[0]}")
     parser = command.build_parser()
-    args = parser.parse_args(argv[1:])
     try:
+        args = parser.parse_args(argv[1:])
         return int(command.run(args))
     except AsyncGRPOError as error:
         print(f"error: {error}", file=sys.stderr)

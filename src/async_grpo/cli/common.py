@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from async_grpo.archive import DEFAULT_LIMIT, ArchiveLimit
 from async_grpo.devices import CPU, hold_to_device, parse_device, threads_per_process, visible_gpus
 from async_grpo.errors import UsageError
 
@@ -55,6 +56,13 @@ def add_distributed_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-attempts", type=positive, default=3, metavar="N", help="tries of a failing job (default: 3)"
+    )
+    parser.add_argument(
+        "--keep-done",
+        type=ArchiveLimit.parse,
+        default=DEFAULT_LIMIT,
+        metavar="N",
+        help="keep so many used groups, or so many bytes of them (2GB), in done/ (default: 10000)",
     )
     unfinished = parser.add_mutually_exclusive_group()
     unfinished.add_argument("--resume", action="store_true", help="go on with the unfinished run in --run-dir")

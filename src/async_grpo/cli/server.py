@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             max_staleness=args.max_staleness,
             max_attempts=args.max_attempts,
+            keep_done=args.keep_done,
             resume=args.resume,
             log_level=common.log_level(args) if args.launched_by is None else None,
         )

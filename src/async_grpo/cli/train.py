@@ -112,6 +112,7 @@ def _distributed(args: argparse.Namespace) -> int:
             max_attempts=args.max_attempts,
             resume=args.resume,
             overwrite=args.overwrite,
+            keep_done=args.keep_done,
             worker_timeout_s=args.worker_timeout,
             log_level=common.log_level(args),
         )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from async_grpo.archive import DEFAULT_LIMIT, ArchiveLimit
 from async_grpo.job_queue import ServerQueue
 from async_grpo.metrics import RunLog
 from async_grpo.process import StopRequest
@@ -36,6 +37,7 @@ class TrainingSettings:
 
     max_staleness: int = 4  # in policy versions
     max_attempts: int = 3  # tries of a job before it is set aside
+    keep_done: ArchiveLimit = DEFAULT_LIMIT  # of the archive of used groups
 
 
 class AsyncTraining:
@@ -60,6 +62,7 @@ class AsyncTraining:
         self._trainer = trainer
         self._run = run
         self._run_id = state.run_id
+        self._keep_done = settings.keep_done
         self._stop = stop
         self.output_dir = Path(trainer.args.output_dir).absolute()
         self.tensorboard = run.tensorboard
@@ -67,6 +70,7 @@ class AsyncTraining:
 
         self.metrics = RolloutMetrics(lambda name, value: trl_hooks.append_metric(trainer, name, value))
         self.log = RunLog(run.metrics)
+        self._in_checkpoint: frozenset[int] = frozenset()  # groups that a resumed run will not come back to
         self._checkpoint, rollouts = self._find_checkpoint() if resume else (None, None)
         self._queue = ServerQueue.open(
             run.root,
@@ -94,6 +98,7 @@ class AsyncTraining:
             keep_publishing=self._publication.retry,
             should_stop=lambda: bool(stop),
             on_drop=self._record.dropped,
+            make_room=lambda: self._trim_archive(ArchiveLimit(0)),
             resume_from=rollouts,
         )
         trl_hooks.make_async(
@@ -174,6 +179,14 @@ class AsyncTraining:
             ),
         )
         self._run.update_state(step=step)
+        self._in_checkpoint = frozenset(self._source.consumed) | frozenset(self._source.unusable)
+        self._trim_archive(self._keep_done)
+
+    def _trim_archive(self, limit: ArchiveLimit) -> None:
+        """Delete the oldest used groups beyond `limit`; never one that the last checkpoint does not have."""
+        removed = self._queue.trim_done(limit.groups(self._run.root / "done"), self._in_checkpoint)
+        if removed:
+            logger.debug("removed {} of the oldest groups from done/", removed)
 
 
 def _schedule(trainer: GRPOTrainer, max_staleness: int) -> Schedule:
