@@ -90,10 +90,7 @@ def _inotify(masks: Mapping[Path, int]) -> int:
     except AttributeError:  # a C library without inotify
         return -1
     for path, mask in masks.items():
-        if (
-            fd >= 0
-            and libc.inotify_add_watch(fd, os.fsencode(path), mask | _IN_DELETE_SELF | _IN_MOVE_SELF) < 0
-        ):
+        if fd >= 0 and libc.inotify_add_watch(fd, os.fsencode(path), mask | _IN_DELETE_SELF | _IN_MOVE_SELF) < 0:
             os.close(fd)
             fd = -1
     return fd

@@ -177,13 +177,9 @@ def _misfit_of_group(group: RolloutGroup) -> str | None:
 
     lengths, ids, generations = group.completion_lengths, group.completion_ids, group.job.num_generations
     if lengths.shape != (generations,) or len(group.completions) != generations:
-        return (
-            f"{len(lengths)} lengths and {len(group.completions)} completions for {generations} generations"
-        )
+        return f"{len(lengths)} lengths and {len(group.completions)} completions for {generations} generations"
     if lengths.min() < 0 or int(lengths.sum(dtype=np.int64)) != len(ids):
-        return (
-            f"the completion lengths sum to {int(lengths.sum(dtype=np.int64))}, there are {len(ids)} tokens"
-        )
+        return f"the completion lengths sum to {int(lengths.sum(dtype=np.int64))}, there are {len(ids)} tokens"
     if len(group.sampling_logprobs) != len(ids):
         return f"{len(group.sampling_logprobs)} log-probabilities for {len(ids)} tokens"
     if group.rewards.shape != (generations, len(group.reward_names)):
@@ -334,9 +330,7 @@ def _require_exact_json(values: dict[str, Any] | list[Any], what: str) -> None:
     """Refuse what JSON would change or cannot hold. NaN and infinity are written and read back."""
     for name, value in values.items() if type(values) is dict else enumerate(values):
         if type(name) not in (str, int):
-            raise UnsupportedError(
-                f"A {what} is named by a {type(name).__name__}; only text names can be sent."
-            )
+            raise UnsupportedError(f"A {what} is named by a {type(name).__name__}; only text names can be sent.")
         found = _inexact(value, depth=0)
         if found:
             raise UnsupportedError(

@@ -61,9 +61,7 @@ class KernelLock:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 os.close(fd)
-                if isinstance(
-                    error, (BlockingIOError, PermissionError)
-                ):  # EAGAIN or EACCES, as POSIX allows both
+                if isinstance(error, (BlockingIOError, PermissionError)):  # EAGAIN or EACCES, as POSIX allows both
                     return False
                 raise
             self._fd, self._pid = fd, os.getpid()
@@ -89,9 +87,7 @@ class KernelLock:
     def require_process(self) -> None:
         """`QueueError` in a forked child, which has none of its parent's locks."""
         if not self.held_here:
-            raise QueueError(
-                f"{self.path.name} is not held by process {os.getpid()}: a forked child has no locks."
-            )
+            raise QueueError(f"{self.path.name} is not held by process {os.getpid()}: a forked child has no locks.")
 
     def require(self) -> None:
         """`QueueError` unless the lock is still ours.
@@ -100,9 +96,7 @@ class KernelLock:
         """
         self.require_process()
         if self._identity() != _inode(self._fd):
-            raise QueueError(
-                f"{self.path} was deleted or replaced while in use, so it protects nothing. Start again."
-            )
+            raise QueueError(f"{self.path} was deleted or replaced while in use, so it protects nothing. Start again.")
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

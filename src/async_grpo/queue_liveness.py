@@ -88,9 +88,7 @@ class Reaper:
         self._root, self._recover, self._tell = root, recover, tell
         self._watch = DirectoryWatch({root / "alive": IN_CREATE | IN_MODIFY})
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._pidfds: dict[
-            tuple[int, int], int
-        ] = {}  # (device, pid) -> pidfd, or -1 where there is none to be had
+        self._pidfds: dict[tuple[int, int], int] = {}  # (device, pid) -> pidfd, or -1 where there is none to be had
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="queue-reaper", daemon=True)
         self._thread.start()
@@ -98,9 +96,7 @@ class Reaper:
     def raise_error(self) -> None:
         """What ended the thread, if anything did: nobody would recover jobs without it."""
         if self._error is not None:
-            raise QueueError(
-                f"The thread that recovers jobs of dead workers ended: {self._error}"
-            ) from self._error
+            raise QueueError(f"The thread that recovers jobs of dead workers ended: {self._error}") from self._error
 
     def close(self) -> None:
         os.eventfd_write(self._stop, 1)

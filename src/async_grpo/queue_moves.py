@@ -112,6 +112,7 @@ class Moves:
         does not when the whole run was down. A worker dies between publishing a result and dropping its
         claim, too: then the result counts.
         """
+        self.clear_temporaries(f"dev{device}")
         released = []
         for name in sorted(self.listing()):
             if (name.state, name.device) != (PROCESSING, device):
@@ -124,7 +125,6 @@ class Moves:
                 else:
                     self.move(f"queue/{name}", f"queue/{name.pending(name.attempt)}")
                 released.append(name.seq)
-        self.clear_temporaries(f"dev{device}")
         return released
 
     def reason(self, set_aside: str) -> str:

@@ -119,9 +119,13 @@ class ServerQueue:
                 f"The queue in {root} has a server: {describe_holder(queue._lock.holder())}. "
                 "One run directory has one parameter server; stop that one or choose another --run-dir."
             )
-        queue._inherit(consumed)
-        if watch_workers:
-            queue._reaper = Reaper(root, queue.recover_dead, lambda: os.eventfd_write(queue._death, 1))
+        try:
+            queue._inherit(consumed)
+            if watch_workers:
+                queue._reaper = Reaper(root, queue.recover_dead, lambda: os.eventfd_write(queue._death, 1))
+        except BaseException:
+            queue.close()
+            raise
         return queue
 
     def close(self) -> None:

@@ -57,9 +57,7 @@ def quarantined(root: Path | str) -> list[Quarantined]:
     """Everything that was set aside, by job, each with its reason."""
     files = OsFiles(Path(root))
     try:
-        return sorted(
-            Quarantined(*aside, Moves(files, "view").reason(aside.name)) for aside in _set_aside(files)
-        )
+        return sorted(Quarantined(*aside, Moves(files, "view").reason(aside.name)) for aside in _set_aside(files))
     finally:
         files.close()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from async_grpo.directory_watch import IN_MOVED_TO, DirectoryWatch, sleep_until
-from async_grpo.errors import BadFileError, QueueError
+from async_grpo.errors import BadFileError, DiskFullError, QueueError
 from async_grpo.job_file import decode_job, encode_group
 from async_grpo.locks import describe_holder
 from async_grpo.queue_files import Files, OsFiles, prepare_root
@@ -20,9 +20,7 @@ from async_grpo.queue_names import BROKEN, COMPLETE, PENDING, PENDING_END, PROCE
 from async_grpo.queue_view import counts_of
 from async_grpo.records import Job, RolloutGroup
 
-_CACHED_NAMES = (
-    64  # pending names that a worker remembers, so that it does not list the directory for every claim
-)
+_CACHED_NAMES = 64  # pending names that a worker remembers, so that it does not list the directory for every claim
 _CACHE_S = 0.05  # how long: an older job that is pending again must not wait behind newer ones
 _TAKEOVER_S = 5.0  # how long a starting worker waits while the server tidies up after its predecessor
 
@@ -73,9 +71,15 @@ class WorkerQueue:
         numbers = [worker_id] if worker_id is not None else range(1, 1000)
         for number in numbers:
             queue = cls(root, number, files)
-            if queue._enter(device, patient=worker_id is not None):
+            entered = False
+            try:
+                entered = queue._enter(device, patient=worker_id is not None)
+            finally:
+                if not entered:
+                    queue._watch.close()
+                    queue._lock.release()
+            if entered:
                 return queue
-            queue._watch.close()
         holder = describe_holder(worker_lock(root, numbers[0]).holder())
         raise QueueError(
             f"Worker dev{numbers[0]} runs already: {holder}. Give this one another number, or stop that one."
@@ -112,6 +116,8 @@ class WorkerQueue:
         """Up to `limit` of the oldest pending jobs, without waiting. A job that failed before comes alone.
 
         skip: sequence numbers to leave to others, e.g. jobs that this worker handed back.
+
+        `DiskFullError` if the oldest file is unusable and there is no room to say so: nothing was claimed.
         """
         self._lock.require()
         if time.monotonic() >= self._cache_until:
@@ -125,7 +131,12 @@ class WorkerQueue:
             if not self._cache or (self._cache[0].attempt and claims):
                 break
             name = self._cache.popleft()
-            claim = None if name.seq in skip else self._claim(name)
+            try:
+                claim = None if name.seq in skip else self._claim(name)
+            except DiskFullError:
+                if claims:
+                    break
+                raise
             if claim is not None:
                 claims.append(claim)
                 self._claims[claim.job.seq] = claim
@@ -213,12 +224,14 @@ class WorkerQueue:
             if job.run_id != self._server.get("run_id"):
                 self._learn_server()
             if job.run_id != self._server.get("run_id"):
-                raise BadFileError(
-                    f"it is a job of run {job.run_id!r}, this is run {self._server.get('run_id')!r}"
-                )
+                raise BadFileError(f"it is a job of run {job.run_id!r}, this is run {self._server.get('run_id')!r}")
         except FileNotFoundError:
             return None
         except BadFileError as error:
-            self._moves.set_aside(mine, BROKEN, f"{name}: {error}\n")
+            try:
+                self._moves.set_aside(mine, BROKEN, f"{name}: {error}\n")
+            except DiskFullError:
+                self._moves.move(f"queue/{mine}", f"queue/{name}")
+                raise
             return None
         return Claim(job, name.attempt, mine)

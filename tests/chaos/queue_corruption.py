@@ -129,7 +129,9 @@ def _packed(
     change_top(top)
     change_header(header)
     text = json.dumps(header)
-    tensors = "".join(f"{name} {about['dtype']} {about['shape']}\n" for name, about in top.items() if type(about) is dict)
+    tensors = "".join(
+        f"{name} {about['dtype']} {about['shape']}\n" for name, about in top.items() if type(about) is dict
+    )
     described = f"{metadata['format']}\n{len(text)}\n{text}\n{tensors}".encode()
     metadata.update(header=text, crc32=f"{zlib.crc32(data[start:], zlib.crc32(described)):08x}")
     packed = json.dumps({"__metadata__": metadata, **top}).encode()

@@ -80,7 +80,8 @@ def replay(path: Path, total: int) -> dict[str, Any]:
     executions: Counter[int] = Counter()
     healing: dict[str, int] = {}
     given_up: set[int] = set()
-    servers = 0
+    ever_applied: set[int] = set()
+    servers = regenerated = 0
     for line in path.read_text().splitlines():
         event = json.loads(line)
         if event["event"] == "open":
@@ -92,11 +93,13 @@ def replay(path: Path, total: int) -> dict[str, Any]:
             assert event["seq"] not in applied, f"job {event['seq']} was applied twice"
             assert event["right"], f"job {event['seq']} was applied with wrong data"
             applied.add(event["seq"])
+            ever_applied.add(event["seq"])
             given_up.discard(event["seq"])
         elif event["event"] == "give up":
             given_up.add(event["seq"])
         elif event["event"] == "execute":
             executions[event["seq"]] += 1
+            regenerated += event["seq"] in ever_applied
         elif event["event"] == "healing":
             healing = event["counts"]
         elif event["event"] == "crashed":
@@ -107,6 +110,7 @@ def replay(path: Path, total: int) -> dict[str, Any]:
         "applied": len(applied),
         "given_up": sorted(given_up),
         "executions": executions.total(),
+        "regenerated": regenerated,  # after the trainer had used them: they should have been given back
         "servers": servers,
         "healing": healing,
     }

@@ -93,6 +93,7 @@ def check(root: Path, log_path: Path, jobs: int, kills: int, workers: int, secon
         WorkerQueue.open(root, number, "cpu").close()  # what a restart tidies up
     assert told["applied"] == jobs, f"only {told['applied']} of {jobs} jobs were applied"
     assert told["executions"] <= jobs + kills, f"{told['executions']} executions"
+    assert not told["regenerated"], f"{told['regenerated']} groups that had been used were generated again"
     assert not told["healing"], f"something was mended though nobody damaged a file: {told['healing']}"
     assert not leftovers(root), leftovers(root)
     print(json.dumps({**told, "jobs": jobs, "kills": kills, "seconds": round(seconds, 1)}))
