@@ -37,7 +37,7 @@ def parse_device(text: str, gpus: int) -> str:
         raise UsageError(f"GPU {text} was asked for, but no CUDA GPU is visible here. Use --device cpu.")
     if int(text) >= gpus:
         raise UsageError(f"There is no GPU {text}: {gpus} visible, so the indices are 0 to {gpus - 1}.")
-    return text
+    return str(int(text))
 
 
 def hold_to_device(device: str, env: MutableMapping[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ class RunLog:
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
         if path.exists():
+            _cut_off_torn_line(path)
             for line in path.read_text().splitlines():
                 self._remember(json.loads(line))
         self._file = path.open("a", buffering=1)
@@ -93,6 +95,11 @@ class RunLog:
             return "?"
         seconds = (self._total_steps - step) * (time.monotonic() - self._started) / done
         return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _cut_off_torn_line(path: Path) -> None:
+    """A full disk or a power cut can leave half a line at the end."""
+    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def _is_training_step(logs: dict[str, Any]) -> bool:

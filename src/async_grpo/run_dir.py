@@ -40,6 +40,7 @@ class RunState:
     started: str  # when, for people
     step: int = 0  # optimizer steps done when the state was written
     output_dir: str = ""  # where the checkpoints are, absolute; empty until the trainer is built
+    deterministic: bool = False
     num_workers: int = 0  # how many workers the launcher starts; 0 when started by hand
     format: int = FORMAT
 
@@ -83,7 +84,10 @@ class RunDir:
             raise RunDirError(
                 f"{self.state_file} was written by another version of Async-GRPO. Choose another --run-dir."
             )
-        return RunState(**data)
+        try:
+            return RunState(**data)
+        except TypeError as error:
+            raise RunDirError(f"{self.state_file} is no record of a run ({error}). Choose another --run-dir.") from error
 
     def write_state(self, state: RunState) -> None:
         write_json(self.state_file, asdict(state))
@@ -106,7 +110,7 @@ def write_json(path: Path, data: object) -> None:
 
 
 def prepare(
-    root: Path, *, config: Path, resume: bool = False, overwrite: bool = False, num_workers: int = 0
+    root: Path, *, config: Path, resume: bool = False, overwrite: bool = False, num_workers: int = 0, deterministic: bool = False
 ) -> RunState:
     """Make `root` ready for a run and return its state, which is the old one's under `resume`.
 

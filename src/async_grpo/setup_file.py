@@ -37,14 +37,17 @@ def check_setup_file(path: Path) -> None:
         )
 
 
-def _binds(node: ast.stmt, name: str) -> bool:
+def _binds(node: ast.stmt | ast.ExceptHandler, name: str) -> bool:
     if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
         return node.name == name
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return any((alias.asname or alias.name) in (name, "*") for alias in node.names)
     if isinstance(node, ast.Assign):
         return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
-    return any(_binds(child, name) for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt))
+    if isinstance(node, ast.AnnAssign):
+        return isinstance(node.target, ast.Name) and node.target.id == name
+    inner = (ast.stmt, ast.ExceptHandler)
+    return any(_binds(child, name) for child in ast.iter_child_nodes(node) if isinstance(child, inner))
 
 
 def load_trainer(path: Path) -> GRPOTrainer:

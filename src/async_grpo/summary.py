@@ -32,7 +32,7 @@ def show(run: RunDir) -> None:
     table = Table(title=f"run {figures.get('run_id', '')} {figures['state']}", show_header=False, title_justify="left")
     for label, text in _rows(figures, run):
         table.add_row(label, text)
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False)  # a path may hold square brackets
     console.print(table)
     console.print(f"next: {_next_command(figures, run)}", highlight=False)
 
