@@ -17,11 +17,11 @@ from pathlib import Path
 import async_grpo
 from async_grpo import run_dir as runs
 from async_grpo import summary
-from async_grpo.archive import DEFAULT_LIMIT, ArchiveLimit
 from async_grpo.devices import CPU, threads_per_process
 from async_grpo.log_tail import LogTail
 from async_grpo.progress import StallWatch
 from async_grpo.run_dir import RunDir, prepare
+from async_grpo.settings import TrainingSettings, WorkerSettings, as_flags
 
 GRACE_S = 9.0  # what is not gone this long after it was asked to end is killed: a run ends within 10 s
 MAX_RESTARTS_IN_A_ROW = 5
@@ -37,13 +37,9 @@ class LaunchOptions:
     run_dir: Path
     master_device: str
     worker_devices: Sequence[str]
-    steps: int | None = None
-    seed: int | None = None
-    max_staleness: int = 4
-    max_attempts: int = 3
-    resume: bool = False
+    training: TrainingSettings
+    work: WorkerSettings
     overwrite: bool = False
-    keep_done: ArchiveLimit = DEFAULT_LIMIT
     worker_timeout_s: float = 600.0
     log_level: str = "INFO"
 
@@ -53,9 +49,10 @@ def launch(options: LaunchOptions) -> int:
     prepare(
         options.run_dir,
         config=options.config,
-        resume=options.resume,
+        resume=options.training.resume,
         overwrite=options.overwrite,
         num_workers=len(options.worker_devices),
+        deterministic=options.training.deterministic,
     )
     return _Launcher(options).run()
 
@@ -118,30 +115,13 @@ class _Launcher:
 
     def _server_command(self) -> list[str]:
         options = self.options
-        command = [
-            "server",
-            "--config",
-            str(options.config),
-            "--device",
-            options.master_device,
-            *self._common(),
-        ]
-        command += [
-            "--max-staleness",
-            str(options.max_staleness),
-            "--max-attempts",
-            str(options.max_attempts),
-        ]
-        command += ["--keep-done", str(options.keep_done)]
-        if options.steps is not None:
-            command += ["--steps", str(options.steps)]
-        if options.seed is not None:
-            command += ["--seed", str(options.seed)]
-        return [*command, "--resume"] if options.resume else command
+        command = ["server", "--config", str(options.config), "--device", options.master_device]
+        return [*command, *as_flags(options.training), *self._common()]
 
     def _worker_command(self, number: int, device: str) -> list[str]:
-        config = str(self.options.config)
-        return ["worker", "--config", config, "--device", device, "--id", str(number), *self._common()]
+        options = self.options
+        command = ["worker", "--config", str(options.config), "--device", device, "--id", str(number)]
+        return [*command, *as_flags(options.work), *self._common()]
 
     def _common(self) -> list[str]:
         return ["--run-dir", str(self.options.run_dir), "--log-level", self.options.log_level]

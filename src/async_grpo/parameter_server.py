@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from async_grpo import run_dir as runs
-from async_grpo.archive import DEFAULT_LIMIT, ArchiveLimit
 from async_grpo.devices import check_torch_sees
 from async_grpo.errors import RunDirError
 from async_grpo.locks import KernelLock
 from async_grpo.process import StopRequest, log_to, own_compile_cache
 from async_grpo.run_dir import RunDir, RunState
+from async_grpo.settings import TrainingSettings
 from async_grpo.setup_file import load_trainer
 
 if TYPE_CHECKING:
@@ -32,12 +32,7 @@ class ServerOptions:
     config: Path
     run_dir: Path
     device: str  # "cpu" or a GPU index; the process already sees only this one
-    steps: int | None = None  # overrides max_steps
-    seed: int | None = None  # overrides the trainer's seed
-    max_staleness: int = 4
-    max_attempts: int = 3
-    keep_done: ArchiveLimit = DEFAULT_LIMIT
-    resume: bool = False
+    settings: TrainingSettings
     log_level: str | None = None  # of the log file in the run directory; None: a launcher keeps it
 
 
@@ -75,14 +70,12 @@ def _train(options: ServerOptions, run: RunDir, stop: StopRequest) -> str:
     logger.info("parameter server on {}: loading {}", options.device, options.config)
     check_torch_sees(options.device)
     trainer = load_trainer(options.config)
-    apply_overrides(trainer, steps=options.steps, seed=options.seed)
+    settings = options.settings
+    apply_overrides(trainer, steps=settings.steps, seed=settings.seed)
 
-    from async_grpo.training.async_training import AsyncTraining, TrainingSettings
+    from async_grpo.training.async_training import AsyncTraining
 
-    settings = TrainingSettings(
-        max_staleness=options.max_staleness, max_attempts=options.max_attempts, keep_done=options.keep_done
-    )
-    with AsyncTraining(trainer, run=run, state=state, settings=settings, stop=stop, resume=options.resume) as training:
+    with AsyncTraining(trainer, run=run, state=state, settings=settings, stop=stop) as training:
         result = runs.FAILED
         stop.defer()
         try:

@@ -24,6 +24,7 @@ from async_grpo.process import StopRequest, log_to, own_compile_cache
 from async_grpo.progress import Progress, progress_file
 from async_grpo.records import Timings
 from async_grpo.run_dir import RunDir, RunState
+from async_grpo.settings import WorkerSettings
 from async_grpo.setup_file import load_trainer
 from async_grpo.waiting import Reminder, wait_until
 
@@ -47,6 +48,7 @@ class WorkerOptions:
     device: str  # "cpu" or a GPU index; the process already sees only this one
     worker_id: int | None = None  # None: the first free number
     config: Path | None = None  # None: the setup file of the parameter server
+    settings: WorkerSettings = WorkerSettings()
     log_level: str | None = None  # of the log file in the run directory; None: a launcher keeps it
 
 

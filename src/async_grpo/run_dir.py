@@ -87,7 +87,9 @@ class RunDir:
         try:
             return RunState(**data)
         except TypeError as error:
-            raise RunDirError(f"{self.state_file} is no record of a run ({error}). Choose another --run-dir.") from error
+            raise RunDirError(
+                f"{self.state_file} is no record of a run ({error}). Choose another --run-dir."
+            ) from error
 
     def write_state(self, state: RunState) -> None:
         write_json(self.state_file, asdict(state))
@@ -110,7 +112,13 @@ def write_json(path: Path, data: object) -> None:
 
 
 def prepare(
-    root: Path, *, config: Path, resume: bool = False, overwrite: bool = False, num_workers: int = 0, deterministic: bool = False
+    root: Path,
+    *,
+    config: Path,
+    resume: bool = False,
+    overwrite: bool = False,
+    num_workers: int = 0,
+    deterministic: bool = False,
 ) -> RunState:
     """Make `root` ready for a run and return its state, which is the old one's under `resume`.
 
@@ -128,7 +136,7 @@ def prepare(
             if resume:
                 if old is None:
                     raise RunDirError(f"Nothing to resume: {run.root} holds no run. Start without --resume.")
-                return run.update_state(state=RUNNING, num_workers=num_workers)
+                return run.update_state(state=RUNNING, num_workers=num_workers, deterministic=deterministic)
             if old is not None and overwrite:
                 _delete_run(run)
             elif old is not None and (old.state == FINISHED or (old.state != RUNNING and old.step == 0)):
@@ -145,6 +153,7 @@ def prepare(
         config=str(config.absolute()),
         started=time.strftime("%Y-%m-%d %H:%M:%S"),
         num_workers=num_workers,
+        deterministic=deterministic,
     )
     run.write_state(state)
     return state

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import fields
 from pathlib import Path
 
-from async_grpo.archive import DEFAULT_LIMIT, ArchiveLimit
+from async_grpo.archive import ArchiveLimit
 from async_grpo.devices import CPU, hold_to_device, parse_device, threads_per_process, visible_gpus
 from async_grpo.errors import UsageError
+from async_grpo.settings import CORRECTIONS, TrainingSettings, WorkerSettings
 
 DEFAULT_CONFIG = Path("src/app/trainer_setup_gsmk.py")
 DEFAULT_RUN_DIR = Path("worker")
@@ -46,21 +48,41 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_distributed_options(parser: argparse.ArgumentParser) -> None:
+    """What the parameter server takes besides `add_training_options`."""
+    default = TrainingSettings()
     parser.add_argument(
         "--max-staleness",
         type=not_negative,
-        default=4,
+        default=default.max_staleness,
         metavar="K",
         help="no rollout is trained on that is more than K policy versions old; 0 is the synchronous schedule "
         "(default: 4)",
     )
     parser.add_argument(
-        "--max-attempts", type=positive, default=3, metavar="N", help="tries of a failing job (default: 3)"
+        "--correction",
+        choices=CORRECTIONS,
+        default=default.correction,
+        help="how the loss corrects for stale rollouts (default: bypass, PPO's clip against the sampler)",
+    )
+    parser.add_argument(
+        "--filter-zero-variance",
+        action="store_true",
+        help="replace groups whose rewards are all equal by new ones until the batch is full (DAPO)",
+    )
+    parser.add_argument(
+        "--deterministic", action="store_true", help="the same seed gives the same run on this machine, bit for bit"
+    )
+    parser.add_argument(
+        "--max-attempts",
+        type=positive,
+        default=default.max_attempts,
+        metavar="N",
+        help="tries of a failing job before it is set aside (default: 3)",
     )
     parser.add_argument(
         "--keep-done",
         type=ArchiveLimit.parse,
-        default=DEFAULT_LIMIT,
+        default=default.keep_done,
         metavar="N",
         help="keep so many used groups, or so many bytes of them (2GB), in done/ (default: 10000)",
     )
@@ -69,6 +91,37 @@ def add_distributed_options(parser: argparse.ArgumentParser) -> None:
     unfinished.add_argument(
         "--overwrite", action="store_true", help="delete the unfinished run in --run-dir (checkpoints stay)"
     )
+
+
+def add_worker_options(parser: argparse._ActionsContainer) -> None:
+    """What a worker takes, and `train` passes on to its workers."""
+    default = WorkerSettings()
+    parser.add_argument(
+        "--groups-per-claim",
+        type=groups_per_claim,
+        default=default.groups_per_claim,
+        metavar="auto|N",
+        help="prompt groups that a worker generates in one batch (default: auto, an even share of what is pending)",
+    )
+    parser.add_argument(
+        "--score-concurrency",
+        type=positive,
+        default=default.score_concurrency,
+        metavar="N",
+        help="groups that a worker scores while it generates the next ones (default: 4)",
+    )
+
+
+def training_settings(args: argparse.Namespace) -> TrainingSettings:
+    return TrainingSettings(**{field.name: getattr(args, field.name) for field in fields(TrainingSettings)})
+
+
+def worker_settings(args: argparse.Namespace) -> WorkerSettings:
+    return WorkerSettings(**{field.name: getattr(args, field.name) for field in fields(WorkerSettings)})
+
+
+def groups_per_claim(text: str) -> int | None:
+    return None if text == "auto" else _at_least(text, 1)
 
 
 def positive(text: str) -> int:

@@ -36,7 +36,13 @@ def run(args: argparse.Namespace) -> int:
         from async_grpo.setup_file import check_setup_file
 
         check_setup_file(args.config)
-        prepare(args.run_dir, config=args.config, resume=args.resume, overwrite=args.overwrite)
+        prepare(
+            args.run_dir,
+            config=args.config,
+            resume=args.resume,
+            overwrite=args.overwrite,
+            deterministic=args.deterministic,
+        )
     common.become_role(args, device, fast_inference="0")
 
     from async_grpo.parameter_server import ServerOptions, run_parameter_server
@@ -46,12 +52,7 @@ def run(args: argparse.Namespace) -> int:
             config=args.config.absolute(),
             run_dir=args.run_dir,
             device=device,
-            steps=args.steps,
-            seed=args.seed,
-            max_staleness=args.max_staleness,
-            max_attempts=args.max_attempts,
-            keep_done=args.keep_done,
-            resume=args.resume,
+            settings=common.training_settings(args),
             log_level=common.log_level(args) if args.launched_by is None else None,
         )
     )

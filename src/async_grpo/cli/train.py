@@ -55,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="a worker that decodes no token and scores no group for S seconds is killed and started again "
         "(default: 600)",
     )
+    common.add_worker_options(group)
     common.add_distributed_options(parser)
     common.add_run_options(parser)
     return parser
@@ -106,13 +107,9 @@ def _distributed(args: argparse.Namespace) -> int:
             run_dir=args.run_dir.absolute(),
             master_device=master,
             worker_devices=workers,
-            steps=args.steps,
-            seed=args.seed,
-            max_staleness=args.max_staleness,
-            max_attempts=args.max_attempts,
-            resume=args.resume,
+            training=common.training_settings(args),
+            work=common.worker_settings(args),
             overwrite=args.overwrite,
-            keep_done=args.keep_done,
             worker_timeout_s=args.worker_timeout,
             log_level=common.log_level(args),
         )

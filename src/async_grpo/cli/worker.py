@@ -25,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--id", type=common.positive, help="the worker's number in file names (default: the first free one)"
     )
+    common.add_worker_options(parser)
     common.add_run_options(parser)
     common.add_launched_option(parser)
     return parser
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
             device=device,
             worker_id=args.id,
             config=args.config.absolute() if args.config else None,
+            settings=common.worker_settings(args),
             log_level=common.log_level(args) if args.launched_by is None else None,
         )
     )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from async_grpo.archive import DEFAULT_LIMIT, ArchiveLimit
+from async_grpo.archive import ArchiveLimit
 from async_grpo.job_queue import ServerQueue
 from async_grpo.metrics import RunLog
 from async_grpo.process import StopRequest
 from async_grpo.run_dir import RunDir, RunState
+from async_grpo.settings import TrainingSettings
 from async_grpo.training import checkpoints, trl_hooks
 from async_grpo.training.admission import Schedule
 from async_grpo.training.checkpoints import RolloutState
@@ -31,15 +31,6 @@ if TYPE_CHECKING:
 SLOTS = 3  # one that is being read, the newest, and one to write into: a slow reader seldom delays a version
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingSettings:
-    """What the command line decides about training."""
-
-    max_staleness: int = 4  # in policy versions
-    max_attempts: int = 3  # tries of a job before it is set aside
-    keep_done: ArchiveLimit = DEFAULT_LIMIT  # of the archive of used groups
-
-
 class AsyncTraining:
     """Trains `trainer` on rollouts of worker processes. Use as a context manager, then call `train()` once.
 
@@ -55,7 +46,6 @@ class AsyncTraining:
         state: RunState,
         settings: TrainingSettings,
         stop: StopRequest,
-        resume: bool,
     ) -> None:
         trl_hooks.refuse_unsupported(trainer)
         refuse_images(trainer)
@@ -71,7 +61,7 @@ class AsyncTraining:
         self.metrics = RolloutMetrics(lambda name, value: trl_hooks.append_metric(trainer, name, value))
         self.log = RunLog(run.metrics)
         self._in_checkpoint: frozenset[int] = frozenset()  # groups that a resumed run will not come back to
-        self._checkpoint, rollouts = self._find_checkpoint() if resume else (None, None)
+        self._checkpoint, rollouts = self._find_checkpoint() if settings.resume else (None, None)
         self._queue = ServerQueue.open(
             run.root,
             state.run_id,

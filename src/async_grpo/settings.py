@@ -1,0 +1,46 @@
+"""What the command line decides about a run; passed from the launcher to its children as the same flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from async_grpo.archive import DEFAULT_LIMIT, ArchiveLimit
+
+CORRECTIONS = ("bypass", "decoupled", "tis", "icepop", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSettings:
+    """For the parameter server. Field names are the flags' names."""
+
+    steps: int | None = None  # overrides max_steps of the setup file
+    seed: int | None = None  # overrides its seed
+    max_staleness: int = 4  # in policy versions
+    correction: str = "bypass"  # one of CORRECTIONS
+    filter_zero_variance: bool = False  # replace groups whose rewards are all equal
+    deterministic: bool = False  # the same seed gives the same run, bit for bit
+    max_attempts: int = 3  # tries of a job before it is set aside
+    keep_done: ArchiveLimit = DEFAULT_LIMIT  # of the archive of used groups
+    resume: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """For a rollout worker. Field names are the flags' names."""
+
+    groups_per_claim: int | None = None  # None: an even share of what is pending
+    score_concurrency: int = 4  # groups that are scored while the next ones are generated
+
+
+def as_flags(settings: TrainingSettings | WorkerSettings) -> list[str]:
+    """`TrainingSettings(seed=3, resume=True, …)` -> `["--seed", "3", "--resume", …]`."""
+    flags: list[str] = []
+    for field in fields(settings):
+        value: Any = getattr(settings, field.name)
+        flag = f"--{field.name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif value is not None and value is not False:
+            flags += [flag, str(value)]
+    return flags
