@@ -3,8 +3,8 @@
 A copy of 400 small tensors is bound by the cost of 400 calls, not by memory. So:
 
 * neighbours that lie the same way in source and destination are copied as one run (after `flatten_parameters`: all);
-* on the CPU, runs are memcpys by numpy, whose calls cost a third of torch's, shared out to a few threads. (torch's own
-  threads meet at a barrier after each tensor, which makes it several times slower as soon as another process computes);
+* on the CPU, runs of less than 16 MB are memcpys by numpy, whose calls cost a third of torch's, shared out to a few
+  threads. (torch's own threads meet at a barrier after each tensor: many times slower as soon as others compute, too.);
 * with a GPU, one fused kernel copies all.
 """
 
@@ -24,6 +24,7 @@ from async_grpo_ipc.layout import ALIGNMENT, is_dense
 
 MAX_THREADS = 8  # what it takes to fill a server's memory bus
 BYTES_WORTH_A_THREAD = 4 << 20
+LARGE_RUN_BYTES = 16 << 20  # from here on one barrier more or less does not matter
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -129,14 +130,15 @@ def _steps(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Callable[[], object]]
     if any(tensor.device.type != "cpu" for pair in pairs for tensor in pair):
         destinations, sources = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         return [lambda: torch._foreach_copy_(destinations, sources, non_blocking=True)]
-    plain = [(into, out_of) for into, out_of in pairs if _is_plain(into, out_of)]
-    odd = [(into, out_of) for into, out_of in pairs if not _is_plain(into, out_of)]
-    steps: list[Callable[[], object]] = [partial(into.copy_, out_of) for into, out_of in odd]
-    return [*steps, ThreadedCopy(plain)] if plain else steps
+    by_memcpy = [(into, out_of) for into, out_of in pairs if _is_small_and_plain(into, out_of)]
+    by_torch = [(into, out_of) for into, out_of in pairs if not _is_small_and_plain(into, out_of)]
+    steps: list[Callable[[], object]] = [partial(into.copy_, out_of) for into, out_of in by_torch]
+    return [*steps, ThreadedCopy(by_memcpy)] if by_memcpy else steps
 
 
-def _is_plain(destination: Tensor, source: Tensor) -> bool:
-    return destination.dtype == source.dtype and destination.is_contiguous() and source.is_contiguous()
+def _is_small_and_plain(into: Tensor, out_of: Tensor) -> bool:
+    plain = into.dtype == out_of.dtype and into.is_contiguous() and out_of.is_contiguous()
+    return plain and into.nbytes < LARGE_RUN_BYTES
 
 
 class ThreadedCopy:

@@ -1,6 +1,7 @@
 """The side that publishes: `WeightExporter`."""
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +33,8 @@ from async_grpo_ipc.version_file import VersionFile
 
 logger = logging.getLogger(__name__)
 
+WARN_EVERY_S = 60.0
+
 
 class WeightExporter:
     """Publishes versions of a set of tensors in memory that other processes map.
@@ -50,6 +53,7 @@ class WeightExporter:
         self.version: int | None = None
         self.skipped = 0
         self._skipped_in_a_row = 0
+        self._warned_at = -math.inf
         self._current: int | None = None
         self._sources = sources
         self._owner = OwnerLock(self.path)
@@ -210,12 +214,14 @@ class WeightExporter:
     def _skip(self, version: int) -> None:
         self.skipped += 1
         self._skipped_in_a_row += 1
-        if self.skipped == 1 or self._skipped_in_a_row in (10, 100) or self._skipped_in_a_row % 1000 == 0:
+        if time.monotonic() - self._warned_at >= WARN_EVERY_S:
+            self._warned_at = time.monotonic()
             logger.warning(
-                "Version %d was not published (%d in a row): every slot but the newest is being read, by %s. "
+                "Version %d was not published (%d in a row, %d in all): every slot but the newest is read, by %s. "
                 "Readers stay on version %s. If this goes on, look at those processes or use more slots.",
                 version,
                 self._skipped_in_a_row,
+                self.skipped,
                 self._readers(),
                 self.version,
             )
