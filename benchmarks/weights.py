@@ -212,10 +212,12 @@ def measure_others(size: str, dtype: str, folder: Path, repeats: int) -> Iterato
     def by_torch_save() -> None:
         torch.save(state, folder / "weights.pt")
         adopt(own, torch.load(folder / "weights.pt", weights_only=True))
+        (folder / "weights.pt").unlink()
 
     def by_safetensors() -> None:
         save_file(state, folder / "weights.safetensors")
         adopt(own, load_file(folder / "weights.safetensors"))
+        (folder / "weights.safetensors").unlink()
 
     with WeightExporter.from_model(trainer, folder / "other.json") as exporter:
         with open_remote_memory(folder / "other.json") as remote:

@@ -63,7 +63,9 @@ class Places:
 
     def __init__(self, model: nn.Module | None, entries: Sequence[ModelTensor]) -> None:
         modules = [] if model is None else [module._modules for module in model.modules()]
-        self._modules = [(children, key, child) for children in modules for key, child in children.items()]
+        self._modules = [
+            (children, key, child) for children in modules for key, child in children.items() if _has_tensors(child)
+        ]
         self._entries = entries
         self.remember()
 
@@ -76,6 +78,13 @@ class Places:
         children = (key for holder, key, child in self._modules if holder.get(key) is not child)
         tensors = (key for holder, key, tensor in self._tensors if holder.get(key) is not tensor)
         return next(children, None) or next(tensors, None)
+
+
+def _has_tensors(module: nn.Module | None) -> bool:
+    """Swapping a module without tensors (a dropout, an activation) does not matter."""
+    if module is None:
+        return False
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
 
 
 def model_tensors(model: nn.Module, *, buffers: bool) -> list[ModelTensor]:

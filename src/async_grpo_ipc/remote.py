@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,8 @@ class WeightsView:
 class RemoteWeights:
     """The weights that an exporter publishes. Use it from one thread; it is a context manager."""
 
+    _aliasing: ClassVar[set["RemoteWeights"]] = set()  # kept, with their leases, as long as a model is aliased
+
     def __init__(self, generations: Generations) -> None:
         self._generations = generations
         self.generation = generations.current.handle.generation  # of the version that was read last
@@ -161,6 +163,7 @@ class RemoteWeights:
             raise
         others = [(other, its) for other, its in self._aliased if other is not model]
         self._aliased = [*others, (model, binding)]
+        self._aliasing.add(self)
         return self._move_to(lease)
 
     def refresh(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
@@ -193,6 +196,7 @@ class RemoteWeights:
         for _, binding in self._aliased:
             binding.move_out(keep_weights=keep_weights)
         self._aliased = []
+        self._aliasing.discard(self)
         self.release()
 
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """Publishing, leasing, pulling and aliasing. Exporter and readers exclude each other in one process, too."""
 
+import gc
 import json
 
 import pytest
@@ -162,6 +163,24 @@ def test_aliased_model_cannot_be_pulled_into(exporter, handle, tiny):
         remote.alias(model)
         with pytest.raises(MismatchError, match="aliased"):
             remote.pull(model)
+
+
+def test_an_aliased_model_keeps_its_lease_when_the_remote_is_forgotten(exporter, handle, trainer, tiny):
+    exporter.publish(1)
+    model = tiny(2)
+    open_remote_memory(handle).alias(model)
+    gc.collect()
+    before = model.body.weight.clone()
+    step(trainer)
+    assert exporter.publish(2) and not exporter.publish(3)
+    assert torch.equal(model.body.weight, before)
+
+
+def test_modules_without_tensors_may_be_swapped(handle, trainer, tiny):
+    trainer.dropout = nn.Dropout()
+    with WeightExporter.from_model(trainer, handle, buffers=True) as exporter:
+        trainer.dropout = nn.Identity()
+        assert exporter.publish(1)
 
 
 def test_several_models_and_leases_share_one_slot(exporter, handle, tiny):
