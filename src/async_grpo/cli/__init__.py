@@ -15,6 +15,8 @@ COMMANDS = {
     "server": "start the parameter server alone",
     "worker": "start one rollout worker",
     "board": "open a run's curves in TensorBoard",
+    "audit": "prove from a run's files that no prompt group was lost or used twice",
+    "queue": "look at a run's queue and mend it by hand",
 }
 
 
