@@ -67,8 +67,9 @@ class _Child:
     stall: StallWatch | None = None
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
-    restart_at: float | None = None  # monotonic seconds; None while it runs or when it has ended for good
+    restart_at: float | None = None  # monotonic seconds; None while it runs
     restarts_in_a_row: int = 0
+    ended_for_good: bool = False
 
     @property
     def running(self) -> bool:
@@ -134,7 +135,9 @@ class _Launcher:
         env["PYTHONUNBUFFERED"] = "1"
         env.setdefault("TQDM_DISABLE", "1")
         on_cpu = [device for device in (self.options.master_device, *self.options.worker_devices) if device == CPU]
-        if on_cpu:
+        if self.options.training.deterministic:
+            env["OMP_NUM_THREADS"] = "1"
+        elif on_cpu:
             env.setdefault("OMP_NUM_THREADS", str(threads_per_process(len(on_cpu))))
         with child.log.path.open("ab") as log:
             child.process = subprocess.Popen(
@@ -154,7 +157,7 @@ class _Launcher:
             self._show_logs()
             for worker in workers:
                 self._mind(worker)
-            if all(not worker.running and worker.restart_at is None for worker in workers):
+            if all(worker.ended_for_good for worker in workers):
                 self.gave_up = f"every worker failed {MAX_RESTARTS_IN_A_ROW + 1} times in a row"
                 return
             time.sleep(POLL_S)
@@ -163,12 +166,12 @@ class _Launcher:
         now = time.monotonic()
         if worker.running:
             self._end_if_hung(worker)
+        elif worker.ended_for_good or self._run_is_over():
             return
-        if worker.restart_at is None:
-            if worker.restarts_in_a_row >= MAX_RESTARTS_IN_A_ROW:
-                return
+        elif worker.restart_at is None:
             if now - worker.started > LIVED_LONG_ENOUGH_S:
                 worker.restarts_in_a_row = 0
+            worker.ended_for_good = worker.restarts_in_a_row >= MAX_RESTARTS_IN_A_ROW
             worker.restart_at = now + 2.0**worker.restarts_in_a_row
         elif now >= worker.restart_at:
             assert worker.process is not None
@@ -176,6 +179,11 @@ class _Launcher:
             worker.restarts_in_a_row += 1
             self.restarts += 1
             self._start(worker)
+
+    def _run_is_over(self) -> bool:
+        """The server has said so, and is ending: no worker is needed any more."""
+        state = RunDir(self.options.run_dir).read_state()
+        return state is not None and state.state != runs.RUNNING
 
     def _end_if_hung(self, worker: _Child) -> None:
         assert worker.stall is not None

@@ -14,7 +14,7 @@ from async_grpo import run_dir as runs
 from async_grpo.devices import check_torch_sees
 from async_grpo.errors import RunDirError
 from async_grpo.locks import KernelLock
-from async_grpo.process import StopRequest, log_to, own_compile_cache
+from async_grpo.process import StopRequest, log_to, make_deterministic, own_compile_cache
 from async_grpo.run_dir import RunDir, RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup_file import load_trainer
@@ -69,6 +69,8 @@ def _train(options: ServerOptions, run: RunDir, stop: StopRequest) -> str:
     own_compile_cache("parameter_server", os.environ)
     logger.info("parameter server on {}: loading {}", options.device, options.config)
     check_torch_sees(options.device)
+    if options.settings.deterministic:
+        make_deterministic()
     trainer = load_trainer(options.config)
     settings = options.settings
     apply_overrides(trainer, steps=settings.steps, seed=settings.seed)

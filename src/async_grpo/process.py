@@ -86,3 +86,12 @@ def own_compile_cache(name: str, env: MutableMapping[str, str]) -> None:
     """Give each process its own folder for Unsloth's compiled code; two that share one overwrite each other."""
     base = env.get("UNSLOTH_COMPILE_LOCATION") or "unsloth_compiled_cache"
     env["UNSLOTH_COMPILE_LOCATION"] = str(Path(base) / name)
+
+
+def make_deterministic() -> None:
+    """Fix threads and kernels, so that the same input gives the same bits. Call it before the model is built."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)

@@ -17,10 +17,10 @@ from loguru import logger
 
 from async_grpo import run_dir as runs
 from async_grpo.devices import check_torch_sees
-from async_grpo.errors import AsyncGRPOError, DiskFullError, PeerDiedError, WaitTimeoutError
+from async_grpo.errors import AsyncGRPOError, DiskFullError, PeerDiedError, UnsupportedError, WaitTimeoutError
 from async_grpo.job_queue import Claim, WorkerQueue
 from async_grpo.locks import KernelLock
-from async_grpo.process import StopRequest, log_to, own_compile_cache
+from async_grpo.process import StopRequest, log_to, make_deterministic, own_compile_cache
 from async_grpo.progress import Progress, progress_file
 from async_grpo.records import Timings
 from async_grpo.run_dir import RunDir, RunState
@@ -29,6 +29,7 @@ from async_grpo.setup_file import load_trainer
 from async_grpo.waiting import Reminder, wait_until
 
 if TYPE_CHECKING:
+    from async_grpo.rollout.scoring import Scored
     from async_grpo.rollout.trl_hooks import GeneratedGroup
     from async_grpo_ipc import RemoteWeights
 
@@ -37,6 +38,7 @@ WEIGHTS_WAIT_S = 600.0  # for a version that the trainer has announced
 HEAD_START_S = 2.0  # that other workers have with a job that failed on this one
 SAY_AT_MOST = 3  # failures of the same text that are shown
 DISK_FULL_RETRY_S = 1.0
+SCORING_WAKE_S = 0.02  # a worker that has groups being scored looks for new jobs this often
 IDLE_WAKE_S = 0.5  # an idle worker looks at the run's state this often
 
 
@@ -48,7 +50,7 @@ class WorkerOptions:
     device: str  # "cpu" or a GPU index; the process already sees only this one
     worker_id: int | None = None  # None: the first free number
     config: Path | None = None  # None: the setup file of the parameter server
-    settings: WorkerSettings = WorkerSettings()
+    settings: WorkerSettings
     log_level: str | None = None  # of the log file in the run directory; None: a launcher keeps it
 
 
@@ -71,6 +73,8 @@ def run_worker(options: WorkerOptions) -> None:
         own_compile_cache(queue.name, os.environ)
         logger.info("worker {} on {} serves run {} in {}", queue.name, options.device, state.run_id, run.root)
         check_torch_sees(options.device)
+        if state.deterministic:
+            make_deterministic()
         trainer = load_trainer(options.config or Path(state.config))
 
         from async_grpo.rollout.trl_hooks import make_rollout_trainer
@@ -86,7 +90,15 @@ def run_worker(options: WorkerOptions) -> None:
         try:
             with open_remote_memory(run.weights_handle, timeout_s=WEIGHTS_WAIT_S) as weights:
                 stop.defer()
-                worker = Worker(trainer=trainer, queue=queue, weights=weights, run=run, stop=stop)
+                worker = Worker(
+                    trainer=trainer,
+                    queue=queue,
+                    weights=weights,
+                    run=run,
+                    stop=stop,
+                    settings=options.settings,
+                    deterministic=state.deterministic,
+                )
                 try:
                     worker.work()
                 finally:
@@ -95,12 +107,30 @@ def run_worker(options: WorkerOptions) -> None:
             raise AsyncGRPOError(f"The weights could not be adopted: {error}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Rollout:
+    """What a generated group keeps while it is scored."""
+
+    claim: Claim
+    version: int
+    share: Timings
+
+
 class Worker:
     """The loop of one worker, with everything that it needs at hand."""
 
     def __init__(
-        self, *, trainer: Any, queue: WorkerQueue, weights: RemoteWeights, run: RunDir, stop: StopRequest
+        self,
+        *,
+        trainer: Any,
+        queue: WorkerQueue,
+        weights: RemoteWeights,
+        run: RunDir,
+        stop: StopRequest,
+        settings: WorkerSettings,
+        deterministic: bool,
     ) -> None:
+        from async_grpo.rollout.scoring import Scoring
         from async_grpo.rollout.statistics import WorkerStatistics
 
         self._trainer = trainer
@@ -109,6 +139,11 @@ class Worker:
         self._run = run
         self._stop = stop
         self._groups_per_round = trainer.args.generation_batch_size // trainer.num_generations
+        self._groups_per_claim = settings.groups_per_claim
+        self._deterministic = deterministic
+        self._scoring: Scoring[_Rollout] = Scoring(trainer.score, settings.score_concurrency)
+        # An environment is used again for the next batch, so its rewards must be had before that.
+        self._score_beside = not deterministic and trainer.environment_factories is None
         self._failed_here: dict[int, float] = {}  # job that failed on this worker -> when (monotonic seconds)
         self._said: Counter[str] = Counter()  # what jobs failed with
         self._aliased = False
@@ -129,12 +164,14 @@ class Worker:
             if claims:
                 self._serve(claims)
                 reminder = Reminder(self._waiting_for)
+            elif self._scoring.busy:
+                self._publish_scored(timeout_s=SCORING_WAKE_S)
             else:
                 reminder.tick()
                 self._queue.wait(IDLE_WAKE_S, skip=self._better_left_to_others())
 
     def _claim(self) -> list[Claim]:
-        if self._server_died_at is not None:
+        if self._server_died_at is not None or self._scoring.backlog:
             return []
         return self._queue.claim(self._share(), skip=self._better_left_to_others())
 
@@ -163,7 +200,8 @@ class Worker:
         self.statistics.add("generation", generate_s)
         share = Timings(adopt_s=adopt_s / len(claims), generate_s=generate_s / len(claims))
         for claim, group in zip(claims, generated, strict=True):
-            self._finish(claim, group, version, share)
+            self._score(_Rollout(claim, version, share), group)
+        self._publish_scored(timeout_s=0)
 
     def _serve_one_by_one(self, claims: list[Claim], error: str) -> None:
         """A batch failed: find the job that is to blame, so that it costs only itself."""
@@ -174,43 +212,58 @@ class Worker:
                 self._serve([claim])
 
     def _generate(self, claims: list[Claim], version: int) -> list[GeneratedGroup]:
-        first = claims[0].job
         self._trainer.state.global_step = version  # what a reward function sees as `trainer_state`
         try:
-            torch_seed(first.seed)
-            return self._trainer.generate_groups([claim.job.row for claim in claims], first.num_generations)
+            if not self._deterministic:
+                return self._generate_batch(claims)
+            return [group for claim in claims for group in self._generate_batch([claim])]
         finally:
             self._weights.release()
 
-    def _finish(self, claim: Claim, generated: GeneratedGroup, version: int, share: Timings) -> None:
+    def _generate_batch(self, claims: list[Claim]) -> list[GeneratedGroup]:
+        import torch
+
+        first = claims[0].job
+        torch.manual_seed(first.seed)
+        return self._trainer.generate_groups([claim.job.row for claim in claims], first.num_generations)
+
+    def _score(self, rollout: _Rollout, group: GeneratedGroup) -> None:
+        if self._score_beside:
+            self._scoring.start(rollout, group)
+        else:
+            from async_grpo.rollout.scoring import score_one
+
+            self._publish(score_one(self._trainer.score, rollout, group))
+
+    def _publish_scored(self, timeout_s: float) -> None:
+        for outcome in self._scoring.finished(timeout_s):
+            self._publish(outcome)
+
+    def _publish(self, outcome: Scored[_Rollout]) -> None:
+        """Hand a scored group back, or its job where scoring failed."""
         from async_grpo.rollout.group_records import to_record
 
-        if self._stop:
-            self._hand_back([claim])
+        self._progress.tick()
+        claim = outcome.key.claim
+        if outcome.scores is None:
+            self._failed(claim, outcome.error)
             return
-        started = time.monotonic()
         try:
-            scores = self._trainer.score(generated)
-            score_s = time.monotonic() - started
             group = to_record(
                 claim.job,
-                generated,
-                scores,
+                outcome.group,
+                outcome.scores,
                 attempt=claim.attempt,
                 worker=self._queue.name,
-                policy_version=version,
+                policy_version=outcome.key.version,
                 reward_names=self._trainer.reward_func_names,
-                timings=replace(share, score_s=score_s),
+                timings=replace(outcome.key.share, score_s=outcome.seconds),
             )
-            self._progress.tick()
             self._when_there_is_room(lambda: self._queue.complete(claim, group))
-        except StopWorking:
-            self._hand_back([claim])
-            return
-        except Exception:  # noqa: BLE001  # the user's reward functions: whatever they raise belongs to the job
+        except UnsupportedError:  # the user's `log_extra` or completions hold what no file can
             self._failed(claim, traceback.format_exc())
             return
-        self.statistics.add("scoring", score_s)
+        self.statistics.add("scoring", outcome.seconds)
         self.statistics.jobs += 1
 
     def _failed(self, claim: Claim, error: str) -> None:
@@ -278,6 +331,8 @@ class Worker:
 
     def _share(self) -> int:
         """How many groups to claim: an even share of what is pending, and at most an even share of a batch."""
+        if self._groups_per_claim is not None:
+            return self._groups_per_claim
         workers = max(1, self._queue.alive_workers())
         fair = min(self._queue.pending(), self._groups_per_round)
         return max(1, math.ceil(fair / workers))
@@ -305,13 +360,6 @@ class Worker:
         if self._server_died_at is not None:
             return "the parameter server to come back"
         return "jobs: the trainer has issued as many as the staleness bound admits"
-
-
-def torch_seed(seed: int) -> None:
-    """Seed this process's sampling."""
-    import torch
-
-    torch.manual_seed(seed)
 
 
 def _wait_for_run(run: RunDir) -> RunState:

@@ -39,9 +39,9 @@ class ConsumptionRecord:
                 policy_versions=batch.policy_versions,
             )
 
-    def dropped(self, seq: int) -> None:
-        """A group was over age and will not be used."""
-        self._append(dropped=seq)
+    def dropped(self, seq: int, reason: str) -> None:
+        """A group will not be used: it was over age, or all its rewards were equal."""
+        self._append(dropped=seq, reason=reason)
 
     def close(self) -> None:
         self._file.close()

@@ -63,9 +63,10 @@ class RolloutMetrics:
         if self._workers:
             self._append("async/worker_busy_fraction", min(1.0, busy / (self._workers * elapsed)))
 
-    def group_dropped(self, group: RolloutGroup, version: int) -> None:
-        """A group that came too late to be used within the staleness bound (after a resume, say)."""
+    def group_dropped(self, group: RolloutGroup) -> None:
+        """A group that is not used: it came too late for the staleness bound, or all its rewards are equal."""
         self.dropped += 1
+        self._append("async/dropped_length", float(group.completion_lengths.mean()))
 
     def job_quarantined(self) -> None:
         self.quarantined += 1

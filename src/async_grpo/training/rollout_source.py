@@ -19,6 +19,7 @@ from async_grpo.training.consumption import UsedBatch
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.waiting import Reminder
 
+UNIFORM_ROUNDS = 10  # so many rounds of groups with equal rewards in a row, and they are used all the same
 WAKE_S = 0.5  # a wait on the queue looks at everything else at least this often
 FEWEST_FAILURES = 8  # in a row that end a run: with small batches a whole one may fail by chance
 
@@ -35,7 +36,9 @@ class RolloutSource:
         published_version: the newest policy version that workers can see, or None before the first.
         keep_publishing: called while waiting; publishes a version that found no free slot before.
         should_stop: True once the run was asked to end.
-        on_drop: told the sequence number of each group that is dropped as over age.
+        in_order: use groups exactly in the order of issue, as far ahead as the bound admits, whoever is faster.
+        is_uniform: a group for which it is true teaches nothing, and is replaced by a new one.
+        on_drop: told the sequence number of each group that is not used, and why.
         make_room: called once when the disk is full; may delete what nobody will come back to.
         max_wait_s: how long one batch may take; no worker, or workers that deliver nothing, end the run then.
     """
@@ -53,7 +56,9 @@ class RolloutSource:
         published_version: Callable[[], int | None],
         keep_publishing: Callable[[], None],
         should_stop: Callable[[], bool],
-        on_drop: Callable[[int], None] = lambda seq: None,
+        in_order: bool = False,
+        is_uniform: Callable[[RolloutGroup], bool] | None = None,
+        on_drop: Callable[[int, str], None] = lambda seq, reason: None,
         make_room: Callable[[], None] = lambda: None,
         resume_from: RolloutState | None = None,
         max_wait_s: float = 1800.0,
@@ -68,6 +73,8 @@ class RolloutSource:
         self._published_version = published_version
         self._keep_publishing = keep_publishing
         self._should_stop = should_stop
+        self._in_order = in_order
+        self._is_uniform = is_uniform
         self._on_drop = on_drop
         self._make_room = make_room
         self._max_wait_s = max_wait_s
@@ -79,6 +86,7 @@ class RolloutSource:
         self._taken: list[UsedBatch] = []  # handed out since the last optimizer step
         self._held_back: Job | None = None  # drawn, and not submitted for want of room
         self._disk_full = False
+        self._uniform_in_a_row = 0  # groups with equal rewards since the last useful one
         self._failed_in_a_row = 0  # since the last group that came back
         self._done: frozenset[int] = frozenset()  # consumed or unusable before this process started
         self._at_least: dict[int, int] = {}  # open job -> a lower bound of the version that generates it
@@ -99,7 +107,8 @@ class RolloutSource:
 
     def advance(self, version: int) -> None:
         """Issue every job that may be issued while the trainer is at `version`."""
-        while self._submit_held_back() and len(self._at_least) < self._lookahead.groups:
+        most = self._schedule.groups_ahead if self._in_order else self._lookahead.groups
+        while self._submit_held_back() and len(self._at_least) < most:
             position = self.next_seq - sum(seq < self.next_seq for seq in self.unusable)
             if not self._schedule.is_admissible(position, version, open_jobs=len(self._at_least) - len(self._ready)):
                 return
@@ -134,14 +143,8 @@ class RolloutSource:
         reminder = Reminder(self._waiting_for)
         starved = False
         while (batch := self._complete_batch(version)) is None:
-            if self._should_stop():
-                raise StopTraining
-            if time.monotonic() > deadline:
-                raise WaitTimeoutError(f"Waited {self._max_wait_s:.0f} s for {self._waiting_for()}, in vain.")
-            reminder.tick()
             starved = starved or not self._queue.unclaimed()
-            self._queue.wait(WAKE_S)
-            self._keep_publishing()
+            self._wait(deadline, reminder)
         self._lookahead.batch_taken(starved=starved)
         return batch
 
@@ -190,8 +193,9 @@ class RolloutSource:
     def _complete_batch(self, version: int) -> list[RolloutGroup] | None:
         self._collect(version)
         self.advance(version)
-        by_age = sorted(self._at_least, key=lambda seq: (self._at_least[seq], seq))
-        chosen = [seq for seq in by_age if seq in self._ready][: self._schedule.groups_per_round]
+        by_age = sorted(self._at_least, key=lambda seq: (0 if self._in_order else self._at_least[seq], seq))
+        candidates = by_age[: self._schedule.groups_per_round] if self._in_order else by_age
+        chosen = [seq for seq in candidates if seq in self._ready][: self._schedule.groups_per_round]
         if len(chosen) < self._schedule.groups_per_round:
             return None
         left = [(self._at_least[seq], seq in self._ready) for seq in by_age if seq not in chosen]
@@ -208,6 +212,9 @@ class RolloutSource:
                 continue
             if group.job.seq in self.unusable:  # given up before, and tried once more by an operator
                 self.unusable.remove(group.job.seq)
+            if self._teaches_nothing(group):
+                self._leave_out(group, "equal rewards")
+                continue
             self._ready[group.job.seq] = group
             self._at_least[group.job.seq] = group.policy_version
             self._failed_in_a_row = 0
@@ -230,10 +237,47 @@ class RolloutSource:
         """Only a resumed run has such groups: those that were generated before it was interrupted."""
         over_age = self._schedule.is_over_age
         for seq in [seq for seq, group in self._ready.items() if over_age(group.policy_version, version)]:
-            self._metrics.group_dropped(self._ready.pop(seq), version)
-            self._on_drop(seq)
-            self._at_least.pop(seq)
-            self.unusable.append(seq)
+            self._leave_out(self._ready.pop(seq), "over age")
+
+    def _teaches_nothing(self, group: RolloutGroup) -> bool:
+        if self._is_uniform is None or not self._is_uniform(group):
+            self._uniform_in_a_row = 0
+            return False
+        self._uniform_in_a_row += 1
+        limit = UNIFORM_ROUNDS * self._schedule.groups_per_round
+        if self._uniform_in_a_row == limit:
+            logger.warning(
+                "the last {} groups had equal rewards each: such groups are used now, or none would be", limit
+            )
+        return self._uniform_in_a_row < limit
+
+    def _leave_out(self, group: RolloutGroup, reason: str) -> None:
+        """The group is not trained on; another takes its place."""
+        self._metrics.group_dropped(group)
+        self._at_least.pop(group.job.seq, None)
+        self.unusable.append(group.job.seq)
+        self._on_drop(group.job.seq, reason)
+
+    def finish_open(self, version: int) -> None:
+        """Wait until every job that was issued is finished or given up.
+
+        Raises what `take` raises.
+        """
+        deadline = time.monotonic() + self._max_wait_s
+        reminder = Reminder(self._waiting_for)
+        self._collect(version)
+        while any(seq not in self._ready for seq in self._at_least):
+            self._wait(deadline, reminder)
+            self._collect(version)
+
+    def _wait(self, deadline: float, reminder: Reminder) -> None:
+        if self._should_stop():
+            raise StopTraining
+        if time.monotonic() > deadline:
+            raise WaitTimeoutError(f"Waited {self._max_wait_s:.0f} s for {self._waiting_for()}, in vain.")
+        reminder.tick()
+        self._queue.wait(WAKE_S)
+        self._keep_publishing()
 
     def _set_aside(self, seq: int, reason: str) -> None:
         self._at_least.pop(seq, None)

@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from async_grpo.errors import UnsupportedError
+from async_grpo.training.correction import report_ratio
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -26,6 +28,8 @@ HOOKS = (
     "_generate",
     "_calculate_rewards",
     "_generate_and_score_completions",
+    "_compute_loss",
+    "_get_per_token_logps_and_entropies",
     "_save_checkpoint",
     "_get_train_sampler",
     "_remove_unused_columns",
@@ -43,6 +47,7 @@ class AsyncGRPOMixin(UserTrainer):
     take_groups: Callable[[int], Sequence[RolloutGroup]]  # version -> one generation batch of groups
     correct: Callable[[dict[str, Any]], None]  # sets the off-policy correction on the loss's inputs
     after_checkpoint: Callable[[int], None]  # step -> None, called when a checkpoint is complete
+    _log_pi: torch.Tensor  # [B, C], of the last forward pass, for the metrics
     _serving: Sequence[RolloutGroup] | None = None  # the groups of the batch that TRL is assembling
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -52,8 +57,21 @@ class AsyncGRPOMixin(UserTrainer):
         with _serving(self, groups):
             rows = [_with_prompt(group.job.row) for group in groups for _ in range(group.job.num_generations)]
             output: dict[str, Any] = super()._generate_and_score_completions(rows)
+        ages = [self.state.global_step - group.policy_version for group in groups for _ in range(self.num_generations)]
+        output["staleness"] = torch.tensor(ages, device=output["advantages"].device)
         self.correct(output)
         return output
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        loss = super()._compute_loss(model, inputs)
+        if "staleness" in inputs:
+            report_ratio(inputs, self._log_pi, lambda name, value: append_metric(self, name, value))
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        self._log_pi = result[0].detach()
+        return result
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         result: tuple[Any, ...] = super()._generate(prompts)
@@ -186,6 +204,33 @@ def training_columns(trainer: GRPOTrainer) -> Any:
 def groups_per_round(trainer: GRPOTrainer) -> int:
     """B: how many prompt groups TRL consumes at a time."""
     return int(trainer.args.generation_batch_size // trainer.num_generations)
+
+
+def log_pi_old(trainer: GRPOTrainer, batch: dict[str, Any]) -> torch.Tensor:
+    """Log-probabilities of the completions' tokens under the weights as they are now, [B, C], without gradient."""
+    input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    with torch.no_grad():
+        logprobs, *_ = trainer._get_per_token_logps_and_entropies(
+            trainer.model,
+            input_ids,
+            attention_mask,
+            batch["completion_ids"].shape[1],
+            batch_size=trainer.args.per_device_train_batch_size,
+        )
+    return logprobs
+
+
+def uniform_rewards(trainer: GRPOTrainer) -> Callable[[RolloutGroup], bool]:
+    """A test whether all rewards of a group, weighted and summed as TRL does, are equal: its advantages are 0."""
+    weights = trainer.reward_weights.numpy()
+
+    def uniform(group: RolloutGroup) -> bool:
+        scored = group.rewards[~np.isnan(group.rewards).all(axis=1)]
+        totals = np.nansum(scored * weights, axis=1)
+        return bool(len(totals) < 2 or np.isclose(totals.std(), 0.0))
+
+    return uniform
 
 
 def append_metric(trainer: GRPOTrainer, name: str, value: float) -> None:
