@@ -79,7 +79,7 @@ def test_totals_are_over_the_whole_training_and_leave_loading_out(clock: Clock) 
         group = make_group(make_job(0, 4), 10 - staleness, timings=Timings(generate_s=2.5))
         metrics.batch_taken([group], 10)
     metrics.job_quarantined()
-    metrics.group_dropped(group, 10)
+    metrics.group_dropped(group)
     assert metrics.totals() == {
         "rollouts": 8,
         "rollouts_per_second": 0.4,

@@ -247,7 +247,7 @@ def test_a_state_that_is_no_json(root: Path, content: bytes) -> None:
 def test_a_state_with_the_wrong_fields(root: Path) -> None:
     root.mkdir()
     (root / "run.json").write_text(json.dumps({"format": 1, "colour": "red"}))
-    with pytest.raises(RunDirError, match=r"run\.json describes no run"):
+    with pytest.raises(RunDirError, match=r"run\.json .*unexpected keyword argument 'colour'"):
         prepare(root, config=CONFIG)
 
 
