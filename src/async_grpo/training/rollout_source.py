@@ -210,6 +210,7 @@ class RolloutSource:
             group = self._queue.take(entry)
             if group is None:
                 continue
+            self._failed_in_a_row = 0
             if group.job.seq in self.unusable:  # given up before, and tried once more by an operator
                 self.unusable.remove(group.job.seq)
             if self._teaches_nothing(group):
@@ -217,7 +218,6 @@ class RolloutSource:
                 continue
             self._ready[group.job.seq] = group
             self._at_least[group.job.seq] = group.policy_version
-            self._failed_in_a_row = 0
         self._drop_over_age(version)
         for seq, given_up in self._queue.given_up.items():
             if seq in self._at_least:
