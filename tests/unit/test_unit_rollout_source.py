@@ -156,6 +156,78 @@ def test_a_group_that_an_operator_tried_once_more_is_used_after_all() -> None:
     assert bench.source.unusable == []
 
 
+def test_a_full_disk_holds_jobs_back_and_loses_none() -> None:
+    asked: list[bool] = []
+    bench = Bench(schedule(B=2, K=0), make_room=lambda: asked.append(True))
+    bench.queue.disk_full = True
+    bench.source.advance(0)
+    bench.source.advance(0)
+    assert bench.queue.submitted == []
+    assert asked == [True], "once, and not at every look"
+
+    def room_again() -> None:
+        if bench.queue.disk_full:
+            bench.queue.disk_full = False
+        else:
+            bench.queue.finish(*bench.queue.unclaimed(), version=0)
+
+    bench.queue.on_wait = room_again
+    assert seqs(bench.source.take(0)) == [0, 1]
+    assert bench.queue.submitted == [0, 1]
+
+
+def test_a_wait_for_room_on_the_disk_says_so() -> None:
+    bench = Bench(schedule(B=2, K=0), max_wait_s=-1.0)
+    bench.queue.disk_full = True
+    with pytest.raises(WaitTimeoutError, match="for room on the disk for new jobs"):
+        bench.source.take(0)
+
+
+def test_groups_that_teach_nothing_are_replaced_until_the_batch_is_full() -> None:
+    bench = Bench(schedule(B=2, K=0), is_uniform=lambda group: group.job.seq in (0, 2))
+    bench.source.advance(0)
+    bench.queue.on_wait = lambda: bench.queue.finish(*bench.queue.unclaimed(), version=0)
+    assert seqs(bench.source.take(0)) == [1, 3]
+    assert bench.source.unusable == [0, 2]
+    assert bench.dropped == [(0, "equal rewards"), (2, "equal rewards")]
+
+
+def test_when_no_group_teaches_anything_they_are_used_all_the_same() -> None:
+    bench = Bench(schedule(B=2, K=0), is_uniform=lambda group: True)
+    bench.source.advance(0)
+    bench.queue.on_wait = lambda: bench.queue.finish(*bench.queue.unclaimed(), version=0)
+    assert len(bench.source.take(0)) == 2
+
+
+def test_groups_that_came_back_and_teach_nothing_are_no_failures() -> None:
+    bench = Bench(schedule(B=1, K=0), is_uniform=lambda group: group.job.seq < 21)
+    bench.source.advance(0)
+
+    def serve() -> None:
+        [seq] = bench.queue.unclaimed()
+        if seq % 2:
+            bench.queue.fail_for_good(seq)
+        else:
+            bench.queue.finish(seq, version=0)
+
+    bench.queue.on_wait = serve
+    assert len(bench.source.take(0)) == 1
+    assert bench.metrics.quarantined >= 8
+
+
+def test_finishing_what_is_open_leaves_it_for_the_next_batch() -> None:
+    bench = Bench(schedule(B=2, K=4))
+    bench.source.advance(0)
+    bench.queue.fail_for_good(3)
+    bench.queue.on_wait = lambda: bench.queue.finish(bench.queue.unclaimed()[0], version=0)
+    bench.source.finish_open(0)
+    assert bench.queue.unclaimed() == []
+    assert bench.queue.submitted == [0, 1, 2, 3], "and nothing new was issued"
+    waits = bench.queue.waits
+    assert seqs(bench.source.take(0)) == [0, 1]
+    assert bench.queue.waits == waits
+
+
 def test_when_nothing_but_failures_comes_back_the_traceback_is_in_the_error() -> None:
     bench = Bench(schedule(B=4, K=4))
     bench.source.advance(0)
@@ -260,6 +332,7 @@ def test_groups_from_before_the_interruption_that_are_over_age_are_dropped_and_r
     assert seqs(bench.source.take(2)) == [5, 6]
     assert bench.metrics.dropped == 1
     assert bench.source.unusable == [4]
+    assert bench.dropped == [(4, "over age")]
     bench.step_done(3)
     assert 4 not in bench.queue.jobs
 

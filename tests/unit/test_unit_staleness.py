@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -40,9 +41,9 @@ class World:
 class Simulation:
     """TRL's loop of micro steps over a `RolloutSource`, with workers that claim, sample and take their time."""
 
-    def __init__(self, world: World, resume_from: RolloutState | None = None) -> None:
+    def __init__(self, world: World, resume_from: RolloutState | None = None, **options: Any) -> None:
         self.world = world
-        self.bench = Bench(world.plan, resume_from)
+        self.bench = Bench(world.plan, resume_from, **options)
         self.bench.queue.on_wait = self._next_event
         self.random = random.Random(world.seed)
         self.now = 0.0
@@ -147,6 +148,14 @@ def test_groups_that_fail_for_good_do_not_break_the_bound(world: World, failing_
     assert max(run.staleness) <= world.K
     assert not set(run.used) & set(run.bench.source.unusable)
     assert len(set(run.used)) == len(run.used) == many.B * many.rounds
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(worlds)
+def test_in_order_every_group_is_used_in_the_order_of_issue(world: World) -> None:
+    run = Simulation(world, in_order=True).run()
+    assert run.used == list(range(world.B * world.rounds))
+    assert max(run.staleness) <= world.K
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from async_grpo.errors import DiskFullError
 from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.training.admission import Schedule
 from async_grpo.training.checkpoints import RolloutState
@@ -39,11 +40,14 @@ class FakeQueue:
         self.waits = 0
         self.on_wait: Callable[[], None] = _nobody_works
         self.alive = 1
+        self.disk_full = False
         self._finished: dict[int, RolloutGroup] = {}
 
     # what the trainer side calls
     def submit(self, job: Job) -> None:
         assert job.seq not in self.jobs, f"job {job.seq} submitted twice"
+        if self.disk_full:
+            raise DiskFullError("No room for the queue.")
         self.jobs[job.seq] = job
         self.submitted.append(job.seq)
 
@@ -125,12 +129,18 @@ class Bench:
     """A `RolloutSource` on a fake queue, with its metrics at hand. `published` is what the workers can see."""
 
     def __init__(
-        self, plan: Schedule, resume_from: RolloutState | None = None, max_wait_s: float = 1000.0, seed: int = 0
+        self,
+        plan: Schedule,
+        resume_from: RolloutState | None = None,
+        max_wait_s: float = 1000.0,
+        seed: int = 0,
+        **options: Any,
     ) -> None:
         self.queue = FakeQueue()
         self.published: int | None = 0
         self.publications = 0
         self.stopping = False
+        self.dropped: list[tuple[int, str]] = []
         self.logged: dict[str, list[float]] = {}
         self.metrics = RolloutMetrics(lambda name, value: self.logged.setdefault(name, []).append(value))
         self.source = RolloutSource(
@@ -146,6 +156,8 @@ class Bench:
             should_stop=lambda: self.stopping,
             resume_from=resume_from,
             max_wait_s=max_wait_s,
+            on_drop=lambda seq, reason: self.dropped.append((seq, reason)),
+            **options,
         )
 
     def step_done(self, version: int) -> None:
