@@ -117,31 +117,26 @@ class Reaper:
                 _close(pidfd)
 
     def _wait_for_a_death(self) -> bool:
-        """Return True when it is time to look for jobs of dead workers, False when this thread shall end."""
-        while True:
-            appeared = self._follow({(worker.device, worker.pid) for worker in live_workers(self._root)})
-            pidfds = [pidfd for pidfd in self._pidfds.values() if pidfd >= 0]
-            probing = len(pidfds) < len(self._pidfds)
-            timeout_s = PROBE_S if probing else LOOK_S
-            woken = self._watch.wait(0 if appeared else timeout_s, also=[self._stop, *pidfds])
-            if self._stop in woken.ready:
-                return False
-            if woken.ready:
-                self._tell()
-            if woken.ready or not woken.names:
-                return True
+        """Return True when jobs of a dead worker may be there, False when this thread shall end."""
+        if self._follow({(worker.device, worker.pid) for worker in live_workers(self._root)}):
+            return True
+        pidfds = [pidfd for pidfd in self._pidfds.values() if pidfd >= 0]
+        probing = len(pidfds) < len(self._pidfds)
+        woken = self._watch.wait(PROBE_S if probing else LOOK_S, also=[self._stop, *pidfds])
+        if self._stop in woken.ready:
+            return False
+        if woken.ready:
+            self._tell()
+        return True
 
     def _follow(self, workers: set[tuple[int, int]]) -> bool:
-        """Have a pidfd for exactly these workers. True if one came or went.
-
-        Then look once more before sleeping.
-        """
-        gone, new = self._pidfds.keys() - workers, workers - self._pidfds.keys()
+        """Have a pidfd for exactly these workers. True if one is gone that was there before."""
+        gone = self._pidfds.keys() - workers
         for worker in gone:
             _close(self._pidfds.pop(worker))
-        for worker in new:
+        for worker in workers - self._pidfds.keys():
             self._pidfds[worker] = _open_pidfd(worker[1])
-        return bool(gone or new)
+        return bool(gone)
 
 
 def _open_pidfd(pid: int) -> int:

@@ -278,8 +278,10 @@ class ServerQueue:
         for device in {name.device for name in moves.listing() if name.state == PROCESSING}:
             lock = worker_lock(self.root, device)
             if lock.try_acquire():  # while the run was down, the death of a worker is no attempt
-                moves.release_claims(device, self._max_attempts, counts=False, reason="")
-                lock.release()
+                try:
+                    moves.release_claims(device, self._max_attempts, counts=False, reason="")
+                finally:
+                    lock.release()
         for name in sorted(moves.listing()):
             self._highest = max(self._highest, name.seq)
             if name.seq in consumed:

@@ -106,11 +106,13 @@ class WorkerQueue:
 
     def close(self) -> None:
         """Hand back what this worker still has, and free its number."""
-        for claim in list(self._claims.values()):
-            self.hand_back(claim)
-        self._watch.close()
-        self._lock.release()
-        self._moves.files.close()
+        try:
+            for claim in list(self._claims.values()):
+                self.hand_back(claim)
+        finally:
+            self._watch.close()
+            self._lock.release()
+            self._moves.files.close()
 
     def claim(self, limit: int, skip: Collection[int] = ()) -> list[Claim]:
         """Up to `limit` of the oldest pending jobs, without waiting. A job that failed before comes alone.

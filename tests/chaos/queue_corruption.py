@@ -12,7 +12,6 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,7 +108,7 @@ def wrong_schema(data: bytes, dice: Dice) -> bytes:
         lambda top: top.update(format=1),
         lambda top: [about.update(dtype="F64") for name, about in top.items() if name == "rewards"] or top.clear(),
         lambda top: [about.update(shape=[-1]) for name, about in top.items() if name == "texts"] or top.clear(),
-        lambda top: [top.pop("rewards", None), top.update(evil=dict(dtype="U8", shape=[0], data_offsets=[0, 0]))],
+        lambda top: [top.pop("rewards", None), top.update(evil={"dtype": "U8", "shape": [0], "data_offsets": [0, 0]})],
     ]
     if dice.random() < 0.5:
         return _packed(data, dice.choice(tensor_changes))

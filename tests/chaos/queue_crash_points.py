@@ -1,8 +1,8 @@
 """SIGKILL before every file operation of a small run, and again during its recovery. Prints a summary as JSON.
 
-Two kinds of crash. `both`: server and worker are one process, which is killed before operation n (and in the middle of it,
-if it writes a file); its recovery is killed before operation m; a third process has to finish. `worker`: only the
-worker is killed, the server lives on. One job is poison: it fails every time and must be the only one given up.
+Two kinds of crash. `both`: server and worker are one process, which is killed before operation n (and in the middle
+of it, if it writes a file); its recovery is killed before operation m; a third process has to finish. `worker`: only
+the worker is killed, the server lives on. One job is poison: it fails every time and must be the only one given up.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _report(root: Path, log: Log, counts: Counter[str]) -> None:
 
 
 def main() -> None:
-    options = arguments(every=1, recovery=15)
+    options = arguments(every=1, worker_every=1, recovery=15)
     undisturbed = Log(options.root / "undisturbed.log")
     both, alone = operations(options.root / "undisturbed", undisturbed)
     cases = [
@@ -123,7 +123,8 @@ def main() -> None:
         for half in (False, True)
     ]
     chosen = cases[options.seed % options.every :: options.every]
-    chosen += [("worker", at, None, half) for at in range(alone) for half in (False, True)]
+    cases = [("worker", at, None, half) for at in range(alone) for half in (False, True)]
+    chosen += cases[options.seed % options.worker_every :: options.worker_every]
     bad = []
     for number, (kind, first, second, half) in enumerate(chosen):
         root = options.root / str(number) / "q"
@@ -139,6 +140,8 @@ def main() -> None:
             check(root, log_path, kills=1 if second is None else 2)
         except AssertionError as error:
             bad.append(f"{kind} {first} {second} {half}: {error}")
+            if options.mutant:  # caught
+                break
     told = {"operations": both, "worker_operations": alone, "cases": len(chosen), "bad": len(bad)}
     print(json.dumps(told))
     if bad:

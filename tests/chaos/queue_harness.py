@@ -18,7 +18,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ class Log:
 
 
 def replay(path: Path, total: int) -> dict[str, Any]:
-    """Read the log as a trainer that lost everything after its checkpoint whenever it was killed. Asserts guarantee 1."""
+    """Read the log as a trainer that loses what came after its checkpoint when it is killed. Asserts guarantee 1."""
     applied: set[int] = set()
     executions: Counter[int] = Counter()
     healing: dict[str, int] = {}
@@ -208,12 +208,8 @@ def claim_now(worker: WorkerQueue, limit: int) -> list[Claim]:
 def drain(root: Path, total: int, log: Log, poison: Iterable[int] = (), **opened: Any) -> Trainer:
     """Bring a queue to its end with one trainer and one worker that take turns; poison jobs fail every time."""
     trainer = Trainer(root, total, log, watch_workers=False, **opened)
-    worker = WorkerQueue.open(root, 1, "cpu", files=opened.get("files"))
-    try:
+    with closing(trainer.queue), closing(WorkerQueue.open(root, 1, "cpu", files=opened.get("files"))) as worker:
         _take_turns(trainer, worker, total, log, poison)
-    finally:
-        worker.close()
-        trainer.queue.close()
     return trainer
 
 
@@ -330,7 +326,7 @@ def forked(role: Callable[[], None], log: Log) -> int:
     try:
         role()
         code = 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - nothing of the parent may run on in the child
         log.write("crashed", traceback=traceback.format_exc())
         traceback.print_exc()
     finally:
@@ -343,13 +339,13 @@ def exit_code(pid: int) -> int:
 
 
 def arguments(**defaults: Any) -> argparse.Namespace:
-    """`--name value` for each default, `--seed` (printed), `--mutant` (one of `queue_mutants`, seeded before the run)."""
+    """`--name value` for each default, `--seed` (printed), `--mutant` (a bug of `queue_mutants` to seed)."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--mutant", default="")
     for name, value in defaults.items():
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     options = parser.parse_args()
     print(f"seed {options.seed}", file=sys.stderr, flush=True)
     if options.mutant:

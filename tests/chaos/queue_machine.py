@@ -1,4 +1,4 @@
-"""A model-based test: hypothesis plays server, workers, operator, kernel and disk; everything always drains exactly once.
+"""A model-based test: hypothesis plays server, workers, operator, kernel and disk; all always drains exactly once.
 
 Server and workers are objects of one process. A killed one just loses its lock, at once or before any of its file
 operations; what it was going to do is never done.

@@ -1,4 +1,4 @@
-"""Bugs to be seeded in the queue, each a mistake that somebody really made. Every one must be caught by some fault test."""
+"""Bugs to seed in the queue, mistakes that somebody could make. Every one must be caught by some fault test."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A power cut after any file operation of a run. Prints a summary as JSON.
 
-Names reach the disk in order, as on a journalling file system; data that nobody synced may not: the files of every prefix of the
-operations are rebuilt full, empty, half, zeroed and with a zeroed end, all of them or only the newest. Of the files only the
-trainer's checkpoint was synced. Every restart must work, and use every job once with the right data.
+Names reach the disk in order, as on a journalling file system; data that nobody synced may not: the files of every
+prefix of the operations are rebuilt full, empty, half, zeroed and with a zeroed end, all of them or only the newest.
+Only the trainer's checkpoint was synced. Every restart must work, and use every job once with the right data.
 """
 
 from __future__ import annotations
