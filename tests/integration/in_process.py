@@ -1,0 +1,337 @@
+"""A whole asynchronous run in one process: no queue, no shared memory, only TRL and our hooks into it.
+
+The trainer's rollouts come from a second copy of the user's trainer, made a rollout trainer, and pass through the
+bytes of a job file on their way. Everything of a test's setup is here, too: tiny models, a tokenizer, tasks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
+from trl import GRPOConfig, GRPOTrainer
+from trl.chat_template_utils import qwen3_chat_template
+
+from async_grpo.job_file import decode_group, encode_group
+from async_grpo.records import Job, RolloutGroup, Timings
+from async_grpo.rollout.group_records import to_record
+from async_grpo.rollout.trl_hooks import make_rollout_trainer
+from async_grpo.training.correction import Correction
+from async_grpo.training.prompts import prompt_rows
+from async_grpo.training.rollout_metrics import RolloutMetrics
+from async_grpo.training.trl_hooks import append_metric, groups_per_round, log_pi_old, make_async
+from async_grpo.trl_on_cpu import repair_trl
+
+repair_trl()
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+transformers_logging.set_verbosity_error()
+
+GROUP_SIZE = 2
+TIMES = ("step_time",)  # of TRL's metrics, those that are no function of what was trained on
+LAST_ENTRY = "train_runtime"  # a key of the last entry of a trainer's log history only
+
+_PRINTABLE = [chr(code) for code in range(32, 127)] + ["\n"]
+
+
+# --- A tiny model and its tokenizer -----------------------------------------------------------------------
+
+
+def build_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """One token a character, and Qwen3's marks of turns."""
+    vocabulary = {token: index for index, token in enumerate([*_PRINTABLE, "<pad>", "<|im_start|>", "<|im_end|>"])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    characters.decoder = decoders.Fuse()
+    characters.add_special_tokens([AddedToken("<|im_start|>", special=True, normalized=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters,
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        padding_side="left",
+        chat_template=chat_template,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> Qwen3ForCausalLM:
+    """Random weights, large enough for its distributions not to be uniform."""
+    config = Qwen3Config(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        initializer_range=0.3,
+        tie_word_embeddings=True,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config)
+
+
+# --- Tasks ------------------------------------------------------------------------------------------------
+
+PROMPTS = ["a", "bc", "def?", "g h", "ij", "k", "lmnop", "q", "r s", "tuv", "wx", "y", "zz", "1+1"]
+
+
+def plain_rows(count: int = len(PROMPTS)) -> Dataset:
+    """`prompt` as text, and a column `target` for reward functions."""
+    return Dataset.from_list([{"prompt": text, "target": len(text)} for text in PROMPTS[:count]])
+
+
+def chat_rows(count: int = len(PROMPTS)) -> Dataset:
+    """`prompt` as messages, and a column `target` for reward functions."""
+    return Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": text}], "target": len(text)} for text in PROMPTS[:count]]
+    )
+
+
+def text_of(completion: Any) -> str:
+    """What the model wrote, of a plain or a conversational completion."""
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
+
+
+def letters(completions: list[Any], **_: Any) -> list[float]:
+    """A reward that differs between random completions: the share of lower-case letters."""
+    return [sum(c.islower() for c in text_of(x)) / max(1, len(text_of(x))) for x in completions]
+
+
+def length(completions: list[Any], **_: Any) -> list[float]:
+    return [float(len(text_of(x))) for x in completions]
+
+
+def config(output_dir: Path, **changes: Any) -> GRPOConfig:
+    """4 prompts of 2 completions a step, on the CPU, everything logged, unless `changes` say otherwise."""
+    settings: dict[str, Any] = {
+        "output_dir": str(output_dir),
+        "max_steps": 2,
+        "per_device_train_batch_size": 8,
+        "num_generations": GROUP_SIZE,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "adam_epsilon": 1e-5,  # or Adam's first step would turn a gradient's rounding error into a full step
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "seed": 3,
+    }
+    return GRPOConfig(**{**settings, **changes})
+
+
+def build_trainer(
+    output_dir: Path,
+    *,
+    model: Any = None,
+    reward_funcs: Any = letters,
+    train_dataset: Any = None,
+    chat_template: str | None = None,
+    trainer_class: type[GRPOTrainer] = GRPOTrainer,
+    arguments: dict[str, Any] | None = None,
+    **changes: Any,
+) -> GRPOTrainer:
+    """A user's trainer, as their `get_trainer()` would build it.
+
+    Args:
+        arguments: of the trainer, e.g. `peft_config`.
+        changes: of the `GRPOConfig`, e.g. `loss_type`.
+    """
+    tokenizer = build_tokenizer(chat_template)
+    arguments = dict(arguments or {})
+    if train_dataset is None and "environment_factory" not in arguments:
+        train_dataset = plain_rows() if chat_template is None else chat_rows()
+    return trainer_class(
+        model=build_model(tokenizer) if model is None else model,
+        processing_class=tokenizer,
+        reward_funcs=list(reward_funcs) if isinstance(reward_funcs, list) else reward_funcs,  # TRL adds to it
+        train_dataset=train_dataset,
+        args=config(output_dir, **changes),
+        **arguments,
+    )
+
+
+QWEN3_CHAT_TEMPLATE = qwen3_chat_template
+
+
+# --- The run ----------------------------------------------------------------------------------------------
+
+
+class InProcessRun:
+    """A trainer that takes its rollouts from workers, and one worker that works whenever it is asked to.
+
+    Args:
+        get_trainer: the user's.
+        fresh_every: the worker adopts the newest weights for every so many batches; 1 is the synchronous schedule.
+        generator: tokens come from this instead of from the model.
+        correction: what is done about stale groups.
+    """
+
+    def __init__(
+        self,
+        get_trainer: Callable[[], GRPOTrainer],
+        *,
+        fresh_every: int = 1,
+        generator: Any = None,
+        correction: str = "bypass",
+    ) -> None:
+        self.trainer = get_trainer()
+        self.worker: Any = get_trainer()
+        make_rollout_trainer(self.worker)
+        if generator is not None:
+            self.worker.generator = generator
+        self._fresh_every = fresh_every
+        self._metrics = RolloutMetrics(self._append)
+        self._correction = Correction(
+            correction,
+            self.trainer.args.loss_type,
+            log_pi_old=lambda batch: log_pi_old(self.trainer, batch),
+            append=self._append,
+        )
+        self._rows = prompt_rows(self.trainer)
+        self._version = 0
+        self._seq = 0
+        self.batches: list[list[RolloutGroup]] = []  # what the trainer took, batch by batch
+        self.inputs: list[dict[str, Any]] = []  # what the loss consumes, batch by batch
+        self.versions: list[int] = []  # the trainer's, when it took the batch
+        self.checkpoints: list[int] = []
+        make_async(
+            self.trainer,
+            take_groups=self._take_groups,
+            correct=self._correct,
+            after_checkpoint=self.checkpoints.append,
+        )
+
+    def train(self) -> InProcessRun:
+        self.trainer.train()
+        return self
+
+    @property
+    def logs(self) -> list[dict[str, Any]]:
+        """One entry a training step."""
+        return training_logs(self.trainer)
+
+    @property
+    def groups(self) -> list[RolloutGroup]:
+        return [group for batch in self.batches for group in batch]
+
+    def _take_groups(self, version: int) -> Sequence[RolloutGroup]:
+        if len(self.batches) % self._fresh_every == 0:
+            copy_weights(self.trainer, self.worker)
+            self._version = version
+        with torch.random.fork_rng(devices=[]):  # a worker's randomness is not the trainer's
+            torch.manual_seed(len(self.batches))
+            groups = self._generate()
+        self.batches.append(groups)
+        self.versions.append(version)
+        self._metrics.waited(0.0)
+        self._metrics.batch_taken(groups, version)
+        return groups
+
+    def _generate(self) -> list[RolloutGroup]:
+        jobs = [self._next_job() for _ in range(groups_per_round(self.trainer))]
+        self.worker.state.global_step = self._version
+        generated = self.worker.generate_groups([job.row for job in jobs], self.trainer.num_generations)
+        return [
+            decode_group(
+                encode_group(
+                    to_record(
+                        job,
+                        group,
+                        self.worker.score(group),
+                        attempt=0,
+                        worker="dev0",
+                        policy_version=self._version,
+                        reward_names=self.worker.reward_func_names,
+                        timings=Timings(),
+                    )
+                )
+            )
+            for job, group in zip(jobs, generated, strict=True)
+        ]
+
+    def _next_job(self) -> Job:
+        self._seq += 1
+        return Job(
+            run_id="in-process",
+            seq=self._seq - 1,
+            row=next(self._rows),
+            num_generations=self.trainer.num_generations,
+            seed=0,
+            born_version=self._version,
+            min_version=0,
+        )
+
+    def _correct(self, batch: dict[str, Any]) -> None:
+        self._correction(batch)
+        self.inputs.append(dict(batch))
+
+    def _append(self, name: str, value: float) -> None:
+        append_metric(self.trainer, name, value)
+
+
+def copy_weights(source: GRPOTrainer, target: GRPOTrainer) -> None:
+    target.model.load_state_dict(source.model.state_dict())
+
+
+def training_logs(trainer: GRPOTrainer) -> list[dict[str, Any]]:
+    """The logged training steps, without evaluations and without the summary at the end."""
+    history = trainer.state.log_history
+    return [entry for entry in history if "loss" in entry and LAST_ENTRY not in entry]
+
+
+def replay_with_trl(get_trainer: Callable[..., GRPOTrainer], batches: list[list[RolloutGroup]]) -> GRPOTrainer:
+    """Train with plain TRL in one process on recorded completions, given to it by its public `rollout_func`.
+
+    The prompts, their order and the rewards are TRL's own; that the prompts are the recorded ones is checked.
+    """
+    recorded = iter(batches)
+
+    def rollout_func(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
+        groups = next(recorded)
+        assert prompts == [group.job.row["prompt"] for group in groups for _ in range(group.job.num_generations)]
+        output: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+        for group in groups:
+            start = 0
+            for size in group.completion_lengths.tolist():
+                output["prompt_ids"].append(group.prompt_ids.tolist())
+                output["completion_ids"].append(group.completion_ids[start : start + size].tolist())
+                output["logprobs"].append(group.sampling_logprobs[start : start + size].tolist())
+                start += size
+        return output
+
+    trainer = get_trainer(arguments={"rollout_func": rollout_func})
+    trainer.train()
+    assert next(recorded, None) is None, "TRL used fewer batches than the asynchronous run"
+    return trainer
+
+
+class ScriptedGenerator:
+    """Writes what a function of the prompt's text and its place in the batch says, instead of sampling."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, reply: Callable[[str, int], str]) -> None:
+        self._tokenizer = tokenizer
+        self._reply = reply
+        self.on_step: Callable[[], None] = lambda: None
+
+    def generate(self, prompt_ids: Sequence[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+        texts = [
+            self._reply(self._tokenizer.decode(ids), place) + self._tokenizer.eos_token
+            for place, ids in enumerate(prompt_ids)
+        ]
+        completion_ids = [self._tokenizer(text)["input_ids"] for text in texts]
+        return completion_ids, [[-3.0] * len(ids) for ids in completion_ids]
