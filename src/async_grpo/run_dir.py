@@ -41,6 +41,8 @@ class RunState:
     step: int = 0  # optimizer steps done when the state was written
     output_dir: str = ""  # where the checkpoints are, absolute; empty until the trainer is built
     deterministic: bool = False
+    correction: str = "bypass"  # of the process that trained last
+    seed: int | None = None  # that the command line gave, if it gave one
     num_workers: int = 0  # how many workers the launcher starts; 0 when started by hand
     format: int = FORMAT
 

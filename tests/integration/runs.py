@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,8 @@ def command(*arguments: str, cwd: Path, **env: str) -> Iterator[Command]:
         if running.process.poll() is None:
             family = [psutil.Process(running.process.pid), *running.children()]
             for process in family:
-                try:
+                with suppress(psutil.NoSuchProcess):
                     process.kill()
-                except psutil.NoSuchProcess:
-                    pass
             running.process.wait()
 
 

@@ -14,6 +14,7 @@ COMMANDS = {
     "train": "train a setup file: in one process, or distributed over a parameter server and workers",
     "server": "start the parameter server alone",
     "worker": "start one rollout worker",
+    "replay": "train again from the archived groups of a run, with other settings or the same",
     "board": "open a run's curves in TensorBoard",
     "audit": "prove from a run's files that no prompt group was lost or used twice",
     "queue": "look at a run's queue and mend it by hand",

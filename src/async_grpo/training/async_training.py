@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from async_grpo.archive import ArchiveLimit
 from async_grpo.errors import UsageError
@@ -19,6 +19,7 @@ from async_grpo.training import checkpoints, correction, trl_hooks
 from async_grpo.training.admission import Schedule
 from async_grpo.training.checkpoints import RolloutState
 from async_grpo.training.consumption import ConsumptionRecord
+from async_grpo.training.log_callback import LogCallback
 from async_grpo.training.prompts import prompt_rows, refuse_images
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource, StopTraining
@@ -59,7 +60,7 @@ class AsyncTraining:
         self._stop = stop
         self.output_dir = Path(trainer.args.output_dir).absolute()
         self.tensorboard = run.tensorboard
-        run.update_state(output_dir=str(self.output_dir))
+        run.update_state(output_dir=str(self.output_dir), correction=settings.correction, seed=settings.seed)
 
         self.metrics = RolloutMetrics(lambda name, value: trl_hooks.append_metric(trainer, name, value))
         self.log = RunLog(run.metrics)
@@ -150,7 +151,6 @@ class AsyncTraining:
         step = self.step
         self._publication.publish(step)
         self._source.advance(step)
-        self.log.training_begins(self._trainer.state.max_steps)
         self.metrics.training_begins()
 
     def step_done(self) -> None:
@@ -210,15 +210,17 @@ def _schedule(trainer: GRPOTrainer, max_staleness: int) -> Schedule:
     )
 
 
-class _StepEvents(TrainerCallback):
+class _StepEvents(LogCallback):
     """Passes the trainer's own events on to the run."""
 
     def __init__(self, training: AsyncTraining) -> None:
+        super().__init__(training.log)
         self._training = training
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
         self._training.training_begins()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -232,13 +234,3 @@ class _StepEvents(TrainerCallback):
     ) -> None:
         if self._training.stop_requested():  # an evaluation may take long
             raise StopTraining
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._training.log.logged(state.global_step, logs or {})

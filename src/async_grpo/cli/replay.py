@@ -1,0 +1,57 @@
+"""`async-grpo replay`: train again from the archived groups of a run, with other settings or the same."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from async_grpo.cli import common
+from async_grpo.settings import CORRECTIONS
+
+LOSS_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
+EXAMPLES = """\
+  async-grpo replay worker                          the same settings: the same weights, bit for bit
+  async-grpo replay worker --correction decoupled   another correction on identical data
+  async-grpo replay worker --loss-type cispo --output-dir outputs/cispo"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = common.parser("replay", "Train again from the archived groups of a run, without workers.", EXAMPLES)
+    parser.add_argument("run", type=Path, nargs="?", default=common.DEFAULT_RUN_DIR, help="default: worker/")
+    parser.add_argument("--correction", choices=CORRECTIONS, help="default: the run's")
+    parser.add_argument("--loss-type", choices=LOSS_TYPES, help="default: the setup file's")
+    parser.add_argument("--steps", "-s", type=common.positive, help="default: as many as the run did")
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/replay"), help="default: outputs/replay")
+    parser.add_argument("--device", "-d", help="GPU index or 'cpu' (default: GPU 0 where there is one)")
+    parser.add_argument("--log-level", type=str.upper, choices=common.LOG_LEVELS, help="default: $LOG_LEVEL, else INFO")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from async_grpo.devices import check_torch_sees, hold_to_device
+    from async_grpo.process import set_up_log
+
+    set_up_log(common.log_level(args))
+    device = common.device(args.device)
+    hold_to_device(device, os.environ)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    check_torch_sees(device)
+
+    from async_grpo.replay import ReplayOptions, run_replay
+
+    outcome = run_replay(
+        ReplayOptions(
+            run_dir=args.run,
+            output_dir=args.output_dir,
+            correction=args.correction,
+            loss_type=args.loss_type,
+            steps=args.steps,
+        )
+    )
+    print(f"{outcome.steps} steps, last reward {outcome.reward_last:.3f}, last loss {outcome.loss_last:.6g}")
+    print(f"weights: {args.output_dir}, SHA-256 {outcome.digest}")
+    if outcome.compared is not None:
+        verdict = "equal to" if outcome.same_as else "different from"
+        print(f"{verdict} {outcome.compared}")
+    return 0
