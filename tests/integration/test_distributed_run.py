@@ -94,6 +94,16 @@ def test_a_poisoned_prompt_costs_its_own_group(tmp_path: Path) -> None:
     assert "RuntimeError: no reward for 3+3=" in reasons[0].read_text()
 
 
+def test_a_hung_worker_is_killed_and_its_job_done_by_another(tmp_path: Path) -> None:
+    options = ("-n", "1", "--steps", "16", "--max-staleness", "0", "--worker-timeout", "15")
+    surroundings = {"TEST_REWARD": "hang", "TEST_MARKER": str(tmp_path / "hung")}
+    with command("train", str(SETUP), *options, cwd=tmp_path, **surroundings) as run:
+        assert run.wait() == 0, run.output
+    assert "worker 1 made no progress for 15 s: killing it" in run.output
+    summary = read(tmp_path / "worker" / "summary.json")
+    assert (summary["state"], summary["worker_restarts"], summary["jobs_quarantined"]) == ("finished", 1, 0)
+
+
 def test_a_reward_that_always_raises_stops_the_run_with_its_traceback(tmp_path: Path) -> None:
     with command("train", str(SETUP), "-n", "2", cwd=tmp_path, TEST_REWARD="broken") as run:
         assert run.wait() == 2, run.output

@@ -1,9 +1,12 @@
 """A setup file for tests: a random model of a few thousand parameters, no warm start, a reward that tests can break.
 
-`TEST_REWARD` chooses the reward: "length" (default), "poison" (one prompt always raises) or "broken" (all raise).
+`TEST_REWARD` chooses the reward: "length" (default), "poison" (one prompt always raises), "broken" (all raise) or "hang" (one prompt hangs,
+the first time that it is scored; `TEST_MARKER` is a file that remembers).
 """
 
 import os
+import time
+from pathlib import Path
 
 import torch
 from datasets import Dataset
@@ -18,6 +21,9 @@ def reward(prompts: list[str], completions: list[str], log_metric, **_) -> list[
     mode = os.environ.get("TEST_REWARD", "length")
     if mode == "broken" or (mode == "poison" and prompts[0] == POISON):
         raise RuntimeError(f"no reward for {prompts[0]}")
+    if mode == "hang" and prompts[0] == POISON and not Path(os.environ["TEST_MARKER"]).exists():
+        Path(os.environ["TEST_MARKER"]).touch()
+        time.sleep(100_000)
     log_metric("digits", sum(len(completion) for completion in completions) / len(completions))
     return [float(len(completion)) for completion in completions]
 
