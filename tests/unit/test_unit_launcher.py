@@ -111,7 +111,10 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     yield stage
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    assert [pid for pid in stage.pids() if not is_gone(pid)] == [], "children were left behind"
+    left_behind = [pid for pid in stage.pids() if not is_gone(pid)]
+    for pid in left_behind:
+        os.kill(pid, signal.SIGKILL)
+    assert left_behind == []
 
 
 def is_gone(pid: int) -> bool:
