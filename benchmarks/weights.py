@@ -22,6 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+# A script's own folder is first on the path, and torch must not take this one's `queue.py` for Python's: it goes last.
+sys.path.sort(key=lambda folder: Path(folder).resolve() == Path(__file__).resolve().parent)
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -171,7 +174,7 @@ def measure_workers(sharing: Sharing, size: str, dtype: str, count: int) -> Iter
 
 def probe(way: str, handle: Path, size: str, dtype: str, device: str) -> dict[str, float]:
     command = [sys.executable, __file__, "--probe", way, str(handle), size, dtype, "--device", device]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
     answer: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
     return answer
 

@@ -54,8 +54,8 @@ class Handle:
 
 
 def handle_path(path: str | Path | None = None) -> Path:
-    """`path`, or what CUDA_IPC_HANDLE_PATH says, or `worker/ps_ipc_handle.json`."""
-    return Path(path) if path is not None else Path(os.environ.get(PATH_VARIABLE, DEFAULT_PATH))
+    """`path`, or what CUDA_IPC_HANDLE_PATH says, or `worker/ps_ipc_handle.json`; absolute: `chdir` does no harm."""
+    return Path(path if path is not None else os.environ.get(PATH_VARIABLE, DEFAULT_PATH)).absolute()
 
 
 def version_path(path: Path) -> Path:

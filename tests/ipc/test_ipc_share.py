@@ -17,6 +17,8 @@ from async_grpo_ipc import (
     flatten_parameters,
     open_remote_memory,
 )
+from async_grpo_ipc.header import SlotState
+from async_grpo_ipc.leases import FIRST_SLOT_BYTE
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
@@ -181,6 +183,26 @@ def test_modules_without_tensors_may_be_swapped(handle, trainer, tiny):
     with WeightExporter.from_model(trainer, handle, buffers=True) as exporter:
         trainer.dropout = nn.Identity()
         assert exporter.publish(1)
+
+
+def test_a_slots_record_is_read_again_under_its_lock(exporter, handle, monkeypatch):
+    """The writer may take a slot, mark it WRITING and die between a reader's look at the header and its lock."""
+    exporter.publish(1)
+    exporter.publish(2)
+    with open_remote_memory(handle) as remote:
+        leases = remote._generations.current._control.leases
+        acquire = leases.try_acquire
+
+        def acquire_after_the_writer(slot: int) -> bool:
+            monkeypatch.setattr(leases, "try_acquire", acquire)
+            exporter._control.header.mark(slot, SlotState.WRITING, 3)
+            return acquire(slot)
+
+        monkeypatch.setattr(leases, "try_acquire", acquire_after_the_writer)
+        with remote.lease() as view:
+            assert view.version == 1
+        for slot in range(2):
+            assert exporter._control.locks.try_exclusive(FIRST_SLOT_BYTE + slot), "no lease is left behind"
 
 
 def test_several_models_and_leases_share_one_slot(exporter, handle, tiny):
