@@ -15,6 +15,7 @@ match in full is not ours and is left alone.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import NamedTuple
 
 PENDING, PROCESSING, COMPLETE = "pending", "processing", "complete"
@@ -57,6 +58,7 @@ class JobName(NamedTuple):
         return JobName(self.seq, self.attempt, state, device)
 
 
+@lru_cache(maxsize=4096)  # the same names are listed again and again
 def parse_name(name: str) -> JobName | None:
     """The job that a file of queue/ or done/ belongs to, or None if the name is not exactly one of ours."""
     match = _QUEUE_NAME.fullmatch(name)
