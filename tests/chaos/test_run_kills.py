@@ -97,9 +97,9 @@ class KilledRun:
         self._started += found.values()
         return found
 
-    def kill(self, role: str) -> bool:
+    def kill(self, role: str, process: psutil.Process | None = None) -> bool:
         """SIGKILL to one process of the run, if it is alive."""
-        victim = self.processes().get(role)
+        victim = process or self.processes().get(role)
         if victim is None:
             return False
         try:
@@ -193,6 +193,22 @@ def check_result(run: KilledRun, *, accuracy: float | None) -> None:
         assert summary["accuracy_after"] >= accuracy
 
 
+def strike(run: KilledRun, rng: random.Random) -> bool:
+    """Kill one process at random, now and then another with it or a moment later. True if the run has ended."""
+    victims = run.processes()
+    if not victims:
+        return True
+    chosen = rng.sample(sorted(victims), k=min(len(victims), rng.choice((1, 1, 1, 2))))
+    for role in chosen:
+        run.kill(role, victims[role])
+    run.look()
+    if "launcher" in chosen and rng.random() < 0.5:  # what it leaves behind is ending in good order meanwhile
+        time.sleep(rng.uniform(0, 0.5))
+        for role in sorted(victims.keys() - set(chosen)):
+            run.kill(role, victims[role])
+    return bool({"launcher", "server"} & set(chosen)) or run.ended() is not None
+
+
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> random.Random:
     seed = int(os.environ.get("ASYNC_GRPO_CHAOS_SEED", random.SystemRandom().randrange(10**6)))
@@ -228,16 +244,10 @@ def test_200_steps_with_a_kill_every_two_seconds(tmp_path: Path, rng: random.Ran
                 time.sleep(rng.uniform(0, 8))  # while it loads
             elif run.await_step():
                 time.sleep(2.0)
-            roles = sorted(run.processes())
-            if roles and run.kill(role := rng.choice(roles)):
+            if strike(run, rng):
+                run.await_end()
                 run.look()
-            else:
-                role = "nothing"
-            if role.startswith("worker") and run.ended() is None:
-                continue
-            run.await_end()
-            run.look()
-            if run.finished():
-                break
-            run.start()
+                if not run.finished():
+                    run.start()
+        run.await_end()
         check_result(run, accuracy=0.9)

@@ -115,35 +115,32 @@ def _watch(process: subprocess.Popen[bytes], status_pipe: IO[bytes], limits: Lim
     """Read until the program and everything that it started is gone, or it goes over a limit."""
     assert process.stdout is not None
     assert process.stderr is not None
-    told, output = b"", {process.stdout: b"", process.stderr: b""}
+    out, err, told = process.stdout.fileno(), process.stderr.fileno(), status_pipe.fileno()
+    read = {out: b"", err: b"", told: b""}
     started: float | None = None
     deadline = time.monotonic() + _START_S
     outcome = EXITED
     with selectors.DefaultSelector() as selector, process.stdout, process.stderr:
-        for pipe in (status_pipe, *output):
+        for pipe in read:
             selector.register(pipe, selectors.EVENT_READ)
         while selector.get_map() and outcome == EXITED:
             for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
-                pipe = key.fileobj
                 data = os.read(key.fd, 65536)
+                read[key.fd] += data
                 if not data:
-                    selector.unregister(pipe)
-                elif pipe is status_pipe:
-                    told += data
-                    if told == _READY:
-                        started = time.monotonic()
-                        deadline = started + limits.wall_s
-                else:
-                    output[pipe] += data  # type: ignore[index]  # it is one of the two
-                    if len(output[pipe]) > limits.output_bytes:  # type: ignore[index]
-                        outcome = TOO_MUCH_OUTPUT
+                    selector.unregister(key.fd)
+                elif key.fd == told and read[told] == _READY:
+                    started = time.monotonic()
+                    deadline = started + limits.wall_s
+                elif key.fd != told and len(read[key.fd]) > limits.output_bytes:
+                    outcome = TOO_MUCH_OUTPUT
             if time.monotonic() >= deadline and outcome == EXITED:
                 outcome = TIMED_OUT
     ended = time.monotonic()
     code = _end(process, outcome, deadline)
-    if told != _READY or started is None:
-        raise _unavailable((told or output[process.stderr]).decode(errors="replace").strip() or "it did not start")
-    stdout, stderr = (text[: limits.output_bytes].decode(errors="replace") for text in output.values())
+    if read[told] != _READY or started is None:
+        raise _unavailable((read[told] or read[err]).decode(errors="replace").strip() or "it did not start")
+    stdout, stderr = (read[pipe][: limits.output_bytes].decode(errors="replace") for pipe in (out, err))
     if code is None:
         outcome, code = (TIMED_OUT if outcome == EXITED else outcome), -1
     return SandboxResult(outcome=outcome, exit_code=code, stdout=stdout, stderr=stderr, wall_s=ended - started)
