@@ -16,6 +16,7 @@ import json
 import mailbox
 import os
 import platform
+import resource
 import shutil
 import signal
 import sqlite3
@@ -40,7 +41,7 @@ from async_grpo.records import Job, RolloutGroup
 
 RUN = "benchmark"
 OPEN_JOBS = 16
-IDLE_S = 0.0001  # whoever finds nothing looks again after that; waiting for events is measured apart
+IDLE_S = 0.0001  # a peer that finds nothing looks again after that; ours waits for an event
 JOB = os.urandom(1024).hex().encode()  # 2 KiB
 RESULT = os.urandom(64 << 10)
 BARE = "bare renames of unchecked bytes"  # for comparison: no queue that anyone uses
@@ -102,7 +103,7 @@ def cycles_of_ours(root: Path, workers: int, jobs: int) -> float:
             entries = server.finished()
             taken += sum(server.take(entry) is not None for entry in entries)
             if not entries:
-                time.sleep(IDLE_S)
+                server.wait(1)
         seconds = time.perf_counter() - started
     assert not any(asdict(server.healing).values()), server.healing
     server.close()
@@ -118,7 +119,7 @@ def ours_works(root: Path, number: int) -> None:
         for claim in claims:
             worker.complete(claim, RolloutGroup(**{**fields, "job": claim.job, "attempt": claim.attempt}))
         if not claims:
-            time.sleep(IDLE_S)
+            worker.wait(1)
 
 
 # --- peers -----------------------------------------------------------------------------------------------------------
@@ -577,8 +578,8 @@ def compare_cycles(about: str, where: Path, workers: int, names: list[str], quic
 
 def cpu_s() -> float:
     """CPU time of this process and of its children that have ended."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def measure_claims(quick: bool, where: Path) -> list[Row]:

@@ -43,9 +43,7 @@ def test_a_row_may_hold_nan_infinity_and_lone_surrogates() -> None:
 @pytest.mark.parametrize("tool_mask", [None, np.array([0, 1, 1, 0, 0, 1, 1], np.uint8)])
 def test_a_group_comes_back_exactly(tool_mask: Any) -> None:
     group = make_group(make_job(3), attempt=2, worker="dev4", tool_mask=tool_mask)
-    back = decode_group(
-        encode_group(group), expect_seq=3, expect_run=RUN, expect_attempt=2, expect_worker="dev4"
-    )
+    back = decode_group(encode_group(group), expect_seq=3, expect_run=RUN, expect_attempt=2, expect_worker="dev4")
     assert same_group(group, back)
     assert back.completion_ids.flags.writeable  # torch.from_numpy takes it without a warning
 

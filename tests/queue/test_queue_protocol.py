@@ -183,9 +183,7 @@ def test_a_second_result_is_archived_and_never_returned(server: ServerQueue, wor
     assert "0000000000.a00_duplicate_from_dev1.safetensors" in names(server, "done")
 
 
-def test_a_result_of_a_job_that_was_never_issued_is_set_aside(
-    server: ServerQueue, worker: WorkerQueue
-) -> None:
+def test_a_result_of_a_job_that_was_never_issued_is_set_aside(server: ServerQueue, worker: WorkerQueue) -> None:
     server.submit(make_job(0))
     [claim] = worker.claim(1)
     stranger = claim._replace(job=make_job(9), name=claim.name._replace(seq=9))

@@ -37,9 +37,7 @@ time.sleep(60)
 
 
 def run(code: str, *arguments: object) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()
     return process
@@ -96,9 +94,7 @@ def test_looking_at_a_lock_of_this_process_does_not_lose_it(tmp_path: Path) -> N
     assert not again.try_acquire()
     assert again.is_held()
     assert again.last_owner()["pid"] == os.getpid()
-    code = (
-        "import sys\nfrom async_grpo.locks import KernelLock\nprint(KernelLock(sys.argv[1]).holder()['pid'])"
-    )
+    code = "import sys\nfrom async_grpo.locks import KernelLock\nprint(KernelLock(sys.argv[1]).holder()['pid'])"
     told = subprocess.run([sys.executable, "-c", code, mine.path], capture_output=True, text=True, check=True)
     assert int(told.stdout) == os.getpid()
     mine.release()
