@@ -630,7 +630,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SAMPLING)
 def test_logprobs_of_worker_and_trainer_agree_at_equal_weights(name: str, tmp_path: Path, record_property: Any) -> None:
-    run = InProcessRun(settings(tmp_path, **SAMPLING[name], max_completion_length=32, learning_rate=1e-2)).train()
+    run = InProcessRun(settings(tmp_path, **SAMPLING[name], max_completion_length=32)).train()
     trainer: Any = run.trainer
     inputs = trainer._generate_and_score_completions([])  # one more batch, at the weights of now
     with torch.no_grad():
