@@ -66,6 +66,12 @@ class AsyncTraining:
         self.log = RunLog(run.metrics)
         self._in_checkpoint: frozenset[int] = frozenset()  # groups that a resumed run will not come back to
         self._checkpoint, rollouts = self._find_checkpoint() if settings.resume else (None, None)
+        self._record = ConsumptionRecord(  # before the queue: it withdraws what this process is to issue again
+            run.consumption,
+            run_id=state.run_id,
+            resumed_from=rollouts.step if rollouts else None,
+            max_staleness=settings.max_staleness,
+        )
         self._queue = ServerQueue.open(
             run.root,
             state.run_id,
@@ -74,12 +80,6 @@ class AsyncTraining:
         )
         self._exporter = WeightExporter.from_model(trainer.model, run.weights_handle, slots=SLOTS)
         self._publication = WeightPublication(self._exporter)
-        self._record = ConsumptionRecord(
-            run.consumption,
-            run_id=state.run_id,
-            resumed_from=rollouts.step if rollouts else None,
-            max_staleness=settings.max_staleness,
-        )
         self._source = RolloutSource(
             queue=self._queue,
             prompts=lambda start: prompt_rows(trainer, start),
@@ -178,6 +178,7 @@ class AsyncTraining:
 
     def _save_rollout_state(self, step: int) -> None:
         below, above = checkpoints.pack_consumed(self._source.consumed, self._source.unusable)
+        self._record.sync()
         checkpoints.save(
             self.output_dir / f"checkpoint-{step}",
             RolloutState(
