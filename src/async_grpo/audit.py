@@ -118,7 +118,7 @@ def _judge(found: Evidence, state: runs.RunState, *, live: bool) -> Audit:
         uses.setdefault(use.seq, []).append(use)
     taken_back = [use for use in history if _is_taken_back(use, found.processes)]
     groups = _groups(found, uses, state)
-    trimmed, vanished = _without_file(found, uses)
+    trimmed, vanished = _without_file(found, uses, finished=state.state == runs.FINISHED)
     anomalies = [
         *found.broken,
         *_unrecorded(found, state),
@@ -212,14 +212,15 @@ def _surely_issued_below(found: Evidence) -> int:
     return max(last.seqs(), default=-1) + 1 if last else 0
 
 
-def _without_file(found: Evidence, uses: dict[int, list[Use]]) -> tuple[list[int], list[int]]:
+def _without_file(found: Evidence, uses: dict[int, list[Use]], *, finished: bool) -> tuple[list[int], list[int]]:
     """Used groups of which no file is left: (trimmed, vanished).
 
-    Only what a checkpoint has is trimmed, and the oldest first, but for groups that were still open then.
+    Only what a checkpoint has is trimmed, and the oldest first, but for groups that were still open then. The
+    checkpoints of a finished run may have been moved away.
     """
     kept = [seq for seq in uses if any(name.state == COMPLETE for name in found.done.get(seq, []))]
     absent = sorted(uses.keys() - set(kept))
-    covered = found.checkpoints[-1].done_set() if found.checkpoints else set()
+    covered = found.checkpoints[-1].done_set() if found.checkpoints else set(absent) if finished else set()
     oldest_kept = min(kept, default=max(absent, default=0))
     trimmed = [seq for seq in absent if seq in covered and seq < oldest_kept + MAX_OPEN]
     return trimmed, sorted(set(absent) - set(trimmed))
@@ -276,7 +277,7 @@ def _lost(groups: list[Group]) -> Iterator[str]:
 
 def _dropped_and_used(last: list[Process], uses: dict[int, list[Use]]) -> Iterator[str]:
     for seq in sorted({seq for process in last for seq in process.dropped} & uses.keys()):
-        yield f"Group {seq} was dropped as over age, and used by step {uses[seq][0].step} all the same."
+        yield f"Group {seq} was dropped, and used by step {uses[seq][0].step} all the same."
 
 
 def _against_checkpoints(found: Evidence, history: list[Use], groups: list[Group]) -> Iterator[str]:

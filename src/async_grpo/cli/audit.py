@@ -55,7 +55,7 @@ def _rows(report: Audit) -> Iterator[tuple[str, str]]:
     yield "  used", f"{report.count(USED)}{trimmed}"
     yield "  open", str(report.count(OPEN))
     yield "  set aside", str(report.count(SET_ASIDE))
-    yield "  dropped, over age", str(report.count(DROPPED))
+    yield "  dropped", str(report.count(DROPPED))
     if report.count(AGAIN):
         yield "  to be issued again", f"{report.count(AGAIN)}: withdrawn when the server was started"
     yield "second results", f"{report.duplicates}, archived and not used"
