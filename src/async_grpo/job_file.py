@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from async_grpo.errors import BadFileError, QueueError, UnsupportedError
@@ -205,8 +206,7 @@ def _pack(kind: str, header: dict[str, Any], tensors: Tensors) -> bytes:
         shape = list(array.shape)
         layout[name] = {"dtype": _GROUP_TENSORS[name][0], "shape": shape, "data_offsets": [begin, end]}
         blobs.append(array.tobytes())
-    data = b"".join(blobs)
-    metadata = {"format": kind, "header": text, "crc32": f"{_checksum(kind, text, layout, data):08x}"}
+    metadata = {"format": kind, "header": text, "crc32": f"{_checksum(kind, text, layout, blobs):08x}"}
     top = _to_json({"__metadata__": metadata, **layout}).encode()
     top += b" " * (-len(top) % 8)
     if 8 + len(top) + end > MAX_FILE_BYTES:
@@ -214,7 +214,7 @@ def _pack(kind: str, header: dict[str, Any], tensors: Tensors) -> bytes:
             f"A queue file of {8 + len(top) + end:,} bytes is over the limit of {MAX_FILE_BYTES:,}: "
             "use fewer or shorter completions a group, or keep large columns out of the dataset."
         )
-    return b"".join((len(top).to_bytes(8, "little"), top, data))
+    return b"".join((len(top).to_bytes(8, "little"), top, *blobs))
 
 
 def _unpack(data: bytes, kind: str, schema: dict[str, tuple[str, int]]) -> tuple[dict[str, Any], Tensors]:
@@ -240,17 +240,20 @@ def _unpack(data: bytes, kind: str, schema: dict[str, tuple[str, int]]) -> tuple
     if start + end != len(data):
         _bad(f"it has {len(data)} bytes, its tensors need {start + end}: truncated or padded")
     buffer = bytearray(memoryview(data)[start:])
-    checksum = f"{_checksum(kind, metadata['header'], layout, buffer):08x}"
+    checksum = f"{_checksum(kind, metadata['header'], layout, [buffer]):08x}"
     if metadata["crc32"] != checksum:
         _bad(f"its checksum is {checksum}, not {metadata['crc32'][:8]!r}: the content was changed")
     return _parse(metadata["header"]), _arrays(buffer, layout)
 
 
-def _checksum(kind: str, text: str, layout: dict[str, Any], data: bytes | bytearray) -> int:
+def _checksum(kind: str, text: str, layout: dict[str, Any], blobs: Iterable[bytes | bytearray]) -> int:
     """CRC32 over everything that a file says; the bytes of the tensors lie back to back."""
     tensors = "".join(f"{name} {about['dtype']} {about['shape']}\n" for name, about in layout.items())
     described = f"{kind}\n{len(text)}\n{text}\n{tensors}"
-    return zlib.crc32(data, zlib.crc32(described.encode("utf-8", "surrogatepass")))
+    checksum = zlib.crc32(described.encode("utf-8", "surrogatepass"))
+    for blob in blobs:
+        checksum = zlib.crc32(blob, checksum)
+    return checksum
 
 
 def _arrays(buffer: bytearray, layout: dict[str, Any]) -> Tensors:
