@@ -4,6 +4,8 @@
 class AsyncGRPOError(Exception):
     """A condition that a user can act on. The command line prints its text alone, without a traceback."""
 
+    exit_code = 2  # input that cannot be used
+
 
 class UsageError(AsyncGRPOError):
     """A flag, an environment variable or a file that the user gave cannot be used."""
@@ -24,6 +26,8 @@ class RunDirError(AsyncGRPOError):
 class QueueError(AsyncGRPOError):
     """The job queue cannot go on."""
 
+    exit_code = 1
+
 
 class BadFileError(QueueError):
     """A file of the queue is truncated, garbled, foreign or of an unknown schema."""
@@ -36,10 +40,16 @@ class DiskFullError(QueueError):
 class PeerDiedError(AsyncGRPOError):
     """The process that this one waits for is gone."""
 
+    exit_code = 1
+
 
 class WaitTimeoutError(AsyncGRPOError):
     """A wait reached its deadline."""
 
+    exit_code = 1
+
 
 class AllGroupsFailedError(AsyncGRPOError):
     """Every prompt group failed, so there is nothing to train on."""
+
+    exit_code = 1

@@ -230,6 +230,11 @@ class _Launcher:
             print(self.children[1].log.last_words(), file=sys.stderr)
             return 1
         state = run.read_state()
+        if self.stopping and code == -signal.SIGKILL:
+            _say(
+                f"the parameter server did not end in {GRACE_S:g} s and was killed; --resume goes on from its last checkpoint"
+            )
+            return 0
         if code != 0 and not (self.stopping and state is not None and state.state != runs.FAILED):
             _say(f"the parameter server failed ({_exit_reason(code)}). Its last words:")
             print(server.log.last_words(), file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from pathlib import Path
@@ -37,7 +38,7 @@ class RunLog:
 
     def logged(self, step: int, logs: dict[str, Any]) -> None:
         """One call of the trainer's `log`: a training step, an evaluation, or the closing totals."""
-        self._file.write(json.dumps({"step": step, **logs}, default=str) + "\n")
+        self._file.write(json.dumps({"step": step, **_json_values(logs)}, default=str) + "\n")
         self._remember(logs)
         if _is_training_step(logs):
             if self._first_step is None:
@@ -100,6 +101,11 @@ class RunLog:
 def _cut_off_torn_line(path: Path) -> None:
     """A full disk or a power cut can leave half a line at the end."""
     os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+
+
+def _json_values(logs: dict[str, Any]) -> dict[str, Any]:
+    """JSON knows no NaN and no infinity: they become null."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in logs.items()}
 
 
 def _is_training_step(logs: dict[str, Any]) -> bool:

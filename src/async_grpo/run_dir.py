@@ -138,11 +138,16 @@ def prepare(
             if resume:
                 if old is None:
                     raise RunDirError(f"Nothing to resume: {run.root} holds no run. Start without --resume.")
-                return run.update_state(state=RUNNING, num_workers=num_workers, deterministic=deterministic)
-            if old is not None and overwrite:
-                _delete_run(run)
-            elif old is not None and (old.state == FINISHED or (old.state != RUNNING and old.step == 0)):
+                return run.update_state(
+                    state=RUNNING,
+                    config=str(config.absolute()),
+                    num_workers=num_workers,
+                    deterministic=deterministic,
+                )
+            if old is not None and (old.state == FINISHED or (old.state != RUNNING and old.step == 0)):
                 _move_aside(run)
+            elif old is not None and overwrite:
+                _delete_run(run)
             elif old is not None:
                 raise RunDirError(_unfinished(run, old))
     elif resume:

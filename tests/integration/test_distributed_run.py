@@ -106,7 +106,7 @@ def test_a_hung_worker_is_killed_and_its_job_done_by_another(tmp_path: Path) -> 
 
 def test_a_reward_that_always_raises_stops_the_run_with_its_traceback(tmp_path: Path) -> None:
     with command("train", str(SETUP), "-n", "2", cwd=tmp_path, TEST_REWARD="broken") as run:
-        assert run.wait() == 2, run.output
+        assert run.wait() == 1, run.output
     assert run.output.count("Traceback (most recent call last)") == 1, run.output
     assert "RuntimeError: no reward for" in run.output
     assert read(tmp_path / "worker" / "summary.json")["state"] == "failed"

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(command.run(args))
     except AsyncGRPOError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         return 130
 

@@ -126,6 +126,10 @@ def plan_devices(master: str | None, workers: str | None, count: int | None) -> 
         chosen = tuple(parse_device(text.strip(), gpus) for text in workers.split(","))
         if count is not None and count != len(chosen):
             raise UsageError(f"--num-workers {count} does not fit --worker-device-ids {workers}: name one for each.")
+        if (CPU in chosen) != (server == CPU) or len({device == CPU for device in chosen}) > 1:
+            raise UsageError(
+                "The server and its workers must all be on GPUs, or all on the CPU: they share the weights."
+            )
         return server, chosen
     if server == CPU:
         return server, (CPU,) * (count or 2)
