@@ -232,7 +232,7 @@ class _Launcher:
         state = run.read_state()
         if self.stopping and code == -signal.SIGKILL:
             _say(
-                f"the parameter server did not end in {GRACE_S:g} s and was killed; --resume goes on from its last checkpoint"
+                f"the parameter server did not end in {GRACE_S:g} s and was killed: --resume goes on from a checkpoint"
             )
             return 0
         if code != 0 and not (self.stopping and state is not None and state.state != runs.FAILED):

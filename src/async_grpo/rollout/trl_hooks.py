@@ -44,6 +44,7 @@ class GeneratedGroup:
     logprobs: list[list[float]]  # [G]
     tool_masks: list[list[int]] | None  # [G]
     environments: list[Any] | None  # [G]
+    state: Any  # what reward functions see as `trainer_state`: global_step is the version that generated
     metrics: dict[str, list[float]]  # what TRL counted while generating: tool calls
 
 
@@ -101,6 +102,7 @@ class RolloutMixin(UserTrainer):
             logprobs=logprobs[start:end],
             tool_masks=tool_masks[start:end] if tool_masks is not None else None,
             environments=environments[start:end] if environments is not None else None,
+            state=copy.copy(self.state),
             metrics=metrics,
         )
 
@@ -108,6 +110,7 @@ class RolloutMixin(UserTrainer):
         """Call the reward functions on one group, exactly as TRL would."""
         scorer = copy.copy(self)  # its own environments and pending logs, so that groups cannot mix
         scorer.environments = group.environments
+        scorer.state = group.state
         scorer._pending_metrics = defaultdict(list)
         scorer._pending_extra_logs = defaultdict(list)
         rewards = super(RolloutMixin, scorer)._calculate_rewards(

@@ -84,9 +84,10 @@ class AsyncGRPOMixin(UserTrainer):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any) -> torch.Tensor:
         if self._serving is None:
             return super()._calculate_rewards(inputs, prompts, completions, *args)
+        columns = sorted({column for group in self._serving for column in group.extra_columns})
         for group in self._serving:
-            for column, values in group.extra_columns.items():
-                self._log_completion_extra(column, values)
+            for column in columns:  # a group without it must not shift the others
+                self._log_completion_extra(column, group.extra_columns.get(column, [None] * len(group.rewards)))
             for name, metric_values in group.metrics.items():
                 for value in metric_values:
                     self._log_metric(name, value)
