@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
+
+from async_grpo.line_file import LineFile
 
 
 class RunLog:
@@ -27,18 +28,16 @@ class RunLog:
         self.reward_last: float | None = None
         self.accuracy_before: float | None = None
         self.accuracy_after: float | None = None
-        if path.exists():
-            _cut_off_torn_line(path)
-            for line in path.read_text().splitlines():
-                self._remember(json.loads(line))
-        self._file = path.open("a", buffering=1)
+        self._file = LineFile(path)
+        for line in path.read_text().splitlines():
+            self._remember(json.loads(line))
 
     def training_begins(self, total_steps: int) -> None:
         self._total_steps = total_steps
 
     def logged(self, step: int, logs: dict[str, Any]) -> None:
         """One call of the trainer's `log`: a training step, an evaluation, or the closing totals."""
-        self._file.write(json.dumps({"step": step, **_json_values(logs)}, default=str) + "\n")
+        self._file.append(json.dumps({"step": step, **_json_values(logs)}, default=str))
         self._remember(logs)
         if _is_training_step(logs):
             if self._first_step is None:
@@ -96,11 +95,6 @@ class RunLog:
             return "?"
         seconds = (self._total_steps - step) * (time.monotonic() - self._started) / done
         return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-
-
-def _cut_off_torn_line(path: Path) -> None:
-    """A full disk or a power cut can leave half a line at the end."""
-    os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def _json_values(logs: dict[str, Any]) -> dict[str, Any]:

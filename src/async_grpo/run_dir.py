@@ -10,6 +10,7 @@ worker/
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from uuid import uuid4
 
-from async_grpo.errors import RunDirError
+from async_grpo.errors import DiskFullError, RunDirError
 from async_grpo.locks import KernelLock
 
 FORMAT = 1
@@ -107,10 +108,16 @@ class RunDir:
 
 
 def write_json(path: Path, data: object) -> None:
-    """Write a JSON file that appears whole or not at all."""
+    """Write a JSON file that appears whole or not at all. `DiskFullError` if there is no room for it."""
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
-    temporary.write_text(json.dumps(data, indent=2) + "\n")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(data, indent=2) + "\n")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DiskFullError(f"The disk is full: no room for {path}. Make room, then go on with --resume.") from error
 
 
 def prepare(

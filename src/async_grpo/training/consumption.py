@@ -7,11 +7,12 @@ after that one are history that the checkpoint does not have.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from async_grpo.line_file import LineFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,8 +28,7 @@ class ConsumptionRecord:
     """Appends to `path`; each line is complete before the next checkpoint can refer to it."""
 
     def __init__(self, path: Path, *, run_id: str, resumed_from: int | None, max_staleness: int) -> None:
-        _cut_torn_line(path)
-        self._file = path.open("a", buffering=1)
+        self._file = LineFile(path)
         self._append(run_id=run_id, resumed_from=resumed_from, max_staleness=max_staleness)
 
     def used(self, step: int, batches: Iterable[UsedBatch]) -> None:
@@ -46,22 +46,17 @@ class ConsumptionRecord:
         self._append(dropped=seq, reason=reason)
 
     def sync(self) -> None:
-        """Everything said so far survives a power cut: call it before a checkpoint says that it happened."""
-        os.fsync(self._file.fileno())
+        """Everything said so far survives a power cut: call it before a checkpoint says that it happened.
+
+        `DiskFullError` if there is no room for it.
+        """
+        self._file.sync()
 
     def close(self) -> None:
         self._file.close()
 
     def _append(self, **entry: Any) -> None:
-        self._file.write(json.dumps(entry) + "\n")
-
-
-def _cut_torn_line(path: Path) -> None:
-    """A power cut or a full disk may have left half a line. No checkpoint refers to it: `sync` comes before those."""
-    if path.exists():
-        whole = path.read_bytes().rpartition(b"\n")
-        if whole[2]:
-            os.truncate(path, len(whole[0]) + len(whole[1]))
+        self._file.append(json.dumps(entry))
 
 
 def final_history(path: Path) -> Iterator[tuple[int, UsedBatch]]:
