@@ -65,7 +65,7 @@ _GROUP_FIELDS: dict[str, type] = {
     "timings": dict,
 }
 _TEXT_FIELDS: dict[str, type] = {"completions": list, "extra_columns": dict}
-_TIMING_FIELDS: dict[str, type] = {"adopt_s": float, "generate_s": float, "score_s": float}
+_TIMING_FIELDS: dict[str, type] = {"adopt_s": float, "generate_s": float, "score_s": float, "queue_s": float}
 
 
 def encode_job(job: Job) -> bytes:

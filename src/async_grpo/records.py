@@ -36,6 +36,7 @@ class Timings:
     adopt_s: float = 0.0  # adopting the newest weights
     generate_s: float = 0.0  # sampling
     score_s: float = 0.0  # the reward functions
+    queue_s: float = 0.0  # claiming jobs, and handing back the group before this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

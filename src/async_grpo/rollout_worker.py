@@ -147,6 +147,7 @@ class Worker:
         self._failed_here: dict[int, float] = {}  # job that failed on this worker -> when (monotonic seconds)
         self._said: Counter[str] = Counter()  # what jobs failed with
         self._aliased = False
+        self._queue_s = 0.0  # spent on the queue since the last group was handed back
         self._server_died_at: float | None = None
         self.statistics = WorkerStatistics()
         self._progress = Progress(progress_file(run.root, queue.device))
@@ -173,7 +174,11 @@ class Worker:
     def _claim(self) -> list[Claim]:
         if self._server_died_at is not None or self._scoring.backlog:
             return []
-        return self._queue.claim(self._share(), skip=self._better_left_to_others())
+        started = time.monotonic()
+        claims = self._queue.claim(self._share(), skip=self._better_left_to_others())
+        if claims:
+            self._queue_s += time.monotonic() - started
+        return claims
 
     def _serve(self, claims: list[Claim]) -> None:
         started = time.monotonic()
@@ -244,6 +249,7 @@ class Worker:
         from async_grpo.rollout.group_records import to_record
 
         self._progress.tick()
+        started = time.monotonic()
         claim = outcome.key.claim
         if outcome.scores is None:
             self._failed(claim, outcome.error)
@@ -257,9 +263,10 @@ class Worker:
                 worker=self._queue.name,
                 policy_version=outcome.key.version,
                 reward_names=self._trainer.reward_func_names,
-                timings=replace(outcome.key.share, score_s=outcome.seconds),
+                timings=replace(outcome.key.share, score_s=outcome.seconds, queue_s=self._queue_s),
             )
             self._when_there_is_room(lambda: self._queue.complete(claim, group))
+            self._queue_s = time.monotonic() - started
         except UnsupportedError:  # the user's `log_extra` or completions hold what no file can
             self._failed(claim, traceback.format_exc())
             return

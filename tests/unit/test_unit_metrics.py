@@ -64,6 +64,7 @@ def test_figures_of_a_batch(clock: Clock) -> None:
         "async/staleness_max": 3,
         "async/rollouts_per_second": pytest.approx(1.0),
         "async/trainer_wait_fraction": pytest.approx(0.4),
+        "async/overhead_fraction": pytest.approx(1.0 / 30.0),  # two groups' adoption, three processes, 10 s
         "async/worker_busy_fraction": pytest.approx(8.0 / 20.0),
     }
 
@@ -87,6 +88,7 @@ def test_totals_are_over_the_whole_training_and_leave_loading_out(clock: Clock) 
         "staleness_max": 2,
         "trainer_wait_fraction": 0.5,
         "worker_busy_fraction": 0.25,
+        "overhead_fraction": 0.0,
         "jobs_quarantined": 1,
         "groups_dropped": 1,
     }

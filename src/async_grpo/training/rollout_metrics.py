@@ -20,9 +20,11 @@ class RolloutMetrics:
         self._started = self._last_batch = time.monotonic()
         self._workers = 0
         self._last_wait_s = 0.0
+        self._server_overhead_s = 0.0  # since the last batch
         self.rollouts = 0  # completions trained on
         self.groups = 0
         self.wait_s = 0.0
+        self.overhead_s = 0.0  # of all processes together
         self.busy_s = 0.0  # of all workers together
         self.worker_s = 0.0  # alive workers x time
         self.staleness_sum = 0
@@ -42,6 +44,10 @@ class RolloutMetrics:
         self.wait_s += seconds
         self._last_wait_s = seconds
 
+    def overhead(self, seconds: float) -> None:
+        """The trainer's process was busy for so long with queue, files and weights, and not with training."""
+        self._server_overhead_s += seconds
+
     def batch_taken(self, batch: Sequence[RolloutGroup], version: int) -> None:
         now = time.monotonic()
         elapsed = max(now - self._last_batch, 1e-9)
@@ -49,9 +55,12 @@ class RolloutMetrics:
         staleness = [version - group.policy_version for group in batch]
         rollouts = sum(group.job.num_generations for group in batch)
         busy = sum(g.timings.adopt_s + g.timings.generate_s + g.timings.score_s for g in batch)
+        overhead = self._server_overhead_s + sum(g.timings.adopt_s + g.timings.queue_s for g in batch)
+        self._server_overhead_s = 0.0
         self.rollouts += rollouts
         self.groups += len(batch)
         self.busy_s += busy
+        self.overhead_s += overhead
         self.worker_s += self._workers * elapsed
         self.staleness_sum += sum(staleness)
         self.staleness_max = max(self.staleness_max, *staleness)
@@ -60,6 +69,7 @@ class RolloutMetrics:
         self._append("async/staleness_max", max(staleness))
         self._append("async/rollouts_per_second", rollouts / elapsed)
         self._append("async/trainer_wait_fraction", min(1.0, self._last_wait_s / elapsed))
+        self._append("async/overhead_fraction", min(1.0, overhead / ((1 + self._workers) * elapsed)))
         if self._workers:
             self._append("async/worker_busy_fraction", min(1.0, busy / (self._workers * elapsed)))
 
@@ -81,6 +91,7 @@ class RolloutMetrics:
             "staleness_max": self.staleness_max,
             "trainer_wait_fraction": round(min(1.0, self.wait_s / wall), 4),
             "worker_busy_fraction": round(min(1.0, self.busy_s / self.worker_s), 4) if self.worker_s else 0.0,
+            "overhead_fraction": round(min(1.0, self.overhead_s / (wall + self.worker_s)), 4),
             "jobs_quarantined": self.quarantined,
             "groups_dropped": self.dropped,
         }

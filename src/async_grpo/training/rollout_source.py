@@ -86,6 +86,7 @@ class RolloutSource:
         self._taken: list[UsedBatch] = []  # handed out since the last optimizer step
         self._held_back: Job | None = None  # drawn, and not submitted for want of room
         self._disk_full = False
+        self._slept_s = 0.0  # in the wait for the current batch
         self._uniform_in_a_row = 0  # groups with equal rewards since the last useful one
         self._failed_in_a_row = 0  # since the last group that came back
         self._done: frozenset[int] = frozenset()  # consumed or unusable before this process started
@@ -122,12 +123,14 @@ class RolloutSource:
             AllGroupsFailedError: nothing but failures came back.
             WaitTimeoutError: the batch was not complete after `max_wait_s`.
         """
-        started = time.monotonic()
+        started, self._slept_s = time.monotonic(), 0.0
         self._keep_publishing()
         try:
             batch = self._wait_for_batch(version)
         finally:
-            self._metrics.waited(time.monotonic() - started)
+            seconds = time.monotonic() - started
+            self._metrics.waited(seconds)
+            self._metrics.overhead(seconds - self._slept_s)
         self._taken.append(
             UsedBatch(
                 version_used=version,
@@ -276,7 +279,9 @@ class RolloutSource:
         if time.monotonic() > deadline:
             raise WaitTimeoutError(f"Waited {self._max_wait_s:.0f} s for {self._waiting_for()}, in vain.")
         reminder.tick()
+        started = time.monotonic()
         self._queue.wait(WAKE_S)
+        self._slept_s += time.monotonic() - started
         self._keep_publishing()
 
     def _set_aside(self, seq: int, reason: str) -> None:
