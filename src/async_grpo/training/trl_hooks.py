@@ -251,9 +251,9 @@ def use_callbacks(trainer: GRPOTrainer, events: Any, tensorboard: Path) -> None:
     trainer.remove_callback(PrinterCallback)
     handler = trainer.callback_handler
     if not any(isinstance(callback, TensorBoardCallback) for callback in handler.callbacks):
-        from torch.utils.tensorboard import SummaryWriter
+        from async_grpo.training.curves import CurvesCallback
 
-        trainer.add_callback(TensorBoardCallback(SummaryWriter(log_dir=str(tensorboard))))
+        trainer.add_callback(CurvesCallback(tensorboard))
     handler.callbacks.insert(0, events)
 
 
