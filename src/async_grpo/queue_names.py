@@ -6,6 +6,7 @@
     done/0000000/0000000042.a00_complete_from_dev1.safetensors    the trainer has taken it
     done/0000000/0000000042.a01_duplicate_from_dev2.safetensors   a second result, never used
     quarantine/0000000043.a02_failed.safetensors          given up, with a .reason beside it
+    quarantine/0000000043.a02_retried.safetensors         it was given up, the resumed run tries it once more
     quarantine/0000000044.a00_broken_pending.safetensors  an unusable file, with a .reason
 
 `a00` is the attempt. Names sort in the order of submission; modification times tie and lie. Whatever does not
@@ -19,7 +20,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 PENDING, PROCESSING, COMPLETE = "pending", "processing", "complete"
-DUPLICATE, FAILED, BROKEN = "duplicate", "failed", "broken"
+DUPLICATE, FAILED, BROKEN, RETRIED = "duplicate", "failed", "broken", "retried"
 
 PENDING_END = "_pending.safetensors"
 REASON_END = ".reason"
@@ -31,7 +32,7 @@ _QUEUE_NAME = re.compile(
     r"([0-9]{10})\.a([0-9]{2,3})_"
     r"(?:(pending)|(processing)_by_dev([0-9]{1,4})|(complete|duplicate)_from_dev([0-9]{1,4}))\.safetensors"
 )
-_SET_ASIDE_NAME = re.compile(r"([0-9]{10})\.a([0-9]{2,3})_(failed|broken)(_[a-z0-9_]+)?\.safetensors")
+_SET_ASIDE_NAME = re.compile(r"([0-9]{10})\.a([0-9]{2,3})_(failed|broken|retried)(_[a-z0-9_]+)?\.safetensors")
 
 
 class JobName(NamedTuple):
@@ -69,7 +70,7 @@ def parse_name(name: str) -> JobName | None:
 
 
 class SetAside(NamedTuple):
-    """A file of quarantine/: `kind` is failed (the job was given up) or broken (only this file was)."""
+    """A file of quarantine/: `kind` is failed (the job was given up), broken (only this file was) or retried."""
 
     seq: int
     attempt: int
@@ -84,7 +85,7 @@ def parse_set_aside(name: str) -> SetAside | None:
 
 
 def set_aside_name(job: JobName, kind: str) -> str:
-    """Name in quarantine/ of a job that is given up (`failed`) or an unusable file (`broken`)."""
+    """Name in quarantine/ of a job that was given up (`failed`, `retried`) or of an unusable file (`broken`)."""
     state = f"_{job.stem.split('_', 1)[1]}" if kind == BROKEN else ""
     return f"{job.seq:010d}.a{job.attempt:02d}_{kind}{state}{_SUFFIX}"
 

@@ -32,6 +32,7 @@ from async_grpo.queue_names import (
     FAILED,
     PENDING,
     PROCESSING,
+    RETRIED,
     JobName,
     parse_name,
     parse_set_aside,
@@ -275,6 +276,10 @@ class ServerQueue:
             self._highest = max(self._highest, aside.seq)
             if aside.seq not in consumed:  # resuming is one more try
                 self._next_attempt[aside.seq] = max(self._next_attempt.get(aside.seq, 0), aside.attempt + 1)
+                if aside.kind == FAILED:  # it is open again: nobody shall take it for given up
+                    retried = set_aside_name(JobName(aside.seq, aside.attempt, PENDING), RETRIED)
+                    moves.move(f"quarantine/{reason_name(aside.name)}", f"quarantine/{reason_name(retried)}")
+                    moves.move(f"quarantine/{aside.name}", f"quarantine/{retried}")
         for device in {name.device for name in moves.listing() if name.state == PROCESSING}:
             lock = worker_lock(self.root, device)
             if lock.try_acquire():  # while the run was down, the death of a worker is no attempt

@@ -32,7 +32,7 @@ class Quarantined(NamedTuple):
 
     seq: int
     attempt: int
-    kind: str  # failed: the job was given up; broken: only the file was unusable, its job was issued again
+    kind: str  # failed: given up; broken: only the file was unusable; retried: given up, then tried again
     name: str
     reason: str
 

@@ -428,3 +428,20 @@ def test_a_worker_notices_that_its_lock_file_was_deleted(worker: WorkerQueue) ->
     worker._lock.path.unlink()
     with pytest.raises(QueueError, match="deleted or replaced"):
         worker.claim(1)
+
+
+def test_a_resumed_run_tries_a_given_up_job_once_more(tmp_path: Path) -> None:
+    first = ServerQueue.open(tmp_path / "q", RUN, watch_workers=False)
+    worker = WorkerQueue.open(first.root, 1, "cpu")
+    first.submit(make_job(0))
+    for _ in range(3):
+        worker._cache_until = 0
+        worker.fail(worker.claim(1)[0], "no")
+    die_as_server(first)
+    with closing(ServerQueue.open(first.root, RUN, watch_workers=False)) as second:
+        second.submit(make_job(0))
+        assert names(second) == ["0000000000.a03_pending.safetensors"]
+        assert names(second, "quarantine") == ["0000000000.a02_retried.reason", "0000000000.a02_retried.safetensors"]
+        assert not retry_given_up(second.root, 0)  # it is not given up any more
+        assert second.counts().quarantined == 0
+    worker.close()
