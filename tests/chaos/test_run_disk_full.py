@@ -1,0 +1,49 @@
+"""A whole run on a disk that is too small for its archive: it trims, waits, goes on, and loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 80  # which leave 5 MB in done/
+
+_CAN_MOUNT = shutil.which("unshare") is not None and (
+    subprocess.run(["unshare", "-Urm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode == 0
+)
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(not _CAN_MOUNT, reason="no user namespaces here, so no small disk can be mounted")
+def test_a_run_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
+    disk = tmp_path / "small"
+    disk.mkdir()
+    python = f"{shlex.quote(sys.executable)} -m async_grpo.cli"
+    recipe = shlex.quote(str(ROOT / "src" / "app" / "trainer_setup_tiny.py"))
+    script = f"""
+        mount -t tmpfs -o size=2500k tmpfs {shlex.quote(str(disk))} || exit 99
+        {python} train {recipe} -n 2 --steps {STEPS} --run-dir {shlex.quote(str(disk))}/worker > output.txt 2>&1
+        echo $? > code.txt
+        {python} audit {shlex.quote(str(disk))}/worker --json > audit.json
+    """
+    subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        check=True,
+    )
+    output = (tmp_path / "output.txt").read_text()
+    assert (tmp_path / "code.txt").read_text() == "0\n", output[-3000:]
+    assert "The disk is full: no room for" in output
+    report = json.loads((tmp_path / "audit.json").read_text())
+    assert report["anomalies"] == []
+    assert (report["used"], report["steps"]) == (STEPS * 16, STEPS)
+    assert report["trimmed"] > 0
