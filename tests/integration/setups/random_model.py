@@ -1,7 +1,7 @@
-"""A setup file for tests: a random model of a few thousand parameters, no warm start, a reward that tests can break.
+"""A setup file for tests: a random model of a few thousand parameters, no warm start, a reward that can break.
 
-`TEST_REWARD` chooses the reward: "length" (default), "poison" (one prompt always raises), "broken" (all raise) or "hang" (one prompt hangs,
-the first time that it is scored; `TEST_MARKER` is a file that remembers).
+`TEST_REWARD` chooses the reward: "length" (default), "poison" (one prompt always raises), "broken" (all raise) or
+"hang" (one prompt hangs, the first time that it is scored; `TEST_MARKER` is a file that remembers).
 """
 
 import os
