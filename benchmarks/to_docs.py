@@ -1,0 +1,65 @@
+"""Writes docs/benchmarks.md from the results in benchmarks/results/*.json, so that no figure is typed by hand.
+
+python benchmarks/weights.py --json benchmarks/results/weights.json      (and the others)
+python benchmarks/to_docs.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+TITLES = {
+    "weights": ("Sharing weights", "Figures called *raw* are a plain copy of the same bytes in the same run."),
+    "queue": ("The job queue", "Beside other queues for one machine, in one run."),
+    "chaos": ("Faults", "Every row is a test that kills, stops or corrupts; the figures are what it counted."),
+    "async_vs_trl": ("Asynchronous against synchronous training", "Sides are interleaved in one run."),
+    "staleness": ("Staleness and correction", "More in [staleness.md](staleness.md)."),
+}
+HEAD = """# Benchmarks
+
+Made by the scripts in `benchmarks/`; this page by `benchmarks/to_docs.py` from their results. A target that was missed
+says `no`, and stays. The figures are of one machine and move from run to run: the spread is there to be read.
+"""
+
+
+def main() -> None:
+    parts = [HEAD]
+    for name, (title, text) in TITLES.items():
+        path = RESULTS / f"{name}.json"
+        if path.exists():
+            parts.append(section(title, text, name, json.loads(path.read_text())))
+    (ROOT / "docs" / "benchmarks.md").write_text("\n".join(parts))
+
+
+def section(title: str, text: str, name: str, result: dict[str, Any]) -> str:
+    machine = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
+    lines = [f"## {title}", "", text, "", f"`benchmarks/{name}.py`. Machine: {machine}.", ""]
+    lines += ["| what | value | target | reached | min, median, max |", "|---|---|---|---|---|"]
+    lines += [line(row) for row in result["rows"]]
+    return "\n".join([*lines, ""])
+
+
+def line(row: dict[str, Any]) -> str:
+    reached = {True: "yes", False: "no"}.get(row.get("ok"), "")
+    spread = ", ".join(figure(value) for value in row.get("spread") or [])
+    value = f"{figure(row['value'])} {row['unit']}".strip()
+    note = f" ({row['note']})" if row.get("note") else ""
+    return f"| {row['name']}{note} | {value} | {target(row.get('target'))} | {reached} | {spread} |"
+
+
+def target(value: object) -> str:
+    return "" if value in (None, "") else figure(value) if isinstance(value, (int, float)) else str(value)
+
+
+def figure(value: object) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    main()
