@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from queue_harness import Log, Trainer, arguments, claim_now, execute, forked, leftovers, replay
@@ -29,13 +30,18 @@ def worker(root: Path, log: Log, number: int) -> None:
 
 
 def main() -> None:
-    options = arguments()
+    options = arguments(deadline=60.0)
     root, log = options.root / "q", Log(options.root / "log")
     trainer = Trainer(root, JOBS, log, window=JOBS)
     trainer.submit()
     workers: dict[int, int] = {}
     deaths = 0
+    end = time.monotonic() + options.deadline
     while not trainer.done:
+        if time.monotonic() > end or deaths > 3 * len(POISON):
+            for pid in workers.values():
+                os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"not drained in {options.deadline:.0f} s, after {deaths} deaths")
         for number in (1, 2):
             if number in workers and os.waitpid(workers[number], os.WNOHANG)[0]:
                 del workers[number]
@@ -44,7 +50,6 @@ def main() -> None:
                 workers[number] = forked(lambda number=number: worker(root, log, number), log)
         if not trainer.collect():
             trainer.queue.wait(0.02)
-        assert deaths <= 3 * len(POISON), f"{deaths} deaths"
     for pid in workers.values():
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
