@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from setups.sums import WARM_UP_STEPS, Setting
-
-from table import ROOT
+from benchmarks.setups.sums import WARM_UP_STEPS, Setting
+from benchmarks.table import ROOT
 
 SETUP = Path(__file__).parent / "setups" / "sums.py"
 CORES = len(os.sched_getaffinity(0))

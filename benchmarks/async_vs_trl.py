@@ -1,0 +1,309 @@
+"""A server with workers against plain TRL in one process: same model, batch, answers and optimizer steps.
+
+    python benchmarks/async_vs_trl.py [--quick] [--json FILE] [--update-docs]
+
+Every side is started as a user would start it. A step's time is counted from the end of the third step to the end of
+the last one, so that imports, first kernels and the first rollouts are left out. All sides of a setting run one after
+the other, again and again, and a speed-up is that of two runs of the same round. Held-out accuracies are measured
+after the run on snapshots of the weights, and are exact expectations: no sampling.
+
+The limit beside a speed-up is the total work divided by the cores: TRL with one thread does all of it on one core, so
+no schedule of the same work takes less than that time, less what its rewards sleep, divided by the cores. Fuller
+generation batches are less work, so a figure may exceed it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+sys.path.pop(0)  # this folder: modules in it must not hide those of the standard library
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import capacity
+from benchmarks.setups.sums import Setting
+from benchmarks.sides import CORES, Run, Side, run_side
+from benchmarks.table import (
+    HEAD,
+    Row,
+    as_markdown,
+    as_text,
+    describe_machine,
+    interval_95,
+    line,
+    machine_line,
+    row,
+    update_docs,
+    write_json,
+)
+
+BUDGET_S = 690.0  # when this much is spent, no further seed of the comparison of accuracies begins
+SEEDS = (1, 2, 3, 4, 5)
+WORKER_COUNTS = (1, 4, 16, 64)
+
+TRL = Side(name="TRL, one process")
+ONE_THREAD = Side(name="TRL, one thread", threads=1)
+ONE_WORKER = Side(name="server + 1 worker", workers=1)
+ONE_WORKER_ALL_THREADS = Side(name=f"server + 1 worker, {CORES} threads each", workers=1, threads=CORES)
+TWO_WORKERS = Side(name="server + 2 workers", workers=2, flags=("--groups-per-claim", "16"))
+SYNCHRONOUS = Side(name="server + 1 worker, --max-staleness 0", workers=1, flags=("--max-staleness", "0"))
+SLOW_REWARD_WORKERS = Side(name="server + 2 workers", workers=2, flags=("--score-concurrency", "16"))
+
+EVEN = Setting(answer_tokens=48)
+BALANCED = Setting(prompts=8, answer_tokens=48, steps=25)
+SLOW_REWARD = Setting(prompts=8, steps=30, reward_call_s=0.3, reward_item_s=0.01, accuracy=True)
+LONG_TAIL = Setting(
+    prompts=8, generations=4, answer_tokens=20, long_share=0.1, steps=50, learning_rate=8e-4, accuracy=True
+)
+LEARNING = Setting(steps=80, accuracy=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contest:
+    """A setting, and the sides that train it in turn."""
+
+    name: str
+    setting: Setting
+    sides: tuple[Side, ...]
+    work: Setting | None = None  # what one thread of TRL does to measure the total work; None: not measured
+    runs: dict[str, list[Run]] = field(default_factory=dict)  # by the name of the side
+
+    def round(self, folder: Path, repeat: int) -> None:
+        todo = [(side, self.setting) for side in self.sides]
+        if self.work is not None:
+            todo.append((ONE_THREAD, self.work))
+        for side, setting in todo:
+            name = f"{self.name} {side.name} {repeat}".replace(" ", "-").replace(",", "")
+            started = time.monotonic()
+            run = run_side(side, setting, folder / name)
+            self.runs.setdefault(side.name, []).append(run)
+            say(f"{self.name}: {side.name}: {run.step_s:.3f} s a step ({time.monotonic() - started:.0f} s in all)")
+
+    def speedups(self, fast: Side, slow: Side) -> list[float]:
+        return [b.step_s / a.step_s for a, b in zip(self.runs[fast.name], self.runs[slow.name], strict=True)]
+
+    def limit(self) -> float | None:
+        """Speed-up over TRL if the same work filled every core: TRL's step over total work / cores."""
+        if ONE_THREAD.name not in self.runs:
+            return None
+        work_s = statistics.median(run.step_s for run in self.runs[ONE_THREAD.name])
+        return statistics.median(run.step_s for run in self.runs[TRL.name]) / (work_s / CORES)
+
+
+def contests(*, quick: bool) -> dict[str, Contest]:
+    if quick:
+        return {
+            "even": Contest(name="48-token answers", setting=replace(EVEN, steps=7), sides=(TRL, ONE_WORKER)),
+            "slow": Contest(
+                name="slow reward",
+                setting=replace(SLOW_REWARD, steps=7),
+                sides=(TRL, SLOW_REWARD_WORKERS),
+            ),
+        }
+    no_sleep = replace(SLOW_REWARD, steps=15, reward_call_s=0.0, reward_item_s=0.0, accuracy=False)
+    return {
+        "even": Contest(
+            name="48-token answers",
+            setting=EVEN,
+            sides=(TRL, ONE_WORKER, ONE_WORKER_ALL_THREADS, TWO_WORKERS),
+            work=replace(EVEN, steps=12),
+        ),
+        "overlap": Contest(name="generation as long as training", setting=BALANCED, sides=(SYNCHRONOUS, ONE_WORKER)),
+        "slow": Contest(name="slow reward", setting=SLOW_REWARD, sides=(TRL, SLOW_REWARD_WORKERS), work=no_sleep),
+        "tail": Contest(
+            name="long tail",
+            setting=LONG_TAIL,
+            sides=(TRL, TWO_WORKERS),
+            work=replace(LONG_TAIL, steps=12, accuracy=False),
+        ),
+    }
+
+
+def speed_rows(all_contests: dict[str, Contest]) -> Iterator[Row]:
+    even = all_contests["even"]
+    for side in even.sides[1:]:
+        limit = even.limit()
+        values = even.speedups(side, TRL)
+        yield row(f"speed-up, 48-token answers, {side.name}", values, "x", target=">= 1.15", limit=limit)
+        if limit is not None:
+            yield row(f"... as a share of its limit, {side.name}", [one / limit for one in values], "", target=">= 0.9")
+    if "overlap" in all_contests:
+        yield overlap_row(all_contests["overlap"])
+    slow = all_contests["slow"]
+    yield row(
+        "speed-up, reward waits 0.3 s a call + 10 ms an answer",
+        slow.speedups(SLOW_REWARD_WORKERS, TRL),
+        "x",
+        target=">= 2.5",
+        limit=slow.limit(),
+    )
+    if "tail" in all_contests:
+        tail = all_contests["tail"]
+        yield row(
+            "speed-up, 10% of the answers 8 times as long",
+            tail.speedups(TWO_WORKERS, TRL),
+            "x",
+            target=">= 1.5",
+            limit=tail.limit(),
+        )
+
+
+def overlap_row(overlap: Contest) -> Row:
+    """In the synchronous schedule the trainer waits while the worker generates: both times are in its metrics."""
+    waits = [run.mean("async/trainer_wait_fraction") for run in overlap.runs[SYNCHRONOUS.name]]
+    share = statistics.median(waits)
+    return row(
+        "speed-up over the synchronous schedule on the same processes",
+        overlap.speedups(ONE_WORKER, SYNCHRONOUS),
+        "x",
+        target=">= 1.7",
+        limit=1 / max(share, 1 - share),
+        note=f"generation takes {share:.0%} of a synchronous step, training {1 - share:.0%}",
+    )
+
+
+def accuracy_rows(all_contests: dict[str, Contest]) -> Iterator[Row]:
+    """Time to the same held-out accuracy."""
+    for key, side, name in (
+        ("slow", SLOW_REWARD_WORKERS, "time to the same accuracy, slow reward"),
+        ("tail", TWO_WORKERS, "time to the same accuracy, long tail"),
+    ):
+        if key not in all_contests:
+            continue
+        pairs = list(zip(all_contests[key].runs[side.name], all_contests[key].runs[TRL.name], strict=True))
+        goal = 0.98 * min(run.final_accuracy for pair in pairs for run in pair)
+        ratios = [ours / theirs for a, b in pairs if (ours := a.seconds_to(goal)) and (theirs := b.seconds_to(goal))]
+        if ratios:
+            yield row(name, ratios, "of TRL's", target="<= 0.6", note=f"held-out accuracy {goal:.3f}, which all reach")
+
+
+def machinery_rows(all_contests: dict[str, Contest]) -> Iterator[Row]:
+    even = all_contests["even"]
+    runs = even.runs[ONE_WORKER.name]
+    busy = statistics.median(run.mean("async/worker_busy_fraction") for run in runs)
+    yield row(
+        "trainer's share of time waiting, worker has capacity",
+        [100 * run.mean("async/trainer_wait_fraction") for run in runs],
+        "%",
+        target="<= 5",
+        note=f"48-token answers, server + 1 worker, which is busy {busy:.0%} of the time",
+    )
+    for side in even.sides[1:]:
+        yield row(
+            f"neither generation, scoring nor TRL's own step, {side.name}",
+            [100 * run.mean("async/overhead_fraction") for run in even.runs[side.name]],
+            "%",
+            target="<= 3",
+            note="async/overhead_fraction: queue, files, weights, bookkeeping, over processes x time",
+        )
+    if ONE_THREAD.name in even.runs:
+        own_step = [run.cpu_step_s - generate_cpu_s(run) for run in even.runs[ONE_THREAD.name]]
+        extra = [run.cpu_step_s - statistics.median(own_step) for run in runs]
+        yield row(
+            "the same for the server, from CPU time: its step less TRL's own",
+            [100 * cpu / run.step_s for cpu, run in zip(extra, runs, strict=True)],
+            "%",
+            note="CPU seconds a step of server + 1 worker, less those of TRL on one thread without generate()",
+        )
+
+
+def generate_cpu_s(run: Run) -> float:
+    """CPU seconds a step that TRL spends in `generate()`."""
+    return replace(run, cpu_s=run.generate_cpu_s).cpu_step_s
+
+
+def capacity_rows(folder: Path, repeats: int, counts: Sequence[int], seconds: float) -> Iterator[Row]:
+    measured: dict[int, list[capacity.Capacity]] = {count: [] for count in counts}
+    for repeat in range(repeats):
+        for count in counts:
+            measured[count].append(capacity.measure(count, folder / f"capacity-{count}-{repeat}", seconds))
+        say(f"capacity: {', '.join(f'{count}: {measured[count][-1].groups_per_s:.0f}/s' for count in counts)}")
+    for count in counts:
+        rates = [one.groups_per_s for one in measured[count]]
+        yield row(f"capacity, {count} simulated workers", rates, "groups/s")
+    for count in counts:
+        costs = [one.server_cpu_ms for one in measured[count]]
+        yield row(f"server's CPU time a group, {count} simulated workers", costs, "ms")
+    growth = [b.server_cpu_ms / a.server_cpu_ms for a, b in zip(measured[counts[0]], measured[counts[-1]], strict=True)]
+    yield row(f"server's CPU time a group, {counts[-1]} workers over {counts[0]}", growth, "x", target="<= 1.5")
+
+
+def learning_rows(folder: Path, has_time: Callable[[], bool]) -> Iterator[Row]:
+    """Final held-out accuracy, ours less TRL's, by seed."""
+    finals: list[tuple[float, float]] = []
+    for seed in SEEDS:
+        if not has_time():
+            break
+        setting = replace(LEARNING, seed=seed)
+        ours = run_side(replace(TWO_WORKERS, flags=()), setting, folder / f"seed-{seed}-ours").final_accuracy
+        theirs = run_side(TRL, setting, folder / f"seed-{seed}-trl").final_accuracy
+        say(f"seed {seed}: accuracy {ours:.4f}, TRL {theirs:.4f}")
+        finals.append((ours, theirs))
+    if not finals:
+        return
+    differences = [ours - theirs for ours, theirs in finals]
+    mean, half = interval_95(differences)
+    yield row(
+        f"final held-out accuracy less TRL's, {len(finals)} seeds",
+        differences,
+        "",
+        target=">= 0",
+        ok=mean + half >= 0,
+        note=(
+            f"mean {mean:+.4f}, 95% interval {mean - half:+.4f} .. {mean + half:+.4f} (ok: includes 0 or better); "
+            f"TRL's accuracy is {statistics.mean(theirs for _, theirs in finals):.3f}"
+        ),
+    )
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def measure(folder: Path, *, quick: bool) -> Iterator[Row]:
+    started = time.monotonic()
+    repeats = 1 if quick else 3
+    all_contests = contests(quick=quick)
+    for repeat in range(repeats):
+        for contest in all_contests.values():
+            contest.round(folder, repeat)
+    yield from speed_rows(all_contests)
+    if not quick:
+        yield from accuracy_rows(all_contests)
+        yield from learning_rows(folder, lambda: time.monotonic() - started < BUDGET_S)
+    yield from machinery_rows(all_contests)
+    yield from capacity_rows(folder, repeats, (1, 16) if quick else WORKER_COUNTS, 0.7 if quick else 1.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="one round of the first and third setting: a minute")
+    parser.add_argument("--json", type=Path, help="write the rows to this file, too")
+    parser.add_argument("--update-docs", action="store_true", help="put the table into the documentation")
+    args = parser.parse_args()
+    started = time.monotonic()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="async-vs-trl-") as folder:
+        for one in measure(Path(folder), quick=args.quick):
+            if not rows:
+                print(line(HEAD))
+            print(as_text([one]), flush=True)
+            rows.append(one)
+    took_s = time.monotonic() - started
+    machine = machine_line(describe_machine())
+    print(f"{machine}; {took_s:.0f} s in all")
+    if args.json:
+        write_json(args.json, rows, seconds=round(took_s))
+    if args.update_docs:
+        notes = "\n".join(f"- {one.name}: {one.note}" for one in rows if one.note)
+        update_docs("async_vs_trl", f"{machine}; the run took {took_s:.0f} s.\n\n{as_markdown(rows)}\n\n{notes}")
+
+
+if __name__ == "__main__":
+    main()

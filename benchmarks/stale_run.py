@@ -1,0 +1,134 @@
+"""One training run on rollouts of a fixed age, in one process: the trainer, and a copy of it that generates."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.setups.sums import held_out_accuracy, tiny
+from transformers import TrainerCallback
+from transformers.utils import logging as transformers_logging
+from trl import GRPOConfig, GRPOTrainer
+
+from async_grpo.records import Job, RolloutGroup, Timings
+from async_grpo.rollout.group_records import to_record
+from async_grpo.rollout.trl_hooks import make_rollout_trainer
+from async_grpo.training import trl_hooks
+from async_grpo.training.correction import Correction
+from async_grpo.training.prompts import prompt_rows
+from async_grpo.training.rollout_source import sampling_seed
+from async_grpo.trl_on_cpu import repair_trl
+
+Weights = dict[str, torch.Tensor]
+
+
+class StaleRun:
+    """Trains the demo's task with rollouts that are exactly `staleness` versions old once there are so many."""
+
+    def __init__(self, *, staleness: int, correction: str, seed: int, steps: int, output_dir: Path) -> None:
+        repair_trl()
+        transformers_logging.set_verbosity_error()
+        torch.manual_seed(seed)
+        self._trainer = _build_trainer(output_dir, seed, steps)
+        self._worker: Any = _build_trainer(output_dir, seed, steps)
+        make_rollout_trainer(self._worker)
+        self._seed = seed
+        self._rows = prompt_rows(self._trainer)
+        self._issued = 0
+        self._versions: deque[tuple[int, Weights]] = deque(maxlen=staleness + 1)  # oldest first
+        trl_hooks.make_async(
+            self._trainer,
+            take_groups=self._take_groups,
+            correct=Correction(
+                correction,
+                self._trainer.args.loss_type,
+                log_pi_old=lambda batch: trl_hooks.log_pi_old(self._trainer, batch),
+                append=lambda name, value: trl_hooks.append_metric(self._trainer, name, value),
+            ),
+            after_checkpoint=lambda step: None,
+        )
+        self._trainer.add_callback(_AfterStep(self.keep_version))
+
+    def train(self) -> float:
+        """Returns the held-out accuracy after the last step."""
+        self.keep_version(0)
+        self._trainer.train()
+        return held_out_accuracy(self._trainer.model, self._trainer.processing_class)
+
+    def keep_version(self, version: int) -> None:
+        weights = self._trainer.model.state_dict()
+        self._versions.append((version, {name: tensor.clone() for name, tensor in weights.items()}))
+
+    def _take_groups(self, version: int) -> Sequence[RolloutGroup]:
+        generated_by, weights = self._versions[0]
+        self._worker.model.load_state_dict(weights)
+        jobs = [self._next_job(version) for _ in range(trl_hooks.groups_per_round(self._trainer))]
+        with torch.random.fork_rng(devices=[]):  # a worker's randomness is not the trainer's
+            torch.manual_seed(jobs[0].seed)
+            generated = self._worker.generate_groups([job.row for job in jobs], self._trainer.num_generations)
+        return [
+            to_record(
+                job,
+                group,
+                self._worker.score(group),
+                attempt=0,
+                worker="dev0",
+                policy_version=generated_by,
+                reward_names=self._worker.reward_func_names,
+                timings=Timings(),
+            )
+            for job, group in zip(jobs, generated, strict=True)
+        ]
+
+    def _next_job(self, version: int) -> Job:
+        seq, self._issued = self._issued, self._issued + 1
+        return Job(
+            run_id="stale",
+            seq=seq,
+            row=next(self._rows),
+            num_generations=self._trainer.num_generations,
+            seed=sampling_seed(self._seed, seq),
+            born_version=version,
+            min_version=0,
+        )
+
+
+class _AfterStep(TrainerCallback):
+    def __init__(self, keep_version: Any) -> None:
+        self._keep_version = keep_version
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._keep_version(state.global_step)
+
+
+def _build_trainer(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:
+    """The demo's trainer, less evaluations, checkpoints and logs."""
+    tokenizer = tiny.build_tokenizer()
+    return GRPOTrainer(
+        model=tiny.build_model(tokenizer),
+        processing_class=tokenizer,
+        reward_funcs=[tiny.accuracy],
+        train_dataset=tiny.as_dataset(tiny.split_problems()[0]),
+        args=GRPOConfig(
+            output_dir=str(output_dir),
+            max_steps=steps,
+            per_device_train_batch_size=128,
+            num_generations=8,
+            max_completion_length=tiny.ANSWER_DIGITS + 1,
+            temperature=1.0,
+            learning_rate=4e-4,
+            lr_scheduler_type="linear",
+            warmup_steps=5,
+            seed=seed,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+        ),
+    )
