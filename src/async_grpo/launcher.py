@@ -70,6 +70,12 @@ class _Child:
     restart_at: float | None = None  # monotonic seconds; None while it runs
     restarts_in_a_row: int = 0
     ended_for_good: bool = False
+    count_at_start: bytes | None = None  # of its progress
+
+    def was_killed_at_work(self) -> bool:
+        """Whether somebody else ended it, after it had begun to work: no fault of its own."""
+        killed = self.process is not None and self.process.returncode == -signal.SIGKILL
+        return killed and self.stall is not None and self.stall.count() != self.count_at_start
 
     @property
     def running(self) -> bool:
@@ -149,6 +155,7 @@ class _Launcher:
                 start_new_session=True,
             )
         child.started = time.monotonic()
+        child.count_at_start = child.stall.count() if child.stall is not None else None
         child.restart_at = None
 
     def _watch(self, server: _Child, workers: list[_Child]) -> None:
@@ -169,7 +176,7 @@ class _Launcher:
         elif worker.ended_for_good or self._run_is_over():
             return
         elif worker.restart_at is None:
-            if now - worker.started > LIVED_LONG_ENOUGH_S:
+            if now - worker.started > LIVED_LONG_ENOUGH_S or worker.was_killed_at_work():
                 worker.restarts_in_a_row = 0
             worker.ended_for_good = worker.restarts_in_a_row >= MAX_RESTARTS_IN_A_ROW
             worker.restart_at = now + 2.0**worker.restarts_in_a_row

@@ -52,10 +52,14 @@ class StallWatch:
         self._seen: bytes | None = None
         self._since = time.monotonic()
 
+    def count(self) -> bytes | None:
+        """What the worker, or an earlier one of its number, has counted so far."""
+        return self._file.read_bytes() if self._file.exists() else None
+
     def is_hung(self) -> bool:
         """Look once. A worker without a job is idle, not hung, whatever its counter says."""
         now = time.monotonic()
-        count = self._file.read_bytes() if self._file.exists() else None
+        count = self.count()
         if count != self._seen or not any(self._queue.glob(self._claims)):
             self._seen, self._since = count, now
         return now - self._since > self._timeout_s

@@ -416,6 +416,16 @@ def test_a_worker_that_lived_long_is_started_again_however_often_it_died_before(
     assert len(starts) == 6 + 5
 
 
+@pytest.mark.parametrize(("code", "moved", "starts"), [(-9, True, 20), (-9, False, 6), (-11, True, 6), (1, True, 6)])
+def test_a_worker_that_is_killed_at_work_is_started_again_for_ever(
+    minding: Any, monkeypatch: pytest.MonkeyPatch, code: int, moved: bool, starts: int
+) -> None:
+    """An operator or the kernel killed it, so it is no worker that cannot start."""
+    monkeypatch.setattr(DeadProcess, "returncode", code)
+    minding.worker.stall = SimpleNamespace(count=lambda: b"1" if moved else None)
+    assert min(len(minding(60.0)), 20) == starts
+
+
 def test_no_worker_is_started_when_the_run_is_over(minding: Any, stage: Stage) -> None:
     stage.run.update_state(state=runs.FINISHED)
     assert len(minding(60.0)) == 1
