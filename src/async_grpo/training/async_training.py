@@ -54,6 +54,7 @@ class AsyncTraining:
         trl_hooks.refuse_unsupported(trainer)
         refuse_images(trainer)
         self._trainer = trainer
+        correct = self._correction(settings.correction)
         self._run = run
         self._run_id = state.run_id
         self._keep_done = settings.keep_done
@@ -101,7 +102,7 @@ class AsyncTraining:
         trl_hooks.make_async(
             trainer,
             take_groups=self._source.take,
-            correct=self._correction(settings.correction),
+            correct=correct,
             after_checkpoint=self._save_rollout_state,
         )
         trl_hooks.use_callbacks(trainer, _StepEvents(self), tensorboard=run.tensorboard)
