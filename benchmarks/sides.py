@@ -7,7 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ class Side:
 
     name: str
     workers: int = 0  # 0: plain TRL
-    threads: int | None = None  # of each process; None: as the launcher decides
+    threads: int | None = None  # of each process; None: as the launcher decides, all cores for plain TRL
+    server_threads: int | None = None  # of the training process, where it differs
+    passive: bool = False  # threads that wait sleep instead of spinning: OMP_WAIT_POLICY=PASSIVE
     flags: tuple[str, ...] = ()
 
 
@@ -85,11 +87,14 @@ def run_side(side: Side, setting: Setting, folder: Path) -> Run:
     where = ["--device", "cpu"]
     if side.workers:
         where = ["--master-device-id", "cpu", "--num-workers", str(side.workers), "--run-dir", str(run_dir)]
+    setting = replace(setting, server_threads=side.server_threads)
     env = {**os.environ, **setting.as_env(), "BENCH_RECORD": str(record), "PYTHONPATH": str(ROOT / "src")}
     env.pop("OMP_NUM_THREADS", None)
     threads = side.threads if side.workers else side.threads or CORES
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
+    if side.passive:
+        env["OMP_WAIT_POLICY"] = "PASSIVE"
     log = folder / "log.txt"
     with log.open("wb") as output:
         result = subprocess.run(

@@ -40,6 +40,7 @@ class Setting:
     seed: int = 42
     reward_call_s: float = 0.0  # that each call of the reward function sleeps ...
     reward_item_s: float = 0.0  # ... and each completion in it
+    server_threads: int | None = None  # of the training process, once training begins; None: as it was started
     accuracy: bool = False  # keep snapshots, and measure their held-out accuracy after the run
 
     def as_env(self) -> dict[str, str]:
@@ -137,6 +138,10 @@ class Recorder(TrainerCallback):
         self._cpu_s: list[float] = []
         self._generate_cpu_s: list[float] = []
         self._snapshots: dict[int, dict[str, torch.Tensor]] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._setting.server_threads is not None:
+            torch.set_num_threads(self._setting.server_threads)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._ends.append(time.monotonic())
