@@ -64,27 +64,26 @@ def main() -> None:
     started = time.monotonic()
     admit(0)
     children = {number: spawn(number) for number in range(options.workers + 1)}
-    for kill in range(options.kills):
-        time.sleep(dice.uniform(0, 2 * options.gap))
-        victim = 0 if dice.random() < SERVER_SHARE else dice.randint(1, options.workers)
-        os.kill(children[victim], signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(children[victim], 0)[1])
-        assert code == -signal.SIGKILL, f"{victim or 'server'} had ended with {code} before it was killed"
-        children[victim] = spawn(victim)
-        admit(kill + 1)
-    deadline = time.monotonic() + options.deadline
-    while os.waitpid(children[0], os.WNOHANG)[0] == 0:
-        if time.monotonic() > deadline:
+    try:
+        for kill in range(options.kills):
+            time.sleep(dice.uniform(0, 2 * options.gap))
+            victim = 0 if dice.random() < SERVER_SHARE else dice.randint(1, options.workers)
+            os.kill(children[victim], signal.SIGKILL)
+            code = os.waitstatus_to_exitcode(os.waitpid(children.pop(victim), 0)[1])
+            assert code == -signal.SIGKILL, f"{victim or 'server'} had ended with {code} before it was killed"
+            children[victim] = spawn(victim)
+            admit(kill + 1)
+        deadline = time.monotonic() + options.deadline
+        while os.waitpid(children[0], os.WNOHANG)[0] == 0:
             left = sorted(path.name for path in (root / "queue").iterdir())[:20]
-            for pid in children.values():
-                os.kill(pid, signal.SIGKILL)
-            raise AssertionError(f"not drained after {options.deadline:.0f} s: {left}")
-        time.sleep(0.02)
-    seconds = time.monotonic() - started
-    for number in range(1, options.workers + 1):
-        os.kill(children[number], signal.SIGKILL)
-        os.waitpid(children[number], 0)
-    check(root, log_path, options.jobs, options.kills, options.workers, seconds)
+            assert time.monotonic() < deadline, f"not drained after {options.deadline:.0f} s: {left}"
+            time.sleep(0.02)
+        del children[0]
+    finally:
+        for pid in children.values():
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    check(root, log_path, options.jobs, options.kills, options.workers, time.monotonic() - started)
 
 
 def check(root: Path, log_path: Path, jobs: int, kills: int, workers: int, seconds: float) -> None:

@@ -231,7 +231,7 @@ def test_every_mutant_against_every_test(folder: Path) -> None:
     """Prints which test catches which bug; each bug must be caught by one at least."""
     checks: list[tuple[object, ...]] = [
         ("queue_kill_loop.py", "--jobs", 600, "--kills", 60, "--deadline", 10),
-        ("queue_crash_points.py", "--every", 10),
+        ("queue_crash_points.py", "--every", 20),
         ("queue_power_loss.py",),
         ("queue_machine.py", "--examples", 200),
         ("queue_corruption.py", "--count", 400),
