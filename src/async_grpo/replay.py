@@ -86,7 +86,6 @@ def run_replay(options: ReplayOptions) -> Replayed:
             log_pi_old=lambda batch: trl_hooks.log_pi_old(trainer, batch),
             append=lambda metric, value: trl_hooks.append_metric(trainer, metric, value),
         ),
-        after_checkpoint=lambda step: None,
     )
     log = RunLog(_fresh(options.output_dir / "metrics.jsonl"))
     trl_hooks.use_callbacks(trainer, LogCallback(log), tensorboard=options.output_dir / "tensorboard")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from loguru import logger
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from async_grpo.archive import ArchiveLimit
-from async_grpo.errors import UsageError
+from async_grpo.errors import DiskFullError, UsageError
 from async_grpo.job_queue import ServerQueue
 from async_grpo.metrics import RunLog
 from async_grpo.process import StopRequest
@@ -103,6 +104,7 @@ class AsyncTraining:
             trainer,
             take_groups=self._source.take,
             correct=correct,
+            before_checkpoint=self._wait_for_room,
             after_checkpoint=self._save_rollout_state,
         )
         trl_hooks.use_callbacks(trainer, _StepEvents(self), tensorboard=run.tensorboard)
@@ -182,6 +184,15 @@ class AsyncTraining:
         ):
             trl_hooks.append_metric(self._trainer, f"async/{name}", value)
 
+    def _wait_for_room(self) -> None:
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+        checkpoints.wait_for_room(
+            self.output_dir,
+            trl_hooks.checkpoint_bytes(self._trainer),
+            make_room=lambda: self._trim_archive(ArchiveLimit(0)),
+            should_stop=self.stop_requested,
+        )
+
     def _save_rollout_state(self, step: int) -> None:
         below, above = checkpoints.pack_consumed(self._source.consumed, self._source.unusable)
         self._record.sync()
@@ -197,7 +208,8 @@ class AsyncTraining:
                 consumed=above,
             ),
         )
-        self._run.update_state(step=step)
+        with suppress(DiskFullError):  # for people only: a resumed run reads the checkpoint
+            self._run.update_state(step=step)
         self._in_checkpoint = frozenset(self._source.consumed) | frozenset(self._source.unusable)
         self._trim_archive(self._keep_done)
 

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import shutil
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from loguru import logger
+
 from async_grpo.errors import RunDirError
 from async_grpo.run_dir import write_json
+from async_grpo.waiting import Reminder
 
 FILE_NAME = "rollout_state.json"
 FORMAT = 1
+ROOM_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +64,25 @@ def save(checkpoint: Path, state: RolloutState) -> None:
     _sync(checkpoint / FILE_NAME)
     _sync(checkpoint)
     _sync(checkpoint.parent)
+
+
+def wait_for_room(
+    folder: Path, needed_bytes: int, *, make_room: Callable[[], None], should_stop: Callable[[], bool]
+) -> None:
+    """Wait until a checkpoint of `needed_bytes` fits beside the others; says what it waits for.
+
+    Without end but for `should_stop`: what is trained since the last checkpoint would be lost otherwise. When the run
+    is to stop, the checkpoint is tried all the same.
+    """
+    if shutil.disk_usage(folder).free >= needed_bytes or should_stop():
+        return
+    needed = f"{needed_bytes / 1e6:.0f} MB of room in {folder} for a checkpoint"
+    logger.warning("waiting for {}", needed)
+    make_room()
+    reminder = Reminder(lambda: needed)
+    while shutil.disk_usage(folder).free < needed_bytes and not should_stop():
+        reminder.tick()
+        time.sleep(ROOM_RETRY_S)
 
 
 def latest(output_dir: Path, run_id: str) -> tuple[Path, RolloutState] | None:

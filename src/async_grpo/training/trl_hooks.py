@@ -46,6 +46,7 @@ class AsyncGRPOMixin(UserTrainer):
 
     take_groups: Callable[[int], Sequence[RolloutGroup]]  # version -> one generation batch of groups
     correct: Callable[[dict[str, Any]], None]  # sets the off-policy correction on the loss's inputs
+    before_checkpoint: Callable[[], None]  # returns when there is room for one
     after_checkpoint: Callable[[int], None]  # step -> None, called when a checkpoint is complete
     _log_pi: torch.Tensor  # [B, C], of the last forward pass, for the metrics
     _serving: Sequence[RolloutGroup] | None = None  # the groups of the batch that TRL is assembling
@@ -96,6 +97,7 @@ class AsyncGRPOMixin(UserTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """As TRL does, but old checkpoints go only once the new one is complete with its rollout state."""
+        self.before_checkpoint()
         args = self.args
         limit, args.save_total_limit = args.save_total_limit, None
         try:
@@ -164,13 +166,15 @@ def make_async(
     *,
     take_groups: Callable[[int], Sequence[RolloutGroup]],
     correct: Callable[[dict[str, Any]], None],
-    after_checkpoint: Callable[[int], None],
+    before_checkpoint: Callable[[], None] = lambda: None,
+    after_checkpoint: Callable[[int], None] = lambda step: None,
 ) -> None:
     """Give this very trainer object a class that takes its rollouts from workers."""
     user_class = type(trainer)
     trainer.__class__ = type(f"Async{user_class.__name__}", (AsyncGRPOMixin, user_class), {})
     trainer.take_groups = take_groups
     trainer.correct = correct
+    trainer.before_checkpoint = before_checkpoint
     trainer.after_checkpoint = after_checkpoint
 
 
@@ -232,6 +236,19 @@ def uniform_rewards(trainer: GRPOTrainer) -> Callable[[RolloutGroup], bool]:
         return bool(len(totals) < 2 or np.isclose(totals.std(), 0.0))
 
     return uniform
+
+
+def checkpoint_bytes(trainer: GRPOTrainer) -> int:
+    """About how large a checkpoint is: the weights that it saves, and two moments of each that trains."""
+    trained = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
+    whole = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
+    saved = trained if is_adapter(trainer.model) else whole
+    return saved + 2 * trained + 1_000_000
+
+
+def is_adapter(model: Any) -> bool:
+    """Whether only an adapter of the model is saved."""
+    return hasattr(model, "peft_config")
 
 
 def append_metric(trainer: GRPOTrainer, name: str, value: float) -> None:
