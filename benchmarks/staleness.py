@@ -190,7 +190,7 @@ def plot(results: Results, path: Path, before: float, steps: int) -> None:
             capsize=2,
         )
     axes.axhline(before, color="#999999", linewidth=1, linestyle=":")
-    axes.annotate("before training", (0, before), (2, 4), textcoords="offset points", fontsize=8, color="#666666")
+    axes.text(len(places) - 0.75, before + 0.01, "before training", ha="right", fontsize=8, color="#666666")
     axes.set_xticks(range(len(places)), [str(staleness) for staleness in places])
     axes.set_xlabel("staleness of every rollout, in policy versions")
     axes.set_ylabel(f"held-out accuracy after {steps} steps")
@@ -198,7 +198,7 @@ def plot(results: Results, path: Path, before: float, steps: int) -> None:
     axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc="lower left")
+    axes.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)

@@ -86,7 +86,7 @@ class AnswerLengths(LogitsProcessor):
 
 def _is_long(prompt: list[int], place: int, share: float) -> bool:
     number = 0
-    for token in (*prompt[-6:], place + 1):
+    for token in (place, *prompt[-6:]):  # a hash; the last 6 tokens are the prompt without padding
         number = (number * 1_000_003 + token + 17) % 2_147_483_647
     return number % 1000 < 1000 * share
 
