@@ -190,7 +190,7 @@ def plot(results: Results, path: Path, before: float, steps: int) -> None:
             capsize=2,
         )
     axes.axhline(before, color="#999999", linewidth=1, linestyle=":")
-    axes.text(len(places) - 0.75, before + 0.01, "before training", ha="right", fontsize=8, color="#666666")
+    axes.text(-0.25, before + 0.01, "before training", fontsize=8, color="#666666")
     axes.set_xticks(range(len(places)), [str(staleness) for staleness in places])
     axes.set_xlabel("staleness of every rollout, in policy versions")
     axes.set_ylabel(f"held-out accuracy after {steps} steps")

@@ -37,6 +37,7 @@ class Setting:
     long_share: float = 0.0  # of the answers are `LONGER` times as long
     steps: int = 20
     learning_rate: float = 4e-4
+    loss_type: str = "dapo"  # TRL's default
     seed: int = 42
     reward_call_s: float = 0.0  # that each call of the reward function sleeps ...
     reward_item_s: float = 0.0  # ... and each completion in it
@@ -201,6 +202,7 @@ def get_trainer() -> GRPOTrainer:
             max_completion_length=longest * (LONGER if setting.long_share else 1),
             temperature=1.0,
             learning_rate=setting.learning_rate,
+            loss_type=setting.loss_type,
             lr_scheduler_type="linear",
             warmup_steps=5,
             seed=setting.seed,
