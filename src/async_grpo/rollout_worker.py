@@ -175,7 +175,12 @@ class Worker:
         if self._server_died_at is not None or self._scoring.backlog:
             return []
         started = time.monotonic()
-        claims = self._queue.claim(self._share(), skip=self._better_left_to_others())
+        try:
+            claims = self._queue.claim(self._share(), skip=self._better_left_to_others())
+        except DiskFullError as error:  # a broken file could not be set aside; its job waits with us
+            logger.warning("{} Waiting for room.", error)
+            time.sleep(DISK_FULL_RETRY_S)
+            return []
         if claims:
             self._queue_s += time.monotonic() - started
         return claims
