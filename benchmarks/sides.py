@@ -36,8 +36,6 @@ class Run:
     """What one run left: seconds are on the machine's monotonic clock."""
 
     step_ends: list[float]
-    cpu_s: list[float]  # of the training process, at the end of each step
-    generate_cpu_s: list[float]
     accuracy: dict[int, float] = field(default_factory=dict)  # by step
     logs: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl of the timed steps
     summary: dict[str, Any] = field(default_factory=dict)
@@ -46,10 +44,6 @@ class Run:
     def step_s(self) -> float:
         """Seconds a step, over all that are timed."""
         return _slope(self.step_ends)
-
-    @property
-    def cpu_step_s(self) -> float:
-        return _slope(self.cpu_s)
 
     def mean(self, metric: str) -> float:
         return statistics.mean(entry[metric] for entry in self.logs if metric in entry)

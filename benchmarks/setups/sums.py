@@ -93,21 +93,16 @@ def _is_long(prompt: list[int], place: int, share: float) -> bool:
 
 
 class LengthControlledModel(Qwen3ForCausalLM):
-    """Adds `AnswerLengths` to what both TRL and our worker call: `generate`. Keeps the CPU seconds spent in it."""
+    """Adds `AnswerLengths` to what both TRL and our worker call: `generate`."""
 
     setting: Setting
-    generate_cpu_s: float = 0.0
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        started = time.process_time()
         if self.setting.answer_tokens is not None:
             lengths = AnswerLengths(kwargs["input_ids"], self.config.eos_token_id, self.setting)
             given = kwargs.pop("logits_processor", None) or []
             kwargs["logits_processor"] = LogitsProcessorList([*given, lengths])  # ours last: log-probs are the model's
-        try:
-            return super().generate(*args, **kwargs)
-        finally:
-            self.generate_cpu_s += time.process_time() - started
+        return super().generate(*args, **kwargs)
 
 
 # --- Held-out accuracy ------------------------------------------------------------------------------------
@@ -128,16 +123,11 @@ def held_out_accuracy(model: Any, tokenizer: Any) -> float:
 
 
 class Recorder(TrainerCallback):
-    """When each step ended, on the machine's monotonic clock, and the CPU seconds of this process until then.
-
-    Accuracies are measured after the last step.
-    """
+    """When each step ended, on the machine's monotonic clock; accuracies are measured after the last one."""
 
     def __init__(self, trainer: GRPOTrainer, setting: Setting, path: Path) -> None:
         self._trainer, self._setting, self._path = trainer, setting, path
         self._ends: list[float] = []
-        self._cpu_s: list[float] = []
-        self._generate_cpu_s: list[float] = []
         self._snapshots: dict[int, dict[str, torch.Tensor]] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -146,8 +136,6 @@ class Recorder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._ends.append(time.monotonic())
-        self._cpu_s.append(time.process_time())
-        self._generate_cpu_s.append(self._trainer.model.generate_cpu_s)
         last = state.global_step == state.max_steps
         if self._setting.accuracy and (last or state.global_step % SNAPSHOT_EVERY == 0):
             weights = self._trainer.model.state_dict()
@@ -158,13 +146,7 @@ class Recorder(TrainerCallback):
         for step, weights in self._snapshots.items():
             model.load_state_dict(weights)
             accuracy[step] = held_out_accuracy(model, self._trainer.processing_class)
-        record = {
-            "step_ends": self._ends,
-            "cpu_s": self._cpu_s,
-            "generate_cpu_s": self._generate_cpu_s,
-            "accuracy": accuracy,
-        }
-        self._path.write_text(json.dumps(record))
+        self._path.write_text(json.dumps({"step_ends": self._ends, "accuracy": accuracy}))
 
 
 # --- The trainer ------------------------------------------------------------------------------------------
