@@ -3,8 +3,8 @@
     python benchmarks/async_vs_trl.py [--quick] [--json FILE] [--update-docs]
 
 Every side is started as a user would start it. A step's time is counted from the end of the third step to the end of
-the last one, so that imports, first kernels and the first rollouts are left out. TRL is run with threads that
-spin while they wait, with threads that sleep, and with one thread: the fastest counts. All sides of a setting run one after
+the last one, so that imports, first kernels and the first rollouts are left out. TRL is run with threads that spin
+while they wait, with threads that sleep, and with one thread: the fastest counts. All sides of a setting run one after
 the other, again and again, and a speed-up is that of two runs of the same round. Held-out accuracies are measured
 after the run on snapshots of the weights, and are exact expectations: no sampling.
 

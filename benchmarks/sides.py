@@ -84,6 +84,7 @@ def run_side(side: Side, setting: Setting, folder: Path) -> Run:
     setting = replace(setting, server_threads=side.server_threads)
     env = {**os.environ, **setting.as_env(), "BENCH_RECORD": str(record), "PYTHONPATH": str(ROOT / "src")}
     env.pop("OMP_NUM_THREADS", None)
+    env.pop("OMP_WAIT_POLICY", None)
     threads = side.threads if side.workers else side.threads or CORES
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
