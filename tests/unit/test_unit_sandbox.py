@@ -106,7 +106,7 @@ import os
 written = 0
 for name in range(100):
     try:
-        with open(f"/work/{name}", "wb", buffering=0) as file:
+        with open(f"/program/{name}", "wb", buffering=0) as file:
             for _ in range(100):
                 written += file.write(bytes(100_000))
     except OSError:
@@ -206,7 +206,7 @@ def test_it_has_no_rights_and_gets_none() -> None:
     source = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
-print(libc.mount(b"tmpfs", b"/work", b"tmpfs", 0, None), libc.umount2(b"/usr", 2), libc.setns(0, 0))
+print(libc.mount(b"tmpfs", b"/program", b"tmpfs", 0, None), libc.umount2(b"/usr", 2), libc.setns(0, 0))
 print(libc.mount(None, b"/usr", None, 4096 | 32, None))
 if libc.unshare(0x10000000 | 0x20000) == 0:  # a user namespace of its own: what it sees stays read-only there
     print(libc.umount2(b"/usr", 2), libc.mount(None, b"/usr", None, 4096 | 32, None))
@@ -262,7 +262,7 @@ def test_it_works_for_an_ordinary_user_too() -> None:
         pytest.skip("no Python of the system that is new enough")
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from async_grpo.rollout.sandbox import run_code; "
-        'print(run_code(\'import os; print(os.listdir("/work")); open("/usr/file", "w")\'))'
+        'print(run_code(\'import os; print(os.listdir("/program")); open("/usr/file", "w")\'))'
     )
     as_user = ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups"]
     ran = subprocess.run([*as_user, python, "-c", code, str(ROOT / "src")], capture_output=True, text=True)
@@ -352,7 +352,7 @@ def _processes_in_sandboxes() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if "/work/main.py" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+            if "/program/main.py" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(process)
         except psutil.Error:
             continue

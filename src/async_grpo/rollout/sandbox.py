@@ -213,7 +213,7 @@ def _command(settings: dict[str, Any], limits: Limits) -> list[str]:
 
 def _bubblewrap_options(visible: list[str], limits: Limits) -> list[str]:
     options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--clearenv", "--cap-drop", "ALL"]
-    options += ["--dev", "/dev", "--size", str(limits.file_bytes + 65536), "--tmpfs", "/work"]
+    options += ["--dev", "/dev", "--size", str(limits.file_bytes + 65536), "--tmpfs", "/program"]
     for path in visible:
         if path.startswith("/dev/"):
             continue
@@ -221,7 +221,7 @@ def _bubblewrap_options(visible: list[str], limits: Limits) -> list[str]:
             options += ["--symlink", str(Path(path).readlink()), path]
         else:
             options += ["--ro-bind-try", path, path]
-    return [*options, "--remount-ro", "/", "--chdir", "/work"]
+    return [*options, "--remount-ro", "/", "--chdir", "/program"]
 
 
 def _bubblewrap() -> str | None:

@@ -14,7 +14,7 @@ import resource
 import sys
 from typing import Any
 
-WORK = "/work"  # the program's directory, the only place where it can write
+WORK = "/program"  # the program's directory, the only place where it can write
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 _MNT_DETACH, _AT_RECURSIVE, _AT_FDCWD = 2, 0x8000, -100
 _SYS_MOUNT_SETATTR = 442  # the same number on every architecture
