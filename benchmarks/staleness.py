@@ -44,7 +44,7 @@ from async_grpo.settings import CORRECTIONS
 STALENESS = (0, 1, 4, 8, 16)
 SEEDS = (1, 2, 3, 4, 5)
 STEPS = 80
-BUDGET_S = 540.0
+BUDGET_S = 345.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
