@@ -130,12 +130,14 @@ class Worker:
         settings: WorkerSettings,
         deterministic: bool,
     ) -> None:
+        from async_grpo.rollout.policy_weights import PolicyWeights
         from async_grpo.rollout.scoring import Scoring
         from async_grpo.rollout.statistics import WorkerStatistics
 
         self._trainer = trainer
         self._queue = queue
         self._weights = weights
+        self._policy = PolicyWeights(weights, trainer.model)
         self._run = run
         self._stop = stop
         self._groups_per_round = trainer.args.generation_batch_size // trainer.num_generations
@@ -146,7 +148,6 @@ class Worker:
         self._score_beside = not deterministic and trainer.environment_factories is None
         self._failed_here: dict[int, float] = {}  # job that failed on this worker -> when (monotonic seconds)
         self._said: Counter[str] = Counter()  # what jobs failed with
-        self._aliased = False
         self._queue_s = 0.0  # spent on the queue since the last group was handed back
         self._server_died_at: float | None = None
         self.statistics = WorkerStatistics()
@@ -228,7 +229,7 @@ class Worker:
                 return self._generate_batch(claims)
             return [group for claim in claims for group in self._generate_batch([claim])]
         finally:
-            self._weights.release()
+            self._policy.release()
 
     def _generate_batch(self, claims: list[Claim]) -> list[GeneratedGroup]:
         import torch
@@ -312,8 +313,8 @@ class Worker:
         """Take on the newest weights, at least version `needed`; they stay readable until `release()`."""
         deadline = time.monotonic() + WEIGHTS_WAIT_S
         reminder = Reminder(lambda: f"version {needed} of the weights")
-        while (version := self._newest_weights()) < needed:
-            self._weights.release()
+        while (version := self._policy.adopt(WEIGHTS_WAIT_S)) < needed:
+            self._policy.release()
             if self._stop:
                 raise StopWorking
             if time.monotonic() > deadline:
@@ -322,18 +323,6 @@ class Worker:
             reminder.tick()
             self._progress.tick()  # waiting for the trainer is no hanging
             time.sleep(0.002)
-        return version
-
-    def _newest_weights(self) -> int:
-        from async_grpo_ipc import ExporterDiedError
-
-        try:
-            if self._aliased:
-                return self._weights.refresh(WEIGHTS_WAIT_S)
-            version = self._weights.alias(self._trainer.model, WEIGHTS_WAIT_S)
-        except ExporterDiedError as error:
-            raise PeerDiedError(str(error)) from error
-        self._aliased = True
         return version
 
     def _between_tokens(self) -> None:

@@ -129,6 +129,12 @@ class RemoteWeights:
             lease.attachment.memory.synchronize()
             lease.release()
 
+    def can_alias(self, model: nn.Module) -> bool:
+        """Whether the weights lie on the model's own device. If not, `pull` copies them to it."""
+        self._generations.follow()
+        device = self._generations.current.memory.alias_device
+        return all(parameter.device == device for parameter in model.parameters())
+
     def pull(self, model: nn.Module, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Copy the newest version into the model's own memory, matched by name. Returns the version."""
         if any(aliased is model for aliased, _ in self._aliased):
