@@ -48,7 +48,8 @@ def line(row: dict[str, Any]) -> str:
     spread = ", ".join(figure(value) for value in row.get("spread") or [])
     value = f"{figure(row['value'])} {row['unit']}".strip()
     note = f" ({row['note']})" if row.get("note") else ""
-    return f"| {row['name']}{note} | {value} | {target(row.get('target'))} | {reached} | {spread} |"
+    limit = f", at most {figure(row['limit'])} possible" if row.get("limit") is not None else ""
+    return f"| {row['name']}{note} | {value} | {target(row.get('target'))}{limit} | {reached} | {spread} |"
 
 
 def target(value: object) -> str:
