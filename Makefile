@@ -32,7 +32,7 @@ test: venv-test
 
 test-fast: venv-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
-	$(BIN)/python -m pytest -m "not gpu and not slow and not integration" -x
+	$(BIN)/python -m pytest tests/unit tests/queue tests/ipc -x
 
 chaos: venv-test
 	$(BIN)/python -m pytest -m slow tests/chaos --timeout 3600
