@@ -35,7 +35,7 @@ test-fast: venv-test
 	$(BIN)/python -m pytest tests/unit tests/queue tests/ipc -x
 
 chaos: venv-test
-	$(BIN)/python -m pytest -m slow tests/chaos --timeout 3600
+	$(BIN)/python -m pytest -m slow tests/chaos tests/integration --timeout 3600
 
 gpu: venv-test
 	$(BIN)/python -m pytest -m gpu -rA
