@@ -295,14 +295,38 @@ def test_the_worker_s_device(
 def test_a_role_leaves_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "set_up_log", lambda level: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    monkeypatch.setenv("FAST_INFERENCE", "0")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     args = argparse.Namespace(log_level="INFO", launched_by=None)
     common.become_role(args, "1", fast_inference="1")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
-    assert os.environ["FAST_INFERENCE"] == "0"
     common.become_role(args, "cpu", fast_inference="1")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert os.environ["OMP_NUM_THREADS"] == "7"
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+
+
+@pytest.mark.parametrize(("given", "worker"), [(None, "1"), ("0", "0"), ("1", "1")])
+def test_the_server_never_has_fast_inference_and_a_worker_as_the_user_says(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, worker: str
+) -> None:
+    monkeypatch.setattr(process, "set_up_log", lambda level: None)
+    if given is None:
+        monkeypatch.delenv("FAST_INFERENCE", raising=False)
+    else:
+        monkeypatch.setenv("FAST_INFERENCE", given)
+    chosen: list[str] = []
+
+    def begin(args: argparse.Namespace, device: str, *, fast_inference: str) -> None:
+        chosen.append(fast_inference)
+        raise Begun
+
+    real = common.become_role
+    monkeypatch.setattr(common, "become_role", begin)
+    with pytest.raises(Begun):
+        worker_command.run(worker_command.build_parser().parse_args(["-d", "cpu"]))
+    assert chosen == [worker]
+    for name in ("FAST_INFERENCE", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "1")  # so that what the role sets is taken back
+    real(argparse.Namespace(log_level="INFO", launched_by=None), "cpu", fast_inference="0")
+    assert os.environ["FAST_INFERENCE"] == "0"

@@ -180,5 +180,5 @@ def become_role(args: argparse.Namespace, device: str, *, fast_inference: str) -
     hold_to_device(device, os.environ)
     if device == CPU:  # started by hand: nobody knows how many processes will share the cores, but there are others
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(2)))
-    os.environ.setdefault("FAST_INFERENCE", fast_inference)
+    os.environ["FAST_INFERENCE"] = fast_inference
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         from async_grpo.setup_file import check_setup_file
 
         check_setup_file(args.config)
-    common.become_role(args, device, fast_inference="1")
+    common.become_role(args, device, fast_inference=os.environ.get("FAST_INFERENCE", "1"))
 
     from async_grpo.rollout_worker import WorkerOptions, run_worker
 
