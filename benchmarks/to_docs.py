@@ -16,6 +16,11 @@ TITLES = {
     "weights": ("Sharing weights", "Figures called *raw* are a plain copy of the same bytes in the same run."),
     "queue": ("The job queue", "Beside other queues for one machine, in one run."),
     "chaos": ("Faults", "Every row is a test that kills, stops or corrupts; the figures are what it counted."),
+    "generators": (
+        "Generators",
+        "The same weights, prompts and lengths in one run; 64 tokens a completion. A batch is given whole and timed to "
+        "its last group, so filling and emptying the engine counts.",
+    ),
     "async_vs_trl": ("Asynchronous against synchronous training", "Sides are interleaved in one run."),
     "staleness": ("Staleness and correction", "More in [staleness.md](staleness.md)."),
 }

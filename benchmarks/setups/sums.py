@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -122,12 +123,34 @@ def held_out_accuracy(model: Any, tokenizer: Any) -> float:
 # --- The record -------------------------------------------------------------------------------------------
 
 
+def processes_of_this_run() -> dict[str, list[int]]:
+    """Process ids by role: the first word after `async_grpo.cli` on the command line, e.g. `server` or `worker`."""
+    mark = f"BENCH_RECORD={os.environ['BENCH_RECORD']}".encode()
+    found: dict[str, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark in path.read_bytes().split(b"\0"):
+                words = (path.parent / "cmdline").read_text().split("\0")
+                found.setdefault(words[words.index("async_grpo.cli") + 1], []).append(int(path.parent.name))
+    return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of all threads of a process, from its CPU clock (see clock_getcpuclockid(3)); 0 if gone."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError:
+        return 0.0
+
+
 class Recorder(TrainerCallback):
     """When each step ended, on the machine's monotonic clock; accuracies are measured after the last one."""
 
     def __init__(self, trainer: GRPOTrainer, setting: Setting, path: Path) -> None:
         self._trainer, self._setting, self._path = trainer, setting, path
         self._ends: list[float] = []
+        self._cpu: dict[str, list[float]] = {}  # role -> CPU seconds that its processes used until each step's end
+        self._processes: dict[str, list[int]] = {}
         self._snapshots: dict[int, dict[str, torch.Tensor]] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -136,6 +159,11 @@ class Recorder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._ends.append(time.monotonic())
+        if len(self._ends) <= WARM_UP_STEPS:  # a worker may still come
+            self._processes = processes_of_this_run()
+        for role, processes in self._processes.items():
+            earlier = self._cpu.setdefault(role, [0.0] * (len(self._ends) - 1))
+            earlier.append(sum(map(cpu_seconds, processes)))
         last = state.global_step == state.max_steps
         if self._setting.accuracy and (last or state.global_step % SNAPSHOT_EVERY == 0):
             weights = self._trainer.model.state_dict()
@@ -146,7 +174,7 @@ class Recorder(TrainerCallback):
         for step, weights in self._snapshots.items():
             model.load_state_dict(weights)
             accuracy[step] = held_out_accuracy(model, self._trainer.processing_class)
-        self._path.write_text(json.dumps({"step_ends": self._ends, "accuracy": accuracy}))
+        self._path.write_text(json.dumps({"step_ends": self._ends, "cpu_s": self._cpu, "accuracy": accuracy}))
 
 
 # --- The trainer ------------------------------------------------------------------------------------------

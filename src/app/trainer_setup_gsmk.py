@@ -10,7 +10,7 @@ they give from -7.5 to 13 points.
 Environment:
     MODEL_PATH      a directory or a hub name; Qwen/Qwen3-1.7B-Base if not set
     GSM8K_PATH      a directory with train.jsonl and test.jsonl; the hub's openai/gsm8k if not set
-    FAST_INFERENCE  1: Unsloth generates with vLLM (for rollout workers); 0 or not set: it does not
+    FAST_INFERENCE  1: Unsloth generates with the vLLM inside its model; 0 or not set: it does not
 
 On a GPU with Unsloth installed, Unsloth loads the model; everywhere else transformers and peft do.
 """

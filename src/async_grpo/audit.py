@@ -286,10 +286,11 @@ def _against_checkpoints(found: Evidence, history: list[Use], groups: list[Group
     gone = {group.seq for group in groups if group.state in (SET_ASIDE, DROPPED)}
     for checkpoint in found.checkpoints:
         where = f"checkpoint-{checkpoint.step}"
-        if checkpoint.step > max([last_step, *resumed_from]):
+        recorded = {use.seq for use in history if use.step <= checkpoint.step}
+        ahead = checkpoint.step > max([last_step, *resumed_from])  # rightly, where one batch serves several steps
+        if ahead and checkpoint.consumed_set() != recorded:
             yield f"{where} is ahead of the record, which ends with step {last_step}."
             continue
-        recorded = {use.seq for use in history if use.step <= checkpoint.step}
         yield from _set_differences(where, checkpoint, recorded)
         for seq in sorted(set(checkpoint.unusable) - gone - {use.seq for use in history}):
             if seq >= len(groups) or groups[seq].state in (LOST, AGAIN):

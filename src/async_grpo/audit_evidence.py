@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from async_grpo.errors import BadFileError
-from async_grpo.job_file import decode_group, decode_job
+from async_grpo.finished_groups import finished_group
+from async_grpo.job_file import decode_job
 from async_grpo.queue_files import Files, OsFiles
 from async_grpo.queue_names import (
     COMPLETE,
@@ -28,7 +29,7 @@ from async_grpo.queue_view import done_folders
 from async_grpo.run_dir import RunDir, RunState
 from async_grpo.training import checkpoints
 from async_grpo.training.checkpoints import RolloutState
-from async_grpo.training.consumption import UsedBatch
+from async_grpo.training.consumption import Dropped, Started, UsedBatch, parse_entry
 
 
 class Stored(NamedTuple):
@@ -151,36 +152,29 @@ def _job_names(files: Files, folder: str) -> list[JobName]:
     return sorted(name for entry in files.names(folder) if (name := parse_name(entry)) is not None)
 
 
-def _stored(data: bytes, name: JobName, run_id: str) -> Stored | None:
+def _stored(data: bytearray, name: JobName, run_id: str) -> Stored | None:
     """What a finished group's file tells, None for a job; `BadFileError` for what is neither."""
     if name.state not in (COMPLETE, DUPLICATE):
         decode_job(data, expect_seq=name.seq, expect_run=run_id)
         return None
-    worker = f"dev{name.device}"
-    group = decode_group(
-        data, expect_seq=name.seq, expect_run=run_id, expect_attempt=name.attempt, expect_worker=worker
-    )
-    return Stored(name, worker, group.policy_version)
+    group = finished_group(data, name, run_id)
+    return Stored(name, group.worker, group.policy_version)
 
 
 def _add_to_record(processes: list[Process], line: str, run_id: str) -> str | None:
     """Take one line of the record in; what is wrong with it, or None."""
     try:
-        entry: dict[str, Any] = json.loads(line)
-        if "resumed_from" in entry:
-            if entry["run_id"] != run_id:
-                return f"it is of run {entry['run_id']}, this is run {run_id}"
-            processes.append(Process(entry["resumed_from"], entry["max_staleness"]))
-        elif not processes:
-            return "no line before it says which process wrote it"
-        elif "dropped" in entry:
-            processes[-1].dropped.append(int(entry["dropped"]))
-        else:
-            step = entry.pop("step")
-            batch = UsedBatch(**entry)
-            if len(batch.seqs) != len(batch.policy_versions):
-                return f"{len(batch.seqs)} groups and {len(batch.policy_versions)} policy versions"
-            processes[-1].batches.append((step, batch))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
+        entry = parse_entry(line)
+    except ValueError as error:
+        return str(error)
+    if isinstance(entry, Started):
+        if entry.run_id != run_id:
+            return f"it is of run {entry.run_id}, this is run {run_id}"
+        processes.append(Process(entry.resumed_from, entry.max_staleness))
+    elif not processes:
+        return "no line before it says which process wrote it"
+    elif isinstance(entry, Dropped):
+        processes[-1].dropped.append(entry.seq)
+    else:
+        processes[-1].batches.append((entry.step, entry.batch))
     return None

@@ -10,18 +10,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import async_grpo
 from async_grpo import run_dir as runs
 from async_grpo import summary
+from async_grpo.activity import activity_file, read_activity
 from async_grpo.devices import CPU, threads_per_process
 from async_grpo.log_tail import LogTail
+from async_grpo.process import path_to_us
 from async_grpo.progress import StallWatch
 from async_grpo.run_dir import RunDir, prepare
+from async_grpo.screen import Screen, open_screen
 from async_grpo.settings import TrainingSettings, WorkerSettings, as_flags
+from async_grpo.stall import describe
+from async_grpo.wording import counted
 
 GRACE_S = 9.0  # what is not gone this long after it was asked to end is killed: a run ends within 10 s
 MAX_RESTARTS_IN_A_ROW = 5
@@ -39,9 +43,20 @@ class LaunchOptions:
     worker_devices: Sequence[str]
     training: TrainingSettings
     work: WorkerSettings
+    accelerate_config: Path | None = None  # the server is several processes, as this file says
     overwrite: bool = False
     worker_timeout_s: float = 600.0
     log_level: str = "INFO"
+    quiet: bool = False  # only warnings, errors and the table at the end
+
+    def threads(self, env: Mapping[str, str]) -> str | None:
+        """`OMP_NUM_THREADS` of each process; None: left to torch, which takes a thread for each core."""
+        if self.training.deterministic:
+            return "1"
+        on_cpu = [device for device in (self.master_device, *self.worker_devices) if device == CPU]
+        if on_cpu and "OMP_NUM_THREADS" not in env:
+            return str(threads_per_process(len(on_cpu)))
+        return env.get("OMP_NUM_THREADS")
 
 
 def launch(options: LaunchOptions) -> int:
@@ -89,62 +104,67 @@ class _Launcher:
     restarts: int = 0
     gave_up: str = ""
     children: list[_Child] = field(default_factory=list)
+    screen: Screen = field(init=False)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self.screen = open_screen(options.run_dir, quiet=options.quiet, verbose=options.log_level == "DEBUG")
 
     def run(self) -> int:
         run = RunDir(self.options.run_dir)
-        server = self._child("server", run.server_log, self._server_command())
+        server = _Child(name="server", command=self._server_command(), log=LogTail(run.server_log, "server"))
         workers = [
             self._worker(run, number, device) for number, device in enumerate(self.options.worker_devices, start=1)
         ]
         self.children = [server, *workers]
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: setattr(self, "stopping", True))
-        _say(
-            f"run {run.root}: server on {self.options.master_device}, {len(workers)} workers on "
+        self.screen.say(
+            f"run {run.root}: server on {self.options.master_device}, {counted(len(workers), 'worker')} on "
             f"{', '.join(self.options.worker_devices)}; logs beside the queue"
         )
-        try:
-            for child in self.children:
-                self._start(child)
-            self._watch(server, workers)
-        finally:
-            self._end_all()
+        with self.screen:
+            try:
+                for child in self.children:
+                    self._start(child)
+                self._watch(server, workers)
+            finally:
+                self._end_all()
         return self._conclude(run, server)
 
     def _worker(self, run: RunDir, number: int, device: str) -> _Child:
-        worker = self._child(f"worker {number}", run.worker_log(number), self._worker_command(number, device))
-        worker.stall = StallWatch(run.root, number, self.options.worker_timeout_s)
-        return worker
-
-    def _child(self, name: str, log: Path, arguments: list[str]) -> _Child:
-        command = [sys.executable, "-m", "async_grpo.cli", *arguments, "--launched-by", str(os.getpid())]
-        return _Child(name=name, command=command, log=LogTail(log, name))
+        return _Child(
+            name=f"worker {number}",
+            command=self._worker_command(number, device),
+            log=LogTail(run.worker_log(number), f"worker {number}"),
+            stall=StallWatch(run.root, number, self.options.worker_timeout_s),
+        )
 
     def _server_command(self) -> list[str]:
         options = self.options
-        command = ["server", "--config", str(options.config), "--device", options.master_device]
-        return [*command, *as_flags(options.training), *self._common()]
+        arguments = ["server", "--config", str(options.config), "--device", options.master_device]
+        arguments += [*as_flags(options.training), *self._common()]
+        if options.accelerate_config is None:
+            return _command(arguments)
+        config = str(options.accelerate_config)
+        return [sys.executable, "-m", "async_grpo.accelerated", str(os.getpid()), config, *arguments]
 
     def _worker_command(self, number: int, device: str) -> list[str]:
         options = self.options
-        command = ["worker", "--config", str(options.config), "--device", device, "--id", str(number)]
-        return [*command, *as_flags(options.work), *self._common()]
+        arguments = ["worker", "--config", str(options.config), "--device", device, "--id", str(number)]
+        return _command([*arguments, *as_flags(options.work), *self._common()])
 
     def _common(self) -> list[str]:
         return ["--run-dir", str(self.options.run_dir), "--log-level", self.options.log_level]
 
     def _start(self, child: _Child) -> None:
         env = dict(os.environ)
-        env["PYTHONPATH"] = os.pathsep.join(
-            part for part in (str(Path(async_grpo.__file__).parents[1]), env.get("PYTHONPATH")) if part
-        )
+        env["PYTHONPATH"] = path_to_us(env)
         env["PYTHONUNBUFFERED"] = "1"
         env.setdefault("TQDM_DISABLE", "1")
-        on_cpu = [device for device in (self.options.master_device, *self.options.worker_devices) if device == CPU]
-        if self.options.training.deterministic:
-            env["OMP_NUM_THREADS"] = "1"
-        elif on_cpu:
-            env.setdefault("OMP_NUM_THREADS", str(threads_per_process(len(on_cpu))))
+        threads = self.options.threads(env)
+        if threads is not None:
+            env["OMP_NUM_THREADS"] = threads
         with child.log.path.open("ab") as log:
             child.process = subprocess.Popen(
                 child.command,
@@ -182,7 +202,7 @@ class _Launcher:
             worker.restart_at = now + 2.0**worker.restarts_in_a_row
         elif now >= worker.restart_at:
             assert worker.process is not None
-            _say(f"{worker.name} ended ({_exit_reason(worker.process.returncode)}); starting it again")
+            self.screen.warn(f"{worker.name} ended ({_exit_reason(worker.process.returncode)}); starting it again")
             worker.restarts_in_a_row += 1
             self.restarts += 1
             self._start(worker)
@@ -195,8 +215,12 @@ class _Launcher:
     def _end_if_hung(self, worker: _Child) -> None:
         assert worker.stall is not None
         if worker.stall.is_hung():
-            _say(f"{worker.name} made no progress for {self.options.worker_timeout_s:g} s: killing it")
             assert worker.process is not None
+            doing = read_activity(activity_file(self.options.run_dir, f"dev{worker.stall.device}"))
+            it_was = f" (it was {describe(doing, time.monotonic())})" if doing is not None else ""
+            self.screen.warn(
+                f"{worker.name} made no progress for {self.options.worker_timeout_s:g} s: killing it{it_was}"
+            )
             worker.process.kill()
             worker.process.wait()
 
@@ -204,7 +228,7 @@ class _Launcher:
         """Ask every child to end, then make it: none is left behind. Only the pids that were started are signalled."""
         deadline = time.monotonic() + GRACE_S
         if self.stopping:
-            _say("stopping: a checkpoint is written, then everything ends")
+            self.screen.warn("stopping: a checkpoint is written, then everything ends")
         server = self.children[0].process
         finished = server is not None and server.poll() == 0 and not self.stopping
         if not finished:  # else the workers read in run.json that the run has ended
@@ -225,34 +249,34 @@ class _Launcher:
 
     def _show_logs(self) -> None:
         for child in self.children:
-            for line in child.log.new_lines():
-                print(line, flush=True)
+            self.screen.show(child.log.new_lines())
+        self.screen.refresh()
 
     def _conclude(self, run: RunDir, server: _Child) -> int:
         assert server.process is not None
         code = server.process.returncode
-        summary.add(run.summary, worker_restarts=self.restarts)
+        summary.add(run.summary, server_pid=server.process.pid, worker_restarts=self.restarts)
         if self.gave_up:
-            _say(f"gave up: {self.gave_up}. The last words of {self.children[1].log.path.name}:")
+            self.screen.warn(f"gave up: {self.gave_up}. The last words of {self.children[1].log.path.name}:")
             print(self.children[1].log.last_words(), file=sys.stderr)
             return 1
         state = run.read_state()
         if self.stopping and code == -signal.SIGKILL:
-            _say(
+            self.screen.warn(
                 f"the parameter server did not end in {GRACE_S:g} s and was killed: --resume goes on from a checkpoint"
             )
             return 0
         if code != 0 and not (self.stopping and state is not None and state.state != runs.FAILED):
-            _say(f"the parameter server failed ({_exit_reason(code)}). Its last words:")
+            self.screen.warn(f"the parameter server failed ({_exit_reason(code)}). Its last words:")
             print(server.log.last_words(), file=sys.stderr)
             return code if code > 0 else 1
         summary.show(run)
         return 0
 
 
+def _command(arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "async_grpo.cli", *arguments, "--launched-by", str(os.getpid())]
+
+
 def _exit_reason(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _say(text: str) -> None:
-    print(f"[launcher] {text}", flush=True)

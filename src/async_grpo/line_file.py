@@ -60,3 +60,29 @@ class LineFile:
             self._end += written
             self._waiting.pop(0)
         return True
+
+
+class LineReader:
+    """Reads what was appended to a `LineFile`, from another process or later.
+
+    Args:
+        position: bytes from the beginning that were read before.
+    """
+
+    def __init__(self, path: Path, position: int = 0) -> None:
+        self._path = path
+        self.position = position
+
+    def new_lines(self) -> list[str]:
+        """The whole lines since the last call. A file that is shorter than before is read from its beginning."""
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self.position:
+                    self.position = 0
+                file.seek(self.position)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self.position += len(whole)
+        return whole.decode(errors="replace").split("\n")[:-1]

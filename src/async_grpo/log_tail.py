@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from async_grpo.transcript import printable
+
 _OURS = re.compile(r"^\d\d:\d\d:\d\d (DEBUG|INFO|SUCCESS|WARNING|ERROR|CRITICAL) ")
 _LAST_WORDS = 30  # lines
 
 
 class LogTail:
-    """Shows the lines that our own log wrote; what libraries print stays in the file."""
+    """Shows the lines that our own log wrote; what libraries print stays in the file.
+
+    Errors may quote what a model wrote, which must not steer the terminal: only printable characters are shown.
+    """
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
@@ -28,7 +33,7 @@ class LogTail:
             data = self._rest + file.read()
             self._position = file.tell()
         *lines, self._rest = data.split(b"\n")
-        texts = (line.decode(errors="replace") for line in lines)
+        texts = (printable(line.decode(errors="replace")) for line in lines)
         return [self._prefix + text for text in texts if _OURS.match(text)]
 
     def last_words(self) -> str:
@@ -37,7 +42,7 @@ class LogTail:
             return "(it wrote nothing)"
         with self.path.open("rb") as file:
             file.seek(self._start)
-            lines = file.read().decode(errors="replace").splitlines()
+            lines = list(map(printable, file.read().decode(errors="replace").splitlines()))
         for index in range(len(lines) - 1, -1, -1):
             if lines[index].startswith(("error: ", "Traceback (most recent call last)")):
                 return "\n".join(lines[index:][-2 * _LAST_WORDS :])

@@ -11,6 +11,7 @@ from typing import Any
 from loguru import logger
 
 from async_grpo.line_file import LineFile
+from async_grpo.wording import eta
 
 
 class RunLog:
@@ -37,7 +38,8 @@ class RunLog:
 
     def logged(self, step: int, logs: dict[str, Any]) -> None:
         """One call of the trainer's `log`: a training step, an evaluation, or the closing totals."""
-        self._file.append(json.dumps({"step": step, **_json_values(logs)}, default=str))
+        when = {"monotonic_s": round(time.monotonic(), 3)}
+        self._file.append(json.dumps({"step": step, **when, **_json_values(logs)}, default=str))
         self._remember(logs)
         if _is_training_step(logs):
             if self._first_step is None:
@@ -72,7 +74,7 @@ class RunLog:
             self.accuracy_after = accuracy
 
     def _step_line(self, step: int, logs: dict[str, Any]) -> str:
-        parts = [f"reward {logs['reward']:.3f}"]
+        parts = [f"ETA {self._eta(step)}", f"reward {logs['reward']:.3f}"]
         shown = (
             ("async/rollouts_per_second", "{:.0f} rollouts/s"),
             ("async/staleness_mean", "staleness {:.1f}"),
@@ -85,7 +87,6 @@ class RunLog:
             parts.append(f"trainer waits {logs['async/trainer_wait_fraction']:.0%}")
         if logs.get("async/worker_busy_fraction") is not None:
             parts.append(f"workers busy {logs['async/worker_busy_fraction']:.0%}")
-        parts.append(f"ETA {self._eta(step)}")
         return "  ".join(parts)
 
     def _eta(self, step: int) -> str:
@@ -93,8 +94,7 @@ class RunLog:
         done = step - self._first_step
         if done == 0:
             return "?"
-        seconds = (self._total_steps - step) * (time.monotonic() - self._started) / done
-        return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+        return eta((self._total_steps - step) * (time.monotonic() - self._started) / done)
 
 
 def _json_values(logs: dict[str, Any]) -> dict[str, Any]:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import io
 import os
 import signal
 import sys
-from collections.abc import MutableMapping
+import traceback
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from loguru import logger
 
 LOG_FORMAT = "{time:HH:mm:ss} <level>{level: <7}</level> {message}"
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_KEPT_BYTES = 1 << 30
+STACKS_SIGNAL = signal.SIGUSR1
 
 
 class StopRequest:
@@ -42,17 +49,56 @@ class StopRequest:
             raise SystemExit(0)
 
 
-def end_with_parent(parent_pid: int) -> None:
-    """Get SIGTERM when the parent dies, even by SIGKILL, so that no child of a launcher is left behind."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGTERM) -> None:
+    """Get a signal when the parent dies, even by SIGKILL, so that no child of a launcher is left behind."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent_pid:  # it died before we asked
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
 
-def set_up_log(level: str) -> None:
-    """Log to stderr, in one line a message."""
+def write_stacks_on_signal(path: Path) -> None:
+    """From now on SIGUSR1 appends the stacks of all threads to `path`, however busy or hung the interpreter is.
+
+    They name files, lines and functions, no values. `async-grpo doctor --dump` asks for them.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)  # never closed: a handler of C writes to it
+    faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True, chain=False)
+
+
+def path_to_us(env: Mapping[str, str]) -> str:
+    """`PYTHONPATH` for a child process that is to run this very code, whether it is installed or not."""
+    return os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), env.get("PYTHONPATH"))))
+
+
+def rank_of_launch(env: Mapping[str, str]) -> tuple[int, int]:
+    """Which process of how many this is, as `accelerate launch` or `torchrun` say: `(0, 1)` without them."""
+    return int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+
+
+def run_as_rank(main: Callable[[], int]) -> NoReturn:
+    """Run a rank's program and leave at once: the threads of gloo and DDP may hang or abort an ordinary exit."""
+    code = 1
+    try:
+        code = main()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # noqa: BLE001  # as the interpreter would do it
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def set_up_log(level: str, rank: int = 0) -> None:
+    """Log to stderr, in one line a message; a rank beside the first says only what the first does not."""
     logger.remove()
-    logger.add(sys.stderr, level=level, format=LOG_FORMAT)
+    if rank > 0:
+        logger.add(sys.stderr, level="WARNING", format=f"[rank {rank}] {LOG_FORMAT}")
+    else:
+        logger.add(sys.stderr, level=level, format=LOG_FORMAT)
 
 
 def log_prints() -> None:
@@ -80,6 +126,20 @@ class _PrintLog(io.TextIOBase):
 def log_to(file: Path, level: str) -> None:
     """Log to `file` too (a launcher has redirected stderr there already, so only what is started by hand needs it)."""
     logger.add(file, level=level, format=LOG_FORMAT, colorize=False)
+
+
+def keep_freed_memory(env: Mapping[str, str]) -> None:
+    """Have glibc's malloc keep what is freed, unless the environment decides about malloc.
+
+    By default it gives large blocks back to the kernel and asks for them again, cleared page by page: for a model that
+    trains on a CPU, whose every activation is such a block, that is a tenth of the time or more.
+    """
+    if any(name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in env):
+        return
+    with suppress(AttributeError):  # a C library without it
+        mallopt = ctypes.CDLL(None).mallopt
+        for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            mallopt(option, _KEPT_BYTES)
 
 
 def own_compile_cache(name: str, env: MutableMapping[str, str]) -> None:

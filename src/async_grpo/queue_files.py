@@ -28,7 +28,7 @@ class Files(Protocol):
     def names(self, folder: str) -> list[str]:
         """Names in a folder, in no order. A file that is renamed meanwhile may be missing or there twice."""
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str) -> bytearray:
         """The whole file; `BadFileError` if it is no regular file of ours or too large."""
 
     def create(self, path: str, data: bytes) -> None:
@@ -65,7 +65,7 @@ class OsFiles:
         finally:
             os.close(fd)
 
-    def read(self, path: str) -> bytes:
+    def read(self, path: str) -> bytearray:
         try:  # O_NONBLOCK: opening a named pipe must not wait for a writer
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._root)
         except OSError as error:
@@ -135,13 +135,14 @@ class OsFiles:
             os.close(fd)
 
 
-def _read_all(fd: int, size: int) -> bytes:
-    data = os.read(fd, size + 1)
-    while len(data) < size:  # reads are short only for very large files
-        more = os.read(fd, size - len(data))
-        if not more:
-            break
-        data += more
+def _read_all(fd: int, size: int) -> bytearray:
+    """One buffer, which the arrays of a group will be views of."""
+    data = bytearray(size)
+    done = 0
+    with memoryview(data) as view:
+        while done < size and (got := os.readv(fd, [view[done:]])):  # reads are short only for very large files
+            done += got
+    del data[done:]
     return data
 
 
@@ -151,17 +152,32 @@ def prepare_root(root: Path) -> None:
     `RunDirError` says what is wrong.
     """
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_folder(root)
-    network = network_file_system(root)
+    check_place(root)
+    for name in FOLDERS:
+        (root / name).mkdir(mode=0o700, exist_ok=True)
+        _check_folder(root / name)
+
+
+def check_place(root: Path) -> None:
+    """`RunDirError` where no queue can be: on a network's disk, or in a folder that others can change.
+
+    `root` need not exist yet.
+    """
+    if root.exists():
+        _check_folder(root)
+    network = network_file_system(nearest_existing(root))
     if network:
         raise RunDirError(
             f"{root} is on {network}. The queue needs a local disk: on {network} a rename may report a "
             "failure that it was not, locks follow other rules, and changes by other hosts go unnoticed. "
             "Choose another --run-dir."
         )
-    for name in FOLDERS:
-        (root / name).mkdir(mode=0o700, exist_ok=True)
-        _check_folder(root / name)
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path, or the folder nearest above it that exists."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def _check_folder(folder: Path) -> None:

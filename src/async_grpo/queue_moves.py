@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from async_grpo.errors import DiskFullError
 from async_grpo.queue_files import Files
@@ -49,22 +48,22 @@ class Moves:
         `DiskFullError` if there is no room.
         """
         temporary = f"tmp/{self._owner}.{os.getpid()}.{next(self._numbers)}"
-        with _disk_full_named(to):
-            try:
-                self.files.create(temporary, data)
-                self.files.rename(temporary, to)
-            except OSError:
-                with suppress(OSError):
-                    self.files.unlink(temporary)
-                raise
+        try:
+            self.files.create(temporary, data)
+            self.files.rename(temporary, to)
+        except OSError as error:
+            with suppress(OSError):
+                self.files.unlink(temporary)
+            raise _named(error, to) from error
 
     def move(self, path: str, to: str) -> bool:
         """One rename; False if `path` is gone, because someone else was faster."""
-        with _disk_full_named(to):
-            try:
-                self.files.rename(path, to)
-            except FileNotFoundError:
-                return False
+        try:
+            self.files.rename(path, to)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise _named(error, to) from error
         return True
 
     def drop(self, path: str) -> bool:
@@ -87,7 +86,7 @@ class Moves:
         if folder not in self._made:
             self.files.make_folder(folder)
             self._made.add(folder)
-        return self.move(f"queue/{name}", f"{shard(name.seq)}/{name.becomes(state, name.device)}")
+        return self.move(f"queue/{name}", f"{folder}/{name.becomes(state, name.device)}")
 
     def set_aside(self, name: JobName, kind: str, reason: str) -> bool:
         """Move a file to quarantine/. The reason is there first, so nothing is ever set aside without one."""
@@ -147,13 +146,8 @@ def _limited(reason: str) -> bytes:
     return data if len(data) <= _REASON_BYTES else b"[...]\n" + data[-_REASON_BYTES:]
 
 
-@contextmanager
-def _disk_full_named(path: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise DiskFullError(
-            f"The disk is full: no room for {path}. Nothing is lost; make room and it goes on."
-        ) from error
+def _named(error: OSError, path: str) -> OSError | DiskFullError:
+    """The error to raise instead: a full disk in words, any other as it is."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    return DiskFullError(f"The disk is full: no room for {path}. Nothing is lost; make room and it goes on.")

@@ -197,7 +197,8 @@ class ServerQueue:
             return None
         except BadFileError as error:
             self._moves.set_aside(entry, BROKEN, f"{entry}: {error}\n")
-            self._look_for(entry.seq)
+            if entry.seq in self._open:  # nobody waits for what is given up
+                self._look_for(entry.seq)
             return None
         if not self._moves.archive(entry):
             return None
@@ -239,6 +240,10 @@ class ServerQueue:
 
     def counts(self) -> QueueCounts:
         return counts_of(self._moves.files)
+
+    def claimants(self) -> list[str]:
+        """Names of the workers that have a job now, dead ones included until their jobs are pending again."""
+        return [f"dev{n}" for n in sorted({name.device for name in self._moves.listing() if name.state == PROCESSING})]
 
     def workers(self) -> list[WorkerState]:
         return live_workers(self.root)

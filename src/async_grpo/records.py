@@ -49,7 +49,7 @@ class RolloutGroup:
     job: Job
     attempt: int  # 0 for the first try
     worker: str  # who generated it, e.g. "dev1"
-    policy_version: int  # version of the weights that sampled every token of it
+    policy_version: int  # version of the weights that sampled its tokens; the oldest, where `token_versions` has more
     reward_names: tuple[str, ...]  # [F]
     prompt_ids: NDArray[np.int32]  # [P]
     completion_lengths: NDArray[np.int32]  # [G]
@@ -61,3 +61,4 @@ class RolloutGroup:
     metrics: dict[str, list[float]] = field(default_factory=dict)  # `log_metric` of the reward functions
     extra_columns: dict[str, list[Any]] = field(default_factory=dict)  # `log_extra` of the reward functions
     timings: Timings = field(default_factory=Timings)
+    token_versions: NDArray[np.int32] | None = None  # [sum of lengths], with `--in-flight-update on`

@@ -57,7 +57,7 @@ def run_replay(options: ReplayOptions) -> Replayed:
     if state is None or not run.consumption.exists():
         raise RunDirError(f"{run.root} holds no run that has trained. Give a run directory, such as worker/.")
     make_deterministic()
-    trainer = load_trainer(Path(state.config))
+    trainer = load_trainer(Path(state.config), engine_here=False)
 
     from async_grpo.training import correction, trl_hooks
     from async_grpo.training.consumption import final_history
@@ -67,7 +67,7 @@ def run_replay(options: ReplayOptions) -> Replayed:
     if not history:
         raise RunDirError(f"{run.root} has not finished a training step, so there is nothing to replay.")
     groups = ArchivedGroups(run, state, history)
-    done = len({step for step, _ in final_history(run.consumption)})
+    done = max(state.step, *(step for step, _ in final_history(run.consumption)))  # a batch may serve several steps
     if options.steps is not None and options.steps > done:
         raise UsageError(f"--steps {options.steps}: the run has only {done} steps to replay.")
     apply_overrides(trainer, steps=options.steps or done, seed=state.seed)
@@ -138,7 +138,9 @@ def _fresh(file: Path) -> Path:
 
 def _outcome(trainer: Any, saved: Path, checkpoints: Path) -> Replayed:
     step = int(trainer.state.global_step)
-    last = next(entry for entry in reversed(trainer.state.log_history) if "loss" in entry)
+    last: dict[str, Any] = {}
+    for entry in trainer.state.log_history:  # a step on a batch that an earlier step began has no reward of its own
+        last |= {name: entry[name] for name in ("loss", "reward") if name in entry}
     checkpoint = checkpoints / f"checkpoint-{step}"
     compared = checkpoint if checkpoint.is_dir() else None
     digest = weights_digest(saved)

@@ -3,9 +3,12 @@
 worker/
   run.json                      run id, state, setup file; written by the parameter server
   server.lock                   kernel lock: one parameter server at a time
+  generator.lock                kernel lock: one worker that feeds a vLLM server, where there is one
   queue/ done/ quarantine/ tmp/ alive/        the job queue
   ps_ipc_handle.json            where the weights lie (ps_ipc_handle_version.json: for people)
-  log_parameter_server.txt  log_worker_1.txt  metrics.jsonl  summary.json  tensorboard/
+  log_parameter_server.txt  log_worker_1.txt  metrics.jsonl  consumed.jsonl  summary.json  tensorboard/
+  hyperparameters.json          what the trainer was set to; no secrets
+  board/                        what `async-grpo board` made of the files above
 """
 
 from __future__ import annotations
@@ -16,18 +19,20 @@ import os
 import shutil
 import time
 from dataclasses import asdict, dataclass, replace
+from enum import Enum, auto
 from pathlib import Path
 from uuid import uuid4
 
+from async_grpo.activity import SERVER, activity_file
 from async_grpo.errors import DiskFullError, RunDirError
 from async_grpo.locks import KernelLock
 
 FORMAT = 1
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 _ENTRIES = (
-    *("queue", "done", "quarantine", "tmp", "alive", "tensorboard", "summary.json", "metrics.jsonl"),
-    "consumed.jsonl",
-    *("run.json", "server.lock", "ps_ipc_handle.json", "ps_ipc_handle_version.json"),
+    *("queue", "done", "quarantine", "tmp", "alive", "tensorboard", "board", "summary.json", "metrics.jsonl"),
+    *("consumed.jsonl", "hyperparameters.json"),
+    *("run.json", "server.lock", "generator.lock", "ps_ipc_handle.json", "ps_ipc_handle_version.json"),
 )
 
 
@@ -55,15 +60,30 @@ class RunDir:
         self.root = root.absolute()
         self.state_file = self.root / "run.json"
         self.lock = self.root / "server.lock"
+        self.generator_lock = self.root / "generator.lock"
         self.metrics = self.root / "metrics.jsonl"
         self.consumption = self.root / "consumed.jsonl"
         self.summary = self.root / "summary.json"
         self.tensorboard = self.root / "tensorboard"
+        self.hyperparameters = self.root / "hyperparameters.json"
+        self.board = self.root / "board"
 
     @property
     def weights_handle(self) -> Path:
         """Where the weights are published; `CUDA_IPC_HANDLE_PATH` overrides it."""
         return Path(os.environ.get("CUDA_IPC_HANDLE_PATH") or self.root / "ps_ipc_handle.json").absolute()
+
+    @property
+    def server_stacks(self) -> Path:
+        """Where the parameter server writes its stacks when it is asked to (`process.write_stacks_on_signal`)."""
+        return self.root / "alive" / "server.stacks"
+
+    def rank_stacks(self, rank: int) -> Path:
+        """The same of another rank of the trainer."""
+        return self.root / "alive" / f"rank{rank}.stacks"
+
+    def worker_stacks(self, worker_id: int) -> Path:
+        return self.root / "alive" / f"dev{worker_id}.stacks"
 
     @property
     def server_log(self) -> Path:
@@ -141,24 +161,22 @@ def prepare(
     if run.root.exists():
         _refuse_foreign(run)
         with _not_in_use(run):
-            old = run.read_state()
-            if resume:
-                if old is None:
-                    raise RunDirError(f"Nothing to resume: {run.root} holds no run. Start without --resume.")
+            fate = _fate(run, resume=resume, overwrite=overwrite)
+            if fate is Fate.RESUMED:
+                # What the last server did is over; else `status` would call the run dead until the next one begins.
+                activity_file(run.root, SERVER).unlink(missing_ok=True)
                 return run.update_state(
                     state=RUNNING,
                     config=str(config.absolute()),
                     num_workers=num_workers,
                     deterministic=deterministic,
                 )
-            if old is not None and (old.state == FINISHED or (old.state != RUNNING and old.step == 0)):
-                _move_aside(run)
-            elif old is not None and overwrite:
+            if fate is Fate.MOVED_ASIDE:
+                run.root.rename(_place_aside(run))
+            elif fate is Fate.OVERWRITTEN:
                 _delete_run(run)
-            elif old is not None:
-                raise RunDirError(_unfinished(run, old))
-    elif resume:
-        raise RunDirError(f"Nothing to resume: {run.root} does not exist. Start without --resume.")
+    else:
+        _fate(run, resume=resume, overwrite=overwrite)
     run.root.mkdir(parents=True, exist_ok=True, mode=0o700)
     run.root.chmod(0o700)
     state = RunState(
@@ -171,6 +189,47 @@ def prepare(
     )
     run.write_state(state)
     return state
+
+
+class Fate(Enum):
+    """What a start does with the run directory that it finds."""
+
+    NEW = auto()
+    RESUMED = auto()
+    MOVED_ASIDE = auto()
+    OVERWRITTEN = auto()
+
+
+def preview(root: Path, *, resume: bool = False, overwrite: bool = False) -> tuple[Fate, Path]:
+    """What `prepare` would do with the directory, and where what is in it would be then. Changes nothing.
+
+    Raises:
+        RunDirError: where `prepare` would, with the same text.
+    """
+    run = RunDir(root)
+    if run.root.exists():
+        _refuse_foreign(run)
+        if KernelLock(run.lock).is_held():
+            raise RunDirError(in_use(run))
+    fate = _fate(run, resume=resume, overwrite=overwrite)
+    return fate, _place_aside(run) if fate is Fate.MOVED_ASIDE else run.root
+
+
+def _fate(run: RunDir, *, resume: bool, overwrite: bool) -> Fate:
+    if resume and not run.root.exists():
+        raise RunDirError(f"Nothing to resume: {run.root} does not exist. Start without --resume.")
+    old = run.read_state()
+    if resume:
+        if old is None:
+            raise RunDirError(f"Nothing to resume: {run.root} holds no run. Start without --resume.")
+        return Fate.RESUMED
+    if old is None:
+        return Fate.NEW
+    if old.state == FINISHED or (old.state != RUNNING and old.step == 0):
+        return Fate.MOVED_ASIDE
+    if overwrite:
+        return Fate.OVERWRITTEN
+    raise RunDirError(_unfinished(run, old))
 
 
 class _not_in_use:
@@ -221,14 +280,15 @@ def _unfinished(run: RunDir, old: RunState) -> str:
     )
 
 
-def _move_aside(run: RunDir) -> None:
+def _place_aside(run: RunDir) -> Path:
+    """A free name beside the run directory, with the time of its last state."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.localtime(run.state_file.stat().st_mtime))
     target = run.root.with_name(f"{run.root.name}-{stamp}")
     number = 1
     while target.exists():
         number += 1
         target = run.root.with_name(f"{run.root.name}-{stamp}-{number}")
-    run.root.rename(target)
+    return target
 
 
 def _delete_run(run: RunDir) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 
 from async_grpo.archive import DEFAULT_LIMIT, ArchiveLimit
 
+GENERATORS = ("hf", "vllm")
 CORRECTIONS = ("bypass", "decoupled", "tis", "icepop", "none")
+STALL_WARNING_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,7 @@ class TrainingSettings:
     max_attempts: int = 3  # tries of a job before it is set aside
     keep_done: ArchiveLimit = DEFAULT_LIMIT  # of the archive of used groups
     resume: bool = False
+    stall_warning: float = STALL_WARNING_S  # so long without progress is told, with what is waited for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,9 @@ class WorkerSettings:
 
     groups_per_claim: int | None = None  # None: an even share of what is pending
     score_concurrency: int = 4  # groups that are scored while the next ones are generated
+    stall_warning: float = STALL_WARNING_S  # as in `TrainingSettings`
+    generator: str | None = None  # one of GENERATORS; None: what the setup file and the machine suggest
+    in_flight_update: str = "off"  # on: new weights are adopted while groups are generated
 
 
 def as_flags(settings: TrainingSettings | WorkerSettings) -> list[str]:

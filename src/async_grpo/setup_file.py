@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -50,8 +51,11 @@ def _binds(node: ast.stmt | ast.ExceptHandler, name: str) -> bool:
     return any(_binds(child, name) for child in ast.iter_child_nodes(node) if isinstance(child, inner))
 
 
-def load_trainer(path: Path) -> GRPOTrainer:
+def load_trainer(path: Path, *, engine_here: bool = True) -> GRPOTrainer:
     """Run the file and return what its `get_trainer()` returns.
+
+    Args:
+        engine_here: let TRL start vLLM where the file says `use_vllm=True`; else only note the wish.
 
     Raises:
         SetupFileError: the file or `get_trainer()` raises (its traceback is in the text, from the user's file on),
@@ -62,8 +66,11 @@ def load_trainer(path: Path) -> GRPOTrainer:
     get_trainer = getattr(module, "get_trainer", None)
     if not callable(get_trainer):
         raise SetupFileError(f"get_trainer in {path} is not a function but {type(get_trainer).__name__}.")
+    from async_grpo.engine_choice import engines_left_to_workers
+
     try:
-        trainer = get_trainer()
+        with nullcontext() if engine_here else engines_left_to_workers():
+            trainer = get_trainer()
     except Exception as error:  # anything the user's code raises is the user's to read
         raise SetupFileError(_failed(f"get_trainer() in {path} failed", error, path)) from error
 

@@ -12,10 +12,14 @@ from async_grpo import run_dir as runs
 from async_grpo.run_dir import RunDir, write_json
 
 
-def add(path: Path, **figures: object) -> None:
-    """Add the launcher's own figures to the server's summary, where there is one."""
-    if path.exists():
-        write_json(path, {**json.loads(path.read_text()), **figures})
+def add(path: Path, *, server_pid: int, **figures: object) -> None:
+    """Add the launcher's own figures to the summary that its own server wrote.
+
+    None is there when that server was killed, and another's when it found the run directory in use.
+    """
+    summary = json.loads(path.read_text()) if path.exists() else {}
+    if summary.get("server_pid") == server_pid:
+        write_json(path, {**summary, **figures})
 
 
 def show(run: RunDir) -> None:
@@ -34,7 +38,7 @@ def show(run: RunDir) -> None:
         table.add_row(label, text)
     console = Console(soft_wrap=True, markup=False)  # a path may hold square brackets
     console.print(table)
-    console.print(f"next: {_next_command(figures, run)}", highlight=False)
+    console.print(f"next: {next_command(figures['state'], run)}", highlight=False)
 
 
 def _rows(figures: dict[str, Any], run: RunDir) -> list[tuple[str, str]]:
@@ -57,16 +61,17 @@ def _rows(figures: dict[str, Any], run: RunDir) -> list[tuple[str, str]]:
     return rows
 
 
-def _next_command(figures: dict[str, Any], run: RunDir) -> str:
-    program = _program()
-    if figures["state"] == runs.FINISHED:
-        return f"{program} board {_shortest(run.root)}"
+def next_command(state_of_run: str, run: RunDir) -> str:
+    """What to type after a run that finished, or to go on with one that did not."""
+    command = program()
+    if state_of_run == runs.FINISHED:
+        return f"{command} board {_shortest(run.root)} --serve"
     state = run.read_state()
     config = _shortest(Path(state.config)) if state else "SETUP_FILE"
-    return f"{program} train {config} --distributed --run-dir {_shortest(run.root)} --resume"
+    return f"{command} train {config} --distributed --run-dir {_shortest(run.root)} --resume"
 
 
-def _program() -> str:
+def program() -> str:
     """How the user can call us from where they are."""
     if shutil.which("async-grpo"):
         return "async-grpo"

@@ -3,26 +3,51 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Self, TypeVar
 
 from loguru import logger
 
+from async_grpo.activity import activity
 from async_grpo.errors import WaitTimeoutError
 
 SAY_EVERY_S = 10.0
+NAME_EVERY_S = 0.5  # naming what is waited for may cost a look at the queue, which a short wait need not pay
 T = TypeVar("T")
 
 
 class Reminder:
-    """Says every 10 seconds what is waited for, so that no wait is silent."""
+    """Tells others what this process waits for (`activity`), and the log every 10 seconds: no wait is silent.
 
-    def __init__(self, what: Callable[[], str]) -> None:
+    As a context manager it ends the wait: the process is then doing what it did before the first `tick`.
+
+    Args:
+        what: what is waited for, as in "waiting for WHAT".
+        on: names of the processes that could bring it about.
+    """
+
+    def __init__(self, what: Callable[[], str], on: Callable[[], Sequence[str]] = tuple) -> None:
         self._what = what
-        self._started = self._said = time.monotonic()
+        self._on = on
+        self._started = self._said = self._named = time.monotonic()
+        self._before: str | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._before is not None:
+            activity.doing(self._before)
 
     def tick(self) -> None:
+        """Still waiting; called at every look."""
         now = time.monotonic()
+        if self._before is None:
+            self._before = activity.state
+            activity.waits("")
+        if now - self._named >= NAME_EVERY_S:
+            self._named = now
+            activity.waits(self._what(), self._on())
         if now - self._said >= SAY_EVERY_S:
             self._said = now
             logger.info("waiting for {} ({:.0f} s so far)", self._what(), now - self._started)
@@ -33,6 +58,7 @@ def wait_until(
     *,
     what: str,
     timeout_s: float,
+    on: Sequence[str] = (),
     check_peer: Callable[[], None] | None = None,
     poll_s: float = 0.2,
 ) -> T:
@@ -40,18 +66,19 @@ def wait_until(
 
     Args:
         what: what is waited for, as in "waiting for WHAT".
+        on: names of the processes that could bring it about.
         check_peer: raises when the one that is waited for can no longer deliver.
 
     Raises:
         WaitTimeoutError: `timeout_s` seconds went by.
     """
     deadline = time.monotonic() + timeout_s
-    reminder = Reminder(lambda: what)
-    while (result := ready()) is None:
-        if check_peer is not None:
-            check_peer()
-        if time.monotonic() > deadline:
-            raise WaitTimeoutError(f"Waited {timeout_s:.0f} s for {what}, in vain.")
-        reminder.tick()
-        time.sleep(poll_s)
+    with Reminder(lambda: what, lambda: on) as reminder:
+        while (result := ready()) is None:
+            if check_peer is not None:
+                check_peer()
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(f"Waited {timeout_s:.0f} s for {what}, in vain.")
+            reminder.tick()
+            time.sleep(poll_s)
     return result

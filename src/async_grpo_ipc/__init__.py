@@ -31,9 +31,11 @@ if TYPE_CHECKING:
     from async_grpo_ipc.handle_file import handle_path
     from async_grpo_ipc.model_tensors import flatten_parameters
     from async_grpo_ipc.remote import RemoteWeights, WeightsView, open_remote_memory
+    from async_grpo_ipc.sources import Blueprint
 
 __all__ = [
     "AttachError",
+    "Blueprint",
     "ExporterAliveError",
     "ExporterDiedError",
     "ForkedError",
@@ -52,6 +54,7 @@ __all__ = [
 
 # Imported when first used: torch takes seconds, and `python -m async_grpo_ipc --help` should not.
 _HOMES = {
+    "Blueprint": "sources",
     "RemoteWeights": "remote",
     "WeightExporter": "exporter",
     "WeightsView": "remote",

@@ -96,7 +96,8 @@ class Binding:
                 f"Tensor {on_meta} is on the meta device and has no memory to copy into. Use alias(model), "
                 "or give the model memory with model.to_empty(device=...)."
             )
-        return CopyPlan(destinations, self._views(block, pairs), movable=destinations)
+        views_there = self._views(block, pairs)
+        return CopyPlan(destinations, views_there, movable=destinations, staging=self._memory.staging)
 
     @staticmethod
     def _views(block: Tensor, pairs: Sequence[tuple[ModelTensor, TensorSpec]]) -> list[Tensor]:

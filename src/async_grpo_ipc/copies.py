@@ -3,9 +3,10 @@
 A copy of 400 small tensors is bound by the cost of 400 calls, not by memory. So:
 
 * neighbours that lie the same way in source and destination are copied as one run (after `flatten_parameters`: all);
-* on the CPU, runs of less than 16 MB are memcpys by numpy, whose calls cost a third of torch's, shared out to a few
-  threads. (torch's own threads meet at a barrier after each tensor: many times slower as soon as others compute, too.);
-* with a GPU, one fused kernel copies all.
+* on the CPU, runs of 4 MB and more are left to torch, whose threads share one copy; smaller ones are cut into pieces
+  that torch copies in the calling thread, and a few threads take portions of 2 MB of them, one after the other, without
+  the interpreter's lock (torch's threads would get equal shares of each tensor and wait for each other after it);
+* with a GPU, one fused kernel copies all; between GPUs without peer access, see `staging`.
 """
 
 import os
@@ -15,18 +16,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from async_grpo_ipc.layout import ALIGNMENT, is_dense
+from async_grpo_ipc.staging import Staging, staged_steps
 
 MAX_THREADS = 8  # what it takes to fill a server's memory bus
 BYTES_WORTH_A_THREAD = 4 << 20
-LARGE_RUN_BYTES = 16 << 20  # from here on one barrier more or less does not matter
+PORTION_BYTES = 2 << 20  # what a thread takes at a time: some 100 us of work
+PIECE_ELEMENTS = 1 << 15  # up to here torch's copy stays in the calling thread (its "grain size")
+LARGE_RUN_BYTES = 4 << 20
 
-Bytes = npt.NDArray[np.uint8]
+Portion = tuple[list[Tensor], list[Tensor]]  # destinations, sources
 
 _padded: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 
@@ -43,11 +45,19 @@ class CopyPlan:
     place.
     """
 
-    def __init__(self, destinations: Sequence[Tensor], sources: Sequence[Tensor], *, movable: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        destinations: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        *,
+        movable: Sequence[Tensor],
+        staging: Staging | None = None,
+    ) -> None:
         self._movable = movable
         self._addresses = _addresses(movable)
         pairs = [(d.detach(), s.detach()) for d, s in zip(destinations, sources, strict=True) if d.numel()]
-        self._steps = _steps(_merge_neighbours(pairs))
+        runs = _merge_neighbours(pairs)
+        self._steps = _steps(runs) if staging is None else staged_steps(runs, staging)
 
     def is_fresh(self) -> bool:
         """Whether no movable tensor has gone to other memory since (`model.to(...)`, `param.data = ...`)."""
@@ -130,53 +140,69 @@ def _steps(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Callable[[], object]]
     if any(tensor.device.type != "cpu" for pair in pairs for tensor in pair):
         destinations, sources = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         return [lambda: torch._foreach_copy_(destinations, sources, non_blocking=True)]
-    by_memcpy = [(into, out_of) for into, out_of in pairs if _is_small_and_plain(into, out_of)]
-    by_torch = [(into, out_of) for into, out_of in pairs if not _is_small_and_plain(into, out_of)]
-    steps: list[Callable[[], object]] = [partial(into.copy_, out_of) for into, out_of in by_torch]
-    return [*steps, ThreadedCopy(by_memcpy)] if by_memcpy else steps
+    in_pieces = [(into, out_of) for into, out_of in pairs if _is_plain_and_small(into, out_of)]
+    whole = [(into, out_of) for into, out_of in pairs if not _is_plain_and_small(into, out_of)]
+    steps: list[Callable[[], object]] = [partial(into.copy_, out_of) for into, out_of in whole]
+    return [*steps, ThreadedCopy(in_pieces)] if in_pieces else steps
 
 
-def _is_small_and_plain(into: Tensor, out_of: Tensor) -> bool:
+def _is_plain_and_small(into: Tensor, out_of: Tensor) -> bool:
     plain = into.dtype == out_of.dtype and into.is_contiguous() and out_of.is_contiguous()
     return plain and into.nbytes < LARGE_RUN_BYTES
 
 
 class ThreadedCopy:
-    """Copies contiguous CPU tensors with one thread a share of the bytes."""
+    """Copies contiguous CPU tensors: each thread takes the next portion as soon as it is done with one.
+
+    The caller copies, too, so that a helper which finds no core costs nothing.
+    """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        pieces = [(_bytes_of(into), _bytes_of(out_of)) for into, out_of in pairs]
-        total = sum(into.size for into, _ in pieces)
-        threads = max(1, min(torch.get_num_threads(), MAX_THREADS, total // BYTES_WORTH_A_THREAD))
-        self.shares = list(_cut(pieces, -(-total // threads)))
+        total = sum(into.nbytes for into, _ in pairs)
+        self.threads = max(1, min(torch.get_num_threads(), MAX_THREADS, total // BYTES_WORTH_A_THREAD))
+        self.portions = list(_portions(piece for pair in pairs for piece in _pieces(*pair)))
 
     def __call__(self) -> None:
-        mine, *others = self.shares
-        started = [_helpers().submit(_copy_all, share) for share in others]
-        _copy_all(mine)
-        for other in started:
-            other.result()
+        left = iter(self.portions)  # of a list: taking the next is one step of the interpreter
+        helping = [_helpers().submit(_copy_all, left) for _ in range(self.threads - 1)]
+        _copy_all(left)
+        for helper in helping:
+            if not helper.cancel():  # one that never got a core has nothing left to do
+                helper.result()
 
 
-def _copy_all(share: Sequence[tuple[Bytes, Bytes]]) -> None:
-    for into, out_of in share:
-        np.copyto(into, out_of)  # a memcpy, without the interpreter's lock
+def _copy_all(portions: Iterator[Portion]) -> None:
+    with torch.no_grad():  # is a thread's own matter
+        for destinations, sources in portions:
+            torch._foreach_copy_(destinations, sources)
 
 
-def _cut(pieces: Iterable[tuple[Bytes, Bytes]], share_bytes: int) -> Iterator[list[tuple[Bytes, Bytes]]]:
-    """Shares of equal size, in order; a piece that crosses a boundary is cut there."""
-    share: list[tuple[Bytes, Bytes]] = []
-    room = share_bytes
+def _pieces(into: Tensor, out_of: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both as 64-bit words where they can be, in pieces that torch does not share out to its threads."""
+    into, out_of = into.reshape(-1).view(torch.uint8), out_of.reshape(-1).view(torch.uint8)
+    aligned = all(number % 8 == 0 for one in (into, out_of) for number in (one.data_ptr(), one.storage_offset()))
+    words = into.numel() // 8 * 8 if aligned else 0
+    if words:
+        cut = [torch.split(one[:words].view(torch.int64), PIECE_ELEMENTS) for one in (into, out_of)]
+        yield from zip(*cut, strict=True)
+    if words < into.numel():
+        rest = [torch.split(one[words:], PIECE_ELEMENTS) for one in (into, out_of)]
+        yield from zip(*rest, strict=True)
+
+
+def _portions(pieces: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Portion]:
+    destinations: list[Tensor] = []
+    sources: list[Tensor] = []
+    nbytes = 0
     for into, out_of in pieces:
-        while into.size >= room:
-            share.append((into[:room], out_of[:room]))
-            yield share
-            into, out_of, share, room = into[room:], out_of[room:], [], share_bytes
-        if into.size:
-            share.append((into, out_of))
-            room -= into.size
-    if share:
-        yield share
+        destinations.append(into)
+        sources.append(out_of)
+        nbytes += into.nbytes
+        if nbytes >= PORTION_BYTES:
+            yield destinations, sources
+            destinations, sources, nbytes = [], [], 0
+    if destinations:
+        yield destinations, sources
 
 
 @cache
@@ -185,8 +211,3 @@ def _helpers() -> ThreadPoolExecutor:
 
 
 os.register_at_fork(after_in_child=_helpers.cache_clear)  # threads do not survive a fork
-
-
-def _bytes_of(tensor: Tensor) -> Bytes:
-    result: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
-    return result

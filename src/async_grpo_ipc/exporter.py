@@ -28,7 +28,7 @@ from async_grpo_ipc.layout import plan_layout, views
 from async_grpo_ipc.leases import FIRST_SLOT_BYTE
 from async_grpo_ipc.model_tensors import model_tensors
 from async_grpo_ipc.owner import OwnerLock
-from async_grpo_ipc.sources import Sources
+from async_grpo_ipc.sources import Blueprint, Sources
 from async_grpo_ipc.version_file import VersionFile
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,7 @@ class WeightExporter:
         self._skipped_in_a_row = 0
         self._warned_at = -math.inf
         self._current: int | None = None
+        self._in_slots = [-1] * slots  # version of each slot, -1 where none is whole
         self._sources = sources
         self._owner = OwnerLock(self.path)
         self._version_file = VersionFile(version_path(self.path), self.generation)
@@ -131,6 +132,28 @@ class WeightExporter:
         """
         return cls(Sources.of_tensors(tensors, dtype=dtype), path, slots)
 
+    @classmethod
+    def from_blueprint(
+        cls,
+        blueprint: Blueprint,
+        write: Callable[[Mapping[str, Tensor]], None],
+        path: str | Path | None = None,
+        *,
+        device: torch.device,
+        slots: int = 2,
+    ) -> Self:
+        """Publish a model that no process holds whole: one that is sharded over several.
+
+        Args:
+            blueprint: What the model had before it was sharded.
+            write: Called with the tensors to fill, by name: here with those that do not train, in each `publish`
+                with the others.
+            path: As for `from_model`.
+            device: Where the published tensors lie.
+            slots: As for `from_model`.
+        """
+        return cls(Sources.of_blueprint(blueprint, write, device), path, slots)
+
     def publish(self, version: int) -> bool:
         """Copy the tensors into a free slot and make it the newest version.
 
@@ -149,8 +172,10 @@ class WeightExporter:
             return False
         try:
             self._mark(slot, SlotState.WRITING, version)
+            self._in_slots[slot] = -1
             self._copy(slot)
             self._mark(slot, SlotState.READY, version)
+            self._in_slots[slot] = version
         finally:
             self._release_slot(slot)
         self._current, self.version, self._skipped_in_a_row = slot, version, 0
@@ -185,20 +210,20 @@ class WeightExporter:
         """Lock a slot that is not the newest (with a single slot: that one), the oldest first, without
         waiting.
         """
-        records = sorted(
-            self._control.header.records(),
-            key=lambda record: (record.state is SlotState.READY, record.version),
-        )
-        for record in records:
-            is_newest = record.slot == self._current and len(records) > 1
-            if not is_newest and self._control.locks.try_exclusive(FIRST_SLOT_BYTE + record.slot):
-                return record.slot
+        for slot in sorted(range(len(self._in_slots)), key=self._in_slots.__getitem__):
+            is_newest = slot == self._current and len(self._in_slots) > 1
+            if not is_newest and self._control.locks.try_exclusive(FIRST_SLOT_BYTE + slot):
+                return slot
         return None
 
     def _mark(self, slot: int, state: SlotState, version: int) -> None:
         self._control.header.mark(slot, state, version)
 
     def _copy(self, slot: int) -> None:
+        if self._sources.write is not None:
+            self._sources.write(views(self._memory.blocks[1 + slot], self._slot.tensors))
+            self._memory.synchronize()
+            return
         if not self._plans[slot].is_fresh():
             self._plans = self._make_plans()
         with torch.no_grad():
@@ -232,6 +257,8 @@ class WeightExporter:
         return f"pids {pids}" if pids else "processes that are not visible here"
 
     def _make_plans(self) -> list[CopyPlan]:
+        if self._sources.write is not None:
+            return []
         sources = [self._sources.changing[spec.name] for spec in self._slot.tensors]
         blocks = self._memory.blocks[1:]
         for block in blocks:
@@ -240,9 +267,14 @@ class WeightExporter:
         return [CopyPlan(list(views(block, specs).values()), sources, movable=sources) for block in blocks]
 
     def _write_static(self) -> None:
-        with torch.no_grad():
-            for name, destination in views(self._memory.blocks[0], self._static.tensors).items():
-                destination.copy_(self._sources.static[name])
+        destinations = views(self._memory.blocks[0], self._static.tensors)
+        if self._sources.write is not None:
+            if destinations:
+                self._sources.write(destinations)
+        else:
+            with torch.no_grad():
+                for name, destination in destinations.items():
+                    destination.copy_(self._sources.static[name])
         self._memory.synchronize()
 
     def _handle(self) -> Handle:

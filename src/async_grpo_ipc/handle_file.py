@@ -8,9 +8,7 @@ written is refused. docs/ipc.md specifies it for readers in other languages.
 import json
 import math
 import os
-import stat
 import uuid
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +17,10 @@ from typing import Any
 import torch
 
 from async_grpo_ipc.errors import HandleFileError
+from async_grpo_ipc.handle_body import FORMAT, FORMAT_VERSION, REMEDY, crc32, read_body
 from async_grpo_ipc.header import MAX_SLOTS
 from async_grpo_ipc.layout import ALIGNMENT, Bucket, Layout, TensorSpec
 
-FORMAT = "async-grpo-ipc"
-FORMAT_VERSION = 1
 PATH_VARIABLE = "CUDA_IPC_HANDLE_PATH"
 DEFAULT_PATH = Path("worker/ps_ipc_handle.json")
 
@@ -92,7 +89,7 @@ def write_handle(path: Path, handle: Handle) -> None:
         "complete": handle.complete,
         "buffers": handle.buffers,
     }
-    replace_whole(path, json.dumps(body | {"crc32": _crc32(body)}, indent=1).encode("ascii"))
+    replace_whole(path, json.dumps(body | {"crc32": crc32(body)}, indent=1).encode("ascii"))
 
 
 def replace_whole(path: Path, payload: bytes) -> None:
@@ -110,54 +107,11 @@ def replace_whole(path: Path, payload: bytes) -> None:
 
 def read_handle(path: Path) -> Handle:
     """Read and check the file. Raises `HandleFileError` that says what is wrong with it."""
-    try:
-        raw = _read_trusted(path)
-    except FileNotFoundError as error:
-        raise HandleFileError(
-            f"{path} does not exist: no exporter has published there yet, or it has ended."
-        ) from error
-    try:
-        body = json.loads(raw)
-    except ValueError as error:
-        raise HandleFileError(f"{path} is not whole JSON ({error}). {_REMEDY}") from error
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise HandleFileError(f"{path} is not a handle file of {FORMAT}. Give the path that the exporter was given.")
-    if body.get("format_version") != FORMAT_VERSION:
-        raise HandleFileError(
-            f"{path} has format version {body.get('format_version')!r}, this package reads "
-            f"{FORMAT_VERSION}. Use the same version of async_grpo_ipc on both sides."
-        )
-    if body.pop("crc32", None) != _crc32(body):
-        raise HandleFileError(f"{path} fails its checksum: it was edited or damaged. {_REMEDY}")
+    body = read_body(path)
     try:
         return _handle_from_json(body)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise HandleFileError(f"{path} has a field that makes no sense: {error!r}. {_REMEDY}") from error
-
-
-_REMEDY = "Delete it and restart the exporter, which writes a new one."
-
-
-def _read_trusted(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    with os.fdopen(fd, "rb") as file:
-        found = os.fstat(fd)
-        if found.st_uid != os.geteuid():
-            raise HandleFileError(
-                f"{path} belongs to user {found.st_uid} and this process runs as {os.geteuid()}. Run the "
-                "exporter and its readers as the same user."
-            )
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise HandleFileError(
-                f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}), so it may not "
-                f"be what the exporter wrote. Check who did that, then `chmod 600 {path}`."
-            )
-        return file.read()
-
-
-def _crc32(body: Mapping[str, Any]) -> int:
-    """CRC32 of the object as JSON with sorted keys, no spaces, and ASCII escapes."""
-    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode("ascii"))
+        raise HandleFileError(f"{path} has a field that makes no sense: {error!r}. {REMEDY}") from error
 
 
 def _layout_to_json(layout: Layout) -> dict[str, Any]:

@@ -20,8 +20,8 @@ import struct
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from mmap import mmap
+from typing import NamedTuple
 
 from async_grpo_ipc.errors import HeaderError
 
@@ -43,8 +43,10 @@ class SlotState(enum.IntEnum):
     CORRUPT = 3  # never written: what a reader makes of a record whose checksum fails or that belongs elsewhere
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRecord:
+_STATES = {int(state): state for state in (SlotState.EMPTY, SlotState.WRITING, SlotState.READY)}
+
+
+class SlotRecord(NamedTuple):
     slot: int
     version: int
     state: SlotState
@@ -93,12 +95,8 @@ class Header:
         raw = self._read(1 + slot)
         if raw is not None:
             generation, version, state, marked_ns = _SLOT_RECORD.unpack(raw)
-            if generation == self._generation and state in (
-                SlotState.EMPTY,
-                SlotState.WRITING,
-                SlotState.READY,
-            ):
-                return SlotRecord(slot, version, SlotState(state), marked_ns)
+            if generation == self._generation and state in _STATES:
+                return SlotRecord(slot, version, _STATES[state], marked_ns)
         return SlotRecord(slot, -1, SlotState.CORRUPT, 0)
 
     def records(self) -> Iterator[SlotRecord]:

@@ -17,6 +17,7 @@ import os
 import struct
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from async_grpo_ipc.descriptors import OwnedFd
@@ -59,9 +60,12 @@ class LockFile:
         answer = fcntl.fcntl(self._fd.fileno(), fcntl.F_OFD_GETLK, request)
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
-    def holders(self, byte: int) -> list[int]:
-        """Pids that hold this byte, as far as /proc may be read: for messages, never for decisions."""
-        pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
+    def holders(self, byte: int, among: Sequence[int] | None = None) -> list[int]:
+        """Pids (of `among`, or of all) that hold this byte, as far as /proc may be read: for messages, never for
+        decisions."""
+        pids = among
+        if pids is None:
+            pids = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit()]
         return sorted(pid for pid in pids if _holds(pid, self._device, self.inode, byte))
 
     def close(self) -> None:

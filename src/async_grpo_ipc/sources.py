@@ -1,6 +1,6 @@
 """What an exporter publishes: which tensors change, which are frozen, which are tied."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
@@ -9,6 +9,31 @@ from torch import Tensor, nn
 
 from async_grpo_ipc.errors import MismatchError
 from async_grpo_ipc.model_tensors import ModelTensor, Places, identity, model_tensors
+
+Write = Callable[[Mapping[str, Tensor]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blueprint:
+    """What a model has, without its values: taken before a trainer shards, moves or casts it."""
+
+    changing: Mapping[str, Tensor]  # on the meta device
+    static: Mapping[str, Tensor]
+    tied: Mapping[str, str]  # second name -> name stored under
+
+    @classmethod
+    def of_model(cls, model: nn.Module) -> Self:
+        """The parameters that train, and those that do not."""
+        entries = model_tensors(model, buffers=False)
+        return cls(
+            changing={entry.name: _shape_of(entry.tensor) for entry in entries if entry.tensor.requires_grad},
+            static={entry.name: _shape_of(entry.tensor) for entry in entries if not entry.tensor.requires_grad},
+            tied={name: entry.name for entry in entries for name in entry.names[1:]},
+        )
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -22,6 +47,8 @@ class Sources:
     complete: bool = False  # whether every parameter of a model is in here
     buffers: bool = False
     places: Places = field(default_factory=lambda: Places(None, ()))  # to notice a model that was rebuilt
+    write: Write | None = None  # fills the tensors that it is given, where nobody holds them whole
+    written_on: torch.device | None = None  # the device of what `write` fills
 
     @classmethod
     def of_model(
@@ -70,8 +97,23 @@ class Sources:
         sources._validate()
         return sources
 
+    @classmethod
+    def of_blueprint(cls, blueprint: Blueprint, write: Write, device: torch.device) -> Self:
+        if not blueprint.changing:
+            raise ValueError("No parameter of the blueprint trains, so no version would ever differ.")
+        return cls(
+            changing=blueprint.changing,
+            static=blueprint.static,
+            tied=blueprint.tied,
+            complete=True,
+            write=write,
+            written_on=device,
+        )
+
     @property
     def device(self) -> torch.device:
+        if self.written_on is not None:
+            return self.written_on
         return next(iter(self._all().values())).device
 
     def check(self) -> None:

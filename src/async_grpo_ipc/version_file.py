@@ -2,7 +2,6 @@
 header.
 """
 
-import json
 import logging
 import os
 import time
@@ -28,8 +27,8 @@ class VersionFile:
 
     def show(self, version: int) -> None:
         """Write the version. A full disk is worth a warning, not the end of a training run."""
-        body = {"global_step": version, "timestamp": time.time(), "generation": self._generation}
-        line = json.dumps(body).ljust(FILE_BYTES - 1) + "\n"
+        body = f'{{"global_step": {version}, "timestamp": {time.time()}, "generation": "{self._generation}"}}'
+        line = body.ljust(FILE_BYTES - 1) + "\n"
         try:
             if self._fd is None:
                 replace_whole(self._path, line.encode("ascii"))

@@ -9,12 +9,12 @@ import json
 import pickle
 import random
 import sys
-import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from crc32c import crc32c
 from queue_harness import RUN, arguments, digest, make_group, make_job
 from safetensors.numpy import save
 
@@ -127,14 +127,12 @@ def _packed(
     header = json.loads(metadata["header"])
     change_top(top)
     change_header(header)
-    text = json.dumps(header)
-    tensors = "".join(
-        f"{name} {about['dtype']} {about['shape']}\n" for name, about in top.items() if type(about) is dict
-    )
-    described = f"{metadata['format']}\n{len(text)}\n{text}\n{tensors}".encode()
-    metadata.update(header=text, crc32=f"{zlib.crc32(data[start:], zlib.crc32(described)):08x}")
+    metadata.update(header=json.dumps(header))
     packed = json.dumps({"__metadata__": metadata, **top}).encode()
-    return len(packed).to_bytes(8, "little") + packed + data[start:]
+    whole = bytearray(len(packed).to_bytes(8, "little") + packed + data[start:])
+    at = whole.index(b'"crc32c": "') + len(b'"crc32c": "')
+    whole[at : at + 8] = b"%08x" % crc32c(whole[at + 8 :], crc32c(whole[:at]))
+    return bytes(whole)
 
 
 KINDS = (truncated, extended, flipped_bits, zeroed_range, moved_block, foreign, hostile, wrong_schema)

@@ -73,6 +73,9 @@ class Log:
     def write(self, event: str, **about: Any) -> None:
         os.write(self._fd, (json.dumps({"event": event, **about}) + "\n").encode())
 
+    def close(self) -> None:
+        os.close(self._fd)
+
 
 def replay(path: Path, total: int) -> dict[str, Any]:
     """Read the log as a trainer that loses what came after its checkpoint when it is killed. Asserts guarantee 1."""
@@ -270,6 +273,10 @@ class WrappedFiles:
 
     def close(self) -> None:
         """A test shares one of these between a server and a worker."""
+
+    def really_close(self) -> None:
+        """What the kernel does for a process that was killed."""
+        self._files.close()
 
 
 def killing_files(root: Path, at: int, *, half: bool = False) -> Files:

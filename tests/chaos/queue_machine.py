@@ -45,6 +45,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.log = Log(self.folder / "log")
         self.workers: dict[int, WorkerQueue] = {}
         self.claims: dict[int, list[Claim]] = {}
+        self.opened: list[WrappedFiles] = []
         self.full = False
         self.damaged = False
         self.doomed, self.left_until_kill = NOBODY, 0
@@ -61,7 +62,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _files(self, who: int) -> WrappedFiles:
         self.root.mkdir(mode=0o700, exist_ok=True)
-        return WrappedFiles(self.root, partial(self._before, who))
+        self.opened.append(WrappedFiles(self.root, partial(self._before, who)))
+        return self.opened[-1]
 
     @initialize()
     def start(self) -> None:
@@ -151,7 +153,9 @@ class QueueMachine(RuleBasedStateMachine):
         self._doomed(number, moment, acts.get(act) or (lambda: getattr(self, act)(number)))
         self.mishaps.update(claimed | self._claimed_by(number))
         del self.claims[number]
-        self.workers.pop(number)._lock.release()
+        worker = self.workers.pop(number)
+        worker._lock.release()
+        worker._watch.close()
 
     def _claimed_by(self, number: int) -> set[int]:
         return {int(path.name[:10]) for path in (self.root / "queue").glob(f"*_processing_by_dev{number}.*")}
@@ -211,6 +215,9 @@ class QueueMachine(RuleBasedStateMachine):
                 worker.close()
             if hasattr(self, "trainer"):
                 self.trainer.queue.close()
+            for files in self.opened:
+                files.really_close()
+            self.log.close()
             shutil.rmtree(self.folder)
 
     def _drain(self) -> None:

@@ -74,7 +74,8 @@ def test_power_loss(folder: Path) -> None:
 
 
 def test_any_order_of_events_drains_exactly_once(folder: Path) -> None:
-    must_pass(folder, "queue_machine.py", "--examples", 60)
+    # The same examples each time: what nobody changed cannot turn red. `make chaos` draws new ones.
+    must_pass(folder, "queue_machine.py", "--examples", 60, "--seed", 1)
 
 
 def test_corrupt_files(folder: Path) -> None:

@@ -165,6 +165,8 @@ STEPS = {
 
 def write_and_die(path: str, log: str, step: str, when: str) -> None:
     """Publish version 1, then be killed before, in the middle of, or after one step of publishing version 2."""
+    import torch
+
     from async_grpo_ipc import WeightExporter
 
     tensors = tensors_of(1)
@@ -183,8 +185,9 @@ def write_and_die(path: str, log: str, step: str, when: str) -> None:
         if when == "after":
             method(*arguments)
         if when == "middle":
-            for into, out_of in exporter._plans[arguments[0]]._steps[0].shares[0][: TENSORS // 2]:
-                into[:] = out_of
+            destinations, sources = exporter._plans[arguments[0]]._steps[0].portions[0]
+            half = len(destinations) // 2
+            torch._foreach_copy_(destinations[:half], sources[:half])
         os.kill(os.getpid(), signal.SIGKILL)
 
     setattr(exporter, STEPS[step], die)

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from async_grpo_ipc import WeightExporter, open_remote_memory
+from async_grpo_ipc.memory.cuda import NO_PEER
+from async_grpo_ipc.staging import BUFFER_BYTES
 
 pytestmark = pytest.mark.gpu
 
@@ -233,6 +235,23 @@ def test_a_trainer_with_expandable_segments_is_published_all_the_same(tmp_path):
     finally:
         exporter.kill()
         exporter.wait(DEADLINE_S)
+
+
+def test_without_peer_access_a_pull_goes_through_pinned_buffers(tmp_path, monkeypatch):
+    """Forced, because one GPU has no peer: the chunks go down to the host and up to the same GPU again."""
+    monkeypatch.setenv(NO_PEER, "1")
+    handle, model = tmp_path / "handle.json", build("cuda:0", layers=32, width=2048)
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert nbytes > 4 * BUFFER_BYTES, "each buffer is used more than once"
+    with WeightExporter.from_model(model, handle) as exporter, Reader(handle, layers=32, width=2048) as reader:
+        for version in (1, 2, 3):
+            fill(model, version)
+            assert exporter.publish(version)
+            answer = reader.ask("pull")
+            assert answer["version"] == version
+            assert reader.ask("values")["values"] == [float(version)]
+        print(f"pull through the host {nbytes / answer['ms'] / 1e6:.1f} GB/s")
+        assert "on another GPU" in reader.ask("alias")["error"]
 
 
 def test_a_peer_gpu_pulls(tmp_path):

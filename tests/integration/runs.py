@@ -28,7 +28,7 @@ class Command:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "async_grpo.cli", *arguments],
                 cwd=cwd,
-                env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "LOG_LEVEL": "INFO", **env},
+                env={**os.environ, "PYTHONPATH": _path(env), "LOG_LEVEL": "INFO", **env},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -66,6 +66,11 @@ class Command:
             assert time.monotonic() < deadline, f"no {what} in {DEADLINE_S:.0f} s:\n{self.output}"
             time.sleep(0.05)
         return result
+
+
+def _path(env: dict[str, str]) -> str:
+    """Where the command finds modules: ours, and what a test puts in their way with TEST_EXTRA_PATH."""
+    return os.pathsep.join([str(ROOT / "src"), *filter(None, [env.get("TEST_EXTRA_PATH")])])
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 import transformers
 import trl
-from in_process import QWEN3_CHAT_TEMPLATE, build_trainer, letters, plain_rows
+from in_process import QWEN3_CHAT_TEMPLATE, InProcessRun, build_trainer, chat_rows, letters, plain_rows
 from packaging.version import Version
 from torch.testing import assert_close
 from transformers.trainer_utils import rotate_checkpoints
@@ -24,8 +25,12 @@ from trl import GRPOTrainer
 from trl.trainer import utils as trl_utils
 
 from async_grpo import trl_on_cpu
+from async_grpo.advantages import AdvantageRule
+from async_grpo.engine_choice import engines_left_to_workers, wants_vllm
 from async_grpo.rollout import trl_hooks as rollout_hooks
+from async_grpo.settings import TrainingSettings
 from async_grpo.training import trl_hooks as training_hooks
+from async_grpo.training.hyperparameters import hyperparameters
 
 pytestmark = pytest.mark.integration
 
@@ -66,6 +71,8 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "_metrics": (TRAINING, ROLLOUT),
     "_tokenizer": (ROLLOUT,),
+    "_step": (TRAINING,),
+    "_buffered_inputs": (TRAINING,),
     "_pending_metrics": (ROLLOUT,),
     "_pending_extra_logs": (ROLLOUT,),
     "environments": (TRAINING, ROLLOUT),
@@ -75,7 +82,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "generation_config": (ROLLOUT,),
     "eos_token_ids": (ROLLOUT,),
     "reward_funcs": (ROLLOUT,),
-    "reward_func_names": ("async_grpo.rollout_worker",),
+    "reward_func_names": ("async_grpo.rollout.worker",),
     "beta": (ROLLOUT,),
     "ref_model": (ROLLOUT,),
     "num_generations": (TRAINING, PROMPTS),
@@ -86,8 +93,11 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "is_fsdp_enabled": (TRAINING,),
     "callback_handler": (TRAINING,),
     "accelerator": (TRAINING, ROLLOUT),
-    "state": (TRAINING, "async_grpo.rollout_worker"),
+    "state": (TRAINING, "async_grpo.rollout.batch_worker"),
 }
+
+WITH_ENVIRONMENTS = {"_environment_pool": ROLLOUT}
+"""Attributes of a trainer that has environments."""
 
 LOSS_INPUTS = {
     "prompt_ids",
@@ -142,6 +152,22 @@ def test_trainer_has_the_attribute(attribute: str, trainer: GRPOTrainer) -> None
     assert hasattr(trainer, attribute), moved(f"GRPOTrainer.{attribute}", "is gone", *ATTRIBUTES[attribute])
 
 
+def test_a_trainer_with_environments_keeps_them_in_a_pool(tmp_path: Path) -> None:
+    class Environment:
+        def reset(self, **row: Any) -> str:
+            return ""
+
+    trainer = build_trainer(
+        tmp_path,
+        chat_template=QWEN3_CHAT_TEMPLATE,
+        train_dataset=chat_rows(),
+        arguments={"environment_factory": Environment},
+        reward_funcs=[letters],
+    )
+    for name, module in WITH_ENVIRONMENTS.items():
+        assert isinstance(getattr(trainer, name, None), dict), moved(f"GRPOTrainer.{name}", "is no dict", module)
+
+
 @pytest.mark.parametrize("module", [training_hooks, rollout_hooks], ids=[TRAINING, ROLLOUT])
 def test_every_private_name_that_we_touch_is_pinned_here(module: Any) -> None:
     tree = ast.parse(inspect.getsource(module))
@@ -152,7 +178,7 @@ def test_every_private_name_that_we_touch_is_pinned_here(module: Any) -> None:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     } | {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     overridden = set(PARAMETERS) & ours
-    unpinned = touched - (ours - overridden) - set(ATTRIBUTES) - set(module.HOOKS)
+    unpinned = touched - (ours - overridden) - set(ATTRIBUTES) - set(WITH_ENVIRONMENTS) - set(module.HOOKS)
     assert not unpinned, f"{module.__name__} touches {unpinned}: add them to its HOOKS, or to ATTRIBUTES here"
     unused = set(module.HOOKS) - touched - ours
     assert not unused, f"{module.__name__} names {unused} in its HOOKS but does not touch them"
@@ -167,6 +193,8 @@ def test_the_types_of_what_we_read(trainer: Any) -> None:
         assert right, moved(f"GRPOTrainer.{attribute}", change, *ATTRIBUTES[attribute])
 
     check(trainer._metrics["train"]["never logged"] == [], "_metrics", "is no dict of defaultdict(list)")
+    check(trainer._step == 0, "_step", "does not count forward passes from 0")
+    check(trainer._buffered_inputs is None, "_buffered_inputs", "is not None before the first batch")
     check(trainer.environments is None, "environments", "is not None without an environment")
     check(trainer.environment_factories is None, "environment_factories", "is not None without one")
     check(trainer.rollout_func is None, "rollout_func", "is not None without one")
@@ -474,3 +502,43 @@ def test_the_log_probability_function_that_we_replace(trainer: Any, monkeypatch:
     assert_close(entropies_BC, -(all_logprobs_BCV.exp() * all_logprobs_BCV).sum(-1))
     if not replaced and original is not None:
         assert_close(trl_on_cpu.TorchLogProbs.apply(*calls[0])[0], original.apply(*calls[0])[0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"reward_weights": [0.5, 2.0], "scale_rewards": "none"},
+        {"scale_rewards": "batch"},
+        {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 3.0]},
+    ],
+)
+def test_advantages_of_an_archive_are_those_of_trl(tmp_path: Path, changes: dict[str, Any]) -> None:
+    def sometimes(completions: list[Any], **_: Any) -> list[float | None]:
+        return [None if index % 3 else float(len(text)) for index, text in enumerate(completions)]
+
+    run = InProcessRun(lambda: build_trainer(tmp_path, reward_funcs=[letters, sometimes], **changes)).train()
+    told = hyperparameters(run.trainer, TrainingSettings())
+    rule = AdvantageRule.from_record(told)
+    for batch, inputs in zip(run.batches, run.inputs, strict=True):
+        ours = torch.cat([torch.from_numpy(it) for it in rule.advantages([group.rewards for group in batch])])
+        assert_close(ours.float(), inputs["advantages"].cpu(), msg=lambda text: f"{INSTALLED}: advantages.py: {text}")
+    assert told["reward_functions"] == ["letters", "sometimes"]
+
+
+def test_hyperparameters_hold_no_secret(tmp_path: Path) -> None:
+    trainer = build_trainer(tmp_path, hub_token="hf_secret", model_init_kwargs={"api_key": "secret", "max_tokens": 3})
+    told = json.dumps(hyperparameters(trainer, TrainingSettings()))
+    assert "secret" not in told and '"max_tokens": 3' in told
+
+
+# --- Engines ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_with_use_vllm_is_built_without_an_engine(tmp_path: Path) -> None:
+    with engines_left_to_workers():
+        trainer = build_trainer(tmp_path, use_vllm=True, vllm_gpu_memory_utilization=0.7)
+    assert wants_vllm(trainer)
+    assert not trainer.use_vllm
+    assert trainer.args.vllm_gpu_memory_utilization == 0.7, "its settings are for the workers' engines"
+    assert trainer.generation_config is not None, "evaluation generates with transformers"

@@ -715,21 +715,21 @@ def test_a_sampler_that_does_not_repeat_rows_is_refused(tmp_path: Path) -> None:
 
 def stand_in(**changes: Any) -> Any:
     """What `refuse_unsupported` looks at, of a trainer that needs no such hardware to be built."""
-    values = {"world_size": 1, "use_vllm": False, "deepspeed": False, "fsdp": False, **changes}
+    values = {"use_vllm": False, "deepspeed": False, "fsdp": None, **changes}
     return SimpleNamespace(
-        args=SimpleNamespace(world_size=values["world_size"], use_vllm=values["use_vllm"]),
+        args=SimpleNamespace(use_vllm=values["use_vllm"]),
         is_deepspeed_enabled=values["deepspeed"],
-        is_fsdp_enabled=values["fsdp"],
+        is_fsdp_enabled=values["fsdp"] is not None,
+        accelerator=SimpleNamespace(is_fsdp2=values["fsdp"] == 2),
     )
 
 
 @pytest.mark.parametrize(
     ("changes", "setting", "way_out"),
     [
-        ({"world_size": 2}, "2 processes", "without a distributed launcher"),
-        ({"deepspeed": True}, "DeepSpeed", "remove `deepspeed`"),
-        ({"fsdp": True}, "FSDP", "remove"),
-        ({"use_vllm": True}, "use_vllm=True", "Set use_vllm=False"),
+        ({"deepspeed": True}, "DeepSpeed", "Use FSDP2 instead"),
+        ({"fsdp": 1}, "FSDP of version 1", "`fsdp_version: 2`"),
+        ({"use_vllm": True}, "use_vllm=True", "give it to the GRPOConfig"),
     ],
 )
 def test_refusals_name_the_setting_and_the_way_out(changes: dict[str, Any], setting: str, way_out: str) -> None:
@@ -745,10 +745,10 @@ def test_a_real_trainer_is_not_refused(tmp_path: Path) -> None:
     refuse_images(trainer)
 
 
-def test_a_worker_refuses_vllm(tmp_path: Path) -> None:
+def test_a_worker_refuses_vllm_that_is_asked_for_too_late(tmp_path: Path) -> None:
     trainer = build_trainer(tmp_path)
     trainer.args.use_vllm = True
-    with pytest.raises(UnsupportedError, match=r"use_vllm=True.*False"):
+    with pytest.raises(UnsupportedError, match=r"use_vllm=True.*give it to the GRPOConfig"):
         make_rollout_trainer(trainer)
 
 

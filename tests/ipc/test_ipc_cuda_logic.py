@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_ipc_staging import staging
 
 from async_grpo_ipc import (
     AttachError,
@@ -32,6 +33,7 @@ class FakeRuntime:
         self.closed: list[int] = []
         self.breaks = False
         self.synchronized = 0
+        self.staged: list[tuple[int, int]] = []
 
     def device_count(self):
         return len(self.uuids)
@@ -79,6 +81,10 @@ class FakeRuntime:
 
     def synchronize(self, device):
         self.synchronized += 1
+
+    def staging(self, owner, reader):
+        self.staged.append((owner, reader))
+        return staging(seed=0, nbytes=512)
 
 
 @pytest.fixture
@@ -137,10 +143,33 @@ def test_a_peer_maps_with_its_own_device_current_and_only_pulls(exported, runtim
 
 def test_without_peer_access_the_owners_device_maps_and_it_is_said(exported, runtime, caplog):
     runtime.peers = False
-    attached = CudaAttachment(exported.describe(), 1, torch.device("cuda", 1))
+    cuda._say_that_it_goes_through_the_host.cache_clear()
+    for _ in range(2):
+        attached = CudaAttachment(exported.describe(), 1, torch.device("cuda", 1))
+        assert attached.alias_device is None
+        assert attached.staging is not None
     assert [device for device, _ in runtime.opened] == [0, 0]
-    assert attached.alias_device is None
-    assert "copied through the host" in caplog.text
+    assert runtime.staged == [(0, 1)] * 2
+    assert caplog.text.count("copied through the host") == 1, "said once a process"
+
+
+def test_with_peer_access_nothing_is_staged(exported, runtime):
+    assert CudaAttachment(exported.describe(), 1, torch.device("cuda", 1)).staging is None
+    assert CudaAttachment(exported.describe(), 1, torch.device("cuda", 0)).staging is None
+
+
+def test_a_pull_without_peer_access_goes_through_the_pinned_buffers(handle: Path, runtime, trainer, tiny, monkeypatch):
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(memory, "_allocate", lambda device, generation, sizes: CudaExport(gpu, sizes))
+    monkeypatch.setenv(cuda.NO_PEER, "1")
+    with WeightExporter.from_model(trainer, handle) as exporter:
+        exporter.publish(1)
+        with open_remote_memory(handle, device="cuda:0") as remote:
+            model = tiny(2)
+            assert not remote.can_alias(model)
+            assert remote.pull(model) == 1
+    assert runtime.staged == [(0, 0)]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trainer.parameters(), strict=True))
 
 
 def test_a_reader_on_the_cpu_reads_through_the_owners_gpu(exported, runtime):

@@ -18,7 +18,8 @@ from async_grpo_ipc import (
     open_remote_memory,
 )
 from async_grpo_ipc import attachment as attachment_module
-from async_grpo_ipc.handle_file import Handle, _crc32, read_handle, write_handle
+from async_grpo_ipc.handle_body import crc32
+from async_grpo_ipc.handle_file import Handle, read_handle, write_handle
 from async_grpo_ipc.header import HEADER_BYTES, RECORD_BYTES, Header, SlotState
 
 
@@ -33,7 +34,7 @@ def edit(path: Path, change) -> None:
     body = json.loads(path.read_text())
     body.pop("crc32")
     change(body)
-    path.write_text(json.dumps(body | {"crc32": _crc32(body)}))
+    path.write_text(json.dumps(body | {"crc32": crc32(body)}))
 
 
 def test_a_handle_is_read_as_it_was_written(published, handle, tmp_path):

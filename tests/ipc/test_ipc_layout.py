@@ -104,23 +104,29 @@ def test_neighbours_become_one_copy_over_padding_only_where_that_is_allowed():
 
 def pieces(plan: CopyPlan) -> int:
     (copy,) = plan._steps
-    return sum(len(share) for share in copy.shares)
+    return sum(len(destinations) for destinations, _ in copy.portions)
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=20), st.integers(1, 5))
-def test_shares_of_a_copy_are_equal_and_complete(sizes, threads):
-    pairs = [(torch.zeros(size, dtype=torch.uint8), torch.full((size,), 7, dtype=torch.uint8)) for size in sizes]
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=20), st.integers(1, 5), st.integers(1, 300), st.integers(0, 9)
+)
+def test_a_copy_in_portions_is_complete(sizes, threads, portion, offset):
+    """Whatever the alignment: tensors at odd offsets are copied by bytes."""
+    pairs = [
+        (torch.zeros(size + offset, dtype=torch.uint8)[offset:], torch.randint(1, 99, (size,), dtype=torch.uint8))
+        for size in sizes
+    ]
     with (
         mock.patch.object(copies, "BYTES_WORTH_A_THREAD", 1),
+        mock.patch.object(copies, "PORTION_BYTES", portion),
+        mock.patch.object(copies, "PIECE_ELEMENTS", 7),
         mock.patch.object(torch, "get_num_threads", lambda: threads),
     ):
         copy = ThreadedCopy(pairs)
-    assert len(copy.shares) <= threads
-    lengths = [sum(into.size for into, _ in share) for share in copy.shares]
-    assert sum(lengths) == sum(sizes)
-    assert len(set(lengths[:-1])) <= 1 and lengths[-1] <= lengths[0]
+    assert copy.threads <= threads
+    assert all(len(destinations) == len(sources) for destinations, sources in copy.portions)
     copy()
-    assert all(into.eq(7).all() for into, _ in pairs)
+    assert all(torch.equal(into, out_of) for into, out_of in pairs)
 
 
 def test_a_forked_child_copies_with_threads_of_its_own():

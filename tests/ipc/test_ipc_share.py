@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from async_grpo_ipc import (
+    Blueprint,
     ExporterAliveError,
     ExporterDiedError,
     HandleFileError,
@@ -470,3 +471,39 @@ def test_untied_reader_shares_memory_when_aliased(exporter, handle, trainer, tin
         assert same(model, trainer)
         remote.pull(other := tiny(3))
         assert same(other, trainer)
+
+
+def test_a_sharded_trainer_writes_what_no_process_holds_whole(handle, trainer, tiny):
+    """The blueprint is taken before the model is sharded; afterwards only `write` knows the values."""
+    trainer.embed.weight.requires_grad_(False)
+    blueprint = Blueprint.of_model(trainer)
+    asked = []
+
+    def write(destinations):
+        asked.append(sorted(destinations))
+        for name, destination in destinations.items():
+            destination.copy_(trainer.get_parameter(name).detach())
+
+    exporter = WeightExporter.from_blueprint(blueprint, write, handle, device=torch.device("cpu"))
+    with exporter, open_remote_memory(handle) as remote:
+        model = tiny(2)
+        exporter.publish(1)
+        remote.alias(model)
+        assert same_parameters(trainer, model)
+        trainer.body.weight.data.add_(1)
+        exporter.publish(2)
+        assert remote.refresh() == 2
+        assert same_parameters(trainer, model)
+    frozen, *versions = asked
+    assert frozen == ["embed.weight"]
+    assert versions == [sorted(name for name, p in trainer.named_parameters() if p.requires_grad)] * 2
+
+
+def same_parameters(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_a_blueprint_of_which_nothing_trains(handle, trainer):
+    blueprint = Blueprint.of_model(trainer.requires_grad_(False))
+    with pytest.raises(ValueError, match="No parameter of the blueprint trains"):
+        WeightExporter.from_blueprint(blueprint, lambda _: None, handle, device=torch.device("cpu"))

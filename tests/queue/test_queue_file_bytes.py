@@ -58,7 +58,7 @@ def test_stock_safetensors_opens_both(tmp_path: Any) -> None:
     (tmp_path / "job").write_bytes(encode_job(make_job(1)))
     (tmp_path / "group").write_bytes(encode_group(make_group(make_job(1))))
     with safetensors.safe_open(tmp_path / "job", "np") as file:
-        assert set(file.metadata()) == {"format", "header", "crc32"}
+        assert set(file.metadata()) == {"format", "header", "crc32c"}
     with safetensors.safe_open(tmp_path / "group", "np") as file:
         assert file.get_tensor("completion_lengths").tolist() == [3, 4]
 
@@ -110,6 +110,21 @@ def test_a_group_that_contradicts_itself_is_not_written(changes: dict[str, Any],
 def test_a_foreign_group_is_refused(expected: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadFileError, match=reason):
         decode_group(encode_group(make_group(make_job(1))), **expected)
+
+
+def test_a_file_of_an_older_format_is_refused_by_name() -> None:
+    older = encode_job(make_job(1)).replace(b"async-grpo-job/2", b"async-grpo-job/1")
+    with pytest.raises(BadFileError, match="its format is 'async-grpo-job/1', not 'async-grpo-job/2'"):
+        decode_job(older)
+
+
+def test_every_byte_is_under_the_checksum() -> None:
+    data = encode_job(make_job(1))
+    for at in range(len(data)):
+        damaged = bytearray(data)
+        damaged[at] ^= 0x01
+        with pytest.raises(BadFileError):
+            decode_job(damaged)
 
 
 def test_a_job_is_no_group_and_the_other_way_round() -> None:

@@ -120,6 +120,25 @@ def test_a_given_up_job_can_be_tried_once_more_by_hand(server: ServerQueue, work
     assert server.given_up == {}
 
 
+def test_a_broken_result_of_a_given_up_job_is_set_aside_and_nothing_else(
+    server: ServerQueue, worker: WorkerQueue
+) -> None:
+    server.submit(make_job(0))
+    for _ in range(3):
+        worker._cache_until = 0
+        worker.fail(worker.claim(1)[0], "no")
+    server.finished()
+    retry_given_up(server.root, 0)
+    worker._cache_until = 0
+    serve(worker)
+    [result] = (server.root / "queue").iterdir()
+    result.write_bytes(result.read_bytes()[:-1])
+    assert take_all(server) == []
+    assert server.given_up.keys() == {0}
+    assert [(aside.seq, aside.kind) for aside in quarantined(server.root)] == [(0, "broken")]
+    assert names(server) == []
+
+
 def test_handing_back_costs_no_attempt(server: ServerQueue, worker: WorkerQueue) -> None:
     server.submit(make_job(0))
     worker.hand_back(worker.claim(1)[0])

@@ -21,7 +21,7 @@ END_OF_TEXT = "<|endoftext|>"
 HIDDEN_SIZE = 64
 
 
-def make_tiny_qwen3(path: Path, mean_completion_tokens: int = 16) -> Path:
+def make_tiny_qwen3(path: Path, mean_completion_tokens: int = 16, head_dim: int = 16) -> Path:
     """Write a random Qwen3 (about 0.2 M parameters) and a tokenizer without chat template, as base models have.
 
     Completions are random text that ends by itself, on average after `mean_completion_tokens`.
@@ -34,7 +34,7 @@ def make_tiny_qwen3(path: Path, mean_completion_tokens: int = 16) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=head_dim,  # 32 for vLLM on a CPU
         max_position_embeddings=4096,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from async_grpo import progress
+from async_grpo.activity import LOADING, Activity, activity_file, read_count
 from async_grpo.archive import ArchiveLimit
 from async_grpo.errors import UsageError
-from async_grpo.progress import Progress, StallWatch, progress_file
+from async_grpo.progress import StallWatch
 
 
 @pytest.mark.parametrize(
@@ -59,14 +60,15 @@ def test_a_worker_with_a_job_that_does_not_move_is_hung(tmp_path: Path, clock: S
         return watch.is_hung()
 
     assert not hung_after(1000), "it has not even begun: it may be loading a large model"
-    worker = Progress(progress_file(tmp_path, 1))
+    worker = Activity()
+    worker.publish(tmp_path, "dev1", device="cpu", run_id="x", state=LOADING)
     assert not hung_after(1000), "it has no job: idle"
     claim = tmp_path / "queue" / "0000000001.a00_processing_by_dev1.safetensors"
     claim.touch()
-    worker.tick()
+    worker.progress()
     assert not hung_after(59)
     assert not hung_after(59)
-    worker.tick()
+    worker.progress()
     assert not hung_after(59), "slow, and not hung"
     assert hung_after(61)
     claim.unlink()
@@ -82,8 +84,12 @@ def test_another_worker_s_job_is_no_sign_of_life_or_death(tmp_path: Path, clock:
 
 
 def test_a_restarted_worker_goes_on_counting(tmp_path: Path) -> None:
-    path = tmp_path / "dev1.progress"
-    Progress(path).tick()
-    before = path.read_bytes()
-    Progress(path).tick()
-    assert path.read_bytes() != before
+    counts = []
+    for _ in range(2):
+        worker = Activity()
+        worker.publish(tmp_path, "dev1", device="cpu", run_id="x", state=LOADING)
+        counts.append(read_count(activity_file(tmp_path, "dev1")))
+        worker.progress()
+        counts.append(read_count(activity_file(tmp_path, "dev1")))
+    assert counts[1] == counts[2], "starting is no progress"
+    assert len(set(counts)) == 3

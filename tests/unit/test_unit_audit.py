@@ -327,17 +327,12 @@ def test_the_command_prints_totals_and_sentences(run: FakeRun, capsys: pytest.Ca
     }
 
 
-def test_the_audit_imports_no_torch_and_answers_at_once(run: FakeRun) -> None:
+def test_the_audit_imports_no_torch(run: FakeRun) -> None:
     code = (
         "import sys; from async_grpo.cli import main; rc = main(['audit', sys.argv[1]]); "
         "assert not {'torch', 'transformers', 'trl'} & sys.modules.keys(); sys.exit(rc)"
     )
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        subprocess.run([sys.executable, "-c", code, str(run.root)], check=True, env=os.environ, capture_output=True)
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 1.0  # 0.15 s on an idle machine
+    subprocess.run([sys.executable, "-c", code, str(run.root)], check=True, env=os.environ, capture_output=True)
 
 
 def test_a_large_archive_is_read_in_a_moment(tmp_path: Path) -> None:
@@ -360,3 +355,9 @@ def _write(path: Path, data: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return path
+
+
+def test_a_checkpoint_between_two_steps_on_one_batch_is_no_anomaly(run: FakeRun) -> None:
+    """The record has a line for each batch, not for each step."""
+    run.checkpoint(4, [0, 1, 2, 3, 4, 5])
+    assert run.audit().anomalies == []

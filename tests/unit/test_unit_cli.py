@@ -17,6 +17,7 @@ from async_grpo.cli import train as train_command
 from async_grpo.cli import worker as worker_command
 from async_grpo.cli.train import plan_devices
 from async_grpo.errors import UsageError
+from async_grpo.run_dir import prepare
 
 SRC = Path(__file__).parents[2] / "src"
 HEAVY = {"torch", "numpy", "transformers", "trl", "datasets", "rich", "cupy", "vllm"}
@@ -31,8 +32,10 @@ print("imported:", sorted({HEAVY} & sys.modules.keys()))
 """
 
 
-def run_python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: str, cwd: Path, path: str | None = str(SRC)) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LOG_LEVEL")}
+    if path is not None:
+        env["PYTHONPATH"] = path
     return subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
@@ -66,7 +69,8 @@ def test_help_has_examples_and_imports_nothing_heavy(arguments: list[str], tmp_p
     [("train.py", "train"), ("parameter_server.py", "server"), ("worker.py", "worker"), ("show_board.py", "board")],
 )
 def test_the_scripts_are_the_commands_from_wherever_they_are_called(script: str, command: str, tmp_path: Path) -> None:
-    result = run_python("-S", str(SRC / "cli" / script), "--help", cwd=tmp_path)  # -S: as if nothing were installed
+    script_alone = ("-S", str(SRC / "cli" / script))  # -S: as if nothing were installed
+    result = run_python(*script_alone, "--help", cwd=tmp_path, path=None)
     assert result.returncode == 0, result.stderr
     assert f"usage: async-grpo {command}" in result.stdout
 
@@ -74,6 +78,17 @@ def test_the_scripts_are_the_commands_from_wherever_they_are_called(script: str,
 def test_python_m_is_the_command_too(tmp_path: Path) -> None:
     result = run_python("-m", "async_grpo.cli", "--version", cwd=tmp_path)
     assert result.stdout.startswith("async-grpo 0.")
+
+
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
+    prepare(tmp_path / "worker", config=tmp_path / "my_trainer.py")
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "async_grpo.cli", "status", str(tmp_path / "worker"), "--json"]
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    result = subprocess.run(command, env=env, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (141, "")
 
 
 def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,6 +109,17 @@ def test_what_the_user_can_act_on_is_one_line_and_exit_code_2(tmp_path: Path) ->
     assert result.stdout == ""
     [line] = result.stderr.splitlines()
     assert line.startswith("error: my_trainer.py defines no get_trainer().")
+
+
+def test_an_engine_that_is_not_installed_is_refused_before_anything_is_started(
+    setup_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    run_dir = str(tmp_path / "run")
+    for command in (["train", str(setup_file), "-n", "1"], ["worker", "-d", "cpu"]):
+        assert main([*command, "--run-dir", run_dir, "--generator", "vllm"]) == 2
+        assert "error: --generator vllm: vLLM is not installed here" in capsys.readouterr().err
+    assert not Path(run_dir).exists()
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "1.5", "many", ""])
@@ -137,8 +163,8 @@ def test_other_values_that_make_no_sense(
         (["server", "--config", "SETUP", "-d", "5"], "no CUDA GPU is visible here"),
         (["worker", "-d", "gpu"], "must be a GPU index or 'cpu'"),
         (["worker", "--config", "missing.py"], "Setup file not found: missing.py"),
-        (["board", "missing"], "missing is no directory"),
-        (["board", "."], "holds no TensorBoard events (yet)"),
+        (["board", "missing"], "missing is no run directory"),
+        (["board", "."], "is no run directory: it has no run.json"),
     ],
 )
 def test_refusals(
@@ -151,7 +177,7 @@ def test_refusals(
     see_gpus(monkeypatch, 0)
     monkeypatch.chdir(setup_file.parent)
     monkeypatch.delenv("LOG_LEVEL", raising=False)
-    monkeypatch.setattr(process, "set_up_log", lambda level: None)
+    monkeypatch.setattr(process, "set_up_log", lambda level, rank=0: None)
     assert main([setup_file.name if part == "SETUP" else part for part in arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error
@@ -293,7 +319,7 @@ def test_the_worker_s_device(
 
 
 def test_a_role_leaves_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "set_up_log", lambda level: None)
+    monkeypatch.setattr(process, "set_up_log", lambda level, rank=0: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
@@ -306,11 +332,29 @@ def test_a_role_leaves_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) ->
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
 
 
-@pytest.mark.parametrize(("given", "worker"), [(None, "1"), ("0", "0"), ("1", "1")])
+@pytest.mark.parametrize(
+    ("installed", "device", "generator", "expected"),
+    [
+        (("unsloth", "vllm"), "1", None, "1"),
+        (("unsloth", "vllm"), "1", "vllm", "1"),
+        (("unsloth", "vllm"), "1", "hf", "0"),
+        (("unsloth", "vllm"), "cpu", None, "0"),
+        (("unsloth",), "1", None, "0"),
+        (("vllm",), "1", None, "0"),
+    ],
+)
+def test_a_worker_has_fast_inference_where_unsloth_can_generate_with_vllm(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], device: str, generator: str | None, expected: str
+) -> None:
+    monkeypatch.setattr(worker_command, "installed", lambda package: package in installed)
+    assert worker_command._fast_inference(argparse.Namespace(generator=generator), device) == expected
+
+
+@pytest.mark.parametrize(("given", "worker"), [(None, "0"), ("0", "0"), ("1", "1")])
 def test_the_server_never_has_fast_inference_and_a_worker_as_the_user_says(
     monkeypatch: pytest.MonkeyPatch, given: str | None, worker: str
 ) -> None:
-    monkeypatch.setattr(process, "set_up_log", lambda level: None)
+    monkeypatch.setattr(process, "set_up_log", lambda level, rank=0: None)
     if given is None:
         monkeypatch.delenv("FAST_INFERENCE", raising=False)
     else:

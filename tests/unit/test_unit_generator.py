@@ -39,7 +39,6 @@ def generator(model: Qwen3ForCausalLM, tokens: int = 12, **sampling: float) -> T
         model,
         config=GenerationConfig(max_new_tokens=tokens, pad_token_id=PAD, eos_token_id=[EOS, OTHER_END], **settings),
         pad_token_id=PAD,
-        eos_token_ids=[EOS, OTHER_END],
         autocast=nullcontext,
     )
 

@@ -152,16 +152,32 @@ def test_a_run_that_finishes(stage: Stage, capsys: pytest.CaptureFixture[str]) -
 
 def test_the_children_s_own_lines_are_shown_with_their_names(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     stage.children_are(
-        server=FINISH_WHEN_ALL_ARE_THERE,
-        worker=f'print("12:00:00 INFO    at work"); print("noise"); {FOLLOW_THE_RUN}; print("12:00:01 INFO    bye")',
+        server=f'print("12:00:00 INFO    at work"); {FINISH_WHEN_ALL_ARE_THERE}; print("12:00:01 INFO    bye")',
+        worker=f"""
+            print("12:00:00 INFO    detail"); print("noise")
+            print("12:00:00 WARNING careful")
+            {FOLLOW_THE_RUN}
+        """,
     )
     launch(stage.options(worker_devices=("cpu", "cpu")))
     shown = capsys.readouterr().out.splitlines()
+    assert "[server] 12:00:00 INFO    at work" in shown
+    assert "[server] 12:00:01 INFO    bye" in shown
     for name in ("worker 1", "worker 2"):
-        assert f"[{name}] 12:00:00 INFO    at work" in shown
-        assert f"[{name}] 12:00:01 INFO    bye" in shown
-    assert not any("noise" in line for line in shown)
-    assert "noise" in stage.run.worker_log(1).read_text()
+        assert f"[{name}] 12:00:00 WARNING careful" in shown
+    assert not any("noise" in line or "detail" in line for line in shown)
+    assert "noise" in (log := stage.run.worker_log(1).read_text()) and "detail" in log
+
+
+def test_quiet_shows_warnings_and_what_the_launcher_has_to_decide(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.children_are(
+        server=f'print("12:00:00 INFO    at work"); print("12:00:00 ERROR   no"); {FINISH_WHEN_ALL_ARE_THERE}',
+        worker=FOLLOW_THE_RUN,
+    )
+    launch(stage.options(quiet=True))
+    assert capsys.readouterr().out == "[server] 12:00:00 ERROR   no\n"
 
 
 def test_the_options_reach_the_children(stage: Stage) -> None:
@@ -255,7 +271,8 @@ def test_a_worker_that_dies_is_started_again_while_the_run_goes_on(
     make_time_fly(monkeypatch, 100.0)
     stage.children_are(
         server=f"""
-            (RUN / "summary.json").write_text(json.dumps({{"state": "finished", "run_id": "x"}}))
+            summary = {{"server_pid": os.getpid(), "state": "finished", "run_id": "x"}}
+            (RUN / "summary.json").write_text(json.dumps(summary))
             until(lambda: started("worker1") == 3)
             {"end_run('finished')"}
         """,
@@ -269,6 +286,18 @@ def test_a_worker_that_dies_is_started_again_while_the_run_goes_on(
     assert len(stage.starts("worker2")) == 1
     assert capsys.readouterr().out.count("worker 1 ended (killed by SIGKILL); starting it again") == 2
     assert '"worker_restarts": 2' in stage.run.summary.read_text()
+
+
+def test_a_second_run_that_lost_leaves_the_summary_of_the_first_alone(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server found the directory in use and ended; what lies there was written by the other's."""
+    of_the_first = json.dumps({"server_pid": os.getpid(), "state": "finished", "worker_restarts": 0})
+    stage.children_are(
+        server=f"(RUN / 'summary.json').write_text({of_the_first!r})\nsys.exit('error: in use')", worker=FOLLOW_THE_RUN
+    )
+    assert launch(stage.options()) == 1
+    assert stage.run.summary.read_text() == of_the_first
 
 
 def test_workers_that_keep_dying_are_given_up_after_five_restarts_with_their_last_words(

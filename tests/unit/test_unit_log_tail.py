@@ -75,3 +75,10 @@ def test_last_words_are_all_there_after_lines_were_shown(log: Path) -> None:
 
 def test_a_child_that_wrote_nothing(log: Path) -> None:
     assert LogTail(log, "w").last_words() == "(it wrote nothing)"
+
+
+def test_what_a_model_wrote_does_not_steer_the_terminal(log: Path) -> None:
+    tail = LogTail(log, "w")
+    append(log, f"{LINE}bad answer \x1b]0;hi\x07\nerror: \x1b[2J gone\n")
+    assert tail.new_lines() == [f"[w] {LINE}bad answer \\x1b]0;hi\\x07"]
+    assert tail.last_words() == "error: \\x1b[2J gone"

@@ -124,14 +124,14 @@ def test_a_worker_sums_up_what_it_did() -> None:
 # --- metrics.jsonl and the step line
 
 
-def test_each_call_of_log_is_one_line_of_json_at_once(tmp_path: Path) -> None:
+def test_each_call_of_log_is_one_line_of_json_at_once(tmp_path: Path, clock: Clock) -> None:
     log = RunLog(tmp_path / "metrics.jsonl")
     log.logged(1, step_logs(0.25, note=Path("x")))
     log.logged(1, {"eval_reward": 0.5})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [
-        {"step": 1, "loss": 0.1, "reward": 0.25, "note": "x"},
-        {"step": 1, "eval_reward": 0.5},
+        {"step": 1, "monotonic_s": 100.0, "loss": 0.1, "reward": 0.25, "note": "x"},
+        {"step": 1, "monotonic_s": 100.0, "eval_reward": 0.5},
     ]
     log.close()
 
@@ -159,9 +159,9 @@ def test_the_step_line(tmp_path: Path, messages: list[str], clock: Clock) -> Non
     log.logged(3, {"eval_reward": 0.5})
     log.logged(10, {"train_runtime": 12.0})  # the trainer's closing totals are no step
     assert messages == [
-        "step 1/10 reward 0.250  ETA ?",
-        "step 3/10 reward 0.750  42 rollouts/s  staleness 0.0  queue 3/2/0  trainer waits 31%  workers busy 100%"
-        "  ETA 21 s",
+        "step 1/10 ETA ?  reward 0.250",
+        "step 3/10 ETA 21 s  reward 0.750  42 rollouts/s  staleness 0.0  queue 3/2/0  trainer waits 31%  "
+        "workers busy 100%",
         "evaluation at step 3: reward 0.500",
     ]
     log.close()
@@ -173,7 +173,7 @@ def test_a_long_way_to_go_is_told_in_minutes(tmp_path: Path, messages: list[str]
     log.logged(1, step_logs())
     clock.now += 1.0
     log.logged(2, step_logs())
-    assert messages[-1].endswith("ETA 10 min")
+    assert messages[-1].startswith("step 2/601 ETA 10 min  reward")
     log.close()
 
 

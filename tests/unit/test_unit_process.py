@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from textwrap import dedent
 import psutil
 import pytest
 
-from async_grpo.process import own_compile_cache
+from async_grpo.process import STACKS_SIGNAL, own_compile_cache
 
 DEADLINE_S = 60.0
 
@@ -161,3 +162,61 @@ def test_each_process_has_its_own_compile_cache() -> None:
     env = {"UNSLOTH_COMPILE_LOCATION": "caches/mine"}
     own_compile_cache("parameter_server", env)
     assert env == {"UNSLOTH_COMPILE_LOCATION": str(Path("caches/mine") / "parameter_server")}
+
+
+HUNG = """
+import sys, time
+from pathlib import Path
+from async_grpo.process import write_stacks_on_signal
+
+def waits_for_ever():
+    print("ready", flush=True)
+    time.sleep(100_000)
+
+write_stacks_on_signal(Path(sys.argv[1]))
+waits_for_ever()
+"""
+
+
+def test_a_hung_process_writes_its_stacks_when_it_is_signalled_and_lives_on(tmp_path: Path) -> None:
+    stacks = tmp_path / "alive" / "server.stacks"
+    with child(HUNG, str(stacks)) as process:
+        says(process, "ready")
+        process.send_signal(STACKS_SIGNAL)
+        eventually(lambda: "in <module>" in stacks.read_text())
+        assert "in waits_for_ever" in stacks.read_text()
+        assert process.poll() is None
+        assert stacks.stat().st_mode & 0o777 == 0o600
+        assert stacks.parent.stat().st_mode & 0o777 == 0o700
+
+
+FREES = """
+import os, resource, sys
+import torch
+from async_grpo.process import keep_freed_memory
+
+if sys.argv[1] == "keep":
+    keep_freed_memory(os.environ)
+for _ in range(20):
+    torch.zeros(10_000_000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    torch.zeros(10_000_000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(*arguments: str, **environment: str) -> int:
+    """Of 20 tensors of 40 MB, one after the other: up to 10,000 pages each."""
+    command = [sys.executable, "-c", FREES, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **environment})
+    return int(result.stdout)
+
+
+def test_freed_memory_is_kept_and_not_cleared_by_the_kernel_again_and_again() -> None:
+    assert page_faults("keep") < 1000
+    assert page_faults("default") > 5000, "else there is nothing to win any more"
+
+
+def test_the_users_own_settings_of_malloc_are_left_alone() -> None:
+    assert page_faults("keep", MALLOC_MMAP_THRESHOLD_="100000") > 5000

@@ -16,7 +16,7 @@ import pytest
 from async_grpo import run_dir as runs
 from async_grpo.errors import RunDirError
 from async_grpo.locks import KernelLock
-from async_grpo.run_dir import RunDir, RunState, prepare
+from async_grpo.run_dir import Fate, RunDir, RunState, prepare, preview
 
 CONFIG = Path("my_trainer.py")
 HOLD_LOCK = """
@@ -270,3 +270,42 @@ def test_the_weights_handle_can_be_put_elsewhere(root: Path, monkeypatch: pytest
     assert RunDir(root).weights_handle == root / "ps_ipc_handle.json"
     monkeypatch.setenv("CUDA_IPC_HANDLE_PATH", str(root.parent / "handle.json"))
     assert RunDir(root).weights_handle == root.parent / "handle.json"
+
+
+def snapshot(root: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(root.rglob("*"))}
+
+
+@pytest.mark.parametrize(
+    ("state", "step", "flags", "fate"),
+    [
+        (None, 0, {}, Fate.NEW),
+        (runs.FINISHED, 5, {}, Fate.MOVED_ASIDE),
+        (runs.FAILED, 0, {}, Fate.MOVED_ASIDE),
+        (runs.STOPPED, 5, {"overwrite": True}, Fate.OVERWRITTEN),
+        (runs.STOPPED, 5, {"resume": True}, Fate.RESUMED),
+        (runs.STOPPED, 5, {}, "unfinished run"),
+        (None, 0, {"resume": True}, "Nothing to resume"),
+    ],
+)
+def test_a_preview_says_what_a_start_would_do_and_does_nothing(
+    tmp_path: Path, state: str | None, step: int, flags: dict[str, bool], fate: Fate | str
+) -> None:
+    root = tmp_path / "worker"
+    if state is not None:
+        prepare(root, config=CONFIG)
+        RunDir(root).update_state(state=state, step=step)
+    before = snapshot(tmp_path)
+    if isinstance(fate, str):
+        with pytest.raises(RunDirError, match=fate) as foretold:
+            preview(root, **flags)
+        with pytest.raises(RunDirError) as real:
+            prepare(root, config=CONFIG, **flags)
+        assert str(foretold.value) == str(real.value)
+        return
+    found, place = preview(root, **flags)
+    assert found is fate
+    assert snapshot(tmp_path) == before
+    prepare(root, config=CONFIG, **flags)
+    assert place.is_dir()
+    assert (place != root) == (fate is Fate.MOVED_ASIDE)

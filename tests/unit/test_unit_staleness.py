@@ -50,6 +50,7 @@ class Simulation:
         self.idle = world.workers
         self.under_way: list[tuple[float, int, int, list[int]]] = []  # (end, tie, version, seqs)
         self.version = resume_from.step if resume_from else 0
+        self.passes_done = resume_from.passes_done if resume_from else 0  # at the last optimizer step
         self.staleness: list[int] = []
         self.used: list[int] = []
         self.most_open = 0
@@ -58,7 +59,8 @@ class Simulation:
         world, source = self.world, self.bench.source
         self.bench.published = self.version
         source.advance(self.version)
-        for micro in range(world.rounds * world.per_round):
+        begin = self.passes_done
+        for micro in range(begin, begin + world.rounds * world.per_round):
             if micro % world.per_round == 0:
                 self._claim()
                 self.most_open = max(self.most_open, len(self.bench.queue.jobs))
@@ -68,8 +70,9 @@ class Simulation:
                 self.staleness += [self.version - group.policy_version for group in batch]
                 self.used += seqs(batch)
             self._pass_time(world.step_s)
-            if (micro + 1) % world.per_version == 0:
+            if (micro - begin + 1) % world.per_version == 0:
                 self.version += 1
+                self.passes_done = (micro + 1) % world.per_round
                 self.bench.step_done(self.version)
                 self._claim()
         return self
@@ -168,7 +171,7 @@ def test_without_staleness_every_group_is_sampled_by_the_weights_that_it_trains(
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(worlds, st.integers(0, 12))
 def test_a_resumed_run_goes_on_within_the_bound(world: World, stop_after: int) -> None:
-    """Also from a checkpoint in the middle of a round, where TRL starts with a new generation batch."""
+    """Also from a checkpoint in the middle of a round, of which the rest comes first."""
     first = Simulation(World(**{**world.__dict__, "rounds": stop_after + 1})).run()
     source = first.bench.source
     below, above = pack_consumed(source.consumed, source.unusable)
@@ -180,6 +183,7 @@ def test_a_resumed_run_goes_on_within_the_bound(world: World, stop_after: int) -
         unusable=source.unusable,
         consumed_below=below,
         consumed=above,
+        passes_done=first.passes_done,
     )
     second = Simulation(world, resume_from=state).run()
     assert max(second.staleness) <= world.K
@@ -188,10 +192,12 @@ def test_a_resumed_run_goes_on_within_the_bound(world: World, stop_after: int) -
 
 @pytest.mark.parametrize("step", range(1, 8))
 def test_resuming_in_the_middle_of_a_round_does_not_wait_for_weights_of_the_future(step: int) -> None:
-    """Eight steps on each batch, K = 0: the checkpoint of step 3 has one round, the next one starts at version 3."""
-    state = RolloutState(run_id="run-1", step=step, next_seq=2, rounds=1, unusable=[], consumed_below=2, consumed=[])
+    """Eight steps on each batch, K = 0: after the checkpoint of step 3 come five more, the next round starts at 8."""
+    used: dict[str, Any] = {"next_seq": 2, "rounds": 1, "unusable": [], "consumed_below": 2, "consumed": []}
+    state = RolloutState(run_id="run-1", step=step, passes_done=step, **used)
     run = Simulation(World(B=2, K=0, per_round=8), resume_from=state).run()
     assert set(run.staleness) == {0}
+    assert run.bench.source._schedule.version_of_round(1) == 8
 
 
 def test_fast_workers_run_ahead_only_as_far_as_the_bound_can_use() -> None:

@@ -65,7 +65,7 @@ def test_a_finished_run(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None
         "88% of the time",
         "out/checkpoints",
         "worker/tensorboard",
-        "next: async-grpo board worker\n",
+        "next: async-grpo board worker --serve\n",
     ):
         assert part in text
     assert "set aside" not in text
@@ -105,8 +105,8 @@ def test_paths_are_shown_as_they_are(run: RunDir, capsys: pytest.CaptureFixture[
 
 
 def test_the_launcher_adds_its_figures(run: RunDir) -> None:
-    summary.add(run.summary, worker_restarts=2)
+    summary.add(run.summary, server_pid=4, worker_restarts=2)
     assert not run.summary.exists(), "the server wrote none, so there is nothing to add to"
-    runs.write_json(run.summary, {"steps": 3, "worker_restarts": 0})
-    summary.add(run.summary, worker_restarts=2)
-    assert json.loads(run.summary.read_text()) == {"steps": 3, "worker_restarts": 2}
+    runs.write_json(run.summary, {"server_pid": 4, "steps": 3, "worker_restarts": 0})
+    summary.add(run.summary, server_pid=4, worker_restarts=2)
+    assert json.loads(run.summary.read_text()) == {"server_pid": 4, "steps": 3, "worker_restarts": 2}

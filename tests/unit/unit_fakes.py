@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,8 +64,11 @@ class FakeQueue:
     def counts(self) -> Counts:
         return Counts(len(self.unclaimed()), len(self.claimed), len(self._finished))
 
-    def workers(self) -> list[str]:
-        return ["dev1"] * self.alive
+    def workers(self) -> list[SimpleNamespace]:
+        return [SimpleNamespace(name=f"dev{number}") for number in range(1, self.alive + 1)]
+
+    def claimants(self) -> list[str]:
+        return ["dev1"] if self.claimed else []
 
     def wait(self, timeout_s: float) -> bool:
         self.waits += 1

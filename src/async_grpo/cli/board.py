@@ -1,39 +1,121 @@
-"""`async-grpo board DIR`: a run's curves in TensorBoard."""
+"""`async-grpo board DIR`: a run's curves, samples and settings for TensorBoard, made from its files."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
+import shlex
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from async_grpo.cli import common
-from async_grpo.errors import UsageError
+from async_grpo.errors import DiskFullError
+
+if TYPE_CHECKING:
+    from async_grpo.board import Added, Board
 
 EXAMPLES = """\
-  async-grpo board worker               the run in worker/
-  async-grpo board worker --port 6007   on another port"""
+  async-grpo board worker                       write event files to worker/board, and say how to see them
+  async-grpo board worker --serve               open TensorBoard on them, and add what is new while the run lives
+  async-grpo board worker --serve --port 6007   on another port"""
+
+LOOK_EVERY_S = 5.0
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = common.parser("board", "Open a run's curves in TensorBoard, on this machine only.", EXAMPLES)
+    parser = common.parser(
+        "board",
+        "Make TensorBoard event files of a run's archived groups and metrics: rewards, advantages, lengths, staleness, "
+        "timing, workers, sample completions. Calling it again adds what is new.",
+        EXAMPLES,
+    )
     parser.add_argument("directory", type=Path, nargs="?", default=common.DEFAULT_RUN_DIR, help="default: worker/")
-    parser.add_argument("--port", type=common.positive, default=6006)
+    parser.add_argument(
+        "--serve", action="store_true", help="open TensorBoard on this machine only; Ctrl-C ends it, not the run"
+    )
+    parser.add_argument("--port", type=common.not_negative, default=6006, help="default: 6006; 0: any free one")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    if not args.directory.is_dir():
-        raise UsageError(f"{args.directory} is no directory. Give a run directory, such as worker/.")
-    if not any(args.directory.rglob("events.out.tfevents.*")):
-        raise UsageError(f"{args.directory} holds no TensorBoard events (yet): no training step has been logged.")
-    command = [
-        sys.executable,
-        "-m",
-        "tensorboard.main",
-        "--logdir",
-        str(args.directory),
-        "--port",
-        str(args.port),
-    ]
-    os.execv(sys.executable, command)
+    directory: Path = args.directory
+    if _is_log_directory(directory):
+        if args.serve:
+            return _serve(directory, args.port, None)
+        print(f"{directory} is no run directory, but holds event files. To see them:\n  {_command(directory)} --serve")
+        return 0
+
+    from async_grpo.board import Board, BoardKeptError
+
+    try:
+        with Board(directory) as board:
+            _report(board, board.update(), again=False)
+            if args.serve:
+                return _serve(board.folder, args.port, board)
+    except BoardKeptError as error:
+        if not args.serve:
+            raise
+        print(error)
+        from async_grpo.run_dir import RunDir
+
+        return _serve(RunDir(directory).board, args.port, None)
+    print(f"to see them: {_command(directory)} --serve")
+    print(f"         or: tensorboard --logdir {shlex.quote(str(board.folder))}")
+    return 0
+
+
+def _is_log_directory(directory: Path) -> bool:
+    """Whether it is no run's, but somebody's TensorBoard logs all the same."""
+    with suppress(PermissionError):
+        no_run = directory.is_dir() and not (directory / "run.json").exists()
+        return no_run and any(directory.rglob("events.out.tfevents.*"))
+    return False
+
+
+def _report(board: Board, added: Added, *, again: bool) -> None:
+    """Say what was added; while serving, only if it is something."""
+    if added.steps or added.logged:
+        print(f"{board.folder}: added {added.steps} steps and {added.logged} logged lines", flush=True)
+    elif not again:
+        has_some = any(board.folder.glob("*/events.out.tfevents.*"))
+        print(
+            f"{board.folder}: " + ("nothing new" if has_some else "nothing yet, no training step is done"), flush=True
+        )
+    if added.missing:
+        print(
+            f"{added.missing} groups of these steps have no usable file, or made room (--keep-done): curves lack them"
+        )
+    common.print_left_out(board.skipped)
+    board.skipped.clear()
+
+
+def _serve(folder: Path, port: int, board: Board | None) -> int:
+    """TensorBoard in this process, until Ctrl-C or SIGTERM."""
+    from async_grpo.process import StopRequest
+    from async_grpo.tensorboard_server import start
+
+    stop = StopRequest().install()
+    url = start(folder, port)
+    print(f"TensorBoard on {folder}: {url} (Ctrl-C ends it; the run goes on)", flush=True)
+    stop.defer()
+    live, looked = board is not None and board.run_is_live(), time.monotonic()
+    while not stop:
+        time.sleep(0.2)
+        if board is None or time.monotonic() - looked < LOOK_EVERY_S:
+            continue
+        was_live, live = live, board.run_is_live()  # before the look, which so sees the last of it
+        try:
+            _report(board, board.update(), again=True)
+        except DiskFullError as error:
+            print(error, flush=True)
+        if was_live and not live:
+            print("the run has ended: this is all of it, unless it is resumed", flush=True)
+        looked = time.monotonic()
+    return 0
+
+
+def _command(directory: Path) -> str:
+    from async_grpo.summary import program
+
+    return f"{program()} board {shlex.quote(str(directory))}"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
 from async_grpo.archive import ArchiveLimit
 from async_grpo.devices import CPU, hold_to_device, parse_device, threads_per_process, visible_gpus
 from async_grpo.errors import UsageError
-from async_grpo.settings import CORRECTIONS, TrainingSettings, WorkerSettings
+from async_grpo.settings import CORRECTIONS, GENERATORS, STALL_WARNING_S, TrainingSettings, WorkerSettings
 
 DEFAULT_CONFIG = Path("src/app/trainer_setup_gsmk.py")
 DEFAULT_RUN_DIR = Path("worker")
@@ -39,6 +41,14 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         choices=LOG_LEVELS,
         default=None,
         help="default: $LOG_LEVEL, else INFO",
+    )
+    parser.add_argument(
+        "--stall-warning",
+        type=positive_seconds,
+        default=STALL_WARNING_S,
+        metavar="S",
+        help="a process that makes no progress for S seconds says what it waits for, since when and for whom "
+        "(default: 60)",
     )
 
 
@@ -111,6 +121,21 @@ def add_worker_options(parser: argparse._ActionsContainer) -> None:
         help="groups that a worker scores while it generates the next ones (default: 4)",
     )
 
+    parser.add_argument(
+        "--generator",
+        choices=GENERATORS,
+        default=default.generator,
+        help="what the workers generate with: transformers, or vLLM with continuous batching (default: vllm where the "
+        "setup file says use_vllm=True, or it is installed and there is a GPU; else hf)",
+    )
+    parser.add_argument(
+        "--in-flight-update",
+        choices=("off", "on"),
+        default=default.in_flight_update,
+        help="vllm only. off: groups are finished with the weights that began them; on: they go on with new weights "
+        "as soon as there are any (default: off)",
+    )
+
 
 def training_settings(args: argparse.Namespace) -> TrainingSettings:
     return TrainingSettings(**{field.name: getattr(args, field.name) for field in fields(TrainingSettings)})
@@ -164,21 +189,36 @@ def device(text: str | None, *, default_gpu: int = 0) -> str:
     return str(min(default_gpu, gpus - 1)) if gpus else CPU
 
 
+def print_left_out(skipped: Mapping[str, str], most: int = 3) -> None:
+    """Say which files of a run could not be used: the first few, and how many more."""
+    for sentence in list(skipped.values())[:most]:
+        print(f"left out: {sentence}")
+    if len(skipped) > most:
+        print(f"left out: {len(skipped) - most} more")
+
+
 def add_launched_option(parser: argparse.ArgumentParser) -> None:
     """Set by `train --distributed` on its children: its pid. It has prepared the run, and keeps their logs."""
     parser.add_argument("--launched-by", type=int, metavar="PID", help=argparse.SUPPRESS)
 
 
-def become_role(args: argparse.Namespace, device: str, *, fast_inference: str) -> None:
-    """Set this process up as a server or a worker, before anything imports torch."""
-    from async_grpo.process import end_with_parent, log_prints, set_up_log
+def become_role(args: argparse.Namespace, device: str, *, fast_inference: str, one_device: bool = True) -> None:
+    """Set this process up as a server or a worker, before anything imports torch.
 
-    set_up_log(log_level(args))
-    if args.launched_by is not None:
-        end_with_parent(args.launched_by)
+    Args:
+        one_device: False for a rank of a distributed launch, which finds its own among those that all ranks see.
+    """
+    from async_grpo.process import end_with_parent, keep_freed_memory, log_prints, rank_of_launch, set_up_log
+
+    rank, ranks = rank_of_launch(os.environ)
+    set_up_log(log_level(args), rank=rank)
+    if args.launched_by is not None:  # ranks end in good order with rank 0: with their parent, only all at once
+        end_with_parent(args.launched_by, signal.SIGTERM if ranks == 1 else signal.SIGKILL)
         log_prints()
-    hold_to_device(device, os.environ)
+    if one_device or device == CPU:
+        hold_to_device(device, os.environ)
     if device == CPU:  # started by hand: nobody knows how many processes will share the cores, but there are others
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(2)))
+        keep_freed_memory(os.environ)
     os.environ["FAST_INFERENCE"] = fast_inference
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

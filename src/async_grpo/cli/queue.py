@@ -7,10 +7,11 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from async_grpo.cli import common
 from async_grpo.errors import BadFileError, UsageError
+from async_grpo.transcript import as_text, printable
 
 if TYPE_CHECKING:
     from async_grpo.records import Job, RolloutGroup
@@ -165,7 +166,7 @@ def _job_text(job: Job) -> Iterator[str]:
         f"for weights of version {job.min_version} or newer"
     )
     for column, value in job.row.items():
-        yield f"{column}: {_text(value)}"
+        yield f"{column}: {as_text(value)}"
 
 
 def _group_text(group: RolloutGroup) -> Iterator[str]:
@@ -180,19 +181,10 @@ def _group_text(group: RolloutGroup) -> Iterator[str]:
             f"{name} {reward:g}" for name, reward in zip(group.reward_names, group.rewards[index].tolist(), strict=True)
         )
         yield f"--- completion {index + 1}: {group.completion_lengths[index]} tokens; {rewards}"
-        yield _text(completion)
-
-
-def _text(value: Any) -> str:
-    """Text as it is, messages as `role: content`, the rest as Python writes it."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value):
-        return "\n".join(f"[{item['role']}] {item.get('content') or ''}" for item in value)
-    return repr(value)
+        yield as_text(completion)
 
 
 def _indented(text: str) -> Iterator[str]:
     """Lines for a terminal: what a model wrote must not steer it."""
     for line in text.split("\n"):
-        yield "    " + "".join(char if char.isprintable() or char == "\t" else repr(char)[1:-1] for char in line)
+        yield "    " + printable(line)

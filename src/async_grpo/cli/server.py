@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from async_grpo.cli import common
@@ -10,7 +11,9 @@ from async_grpo.cli import common
 EXAMPLES = """\
   async-grpo server --config my_trainer.py -d 0        then, in other terminals:
   async-grpo worker -d 1
-  async-grpo server --config my_trainer.py --resume    go on after a crash or a stop"""
+  async-grpo server --config my_trainer.py --resume    go on after a crash or a stop
+  accelerate launch --config_file fsdp2.yaml -m async_grpo.cli server --config my_trainer.py
+                                                       a trainer of several GPUs"""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -30,8 +33,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    from async_grpo.process import rank_of_launch
+
+    rank, ranks = rank_of_launch(os.environ)
     device = common.device(args.device)
-    if args.launched_by is None:
+    by_hand = args.launched_by is None
+    if by_hand and rank == 0:
         from async_grpo.run_dir import prepare
         from async_grpo.setup_file import check_setup_file
 
@@ -43,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             deterministic=args.deterministic,
         )
-    common.become_role(args, device, fast_inference="0")
+    common.become_role(args, device, fast_inference="0", one_device=ranks == 1)
 
     from async_grpo.parameter_server import ServerOptions, run_parameter_server
 
@@ -53,10 +60,11 @@ def run(args: argparse.Namespace) -> int:
             run_dir=args.run_dir,
             device=device,
             settings=common.training_settings(args),
-            log_level=common.log_level(args) if args.launched_by is None else None,
+            log_level=common.log_level(args) if by_hand else None,
+            rank=rank,
         )
     )
-    if args.launched_by is None:
+    if by_hand and rank == 0:
         from async_grpo import summary
         from async_grpo.run_dir import RunDir
 

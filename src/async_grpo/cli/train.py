@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 
 from async_grpo.cli import common
+from async_grpo.devices import CPU
+from async_grpo.engine_choice import choose_generator
 from async_grpo.errors import UsageError
 
 EXAMPLES = """\
@@ -13,6 +15,9 @@ EXAMPLES = """\
   async-grpo train my_trainer.py --distributed               server on GPU 0, a worker on every other GPU
   async-grpo train my_trainer.py -n 2                        two workers (they share the GPU when there is one)
   async-grpo train my_trainer.py --worker-device-ids 1,2,3   workers on exactly these GPUs
+  async-grpo train my_trainer.py --distributed --dry-run     what would run where, batches, memory; starts nothing
+  async-grpo train my_trainer.py --accelerate-config fsdp2.yaml --worker-device-ids 2,3
+                                                             the trainer itself on several GPUs
   async-grpo train my_trainer.py --distributed --resume      go on after a crash or a stop"""
 
 
@@ -26,9 +31,12 @@ def build_parser() -> argparse.ArgumentParser:
         help=f"Python file with get_trainer() (default: {common.DEFAULT_CONFIG})",
     )
     parser.add_argument("--device", "-d", help="one process on this GPU index, or 'cpu'")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the plan of the run; start nothing, change no file"
+    )
     common.add_training_options(parser)
     group = parser.add_argument_group("distributed", "a parameter server that trains, and workers that generate")
-    group.add_argument("--distributed", action="store_true", help="implied by the next three options")
+    group.add_argument("--distributed", action="store_true", help="implied by the next four options")
     group.add_argument(
         "--num-workers",
         "-n",
@@ -48,6 +56,12 @@ def build_parser() -> argparse.ArgumentParser:
         help="the workers' GPUs, one worker each",
     )
     group.add_argument(
+        "--accelerate-config",
+        type=Path,
+        metavar="FILE",
+        help="the trainer spans several processes, as this file of `accelerate config` says (examples/accelerate/)",
+    )
+    group.add_argument(
         "--worker-timeout",
         type=common.positive_seconds,
         default=600.0,
@@ -55,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="a worker that decodes no token and scores no group for S seconds is killed and started again "
         "(default: 600)",
     )
+    group.add_argument("--quiet", "-q", action="store_true", help="show only warnings, errors and the table at the end")
     common.add_worker_options(group)
     common.add_distributed_options(parser)
     common.add_run_options(parser)
@@ -65,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     from async_grpo.setup_file import check_setup_file
 
     check_setup_file(args.config)
-    named = (args.num_workers, args.master_device_id, args.worker_device_ids)
+    named = (args.num_workers, args.master_device_id, args.worker_device_ids, args.accelerate_config)
     if args.distributed or any(value is not None for value in named):
         return _distributed(args)
     if args.resume or args.overwrite:
@@ -76,12 +91,19 @@ def run(args: argparse.Namespace) -> int:
 def _single(args: argparse.Namespace) -> int:
     import os
 
-    from async_grpo.devices import check_torch_sees, hold_to_device
-    from async_grpo.process import own_compile_cache, set_up_log
+    from async_grpo.devices import CPU, check_torch_sees, hold_to_device
+    from async_grpo.process import keep_freed_memory, own_compile_cache, set_up_log
 
-    set_up_log(common.log_level(args))
     device = common.device(args.device)
+    if args.dry_run:
+        from async_grpo.plan.dry_run import plan_single
+
+        plan_single(args.config.absolute(), device, steps=args.steps, seed=args.seed)
+        return 0
+    set_up_log(common.log_level(args))
     hold_to_device(device, os.environ)
+    if device == CPU:
+        keep_freed_memory(os.environ)
     os.environ.setdefault("FAST_INFERENCE", "1")
     own_compile_cache("single", os.environ)
     check_torch_sees(device)
@@ -100,25 +122,48 @@ def _distributed(args: argparse.Namespace) -> int:
 
     if args.device is not None:
         raise UsageError("--device is for one process. Distributed: --master-device-id and --worker-device-ids.")
+    _check_accelerate_config(args)
+    if args.generator is not None:  # is it installed? What a setup file asks for is known once it is loaded
+        choose_generator(args.generator, None, on_gpu=False)
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
-    return launch(
-        LaunchOptions(
-            config=args.config.absolute(),
-            run_dir=args.run_dir.absolute(),
-            master_device=master,
-            worker_devices=workers,
-            training=common.training_settings(args),
-            work=common.worker_settings(args),
-            overwrite=args.overwrite,
-            worker_timeout_s=args.worker_timeout,
-            log_level=common.log_level(args),
-        )
+    options = LaunchOptions(
+        config=args.config.absolute(),
+        run_dir=args.run_dir.absolute(),
+        master_device=master,
+        worker_devices=workers,
+        accelerate_config=args.accelerate_config.absolute() if args.accelerate_config else None,
+        training=common.training_settings(args),
+        work=common.worker_settings(args),
+        overwrite=args.overwrite,
+        worker_timeout_s=args.worker_timeout,
+        log_level=common.log_level(args),
+        quiet=args.quiet,
     )
+    if args.dry_run:
+        from async_grpo.plan.dry_run import plan_distributed
+
+        plan_distributed(options)
+        return 0
+    return launch(options)
+
+
+def _check_accelerate_config(args: argparse.Namespace) -> None:
+    if args.accelerate_config is None:
+        return
+    if not args.accelerate_config.is_file():
+        raise UsageError(
+            f"There is no accelerate configuration {args.accelerate_config}. examples/accelerate/ has some."
+        )
+    if common.device(args.master_device_id) != CPU and args.worker_device_ids is None:
+        raise UsageError(
+            "The trainer takes the GPUs that the accelerate configuration names (gpu_ids), so say which are left for "
+            "the workers: --worker-device-ids 2,3."
+        )
 
 
 def plan_devices(master: str | None, workers: str | None, count: int | None) -> tuple[str, tuple[str, ...]]:
     """The server's device and each worker's. Raises `UsageError` for devices that do not exist or do not add up."""
-    from async_grpo.devices import CPU, parse_device, visible_gpus
+    from async_grpo.devices import parse_device, visible_gpus
 
     gpus = visible_gpus()
     server = common.device(master)

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 
 from async_grpo.cli import common
+from async_grpo.devices import CPU
+from async_grpo.engine_choice import HF, choose_generator, installed
 
 EXAMPLES = """\
   async-grpo worker -d 1                    on GPU 1, for the run in worker/, with the server's setup file
@@ -31,13 +33,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _fast_inference(args: argparse.Namespace, device: str) -> str:
+    """1 where Unsloth can generate with vLLM, for setup files that load their model so."""
+    can = device != CPU and installed("unsloth") and installed("vllm")
+    return "1" if can and args.generator != HF else "0"
+
+
 def run(args: argparse.Namespace) -> int:
     device = common.device(args.device or os.environ.get("WORKER_DEVICE"), default_gpu=1)
     if args.config is not None:
         from async_grpo.setup_file import check_setup_file
 
         check_setup_file(args.config)
-    common.become_role(args, device, fast_inference=os.environ.get("FAST_INFERENCE", "1"))
+    if args.generator is not None:  # is it installed? What a setup file asks for is known once it is loaded
+        choose_generator(args.generator, None, on_gpu=False)
+    common.become_role(args, device, fast_inference=os.environ.get("FAST_INFERENCE") or _fast_inference(args, device))
 
     from async_grpo.rollout_worker import WorkerOptions, run_worker
 

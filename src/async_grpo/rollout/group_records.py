@@ -18,6 +18,7 @@ def to_record(
     attempt: int,
     worker: str,
     policy_version: int,
+    token_versions: list[list[int]] | None = None,
     reward_names: list[str],
     timings: Timings,
 ) -> RolloutGroup:
@@ -34,6 +35,7 @@ def to_record(
         completion_ids=_flat(generated.completion_ids, np.int32),
         sampling_logprobs=_flat(generated.logprobs, np.float32),
         tool_mask=_flat(masks, np.uint8) if masks is not None else None,
+        token_versions=_flat(token_versions, np.int32) if token_versions is not None else None,
         rewards=scores.rewards.numpy().astype(np.float32),
         completions=generated.completions,
         metrics={**generated.metrics, **scores.metrics},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from async_grpo.errors import PeerDiedError
+from async_grpo.rollout.quantised_base import check_same_base, keep_layout
 from async_grpo_ipc import ExporterDiedError
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ class PolicyWeights:
     def __init__(self, remote: RemoteWeights, model: nn.Module) -> None:
         self._remote = remote
         self._model = model
+        keep_layout(model)
         self._aliased = False
+        self._checked = False
         self._pulled: tuple[str, int] | None = None  # generation and version of the copy
 
     def adopt(self, timeout_s: float) -> int:
@@ -27,8 +30,12 @@ class PolicyWeights:
 
         Raises:
             PeerDiedError: nothing is published, and nobody will.
+            UnsupportedError: the model is quantised, and differently from the trainer's.
         """
         try:
+            if not self._checked:
+                check_same_base(self._model, self._remote, timeout_s)
+                self._checked = True
             if self._aliased:
                 return self._remote.refresh(timeout_s)
             if self._remote.can_alias(self._model):

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from async_grpo.engine_choice import engine_inside
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.generator import Generator, TransformersGenerator
+from async_grpo.rollout.generator import Generator, OnGroups, Sampled, TransformersGenerator
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -57,16 +58,34 @@ class Scores:
     extra_columns: dict[str, list[Any]]  # `log_extra`
 
 
+HandOver = Callable[[dict[int, GeneratedGroup]], None]
+
+
 class RolloutMixin(UserTrainer):
     """Put before the user's trainer class: TRL prepares prompts, runs tools and environments; tokens come from
     `generator`; scoring is left to `score()`, so that it can be done group by group."""
 
     generator: Generator
+    _rows: Sequence[dict[str, Any]]  # of the groups that are being generated
+    _hand_over: HandOver | None = None
     _generated: tuple[Any, ...]
     _unscored: tuple[list[Any], list[Any], list[Any]]
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        return self.generator.generate(prompt_ids)
+        whole = not self.tools and self.environment_factories is None and self.rollout_func is None
+        if self._hand_over is None or not whole:  # else what is sampled may be only a part of the completion
+            return self.generator.generate(prompt_ids)
+        return self.generator.generate(prompt_ids, len(prompt_ids) // len(self._rows), self._hand_over_early)
+
+    def _hand_over_early(self, groups: list[int], sampled: Sampled) -> None:
+        """Let TRL finish these groups now, as a batch of their own; the others are still being generated."""
+        assert self._hand_over is not None
+        part = self.fork()
+        part.generator = _AlreadySampled(sampled)
+        group_size = len(sampled[0]) // len(groups)
+        self._hand_over(
+            dict(zip(groups, part.generate_groups([self._rows[i] for i in groups], group_size), strict=True))
+        )
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         self._generated = super()._generate(prompts)
@@ -79,8 +98,25 @@ class RolloutMixin(UserTrainer):
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[None, None, None]:
         return None, None, None  # the trainer's business: no forward pass here
 
-    def generate_groups(self, rows: Sequence[dict[str, Any]], group_size: int) -> list[GeneratedGroup]:
-        """Sample `group_size` completions for each row, all in one batch."""
+    def fork(self) -> Any:
+        """A copy that generates other groups at the same time: the same settings, its own environments and counts."""
+        fork = copy.copy(self)
+        fork.state = copy.copy(self.state)
+        fork._metrics = {mode: defaultdict(list) for mode in self._metrics}
+        if self.environment_factories is not None:
+            fork._environment_pool = defaultdict(list)
+        return fork
+
+    def generate_groups(
+        self, rows: Sequence[dict[str, Any]], group_size: int, hand_over: HandOver | None = None
+    ) -> list[GeneratedGroup]:
+        """Sample `group_size` completions for each row, all in one batch.
+
+        Args:
+            hand_over: given groups, by their index, that are done while others are still being generated. All come
+                back in the end, these too.
+        """
+        self._rows, self._hand_over = rows, hand_over
         batch = [dict(row) for row in rows for _ in range(group_size)]
         _clear_metrics(self)
         super()._generate_and_score_completions(batch)
@@ -123,22 +159,39 @@ class RolloutMixin(UserTrainer):
         )
 
 
+class _AlreadySampled:
+    """A `Generator` that gives what another one has sampled."""
+
+    def __init__(self, sampled: Sampled) -> None:
+        self.sampled = sampled
+        self.on_step: Callable[[], None] = lambda: None
+
+    def generate(
+        self, prompt_ids: Sequence[list[int]], group_size: int = 1, on_groups: OnGroups | None = None
+    ) -> Sampled:
+        return self.sampled
+
+
 def make_rollout_trainer(trainer: GRPOTrainer) -> None:
     """Give this very trainer object a class that generates and scores, and never trains."""
     user_class = type(trainer)
-    if trainer.args.use_vllm:
-        raise UnsupportedError("use_vllm=True: set it to False; the workers generate with transformers, for now.")
+    with_engine = engine_inside(trainer.model) is not None
+    if with_engine:  # Unsloth has set it; the engine is fed by us
+        trainer.args.use_vllm = trainer.use_vllm = False
+    elif trainer.args.use_vllm:
+        raise UnsupportedError("use_vllm=True was set after the trainer was built: give it to the GRPOConfig.")
     trainer.__class__ = type(f"Rollout{user_class.__name__}", (RolloutMixin, user_class), {})
     trainer.beta = 0.0  # no reference model: the trainer computes its log-probabilities
     trainer.ref_model = None
     model = trainer.model
     model.eval()  # no dropout while sampling
     model.training = True  # the top level only: TRL reads it as "this is a training batch"
+    if with_engine:
+        return  # TRL has made no `generation_config`, and nobody generates with transformers
     trainer.generator = TransformersGenerator(
         model,
         config=trainer.generation_config,
         pad_token_id=trainer._tokenizer.pad_token_id,
-        eos_token_ids=trainer.eos_token_ids,
         autocast=trainer.accelerator.autocast,
     )
 

@@ -27,12 +27,13 @@ class Schedule:
     micro_steps_per_round: int  # steps_per_generation * num_iterations
     micro_steps_per_version: int  # gradient_accumulation_steps
     max_staleness: int  # K, in versions (optimizer steps)
-    first_round: int = 0  # of this process: a resumed run begins with a new round, wherever its checkpoint was
-    first_version: int = 0  # at which that round starts
+    first_round: int = 0  # that this process takes: a resumed run may begin in the middle of the one before
+    first_version: int = 0  # of this process
+    micro_steps_before: int = 0  # that are left of the round before `first_round`
 
     def version_of_round(self, round_index: int) -> int:
         """The policy version at which round `round_index` starts."""
-        micro_steps = (round_index - self.first_round) * self.micro_steps_per_round
+        micro_steps = (round_index - self.first_round) * self.micro_steps_per_round + self.micro_steps_before
         return self.first_version + micro_steps // self.micro_steps_per_version
 
     def oldest_version_for(self, position: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,23 +11,30 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from async_grpo.activity import EVALUATING, PUBLISHING, SAVING, TRAINING, activity
 from async_grpo.archive import ArchiveLimit
 from async_grpo.errors import DiskFullError, UsageError
 from async_grpo.job_queue import ServerQueue
 from async_grpo.metrics import RunLog
 from async_grpo.process import StopRequest
-from async_grpo.run_dir import RunDir, RunState
+from async_grpo.records import RolloutGroup
+from async_grpo.run_dir import RunDir, RunState, write_json
 from async_grpo.settings import TrainingSettings
-from async_grpo.training import checkpoints, correction, trl_hooks
+from async_grpo.training import batch_file, checkpoints, correction, trl_hooks
 from async_grpo.training.admission import Schedule
+from async_grpo.training.batch_file import BatchInUse
 from async_grpo.training.checkpoints import RolloutState
 from async_grpo.training.consumption import ConsumptionRecord
+from async_grpo.training.hyperparameters import hyperparameters
+from async_grpo.training.lockstep import Leader, end_with_a_checkpoint
 from async_grpo.training.log_callback import LogCallback
 from async_grpo.training.prompts import prompt_rows, refuse_images
+from async_grpo.training.ranks import Ranks
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource, StopTraining
+from async_grpo.training.sharded_weights import is_sharded
 from async_grpo.training.weight_publication import WeightPublication
-from async_grpo_ipc import WeightExporter
+from async_grpo_ipc import Blueprint, WeightExporter
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -49,17 +57,17 @@ class AsyncTraining:
         state: RunState,
         settings: TrainingSettings,
         stop: StopRequest,
+        ranks: Ranks | None = None,
     ) -> None:
-        if settings.deterministic and settings.filter_zero_variance:
-            raise UsageError("--filter-zero-variance depends on who is faster, so it cannot be --deterministic.")
-        trl_hooks.refuse_unsupported(trainer)
-        refuse_images(trainer)
+        refuse(trainer, settings)
         self._trainer = trainer
+        self._leader = Leader(trainer, ranks)
         correct = self._correction(settings.correction)
         self._run = run
         self._run_id = state.run_id
         self._keep_done = settings.keep_done
         self._deterministic = settings.deterministic
+        self._max_staleness = settings.max_staleness
         self._stop = stop
         self.output_dir = Path(trainer.args.output_dir).absolute()
         self.tensorboard = run.tensorboard
@@ -68,7 +76,10 @@ class AsyncTraining:
         self.metrics = RolloutMetrics(lambda name, value: trl_hooks.append_metric(trainer, name, value))
         self.log = RunLog(run.metrics)
         self._in_checkpoint: frozenset[int] = frozenset()  # groups that a resumed run will not come back to
+        self._batch: BatchInUse | None = None  # that the last optimizer step left unfinished
         self._checkpoint, rollouts = self._find_checkpoint() if settings.resume else (None, None)
+        if self._checkpoint is not None and rollouts is not None and rollouts.passes_done:
+            self._batch = batch_file.load(Path(self._checkpoint), trainer.accelerator.device)
         self._record = ConsumptionRecord(  # before the queue: it withdraws what this process is to issue again
             run.consumption,
             run_id=state.run_id,
@@ -81,19 +92,18 @@ class AsyncTraining:
             max_attempts=settings.max_attempts,
             consumed=rollouts.done_set() if rollouts else (),
         )
-        self._exporter = WeightExporter.from_model(trainer.model, run.weights_handle, slots=SLOTS)
-        self._publication = WeightPublication(self._exporter)
+        self._publication = WeightPublication(self._exporter(run))
         self._source = RolloutSource(
             queue=self._queue,
             prompts=lambda start: prompt_rows(trainer, start),
-            schedule=_schedule(trainer, settings.max_staleness),
+            schedule=schedule_of(trainer, settings.max_staleness),
             run_id=state.run_id,
             seed=trainer.args.seed,
             num_generations=trainer.num_generations,
             metrics=self.metrics,
             published_version=lambda: self._publication.version,
             keep_publishing=self._publication.retry,
-            should_stop=lambda: bool(stop),
+            should_stop=self._should_stop,
             in_order=settings.deterministic,
             is_uniform=trl_hooks.uniform_rewards(trainer) if settings.filter_zero_variance else None,
             on_drop=self._record.dropped,
@@ -102,18 +112,19 @@ class AsyncTraining:
         )
         trl_hooks.make_async(
             trainer,
-            take_groups=self._source.take,
+            take_groups=self._take,
             correct=correct,
             before_checkpoint=self._wait_for_room,
             after_checkpoint=self._save_rollout_state,
         )
         trl_hooks.use_callbacks(trainer, _StepEvents(self), tensorboard=run.tensorboard)
+        write_json(run.hyperparameters, hyperparameters(trainer, settings))
 
     def __enter__(self) -> AsyncTraining:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._exporter.close()
+        self._publication.close()
         self._queue.close()
         self._record.close()
         self.log.close()
@@ -125,11 +136,40 @@ class AsyncTraining:
 
     def train(self) -> bool:
         """Train to the last step; True when it was reached, False when the run was asked to stop before."""
+        self._leader.start(self._checkpoint)
         try:
             self._trainer.train(resume_from_checkpoint=self._checkpoint)
         except StopTraining:
             trl_hooks.save_and_end(self._trainer)
+        except RuntimeError:  # torch.distributed's own, where a rank died in the midst of a step
+            self._leader.blame()
+            raise
         return self.step >= int(self._trainer.state.max_steps)
+
+    def _take(self, version: int) -> list[RolloutGroup]:
+        try:
+            groups = self._source.take(version)
+        except StopTraining:
+            self._leader.stop()
+            raise
+        self._leader.hand_out(groups)
+        return groups
+
+    def _should_stop(self) -> bool:
+        self._leader.check_alive()
+        return self.stop_requested()
+
+    def _exporter(self, run: RunDir) -> Callable[[], WeightExporter]:
+        """Makes the exporter, once the model is where it trains."""
+        trainer = self._trainer
+        model = trainer.model
+        if not is_sharded(trainer):
+            return lambda: WeightExporter.from_model(model, run.weights_handle, slots=SLOTS)
+        blueprint = Blueprint.of_model(model)
+        device = trainer.accelerator.device
+        return lambda: WeightExporter.from_blueprint(
+            blueprint, self._leader.gather, run.weights_handle, device=device, slots=SLOTS
+        )
 
     def _find_checkpoint(self) -> tuple[str | None, RolloutState | None]:
         found = checkpoints.latest(self.output_dir, self._run_id)
@@ -141,7 +181,6 @@ class AsyncTraining:
 
     def _correction(self, name: str) -> correction.Correction:
         trainer = self._trainer
-        correction.check(name, trainer)
         if name == "none":
             logger.warning("--correction none: stale rollouts are taken as fresh ones, which can destroy the policy")
         return correction.Correction(
@@ -153,13 +192,23 @@ class AsyncTraining:
 
     def training_begins(self) -> None:
         step = self.step
+        self._show_progress(step)
+        activity.doing(PUBLISHING)
+        if self._batch is not None:
+            trl_hooks.go_on_with(self._trainer, self._batch)
         self._publication.publish(step)
         self._source.advance(step)
+        self._leader.go()
         self.metrics.training_begins()
+        activity.doing(TRAINING, version=self._publication.version)
 
-    def step_done(self) -> None:
+    def step_done(self) -> bool:
+        """Publish, issue, count; returns whether training goes on."""
         step = self.step
         started = time.monotonic()
+        self._show_progress(step)
+        activity.doing(PUBLISHING)
+        self._batch = trl_hooks.batch_in_use(self._trainer)
         self._record.used(step, self._source.trained())
         if self._deterministic:  # each group is to be generated by exactly one version: the next must not appear before
             waiting = time.monotonic()
@@ -169,9 +218,22 @@ class AsyncTraining:
         self._source.advance(step)
         self._count_queue()
         self.metrics.overhead(time.monotonic() - started)
+        activity.doing(TRAINING, version=self._publication.version)
+        stop = self.stop_requested()
+        self._leader.go(stop=stop)
+        return not stop
+
+    def _show_progress(self, step: int) -> None:
+        activity.progress()
+        total = int(self._trainer.state.max_steps)
+        activity.trains(step=step, total_steps=total, max_staleness=self._max_staleness)
 
     def stop_requested(self) -> bool:
         return bool(self._stop)
+
+    def may_stop_evaluation(self) -> bool:
+        """Whether to break an evaluation off. Several ranks finish it, as none of them can stop alone."""
+        return self._leader.alone and self.stop_requested()
 
     def _count_queue(self) -> None:
         counts = self._queue.counts()
@@ -185,6 +247,7 @@ class AsyncTraining:
             trl_hooks.append_metric(self._trainer, f"async/{name}", value)
 
     def _wait_for_room(self) -> None:
+        activity.doing(SAVING)
         self.output_dir.mkdir(parents=True, exist_ok=True)
         checkpoints.wait_for_room(
             self.output_dir,
@@ -192,12 +255,17 @@ class AsyncTraining:
             make_room=lambda: self._trim_archive(ArchiveLimit(0)),
             should_stop=self.stop_requested,
         )
+        self._leader.go()
 
     def _save_rollout_state(self, step: int) -> None:
+        self._leader.wait_for_all()  # each rank has written its part
         below, above = checkpoints.pack_consumed(self._source.consumed, self._source.unusable)
         self._record.sync()
+        checkpoint = self.output_dir / f"checkpoint-{step}"
+        if self._batch is not None:
+            batch_file.save(checkpoint, self._batch)
         checkpoints.save(
-            self.output_dir / f"checkpoint-{step}",
+            checkpoint,
             RolloutState(
                 run_id=self._run_id,
                 step=step,
@@ -206,12 +274,15 @@ class AsyncTraining:
                 unusable=self._source.unusable,
                 consumed_below=below,
                 consumed=above,
+                passes_done=self._batch.passes_done if self._batch is not None else 0,
             ),
         )
         with suppress(DiskFullError):  # for people only: a resumed run reads the checkpoint
             self._run.update_state(step=step)
         self._in_checkpoint = frozenset(self._source.consumed) | frozenset(self._source.unusable)
         self._trim_archive(self._keep_done)
+        activity.progress()
+        activity.doing(TRAINING)
 
     def _trim_archive(self, limit: ArchiveLimit) -> None:
         """Delete the oldest used groups beyond `limit`; never one that the last checkpoint does not have."""
@@ -220,7 +291,22 @@ class AsyncTraining:
             logger.debug("removed {} of the oldest groups from done/", removed)
 
 
-def _schedule(trainer: GRPOTrainer, max_staleness: int) -> Schedule:
+def refuse(trainer: GRPOTrainer, settings: TrainingSettings) -> None:
+    """Refuse, before anything is started, what cannot be trained so.
+
+    Raises:
+        UnsupportedError: the trainer uses something that cannot run distributed, or not with this correction.
+        UsageError: two settings exclude each other.
+    """
+    if settings.deterministic and settings.filter_zero_variance:
+        raise UsageError("--filter-zero-variance depends on who is faster, so it cannot be --deterministic.")
+    trl_hooks.refuse_unsupported(trainer)
+    refuse_images(trainer)
+    correction.check(settings.correction, trainer)
+
+
+def schedule_of(trainer: GRPOTrainer, max_staleness: int) -> Schedule:
+    """The arithmetic of this trainer's rounds."""
     return Schedule(
         groups_per_round=trl_hooks.groups_per_round(trainer),
         micro_steps_per_round=trainer.args.steps_per_generation * trainer.num_iterations,
@@ -243,13 +329,21 @@ class _StepEvents(LogCallback):
         self._training.training_begins()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._training.step_done()
-        if self._training.stop_requested():
-            control.should_training_stop = True
-            control.should_save = True
+        if not self._training.step_done():
+            end_with_a_checkpoint(control)
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        activity.progress()  # a micro-batch of a step that accumulates gradients
 
     def on_prediction_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._training.stop_requested():  # an evaluation may take long
+        activity.doing(EVALUATING)
+        activity.progress()
+        if self._training.may_stop_evaluation():  # which may take long
             raise StopTraining
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        activity.doing(TRAINING)

@@ -31,10 +31,11 @@ class RolloutState:
     run_id: str
     step: int
     next_seq: int  # the first sequence number never issued
-    rounds: int  # generation batches consumed
+    rounds: int  # generation batches consumed, with the one that the checkpoint is in the middle of
     unusable: list[int]  # sequence numbers that will never be trained on: set aside, or dropped as over age
     consumed_below: int  # every usable sequence number below this one is consumed
     consumed: list[int]  # and these above it
+    passes_done: int = 0  # forward passes on the last batch, if there are more to come; it is in `batch_file.FILE_NAME`
     format: int = FORMAT
 
     def consumed_set(self) -> set[int]:
@@ -79,10 +80,10 @@ def wait_for_room(
     needed = f"{needed_bytes / 1e6:.0f} MB of room in {folder} for a checkpoint"
     logger.warning("waiting for {}", needed)
     make_room()
-    reminder = Reminder(lambda: needed)
-    while shutil.disk_usage(folder).free < needed_bytes and not should_stop():
-        reminder.tick()
-        time.sleep(ROOM_RETRY_S)
+    with Reminder(lambda: needed) as reminder:
+        while shutil.disk_usage(folder).free < needed_bytes and not should_stop():
+            reminder.tick()
+            time.sleep(ROOM_RETRY_S)
 
 
 def latest(output_dir: Path, run_id: str) -> tuple[Path, RolloutState] | None:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_grpo.line_file import LineFile
 
@@ -59,14 +59,51 @@ class ConsumptionRecord:
         self._file.append(json.dumps(entry))
 
 
+class Started(NamedTuple):
+    """A process that trains begins."""
+
+    run_id: str
+    resumed_from: int | None  # step of its checkpoint
+    max_staleness: int
+
+
+class Used(NamedTuple):
+    """An optimizer step and a batch that it used."""
+
+    step: int
+    batch: UsedBatch
+
+
+class Dropped(NamedTuple):
+    """A finished group that is not used."""
+
+    seq: int
+    reason: str
+
+
+def parse_entry(line: str) -> Started | Used | Dropped:
+    """One line of the record. Raises `ValueError`, which says what is wrong with it."""
+    try:
+        entry = json.loads(line)
+        if "resumed_from" in entry:
+            return Started(entry["run_id"], entry["resumed_from"], entry["max_staleness"])
+        if "dropped" in entry:
+            return Dropped(int(entry["dropped"]), str(entry.get("reason", "")))
+        step = entry.pop("step")
+        batch = UsedBatch(**entry)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    if len(batch.seqs) != len(batch.policy_versions):
+        raise ValueError(f"{len(batch.seqs)} groups and {len(batch.policy_versions)} policy versions")
+    return Used(step, batch)
+
+
 def final_history(path: Path) -> Iterator[tuple[int, UsedBatch]]:
     """`(step, batch)` in the order of training, without what a later process did not go on from."""
     history: list[tuple[int, UsedBatch]] = []
-    for line in path.read_text().splitlines():
-        entry = json.loads(line)
-        if "resumed_from" in entry:
-            history = [used for used in history if used[0] <= (entry["resumed_from"] or 0)]
-        elif "step" in entry:
-            step = entry.pop("step")
-            history.append((step, UsedBatch(**entry)))
+    for entry in map(parse_entry, path.read_text().splitlines()):
+        if isinstance(entry, Started):
+            history = [used for used in history if used[0] <= (entry.resumed_from or 0)]
+        elif isinstance(entry, Used):
+            history.append((entry.step, entry.batch))
     yield from history

@@ -10,6 +10,7 @@ from typing import Any
 
 from loguru import logger
 
+from async_grpo.activity import activity
 from async_grpo.errors import AllGroupsFailedError, DiskFullError, WaitTimeoutError
 from async_grpo.job_queue import ServerQueue
 from async_grpo.records import Job, RolloutGroup
@@ -18,6 +19,7 @@ from async_grpo.training.checkpoints import RolloutState
 from async_grpo.training.consumption import UsedBatch
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.waiting import Reminder
+from async_grpo.wording import counted
 
 UNIFORM_ROUNDS = 10  # so many rounds of groups with equal rewards in a row, and they are used all the same
 WAKE_S = 0.5  # a wait on the queue looks at everything else at least this often
@@ -104,7 +106,10 @@ class RolloutSource:
         self.unusable = list(state.unusable)
         self._done = frozenset(self.consumed) | frozenset(self.unusable)
         self.next_seq = state.consumed_below
-        self._schedule = replace(self._schedule, first_round=state.rounds, first_version=state.step)
+        left = self._schedule.micro_steps_per_round - state.passes_done if state.passes_done else 0
+        self._schedule = replace(
+            self._schedule, first_round=state.rounds, first_version=state.step, micro_steps_before=left
+        )
 
     def advance(self, version: int) -> None:
         """Issue every job that may be issued while the trainer is at `version`."""
@@ -143,11 +148,11 @@ class RolloutSource:
 
     def _wait_for_batch(self, version: int) -> list[RolloutGroup]:
         deadline = time.monotonic() + self._max_wait_s
-        reminder = Reminder(self._waiting_for)
         starved = False
-        while (batch := self._complete_batch(version)) is None:
-            starved = starved or not self._queue.unclaimed()
-            self._wait(deadline, reminder)
+        with Reminder(self._waiting_for, self._waiting_on) as reminder:
+            while (batch := self._complete_batch(version)) is None:
+                starved = starved or not self._queue.unclaimed()
+                self._wait(deadline, reminder)
         self._lookahead.batch_taken(starved=starved)
         return batch
 
@@ -213,6 +218,7 @@ class RolloutSource:
             group = self._queue.take(entry)
             if group is None:
                 continue
+            activity.progress()
             self._failed_in_a_row = 0
             if group.job.seq in self.unusable:  # given up before, and tried once more by an operator
                 self.unusable.remove(group.job.seq)
@@ -267,11 +273,11 @@ class RolloutSource:
         Raises what `take` raises.
         """
         deadline = time.monotonic() + self._max_wait_s
-        reminder = Reminder(self._waiting_for)
         self._collect(version)
-        while any(seq not in self._ready for seq in self._at_least):
-            self._wait(deadline, reminder)
-            self._collect(version)
+        with Reminder(self._waiting_for, self._waiting_on) as reminder:
+            while any(seq not in self._ready for seq in self._at_least):
+                self._wait(deadline, reminder)
+                self._collect(version)
 
     def _wait(self, deadline: float, reminder: Reminder) -> None:
         if self._should_stop():
@@ -297,6 +303,10 @@ class RolloutSource:
                 f"The last one failed with:\n{reason.strip()}"
             )
 
+    def _waiting_on(self) -> list[str]:
+        """Those who have the groups that are missing; while nobody has any, every worker may take them."""
+        return self._queue.claimants() or [worker.name for worker in self._queue.workers()]
+
     def _waiting_for(self) -> str:
         if self._disk_full:
             return "room on the disk for new jobs"
@@ -304,9 +314,10 @@ class RolloutSource:
         workers = len(self._queue.workers())
         missing = max(1, self._schedule.groups_per_round - len(self._ready))
         if workers == 0:
-            return f"{missing} groups, and no worker is alive: start one with `async-grpo worker`"
+            return f"{counted(missing, 'group')}, and no worker is alive: start one with `async-grpo worker`"
         return (
-            f"{missing} more groups from {workers} workers ({counts.pending} pending, {counts.processing} in process)"
+            f"{counted(missing, 'more group')} from {counted(workers, 'worker')} "
+            f"({counts.pending} pending, {counts.processing} in process)"
         )
 
 

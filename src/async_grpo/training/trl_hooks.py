@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from async_grpo.errors import UnsupportedError
+from async_grpo.training.batch_file import BatchInUse
 from async_grpo.training.correction import report_ratio
 
 if TYPE_CHECKING:
@@ -57,9 +58,9 @@ class AsyncGRPOMixin(UserTrainer):
         groups = self.take_groups(self.state.global_step)
         with _serving(self, groups):
             rows = [_with_prompt(group.job.row) for group in groups for _ in range(group.job.num_generations)]
-            output: dict[str, Any] = super()._generate_and_score_completions(rows)
+            output: dict[str, Any] = super()._generate_and_score_completions(own_share(self, rows))
         ages = [self.state.global_step - group.policy_version for group in groups for _ in range(self.num_generations)]
-        output["staleness"] = torch.tensor(ages, device=output["advantages"].device)
+        output["staleness"] = torch.tensor(own_share(self, ages), device=output["advantages"].device)
         self.correct(output)
         return output
 
@@ -71,7 +72,8 @@ class AsyncGRPOMixin(UserTrainer):
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self._log_pi = result[0].detach()
+        if result[0] is not None:  # Unsloth's first question gets no answer
+            self._log_pi = result[0].detach()
         return result
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
@@ -80,18 +82,22 @@ class AsyncGRPOMixin(UserTrainer):
             return result
         # The workers' own completions: they hold tool calls and their results.
         completions = [completion for group in self._serving for completion in group.completions]
-        return (*result[:3], completions, *result[4:])
+        return (*result[:3], own_share(self, completions), *result[4:])
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any) -> torch.Tensor:
         if self._serving is None:
             return super()._calculate_rewards(inputs, prompts, completions, *args)
         columns = sorted({column for group in self._serving for column in group.extra_columns})
+        extra_columns: dict[str, list[Any]] = {column: [] for column in columns}
         for group in self._serving:
             for column in columns:  # a group without it must not shift the others
-                self._log_completion_extra(column, group.extra_columns.get(column, [None] * len(group.rewards)))
+                values = group.extra_columns.get(column, [None] * len(group.rewards))
+                extra_columns[column] += values
             for name, metric_values in group.metrics.items():
-                for value in metric_values:
+                for value in metric_values if self.accelerator.is_main_process else ():  # TRL adds up the ranks'
                     self._log_metric(name, value)
+        for column, values in extra_columns.items():
+            self._log_completion_extra(column, own_share(self, values))
         rewards = torch.cat([torch.from_numpy(group.rewards) for group in self._serving])
         return rewards.to(self.accelerator.device)
 
@@ -105,7 +111,7 @@ class AsyncGRPOMixin(UserTrainer):
         finally:
             args.save_total_limit = limit
         self.after_checkpoint(self.state.global_step)
-        if limit is not None:
+        if limit is not None and args.should_save:
             from transformers.trainer_utils import rotate_checkpoints
 
             best = self.state.best_model_checkpoint
@@ -119,13 +125,24 @@ def _serving(trainer: Any, groups: Sequence[RolloutGroup]) -> Iterator[None]:
     """While TRL assembles the batch: rollouts come from `groups`; tools and environments have already run."""
     saved = (trainer.rollout_func, trainer.tools, trainer.environment_factories, trainer.environments)
     trainer._serving = groups
-    trainer.rollout_func = lambda prompts, _trainer: _as_rollout_output(groups)
+    output = {name: own_share(trainer, values) for name, values in _as_rollout_output(groups).items()}
+    trainer.rollout_func = lambda prompts, _trainer: output
     trainer.tools, trainer.environment_factories, trainer.environments = [], None, None
     try:
         yield
     finally:
         trainer.rollout_func, trainer.tools, trainer.environment_factories, trainer.environments = saved
         trainer._serving = None
+
+
+def own_share(trainer: Any, completions: list[Any]) -> list[Any]:
+    """The part of a generation batch, one entry a completion, that this process trains on; all, where it is the only.
+
+    TRL cuts a batch into equal parts in the order of ranks, and counts on it when it gathers.
+    """
+    size = len(completions) // trainer.accelerator.num_processes
+    start = trainer.accelerator.process_index * size
+    return completions[start : start + size]
 
 
 def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
@@ -181,18 +198,29 @@ def make_async(
 def refuse_unsupported(trainer: GRPOTrainer) -> None:
     """Raise `UnsupportedError`, with the way out, for what cannot run distributed yet."""
     args = trainer.args
-    if args.world_size > 1:
+    if trainer.is_deepspeed_enabled:
         raise UnsupportedError(
-            f"This trainer spans {args.world_size} processes (accelerate or torchrun). The parameter server is one "
-            "process for now: start it without a distributed launcher."
+            "DeepSpeed cannot run distributed yet. Use FSDP2 instead, which shards weights as ZeRO-3 does: "
+            "examples/accelerate/fsdp2.yaml."
         )
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise UnsupportedError("DeepSpeed and FSDP cannot run distributed yet: remove `deepspeed`/`fsdp`.")
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        raise UnsupportedError(
+            "FSDP of version 1 cannot run distributed: its weights have no names of their own to publish. Set "
+            "`fsdp_version: 2` in the accelerate configuration or in `fsdp_config`."
+        )
     if args.use_vllm:
+        raise UnsupportedError("use_vllm=True was set after the trainer was built: give it to the GRPOConfig.")
+    if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise UnsupportedError(
-            "use_vllm=True starts vLLM inside the trainer, but here the workers generate (with transformers, for "
-            "now). Set use_vllm=False."
+            "The model has no parameter that trains. If it is an adapter that was loaded, load it with "
+            "PeftModel.from_pretrained(..., is_trainable=True), or pass `peft_config` for a new one."
         )
+
+
+def name_the_cpu(trainer: GRPOTrainer) -> None:
+    """Let several ranks on a CPU load checkpoints: accelerate calls their device `cpu:0`, which torch.load refuses."""
+    if trainer.args.device == torch.device("cpu", 0):
+        vars(trainer.args)["_setup_devices"] = torch.device("cpu")
 
 
 def train_sampler(trainer: GRPOTrainer) -> Iterable[int]:
@@ -256,7 +284,18 @@ def append_metric(trainer: GRPOTrainer, name: str, value: float) -> None:
     trainer._metrics["train"][name].append(value)
 
 
-def use_callbacks(trainer: GRPOTrainer, events: Any, tensorboard: Path) -> None:
+def batch_in_use(trainer: GRPOTrainer) -> BatchInUse | None:
+    """The generation batch that TRL is in the middle of, None between two."""
+    passes = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations)
+    return BatchInUse(passes, trainer._buffered_inputs) if passes else None
+
+
+def go_on_with(trainer: GRPOTrainer, batch: BatchInUse) -> None:
+    """Have TRL go on in the middle of a batch, before the first step of a resumed run."""
+    trainer._step, trainer._buffered_inputs = batch.passes_done, list(batch.inputs)
+
+
+def use_callbacks(trainer: GRPOTrainer, events: Any, tensorboard: Path | None) -> None:
     """Add our callback first, so that logs and checkpoints of a step see it counted; log to TensorBoard by default.
 
     transformers' own progress bar and printer give way to the run's step line.
@@ -267,7 +306,8 @@ def use_callbacks(trainer: GRPOTrainer, events: Any, tensorboard: Path) -> None:
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     handler = trainer.callback_handler
-    if not any(isinstance(callback, TensorBoardCallback) for callback in handler.callbacks):
+    logs_already = any(isinstance(callback, TensorBoardCallback) for callback in handler.callbacks)
+    if tensorboard is not None and not logs_already:
         from async_grpo.training.curves import CurvesCallback
 
         trainer.add_callback(CurvesCallback(tensorboard))

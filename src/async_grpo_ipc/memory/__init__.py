@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from async_grpo_ipc.staging import Staging
+
 logger = logging.getLogger(__name__)
 
 CANARY_BYTES = 4096
@@ -42,6 +44,7 @@ class AttachedMemory(Protocol):
 
     blocks: Sequence[Tensor]
     alias_device: torch.device | None  # whose models may alias it; None where every access would cross a bus
+    staging: Staging | None  # what copies go through where the reader's GPU cannot reach the owner's
     survives_exporter: bool  # whether reading stays safe after the exporter's death
 
     def synchronize(self) -> None:

@@ -6,6 +6,7 @@ counts as lost: no lease is given and no pull is believed after the owner's lock
 False`).
 """
 
+import functools
 import logging
 import os
 import weakref
@@ -18,11 +19,13 @@ from torch import Tensor
 from async_grpo_ipc.errors import AttachError
 from async_grpo_ipc.layout import align
 from async_grpo_ipc.memory.cuda_runtime import CudaRuntime, load_runtime
+from async_grpo_ipc.staging import Staging
 
 logger = logging.getLogger(__name__)
 
 # The driver packs smaller allocations together, and a handle would show the neighbours, too.
 ALLOCATION_BYTES = 2 << 20
+NO_PEER = "_ASYNC_GRPO_IPC_NO_PEER"  # for our tests: a machine with one GPU has no peer to be denied
 
 
 class CudaExport:
@@ -90,8 +93,13 @@ class CudaAttachment:
         self._runtime = runtime = _runtime_or_say_why()
         owner = _find_device(runtime, description["device_uuid"])
         reader = _reading_device(runtime, device, owner)
-        self._device = _mapping_device(runtime, reader, owner, description)
-        self.alias_device = runtime.torch_device(reader) if reader == owner else None
+        reachable = _can_reach(runtime, reader, owner)
+        self._device = reader if reachable or owner is None else owner
+        self.alias_device = runtime.torch_device(reader) if reachable and reader == owner else None
+        self.staging: Staging | None = None
+        if not reachable and owner is not None:
+            _say_that_it_goes_through_the_host(runtime.name(reader), reader, description["device_name"], owner)
+            self.staging = runtime.staging(owner, reader)
         blocks = description["blocks"]
         if pid == os.getpid():
             self.blocks: Sequence[Tensor] = [_own_blocks[block["handle"]] for block in blocks]
@@ -133,21 +141,23 @@ def _reading_device(runtime: CudaRuntime, device: torch.device | None, owner: in
     return runtime.current_device() if device.index is None else device.index
 
 
-def _mapping_device(runtime: CudaRuntime, reader: int, owner: int | None, description: Mapping[str, Any]) -> int:
-    """Where to map: on the reader's GPU if it can reach the owner's, else on the owner's, and copy through
-    the host.
-    """
-    if owner is None or reader == owner or runtime.can_access_peer(reader, owner):
-        return reader
+def _can_reach(runtime: CudaRuntime, reader: int, owner: int | None) -> bool:
+    """Whether the reader's GPU can map the owner's memory. Unknown where the owner is hidden from us: we shall see."""
+    if os.environ.get(NO_PEER) and owner is not None:
+        return False
+    return owner is None or reader == owner or runtime.can_access_peer(reader, owner)
+
+
+@functools.cache  # once a process, however often the exporter is started again
+def _say_that_it_goes_through_the_host(reader_name: str, reader: int, owner_name: str, owner: int) -> None:
     logger.warning(
         "GPU %s (%s) cannot access the memory of %s (%s) as a peer. Weights are copied through the host, "
         "which is slower; this process has a context on both.",
         reader,
-        runtime.name(reader),
+        reader_name,
         owner,
-        description["device_name"],
+        owner_name,
     )
-    return owner
 
 
 def _open(runtime: CudaRuntime, device: int, block: Mapping[str, Any], description: Mapping[str, Any]) -> Tensor:

@@ -14,6 +14,8 @@ import torch
 import torch.utils.dlpack
 from torch import Tensor
 
+from async_grpo_ipc.staging import Staging, cuda_staging
+
 
 class CudaRuntime(Protocol):
     """Devices are indices as this process sees them; pointers and sizes are in bytes."""
@@ -47,6 +49,10 @@ class CudaRuntime(Protocol):
     def close_handle(self, device: int, pointer: int) -> None: ...
 
     def can_access_peer(self, device: int, owner: int) -> bool: ...
+
+    def staging(self, owner: int, reader: int) -> Staging:
+        """Pinned host buffers and streams for copies from one device to the other."""
+        ...
 
     def tensor(self, device: int, pointer: int, nbytes: int, owner: object) -> Tensor:
         """uint8 [nbytes] at `pointer`, as seen from `device`; keeps `owner` alive."""
@@ -102,6 +108,9 @@ class CupyRuntime:
 
     def can_access_peer(self, device: int, owner: int) -> bool:
         return bool(self._runtime.deviceCanAccessPeer(device, owner))
+
+    def staging(self, owner: int, reader: int) -> Staging:
+        return cuda_staging(self.torch_device(owner), self.torch_device(reader))
 
     def tensor(self, device: int, pointer: int, nbytes: int, owner: object) -> Tensor:
         memory = self._cupy.cuda.UnownedMemory(pointer, nbytes, owner, device)

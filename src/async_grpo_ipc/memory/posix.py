@@ -12,6 +12,7 @@ from torch import Tensor
 
 from async_grpo_ipc import memfd
 from async_grpo_ipc.layout import align
+from async_grpo_ipc.staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class PosixAttachment:
     """A read-only mapping of an exporter's memfd. Every tensor made from it keeps the mapping alive."""
 
     survives_exporter = True
+    staging: Staging | None = None
 
     def __init__(self, description: Mapping[str, Any], pid: int) -> None:
         mapping = memfd.attach(pid, description["fd"], description["inode"], description["nbytes"])

@@ -2,14 +2,17 @@
 
 `TEST_REWARD` chooses the reward: "length" (default), "poison" (one prompt always raises), "broken" (all raise) or
 "hang" (one prompt hangs, the first time that it is scored; `TEST_MARKER` is a file that remembers).
+`TEST_MODEL` is "full" (default) or "lora"; `TEST_STEPS` is the number of steps (12).
 """
 
+import json
 import os
 import time
 from pathlib import Path
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
@@ -62,10 +65,11 @@ def get_trainer() -> GRPOTrainer:
         processing_class=tokenizer,
         reward_funcs=[reward],
         train_dataset=Dataset.from_dict({"prompt": prompts}),
+        peft_config=LoraConfig(r=4, target_modules="all-linear") if os.environ.get("TEST_MODEL") == "lora" else None,
         args=GRPOConfig(
             output_dir="checkpoints",
-            max_steps=12,
-            per_device_train_batch_size=16,
+            max_steps=int(os.environ.get("TEST_STEPS", "12")),
+            per_device_train_batch_size=16 // int(os.environ.get("WORLD_SIZE", "1")),
             num_generations=4,
             max_completion_length=8,
             learning_rate=1e-3,
@@ -76,5 +80,6 @@ def get_trainer() -> GRPOTrainer:
             disable_tqdm=True,
             bf16=False,
             use_cpu=True,
+            **json.loads(os.environ.get("TEST_GRPO", "{}")),
         ),
     )

@@ -1,0 +1,341 @@
+"""What a worker's engine gives: tokens a second of transformers, of plain vLLM and of our loop around it; new weights.
+
+All in one process and one run, on the same weights, prompts and lengths; sides are interleaved. Run it with the Python
+of an environment that has vLLM (`make test-vllm` makes .venv-vllm):
+
+    .venv-vllm/bin/python benchmarks/generators.py --json benchmarks/results/generators.json
+
+"our loop" is everything that a worker does: claiming from a queue, TRL's prompt handling, the engine, scoring, records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+sys.path.pop(0)  # this folder: modules in it must not hide those of the standard library (a child puts src back)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.table import ROOT, Row, as_text, row, write_json
+
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "with_vllm" / "setups")]
+
+if TYPE_CHECKING:
+    from async_grpo.rollout.vllm_engine import VLLMEngine
+
+TOKENS = 64  # of every completion
+GROUP = 4  # completions of a prompt
+BATCHES = (16, 64, 256)
+
+
+def trainer_of(hidden: int = 128, layers: int = 4) -> Any:
+    """The tests' trainer with completions of exactly TOKENS tokens; a wider model where it is asked for."""
+    import qwen3_1m
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from async_grpo.rollout.trl_hooks import make_rollout_trainer
+
+    os.environ["TEST_TOKENS"] = str(TOKENS)
+    trainer = qwen3_1m.get_trainer()
+    if hidden != 128:
+        config = trainer.model.config.to_dict()
+        config |= {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
+        config |= {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "head_dim": 64}
+        config.pop("layer_types", None)
+        trainer.model = Qwen3ForCausalLM(Qwen3Config.from_dict(config))
+    trainer.args.generation_kwargs = {"min_new_tokens": TOKENS}
+    trainer.generation_config.min_new_tokens = TOKENS
+    trainer.args.generation_batch_size = max(BATCHES)
+    make_rollout_trainer(trainer)
+    return trainer
+
+
+def prompts_for(trainer: Any, batch: int) -> list[list[int]]:
+    texts = [trainer.train_dataset[index % len(trainer.train_dataset)]["prompt"] for index in range(batch // GROUP)]
+    return [ids for text in texts for ids in [trainer.processing_class(text)["input_ids"]] * GROUP]
+
+
+# --- The sides --------------------------------------------------------------------------------------------
+
+
+def transformers_side(trainer: Any) -> Callable[[int], float]:
+    def seconds(batch: int) -> float:
+        prompts = prompts_for(trainer, batch)
+        started = time.perf_counter()
+        ids, _ = trainer.generator.generate(prompts)
+        took = time.perf_counter() - started
+        assert all(len(completion) == TOKENS for completion in ids)
+        return took
+
+    return seconds
+
+
+def plain_vllm_side(trainer: Any, folder: Path) -> Callable[[int], float]:
+    """`LLM.generate` as anybody would call it, with the same settings."""
+    import torch
+    from vllm import LLM, SamplingParams
+
+    trainer.model.save_pretrained(folder)
+    llm = LLM(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=not torch.cuda.is_available(),
+        max_num_seqs=max(BATCHES),
+        logprobs_mode="processed_logprobs",
+        gpu_memory_utilization=trainer.args.vllm_gpu_memory_utilization,
+    )
+    sampling = SamplingParams(
+        temperature=1.0,
+        max_tokens=TOKENS,
+        min_tokens=TOKENS,
+        stop_token_ids=list(trainer.eos_token_ids),
+        logprobs=0,
+        detokenize=False,
+    )
+
+    def seconds(batch: int) -> float:
+        prompts = [{"prompt_token_ids": ids} for ids in prompts_for(trainer, batch)]
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        took = time.perf_counter() - started
+        assert all(len(output.outputs[0].token_ids) == TOKENS for output in outputs)
+        return took
+
+    return seconds
+
+
+def worker_side(trainer: Any, engine: VLLMEngine, weights: Any, folder: Path) -> Callable[[int], float]:
+    """A real worker on a real queue, from the first claim to the last group handed back."""
+    from itertools import count
+
+    from async_grpo.job_queue import ServerQueue, WorkerQueue
+    from async_grpo.records import Job
+    from async_grpo.rollout.streaming_worker import StreamingWorker
+    from async_grpo.settings import WorkerSettings
+
+    server = ServerQueue.open(folder, "bench")
+    queue = WorkerQueue.open(folder, 1, "cpu")
+    numbers = count()
+    state = SimpleNamespace(state="running")
+
+    def seconds(batch: int) -> float:
+        for index in range(batch // GROUP):
+            row = {"prompt": trainer.train_dataset[index % len(trainer.train_dataset)]["prompt"]}
+            server.submit(
+                Job(
+                    run_id="bench",
+                    seq=next(numbers),
+                    row=row,
+                    num_generations=GROUP,
+                    seed=index,
+                    born_version=0,
+                    min_version=0,
+                )
+            )
+        left, last = [batch // GROUP], [0.0]
+        complete = queue.complete
+
+        def count_down(claim: Any, group: Any) -> None:
+            complete(claim, group)
+            left[0] -= 1
+            last[0] = time.perf_counter()
+
+        queue.complete = count_down  # type: ignore[method-assign]
+        worker = StreamingWorker(
+            engine=engine,
+            in_flight_update=False,
+            trainer=trainer,
+            queue=queue,
+            weights=weights,
+            run=SimpleNamespace(root=folder, read_state=lambda: state),
+            stop=_When(lambda: left[0] == 0),  # type: ignore[arg-type]
+            settings=WorkerSettings(),
+            deterministic=False,
+        )
+        started = time.perf_counter()
+        worker.work()
+        took = last[0] - started  # then it looks for more jobs
+        queue.complete = complete  # type: ignore[method-assign]
+        for entry in list(server.finished()):
+            server.take(entry)
+        return took
+
+    return seconds
+
+
+class _When:
+    def __init__(self, condition: Callable[[], bool]) -> None:
+        self._condition = condition
+
+    def __bool__(self) -> bool:
+        return self._condition()
+
+
+# --- New weights ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def exporter_of(hidden: int, layers: int, folder: Path) -> Iterator[Connection]:
+    """Another process that publishes the same model; send it a version, and it answers when it began to publish."""
+    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_export, args=(theirs, hidden, layers, str(folder)), daemon=True
+    )
+    process.start()
+    try:
+        assert ours.poll(300), "the exporter did not start"
+        ours.recv()
+        yield ours
+    finally:
+        ours.send(None)
+        process.join(30)
+        if process.is_alive():
+            process.kill()
+
+
+def _export(connection: Connection, hidden: int, layers: int, folder: str) -> None:
+    from async_grpo_ipc import WeightExporter
+
+    model = trainer_of(hidden, layers).model
+    with WeightExporter.from_model(model, Path(folder) / "handle.json", slots=3) as exporter:
+        exporter.publish(version=0)
+        connection.send("ready")
+        while (version := connection.recv()) is not None:
+            began = time.monotonic()
+            exporter.publish(version=version)
+            connection.send(began)
+
+
+def first_token_s(engine: VLLMEngine, weights: Any, publisher: Connection, version: int, prompts: Any) -> float:
+    """From the start of `publish` to the first token of the new version, with 16 requests in flight before it."""
+    for index, prompt in enumerate(prompts):
+        engine.submit(f"before-{version}-{index}", prompt, seed=None, version=version - 1)
+    for _ in range(4):
+        engine.step()
+    publisher.send(version)
+    while weights.version != version:
+        engine.step()
+    while engine.busy:  # --in-flight-update off: what is in flight is finished
+        engine.step()
+    with weights.lease() as view:
+        engine.load(dict(view.items()), view.version)
+    engine.submit(f"after-{version}", prompts[0], seed=None, version=version)
+    engine.step()
+    done = time.monotonic()
+    while engine.busy:
+        engine.step()
+    return done - float(publisher.recv())
+
+
+def update_seconds(engine: VLLMEngine, weights: Any) -> tuple[float, float]:
+    """Our way, from the mapped slot, and vLLM's own `load_weights` of the same tensors in private memory."""
+    import torch
+
+    model = engine._runner.get_model()
+    with weights.lease() as view:
+        private = {name: tensor.clone() for name, tensor in view.items()}
+        tied = {id(tensor) for name, tensor in private.items() if name == "lm_head.weight"}
+        started = time.perf_counter()
+        engine.load(dict(view.items()), view.version)
+        ours = time.perf_counter() - started
+    own = [(name, tensor) for name, tensor in private.items() if id(tensor) not in tied]
+    started = time.perf_counter()
+    with torch.no_grad():
+        model.load_weights(iter(own))
+    return ours, time.perf_counter() - started
+
+
+# --- The table --------------------------------------------------------------------------------------------
+
+
+def measure(repeats: int, batches: tuple[int, ...], wide: tuple[int, int]) -> list[Row]:
+    from async_grpo.rollout.vllm_engine import ENVIRONMENT, VLLMEngine
+    from async_grpo_ipc import open_remote_memory
+
+    for name, value in {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}.items():
+        os.environ.setdefault(name, value)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        (folder / "queue").mkdir(mode=0o700)
+        trainer = trainer_of()
+        plain = plain_vllm_side(trainer, folder / "model")
+        engine = VLLMEngine(trainer, seed=1)
+        with exporter_of(128, 4, folder) as publisher, open_remote_memory(folder / "handle.json", 60) as weights:
+            sides = {
+                "transformers": transformers_side(trainer),
+                "plain vLLM": plain,
+                "vLLM in our worker": worker_side(trainer, engine, weights, folder / "queue"),
+            }
+            for batch in batches:
+                rows += _throughput(sides, batch, repeats)
+            prompts = prompts_for(trainer, 16)
+            waits = [
+                first_token_s(engine, weights, publisher, version, prompts) for version in range(1, 2 + 2 * repeats)
+            ][1:]
+            rows.append(row("publish to the first token of the new version, 1 M", [1e3 * s for s in waits], "ms"))
+            rows += _updates(engine, weights, "1 M", 5 * repeats)
+        engine.close()
+
+        trainer = trainer_of(*wide)
+        size = f"{sum(parameter.numel() for parameter in trainer.model.parameters()) / 1e6:.0f} M"
+        engine = VLLMEngine(trainer, seed=1)
+        (folder / "wide").mkdir(mode=0o700)
+        with exporter_of(*wide, folder / "wide"), open_remote_memory(folder / "wide" / "handle.json", 60) as weights:
+            rows += _updates(engine, weights, size, 3 * repeats)
+        engine.close()
+    return rows
+
+
+def _throughput(sides: dict[str, Callable[[int], float]], batch: int, repeats: int) -> list[Row]:
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for side in sides.values():
+        side(batch)  # warm-up
+    for _ in range(repeats):
+        for name, side in sides.items():
+            seconds[name].append(side(batch))
+    rows = [
+        row(f"batch {batch}: {name}", [batch * TOKENS / took for took in times], "tokens/s")
+        for name, times in seconds.items()
+    ]
+    ours, plain = seconds["vLLM in our worker"], seconds["plain vLLM"]
+    shares = [theirs / mine for mine, theirs in zip(ours, plain, strict=True)]
+    return [*rows, row(f"batch {batch}: our worker against plain vLLM", shares, "×", target=">= 0.95")]
+
+
+def _updates(engine: VLLMEngine, weights: Any, size: str, repeats: int) -> list[Row]:
+    pairs = [update_seconds(engine, weights) for _ in range(repeats + 1)][1:]
+    ours, own = ([1e3 * pair[side] for pair in pairs] for side in (0, 1))
+    ratio = statistics.median(ours) / statistics.median(own)
+    return [
+        row(f"new weights, {size}: from the slot into the engine", ours, "ms"),
+        row(f"new weights, {size}: vLLM's load_weights from private memory", own, "ms"),
+        row(f"new weights, {size}: ours against vLLM's", [ratio], "×", target="<= 1.2", note="ratio of the medians"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one repeat, two batches, a smaller wide model")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    args = parser.parse_args()
+    rows = measure(1, (16, 64), (256, 4)) if args.quick else measure(5, BATCHES, (768, 8))
+    print(as_text(rows))
+    if args.json:
+        write_json(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""One GPU: TRL alone, and the same with 1, 2 and 4 workers that share its memory. Prints a Markdown table.
+
+    python benchmarks/gpu_async.py [--device 0|cpu] [--shape 0.6B|tiny] [--steps N] [--workers 1,2,4] [--limit SECONDS]
+
+The first two steps warm up and are not counted. Memory of a process is what nvidia-smi says, at most, while it ran.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SETUP = ROOT / "benchmarks" / "setups" / "qwen3_shape.py"
+WARM_UP = 2
+SAMPLE_S = 1.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="0")
+    parser.add_argument("--shape", default="0.6B")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--completion", type=int, default=256)
+    parser.add_argument("--workers", default="1,2,4")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for each row")
+    options = parser.parse_args()
+    print(
+        "| what | steps | seconds a step | tokens/s | trainer's memory, torch's peak | largest of each process, MiB |"
+    )
+    print("|---|---|---|---|---|---|")
+    failed = 0
+    rows = [("TRL alone", ["--device", options.device])]
+    for count in map(int, options.workers.split(",")):
+        devices = ",".join([options.device] * count)
+        arguments = ["--master-device-id", options.device, "--worker-device-ids", devices]
+        rows.append((f"{count} worker{'s' if count > 1 else ''}", arguments))
+    for name, arguments in rows:
+        row = measure(arguments, options)
+        failed += row is None
+        print(f"| {name} | {row or 'failed: see above | | | |'}", flush=True)
+    return 1 if failed else 0
+
+
+def measure(arguments: list[str], options: argparse.Namespace) -> str | None:
+    """One run; its row of the table, None where it made too few steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "steps.jsonl"
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]),
+            "QWEN3_SHAPE": options.shape,
+            "COMPLETION": str(options.completion),
+            "STEPS": str(options.steps + WARM_UP),
+            "STEP_LOG": str(log),
+        }
+        command = [sys.executable, "-m", "async_grpo.cli", "train", str(SETUP), *arguments]
+        with (Path(folder) / "output.txt").open("wb") as output:
+            run = subprocess.Popen(command, cwd=folder, env=env, stdout=output, stderr=subprocess.STDOUT)
+            memory = watch(run, options.limit)
+        steps = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        counted = steps[WARM_UP - 1 :]
+        if len(counted) < 2:
+            print((Path(folder) / "output.txt").read_text(errors="replace")[-3000:], file=sys.stderr)
+            return None
+        first, last = counted[0], counted[-1]
+        seconds = last["time"] - first["time"]
+        done = last["step"] - first["step"]
+        each = ", ".join(str(size) for size in sorted(memory.values(), reverse=True)) or "not to be had"
+        speed = (last["tokens"] - first["tokens"]) / seconds
+        return f"{done} | {seconds / done:.3f} | {speed:,.0f} | {last['memory'] / 2**20:,.0f} MiB | {each} |"
+
+
+def watch(run: subprocess.Popen[bytes], limit_s: float) -> dict[str, int]:
+    """Wait for the run, at most so long; then it is asked to end. The largest memory of each process on the GPU."""
+    largest: dict[str, int] = defaultdict(int)
+    deadline = time.monotonic() + limit_s
+    while run.poll() is None:
+        for pid, size in memory_of_processes():
+            largest[pid] = max(largest[pid], size)
+        if time.monotonic() > deadline:
+            run.terminate()
+            try:
+                run.wait(20)
+            except subprocess.TimeoutExpired:
+                run.kill()
+                run.wait()
+        time.sleep(SAMPLE_S)
+    return largest
+
+
+def memory_of_processes() -> list[tuple[str, int]]:
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return []
+    pairs = [line.split(",") for line in answer.stdout.splitlines() if line.count(",") == 1]
+    return [(pid.strip(), int(size)) for pid, size in pairs if size.strip().isdecimal()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,8 @@
+"""A worker that has a judge and writes long answers, e.g. on a large GPU."""
+
+from server import Judge, build_trainer
+from trl import GRPOTrainer
+
+
+def get_trainer() -> GRPOTrainer:
+    return build_trainer(Judge(), max_completion_length=24)

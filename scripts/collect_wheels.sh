@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Fills a folder with the wheels (76 MB, of which pyarrow is the most) that `scripts/gpu_check.sh --wheels` installs on a machine without a network,
+# which has torch, cupy, transformers, peft and accelerate of its own.
+# usage: scripts/collect_wheels.sh FOLDER [PYTHON_VERSION]      default: 3.12
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+folder=${1:?usage: scripts/collect_wheels.sh FOLDER [PYTHON_VERSION]}
+version=${2:-3.12}
+python=.venv/bin/python
+[[ -x $python ]] || python=python3
+packages=(trl datasets loguru filelock crc32c pyarrow pandas dill multiprocess xxhash fsspec tensorboard rich
+    pytest pytest-timeout hypothesis psutil
+    protobuf absl-py markdown-it-py mdurl pygments iniconfig pluggy sortedcontainers) # what the others import
+platforms=()
+for glibc in 2_28 2_27 2_24 2_17 2_5; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
+for package in "${packages[@]}"; do
+    pin=$(grep -m1 "^$package==" src/async_grpo/constraints.txt || echo "$package")
+    "$python" -m pip download -q --no-deps --only-binary=:all: --python-version "$version" --implementation cp \
+        "${platforms[@]}" --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d "$folder" "$pin" ||
+        echo "not found as a wheel for Python $version: $pin" >&2
+done
+du -sh "$folder"

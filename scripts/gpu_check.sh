@@ -1,0 +1,115 @@
+#!/usr/bin/env bash
+# Runs what needs a GPU and writes a report in Markdown. Each part ends within 10 minutes; one that fails says so, and
+# the others go on.
+#
+# usage: scripts/gpu_check.sh [PART ...] [--report FILE] [--wheels FOLDER] [--dry-run]
+#   PART       tests, weights, async, gsm8k; all by default
+#   --report   default: gpu_report.md
+#   --wheels   install what is missing from this folder first (scripts/collect_wheels.sh fills it), without a network
+#   --dry-run  the same on a CPU, with tiny sizes: shows that the script itself works
+# environment: PYTHON (python3), GSM8K_PATH (a folder with train.jsonl and test.jsonl; without it that part is left out)
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python=${PYTHON:-python3}
+report=gpu_report.md
+wheels=
+dry_run=
+parts=()
+while (($#)); do
+    case $1 in
+        --report) report=${2:?--report FILE} && shift ;;
+        --wheels) wheels=${2:?--wheels FOLDER} && shift ;;
+        --dry-run) dry_run=1 ;;
+        tests | weights | async | gsm8k) parts+=("$1") ;;
+        *) echo "unknown: $1" >&2 && exit 2 ;;
+    esac
+    shift
+done
+((${#parts[@]})) || parts=(tests weights async gsm8k)
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" TRL_EXPERIMENTAL_SILENCE=1
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+failed=0
+
+say() { printf '%s\n' "$@" >>"$report"; }
+
+# part NAME SECONDS COMMAND...: the command's output becomes a section of the report.
+part() {
+    local name=$1 limit=$2 started=$SECONDS code
+    shift 2
+    echo "== $name"
+    timeout --kill-after=30 "$limit" "$@" >"$scratch/out" 2>"$scratch/err"
+    code=$?
+    say "" "## $name" ""
+    if ((code == 0)); then
+        say "Done in $((SECONDS - started)) s." ""
+    else
+        failed=1
+        say "**Failed** with exit code $code after $((SECONDS - started)) s$( ((code == 124)) && echo ", its time limit")." ""
+    fi
+    if grep -q '^|' "$scratch/out"; then
+        cat "$scratch/out" >>"$report"
+    else
+        say '```' "$(tail -n 60 "$scratch/out")" '```'
+    fi
+    ((code == 0)) || say "" '```' "$(tail -n 40 "$scratch/err")" '```'
+}
+
+tests() {
+    if [[ $dry_run ]]; then
+        part "Tests marked gpu" 300 "$python" -m pytest -m gpu --collect-only -q
+    else
+        part "Tests marked gpu" 590 "$python" -m pytest -m gpu -rA -q
+    fi
+}
+
+weights() {
+    if [[ $dry_run ]]; then
+        part "Weights" 300 "$python" benchmarks/weights.py --help
+    else
+        part "Weights" 590 "$python" benchmarks/weights.py --device cuda --json "${report%.md}_weights.json"
+    fi
+}
+
+async() {
+    if [[ $dry_run ]]; then
+        part "Asynchronous against TRL alone" 300 \
+            "$python" benchmarks/gpu_async.py --device cpu --shape tiny --steps 2 --completion 8 --workers 1 --limit 120
+    else
+        part "Asynchronous against TRL alone" 590 "$python" benchmarks/gpu_async.py --limit 130
+    fi
+}
+
+# 50 steps, or as many as the time allows: that is no failure.
+gsm8k() {
+    if [[ -z ${GSM8K_PATH:-} ]]; then
+        say "" "## GSM8K" "" "Left out: GSM8K_PATH names no folder with the data."
+        return
+    fi
+    local model=$scratch/model shape=1.7B steps=50 device=0 limit=540
+    [[ $dry_run ]] && shape=tiny steps=1 device=cpu limit=240
+    QWEN3_SHAPE=$shape "$python" benchmarks/setups/qwen3_shape.py "$model" >/dev/null 2>&1
+    part "GSM8K" $((limit + 45)) bash -c '
+        cd "$1" || exit 1
+        timeout "$2" env MODEL_PATH="$3" "$4" -m async_grpo.cli train "$5/src/app/trainer_setup_gsmk.py" \
+            --steps "$6" --master-device-id "$7" --worker-device-ids "$7,$7" --run-dir "$1/worker"
+        code=$?
+        ((code == 124)) && echo "stopped after its $2 s" && code=0
+        exit $code' _ "$scratch" "$limit" "$model" "$(command -v "$python")" "$PWD" "$steps" "$device"
+}
+
+if [[ $wheels ]]; then
+    "$python" -m pip install -q --no-index --no-deps --no-cache-dir --target "$scratch/site" "$wheels"/*.whl || exit 1
+    export PYTHONPATH="$PYTHONPATH:$scratch/site"
+fi
+say "# GPU check of $(date -u +'%Y-%m-%d %H:%M') UTC" "" '```'
+[[ $dry_run ]] && say "dry run on a CPU, with tiny sizes: no figure here means anything"
+{
+    nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null || echo "no GPU"
+    "$python" -c 'import platform; print("Python", platform.python_version())'
+    "$python" -m pip list 2>/dev/null | grep -iE '^(torch|cupy[a-z0-9-]*|transformers|trl|peft|accelerate|vllm|unsloth|bitsandbytes) '
+} >>"$report"
+say '```'
+for name in "${parts[@]}"; do "$name"; done
+echo "report: $report"
+exit $failed

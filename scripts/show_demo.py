@@ -1,0 +1,56 @@
+"""Run the demo and show what the README shows of its output: the first lines, a step in the middle, the end.
+
+python scripts/show_demo.py            print it
+python scripts/show_demo.py --write    put it into the README
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+BLOCK = re.compile(r"(<!-- the demo's output: .*? -->\n```console\n).*?(\n```)", re.DOTALL)
+DEMO = ("src/app/trainer_setup_tiny.py", "--distributed", "--num-workers", "2")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run the demo and show what the README shows of its output.")
+    parser.add_argument("--write", action="store_true", help="put it into the README")
+    write = parser.parse_args().write
+    shown = excerpt(output())
+    if not write:
+        print(shown)
+        return
+    text, found = BLOCK.subn(lambda match: match[1] + shown + match[2], README.read_text())
+    if found != 1:
+        sys.exit(f"{README} has {found} places for the demo's output; there must be one.")
+    README.write_text(text)
+
+
+def output() -> str:
+    """What the demo prints, as if it had been started in the checkout."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "src" / "cli" / "train.py"), str(ROOT / DEMO[0]), *DEMO[1:]]
+        run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        if run.returncode != 0:
+            sys.exit(run.stdout + run.stderr)
+        text = run.stdout.replace(f"{folder}/", "")
+    return re.sub(r"\S*/async-grpo ", ".venv/bin/async-grpo ", text)
+
+
+def excerpt(text: str) -> str:
+    lines = text.splitlines()
+    steps = [line for line in lines if re.match(r"[\d:]+ step ", line)]
+    end = next(number for number, line in enumerate(lines) if re.match(r"run \w+ finished", line))
+    before = [line for line in lines if "run worker" in line or "evaluation at step 0" in line]
+    return "\n".join([*before, steps[0], steps[len(steps) // 2], steps[-1], *lines[end:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""`async-grpo doctor`: is this machine fit for a run, and what is a run doing that hangs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from async_grpo.cli import common
+
+EXAMPLES = """\
+  async-grpo doctor                             this machine, and worker/ as the run directory
+  async-grpo doctor --config my_trainer.py      also the trainer that the file returns: batches, lengths, memory
+  async-grpo doctor --json                      for scripts; exit code 1 where there is an error
+  async-grpo doctor --dump worker               one archive about a run that hangs or failed, for a bug report"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = common.parser(
+        "doctor",
+        "Look for what would stop or slow a run, and say how to mend it. "
+        "Exit code 0: no errors; 1: errors; 2: input that cannot be used.",
+        EXAMPLES,
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="also build this setup file's trainer, in a process of its own"
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, default=common.DEFAULT_RUN_DIR, help="check the disk that this is on (default: worker/)"
+    )
+    parser.add_argument("--json", action="store_true", help="everything, for programs")
+    parser.add_argument(
+        "--dump",
+        type=Path,
+        metavar="RUN_DIR",
+        help="instead: collect a run's stacks, logs, versions and queue state into one .tar.gz here; live run or not",
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    return _dump(args.dump) if args.dump is not None else _check(args)
+
+
+def _check(args: argparse.Namespace) -> int:
+    import json
+    from dataclasses import asdict
+
+    from async_grpo.doctor import text
+    from async_grpo.doctor.checkup import checks, exit_code, findings
+
+    config = None if args.config is None else args.config.absolute()
+    if config is not None:
+        print(f"Last comes {args.config}: its get_trainer() may take a while to load the model.", file=sys.stderr)
+    found = []
+    for finding in findings(checks(args.run_dir, config)):
+        found.append(finding)
+        if not args.json:
+            print(text.line(finding, colour=sys.stdout.isatty()), flush=True)
+    code = exit_code(found)
+    if args.json:
+        print(json.dumps({"ok": code == 0, "findings": [asdict(finding) for finding in found]}, indent=1))
+    else:
+        print(f"\n{text.verdict(found)}")
+    return code
+
+
+def _dump(root: Path) -> int:
+    from async_grpo.doctor.dump import write_dump
+
+    print(f"Looking at {root} and at this machine ...", file=sys.stderr)
+    archive, names = write_dump(root, Path.cwd())
+    print(f"{archive}\n")
+    for name in names:
+        print(f"  {name}")
+    print(
+        "\nOf the queue it has names, no prompts and no completions; secrets that could be recognised were removed.\n"
+        "The logs hold what your code printed: look through them before you share the archive."
+    )
+    return 0

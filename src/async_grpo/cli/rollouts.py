@@ -1,0 +1,186 @@
+"""`async-grpo rollouts RUN_DIR`: read what the model wrote, in the terminal or as a page."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from async_grpo.cli import common
+from async_grpo.cli.queue import group_number
+from async_grpo.errors import UsageError
+from async_grpo.run_dir import RUNNING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from async_grpo.finished_groups import FinishedGroup, FinishedGroups
+    from async_grpo.rollouts import Rollout, Selection
+
+EXAMPLES = """\
+  async-grpo rollouts worker                      the newest completions
+  async-grpo rollouts worker --worst --limit 5    those with the lowest reward
+  async-grpo rollouts worker --step 40 --best     the best that optimizer step 40 was trained on
+  async-grpo rollouts worker --job 42             group 42, in full
+  async-grpo rollouts worker --html page.html     everything as one page to search, filter and plot"""
+
+SHOWN, SHOWN_AS_PAGE = 16, 20_000  # completions, unless --limit says otherwise
+_LINES, _CHARACTERS = 12, 800  # of a completion, in a list
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = common.parser(
+        "rollouts",
+        "Read what the model wrote: prompts, completions, rewards, advantages, versions. Works on a live run.",
+        EXAMPLES,
+    )
+    parser.add_argument("run_dir", type=Path, nargs="?", default=common.DEFAULT_RUN_DIR, help="default: worker/")
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--worst", action="store_true", help="the lowest rewards first")
+    order.add_argument("--best", action="store_true", help="the highest rewards first")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--step", type=common.positive, metavar="N", help="only what optimizer step N used")
+    one.add_argument("--job", type=group_number, metavar="ID", help="only this prompt group, in full")
+    parser.add_argument(
+        "--limit", type=common.positive, metavar="N", help=f"completions (default: {SHOWN}; of a page {SHOWN_AS_PAGE})"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from async_grpo.finished_groups import FinishedGroups
+    from async_grpo.rollouts import BEST, NEWEST, WORST, select
+
+    groups = FinishedGroups(args.run_dir)
+    usual = SHOWN_AS_PAGE if args.html else None if args.job is not None else SHOWN
+    order = WORST if args.worst else BEST if args.best else NEWEST
+    selection = select(groups, order=order, limit=args.limit or usual, step=args.step, job=args.job)
+    if not selection.rollouts:
+        raise UsageError(_nothing(args, groups))
+    if args.html:
+        from async_grpo.rollouts_page import write_page
+
+        size = write_page(args.html, groups, selection)
+        print(f"{args.html}: {len(selection.rollouts)} completions, {size / 1e6:.1f} MB; open it in a browser")
+        if selection.more:
+            print(f"only the newest {len(selection.rollouts)} are in it; --limit N takes more")
+    else:
+        _show(selection, groups, whole=args.job is not None)
+    common.print_left_out(groups.skipped)
+    return 0
+
+
+def _nothing(args: argparse.Namespace, groups: FinishedGroups) -> str:
+    from async_grpo.queue_view import quarantined
+
+    root = args.run_dir
+    if args.job is not None:
+        for aside in quarantined(root) if (root / "quarantine").is_dir() else []:
+            if aside.seq == args.job:
+                return f"Group {args.job} is not finished: it is in quarantine/ ({aside.kind}).\n{aside.reason.strip()}"
+        return f"There is no finished group {args.job} in {root}: not issued or not finished yet, or it made room."
+    if args.step is not None:
+        return f"No group of step {args.step} is in {root}: the run is not there yet, or its groups made room."
+    if groups.skipped:
+        why = next(iter(groups.skipped.values()))
+        return f"None of the {len(groups.skipped)} finished groups in {root} can be used. The first: {why}"
+    return f"{root} has no finished group yet."
+
+
+def _show(selection: Selection, groups: FinishedGroups, *, whole: bool) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    ended = groups.condition() != RUNNING
+    for _, together in groupby(selection.rollouts, key=lambda rollout: rollout.found.group.job.seq):
+        rollouts = list(together)
+        _show_group(console, rollouts[0].found, ended=ended)
+        for rollout in rollouts:
+            for line in _lines(rollout, console, whole=whole):
+                console.print(line)
+    shown = len(selection.rollouts)
+    if selection.more:
+        console.print(f"\nthe newest {shown}. Others: --limit, --step, --worst, --best, --html FILE", style="dim")
+    elif selection.completions > shown:
+        console.print(f"\n{shown} of {selection.completions} completions. More: --limit, --html FILE", style="dim")
+
+
+def _show_group(console: Console, found: FinishedGroup, *, ended: bool) -> None:
+    from rich.rule import Rule
+    from rich.text import Text
+
+    from async_grpo.transcript import as_text, printable
+
+    group = found.group
+    console.print(
+        Rule(Text.assemble((f"group {group.job.seq}", "bold"), f"  {about(found, ended=ended)}"), align="left")
+    )
+    row = group.job.row
+    shown = {name: value for name, value in row.items() if name == "prompt"} or row
+    others = {name: value for name, value in row.items() if name not in shown}
+    for name, value in (*shown.items(), *others.items()):
+        text = printable(as_text(value))
+        separator = "\n" if "\n" in text else " "
+        console.print(Text.assemble((f"{name}:", "cyan"), separator, _cut(text, whole=False)))
+
+
+def about(found: FinishedGroup, *, ended: bool) -> str:
+    """Who generated it, with what, and what became of it."""
+    group, fate = found.group, found.fate
+    tries = f", try {group.attempt + 1}" if group.attempt else ""
+    made = f"{group.worker}, policy {group.policy_version}{tries}"
+    if fate.step is not None:
+        return f"step {fate.step}, staleness {found.staleness}, {made}"
+    if fate.reason:
+        return f"dropped: {fate.reason}, {made}"
+    return f"{'left over when the run ended' if ended else 'not used yet'}, {made}"
+
+
+def _lines(rollout: Rollout, console: Console, *, whole: bool) -> Iterator[Text]:
+    """One line where the completion fits into it, else its text below."""
+    from rich.text import Text
+
+    from async_grpo.transcript import as_text, printable
+
+    head = Text.assemble((f" {_number(rollout.total):>6} ", _style(rollout)), " ")
+    if rollout.advantage is not None:
+        head.append(f"advantage {rollout.advantage:+.2f}  ")
+    head.append(f"{rollout.length:>4} tokens", "dim")
+    if len(rollout.rewards) > 1:
+        head.append("  " + "  ".join(f"{name} {_number(value)}" for name, value in rollout.rewards.items()), "dim")
+    group = rollout.found.group
+    lines = _cut(printable(as_text(group.completions[rollout.index])), whole=whole).split("\n")
+    if len(lines) == 1 and len(head) + 2 + len(lines[0]) <= console.width:
+        yield Text.assemble(head, "  ", lines[0])
+    else:
+        yield head
+        for line in Text("\n".join(lines)).wrap(console, console.width - 4):  # so that wrapped lines are indented, too
+            line.rstrip()
+            yield Text.assemble("    ", line)
+    for name, values in group.extra_columns.items() if whole else ():
+        yield Text.assemble("    ", (f"{printable(name)}: ", "cyan"), printable(as_text(values[rollout.index])))
+
+
+def _cut(text: str, *, whole: bool) -> str:
+    if whole:
+        return text
+    lines = text[:_CHARACTERS].split("\n")
+    shown = "\n".join(lines[:_LINES])
+    left = len(text) - len(shown)
+    return f"{shown} … {left:,} more characters (--job shows all)" if left else shown
+
+
+def _number(value: float) -> str:
+    return "none" if math.isnan(value) else f"{value:.3g}"
+
+
+def _style(rollout: Rollout) -> str:
+    """Better than its group, worse, or neither."""
+    if rollout.advantage is None or abs(rollout.advantage) < 1e-6:
+        return "reverse"
+    return "black on green" if rollout.advantage > 0 else "black on red"

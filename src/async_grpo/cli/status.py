@@ -1,0 +1,76 @@
+"""`async-grpo status [RUN_DIR]`: what a run does, from its files; live, dead or finished."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from async_grpo.cli import common
+
+if TYPE_CHECKING:
+    from async_grpo.run_view import RunView
+
+EXAMPLES = """\
+  async-grpo status                     the run in worker/
+  async-grpo status runs/7 --watch      refreshed until the run has ended; Ctrl-C leaves the run alone
+  async-grpo status --json | jq .state  for scripts
+
+exit codes: 0 the run lives, or has ended in good order; 1 it failed, or its parameter server is dead;
+2 there is no run to look at"""
+
+REFRESH_S = 1.0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = common.parser("status", "Say what a run does, who waits for whom, and what holds it up.", EXAMPLES)
+    parser.add_argument("run_dir", type=Path, nargs="?", default=common.DEFAULT_RUN_DIR, help="default: worker/")
+    parser.add_argument("--watch", "-w", action="store_true", help="refresh in place until the run has ended")
+    parser.add_argument("--json", action="store_true", help="one JSON object (with --watch: one a line)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from async_grpo.run_view import look
+
+    if args.watch:
+        return _watch(args.run_dir, as_json=args.json)
+    view = look(args.run_dir)
+    if args.json:
+        print(json.dumps(view.to_json(), indent=2))
+    else:
+        from rich.console import Console
+
+        from async_grpo.run_screen import report
+
+        Console(highlight=False).print(report(view))
+    return exit_code(view)
+
+
+def exit_code(view: RunView) -> int:
+    return 1 if view.state in ("failed", "dead") else 0
+
+
+def _watch(run_dir: Path, *, as_json: bool) -> int:
+    from async_grpo.run_view import look
+
+    if as_json:
+        while True:
+            print(json.dumps((view := look(run_dir)).to_json()), flush=True)
+            if not view.live:
+                return exit_code(view)
+            time.sleep(REFRESH_S)
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from async_grpo.run_screen import report
+
+    with Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="visible") as live:
+        while True:
+            live.update(report(view := look(run_dir)), refresh=True)
+            if not view.live:
+                return exit_code(view)
+            time.sleep(REFRESH_S)

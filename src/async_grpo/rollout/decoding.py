@@ -1,0 +1,247 @@
+"""The loop that samples tokens, for `generate(custom_generate=...)` of transformers, which prepares everything else.
+
+It differs from transformers' own loop in three things, and in none of the results:
+
+* A row that has ended leaves the batch, so that the longest answer is decoded alone and not beside finished ones.
+* The completions of one prompt share its prefill.
+* Keys and values are written into a buffer that has room, instead of being copied for every token.
+
+Shapes: B rows were asked for, b of them are still decoded; P prompt tokens, V the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.cache_utils import DynamicLayer
+
+LEAVE_TOGETHER = 8  # rows leave the batch when at least one in so many has ended: making it smaller copies the cache
+ROOM = 64  # tokens by which a layer's buffer grows
+
+
+def steps_between_looks(device: torch.device) -> int:
+    """Steps between looks at which rows have ended: a look waits for all that a GPU has been told to do."""
+    return 1 if device.type == "cpu" else 8
+
+
+class SamplingLoop:
+    """Samples one continuation of each row; afterwards `logprobs_BC` and `lengths_B` tell about what it returned.
+
+    Args:
+        temperature: of the log-probabilities, which are natural logs of the full softmax.
+        on_step: called before each token; may raise to break off.
+        group_size: rows that belong together.
+        on_groups: told which groups have ended while others go on, by their index; the last ones are returned only.
+    """
+
+    sequences_BL: Tensor  # prompts, tokens sampled so far, padding
+    logprobs_BC: Tensor  # of the sampled tokens; what lies behind a row's length means nothing
+    lengths_B: Tensor  # tokens sampled, the end token included
+
+    def __init__(
+        self,
+        *,
+        temperature: float,
+        pad_token_id: int,
+        on_step: Callable[[], None],
+        group_size: int = 1,
+        on_groups: Callable[[list[int]], None] = lambda groups: None,
+    ) -> None:
+        self._temperature = temperature
+        self._pad = pad_token_id
+        self._on_step = on_step
+        self._group_size = group_size
+        self._on_groups = on_groups
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        """What `generate` calls: prompts `[B, P]` in, prompts with completions out, padded to the longest."""
+        rows, prompt_length = input_ids.shape
+        longest = int(generation_config.max_length)
+        self.sequences_BL = sequences_BL = input_ids.new_full((rows, longest), self._pad)
+        sequences_BL[:, :prompt_length] = input_ids
+        self.logprobs_BC = torch.zeros(rows, longest - prompt_length, device=input_ids.device)
+        self.lengths_B = input_ids.new_zeros(rows)
+        going_B = torch.ones(rows, dtype=torch.bool, device=input_ids.device)
+        look_every = steps_between_looks(input_ids.device)
+        before, going = going_B.clone(), rows
+
+        batch = _Batch(model, input_ids, model_kwargs)
+        for place in range(prompt_length, longest):
+            self._on_step()
+            logprobs_bV = torch.log_softmax(batch.logits_bV / self._temperature, dim=-1)
+            scores_bV = logprobs_bV
+            if logits_processor:
+                scores_bV = _processed(logits_processor, sequences_BL[:, :place], batch)
+            sampled_b = _choose(scores_bV, generation_config.do_sample)
+            self.logprobs_BC[batch.rows_b, place - prompt_length] = logprobs_bV.gather(1, sampled_b[:, None])[:, 0]
+            sampled_b = torch.where(going_B[batch.rows_b], sampled_b, self._pad)
+            sequences_BL[batch.rows_b, place] = sampled_b
+            self.lengths_B += going_B
+            going_B &= ~stopping_criteria(sequences_BL[:, : place + 1], None)
+            if place + 1 == longest:
+                break
+            if (place + 1) % look_every == 0 and (now := int(going_B.sum())) < going:
+                if now == 0:
+                    break
+                self._tell_of_groups(before, going_B)
+                before, going = going_B.clone(), now
+                sampled_b = batch.without_ended(going_B, sampled_b)
+            batch.step(sampled_b, sequences_BL[:, : place + 1])
+        return sequences_BL[:, : place + 1]
+
+    def _tell_of_groups(self, before_B: Tensor, now_B: Tensor) -> None:
+        was_going, is_going = (going_B.view(-1, self._group_size).any(dim=1) for going_B in (before_B, now_B))
+        ended = (was_going & ~is_going).nonzero()[:, 0].tolist()
+        if ended:
+            self._on_groups(ended)
+
+
+class _Batch:
+    """The rows that are still decoded, their cache, and the logits of their next token."""
+
+    logits_bV: Tensor  # float32
+
+    def __init__(self, model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+        self._model = model
+        self._cache: Cache | None = model_kwargs.get("past_key_values")
+        self._mask_bL: Tensor | None = model_kwargs.pop("attention_mask", None)  # 0 where padded; None: nowhere
+        self._positions_bL: Tensor | None = model_kwargs.pop("position_ids", None)  # [3, b, L] for some models
+        self._kwargs = model_kwargs
+        self._can_select = _make_room_in(self._cache)
+        self.rows_b = torch.arange(len(input_ids), device=input_ids.device)
+        self._prefill(input_ids)
+
+    def _prefill(self, input_ids: Tensor) -> None:
+        """One forward pass over the prompts, each of them once."""
+        copies_b = None
+        if self._can_select:
+            prompts = input_ids if self._mask_bL is None else torch.cat([input_ids, self._mask_bL], dim=1)
+            _, copies_b, counts = torch.unique_consecutive(prompts, dim=0, return_inverse=True, return_counts=True)
+            firsts = counts.cumsum(0) - counts
+            input_ids = input_ids[firsts]
+            self._keep(firsts)
+        self._drop_useless_mask()
+        self._forward(input_ids, is_first_iteration=True)
+        if copies_b is not None:
+            self.logits_bV = self.logits_bV[copies_b]
+            self._keep(copies_b)
+            self._select_in_cache(copies_b)
+
+    def step(self, sampled_b: Tensor, sequences_BL: Tensor) -> None:
+        """One forward pass over the tokens that were sampled last; over all of them where nothing is cached."""
+        if self._mask_bL is not None:
+            self._mask_bL = torch.cat([self._mask_bL, self._mask_bL.new_ones(len(sampled_b), 1)], dim=1)
+        if self._positions_bL is not None:
+            last = self._positions_bL[..., -1:] + 1
+            self._positions_bL = last if self._cache is not None else torch.cat([self._positions_bL, last], dim=-1)
+        input_ids = sampled_b[:, None] if self._cache is not None else sequences_BL[self.rows_b]
+        self._forward(input_ids, is_first_iteration=False)
+
+    def without_ended(self, going_B: Tensor, sampled_b: Tensor) -> Tensor:
+        """Let the rows that have ended leave, if they are enough; returns the sampled tokens of those that stay."""
+        going_b = going_B[self.rows_b]
+        ended = len(going_b) - int(going_b.sum())
+        if not self._can_select or ended * LEAVE_TOGETHER < len(going_b):
+            return sampled_b
+        stay = going_b.nonzero()[:, 0]
+        self.rows_b = self.rows_b[stay]
+        self._keep(stay)
+        self._select_in_cache(stay)
+        self._drop_useless_mask()
+        return sampled_b[stay]
+
+    def _forward(self, input_ids: Tensor, *, is_first_iteration: bool) -> None:
+        inputs = self._model.prepare_inputs_for_generation(
+            input_ids,
+            attention_mask=self._mask_bL,
+            position_ids=self._positions_bL,
+            is_first_iteration=is_first_iteration,
+            **self._kwargs,
+        )
+        self.logits_bV = self._model(**inputs, return_dict=True).logits[:, -1].float()
+
+    def _keep(self, rows: Tensor) -> None:
+        if self._mask_bL is not None:
+            self._mask_bL = self._mask_bL[rows]
+        if self._positions_bL is not None:
+            self._positions_bL = self._positions_bL[..., rows, :]
+
+    def _select_in_cache(self, rows: Tensor) -> None:
+        if self._cache is not None:
+            self._cache.batch_select_indices(rows)
+
+    def _drop_useless_mask(self) -> None:
+        if self._mask_bL is not None and bool(self._mask_bL.all()):
+            self._mask_bL = None
+
+
+def _processed(processors: LogitsProcessorList, sequences_BL: Tensor, batch: _Batch) -> Tensor:
+    """The scores to sample from. Processors see all B rows, as from `generate`: some keep a state for each row."""
+    logits_bV = batch.logits_bV
+    if len(logits_bV) == len(sequences_BL):
+        return processors(sequences_BL, logits_bV)
+    scores_BV = logits_bV.new_zeros(len(sequences_BL), logits_bV.shape[1])
+    scores_BV[batch.rows_b] = logits_bV
+    return processors(sequences_BL, scores_BV)[batch.rows_b]
+
+
+def _choose(scores_bV: Tensor, do_sample: bool) -> Tensor:
+    if do_sample:
+        return torch.multinomial(torch.softmax(scores_bV, dim=-1), num_samples=1)[:, 0]
+    return scores_bV.argmax(dim=-1)
+
+
+def _make_room_in(cache: Cache | None) -> bool:
+    """Put `RoomyLayer`s in place of plain ones, before anything is cached; returns whether rows can be selected."""
+    if cache is None:
+        return True
+    if not cache.offloading:
+        cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return all(isinstance(layer, DynamicLayer) for layer in cache.layers)
+
+
+class RoomyLayer(DynamicLayer):
+    """A `DynamicLayer` that keeps room for the next tokens, so that one token costs no copy of all before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keys: Tensor | None = None  # [b, heads, length + room, head_dim]
+        self._values: Tensor | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append `[b, heads, tokens, head_dim]`; returns all keys and values."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        self._keys, self.keys = _append(self._keys, key_states, start, end)
+        self._values, self.values = _append(self._values, value_states, start, end)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows; the buffers are made anew by the next `update`."""
+        super().batch_select_indices(indices)
+        self._keys, self._values = self.keys, self.values
+
+
+def _append(buffer: Tensor | None, new: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """The buffer, larger if it had to be, and the part of it that is in use."""
+    if buffer is None or buffer.shape[-2] < end:
+        larger = new.new_empty(*new.shape[:-2], end + ROOM, new.shape[-1])
+        if buffer is not None:
+            larger[..., :start, :] = buffer[..., :start, :]
+        buffer = larger
+    buffer[..., start:end, :] = new
+    return buffer, buffer[..., :end, :]

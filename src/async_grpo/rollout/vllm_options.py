@@ -1,0 +1,119 @@
+"""What the user's `GRPOConfig` says to vLLM: sampling parameters and engine settings, as plain dictionaries.
+
+The names are vLLM's; nothing here imports it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from async_grpo.errors import UnsupportedError
+
+# What transformers calls these in `generation_kwargs`, for files that were written for it.
+_RENAMED = {"stop_strings": "stop", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
+_OURS = {
+    "n": "num_generations says how many completions a prompt gets",
+    "seed": "all completions of a group would be the same; set the trainer's `seed`",
+    "logprobs": "every sampled token's log-probability is kept anyway",
+    "output_kind": "the workers decide how outputs come",
+}
+_NEED_TEXT = ("stop", "bad_words", "structured_outputs")
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can reserve room for
+
+
+def sampling_options(trainer: Any) -> dict[str, Any]:
+    """The arguments of vLLM's `SamplingParams` for one completion, as TRL would give them.
+
+    Raises:
+        UnsupportedError: `generation_kwargs` holds something that this run decides itself.
+    """
+    args = trainer.args
+    options: dict[str, Any] = {
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p or 0.0,
+        "repetition_penalty": args.repetition_penalty,
+        "max_tokens": trainer.max_completion_length,
+        "stop_token_ids": sorted(trainer.eos_token_ids),
+    }
+    for name, value in (args.generation_kwargs or {}).items():
+        if name in _OURS:
+            raise UnsupportedError(f"generation_kwargs has {name!r}: {_OURS[name]}. Remove it.")
+        if name == "eos_token_id":
+            options["stop_token_ids"] = [value] if isinstance(value, int) else list(value)
+        elif name == "do_sample":
+            options["temperature"] = options["temperature"] if value else 0.0
+        else:
+            options[_RENAMED.get(name, name)] = value
+    if args.vllm_structured_outputs_regex is not None:
+        options["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
+    options["detokenize"] = needs_text(options)
+    return options
+
+
+def needs_text(options: dict[str, Any]) -> bool:
+    """Whether the engine has to turn tokens into text, and so needs the tokenizer, to follow the options."""
+    return any(options.get(name) for name in _NEED_TEXT)
+
+
+def engine_options(trainer: Any, *, seed: int, deterministic: bool) -> dict[str, Any]:
+    """The arguments of vLLM's `EngineArgs` that depend on the user's trainer.
+
+    Raises:
+        UnsupportedError: the setup file asks for an engine over several GPUs.
+    """
+    args = trainer.args
+    if args.vllm_tensor_parallel_size > 1:
+        raise UnsupportedError(
+            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}: each worker's engine runs on one GPU for "
+            "now. Set it to 1 and start a worker on every GPU: the engines then share the prompts."
+        )
+    return {
+        "dtype": _dtype(trainer),
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "max_model_len": args.vllm_max_model_length,
+        "max_num_seqs": max(args.generation_batch_size, trainer.num_generations),
+        "model_impl": args.vllm_model_impl,
+        "trust_remote_code": args.trust_remote_code,
+        "enable_prefix_caching": not deterministic,  # a hit computes the prompt in other pieces, so with other bits
+        "seed": seed,
+        **_lora_options(trainer.model),
+    }
+
+
+def _dtype(trainer: Any) -> str:
+    """What the trainer computes in, so that the sampler's log-probabilities are near the trainer's."""
+    if trainer.args.bf16:
+        return "bfloat16"
+    if trainer.args.fp16:
+        return "float16"
+    return str(trainer.model.dtype).removeprefix("torch.")
+
+
+def adapter_of(model: Any) -> tuple[str, Any] | None:
+    """Name and configuration of the adapter that trains, or None for a model without one.
+
+    Raises:
+        UnsupportedError: the adapter is no LoRA, or other parameters train beside it.
+    """
+    if not hasattr(model, "peft_config"):
+        return None
+    name = model.active_adapter
+    config = model.peft_config[name]
+    beside = [n for n, parameter in model.named_parameters() if parameter.requires_grad and ".lora_" not in n]
+    if str(config.peft_type).rpartition(".")[2].upper() != "LORA" or beside:
+        what = f"{beside[0]} trains beside the adapter" if beside else f"the adapter is {config.peft_type}"
+        raise UnsupportedError(f"vLLM takes LoRA adapters and nothing else, but {what}. Take --generator hf.")
+    return name, config
+
+
+def _lora_options(model: Any) -> dict[str, Any]:
+    adapter = adapter_of(model)
+    if adapter is None:
+        return {}
+    rank = max([adapter[1].r, *(adapter[1].rank_pattern or {}).values()])
+    room = next((size for size in LORA_RANKS if size >= rank), None)
+    if room is None:
+        raise UnsupportedError(f"LoRA rank {rank} is over {LORA_RANKS[-1]}, vLLM's largest. Take --generator hf.")
+    return {"enable_lora": True, "max_lora_rank": room}

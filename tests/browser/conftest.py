@@ -1,0 +1,40 @@
+"""A headless Chromium of this machine, driven by playwright; without one these tests are skipped, and say so."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+_skipped: list[str] = []
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    reason = None if CHROMIUM else "there is no Chromium (Debian: apt-get install chromium)"
+    if reason is None and find_spec("playwright") is None:
+        reason = "playwright is not installed"
+    if reason is not None:
+        _skipped.append(reason)
+        pytest.skip(reason)
+    from playwright.sync_api import sync_playwright
+
+    as_root = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has no sandbox for root
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=CHROMIUM, args=as_root)
+        yield started
+        started.close()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if _skipped:
+        terminalreporter.write_line(f"the tests in a browser were SKIPPED: {_skipped[0]}", yellow=True)

@@ -1,0 +1,45 @@
+"""The notebook runs, and what is committed of its outputs is small and of no particular machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import nbformat
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "run_notebook.py"
+PATH_OF_A_MACHINE = re.compile(r"/(root|home|work|tmp|usr|mnt|data)/")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("run_notebook", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def kinds(notebook: nbformat.NotebookNode) -> list[list[str]]:
+    """The kinds of outputs of each cell of code."""
+    return [[output.output_type for output in cell.outputs] for cell in notebook.cells if cell.cell_type == "code"]
+
+
+@pytest.mark.integration
+def test_it_runs_and_shows_what_the_committed_one_shows(script: ModuleType) -> None:
+    committed = nbformat.read(script.NOTEBOOK, as_version=4)
+    executed = script.execute()
+    assert kinds(executed) == kinds(committed)
+    images = [output for cell in executed.cells for output in cell.get("outputs", []) if "data" in output]
+    assert any("image/png" in output.data for output in images)
+
+
+def test_the_committed_outputs_are_small_and_of_no_machine(script: ModuleType) -> None:
+    text = script.NOTEBOOK.read_text()
+    assert len(text) < 100_000
+    without_images = re.sub(r'"image/png": "[^"]*"', "", text)
+    assert not PATH_OF_A_MACHINE.search(without_images)
+    nbformat.validate(nbformat.read(script.NOTEBOOK, as_version=4))

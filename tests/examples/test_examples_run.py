@@ -1,0 +1,55 @@
+"""Each folder of examples/ does two steps, by the commands of its README."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from runs import ROOT, command, read, steps_logged
+
+pytestmark = pytest.mark.integration
+
+EXAMPLES = ROOT / "examples"
+
+
+def commands(folder: str) -> list[list[str]]:
+    """The command lines of the README's first `bash` block, with whole paths."""
+    block = re.search(r"```bash\n(.*?)```", (EXAMPLES / folder / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    return [line.replace("examples/", f"{EXAMPLES}/").split() for line in block[1].splitlines()]
+
+
+@pytest.mark.parametrize("folder", ["custom_reward", "custom_dataset", "lora"])
+def test_it_trains_distributed(folder: str, tmp_path: Path) -> None:
+    (line,) = commands(folder)
+    assert line.pop(0) == "async-grpo"
+    line[line.index("-n") + 1] = "1"
+    with command(*line, "--steps", "2", cwd=tmp_path, HF_HOME=str(tmp_path)) as run:
+        assert run.wait() == 0, run.output
+    assert steps_logged(tmp_path / "worker") == [1, 2]
+    assert read(tmp_path / "worker" / "summary.json")["jobs_quarantined"] == 0
+
+
+def test_several_types_of_workers_serve_one_run(tmp_path: Path) -> None:
+    server, *workers = commands("worker_types")
+    with ExitStack() as stack:
+        joined = [stack.enter_context(command(*line[1:], cwd=tmp_path)) for line in workers]
+        run = stack.enter_context(command(*server[1:], "--steps", "2", cwd=tmp_path))
+        assert run.wait() == 0, run.output
+        for worker in joined:  # one of them may have been too late to do anything, which is no error
+            assert worker.wait() == 0, worker.output
+    assert steps_logged(tmp_path / "worker") == [1, 2]
+    assert read(tmp_path / "worker" / "summary.json")["jobs_quarantined"] == 0
+
+
+def test_minimal_grpo_runs(tmp_path: Path) -> None:
+    (line,) = commands("minimal_grpo")
+    line[0] = sys.executable
+    line[line.index("--steps") + 1] = "2"
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("loss") == 2

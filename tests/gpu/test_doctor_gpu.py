@@ -1,0 +1,43 @@
+"""The doctor's checks on real GPUs: `pytest -m gpu tests/gpu/test_doctor_gpu.py -s` prints what it says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from async_grpo.doctor import checkup, gpu, round_trip, text, versions
+from async_grpo.doctor.finding import Level
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def needs_a_gpu() -> None:
+    if not gpu.driver().visible:
+        pytest.skip("no GPU is visible")
+
+
+def test_driver_torch_cupy_and_devices_are_judged() -> None:
+    found = gpu.driver()
+    assert found.cuda >= 12000 and found.version
+    facts = gpu.look()
+    findings = [*gpu.presence(found), *gpu.fit(found, facts), *gpu.devices(facts)]
+    findings += gpu.allocator(os.environ, has_vllm=versions.installed("vllm") is not None)
+    print("\n" + "\n".join(map(text.line, findings)))
+    assert facts.usable and len(facts.gpus) == found.visible == len(facts.peers)
+    assert not [finding for finding in findings if finding.level is Level.ERROR]
+
+
+def test_weights_go_from_one_process_to_another_and_arrive_whole() -> None:
+    names = [f"cuda:{index}" for index in range(min(2, gpu.driver().visible))]
+    findings = list(round_trip.weight_sharing(names))
+    print("\n" + "\n".join(map(text.line, findings)))
+    assert len(findings) == len(names)
+    assert all("every value arrived" in finding.found for finding in findings)
+
+
+def test_the_whole_list(tmp_path: Path) -> None:
+    findings = list(checkup.findings(checkup.checks(tmp_path / "worker")))
+    assert {"GPU", "GPU 0", "torch", "cupy", "allocator", "weights"} <= {finding.subject for finding in findings}

@@ -1,0 +1,164 @@
+"""A small HTTP server that speaks what TRL's client asks of a vLLM server, and generates with transformers.
+
+Weights come as vLLM takes them: announced, then broadcast (here over HTTP: `setups/fake_nccl.py`), then finished.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlparse
+
+import safetensors.torch
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from async_grpo.rollout.generator import TransformersGenerator
+
+DEADLINE_S = 60.0
+
+
+class FakeVLLMServer(ThreadingHTTPServer):
+    """Serves `model`. What was asked is in `asked` (path and body), answers that a test wants otherwise in `answers`.
+
+    Attributes:
+        answers: path -> status and body that are sent instead.
+        hold: cleared by a test, completions are not answered until it is set again.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, model: PreTrainedModel | None = None, logprobs_mode: str = "processed_logprobs") -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.model = model
+        self.logprobs_mode = logprobs_mode
+        self.asked: list[tuple[str, Any]] = []
+        self.answers: dict[str, tuple[int, Any]] = {}
+        self.hold = threading.Event()
+        self.hold.set()
+        self.updating = False
+        self.updates = 0
+        self._broadcasts: queue.Queue[dict[str, torch.Tensor]] = queue.Queue()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def bodies(self, path: str) -> list[Any]:
+        return [body for asked, body in self.asked if asked == path]
+
+    def reply(self, path: str, body: Any) -> Any:
+        if path == "/server_info":
+            return {"vllm_config": {"model_config": {"logprobs_mode": self.logprobs_mode}}}
+        if path == "/v1/models":
+            return {"data": [{"id": "tiny"}]}
+        if path == "/get_world_size":
+            return {"world_size": 1}
+        if path == "/start_weight_update":
+            self.updating = True
+        elif path == "/update_weights":
+            assert self.updating
+            self._take_weights(**body["update_info"])
+        elif path == "/finish_weight_update":
+            self.updating = False
+            self.updates += 1
+        elif path == "/reset_prefix_cache":
+            return {"success": True}
+        elif path == "/v1/completions":
+            assert not self.updating, "asked for completions in the middle of an update"
+            assert self.hold.wait(DEADLINE_S)
+            return {"choices": self._complete(body)}
+        return {}
+
+    def broadcast(self, data: bytes) -> None:
+        self._broadcasts.put(safetensors.torch.load(data))
+
+    def _take_weights(self, names: list[str], dtype_names: list[str], shapes: list[list[int]]) -> None:
+        tensors = [tensor for _, tensor in sorted(self._broadcasts.get(timeout=DEADLINE_S).items())]
+        described = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+        assert described == list(zip(dtype_names, shapes, strict=True))
+        assert self.model is not None
+        wanted = dict(self.model.named_parameters())
+        assert sorted(names) == sorted(wanted), "not the names of a checkpoint"
+        with torch.no_grad():
+            for name, tensor in zip(names, tensors, strict=True):
+                wanted[name].copy_(tensor)
+
+    def _complete(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        assert self.model is not None
+        prompts = [prompt for prompt in body["prompt"] for _ in range(body["n"])]
+        config = GenerationConfig(
+            do_sample=True,
+            temperature=body["temperature"],
+            max_new_tokens=body["max_tokens"],
+            eos_token_id=body["stop_token_ids"],
+            pad_token_id=self.model.config.pad_token_id,
+            top_k=None,
+        )
+        generator = TransformersGenerator(
+            self.model, config=config, pad_token_id=self.model.config.pad_token_id, autocast=nullcontext
+        )
+        completions, logprobs = generator.generate(prompts)
+        return [
+            {
+                "prompt_token_ids": prompt,
+                "token_ids": ids,
+                "logprobs": {
+                    "tokens": [f"token_id:{token}" for token in ids],
+                    "token_logprobs": values,
+                    "top_logprobs": [{f"token_id:{token}": value} for token, value in zip(ids, values, strict=True)],
+                },
+            }
+            for prompt, ids, values in zip(prompts, completions, logprobs, strict=True)
+        ]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeVLLMServer
+
+    def do_GET(self) -> None:
+        self._answer(None)
+
+    def do_POST(self) -> None:
+        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.path == "/nccl":
+            self.server.broadcast(data)
+            self._send(200, {})
+        else:
+            self._answer(json.loads(data) if data else None)
+
+    def _answer(self, body: Any) -> None:
+        path = urlparse(self.path).path
+        self.server.asked.append((path, body))
+        status, answer = self.server.answers.get(path) or (200, self.server.reply(path, body))
+        self._send(status, answer)
+
+    def _send(self, status: int, answer: Any) -> None:
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        with suppress(ConnectionError):  # who asked may be gone
+            self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: the test looks at `asked`."""
+
+
+@contextmanager
+def serving(server: FakeVLLMServer) -> Iterator[FakeVLLMServer]:
+    """Answer requests until the block ends."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.hold.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,66 @@
+"""Where metrics go: what `report_to` names, TensorBoard where it names none, and always `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import InProcessRun, build_trainer
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
+
+from async_grpo.metrics import RunLog
+from async_grpo.training import trl_hooks
+from async_grpo.training.curves import CurvesCallback
+from async_grpo.training.log_callback import LogCallback
+
+pytestmark = pytest.mark.integration
+
+
+class Tracker(TrainerCallback):
+    """A reporter as transformers has them for wandb and trackio: made without arguments, told by `on_log`."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.told.append({"step": state.global_step, **(logs or {})})
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> InProcessRun:
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tracker", Tracker)
+    return InProcessRun(lambda: build_trainer(tmp_path / "outputs", report_to=["tracker"]))
+
+
+def callback(run: InProcessRun, kind: type[Any]) -> list[Any]:
+    return [it for it in run.trainer.callback_handler.callbacks if isinstance(it, kind)]
+
+
+def test_what_report_to_names_is_told_everything(run: InProcessRun, tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "metrics.jsonl")
+    trl_hooks.use_callbacks(run.trainer, LogCallback(log), tensorboard=tmp_path / "tensorboard")
+    run.train()
+    log.close()
+    (tracker,) = callback(run, Tracker)
+    steps = [entry for entry in tracker.told if "loss" in entry]
+    assert [entry["step"] for entry in steps] == [1, 2]
+    ours = {"async/staleness_mean", "async/rollouts_per_second", "async/trainer_wait_fraction"}
+    assert ours | {"reward", "rewards/letters/mean", "completions/mean_length", "grad_norm"} <= steps[0].keys()
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [set(entry) - {"monotonic_s"} for entry in written] == [set(entry) for entry in tracker.told]
+    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))  # nobody named another one
+
+
+def test_a_tensorboard_of_the_users_is_the_only_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "mine"))
+    run = InProcessRun(lambda: build_trainer(tmp_path / "outputs", report_to=["tensorboard"]))
+    log = RunLog(tmp_path / "metrics.jsonl")
+    trl_hooks.use_callbacks(run.trainer, LogCallback(log), tensorboard=tmp_path / "tensorboard")
+    run.train()
+    log.close()
+    assert callback(run, CurvesCallback) == []
+    assert not (tmp_path / "tensorboard").exists()
+    assert list((tmp_path / "mine").rglob("events.out.tfevents.*"))

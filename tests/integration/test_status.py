@@ -1,0 +1,100 @@
+"""`async-grpo status` on a real run, while it lives, after its server was killed, and after its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from runs import ROOT, SETUP, command, steps_logged
+
+from pseudo_terminal import HIDE_CURSOR, PseudoTerminal
+
+pytestmark = pytest.mark.integration
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "LOG_LEVEL": "INFO"}
+CLI = [sys.executable, "-m", "async_grpo.cli"]
+
+
+def status(run_dir: Path, *options: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [*CLI, "status", str(run_dir), *options], env=ENVIRONMENT, capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def view(run_dir: Path) -> tuple[int, dict[str, Any]]:
+    code, text = status(run_dir, "--json")
+    return code, json.loads(text)
+
+
+def test_a_run_on_a_terminal_whose_server_is_killed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "worker"
+    train = [*CLI, "train", str(SETUP), "-n", "2", "--steps", "100000"]
+    terminal = PseudoTerminal(train, cwd=tmp_path, env=ENVIRONMENT)
+    try:
+        terminal.read_until(lambda: "╭─ run " in terminal.text, "panel")
+        terminal.read_until(lambda: len(steps_logged(run_dir)) >= 20, "steps")
+        terminal.read_until(
+            lambda: re.search(rf"dev2 +{worker_pid(run_dir)} +cpu", terminal.text), "worker 2 in the panel"
+        )
+        code, live = view(run_dir)
+        assert (code, live["format"], live["state"], live["total_steps"]) == (0, 1, "training", 100000)
+        assert live["step"] >= 20 and live["rates"]["rollouts_per_second"] > 0 and live["eta_s"] > 0
+        assert [worker["name"] for worker in live["workers"]] == ["dev1", "dev2"]
+        assert all(process["alive"] and process["pid"] for process in (live["server"], *live["workers"]))
+        assert len(live["slots"]) == 3 and sum(slot["newest"] for slot in live["slots"]) == 1
+        assert live["bottleneck"]
+
+        os.kill(live["server"]["pid"], signal.SIGKILL)
+        assert terminal.wait() == 1
+        assert HIDE_CURSOR in terminal.written and terminal.is_clean()
+        assert "the parameter server failed (killed by SIGKILL)" in terminal.text
+    finally:
+        terminal.close()
+    code, dead = view(run_dir)
+    assert (code, dead["state"]) == (1, "dead")
+    assert str(live["server"]["pid"]) in dead["sentence"] and "--resume" in dead["sentence"]
+
+
+def worker_pid(run_dir: Path) -> int | None:
+    workers = [worker for worker in view(run_dir)[1]["workers"] if worker["name"] == "dev2"]
+    return workers[0]["pid"] if workers else None
+
+
+def test_a_reward_that_hangs_is_told_by_everyone_who_is_stalled(tmp_path: Path) -> None:
+    run_dir = tmp_path / "worker"
+    surroundings = {"TEST_REWARD": "hang", "TEST_MARKER": str(tmp_path / "hung")}
+    options = ("-n", "1", "--steps", "16", "--max-staleness", "0", "--stall-warning", "2")
+    with command("train", str(SETUP), *options, cwd=tmp_path, **surroundings) as run:
+        run.wait_until(lambda: Path(surroundings["TEST_MARKER"]).exists(), "hanging reward")
+        run.wait_until(lambda: any("dev1 is scoring group" in stall for stall in stalls(run_dir)), "a stalled server")
+        server, worker = stalls(run_dir)
+        assert worker.startswith("dev1: no progress for ") and "scoring group" in worker
+        assert server.startswith("server: no progress for ") and "for 1 more group from 1 worker" in server
+        for name, what in (("worker 1", ": scoring group"), ("server", "; dev1 is scoring group")):
+            run.wait_until(lambda name=name, what=what: warned(run.output, name, what), f"a warning of the {name}")
+        victim = psutil.Process(view(run_dir)[1]["workers"][0]["pid"])
+        victim.suspend()
+        run.wait_until(lambda: any(f"kill -CONT {victim.pid}" in stall for stall in stalls(run_dir)), "the pause")
+        victim.kill()
+        assert run.wait() == 0, run.output
+    assert view(run_dir)[0] == 0
+    assert "the run has finished" in status(run_dir, "--watch")[1]
+
+
+def warned(output: str, name: str, what: str) -> bool:
+    """Whether the launcher has shown that this process is stalled, and why."""
+    lines = [line for line in output.splitlines() if line.startswith(f"[{name}] ")]
+    return any("WARNING no progress for" in line and what in line for line in lines)
+
+
+def stalls(run_dir: Path) -> list[str]:
+    return view(run_dir)[1]["stalls"]

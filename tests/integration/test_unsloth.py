@@ -1,0 +1,94 @@
+"""What can be known of Unsloth without a GPU: when it is imported, in what environment, and what it does to our hooks.
+
+The stand-in in `setups/fake_unsloth` does what Unsloth's source does. The real one needs a GPU (`tests/gpu`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from in_process import build_trainer
+from runs import DEADLINE_S, SETUP, command, steps_logged
+
+from async_grpo.engine_choice import VLLM, choose_generator
+from async_grpo.errors import UnsupportedError
+from async_grpo.rollout import vllm_engine
+from async_grpo.rollout.trl_hooks import make_rollout_trainer
+
+pytestmark = pytest.mark.integration
+
+FAKE = SETUP.parent / "fake_unsloth"
+
+
+def test_unsloth_comes_first_and_trains_through_its_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = tmp_path / "notes.jsonl"
+    setup = SETUP.with_name("unsloth_model.py")
+    arguments = ["train", str(setup), "--num-workers", "2"]
+    environment = {"FAKE_UNSLOTH_NOTES": str(notes), "TEST_STEPS": "3", "TEST_EXTRA_PATH": str(FAKE)}
+    monkeypatch.delenv("FAST_INFERENCE", raising=False)
+    with command(*arguments, cwd=tmp_path, **environment) as run:
+        assert run.process.wait(DEADLINE_S) == 0, run.output
+    assert steps_logged(tmp_path / "worker") == [1, 2, 3]
+    imports = [json.loads(line) for line in notes.read_text().splitlines()]
+    assert [entry["imported_before"] for entry in imports] == [[]] * 3
+    assert [entry["FAST_INFERENCE"] for entry in imports] == ["0"] * 3
+    caches = {Path(entry["UNSLOTH_COMPILE_LOCATION"]).name for entry in imports}
+    assert caches == {"parameter_server", "dev1", "dev2"}
+
+
+def test_a_model_with_an_engine_of_its_own_generates_with_it(tmp_path: Path) -> None:
+    trainer = build_trainer(tmp_path)
+    trainer.model.vllm_engine = object()  # what `fast_inference=True` leaves there
+    trainer.args.use_vllm = trainer.use_vllm = True  # what Unsloth's trainer then sets
+    del trainer.generation_config  # and so TRL does not make
+    make_rollout_trainer(trainer)
+    assert not trainer.args.use_vllm
+    assert not trainer.use_vllm, "TRL would correct for its own engine"
+    assert choose_generator(None, trainer, on_gpu=True) == VLLM
+
+
+def suitable_engine(**changes: Any) -> Any:
+    """What we read of Unsloth's `LLM`, as `load_vllm` in unsloth_zoo 2026.10.7 makes it."""
+    settings: dict[str, Any] = {"lora_config": object(), "logprobs_mode": "processed_logprobs", **changes}
+    config = SimpleNamespace(
+        lora_config=settings["lora_config"],
+        model_config=SimpleNamespace(logprobs_mode=settings["logprobs_mode"]),
+    )
+    inside = {} if settings.get("own_process") else {"model_executor": object()}
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config, **inside))
+    llm._unsloth_lora_without_attention = settings.get("without_attention", False)
+    return llm
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "reason"),
+    [
+        ({"own_process": True}, {}, "process of its own"),
+        ({"lora_config": None}, {}, "without adapters"),
+        ({"without_attention": True}, {}, "UNSLOTH_VLLM_MERGED_ROLLOUT"),
+        ({"logprobs_mode": "raw_logprobs"}, {}, "raw_logprobs"),
+        ({}, {"deterministic": True}, "--deterministic"),
+        ({}, {"in_flight_update": True}, "--in-flight-update"),
+        ({}, {"adapter": None}, "no LoRA adapter"),
+    ],
+)
+def test_an_engine_that_cannot_serve_the_run_is_refused(changes: Any, asked: Any, reason: str) -> None:
+    plain = {"adapter": ("default", object()), "in_flight_update": False, "deterministic": False}
+    vllm_engine._require_suitable(suitable_engine(), **plain)
+    with pytest.raises(UnsupportedError, match=rf"{reason}.*fast_inference=False"):
+        vllm_engine._require_suitable(suitable_engine(**changes), **{**plain, **asked})
+
+
+def test_an_engine_with_another_base_is_refused(tmp_path: Path) -> None:
+    model = build_trainer(tmp_path).model
+    published = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    vllm_engine._require_same_base(model, published)
+    embedding = "model.embed_tokens.weight"
+    vllm_engine._require_same_base(model, {**published, embedding: published[embedding][:-4]})
+    published["model.norm.weight"] += 0.5
+    with pytest.raises(UnsupportedError, match=r"model\.norm\.weight.*fast_inference=False"):
+        vllm_engine._require_same_base(model, published)

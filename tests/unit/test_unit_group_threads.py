@@ -1,0 +1,166 @@
+"""Groups in threads of their own, with a trainer that only asks for tokens and an engine played by the test."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_grpo.rollout.group_threads import GroupThread, GroupThreads, Turn, versions_of_tokens
+
+Code = Callable[[Any, Any], Any]  # what a group does: (generator, row) -> its group
+DEADLINE_S = 30.0
+
+
+class FakeTrainer:
+    """Runs the test's code in place of TRL's."""
+
+    def __init__(self, code: Code) -> None:
+        self.code = code
+        self.generator: Any = None
+        self.state = SimpleNamespace(global_step=0)
+        self.forks = 0
+
+    def fork(self) -> Any:
+        self.forks += 1
+        return copy.copy(self)
+
+    def generate_groups(self, rows: list[Any], group_size: int) -> list[Any]:
+        return [self.code(self.generator, rows[0])]
+
+
+def claim(row: Any, seq: int = 0) -> Any:
+    return SimpleNamespace(job=SimpleNamespace(seq=seq, row=row, num_generations=2))
+
+
+def nothing(trainer: Any, group: GroupThread) -> None:
+    return None
+
+
+def next_events(threads: GroupThreads, wanted: int) -> list[Turn | GroupThread]:
+    events: list[Turn | GroupThread] = []
+    while len(events) < wanted:
+        found = threads.events(DEADLINE_S)
+        assert found, "nothing happened"
+        events += found
+    return events
+
+
+def one_turn(generator: Any, row: Any) -> Any:
+    return generator.generate([[row], [row + 1]])
+
+
+def test_a_group_waits_for_its_tokens_and_gets_them() -> None:
+    threads = GroupThreads(FakeTrainer(one_turn), nothing)
+    group = threads.start(claim(10), version=3)
+    (turn,) = next_events(threads, 1)
+    assert isinstance(turn, Turn)
+    assert turn.prompt_ids == [[10], [11]]
+    turn.add(0, [1, 2], [-0.1, -0.2], 3, finished=False)
+    turn.add(1, [5], [-0.5], 3, finished=True)
+    assert threads.events(0) == []
+    turn.add(0, [3], [-0.3], 4, finished=True)
+    assert next_events(threads, 1) == [group]
+    assert group.group == ([[1, 2, 3], [5]], [[-0.1, -0.2, -0.3], [-0.5]])
+    assert group.oldest_version() == 3
+
+
+def test_groups_wait_side_by_side_and_copies_are_used_again() -> None:
+    trainer = FakeTrainer(one_turn)
+    threads = GroupThreads(trainer, nothing)
+    for row in (10, 20):
+        threads.start(claim(row), version=0)
+    turns = next_events(threads, 2)
+    assert trainer.forks == 2
+    for turn in turns:
+        assert isinstance(turn, Turn)
+        for place in (0, 1):
+            turn.add(place, [turn.prompt_ids[place][0] + 100], [0.0], 0, finished=True)
+    ended = next_events(threads, 2)
+    assert sorted(group.group[0][0][0] for group in ended) == [110, 120]
+    threads.start(claim(30), version=0)
+    next_events(threads, 1)
+    assert trainer.forks == 2
+
+
+def test_only_one_group_runs_code_at_a_time() -> None:
+    running: list[int] = []
+    most: list[int] = []
+
+    def code(generator: Any, row: int) -> Any:
+        for _ in range(20):
+            running.append(row)
+            most.append(len(running))
+            threading.Event().wait(0.001)
+            running.remove(row)
+        return generator.generate([[row]])
+
+    threads = GroupThreads(FakeTrainer(code), nothing)
+    for row in range(4):
+        threads.start(claim(row), version=0)
+    next_events(threads, 4)
+    assert max(most) == 1
+
+
+def test_an_error_of_the_users_code_is_the_groups() -> None:
+    def code(generator: Any, row: Any) -> Any:
+        raise RuntimeError("the tool broke")
+
+    threads = GroupThreads(FakeTrainer(code), nothing)
+    threads.start(claim(1), version=0)
+    (group,) = next_events(threads, 1)
+    assert isinstance(group, GroupThread)
+    assert isinstance(group.error, RuntimeError)
+    assert "the tool broke" in group.traceback
+
+
+def test_an_error_of_the_engine_reaches_the_group() -> None:
+    threads = GroupThreads(FakeTrainer(one_turn), nothing)
+    threads.start(claim(1), version=0)
+    (turn,) = next_events(threads, 1)
+    assert isinstance(turn, Turn)
+    turn.fail(ValueError("the prompt is too long"))
+    (group,) = next_events(threads, 1)
+    assert isinstance(group, GroupThread)
+    assert "the prompt is too long" in group.traceback
+
+
+def test_what_comes_afterwards_runs_before_the_copy_serves_another() -> None:
+    threads = GroupThreads(FakeTrainer(lambda generator, row: row), lambda trainer, group: ("scored", group.group))
+    threads.start(claim(5), version=2)
+    (group,) = next_events(threads, 1)
+    assert isinstance(group, GroupThread)
+    assert group.result == ("scored", 5)
+
+
+def turn_of(prompts: list[list[int]], ids: list[list[int]], versions: list[list[int]]) -> Turn:
+    turn = Turn(GroupThread(GroupThreads(None, nothing), claim(0), 0), 0, prompts)
+    turn.token_ids, turn.versions = ids, versions
+    return turn
+
+
+def test_every_token_knows_its_version_through_a_tool_loop() -> None:
+    prompt = [1, 2]
+    # The second row calls a tool, which writes 90; the third does, too, and is cut to its limit.
+    group = SimpleNamespace(
+        prompt_ids=[prompt] * 3,
+        completion_ids=[[10, 11], [20, 90, 21, 22], [30, 90, 31]],
+    )
+    first = turn_of([prompt] * 3, [[10, 11], [20], [30]], [[4, 5], [4], [4]])
+    second = turn_of([[1, 2, 20, 90], [1, 2, 30, 90]], [[21, 22], [31, 32]], [[5, 6], [6, 7]])
+    assert versions_of_tokens(group, [first, second], default=4) == [[4, 5], [4, 4, 5, 6], [4, 4, 6]]  # type: ignore[arg-type]
+
+
+def test_a_turn_says_who_died() -> None:
+    turn = turn_of([[1]], [[]], [[]])
+    dead = threading.Thread(target=lambda: None)
+    dead.start()
+    dead.join()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("async_grpo.rollout.group_threads.LOOK_S", 0.01)
+        with pytest.raises(Exception, match="engine's thread has ended"):
+            turn.wait(dead)

@@ -1,0 +1,248 @@
+"""The real vLLM against transformers on the same weights: tokens, log-probabilities, new weights, adapters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
+
+import qwen3_1m
+from trl import GRPOTrainer
+
+from async_grpo.rollout import vllm_engine
+from async_grpo.rollout.trl_hooks import make_rollout_trainer
+from async_grpo.rollout.vllm_engine import Chunk, VLLMEngine
+
+PROMPTS = [qwen3_1m.build_tokenizer()(text)["input_ids"] for text in ("1+1=", "7+3=", "a", "hello world", "0123456789")]
+CLOSE = 1e-4
+
+
+def rollout_trainer(**changes: Any) -> GRPOTrainer:
+    trainer = qwen3_1m.get_trainer()
+    for name, value in changes.items():
+        setattr(trainer.args, name, value)
+    make_rollout_trainer(trainer)
+    trainer.model.eval()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def greedy() -> Iterator[tuple[GRPOTrainer, VLLMEngine]]:
+    trainer = rollout_trainer(generation_kwargs={"do_sample": False})
+    engine = VLLMEngine(trainer, seed=0)
+    yield trainer, engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def sampling() -> Iterator[tuple[GRPOTrainer, VLLMEngine]]:
+    trainer = rollout_trainer(temperature=0.7)
+    engine = VLLMEngine(trainer, seed=0, in_flight_update=True)
+    yield trainer, engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def adapter() -> Iterator[tuple[GRPOTrainer, VLLMEngine]]:
+    os.environ["TEST_LORA"] = "1"
+    trainer = rollout_trainer(temperature=1.0)
+    del os.environ["TEST_LORA"]
+    engine = VLLMEngine(trainer, seed=0)
+    yield trainer, engine
+    engine.close()
+
+
+def published(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
+
+
+def change(trainer: GRPOTrainer, seed: int) -> None:
+    """As a training step would, but more."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+
+
+def run(engine: VLLMEngine, prompts: dict[str, list[int]], version: int) -> dict[str, tuple[list[int], list[float]]]:
+    for name, prompt in prompts.items():
+        engine.submit(name, prompt, seed=None, version=version)
+    return finish(engine)
+
+
+def finish(engine: VLLMEngine) -> dict[str, tuple[list[int], list[float]]]:
+    outputs: dict[str, tuple[list[int], list[float]]] = {}
+    while engine.busy:
+        collect(outputs, engine.step())
+    return outputs
+
+
+def collect(outputs: dict[str, tuple[list[int], list[float]]], chunks: list[Chunk]) -> None:
+    for chunk in chunks:
+        ids, logprobs = outputs.setdefault(chunk.request_id, ([], []))
+        ids += chunk.token_ids
+        logprobs += chunk.logprobs
+
+
+def named(prefix: str) -> dict[str, list[int]]:
+    return {f"{prefix}-{index}": prompt for index, prompt in enumerate(PROMPTS)}
+
+
+def logprobs_of(trainer: GRPOTrainer, prompt: list[int], ids: list[int], temperature: float) -> torch.Tensor:
+    """The log-probabilities that the trainer computes, [tokens]."""
+    with torch.no_grad():
+        logits = trainer.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, dim=-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def check_greedy(trainer: GRPOTrainer, engine: VLLMEngine, version: int) -> None:
+    outputs = run(engine, named(f"v{version}"), version)
+    for name, prompt in named(f"v{version}").items():
+        expected = trainer.model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=trainer.max_completion_length,
+            do_sample=False,
+            eos_token_id=trainer.eos_token_ids,
+            pad_token_id=39,
+        )
+        assert outputs[name][0] == expected[0, len(prompt) :].tolist()
+
+
+def test_greedy_tokens_are_those_of_transformers_through_three_updates(greedy: tuple[GRPOTrainer, VLLMEngine]) -> None:
+    trainer, engine = greedy
+    seen = set()
+    for version in range(4):
+        engine.load(published(trainer), version)
+        check_greedy(trainer, engine, version)
+        seen.add(str(run(engine, {"again": PROMPTS[0]}, version)))
+        change(trainer, seed=version)
+    assert len(seen) > 1, "the updates changed nothing"
+
+
+def test_weights_that_vllm_processes_after_loading_are_reloaded(
+    greedy: tuple[GRPOTrainer, VLLMEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, engine = greedy
+    assert engine._in_place, "a plain model is written in place"
+    monkeypatch.setattr(engine, "_in_place", False)
+    change(trainer, seed=9)
+    engine.load(published(trainer), version=9)
+    check_greedy(trainer, engine, version=9)
+
+
+def test_a_completion_ends_with_its_end_token(sampling: tuple[GRPOTrainer, VLLMEngine]) -> None:
+    trainer, engine = sampling
+    engine.load(published(trainer), version=0)
+    outputs = run(engine, {f"end-{index}": PROMPTS[0] for index in range(64)}, version=0)
+    ends = [ids[-1] in trainer.eos_token_ids for ids, _ in outputs.values()]
+    lengths = [len(ids) for ids, _ in outputs.values()]
+    assert max(lengths) <= trainer.max_completion_length
+    assert all(end or length == trainer.max_completion_length for end, length in zip(ends, lengths, strict=True))
+    assert any(ends)
+
+
+def test_a_prompt_that_is_too_long_is_refused(greedy: tuple[GRPOTrainer, VLLMEngine]) -> None:
+    with pytest.raises(ValueError, match=r"(?i)long|length|maximum"):
+        greedy[1].submit("long", [1] * 600, seed=None, version=0)
+    assert not greedy[1].busy
+
+
+def test_log_probabilities_are_the_trainers_at_every_version_in_flight(
+    sampling: tuple[GRPOTrainer, VLLMEngine],
+) -> None:
+    """Weights change twice while the completions are sampled; each token is the version's that sampled it."""
+    trainer, engine = sampling
+    engine.load(published(trainer), version=0)
+    for name, prompt in named("flight").items():
+        engine.submit(name, prompt, seed=None, version=0)
+    outputs: dict[str, tuple[list[int], list[float]]] = {}
+    expected: dict[str, list[float]] = {name: [] for name in named("flight")}
+
+    def catch_up() -> None:
+        for name, prompt in named("flight").items():
+            ids = outputs[name][0]
+            if len(ids) > len(expected[name]):
+                expected[name] += logprobs_of(trainer, prompt, ids, 0.7)[len(expected[name]) :].tolist()
+
+    for version in (1, 2):
+        for _ in range(4):
+            collect(outputs, engine.step())
+        catch_up()
+        change(trainer, seed=20 + version)
+        engine.load(published(trainer), version)
+    while engine.busy:
+        collect(outputs, engine.step())
+    catch_up()
+    assert max(len(ids) for ids, _ in outputs.values()) > 8, "no completion saw the last version"
+    for name, (_, logprobs) in outputs.items():
+        torch.testing.assert_close(torch.tensor(logprobs), torch.tensor(expected[name]), atol=CLOSE, rtol=0)
+
+
+def test_adapters_of_two_versions_are_used_side_by_side(adapter: tuple[GRPOTrainer, VLLMEngine]) -> None:
+    trainer, engine = adapter
+    assert engine.versions_at_once == 2
+    weights: dict[int, dict[str, torch.Tensor]] = {}
+    for version in range(4):
+        change(trainer, seed=30 + version)
+        weights[version] = {name: tensor.clone() for name, tensor in published(trainer).items()}
+        older = [version - 1] if version else []
+        for old in older:
+            engine.submit(f"old-{version}", PROMPTS[3], seed=None, version=old)
+        engine.load(published(trainer), version, in_use=older)
+        engine.submit(f"new-{version}", PROMPTS[3], seed=None, version=version)
+        outputs = finish(engine)
+        for name, used in ((f"new-{version}", version), *((f"old-{version}", old) for old in older)):
+            trainer.model.load_state_dict(weights[used], strict=False)
+            ids, logprobs = outputs[name]
+            right = logprobs_of(trainer, PROMPTS[3], ids, 1.0)
+            torch.testing.assert_close(torch.tensor(logprobs), right, atol=CLOSE, rtol=0)
+        trainer.model.load_state_dict(weights[version], strict=False)
+    assert len(engine._engine.list_loras()) == 2, "adapters that nothing uses are unloaded"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"top_p": 0.9, "top_k": 5, "min_p": 0.05, "repetition_penalty": 1.2},
+        {"generation_kwargs": {"stop_strings": ["</a>"], "min_new_tokens": 2, "frequency_penalty": 0.5}},
+        {"vllm_structured_outputs_regex": "[0-9]+"},
+    ],
+)
+def test_vllm_takes_the_sampling_parameters(changes: dict[str, Any]) -> None:
+    from vllm import SamplingParams
+
+    trainer = qwen3_1m.get_trainer()
+    for name, value in changes.items():
+        setattr(trainer.args, name, value)
+    sampling = SamplingParams(**vllm_engine._structured(vllm_engine.sampling_options(trainer)))
+    for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
+        if name in changes:
+            assert getattr(sampling, name) == changes[name]
+    assert sampling.stop_token_ids == sorted(trainer.eos_token_ids)
+
+
+def test_every_private_name_is_where_it_was(
+    greedy: tuple[GRPOTrainer, VLLMEngine], adapter: tuple[GRPOTrainer, VLLMEngine]
+) -> None:
+    from importlib import import_module
+
+    live = {
+        "LLMEngine.model_executor": greedy[1]._engine.model_executor,
+        "WorkerWrapperBase.worker": greedy[1]._engine.model_executor.driver_worker.worker,
+        "Worker.model_runner": greedy[1]._engine.model_executor.driver_worker.worker.model_runner,
+    }
+    for hook in vllm_engine.HOOKS:
+        owner, _, name = hook.rpartition(".")
+        if any(hook.endswith(ending) for ending in live):
+            continue  # set in a constructor: the attributes above were found
+        module, _, class_name = owner.rpartition(".")
+        holder = getattr(import_module(module), class_name) if class_name[0].isupper() else import_module(owner)
+        assert hasattr(holder, name), f"vLLM: {hook} is gone. async_grpo.rollout.vllm_engine must follow."
+    assert adapter[1]._runner.lora_manager is not None

@@ -1,0 +1,66 @@
+"""Whole runs with vLLM on the workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
+
+from runs import command, read, steps_logged
+
+SETUP = str(Path(__file__).parent / "setups" / "qwen3_1m.py")
+STEPS = 20
+
+
+def logged(run_dir: Path, name: str) -> list[float]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [entry[name] for entry in map(json.loads, lines) if name in entry]
+
+
+def test_twenty_steps_with_a_worker_killed_in_the_middle(tmp_path: Path) -> None:
+    run_dir = tmp_path / "worker"
+    options = ("-n", "2", "--steps", str(STEPS), "--generator", "vllm")
+    with command("train", SETUP, *options, cwd=tmp_path, TEST_TOKENS="48", OMP_NUM_THREADS="1") as run:
+        run.wait_until(lambda: len(steps_logged(run_dir)) >= 5, "five steps")
+        run.wait_until(lambda: list((run_dir / "queue").glob("*_processing_by_dev1.*")), "a job of worker 1")
+        run.worker(1).kill()
+        assert run.wait() == 0, run.output
+    assert steps_logged(run_dir) == list(range(1, STEPS + 1))
+    assert read(run_dir / "summary.json")["staleness_max"] <= 4
+    mismatch = logged(run_dir, "async/logprob_mismatch")
+    assert mismatch
+    assert max(mismatch) < 1e-4, "the sampler's log-probabilities are the trainer's at the same version"
+    with command("audit", str(run_dir), cwd=tmp_path) as audit:
+        assert audit.wait() == 0, audit.output
+    assert "clean" in audit.output
+
+
+def test_use_vllm_in_the_file_means_vllm_on_the_workers_and_adapters_in_flight(tmp_path: Path) -> None:
+    run_dir = tmp_path / "worker"
+    surroundings = {"TEST_USE_VLLM": "1", "TEST_LORA": "1", "OMP_NUM_THREADS": "1", "TEST_TOKENS": "48"}
+    options = ("-n", "1", "--steps", "6", "--in-flight-update", "on")
+    with command("train", SETUP, *options, cwd=tmp_path, **surroundings) as run:
+        assert run.wait() == 0, run.output
+    assert steps_logged(run_dir) == list(range(1, 7))
+    from async_grpo.job_file import decode_group
+
+    groups = [decode_group(path.read_bytes()) for path in (run_dir / "done").rglob("*.safetensors")]
+    assert len(groups) == 6 * 4
+    assert all(group.token_versions is not None for group in groups)
+    mismatch = logged(run_dir, "async/logprob_mismatch")
+    assert not mismatch or max(mismatch) < 1e-4
+
+
+def test_deterministic_runs_are_equal_with_one_and_two_workers(tmp_path: Path) -> None:
+    weights = []
+    for workers in ("1", "2"):
+        folder = tmp_path / workers
+        folder.mkdir()
+        options = ("-n", workers, "--steps", "4", "--generator", "vllm", "--deterministic")
+        with command("train", SETUP, *options, cwd=folder, TEST_SAVE="1") as run:
+            assert run.wait() == 0, run.output
+        weights.append((folder / "checkpoints" / "checkpoint-4" / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
