@@ -11,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from async_grpo import run_dir as runs
-from async_grpo.activity import ENDING
-from async_grpo.run_view import DEAD, TRAINING, ProcessView, RunView
+from async_grpo.activity import ENDING, TRAINING
+from async_grpo.process_view import ProcessView
+from async_grpo.run_condition import DEAD
+from async_grpo.run_view import RunView
 from async_grpo.transcript import printable
 from async_grpo.wording import eta, for_people
 

@@ -131,7 +131,8 @@ class Screen:
 
     def _view(self) -> RunView | str:
         """The run, or why it cannot be shown. A picture that cannot be drawn must not end a run."""
-        from async_grpo.run_view import DEAD, look
+        from async_grpo.run_condition import DEAD
+        from async_grpo.run_view import look
 
         try:
             view = look(self._root, details=False)

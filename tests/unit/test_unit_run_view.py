@@ -19,15 +19,16 @@ from rich.console import Console, RenderableType
 
 from async_grpo import bottleneck, metrics_tail
 from async_grpo import run_dir as runs
-from async_grpo.activity import GENERATING, LOADING, TRAINING, activity_file
+from async_grpo.activity import ENDING, GENERATING, LOADING, STARTING, TRAINING, activity_file
 from async_grpo.bottleneck import Shares
 from async_grpo.cli import main
 from async_grpo.errors import RunDirError
 from async_grpo.locks import KernelLock
 from async_grpo.queue_liveness import worker_lock
+from async_grpo.run_condition import DEAD
 from async_grpo.run_dir import RunDir
 from async_grpo.run_screen import panel, report
-from async_grpo.run_view import DEAD, ENDING, STARTING, look
+from async_grpo.run_view import look
 
 SRC = Path(__file__).parents[2] / "src"
 
