@@ -25,5 +25,5 @@ def for_people(seconds: float) -> str:
 
 
 def counted(count: int, what: str) -> str:
-    """`1 worker`, `2 workers`."""
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+    """`no workers`, `1 worker`, `2 workers`."""
+    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"

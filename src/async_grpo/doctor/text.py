@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from async_grpo.doctor.finding import Finding, Level
+from async_grpo.wording import counted
 
 _COLOURS = {Level.OK: "32", Level.WARNING: "33", Level.ERROR: "1;31"}
 _SUBJECT = 15
@@ -33,12 +34,8 @@ def verdict(found: Sequence[Finding]) -> str:
     errors = sum(finding.level is Level.ERROR for finding in found)
     warnings = sum(finding.level is Level.WARNING for finding in found)
     if errors:
-        return f"{_counted(errors, 'error')}, {_counted(warnings, 'warning')}: mend the errors first."
-    return f"no errors, {_counted(warnings, 'warning')}: a run can start."
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number or 'no'} {what}{'' if number == 1 else 's'}"
+        return f"{counted(errors, 'error')}, {counted(warnings, 'warning')}: mend the errors first."
+    return f"no errors, {counted(warnings, 'warning')}: a run can start."
 
 
 def _wrapped(text: str, width: int) -> list[str]:
