@@ -527,7 +527,8 @@ def test_advantages_of_an_archive_are_those_of_trl(tmp_path: Path, changes: dict
 
 
 def test_hyperparameters_hold_no_secret(tmp_path: Path) -> None:
-    trainer = build_trainer(tmp_path, hub_token="hf_secret", model_init_kwargs={"api_key": "secret", "max_tokens": 3})
+    private = {"api_key": "secret", "passphrase": "secret", "max_tokens": 3}
+    trainer = build_trainer(tmp_path, hub_token="hf_secret", model_init_kwargs=private)
     told = json.dumps(hyperparameters(trainer, TrainingSettings()))
     assert "secret" not in told and '"max_tokens": 3' in told
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from async_grpo.doctor.redact import MASK, Redactor, secrets_of, told_environment
+from async_grpo.doctor.environment import secrets_of, told_environment
+from async_grpo.redact import MASK, Redactor
 
 
 @pytest.mark.parametrize(

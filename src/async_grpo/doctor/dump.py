@@ -17,11 +17,12 @@ from importlib import metadata
 from pathlib import Path
 
 from async_grpo.doctor import checkup, text
+from async_grpo.doctor.environment import environment_of, secrets_of, told_environment
 from async_grpo.doctor.finding import Finding
-from async_grpo.doctor.redact import Redactor, secrets_of, told_environment
 from async_grpo.doctor.stacks import RunProcess, kernel_view, run_processes, stacks_of
 from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.queue_files import FOLDERS
+from async_grpo.redact import Redactor
 from async_grpo.run_dir import RunDir
 from async_grpo.run_view import look
 
@@ -61,7 +62,7 @@ def write_dump(root: Path, folder: Path) -> tuple[Path, list[str]]:
     if not run.state_file.exists() and not (run.root / "queue").is_dir():
         raise UsageError(f"{root} is no run directory: it has no run.json and no queue. Give one, such as worker/.")
     processes = list(run_processes(run))
-    redact = Redactor(secrets_of(os.environ).union(*(secrets_of(_environment_of(p.pid)) for p in processes)))
+    redact = Redactor(secrets_of(os.environ).union(*(secrets_of(environment_of(p.pid)) for p in processes)))
     when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     target = folder / f"async-grpo-dump-{run.root.name}-{time.strftime('%Y%m%dT%H%M%S')}-{os.getpid()}.tar.gz"
     names: list[str] = []
@@ -164,22 +165,12 @@ def _versions() -> Iterator[str]:
 def _environments(processes: Iterable[RunProcess]) -> Iterator[str]:
     yield from _environment_lines("doctor", dict(os.environ))
     for process in processes:
-        yield from _environment_lines(process.name, _environment_of(process.pid))
+        yield from _environment_lines(process.name, environment_of(process.pid))
 
 
 def _environment_lines(name: str, environment: dict[str, str]) -> Iterator[str]:
     yield f"== {name}"
     yield from (f"{key}={value}" for key, value in told_environment(environment).items())
-
-
-def _environment_of(pid: int) -> dict[str, str]:
-    """Of a process of ours; empty where the kernel does not tell."""
-    try:
-        data = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return {}
-    pairs = (entry.decode(errors="replace").partition("=") for entry in data.split(b"\0") if b"=" in entry)
-    return {name: value for name, _, value in pairs}
 
 
 def _own_findings(root: Path) -> str:

@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.redact import MASK, names_a_secret
 from async_grpo.settings import TrainingSettings
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
-
-_SECRETS = ("token", "secret", "password", "api_key", "credential")  # parts of names that may hold one
-_COUNTS = ("tokens",)  # and names that only look so
 
 
 def hyperparameters(trainer: GRPOTrainer, settings: TrainingSettings) -> dict[str, Any]:
@@ -35,7 +33,7 @@ def hyperparameters(trainer: GRPOTrainer, settings: TrainingSettings) -> dict[st
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): "<hidden>" if _is_secret(str(name), it) else _plain(it) for name, it in value.items()}
+        return {str(name): MASK if _is_secret(str(name), it) else _plain(it) for name, it in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -45,5 +43,5 @@ def _plain(value: Any) -> Any:
 
 def _is_secret(name: str, value: Any) -> bool:
     """Names decide; a number or a switch, as in `max_tokens`, is none."""
-    looks_so = any(part in name.lower() for part in _SECRETS) and not name.lower().endswith(_COUNTS)
-    return looks_so and value is not None and not isinstance(value, (bool, int, float))
+    harmless = value is None or isinstance(value, (bool, int, float)) or name.lower().endswith("tokens")
+    return names_a_secret(name) and not harmless

@@ -1,21 +1,11 @@
-"""Takes secrets out of text that leaves the machine. Too much is taken rather than too little."""
+"""What is a secret, by its name or by its looks, and text without it. Too much is taken rather than too little."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 MASK = "[removed]"
-SHORTEST = 6  # characters of a secret; shorter values would be found everywhere
-
-# The only environment variables whose values are told.
-TOLD = (
-    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
-    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
-    *("WORKER_DEVICE", "LOG_LEVEL", "FAST_INFERENCE", "CUDA_IPC_HANDLE_PATH", "UNSLOTH_COMPILE_LOCATION"),
-    *("NCCL_DEBUG", "NCCL_P2P_DISABLE", "HF_HUB_OFFLINE", "VLLM_USE_V1", "VLLM_ATTENTION_BACKEND"),
-    *("LD_LIBRARY_PATH", "CUDA_HOME", "LANG", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES"),
-)
 
 _SECRET_NAME = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|_KEY$|^KEY$|AUTH|COOKIE|DSN|WEBHOOK",
@@ -37,13 +27,9 @@ _ASSIGNED = re.compile(
 _URL_PARAMETER = re.compile(r"(?i)([?&](?:[\w-]*(?:token|key|secret|signature|sig|password))=)[^&\s\"']+")
 
 
-def secrets_of(environment: Mapping[str, str]) -> set[str]:
-    """Values of variables whose names say that they are secret."""
-    return {
-        value
-        for name, value in environment.items()
-        if _SECRET_NAME.search(name) and len(value) >= SHORTEST and name not in TOLD
-    }
+def names_a_secret(name: str) -> bool:
+    """Whether an environment variable, an option or a key of this name may hold one."""
+    return _SECRET_NAME.search(name) is not None
 
 
 class Redactor:
@@ -62,8 +48,3 @@ class Redactor:
         text = _KNOWN_SHAPES.sub(MASK, text)
         text = _URL_PARAMETER.sub(rf"\1{MASK}", text)
         return _ASSIGNED.sub(rf"\1{MASK}", text)
-
-
-def told_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the list that are set."""
-    return {name: environment[name] for name in TOLD if name in environment}
