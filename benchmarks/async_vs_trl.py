@@ -49,7 +49,7 @@ from benchmarks.table import (
 )
 
 RUN_S = 14.0  # about what one run takes on 2 quiet cores, for the estimate that is printed first
-ROWS = ("even", "overlap", "slow", "tail", "learning", "capacity")
+ROWS = ("even", "waiting", "overlap", "slow", "tail", "learning", "capacity")
 MEMORY = Path("/dev/shm")
 SEEDS = (1, 2, 3, 4, 5)
 WORKER_COUNTS = (1, 4, 16, 64)
@@ -78,6 +78,7 @@ SYNCHRONOUS = Side(name="server + 1 worker, --max-staleness 0", workers=1, flags
 SLOW_REWARD_WORKERS = Side(name="server + 2 workers", workers=2, flags=("--score-concurrency", str(SCORE_CONCURRENCY)))
 
 EVEN = Setting(answer_tokens=48, steps=16)
+SHORT = Setting(answer_tokens=16, steps=25)  # a worker generates a batch sooner than the server trains on it
 BALANCED = Setting(prompts=8, answer_tokens=48, steps=25)
 SLOW_REWARD = Setting(prompts=8, steps=26, reward_call_s=0.3, reward_item_s=0.01, accuracy=True)
 LONG_TAIL = Setting(  # loss_type grpo: in TRL's dapo the filler of long answers outweighs what is to be learnt
@@ -186,6 +187,7 @@ def contests(*, quick: bool) -> dict[str, Contest]:
             sides=(TRL, TRL_PASSIVE, ONE_WORKER, ONE_WORKER_ALL_THREADS, TWO_WORKERS_ALL_THREADS),
             work=replace(EVEN, steps=9),
         ),
+        "waiting": Contest(name="16-token answers", setting=SHORT, sides=(ONE_WORKER,)),
         "overlap": Contest(name="generation as long as training", setting=BALANCED, sides=(SYNCHRONOUS, ONE_WORKER)),
         "slow": Contest(name="slow reward", setting=SLOW_REWARD, sides=(TRL, SLOW_REWARD_WORKERS), work=no_sleep),
         "tail": Contest(
@@ -288,16 +290,19 @@ def accuracy_rows(all_contests: dict[str, Contest]) -> Iterator[Row]:
             )
 
 
-def machinery_rows(even: Contest) -> Iterator[Row]:
-    runs = even.runs[ONE_WORKER.name]
+def waiting_row(short: Contest) -> Row:
+    runs = short.runs[ONE_WORKER.name]
     busy = statistics.median(run.mean("async/worker_busy_fraction") for run in runs)
-    yield row(
+    return row(
         "trainer's share of time waiting, worker has capacity",
         [100 * run.mean("async/trainer_wait_fraction") for run in runs],
         "%",
         target="<= 5",
-        note=f"48-token answers, server + 1 worker, which is busy {busy:.0%} of the time",
+        note=f"{short.name}, server + 1 worker, which is busy {busy:.0%} of the time",
     )
+
+
+def machinery_rows(even: Contest) -> Iterator[Row]:
     for side in even.asynchronous:
         yield row(
             f"neither generation, scoring nor TRL's own step, {side.name}",
@@ -369,6 +374,8 @@ def measure(folder: Path, rows: Sequence[str], *, quick: bool) -> Iterator[Row]:
         yield from accuracy_rows(chosen)
     if learning:
         yield from learning_rows(folder, progress)
+    if "waiting" in chosen:
+        yield waiting_row(chosen["waiting"])
     if "even" in chosen:
         yield from machinery_rows(chosen["even"])
     if "capacity" in rows:

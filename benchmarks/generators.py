@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 TOKENS = 64  # of every completion
 GROUP = 4  # completions of a prompt
 BATCHES = (16, 64, 256)
+MODELS = ((128, 4), (512, 6))  # hidden size and layers: 1 M parameters, whose step is mostly Python, and 20 M
 
 
 def trainer_of(hidden: int = 128, layers: int = 4) -> Any:
@@ -260,46 +261,46 @@ def update_seconds(engine: VLLMEngine, weights: Any) -> tuple[float, float]:
 # --- The table --------------------------------------------------------------------------------------------
 
 
-def measure(repeats: int, batches: tuple[int, ...], wide: tuple[int, int]) -> list[Row]:
-    from async_grpo.rollout.vllm_engine import ENVIRONMENT, VLLMEngine
-    from async_grpo_ipc import open_remote_memory
+def measure(models: Sequence[tuple[int, int]], batches: tuple[int, ...], repeats: int) -> list[Row]:
+    """All rows of each model, which is its hidden size and its number of layers."""
+    from async_grpo.rollout.vllm_engine import ENVIRONMENT
 
     for name, value in {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}.items():
         os.environ.setdefault(name, value)
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        (folder / "queue").mkdir(mode=0o700)
-        trainer = trainer_of()
-        plain = plain_vllm_side(trainer, folder / "model")
-        engine = VLLMEngine(trainer, seed=1)
-        with exporter_of(128, 4, folder) as publisher, open_remote_memory(folder / "handle.json", 60) as weights:
-            sides = {
-                "transformers": transformers_side(trainer),
-                "plain vLLM": plain,
-                "vLLM in our worker": worker_side(trainer, engine, weights, folder / "queue"),
-            }
-            for batch in batches:
-                rows += _throughput(sides, batch, repeats)
-            prompts = prompts_for(trainer, 16)
-            waits = [
-                first_token_s(engine, weights, publisher, version, prompts) for version in range(1, 2 + 2 * repeats)
-            ][1:]
-            rows.append(row("publish to the first token of the new version, 1 M", [1e3 * s for s in waits], "ms"))
-            rows += _updates(engine, weights, "1 M", 5 * repeats)
-        engine.close()
-
-        trainer = trainer_of(*wide)
-        size = f"{sum(parameter.numel() for parameter in trainer.model.parameters()) / 1e6:.0f} M"
-        engine = VLLMEngine(trainer, seed=1)
-        (folder / "wide").mkdir(mode=0o700)
-        with exporter_of(*wide, folder / "wide"), open_remote_memory(folder / "wide" / "handle.json", 60) as weights:
-            rows += _updates(engine, weights, size, 3 * repeats)
-        engine.close()
+    for hidden, layers in models:
+        with tempfile.TemporaryDirectory() as folder:
+            rows += _measure_model(hidden, layers, batches, repeats, Path(folder))
     return rows
 
 
-def _throughput(sides: dict[str, Callable[[int], float]], batch: int, repeats: int) -> list[Row]:
+def _measure_model(hidden: int, layers: int, batches: tuple[int, ...], repeats: int, folder: Path) -> list[Row]:
+    from async_grpo.rollout.vllm_engine import VLLMEngine
+    from async_grpo_ipc import open_remote_memory
+
+    (folder / "queue").mkdir(mode=0o700)
+    trainer = trainer_of(hidden, layers)
+    size = f"{sum(parameter.numel() for parameter in trainer.model.parameters()) / 1e6:.0f} M"
+    plain = plain_vllm_side(trainer, folder / "model")
+    engine = VLLMEngine(trainer, seed=1)
+    rows: list[Row] = []
+    with exporter_of(hidden, layers, folder) as publisher, open_remote_memory(folder / "handle.json", 60) as weights:
+        sides = {
+            "transformers": transformers_side(trainer),
+            "plain vLLM": plain,
+            "vLLM in our worker": worker_side(trainer, engine, weights, folder / "queue"),
+        }
+        for batch in batches:
+            rows += _throughput(sides, size, batch, repeats)
+        prompts = prompts_for(trainer, 16)
+        waits = [first_token_s(engine, weights, publisher, version, prompts) for version in range(1, 2 + 2 * repeats)]
+        rows.append(row(f"publish to the first token of the new version, {size}", [1e3 * s for s in waits[1:]], "ms"))
+        rows += _updates(engine, weights, size, 5 * repeats)
+    engine.close()
+    return rows
+
+
+def _throughput(sides: dict[str, Callable[[int], float]], size: str, batch: int, repeats: int) -> list[Row]:
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for side in sides.values():
         side(batch)  # warm-up
@@ -307,12 +308,12 @@ def _throughput(sides: dict[str, Callable[[int], float]], batch: int, repeats: i
         for name, side in sides.items():
             seconds[name].append(side(batch))
     rows = [
-        row(f"batch {batch}: {name}", [batch * TOKENS / took for took in times], "tokens/s")
+        row(f"{size}, batch {batch}: {name}", [batch * TOKENS / took for took in times], "tokens/s")
         for name, times in seconds.items()
     ]
     ours, plain = seconds["vLLM in our worker"], seconds["plain vLLM"]
     shares = [theirs / mine for mine, theirs in zip(ours, plain, strict=True)]
-    return [*rows, row(f"batch {batch}: our worker against plain vLLM", shares, "×", target=">= 0.95")]
+    return [*rows, row(f"{size}, batch {batch}: our worker against plain vLLM", shares, "×", target=">= 0.95")]
 
 
 def _updates(engine: VLLMEngine, weights: Any, size: str, repeats: int) -> list[Row]:
@@ -328,10 +329,10 @@ def _updates(engine: VLLMEngine, weights: Any, size: str, repeats: int) -> list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one repeat, two batches, a smaller wide model")
+    parser.add_argument("--quick", action="store_true", help="one repeat, two batches, the small model only")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
-    rows = measure(1, (16, 64), (256, 4)) if args.quick else measure(5, BATCHES, (768, 8))
+    rows = measure(MODELS[:1], (16, 64), 1) if args.quick else measure(MODELS, BATCHES, 5)
     print(as_text(rows))
     if args.json:
         write_json(args.json, rows)
