@@ -37,6 +37,7 @@ class Setting:
     answer_tokens: int | None = None  # of every answer, end of text included; None: as the model likes
     long_share: float = 0.0  # of the answers are `LONGER` times as long
     steps: int = 20
+    num_iterations: int = 1  # optimizer steps on each batch
     learning_rate: float = 4e-4
     loss_type: str = "dapo"  # TRL's default
     seed: int = 42
@@ -209,6 +210,7 @@ def get_trainer() -> GRPOTrainer:
             max_steps=setting.steps,
             per_device_train_batch_size=setting.prompts * setting.generations,
             num_generations=setting.generations,
+            num_iterations=setting.num_iterations,
             max_completion_length=longest * (LONGER if setting.long_share else 1),
             temperature=1.0,
             learning_rate=setting.learning_rate,
