@@ -24,7 +24,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.pop(0)  # this folder: modules in it must not hide those of the standard library
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil

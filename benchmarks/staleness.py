@@ -26,7 +26,6 @@ from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # one combination a core
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-sys.path.pop(0)  # this folder: modules in it must not hide those of the standard library
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.table import (

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import os
 import platform
 import re
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDENT_T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # by degrees of freedom
@@ -44,7 +44,8 @@ def row(name: str, values: Sequence[float], unit: str, *, target: str = "", **mo
 
 def meets(value: float, target: str) -> bool:
     sign, bound = target.split()
-    return value >= float(bound) if sign == ">=" else value <= float(bound)
+    compare = {">=": operator.ge, "<=": operator.le, "<": operator.lt}[sign]
+    return bool(compare(value, float(bound)))
 
 
 def interval_95(values: Sequence[float]) -> tuple[float, float]:
@@ -62,8 +63,13 @@ def cells(one: Row) -> tuple[str, ...]:
     low, middle, high = one.spread
     verdict = "" if one.ok is None else "yes" if one.ok else "no"
     limit = "" if one.limit is None else f"{one.limit:.2f}"
-    spread = f"{low:.3g} .. {middle:.3g} .. {high:.3g}"
-    return one.name, f"{one.value:.3g} {one.unit}".strip(), limit, one.target, verdict, spread
+    spread = f"{figure(low)} .. {figure(middle)} .. {figure(high)}"
+    return one.name, f"{figure(one.value)} {one.unit}".strip(), limit, one.target, verdict, spread
+
+
+def figure(value: float) -> str:
+    """Three digits, or all of a large number."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def as_text(rows: Iterable[Row]) -> str:
@@ -86,7 +92,7 @@ def describe_machine() -> dict[str, Any]:
         "cpu": models[0].split(":")[1].strip() if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
-        "torch": torch.__version__,
+        "torch": metadata.version("torch"),
         "python": platform.python_version(),
     }
 

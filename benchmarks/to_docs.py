@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TITLES = {
     "weights": ("Sharing weights", "Figures called *raw* are a plain copy of the same bytes in the same run."),
-    "queue": ("The job queue", "Beside other queues for one machine, in one run."),
+    "job_queue": ("The job queue", "Beside other queues for one machine, in one run."),
     "chaos": ("Faults", "Every row is a test that kills, stops or corrupts; the figures are what it counted."),
     "generators": (
         "Generators",
