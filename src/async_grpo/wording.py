@@ -27,3 +27,11 @@ def for_people(seconds: float) -> str:
 def counted(count: int, what: str) -> str:
     """`no workers`, `1 worker`, `2 workers`."""
     return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
+
+
+def size(nbytes: float) -> str:
+    """`1.5 GB`, in powers of ten as disks and GPUs are sold."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes:.0f} bytes"

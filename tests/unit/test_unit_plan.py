@@ -17,9 +17,10 @@ from async_grpo.plan import dry_run
 from async_grpo.plan import facts as facts_module
 from async_grpo.plan.batch import misfit, optimizer_steps, rounds_of, what_to_set
 from async_grpo.plan.facts import BatchFacts, Look, Parameters, TrainerFacts, look_at_trainer
-from async_grpo.plan.memory import estimate, size
+from async_grpo.plan.memory import estimate
 from async_grpo.queue_files import check_place, nearest_existing
 from async_grpo.settings import TrainingSettings, WorkerSettings
+from async_grpo.wording import size
 
 MILLION = 1_000_000
 

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from async_grpo.process import path_to_us
@@ -18,11 +19,12 @@ class ChildFailed(Exception):
     """The process gave no answer; the text says how it ended and what it said last."""
 
 
-def start(module: str, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def start(module: str, arguments: Sequence[str] = (), cwd: Path | None = None) -> subprocess.Popen[str]:
     """`python -m MODULE ARGUMENTS` with pipes on all three sides."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
-        env={**os.environ, **(env or {}), "PYTHONPATH": path_to_us(os.environ)},
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": path_to_us(os.environ)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -13,7 +13,7 @@ from async_grpo.devices import visible_gpus
 from async_grpo.doctor import child, versions
 from async_grpo.doctor.finding import Finding, error, ok, warning
 from async_grpo.doctor.gpu_facts import GpuFacts
-from async_grpo.plan.memory import size
+from async_grpo.wording import size
 
 FACTS_TIMEOUT_S = 120.0  # the first CUDA context on a large machine takes its time
 NEARLY_FULL = 0.5

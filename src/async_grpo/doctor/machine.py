@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from async_grpo.doctor.finding import Finding, ok, warning
-from async_grpo.plan.memory import size
+from async_grpo.wording import size
 
 LITTLE_MEMORY = 2_000_000_000  # a server and a worker take about 1 GB before there is a model
 SMALL_SHM = 1_000_000_000

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.doctor import child
-from async_grpo.doctor.finding import Finding, ok, warning
-from async_grpo.doctor.finding import error as complaint
+from async_grpo.doctor.finding import Finding, error, ok, warning
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +40,7 @@ def weight_sharing(devices: Sequence[str]) -> Iterator[Finding]:
         try:
             yield _judge(_measure(devices[0], reader), devices[0], reader)
         except child.ChildFailed as failure:
-            yield complaint(
+            yield error(
                 _SUBJECT,
                 f"from {devices[0]} to {reader}, between two processes: {failure}",
                 "Without this no worker gets weights. Containers: one container for all processes, or --ipc=host "
@@ -55,7 +54,9 @@ def _measure(writer: str, reader: str) -> dict[str, Any]:
         exporter = child.start(_MODULE, ["export", handle, writer])
         reading = child.start(_MODULE, ["read", handle, reader])
         try:
-            return {**child.answer(reading, TIMEOUT_S), **_published(exporter)}
+            received = child.answer(reading, TIMEOUT_S)
+            published = child.answer(exporter, TIMEOUT_S)  # closes its input, which ends it
+            return {**received, **published}
         except child.ChildFailed as failure:
             if exporter.poll() is not None:
                 raise child.ChildFailed(f"{failure}; the publishing one: {_why(exporter)}") from failure
@@ -65,12 +66,6 @@ def _measure(writer: str, reader: str) -> dict[str, Any]:
                 if process.poll() is None:
                     process.kill()
                     process.communicate()
-
-
-def _published(exporter: subprocess.Popen[str]) -> dict[str, Any]:
-    """Closing its input ends the exporter."""
-    result: dict[str, Any] = child.answer(exporter, TIMEOUT_S)
-    return result
 
 
 def _why(process: subprocess.Popen[str]) -> str:
@@ -89,7 +84,7 @@ def _judge(facts: dict[str, Any], writer: str, reader: str) -> Finding:
         f"{facts['publish_gbps']:.1f}"
     )
     if not facts["equal"]:
-        return complaint(
+        return error(
             _SUBJECT, f"{way}: the values that arrived are not those that were published", "Please report this."
         )
     if writer.startswith("cuda") and facts["memory"] != "cuda":

@@ -10,9 +10,10 @@ from async_grpo.doctor.finding import Finding, error, ok, warning
 from async_grpo.errors import SetupFileError
 from async_grpo.plan.batch import misfit, optimizer_steps, rounds_of, what_to_set
 from async_grpo.plan.facts import BatchFacts, Look, TrainerFacts, look_at_trainer
-from async_grpo.plan.memory import estimate, size
+from async_grpo.plan.memory import estimate
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup_file import check_setup_file
+from async_grpo.wording import size
 
 TIMEOUT_S = 600.0
 _HINT = "`async-grpo train FILE --device 0` runs it in one process, as TRL does."
@@ -60,14 +61,14 @@ def _batch(batch: BatchFacts) -> Finding:
     wrong = misfit(batch)
     if wrong:
         return error("batch", wrong, f"Set one of: {'; '.join(what_to_set(batch))}.")
-    prompts = batch.generation_batch_size // batch.num_generations
     return ok(
-        "batch", f"{prompts} prompts x {batch.num_generations} completions = {batch.generation_batch_size} a round"
+        "batch",
+        f"{batch.prompts} prompts x {batch.num_generations} completions = {batch.generation_batch_size} a round",
     )
 
 
 def _dataset(facts: TrainerFacts) -> Finding:
-    prompts = facts.batch.generation_batch_size // facts.batch.num_generations
+    prompts = facts.batch.prompts
     if facts.dataset_rows is None:
         return ok("dataset", f"streamed; columns {', '.join(facts.columns) or 'unknown'}")
     found = f"{facts.dataset_rows:,} rows, columns {', '.join(facts.columns)}"

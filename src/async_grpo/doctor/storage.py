@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import select
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,13 +13,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from async_grpo.directory_watch import IN_MOVED_TO, DirectoryWatch
+from async_grpo.doctor import child
 from async_grpo.doctor.finding import Finding, error, ok, warning
 from async_grpo.doctor.other_process import FIRST_BYTE, LOCK, OFD, rename_all
 from async_grpo.errors import RunDirError
 from async_grpo.locks import KernelLock
-from async_grpo.plan.memory import size
-from async_grpo.process import path_to_us
 from async_grpo.queue_files import check_place, nearest_existing
+from async_grpo.wording import size
 from async_grpo_ipc.leases import LockFile
 
 LITTLE_ROOM = 5_000_000_000
@@ -165,15 +163,7 @@ def _scratch(run_dir: Path) -> Iterator[Path]:
 @contextmanager
 def _other_process(scratch: Path) -> Iterator[Ask]:
     """A process with locks of its own; it is killed at the end, with what it holds."""
-    other = subprocess.Popen(
-        [sys.executable, "-m", "async_grpo.doctor.other_process"],
-        cwd=scratch,
-        env={**os.environ, "PYTHONPATH": path_to_us(os.environ)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
+    other = child.start("async_grpo.doctor.other_process", cwd=scratch)
 
     def ask(question: str, meanwhile: Callable[[], Any] | None = None) -> Any:
         assert other.stdin is not None and other.stdout is not None

@@ -6,7 +6,6 @@ import platform
 import re
 from collections.abc import Callable, Iterator
 from importlib import metadata, resources, util
-from typing import NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -101,19 +100,11 @@ def engines(version_of: Installed = installed) -> Iterator[Finding]:
             yield ok(name, f"{have}{note}; found, not imported")
 
 
-class _Unmet(NamedTuple):
-    requirement: Requirement
-    have: str
-
-    def __str__(self) -> str:
-        return f"{self.requirement.name}{self.requirement.specifier} (there is {self.have})"
-
-
 def unmet_requirements(name: str, version_of: Installed = installed) -> list[str]:
     """What an installed distribution asks for and does not get, of the main packages."""
     main = {canonicalize_name(package) for package in MAIN}
     return [
-        str(_Unmet(requirement, have))
+        f"{requirement.name}{requirement.specifier} (there is {have})"
         for requirement in _requirements(name)
         if canonicalize_name(requirement.name) in main
         and (have := version_of(requirement.name)) is not None

@@ -12,11 +12,11 @@ from async_grpo.engine_choice import HF, VLLM, VLLM_SERVER
 from async_grpo.launcher import LaunchOptions
 from async_grpo.plan.batch import optimizer_steps, rounds_of
 from async_grpo.plan.facts import TrainerFacts, facts_or_refusal, look_at_trainer
-from async_grpo.plan.memory import MemoryEstimate, estimate, size
+from async_grpo.plan.memory import MemoryEstimate, estimate
 from async_grpo.queue_files import check_place
 from async_grpo.run_dir import Fate, preview
 from async_grpo.settings import TrainingSettings
-from async_grpo.wording import counted
+from async_grpo.wording import counted, size
 
 _WIDTH = 15
 _ENGINES = {
@@ -35,8 +35,9 @@ def plan_distributed(options: LaunchOptions) -> None:
     training = options.training
     fate, place = preview(options.run_dir, resume=training.resume, overwrite=options.overwrite)
     check_place(options.run_dir)
+    _announce(options.config)
     look = look_at_trainer(
-        _announced(options.config),
+        options.config,
         device=options.master_device,
         settings=training,
         run_dir=options.run_dir,
@@ -63,7 +64,8 @@ def plan_distributed(options: LaunchOptions) -> None:
 def plan_single(config: Path, device: str, *, steps: int | None, seed: int | None) -> None:
     """Print what training in one process would be. Raises as `plan_distributed` does."""
     settings = TrainingSettings(steps=steps, seed=seed)
-    look = look_at_trainer(_announced(config), device=device, settings=settings, distributed=False)
+    _announce(config)
+    look = look_at_trainer(config, device=device, settings=settings, distributed=False)
     facts = facts_or_refusal(look)
     memory = estimate(facts)
     need = memory.server - memory.published
@@ -81,9 +83,8 @@ def plan_single(config: Path, device: str, *, steps: int | None, seed: int | Non
     )
 
 
-def _announced(config: Path) -> Path:
+def _announce(config: Path) -> None:
     print(f"Building the trainer of {config} to look at it (its get_trainer() may load the model) ...", file=sys.stderr)
-    return config
 
 
 def _print(rows: list[tuple[str, str]]) -> None:
@@ -148,12 +149,11 @@ def _sampling(facts: TrainerFacts) -> str:
 
 def _batch_rows(facts: TrainerFacts) -> Iterator[tuple[str, str]]:
     batch = facts.batch
-    prompts = batch.generation_batch_size // batch.num_generations
     passes = batch.steps_per_generation * batch.num_iterations
     each = "each process: " if batch.processes > 1 else ""
     yield (
         "batch",
-        f"{prompts} prompts x {batch.num_generations} completions = {batch.generation_batch_size} a round "
+        f"{batch.prompts} prompts x {batch.num_generations} completions = {batch.generation_batch_size} a round "
         f"({each}forward passes of {batch.per_device_train_batch_size}; an optimizer step is "
         f"{batch.gradient_accumulation_steps} of them, a round {passes})",
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.devices import CPU, hold_to_device
-from async_grpo.errors import AsyncGRPOError, SetupFileError
+from async_grpo.errors import AsyncGRPOError
 from async_grpo.process import path_to_us
 from async_grpo.settings import TrainingSettings
 
@@ -37,6 +37,11 @@ class BatchFacts:
     num_generations: int
     num_iterations: int = 1
     processes: int = 1
+
+    @property
+    def prompts(self) -> int:
+        """Of one round."""
+        return self.generation_batch_size // self.num_generations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +193,7 @@ def facts_or_refusal(look: Look) -> TrainerFacts:
     """
     if look.error:
         raise RefusedError(look.error, look.exit_code)
-    if look.facts is None:
-        raise SetupFileError("The trainer could not be described.")
+    assert look.facts is not None
     return look.facts
 
 

@@ -96,13 +96,5 @@ def optimizer_bytes(facts: TrainerFacts) -> tuple[int, str]:
     return 2 * parameters.trained_bytes, f"{name}: not known here, counted as AdamW's two numbers a parameter"
 
 
-def size(nbytes: float) -> str:
-    """`1.5 GB`, in powers of ten as disks and GPUs are sold."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.1f} {unit}"
-    return f"{nbytes:.0f} bytes"
-
-
 def _numbers(count: int) -> str:
     return {0: "no state", 1: "one number a parameter"}.get(count, f"{count} numbers a parameter")
