@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo import devices, process
-from async_grpo.cli import COMMANDS, common, main
+from async_grpo.cli import COMMANDS, common, main, role
 from async_grpo.cli import train as train_command
 from async_grpo.cli import worker as worker_command
 from async_grpo.cli.train import plan_devices
@@ -40,7 +40,7 @@ def run_python(*arguments: str, cwd: Path, path: str | None = str(SRC)) -> subpr
 
 
 def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    for module in (devices, common):
+    for module in (devices, common, train_command):
         monkeypatch.setattr(module, "visible_gpus", lambda: count)
 
 
@@ -312,7 +312,7 @@ def test_the_worker_s_device(
         chosen.append(device)
         raise Begun
 
-    monkeypatch.setattr(common, "become_role", begin)
+    monkeypatch.setattr(role, "become_role", begin)
     with pytest.raises(Begun):
         worker_command.run(worker_command.build_parser().parse_args(arguments))
     assert chosen == [device]
@@ -324,9 +324,9 @@ def test_a_role_leaves_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     args = argparse.Namespace(log_level="INFO", launched_by=None)
-    common.become_role(args, "1", fast_inference="1")
+    role.become_role(args, "1", fast_inference="1")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
-    common.become_role(args, "cpu", fast_inference="1")
+    role.become_role(args, "cpu", fast_inference="1")
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
     assert os.environ["OMP_NUM_THREADS"] == "7"
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
@@ -365,8 +365,8 @@ def test_the_server_never_has_fast_inference_and_a_worker_as_the_user_says(
         chosen.append(fast_inference)
         raise Begun
 
-    real = common.become_role
-    monkeypatch.setattr(common, "become_role", begin)
+    real = role.become_role
+    monkeypatch.setattr(role, "become_role", begin)
     with pytest.raises(Begun):
         worker_command.run(worker_command.build_parser().parse_args(["-d", "cpu"]))
     assert chosen == [worker]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from async_grpo.cli import common
 from async_grpo.errors import DiskFullError
+from async_grpo.run_dir import RunDir
 
 if TYPE_CHECKING:
     from async_grpo.board import Added, Board
@@ -57,8 +58,6 @@ def run(args: argparse.Namespace) -> int:
         if not args.serve:
             raise
         print(error)
-        from async_grpo.run_dir import RunDir
-
         return _serve(RunDir(directory).board, args.port, None)
     print(f"to see them: {_command(directory)} --serve")
     print(f"         or: tensorboard --logdir {shlex.quote(str(board.folder))}")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
 from async_grpo.archive import ArchiveLimit
-from async_grpo.devices import CPU, hold_to_device, parse_device, threads_per_process, visible_gpus
+from async_grpo.devices import CPU, parse_device, visible_gpus
 from async_grpo.errors import UsageError
 from async_grpo.settings import CORRECTIONS, GENERATORS, STALL_WARNING_S, TrainingSettings, WorkerSettings
 
@@ -35,13 +34,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_RUN_DIR,
         help="queue, logs and metrics of the run (default: worker/)",
     )
-    parser.add_argument(
-        "--log-level",
-        type=str.upper,
-        choices=LOG_LEVELS,
-        default=None,
-        help="default: $LOG_LEVEL, else INFO",
-    )
+    add_log_level_option(parser)
     parser.add_argument(
         "--stall-warning",
         type=positive_seconds,
@@ -50,6 +43,15 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="a process that makes no progress for S seconds says what it waits for, since when and for whom "
         "(default: 60)",
     )
+
+
+def add_log_level_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--log-level", type=str.upper, choices=LOG_LEVELS, help="default: $LOG_LEVEL, else INFO")
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """For a command that computes on one device; `device()` understands it."""
+    parser.add_argument("--device", "-d", help="GPU index or 'cpu' (default: GPU 0 where there is one)")
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +122,6 @@ def add_worker_options(parser: argparse._ActionsContainer) -> None:
         metavar="N",
         help="groups that a worker scores while it generates the next ones (default: 4)",
     )
-
     parser.add_argument(
         "--generator",
         choices=GENERATORS,
@@ -195,30 +196,3 @@ def print_left_out(skipped: Mapping[str, str], most: int = 3) -> None:
         print(f"left out: {sentence}")
     if len(skipped) > most:
         print(f"left out: {len(skipped) - most} more")
-
-
-def add_launched_option(parser: argparse.ArgumentParser) -> None:
-    """Set by `train --distributed` on its children: its pid. It has prepared the run, and keeps their logs."""
-    parser.add_argument("--launched-by", type=int, metavar="PID", help=argparse.SUPPRESS)
-
-
-def become_role(args: argparse.Namespace, device: str, *, fast_inference: str, one_device: bool = True) -> None:
-    """Set this process up as a server or a worker, before anything imports torch.
-
-    Args:
-        one_device: False for a rank of a distributed launch, which finds its own among those that all ranks see.
-    """
-    from async_grpo.process import end_with_parent, keep_freed_memory, log_prints, rank_of_launch, set_up_log
-
-    rank, ranks = rank_of_launch(os.environ)
-    set_up_log(log_level(args), rank=rank)
-    if args.launched_by is not None:  # ranks end in good order with rank 0: with their parent, only all at once
-        end_with_parent(args.launched_by, signal.SIGTERM if ranks == 1 else signal.SIGKILL)
-        log_prints()
-    if one_device or device == CPU:
-        hold_to_device(device, os.environ)
-    if device == CPU:  # started by hand: nobody knows how many processes will share the cores, but there are others
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(2)))
-        keep_freed_memory(os.environ)
-    os.environ["FAST_INFERENCE"] = fast_inference
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

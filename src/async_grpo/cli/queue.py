@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_grpo.cli import common
 from async_grpo.errors import BadFileError, UsageError
+from async_grpo.locks import KernelLock
+from async_grpo.queue_names import FAILED, PROCESSING, parse_name, reason_name, shard
+from async_grpo.run_dir import RunDir
 from async_grpo.transcript import as_text, printable
+from async_grpo.wording import for_people
 
 if TYPE_CHECKING:
     from async_grpo.records import Job, RolloutGroup
@@ -46,26 +50,28 @@ def group_number(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    from async_grpo.run_dir import RunDir
-
     root: Path = args.run_dir
     if not (root / "queue").is_dir() or RunDir(root).read_state() is None:
         raise UsageError(f"{root} is no run directory: it has no queue and run.json. Give one, such as worker/.")
-    lines = {"ls": _ls, "quarantine": _quarantine}.get(args.action)
-    for line in lines(root) if lines else {"show": _show, "requeue": _requeue}[args.action](root, args.id):
+    actions: dict[str, Callable[[], Iterator[str]]] = {
+        "ls": lambda: _ls(root),
+        "show": lambda: _show(root, args.id),
+        "requeue": lambda: _requeue(root, args.id),
+        "quarantine": lambda: _quarantine(root),
+    }
+    for line in actions[args.action]():
         print(line)
     return 0
 
 
 def _ls(root: Path) -> Iterator[str]:
     from async_grpo.job_queue import live_workers
-    from async_grpo.queue_names import parse_name
 
     names = sorted(filter(None, (parse_name(path.name) for path in (root / "queue").iterdir())))
     alive = {worker.device for worker in live_workers(root)} if (root / "alive").is_dir() else set()
     yield f"{'group':>10}  try  {'state':<11}{'worker':<18}file changed"
     for name in names:
-        dead = "" if name.state != "processing" or name.device in alive else ", not alive"
+        dead = "" if name.state != PROCESSING or name.device in alive else ", not alive"
         worker = f"dev{name.device}{dead}" if name.device >= 0 else "-"
         yield f"{name.seq:>10}  {name.attempt + 1:>3}  {name.state:<11}{worker:<18}{_age(root / 'queue' / str(name))}"
     yield f"{len(names)} open"
@@ -79,7 +85,7 @@ def _age(path: Path) -> str:
         return "just now: it went on"
     if seconds < 0:
         return "in the future, says the clock"
-    return f"{seconds:.0f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"
+    return f"{for_people(seconds)} ago"
 
 
 def _quarantine(root: Path) -> Iterator[str]:
@@ -87,7 +93,7 @@ def _quarantine(root: Path) -> Iterator[str]:
 
     entries = quarantined(root)
     for entry in entries:
-        what = "given up" if entry.kind == "failed" else "unusable file; its job was issued again"
+        what = "given up" if entry.kind == FAILED else "unusable file; its job was issued again"
         yield f"group {entry.seq}, try {entry.attempt + 1}: {what} ({entry.name})"
         yield from _indented(entry.reason.strip())
     yield f"{len(entries)} set aside"
@@ -95,27 +101,20 @@ def _quarantine(root: Path) -> Iterator[str]:
 
 def _requeue(root: Path, seq: int) -> Iterator[str]:
     from async_grpo.job_queue import quarantined, retry_given_up
-    from async_grpo.run_dir import RunDir
 
-    if not _server_alive(root):
+    run = RunDir(root)
+    if not KernelLock(run.lock).is_held():
         raise UsageError(
-            f"No parameter server is alive in {RunDir(root).root}, so nobody would wait for the result. Go on with the "
+            f"No parameter server is alive in {run.root}, so nobody would wait for the result. Go on with the "
             "run (--resume): what was given up after its last checkpoint gets one more try by that alone."
         )
     if not retry_given_up(root, seq):
-        given_up = sorted({entry.seq for entry in quarantined(root) if entry.kind == "failed"})
+        given_up = sorted({entry.seq for entry in quarantined(root) if entry.kind == FAILED})
         raise UsageError(f"Group {seq} was not given up. Given up: {', '.join(map(str, given_up)) or 'none'}.")
     yield (
         f"Group {seq} is pending again, for one more try. If it was given up before the run was last resumed, another "
         "prompt has its place, and its result will be archived unused."
     )
-
-
-def _server_alive(root: Path) -> bool:
-    from async_grpo.locks import KernelLock
-    from async_grpo.run_dir import RunDir
-
-    return KernelLock(RunDir(root).lock).is_held()
 
 
 def _show(root: Path, seq: int) -> Iterator[str]:
@@ -130,8 +129,6 @@ def _show(root: Path, seq: int) -> Iterator[str]:
 
 
 def _files_of(root: Path, seq: int) -> Iterator[Path]:
-    from async_grpo.queue_names import shard
-
     for folder in ("queue", shard(seq), "quarantine"):
         yield from sorted((root / folder).glob(f"{seq:010d}.a*.safetensors"))
 
@@ -139,7 +136,6 @@ def _files_of(root: Path, seq: int) -> Iterator[Path]:
 def _show_file(root: Path, path: Path) -> Iterator[str]:
     from async_grpo.job_file import decode_group, decode_job
     from async_grpo.queue_files import OsFiles
-    from async_grpo.queue_names import reason_name
 
     files = OsFiles(root)
     relative = str(path.relative_to(root))

@@ -23,8 +23,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--loss-type", choices=LOSS_TYPES, help="default: the setup file's")
     parser.add_argument("--steps", "-s", type=common.positive, help="default: as many as the run did")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/replay"), help="default: outputs/replay")
-    parser.add_argument("--device", "-d", help="GPU index or 'cpu' (default: GPU 0 where there is one)")
-    parser.add_argument("--log-level", type=str.upper, choices=common.LOG_LEVELS, help="default: $LOG_LEVEL, else INFO")
+    common.add_device_option(parser)
+    common.add_log_level_option(parser)
     return parser
 
 

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from async_grpo.cli import common
+from async_grpo.cli import common, role
 
 EXAMPLES = """\
   async-grpo server --config my_trainer.py -d 0        then, in other terminals:
@@ -24,11 +24,11 @@ def build_parser() -> argparse.ArgumentParser:
         default=common.DEFAULT_CONFIG,
         help=f"setup file (default: {common.DEFAULT_CONFIG})",
     )
-    parser.add_argument("--device", "-d", help="GPU index or 'cpu' (default: GPU 0 where there is one)")
+    common.add_device_option(parser)
     common.add_training_options(parser)
     common.add_distributed_options(parser)
     common.add_run_options(parser)
-    common.add_launched_option(parser)
+    role.add_launched_option(parser)
     return parser
 
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             deterministic=args.deterministic,
         )
-    common.become_role(args, device, fast_inference="0", one_device=ranks == 1)
+    role.become_role(args, device, fast_inference="0", one_device=ranks == 1)
 
     from async_grpo.parameter_server import ServerOptions, run_parameter_server
 

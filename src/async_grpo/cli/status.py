@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_grpo.cli import common
+from async_grpo.run_dir import FAILED
 
 if TYPE_CHECKING:
     from async_grpo.run_view import RunView
@@ -50,18 +52,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def exit_code(view: RunView) -> int:
-    return 1 if view.state in ("failed", "dead") else 0
+    from async_grpo.run_condition import DEAD
+
+    return int(view.state in (FAILED, DEAD))
 
 
 def _watch(run_dir: Path, *, as_json: bool) -> int:
-    from async_grpo.run_view import look
-
     if as_json:
-        while True:
-            print(json.dumps((view := look(run_dir)).to_json()), flush=True)
-            if not view.live:
-                return exit_code(view)
-            time.sleep(REFRESH_S)
+        for view in _views(run_dir):
+            print(json.dumps(view.to_json()), flush=True)
+        return exit_code(view)
 
     from rich.console import Console
     from rich.live import Live
@@ -69,8 +69,16 @@ def _watch(run_dir: Path, *, as_json: bool) -> int:
     from async_grpo.run_screen import report
 
     with Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="visible") as live:
-        while True:
-            live.update(report(view := look(run_dir)), refresh=True)
-            if not view.live:
-                return exit_code(view)
-            time.sleep(REFRESH_S)
+        for view in _views(run_dir):
+            live.update(report(view), refresh=True)
+    return exit_code(view)
+
+
+def _views(run_dir: Path) -> Iterator[RunView]:
+    """One after another, until the run has ended."""
+    from async_grpo.run_view import look
+
+    while (view := look(run_dir)).live:
+        yield view
+        time.sleep(REFRESH_S)
+    yield view

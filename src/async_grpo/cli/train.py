@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from async_grpo.cli import common
-from async_grpo.devices import CPU
+from async_grpo.devices import CPU, check_torch_sees, hold_to_device, parse_device, visible_gpus
 from async_grpo.engine_choice import choose_generator
 from async_grpo.errors import UsageError
 
@@ -89,9 +90,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _single(args: argparse.Namespace) -> int:
-    import os
-
-    from async_grpo.devices import CPU, check_torch_sees, hold_to_device
     from async_grpo.process import keep_freed_memory, own_compile_cache, set_up_log
 
     device = common.device(args.device)
@@ -163,8 +161,6 @@ def _check_accelerate_config(args: argparse.Namespace) -> None:
 
 def plan_devices(master: str | None, workers: str | None, count: int | None) -> tuple[str, tuple[str, ...]]:
     """The server's device and each worker's. Raises `UsageError` for devices that do not exist or do not add up."""
-    from async_grpo.devices import parse_device, visible_gpus
-
     gpus = visible_gpus()
     server = common.device(master)
     if workers is not None:

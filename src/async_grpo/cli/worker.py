@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from async_grpo.cli import common
+from async_grpo.cli import common, role
 from async_grpo.devices import CPU
 from async_grpo.engine_choice import HF, choose_generator, installed
 
@@ -29,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     common.add_worker_options(parser)
     common.add_run_options(parser)
-    common.add_launched_option(parser)
+    role.add_launched_option(parser)
     return parser
 
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         check_setup_file(args.config)
     if args.generator is not None:  # is it installed? What a setup file asks for is known once it is loaded
         choose_generator(args.generator, None, on_gpu=False)
-    common.become_role(args, device, fast_inference=os.environ.get("FAST_INFERENCE") or _fast_inference(args, device))
+    role.become_role(args, device, fast_inference=os.environ.get("FAST_INFERENCE") or _fast_inference(args, device))
 
     from async_grpo.rollout_worker import WorkerOptions, run_worker
 
