@@ -24,7 +24,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-sys.path.pop(0)  # this folder: modules in it must not hide those of the standard library (a child puts src back)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.table import ROOT, Row, as_text, row, write_json
@@ -292,6 +291,7 @@ def _measure_model(hidden: int, layers: int, batches: tuple[int, ...], repeats: 
         }
         for batch in batches:
             rows += _throughput(sides, size, batch, repeats)
+            print(as_text(rows[-4:]), file=sys.stderr, flush=True)
         prompts = prompts_for(trainer, 16)
         waits = [first_token_s(engine, weights, publisher, version, prompts) for version in range(1, 2 + 2 * repeats)]
         rows.append(row(f"publish to the first token of the new version, {size}", [1e3 * s for s in waits[1:]], "ms"))
