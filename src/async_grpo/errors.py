@@ -43,6 +43,12 @@ class PeerDiedError(AsyncGRPOError):
     exit_code = 1
 
 
+class WeightsError(AsyncGRPOError):
+    """The published weights could not be had this time."""
+
+    exit_code = 1
+
+
 class GeneratorError(AsyncGRPOError):
     """What generates for this worker is gone, or does not do as it is asked: no fault of any job."""
 

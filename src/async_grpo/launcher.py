@@ -1,6 +1,7 @@
 """Starts a run on this machine: one parameter server, some workers; watches them and ends all of them.
 
-A dead worker is started again, with back-off. When the parameter server ends, everything ends, with its exit code.
+A dead worker is started again, with back-off; one that refuses its setup ends the run, as it would say the same again.
+When the parameter server ends, everything ends, with its exit code.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from async_grpo import run_dir as runs
 from async_grpo import summary
 from async_grpo.activity import activity_file, read_activity
 from async_grpo.devices import CPU, threads_per_process
+from async_grpo.errors import AsyncGRPOError
 from async_grpo.log_tail import LogTail
 from async_grpo.process import path_to_us
 from async_grpo.progress import StallWatch
@@ -31,6 +33,7 @@ GRACE_S = 9.0  # what is not gone this long after it was asked to end is killed:
 MAX_RESTARTS_IN_A_ROW = 5
 LIVED_LONG_ENOUGH_S = 60.0  # a worker that lived this long starts counting its restarts anew
 POLL_S = 0.1
+REFUSED = AsyncGRPOError.exit_code  # of a process that cannot use its options, its setup file or what is installed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,10 +85,18 @@ class _Child:
     stall: StallWatch | None = None
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
+    starts: int = 0
     restart_at: float | None = None  # monotonic seconds; None while it runs
     restarts_in_a_row: int = 0
     ended_for_good: bool = False
     count_at_start: bytes | None = None  # of its progress
+
+    def refused(self) -> bool:
+        """Whether it ended over its setup the first time that it was started.
+
+        One that is started again has begun before with the same setup: what it minds then may pass.
+        """
+        return self.starts == 1 and self.process is not None and self.process.returncode == REFUSED
 
     def was_killed_at_work(self) -> bool:
         """Whether somebody else ended it, after it had begun to work: no fault of its own."""
@@ -103,6 +114,7 @@ class _Launcher:
     stopping: bool = False
     restarts: int = 0
     gave_up: str = ""
+    refused_by: _Child | None = None
     children: list[_Child] = field(default_factory=list)
     screen: Screen = field(init=False)
 
@@ -175,15 +187,18 @@ class _Launcher:
                 start_new_session=True,
             )
         child.started = time.monotonic()
+        child.starts += 1
         child.count_at_start = child.stall.count() if child.stall is not None else None
         child.restart_at = None
 
     def _watch(self, server: _Child, workers: list[_Child]) -> None:
-        """Until the server has ended, or a stop was asked for and everything has had its time for it."""
+        """Until the server has ended, a stop was asked for, or the workers cannot work."""
         while server.running and not self.stopping:
             self._show_logs()
             for worker in workers:
                 self._mind(worker)
+            if self.refused_by is not None:
+                return
             if all(worker.ended_for_good for worker in workers):
                 self.gave_up = f"every worker failed {MAX_RESTARTS_IN_A_ROW + 1} times in a row"
                 return
@@ -195,6 +210,8 @@ class _Launcher:
             self._end_if_hung(worker)
         elif worker.ended_for_good or self._run_is_over():
             return
+        elif worker.refused():
+            self.refused_by = worker
         elif worker.restart_at is None:
             if now - worker.started > LIVED_LONG_ENOUGH_S or worker.was_killed_at_work():
                 worker.restarts_in_a_row = 0
@@ -229,6 +246,8 @@ class _Launcher:
         deadline = time.monotonic() + GRACE_S
         if self.stopping:
             self.screen.warn("stopping: a checkpoint is written, then everything ends")
+        if self.refused_by is not None:
+            self.screen.warn(f"{self.refused_by.name} refused its setup, and would again: everything ends")
         server = self.children[0].process
         finished = server is not None and server.poll() == 0 and not self.stopping
         if not finished:  # else the workers read in run.json that the run has ended
@@ -261,6 +280,12 @@ class _Launcher:
             print(self.children[1].log.last_words(), file=sys.stderr)
             return 1
         state = run.read_state()
+        if self.refused_by is not None:
+            begun = state is not None and (state.step > 0 or state.state == runs.RUNNING)
+            again = f"go on: {summary.next_command(runs.STOPPED, run)}" if begun else "start again"
+            self.screen.warn(f"Mend what {self.refused_by.name} says, then {again}")
+            print(self.refused_by.log.last_words(), file=sys.stderr)
+            return REFUSED
         if self.stopping and code == -signal.SIGKILL:
             self.screen.warn(
                 f"the parameter server did not end in {GRACE_S:g} s and was killed: --resume goes on from a checkpoint"

@@ -16,7 +16,7 @@ from async_grpo import run_dir as runs
 from async_grpo.activity import ENDING, LOADING, SERVER, activity
 from async_grpo.devices import CPU, check_torch_sees
 from async_grpo.engine_choice import HF, VLLM_SERVER, choose_generator, engine_inside, refuse_with_server
-from async_grpo.errors import AsyncGRPOError, PeerDiedError, UsageError
+from async_grpo.errors import PeerDiedError, UnsupportedError, UsageError, WeightsError
 from async_grpo.job_queue import WorkerQueue
 from async_grpo.locks import KernelLock, describe_holder
 from async_grpo.process import StopRequest, log_to, make_deterministic, own_compile_cache, write_stacks_on_signal
@@ -76,7 +76,7 @@ def run_worker(options: WorkerOptions) -> None:
         trainer = load_trainer(options.config or Path(state.config), engine_here=False)
 
         from async_grpo.rollout.trl_hooks import make_rollout_trainer
-        from async_grpo_ipc import IPCError, open_remote_memory
+        from async_grpo_ipc import AttachError, IPCError, MismatchError, open_remote_memory
 
         make_rollout_trainer(trainer)
         make_worker = _worker_for(options, trainer, state)
@@ -110,7 +110,9 @@ def run_worker(options: WorkerOptions) -> None:
                 return
             if isinstance(error, PeerDiedError):
                 raise
-            raise AsyncGRPOError(f"The weights could not be adopted: {error}") from error
+            for_good = isinstance(error, (AttachError, MismatchError))  # the next worker would find the same
+            kind = UnsupportedError if for_good else WeightsError
+            raise kind(f"The weights could not be adopted: {error}") from error
 
 
 def _is_over(run: RunDir) -> bool:

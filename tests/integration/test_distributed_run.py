@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import signal
 from pathlib import Path
@@ -120,6 +121,18 @@ def test_a_setup_file_that_raises_is_one_message_and_an_exit_code(tmp_path: Path
     assert run.output.count("FileNotFoundError: no model at /nowhere") == 1, run.output
     assert "get_trainer() in" in run.output
     assert "Traceback" not in run.output
+
+
+def test_a_worker_that_refuses_its_setup_ends_the_run_at_once(tmp_path: Path) -> None:
+    """The server leaves vLLM to the workers, and only they find that it is not there."""
+    if importlib.util.find_spec("vllm"):
+        pytest.skip("vLLM is installed")
+    with command("train", str(SETUP), "-n", "2", cwd=tmp_path, TEST_GRPO='{"use_vllm": true}') as run:
+        assert run.wait() == 2, run.output
+    assert "refused its setup, and would again: everything ends" in run.output
+    assert run.output.count("error: use_vllm=True in the setup file: vLLM is not installed here.") == 1, run.output
+    assert "starting it again" not in run.output
+    assert read(tmp_path / "worker" / "run.json")["state"] == "stopped"
 
 
 def test_by_hand_in_any_order(tmp_path: Path) -> None:

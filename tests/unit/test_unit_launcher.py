@@ -312,6 +312,69 @@ def test_workers_that_keep_dying_are_given_up_after_five_restarts_with_their_las
     assert captured.err == "error: no model\n"
 
 
+def test_a_worker_that_refuses_its_setup_ends_the_run_at_once_with_its_words_and_a_checkpoint(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.children_are(
+        server="""
+            def stop(*_):
+                (RUN / "checkpoint").touch()
+                end_run("stopped")
+                sys.exit(0)
+            signal.signal(signal.SIGTERM, stop)
+            (HERE / "ready").touch()
+            until(lambda: False)
+        """,
+        worker="""
+            if ROLE == "worker1": until(lambda: False)
+            until((HERE / "ready").exists)
+            print("noise\\nerror: use_vllm=True: vLLM is not installed here", file=sys.stderr)
+            sys.exit(2)
+        """,
+    )
+    assert launch(stage.options()) == 2
+    assert (stage.run.root / "checkpoint").exists()
+    assert len(stage.starts("worker2")) == 1, "it would say the same again"
+    captured = capsys.readouterr()
+    assert "worker 2 refused its setup, and would again: everything ends" in captured.out
+    assert "Mend what worker 2 says, then go on: " in captured.out and "--resume" in captured.out
+    assert captured.err == "error: use_vllm=True: vLLM is not installed here\n"
+
+
+def test_a_refusal_before_training_is_told_to_start_again(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    stage.children_are(
+        server="""
+            def stop(*_):
+                data = json.loads((RUN / "run.json").read_text())
+                (RUN / "run.json").write_text(json.dumps({**data, "state": "stopped"}))
+                sys.exit(0)
+            signal.signal(signal.SIGTERM, stop)
+            (HERE / "ready").touch()
+            until(lambda: False)
+        """,
+        worker='until((HERE / "ready").exists)\nsys.exit(2)',
+    )
+    assert launch(stage.options()) == 2
+    assert "says, then start again\n" in capsys.readouterr().out
+
+
+def test_what_a_worker_minds_that_has_run_before_may_pass(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was killed, and then the model could not be fetched for a moment."""
+    make_time_fly(monkeypatch, 100.0)
+    stage.children_are(
+        server='until(lambda: started("worker1") == 3); end_run("finished")',
+        worker=f"""
+            if ROLE == "worker1" and started(ROLE) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if ROLE == "worker1" and started(ROLE) == 2:
+                sys.exit(2)
+            {FOLLOW_THE_RUN}
+        """,
+    )
+    assert launch(stage.options()) == 0
+    assert len(stage.starts("worker1")) == 3
+
+
 def test_one_worker_that_is_given_up_does_not_end_the_run_of_the_others(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
