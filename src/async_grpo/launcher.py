@@ -52,6 +52,11 @@ class LaunchOptions:
     log_level: str = "INFO"
     quiet: bool = False  # only warnings, errors and the table at the end
 
+    @property
+    def workers_sharing(self) -> int:
+        """How many workers are on the server's device, and read its weights in place."""
+        return sum(device == self.master_device for device in self.worker_devices)
+
     def threads(self, env: Mapping[str, str]) -> str | None:
         """`OMP_NUM_THREADS` of each process; None: left to torch, which takes a thread for each core."""
         if self.training.deterministic:
@@ -70,6 +75,7 @@ def launch(options: LaunchOptions) -> int:
         resume=options.training.resume,
         overwrite=options.overwrite,
         num_workers=len(options.worker_devices),
+        workers_sharing=options.workers_sharing,
         deterministic=options.training.deterministic,
     )
     return _Launcher(options).run()

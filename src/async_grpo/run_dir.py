@@ -50,6 +50,7 @@ class RunState:
     correction: str = "bypass"  # of the process that trained last
     seed: int | None = None  # that the command line gave, if it gave one
     num_workers: int = 0  # how many workers the launcher starts; 0 when started by hand
+    workers_sharing: int = 0  # of them, those on the server's device: they read its weights in place
     format: int = FORMAT
 
 
@@ -147,6 +148,7 @@ def prepare(
     resume: bool = False,
     overwrite: bool = False,
     num_workers: int = 0,
+    workers_sharing: int = 0,
     deterministic: bool = False,
 ) -> RunState:
     """Make `root` ready for a run and return its state, which is the old one's under `resume`.
@@ -169,6 +171,7 @@ def prepare(
                     state=RUNNING,
                     config=str(config.absolute()),
                     num_workers=num_workers,
+                    workers_sharing=workers_sharing,
                     deterministic=deterministic,
                 )
             if fate is Fate.MOVED_ASIDE:
@@ -185,6 +188,7 @@ def prepare(
         config=str(config.absolute()),
         started=time.strftime("%Y-%m-%d %H:%M:%S"),
         num_workers=num_workers,
+        workers_sharing=workers_sharing,
         deterministic=deterministic,
     )
     run.write_state(state)

@@ -46,6 +46,7 @@ def test_a_dry_run_tells_the_plan_and_leaves_everything_byte_for_byte(tmp_path: 
     assert f"{tmp_path / 'checkpoints'}, every 4 steps" in text
     assert "worker 2 on the CPU" in text and "transformers, in the workers" in text
     assert "21,600 parameters" in text
+    assert "(4 versions of 86.4 kB)" in text, "two workers may each read another one"
 
 
 def test_the_plan_of_a_trainer_in_two_processes_counts_both(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_the_plan_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         "1 prompts x 8 completions = 8 a round",
         "100 optimizer steps = 100 rounds = 800 completions; 1.6 epochs of 64 prompts",
         "server, on GPU 0: 14.0 MB",
-        "weights 2.0 MB, gradients 2.0 MB, optimizer 4.0 MB, published for the workers 6.0 MB",
+        "weights 2.0 MB, gradients 2.0 MB, optimizer 4.0 MB, published for the workers 6.0 MB (3 versions of 2.0 MB)",
         "1 worker on GPU 0: no weights of their own",
         "2 workers on GPU 1: 2.0 MB each",
         "not counted: activations",

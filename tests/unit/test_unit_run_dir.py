@@ -65,11 +65,11 @@ def live_server(root: Path) -> Iterator[int]:
 
 
 def test_a_fresh_directory(root: Path) -> None:
-    state = prepare(root / "deep", config=CONFIG, num_workers=3)
+    state = prepare(root / "deep", config=CONFIG, num_workers=3, workers_sharing=2)
     assert RunDir(root / "deep").read_state() == state
     assert state.state == runs.RUNNING
     assert state.config == str(CONFIG.absolute())
-    assert state.num_workers == 3
+    assert (state.num_workers, state.workers_sharing) == (3, 2)
     assert (root / "deep").stat().st_mode & 0o777 == 0o700, "prompts and completions are nobody else's business"
 
 
@@ -139,9 +139,9 @@ def test_an_unfinished_run_is_refused_with_three_ways_out_and_not_touched(
 def test_resuming_keeps_the_run_and_everything_in_it(root: Path, state: str) -> None:
     old = old_run(root, state=state, step=7)
     before = everything(root)
-    resumed = prepare(root, config=CONFIG, resume=True, num_workers=4)
+    resumed = prepare(root, config=CONFIG, resume=True, num_workers=4, workers_sharing=1)
     assert (resumed.run_id, resumed.step, resumed.state) == (old.run_id, 7, runs.RUNNING)
-    assert resumed.num_workers == 4
+    assert (resumed.num_workers, resumed.workers_sharing) == (4, 1)
     after = everything(root)
     assert {name for name in before if before[name] != after[name]} <= {"run.json", "server.lock"}
 

@@ -34,7 +34,7 @@ def main(request: dict[str, Any]) -> None:
             _count_processes(request["accelerate_config"])
         with _no_new_folders():
             trainer = _build(Path(request["config"]), settings)
-        answer["facts"] = describe(trainer, settings).as_json()
+        answer["facts"] = describe(trainer, settings, request["sharing"]).as_json()
         if request["distributed"]:
             from async_grpo.training.async_training import refuse
 
@@ -75,11 +75,16 @@ def _count_processes(accelerate_config: str) -> None:
     TrainingArguments.world_size = property(lambda self: processes)
 
 
-def describe(trainer: GRPOTrainer, settings: TrainingSettings) -> TrainerFacts:
-    """The facts of a built trainer. Changes nothing about it."""
+def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | None = None) -> TrainerFacts:
+    """The facts of a built trainer. Changes nothing about it.
+
+    Args:
+        sharing: workers on the server's device; None: nobody knows.
+    """
     from async_grpo.training.admission import Lookahead
-    from async_grpo.training.async_training import SLOTS, schedule_of
+    from async_grpo.training.async_training import schedule_of
     from async_grpo.training.trl_hooks import groups_per_round, is_adapter
+    from async_grpo.training.weight_publication import slots_for
 
     args = trainer.args
     model = trainer.model
@@ -94,7 +99,7 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings) -> TrainerFacts:
         adapter=is_adapter(model),
         parameters=parameters_of(model),
         reference_bytes=parameters_of(trainer.ref_model).nbytes if trainer.ref_model is not None else 0,
-        slots=SLOTS,
+        slots=slots_for(model, max_staleness=settings.max_staleness, sharing=sharing),
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         optimizer=str(getattr(args.optim, "value", args.optim)),
         learning_rate=args.learning_rate,

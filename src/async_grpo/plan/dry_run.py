@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from async_grpo.devices import CPU
@@ -44,6 +44,7 @@ def plan_distributed(options: LaunchOptions) -> None:
         accelerate_config=options.accelerate_config,
         generator=options.work.generator,
         workers=len(options.worker_devices),
+        sharing=options.workers_sharing,
     )
     facts = facts_or_refusal(look)
     _print(
@@ -55,7 +56,7 @@ def plan_distributed(options: LaunchOptions) -> None:
             ("generator", f"{_ENGINES[facts.generator]}; {_sampling(facts)}"),
             *_batch_rows(facts),
             *_staleness_rows(facts, training),
-            *_memory_rows(estimate(facts), options.master_device, options.worker_devices),
+            *_memory_rows(facts, options),
             *_ranks_note(facts),
         ]
     )
@@ -190,12 +191,12 @@ def _staleness_rows(facts: TrainerFacts, training: TrainingSettings) -> Iterator
     yield "correction", ", ".join([training.correction, *extras])
 
 
-def _memory_rows(memory: MemoryEstimate, master: str, workers: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _memory_rows(facts: TrainerFacts, options: LaunchOptions) -> Iterator[tuple[str, str]]:
+    memory, master, workers = estimate(facts), options.master_device, options.worker_devices
     yield "memory", f"server, on {_device(master)}: {size(memory.server)}"
-    yield "", f"  {_parts(memory)}, published for the workers {size(memory.published)}"
+    yield "", f"  {_parts(memory)}, published for the workers {size(memory.published)} ({_slots(facts)})"
     yield "", f"  (optimizer state of {memory.optimizer_note})"
-    sharing = sum(device == master for device in workers)
-    if sharing:
+    if sharing := options.workers_sharing:
         yield (
             "",
             f"{counted(sharing, 'worker')} on {_device(master)}: no weights of their own, but "
@@ -204,6 +205,12 @@ def _memory_rows(memory: MemoryEstimate, master: str, workers: Sequence[str]) ->
     for device in sorted({device for device in workers if device != master}):
         yield "", f"{counted(workers.count(device), 'worker')} on {_device(device)}: {size(memory.worker_own)} each"
     yield "", _not_counted()
+
+
+def _slots(facts: TrainerFacts) -> str:
+    trained = facts.parameters.trained_bytes
+    frozen = facts.parameters.nbytes - trained
+    return f"{facts.slots} versions of {size(trained)}" + (f", and {size(frozen)} that do not train" if frozen else "")
 
 
 def _ranks_note(facts: TrainerFacts) -> Iterator[tuple[str, str]]:

@@ -67,7 +67,7 @@ class TrainerFacts:
     adapter: bool
     parameters: Parameters
     reference_bytes: int  # of the reference model, 0 without one
-    slots: int  # of published weights
+    slots: int  # versions of the published weights, at a time
     precision: str  # bf16, fp16 or fp32
     optimizer: str
     learning_rate: float
@@ -133,6 +133,7 @@ def look_at_trainer(
     accelerate_config: Path | None = None,
     generator: str | None = None,
     workers: int = 0,
+    sharing: int | None = None,
     timeout_s: float = BUILD_TIMEOUT_S,
 ) -> Look:
     """Build the trainer in a child process and describe it.
@@ -145,12 +146,14 @@ def look_at_trainer(
         accelerate_config: says of how many processes the trainer will be; it is built in one.
         generator: what the command line asks of the workers, if anything.
         workers: how many will be started; 0 where nobody knows.
+        sharing: how many of them on the server's device; None where nobody knows.
     """
     request = {
         "config": str(config.absolute()),
         "device": device,
         "generator": generator,
         "workers": workers,
+        "sharing": sharing,
         "accelerate_config": str(accelerate_config or ""),
         "run_dir": str(run_dir or ""),
         "settings": _plain(settings),

@@ -33,13 +33,11 @@ from async_grpo.training.ranks import Ranks
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource, StopTraining
 from async_grpo.training.sharded_weights import is_sharded
-from async_grpo.training.weight_publication import WeightPublication
+from async_grpo.training.weight_publication import WeightPublication, slots_for
 from async_grpo_ipc import Blueprint, WeightExporter
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
-
-SLOTS = 3  # one that is being read, the newest, and one to write into: a slow reader seldom delays a version
 
 
 class AsyncTraining:
@@ -92,7 +90,9 @@ class AsyncTraining:
             max_attempts=settings.max_attempts,
             consumed=rollouts.done_set() if rollouts else (),
         )
-        self._publication = WeightPublication(self._exporter(run))
+        sharing = state.workers_sharing if state.num_workers else None
+        slots = slots_for(trainer.model, max_staleness=settings.max_staleness, sharing=sharing)
+        self._publication = WeightPublication(self._exporter(run, slots))
         self._source = RolloutSource(
             queue=self._queue,
             prompts=lambda start: prompt_rows(trainer, start),
@@ -159,16 +159,16 @@ class AsyncTraining:
         self._leader.check_alive()
         return self.stop_requested()
 
-    def _exporter(self, run: RunDir) -> Callable[[], WeightExporter]:
+    def _exporter(self, run: RunDir, slots: int) -> Callable[[], WeightExporter]:
         """Makes the exporter, once the model is where it trains."""
         trainer = self._trainer
         model = trainer.model
         if not is_sharded(trainer):
-            return lambda: WeightExporter.from_model(model, run.weights_handle, slots=SLOTS)
+            return lambda: WeightExporter.from_model(model, run.weights_handle, slots=slots)
         blueprint = Blueprint.of_model(model)
         device = trainer.accelerator.device
         return lambda: WeightExporter.from_blueprint(
-            blueprint, self._leader.gather, run.weights_handle, device=device, slots=SLOTS
+            blueprint, self._leader.gather, run.weights_handle, device=device, slots=slots
         )
 
     def _find_checkpoint(self) -> tuple[str | None, RolloutState | None]:

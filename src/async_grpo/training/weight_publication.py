@@ -4,13 +4,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
 from async_grpo.wording import for_people
 from async_grpo_ipc import WeightExporter
+from async_grpo_ipc.header import MAX_SLOTS
+
+if TYPE_CHECKING:
+    from torch import nn
 
 SAY_AFTER_S = 10.0  # without a new version that workers could see; told again as often
+LEAST_SLOTS = 3  # one that is being read, the newest, and one to write into
+EXTRA_BYTES = 256 * 2**20  # that further slots may take
+
+
+def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None) -> int:
+    """How many versions of the weights are kept at a time, so that one can nearly always be published.
+
+    A worker on the server's device reads a version in place as long as it generates a batch, so each may hold another
+    one. None of them is more than `max_staleness` behind the newest, so no more than that many are held beside it. A
+    large model gets no slot for this: a version that waits for one costs freshness, and memory may be short.
+
+    Args:
+        model: not sharded yet.
+        sharing: workers on the server's device; None: nobody knows.
+    """
+    held = max_staleness if sharing is None else min(sharing, max_staleness)
+    slot_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    extra = min(held - 1, EXTRA_BYTES // max(1, slot_bytes))
+    return min(LEAST_SLOTS + max(0, extra), MAX_SLOTS)
 
 
 class WeightPublication:
