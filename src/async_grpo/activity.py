@@ -17,6 +17,7 @@ import errno
 import json
 import mmap
 import os
+import re
 import struct
 import threading
 import time
@@ -40,6 +41,7 @@ MAX_JOBS = 32  # in the record; there are seldom more, and the oldest are the on
 SAMPLE_EVERY_S = 5.0
 SAMPLE_AGE_S = 60.0  # rates are over this long
 
+_STATUS_FILE = re.compile(r"(server|dev[0-9]{1,4})\.status")
 _HEAD = struct.Struct("<QdII")
 _TICK = struct.Struct("<Qd")
 COUNT_BYTES = 8
@@ -265,13 +267,16 @@ def read_activity(path: Path) -> ActivityRecord | None:
 
 
 def read_all(root: Path) -> dict[str, ActivityRecord]:
-    """The records of every process that this run directory has seen, by name; dead ones are among them."""
+    """The records of every process that this run directory has seen, by name; dead ones are among them.
+
+    Files of other names (somebody's copies) are none of ours.
+    """
     try:
         entries = [entry for entry in os.scandir(root / "alive") if entry.is_file(follow_symlinks=False)]
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    names = sorted(entry.name for entry in entries if entry.name.endswith(".status"))
-    found = {name.removesuffix(".status"): read_activity(root / "alive" / name) for name in names}
+    files = sorted(entry.name for entry in entries if _STATUS_FILE.fullmatch(entry.name))
+    found = {file.removesuffix(".status"): read_activity(root / "alive" / file) for file in files}
     return {name: record for name, record in found.items() if record is not None}
 
 

@@ -101,6 +101,16 @@ def log_steps(run: RunDir, steps: list[dict[str, Any]]) -> None:
 # --- the states
 
 
+def test_files_of_other_names_are_none_of_ours(run: RunDir, start: Callable[..., Any]) -> None:
+    start("server", TRAINING)
+    start("dev1", GENERATING)
+    record = activity_file(run.root, "dev1").read_bytes()
+    for name in ("devX", "dev1 (copy)", "dev", "rank1", "dev12345"):
+        activity_file(run.root, name).write_bytes(record)
+    (run.root / "alive" / "devX.lock").touch()
+    assert [worker.name for worker in look(run.root).workers] == ["dev1"]
+
+
 def test_a_live_run(run: RunDir, start: Callable[..., Any]) -> None:
     start("server", TRAINING)
     worker = start("dev1", GENERATING)
