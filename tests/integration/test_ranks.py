@@ -90,6 +90,22 @@ def test_a_dead_rank_ends_the_run_with_a_sentence_and_it_can_be_resumed(tmp_path
         assert audit.process.wait(DEADLINE_S) == 0, audit.output
 
 
+def test_a_checkpoint_in_the_middle_of_a_batch_is_refused_by_another_number_of_ranks(tmp_path: Path) -> None:
+    """Those without a share would wait for a batch that rank 0 has no reason to hand out."""
+    one = ["train", str(SETUP), "--num-workers", "1"]
+    two = [*one, "--accelerate-config", str(EXAMPLES / "ddp.yaml"), "--resume"]
+    twice = {"TEST_GRPO": '{"num_iterations": 2}'}
+    with command(*one, cwd=tmp_path, TEST_STEPS="5", **twice) as run:
+        assert run.process.wait(DEADLINE_S) == 0, run.output
+    assert (tmp_path / "checkpoints/checkpoint-5/rollout_batch.safetensors").exists()
+    sentence = "was written in the middle of a generation batch by a trainer of 1 rank, and this one has 2"
+    for arguments in ([*two, "--dry-run"], two):
+        with command(*arguments, cwd=tmp_path, TEST_STEPS="8", **twice) as run:
+            assert run.process.wait(DEADLINE_S) == 2, run.output
+        assert sentence in run.output
+    assert (tmp_path / "worker/log_parameter_server.txt").read_text().count(sentence) == 2, "each rank has said so"
+
+
 def test_a_configuration_that_is_not_there(tmp_path: Path) -> None:
     with command("train", str(SETUP), "--accelerate-config", "nowhere.yaml", cwd=tmp_path) as run:
         assert run.process.wait(DEADLINE_S) == 2

@@ -196,10 +196,12 @@ def _longest_prompt(trainer: GRPOTrainer, tokenizer: Any) -> tuple[int | None, i
 
 def _checkpoint(trainer: GRPOTrainer, run_dir: Path) -> str:
     from async_grpo.run_dir import RunDir
-    from async_grpo.training import checkpoints
+    from async_grpo.training import batch_file, checkpoints
 
     state = RunDir(run_dir).read_state()
     found = checkpoints.latest(Path(trainer.args.output_dir).absolute(), state.run_id) if state else None
+    if found and found[1].passes_done:
+        batch_file.check_ranks(found[0], trainer.args.world_size)
     return str(found[0]) if found else ""
 
 

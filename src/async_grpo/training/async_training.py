@@ -13,7 +13,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from async_grpo.activity import EVALUATING, PUBLISHING, SAVING, TRAINING, activity
 from async_grpo.archive import ArchiveLimit
-from async_grpo.errors import DiskFullError, UsageError
+from async_grpo.errors import DiskFullError, UnsupportedError, UsageError
 from async_grpo.job_queue import ServerQueue
 from async_grpo.metrics import RunLog
 from async_grpo.process import StopRequest
@@ -77,7 +77,7 @@ class AsyncTraining:
         self._batch: BatchInUse | None = None  # that the last optimizer step left unfinished
         self._checkpoint, rollouts = self._find_checkpoint() if settings.resume else (None, None)
         if self._checkpoint is not None and rollouts is not None and rollouts.passes_done:
-            self._batch = batch_file.load(Path(self._checkpoint), trainer.accelerator.device)
+            self._batch = self._load_batch(Path(self._checkpoint))
         self._record = ConsumptionRecord(  # before the queue: it withdraws what this process is to issue again
             run.consumption,
             run_id=state.run_id,
@@ -178,6 +178,14 @@ class AsyncTraining:
             return None, None
         logger.info("resuming from {}", found[0])
         return str(found[0]), found[1]
+
+    def _load_batch(self, checkpoint: Path) -> BatchInUse:
+        try:
+            batch_file.check_ranks(checkpoint, self._trainer.args.world_size)
+        except UnsupportedError:
+            self._leader.start(str(checkpoint))  # so that the others look, too, and do not wait for us
+            raise
+        return batch_file.load(checkpoint, self._trainer.accelerator.device)
 
     def _correction(self, name: str) -> correction.Correction:
         trainer = self._trainer

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from async_grpo.errors import RunDirError, UnsupportedError
+from async_grpo.wording import counted
 
 FILE_NAME = "rollout_batch.safetensors"
 
@@ -33,6 +34,19 @@ class BatchInUse:
 def path_in(checkpoint: Path, rank: int = 0) -> Path:
     """Where a rank of the trainer has its share of the batch."""
     return checkpoint / (FILE_NAME if rank == 0 else f"rollout_batch.rank{rank}.safetensors")
+
+
+def check_ranks(checkpoint: Path, ranks: int) -> None:
+    """Raise `UnsupportedError` unless as many ranks go on with the batch in `checkpoint` as have shares in it."""
+    shares = len(list(checkpoint.glob("rollout_batch*.safetensors")))
+    if ranks == shares:
+        return
+    raise UnsupportedError(
+        f"{checkpoint} was written in the middle of a generation batch by a trainer of {counted(shares, 'rank')}, and "
+        f"this one has {ranks}: each must go on with its own share of that batch. Resume with {shares} (num_processes "
+        f"of the accelerate configuration; 1: no --accelerate-config), or move {checkpoint} away to resume from an "
+        "older checkpoint."
+    )
 
 
 def save(checkpoint: Path, batch: BatchInUse, rank: int = 0) -> None:

@@ -108,7 +108,8 @@ class Follower:
     def train(self) -> None:
         """Train as long as rank 0 does."""
         checkpoint = self._until(Word.START).decode() or None
-        if checkpoint is not None and batch_file.path_in(Path(checkpoint), self._ranks.rank).exists():
+        if checkpoint is not None and batch_file.path_in(Path(checkpoint)).exists():
+            batch_file.check_ranks(Path(checkpoint), self._trainer.args.world_size)
             self._batch = batch_file.load(Path(checkpoint), self._trainer.accelerator.device, self._ranks.rank)
         try:
             self._trainer.train(resume_from_checkpoint=checkpoint)
