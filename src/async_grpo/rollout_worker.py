@@ -79,7 +79,7 @@ def run_worker(options: WorkerOptions) -> None:
         from async_grpo_ipc import AttachError, IPCError, MismatchError, open_remote_memory
 
         make_rollout_trainer(trainer)
-        make_worker = _worker_for(options, trainer, state)
+        make_worker = _worker_for(options, trainer, state, engine_folder=run.worker_engine(queue.device))
         try:
             wait_until(
                 lambda: run.weights_handle.exists() or None,
@@ -120,7 +120,9 @@ def _is_over(run: RunDir) -> bool:
     return state is not None and state.state != runs.RUNNING
 
 
-def _worker_for(options: WorkerOptions, trainer: GRPOTrainer, state: RunState) -> Callable[..., Worker]:
+def _worker_for(
+    options: WorkerOptions, trainer: GRPOTrainer, state: RunState, engine_folder: Path
+) -> Callable[..., Worker]:
     """The kind of worker that suits the engine; with vLLM the engine is started here."""
     chosen = choose_generator(options.settings.generator, trainer, on_gpu=options.device != CPU)
     in_flight_update = options.settings.in_flight_update == "on"
@@ -142,7 +144,13 @@ def _worker_for(options: WorkerOptions, trainer: GRPOTrainer, state: RunState) -
     if engine_inside(trainer.model) is None:  # else its weights are the engine's own
         trainer.model.to("meta")  # the engine will have the weights
     seed = 0 if state.deterministic else int.from_bytes(os.urandom(4), "big")  # no two workers may draw the same
-    engine = VLLMEngine(trainer, seed=seed, in_flight_update=in_flight_update, deterministic=state.deterministic)
+    engine = VLLMEngine(
+        trainer,
+        seed=seed,
+        in_flight_update=in_flight_update,
+        deterministic=state.deterministic,
+        folder=engine_folder,
+    )
     return partial(StreamingWorker, engine=engine, in_flight_update=in_flight_update)
 
 

@@ -18,6 +18,8 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -86,6 +88,10 @@ class RunDir:
     def worker_stacks(self, worker_id: int) -> Path:
         return self.root / "alive" / f"dev{worker_id}.stacks"
 
+    def worker_engine(self, worker_id: int) -> Path:
+        """The folder from which a worker's vLLM engine is built; there only meanwhile."""
+        return self.root / "alive" / f"dev{worker_id}.engine"
+
     @property
     def server_log(self) -> Path:
         return self.root / "log_parameter_server.txt"
@@ -126,6 +132,18 @@ class RunDir:
         changed = replace(current, **changes)  # type: ignore[arg-type]  # field names are checked by replace()
         self.write_state(changed)
         return changed
+
+
+@contextmanager
+def fresh_folder(path: Path) -> Iterator[Path]:
+    """An empty folder for as long as the block lasts. What a killed process left there before is removed, too."""
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(mode=0o700, parents=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
 
 
 def write_json(path: Path, data: object) -> None:

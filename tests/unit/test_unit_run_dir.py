@@ -16,7 +16,7 @@ import pytest
 from async_grpo import run_dir as runs
 from async_grpo.errors import RunDirError
 from async_grpo.locks import KernelLock
-from async_grpo.run_dir import Fate, RunDir, RunState, prepare, preview
+from async_grpo.run_dir import Fate, RunDir, RunState, fresh_folder, prepare, preview
 
 CONFIG = Path("my_trainer.py")
 HOLD_LOCK = """
@@ -309,3 +309,14 @@ def test_a_preview_says_what_a_start_would_do_and_does_nothing(
     prepare(root, config=CONFIG, **flags)
     assert place.is_dir()
     assert (place != root) == (fate is Fate.MOVED_ASIDE)
+
+
+def test_a_fresh_folder_has_nothing_of_a_process_that_was_killed_and_is_gone_at_the_end(tmp_path: Path) -> None:
+    folder = RunDir(tmp_path).worker_engine(3)
+    (folder / "left").mkdir(parents=True)
+    (folder / "left" / "config.json").write_text("of the dead")
+    with pytest.raises(KeyError), fresh_folder(folder):
+        assert list(folder.iterdir()) == []
+        (folder / "config.json").write_text("{}")
+        raise KeyError
+    assert not folder.exists()

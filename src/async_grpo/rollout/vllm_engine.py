@@ -24,6 +24,7 @@ from transformers import set_seed
 from async_grpo.engine_choice import engine_inside
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.vllm_options import adapter_of, engine_options, needs_text, sampling_options
+from async_grpo.run_dir import fresh_folder
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -67,6 +68,8 @@ class VLLMEngine:
         in_flight_update: `load` may come while requests run; they go on with the new weights, and every token is
             handed out by the step that sampled it.
         deterministic: the same requests give the same tokens.
+        folder: nobody else's, to build an engine of ours from; what is in it goes. None: a temporary one, which stays
+            if the process is killed meanwhile.
         changes: other arguments of vLLM's `EngineArgs`, of an engine that is ours.
 
     Raises:
@@ -74,7 +77,14 @@ class VLLMEngine:
     """
 
     def __init__(
-        self, trainer: Any, *, seed: int, in_flight_update: bool = False, deterministic: bool = False, **changes: Any
+        self,
+        trainer: Any,
+        *,
+        seed: int,
+        in_flight_update: bool = False,
+        deterministic: bool = False,
+        folder: Path | None = None,
+        **changes: Any,
     ) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -97,7 +107,7 @@ class VLLMEngine:
         llm = engine_inside(trainer.model)
         self._shares_weights_of: torch.nn.Module | None = None
         if llm is None:
-            self._engine = self._build(trainer, seed=seed, deterministic=deterministic, **changes)
+            self._engine = self._build(trainer, folder, seed=seed, deterministic=deterministic, **changes)
         else:
             _require_suitable(llm, self._adapter, in_flight_update=in_flight_update, deterministic=deterministic)
             self._engine = llm.llm_engine
@@ -237,7 +247,7 @@ class VLLMEngine:
 
     # Start and end
 
-    def _build(self, trainer: Any, *, seed: int, deterministic: bool, **changes: Any) -> LLMEngine:
+    def _build(self, trainer: Any, folder: Path | None, *, seed: int, deterministic: bool, **changes: Any) -> LLMEngine:
         """An engine for the trainer's model, without weights."""
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -245,10 +255,10 @@ class VLLMEngine:
         on_cpu = torch.device(trainer.accelerator.device).type == "cpu"
         if on_cpu:
             _keep_weights_unpacked()
-        with TemporaryDirectory(prefix="async-grpo-engine-") as folder:
-            self._describe_model(trainer, Path(folder))
+        with fresh_folder(folder) if folder else TemporaryDirectory(prefix="async-grpo-engine-") as described:
+            self._describe_model(trainer, Path(described))
             arguments = {
-                "model": folder,
+                "model": str(described),
                 "skip_tokenizer_init": not self._with_text,
                 "load_format": "dummy",  # the weights come from the trainer
                 "async_scheduling": False,  # a step returns the tokens that it sampled, so their version is known
