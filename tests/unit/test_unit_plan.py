@@ -214,6 +214,22 @@ def test_a_setup_file_that_never_returns_is_a_sentence_and_leaves_no_process(
         time.sleep(0.01)
 
 
+def test_what_a_setup_file_started_does_not_outlive_the_look_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returns = tmp_path / "python"
+    returns.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/pid\nexit 3\n")
+    returns.chmod(0o700)
+    monkeypatch.setattr(facts_module, "sys", SimpleNamespace(executable=str(returns)))
+    look = look_at_trainer(tmp_path / "setup.py", device="cpu", settings=TrainingSettings())
+    assert "ended with exit code 3" in look.error
+    pid = (tmp_path / "pid").read_text().strip()
+    deadline = time.monotonic() + 60
+    while lives(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def lives(pid: str) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"

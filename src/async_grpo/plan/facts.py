@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from async_grpo.process import path_to_us
 from async_grpo.settings import TrainingSettings
 
 BUILD_TIMEOUT_S = 1800.0  # a large model is read from a slow disk
+POLL_S = 0.05
 _LAST_LINES = 20
 
 
@@ -172,11 +173,11 @@ def look_at_trainer(
                 start_new_session=True,
             )
             try:
-                child.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                return Look(error=f"get_trainer() in {config} did not return in {timeout_s:g} s.", exit_code=2)
+                in_time = _ends_within(timeout_s, child)
             finally:
                 _end_family(child)
+        if not in_time:
+            return Look(error=f"get_trainer() in {config} did not return in {timeout_s:g} s.", exit_code=2)
         if not answer.exists():
             return Look(error=_died(config, child.returncode, said), exit_code=2)
         data = json.loads(answer.read_text())
@@ -220,11 +221,26 @@ def _environment(device: str) -> dict[str, str]:
 
 
 def _end_family(child: subprocess.Popen[bytes]) -> None:
-    """The child and what get_trainer() started in its session; nothing else can have its session."""
-    if child.poll() is None:
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    """The child and what get_trainer() started in its session; nothing else has its session before it is waited for.
+
+    What outlives a child that has ended may be tidying up after it, so that is asked, not killed.
+    """
+    os.killpg(child.pid, signal.SIGTERM if _has_ended(child) else signal.SIGKILL)
+    child.wait()
+
+
+def _ends_within(timeout_s: float, child: subprocess.Popen[bytes]) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not _has_ended(child):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _has_ended(child: subprocess.Popen[bytes]) -> bool:
+    """Does not wait for it, so its number stays its own."""
+    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _died(config: Path, code: int, said: Path) -> str:
