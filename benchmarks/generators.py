@@ -25,6 +25,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; threads that spin would slow each other
 
 from benchmarks.table import ROOT, Row, as_text, row, write_json
 
@@ -36,7 +37,10 @@ if TYPE_CHECKING:
 TOKENS = 64  # of every completion
 GROUP = 4  # completions of a prompt
 BATCHES = (16, 64, 256)
-MODELS = ((128, 4), (512, 6))  # hidden size and layers: 1 M parameters, whose step is mostly Python, and 20 M
+MODELS = (  # hidden size, layers, batches
+    (128, 4, BATCHES),  # 1 M parameters: a step is mostly Python
+    (512, 6, BATCHES[:1]),  # 20 M: a step is mostly arithmetic; larger batches take many minutes on a CPU
+)
 
 
 def trainer_of(hidden: int = 128, layers: int = 4) -> Any:
@@ -52,6 +56,7 @@ def trainer_of(hidden: int = 128, layers: int = 4) -> Any:
         config = trainer.model.config.to_dict()
         config |= {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers}
         config |= {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "head_dim": 64}
+        config["initializer_range"] = 0.02  # more, in a wide model, makes denormal numbers, which are slow
         config.pop("layer_types", None)
         trainer.model = Qwen3ForCausalLM(Qwen3Config.from_dict(config))
     trainer.args.generation_kwargs = {"min_new_tokens": TOKENS}
@@ -81,11 +86,20 @@ def transformers_side(trainer: Any) -> Callable[[int], float]:
     return seconds
 
 
-def plain_vllm_side(trainer: Any, folder: Path) -> Callable[[int], float]:
-    """`LLM.generate` as anybody would call it, with the same settings."""
+def plain_vllm_side(trainer: Any, folder: Path, *, packed: bool) -> Callable[[int], float]:
+    """`LLM.generate` as anybody would call it.
+
+    Args:
+        packed: as vLLM would have it on a CPU: with weights that are packed for oneDNN once and for all. Ours are
+            written again and again, so our engine leaves them as they are. On a GPU nothing is packed.
+    """
     import torch
     from vllm import LLM, SamplingParams
 
+    from async_grpo.rollout.vllm_engine import _keep_weights_unpacked
+
+    if not packed:
+        _keep_weights_unpacked()
     trainer.model.save_pretrained(folder)
     llm = LLM(
         model=str(folder),
@@ -260,14 +274,14 @@ def update_seconds(engine: VLLMEngine, weights: Any) -> tuple[float, float]:
 # --- The table --------------------------------------------------------------------------------------------
 
 
-def measure(models: Sequence[tuple[int, int]], batches: tuple[int, ...], repeats: int) -> list[Row]:
-    """All rows of each model, which is its hidden size and its number of layers."""
+def measure(models: Sequence[tuple[int, int, tuple[int, ...]]], repeats: int) -> list[Row]:
+    """All rows of each model."""
     from async_grpo.rollout.vllm_engine import ENVIRONMENT
 
-    for name, value in {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     rows: list[Row] = []
-    for hidden, layers in models:
+    for hidden, layers, batches in models:
         with tempfile.TemporaryDirectory() as folder:
             rows += _measure_model(hidden, layers, batches, repeats, Path(folder))
     return rows
@@ -280,18 +294,20 @@ def _measure_model(hidden: int, layers: int, batches: tuple[int, ...], repeats: 
     (folder / "queue").mkdir(mode=0o700)
     trainer = trainer_of(hidden, layers)
     size = f"{sum(parameter.numel() for parameter in trainer.model.parameters()) / 1e6:.0f} M"
-    plain = plain_vllm_side(trainer, folder / "model")
+    packed = plain_vllm_side(trainer, folder / "model", packed=True)
+    plain = plain_vllm_side(trainer, folder / "model", packed=False)
     engine = VLLMEngine(trainer, seed=1)
     rows: list[Row] = []
     with exporter_of(hidden, layers, folder) as publisher, open_remote_memory(folder / "handle.json", 60) as weights:
         sides = {
             "transformers": transformers_side(trainer),
+            "plain vLLM, weights packed for the CPU": packed,
             "plain vLLM": plain,
             "vLLM in our worker": worker_side(trainer, engine, weights, folder / "queue"),
         }
         for batch in batches:
             rows += _throughput(sides, size, batch, repeats)
-            print(as_text(rows[-4:]), file=sys.stderr, flush=True)
+            print(as_text(rows[-5:]), file=sys.stderr, flush=True)
         prompts = prompts_for(trainer, 16)
         waits = [first_token_s(engine, weights, publisher, version, prompts) for version in range(1, 2 + 2 * repeats)]
         rows.append(row(f"publish to the first token of the new version, {size}", [1e3 * s for s in waits[1:]], "ms"))
@@ -332,7 +348,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one repeat, two batches, the small model only")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
-    rows = measure(MODELS[:1], (16, 64), 1) if args.quick else measure(MODELS, BATCHES, 5)
+    rows = measure([(128, 4, (16, 64))], 1) if args.quick else measure(MODELS, 5)
     print(as_text(rows))
     if args.json:
         write_json(args.json, rows)

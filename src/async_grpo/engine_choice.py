@@ -6,12 +6,10 @@ engine may start in the server, nor a second one in a worker: the wish is noted,
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError, UsageError
@@ -52,39 +50,6 @@ def wants_vllm(trainer: GRPOTrainer | None) -> bool:
     return bool(getattr(trainer, _WISH, False))
 
 
-def surely_wants_vllm(path: Path) -> bool:
-    """Whether `get_trainer()` says `GRPOConfig(use_vllm=True)` whatever happens; known without running the file.
-
-    False where the file says anything more about it, or says it in a branch: what it computes is known once it has run.
-    """
-    tree = ast.parse(path.read_bytes())
-    said = sum("use_vllm" in (getattr(node, name, None) for name in _NAMED_BY) for node in ast.walk(tree))
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "get_trainer"]
-    return said == 1 and any(_says_use_vllm(statement) for node in functions for statement in _always_run(node))
-
-
-_NAMED_BY = ("arg", "attr", "id", "value")  # of keywords and parameters, attributes, names, strings
-_PERHAPS_NOT_RUN = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-
-
-def _always_run(function: ast.FunctionDef) -> Iterator[ast.stmt]:
-    """Its statements up to the first that may end it or leave something out."""
-    for statement in function.body:
-        if isinstance(statement, ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign | ast.Expr | ast.Return):
-            yield statement
-        elif not isinstance(statement, ast.FunctionDef):
-            return
-
-
-def _says_use_vllm(node: ast.AST) -> bool:
-    if isinstance(node, _PERHAPS_NOT_RUN):
-        return False
-    if isinstance(node, ast.Call) and "GRPOConfig" in (getattr(node.func, name, None) for name in _NAMED_BY):
-        wish = next((keyword.value for keyword in node.keywords if keyword.arg == "use_vllm"), None)
-        return isinstance(wish, ast.Constant) and wish.value is True
-    return any(map(_says_use_vllm, ast.iter_child_nodes(node)))
-
-
 def installed(package: str) -> bool:
     """Whether a package can be imported; it is not."""
     spec = importlib.util.find_spec(package)
@@ -118,26 +83,6 @@ def refuse_with_server(*, workers: int, deterministic: bool) -> None:
         )
 
 
-def refuse_without_vllm(asked: str | None, config: Path | None) -> None:
-    """Raise `UsageError` where vLLM is not installed and it is clear, before anything is loaded, that it is wanted.
-
-    Args:
-        asked: what the command line asks for, if anything.
-        config: the setup file, if it is known. What it computes is not: `choose_generator` looks once it is loaded.
-    """
-    wanted = asked == VLLM or (asked is None and config is not None and surely_wants_vllm(config))
-    if wanted and not installed("vllm"):
-        raise _not_installed(asked)
-
-
-def _not_installed(asked: str | None) -> UsageError:
-    source = "--generator vllm" if asked else "use_vllm=True in the setup file"
-    return UsageError(
-        f"{source}: vLLM is not installed here. `pip install 'async-grpo[vllm]'` brings it for GPUs (README: "
-        "tested versions), scripts/vllm_cpu_env.sh for a CPU; or take --generator hf."
-    )
-
-
 def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: bool) -> str:
     """What the command line asks for, else what the setup file does, else vLLM where it can shine.
 
@@ -160,6 +105,10 @@ def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: 
     there = installed("vllm")
     chosen = asked or (VLLM if wants_vllm(trainer) or (there and on_gpu) else HF)
     if chosen == VLLM and not there:
-        raise _not_installed(asked)
+        source = "--generator vllm" if asked else "use_vllm=True in the setup file"
+        raise UsageError(
+            f"{source}: vLLM is not installed here. `pip install 'async-grpo[vllm]'` brings it for GPUs (README: "
+            "tested versions), scripts/vllm_cpu_env.sh for a CPU; or take --generator hf."
+        )
     in_server = trainer is not None and wants_vllm(trainer) and trainer.args.vllm_mode == "server"
     return VLLM_SERVER if chosen == VLLM and in_server else chosen

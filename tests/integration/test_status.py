@@ -50,8 +50,9 @@ def test_a_run_on_a_terminal_whose_server_is_killed(tmp_path: Path) -> None:
         assert live["step"] >= 20 and live["rates"]["rollouts_per_second"] > 0 and live["eta_s"] > 0
         assert [worker["name"] for worker in live["workers"]] == ["dev1", "dev2"]
         assert all(process["alive"] and process["pid"] for process in (live["server"], *live["workers"]))
-        assert len(live["slots"]) == 3 and sum(slot["newest"] for slot in live["slots"]) == 1
+        assert len(live["slots"]) == 4 and sum(slot["newest"] for slot in live["slots"]) == 1
         assert live["bottleneck"]
+        assert "training in" in first_line_of_watching(run_dir)
 
         os.kill(live["server"]["pid"], signal.SIGKILL)
         assert terminal.wait() == 1
@@ -62,6 +63,17 @@ def test_a_run_on_a_terminal_whose_server_is_killed(tmp_path: Path) -> None:
     code, dead = view(run_dir)
     assert (code, dead["state"]) == (1, "dead")
     assert str(live["server"]["pid"]) in dead["sentence"] and "--resume" in dead["sentence"]
+
+
+def first_line_of_watching(run_dir: Path) -> str:
+    """What `--watch` says at once where there is no terminal."""
+    watch = [*CLI, "status", str(run_dir), "--watch"]
+    with subprocess.Popen(watch, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        try:
+            return watching.stdout.readline()
+        finally:
+            watching.kill()
 
 
 def worker_pid(run_dir: Path) -> int | None:

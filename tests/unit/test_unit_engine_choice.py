@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
-from textwrap import indent
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from async_grpo.engine_choice import (
-    VLLM_SERVER,
-    choose_generator,
-    refuse_with_server,
-    surely_wants_vllm,
-    wants_vllm,
-)
+from async_grpo.engine_choice import VLLM_SERVER, choose_generator, refuse_with_server, wants_vllm
 from async_grpo.errors import UnsupportedError, UsageError
 
 
@@ -55,31 +47,6 @@ def test_a_missing_vllm_is_a_sentence_that_says_what_to_do(asked: str | None, wh
     installed(False)
     with pytest.raises(UsageError, match=rf"{who}.*not installed.*pip install"):
         choose_generator(asked, trainer(wish=True), on_gpu=True)
-
-
-@pytest.mark.parametrize(
-    ("body", "surely"),
-    [
-        ("return GRPOTrainer(args=GRPOConfig(use_vllm=True))", True),
-        ("config: GRPOConfig = trl.GRPOConfig(use_vllm=True)\nif gpu():\n    return 1\nreturn 2", True),
-        ("import trl\ndef reward(**_):\n    return 0\nargs = trl.GRPOConfig(use_vllm=True)", True),
-        ("return GRPOTrainer(args=GRPOConfig(use_vllm=False))", False),
-        ("return GRPOTrainer(args=GRPOConfig(use_vllm=gpu()))", False),
-        ("return GRPOTrainer(args=GRPOConfig())", False),
-        ("if gpu():\n    return 1\nreturn GRPOTrainer(args=GRPOConfig(use_vllm=True))", False),
-        ("if gpu():\n    args = GRPOConfig(use_vllm=True)", False),
-        ("args = GRPOConfig(use_vllm=True) if gpu() else GRPOConfig()", False),
-        ("args = [GRPOConfig(use_vllm=True) for _ in gpus]", False),
-        ("args = GRPOConfig(use_vllm=True)\nargs.use_vllm = gpu()", False),
-        ("args = GRPOConfig(use_vllm=True)\nsetattr(args, 'use_vllm', False)", False),
-        ("args = my_config(use_vllm=True)", False),
-        ("make = lambda: GRPOConfig(use_vllm=True)", False),
-    ],
-)
-def test_what_a_setup_file_is_sure_to_ask_is_known_without_running_it(body: str, surely: bool, tmp_path: Path) -> None:
-    path = tmp_path / "my_trainer.py"
-    path.write_text(f"raise SystemExit\n\ndef get_trainer():\n{indent(body, '    ')}\n")
-    assert surely_wants_vllm(path) == surely
 
 
 def test_a_server_generates_where_the_file_asks_for_vllm(installed: Any) -> None:

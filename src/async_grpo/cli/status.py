@@ -68,7 +68,13 @@ def _watch(run_dir: Path, *, as_json: bool) -> int:
 
     from async_grpo.run_screen import report
 
-    with Live(console=Console(highlight=False), auto_refresh=False, vertical_overflow="visible") as live:
+    console = Console(highlight=False)
+    if not console.is_terminal:  # nothing can be refreshed in place
+        for view in _views(run_dir):
+            console.print(report(view), end="\n\n")
+            console.file.flush()
+        return exit_code(view)
+    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
         for view in _views(run_dir):
             live.update(report(view), refresh=True)
     return exit_code(view)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from async_grpo.cli import common
 from async_grpo.devices import CPU, check_torch_sees, hold_to_device, parse_device, visible_gpus
-from async_grpo.engine_choice import refuse_without_vllm
+from async_grpo.engine_choice import choose_generator
 from async_grpo.errors import UsageError
 
 EXAMPLES = """\
@@ -121,7 +121,8 @@ def _distributed(args: argparse.Namespace) -> int:
     if args.device is not None:
         raise UsageError("--device is for one process. Distributed: --master-device-id and --worker-device-ids.")
     _check_accelerate_config(args)
-    refuse_without_vllm(args.generator, args.config)
+    if args.generator is not None:  # is it installed? What a setup file asks for is known once it is loaded
+        choose_generator(args.generator, None, on_gpu=False)
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
     options = LaunchOptions(
         config=args.config.absolute(),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from async_grpo.cli import common, role
 from async_grpo.devices import CPU
-from async_grpo.engine_choice import HF, installed, refuse_without_vllm
+from async_grpo.engine_choice import HF, choose_generator, installed
 
 EXAMPLES = """\
   async-grpo worker -d 1                    on GPU 1, for the run in worker/, with the server's setup file
@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
         from async_grpo.setup_file import check_setup_file
 
         check_setup_file(args.config)
-    refuse_without_vllm(args.generator, args.config)
+    if args.generator is not None:  # is it installed? What a setup file asks for is known once it is loaded
+        choose_generator(args.generator, None, on_gpu=False)
     role.become_role(args, device, fast_inference=os.environ.get("FAST_INFERENCE") or _fast_inference(args, device))
 
     from async_grpo.rollout_worker import WorkerOptions, run_worker
