@@ -21,6 +21,7 @@ from async_grpo.queue_view import counts_of
 from async_grpo.records import Job, RolloutGroup
 
 _CACHED_NAMES = 64  # pending names that a worker remembers, so that it does not list the directory for every claim
+_COUNT_S = 1.0
 _CACHE_S = 0.05  # how long: an older job that is pending again must not wait behind newer ones
 _TAKEOVER_S = 5.0  # how long a starting worker waits while the server tidies up after its predecessor
 
@@ -46,6 +47,7 @@ class WorkerQueue:
         self._claims: dict[int, Claim] = {}
         self._cache: deque[JobName] = deque()
         self._cache_until = 0.0
+        self._counted, self._counted_until = 0, 0.0
         self._server: dict[str, object] = {}
         self._watch = DirectoryWatch({root / "queue": IN_MOVED_TO})
 
@@ -191,8 +193,11 @@ class WorkerQueue:
         return counts_of(self._moves.files).pending
 
     def alive_workers(self) -> int:
-        """Workers that are alive, this one included."""
-        return len(live_workers(self.root))
+        """Workers that are alive, this one included; may be a second old, as every look opens each one's lock."""
+        if time.monotonic() >= self._counted_until:
+            self._counted = len(live_workers(self.root))
+            self._counted_until = time.monotonic() + _COUNT_S
+        return self._counted
 
     def server_alive(self) -> bool:
         return server_lock(self.root).is_held()

@@ -17,8 +17,9 @@ from async_grpo import bottleneck, metrics_tail, run_condition
 from async_grpo.activity import ENDING, SERVER, TRAINING, ActivityRecord
 from async_grpo.errors import RunDirError
 from async_grpo.metrics_tail import Rates
+from async_grpo.open_groups import OpenGroups, given_up, open_groups
 from async_grpo.process_view import Holder, ProcessView, look_at_processes
-from async_grpo.queue_view import OpenGroups, given_up, open_groups, quarantined
+from async_grpo.queue_view import quarantined
 from async_grpo.run_dir import RUNNING, RunDir, RunState
 from async_grpo_ipc.errors import IPCError
 
