@@ -96,10 +96,10 @@ def plain_vllm_side(trainer: Any, folder: Path, *, packed: bool) -> Callable[[in
     import torch
     from vllm import LLM, SamplingParams
 
-    from async_grpo.rollout.vllm_engine import _keep_weights_unpacked
+    from async_grpo.rollout.vllm_engine import keep_weights_unpacked
 
     if not packed:
-        _keep_weights_unpacked()
+        keep_weights_unpacked()
     trainer.model.save_pretrained(folder)
     llm = LLM(
         model=str(folder),

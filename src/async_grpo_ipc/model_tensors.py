@@ -61,7 +61,7 @@ class ModelTensor:
 
 
 class Places:
-    """Tells, in some 10 us for 400 tensors, whether a model still has the modules and tensors it had."""
+    """Tells, with every publish and pull, whether a model still has the modules and tensors it had."""
 
     def __init__(self, model: nn.Module | None, entries: Sequence[ModelTensor]) -> None:
         modules = [] if model is None else [module._modules for module in model.modules()]

@@ -254,7 +254,7 @@ class VLLMEngine:
 
         on_cpu = torch.device(trainer.accelerator.device).type == "cpu"
         if on_cpu:
-            _keep_weights_unpacked()
+            keep_weights_unpacked()
         with fresh_folder(folder) if folder else TemporaryDirectory(prefix="async-grpo-engine-") as described:
             self._describe_model(trainer, Path(described))
             arguments = {
@@ -335,7 +335,7 @@ def _require_same_base(model: torch.nn.Module, tensors: Mapping[str, Tensor]) ->
             )
 
 
-def _keep_weights_unpacked() -> None:
+def keep_weights_unpacked() -> None:
     """On a CPU vLLM would pack linear layers for oneDNN and drop their weights; ours are written again and again."""
     from vllm import _custom_ops
 
