@@ -2,8 +2,9 @@
 
 A cycle is: 2 KiB job issued, claimed, 64 KiB result published, taken and archived; at most 16 jobs are open.
 
-Ours encodes, checks and decodes records all the while. A peer moves "bytes" that nobody looks at, or the same "records"
-in our encoding, which is the work that somebody who used it here would have.
+Every queue is measured twice: with "records" that are encoded, checked and decoded, which is the work that somebody
+who used it here would have, and with "bytes" that nobody looks at, which is the queue alone. In a run ours always moves
+records; for "bytes" its codec is taken out.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 from benchmarks.processes import running, wait_until
 from benchmarks.queue_peers import PEERS, Channel
 
+from async_grpo import queue_server, queue_worker
 from async_grpo.job_file import decode_group, decode_job, encode_group, encode_job
 from async_grpo.job_queue import Claim, ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup
@@ -61,10 +65,29 @@ def answer(job: Job, attempt: int, worker: str) -> RolloutGroup:
 ANSWER = {name: getattr(make_group(make_job(0), 0, ""), name) for name in RolloutGroup.__dataclass_fields__}
 
 
-def cycles_of_ours(root: Path, workers: int, jobs: int, *, durable: bool = False, keep: int | None = None) -> float:
+def without_codec() -> ExitStack:
+    """The queue does all that it does, but writes the same bytes every time, and looks at none."""
+
+    def group(data: bytes, expect_seq: int, expect_run: str, expect_attempt: int, expect_worker: str) -> RolloutGroup:
+        return answer(make_job(expect_seq), expect_attempt, expect_worker)
+
+    patches = ExitStack()
+    patches.enter_context(patch.object(queue_server, "encode_job", lambda job: JOB))
+    patches.enter_context(patch.object(queue_worker, "decode_job", lambda data, expect_seq: make_job(expect_seq)))
+    patches.enter_context(patch.object(queue_worker, "encode_group", lambda group: RESULT))
+    patches.enter_context(patch.object(queue_server, "decode_group", group))
+    return patches
+
+
+def cycles_of_ours(
+    root: Path, workers: int, jobs: int, *, records: bool = True, durable: bool = False, keep: int | None = None
+) -> float:
     """Full cycles a second through `ServerQueue` and `WorkerQueue`; `keep`: of the results, None for all."""
-    server = ServerQueue.open(root / "q", RUN, durable=durable)
-    with running(workers, lambda number: ours_works(root / "q", number, durable)):
+    server = ServerQueue.open(root / "q", RUN)
+    with (
+        ExitStack() if records else without_codec(),
+        running(workers, lambda number: ours_works(root / "q", number, durable)),
+    ):
         wait_until(lambda: len(server.workers()) == workers)
         started, issued, taken, trimmed = time.perf_counter(), 0, 0, 0
         while taken < jobs:

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -37,6 +38,9 @@ class Files(Protocol):
     def rename(self, path: str, to: str) -> None:
         """Move a file, silently replacing what is at `to`."""
 
+    def sync(self, path: str) -> None:
+        """Return when a file's content, or the names in a folder, are on the disk."""
+
     def unlink(self, path: str) -> None:
         """Remove a file."""
 
@@ -51,14 +55,13 @@ class Files(Protocol):
 
 
 class OsFiles:
-    """`Files` on a real directory. With `durable`, data and names are on the disk when a call returns."""
+    """`Files` on a real directory."""
 
-    def __init__(self, root: Path, *, durable: bool = False) -> None:
+    def __init__(self, root: Path) -> None:
         self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._durable = durable
 
     def names(self, folder: str) -> list[str]:
-        fd = self._open_folder(folder)
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._root)
         try:
             with os.scandir(fd) as entries:
                 return [entry.name for entry in entries]
@@ -91,15 +94,18 @@ class OsFiles:
             rest = memoryview(data)
             while rest:
                 rest = rest[os.write(fd, rest) :]
-            if self._durable:
-                os.fsync(fd)
         finally:
             os.close(fd)
 
     def rename(self, path: str, to: str) -> None:
         os.rename(path, to, src_dir_fd=self._root, dst_dir_fd=self._root)
-        if self._durable:
-            self._sync_folder(to)
+
+    def sync(self, path: str) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._root)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def unlink(self, path: str) -> None:
         os.unlink(path, dir_fd=self._root)
@@ -112,27 +118,13 @@ class OsFiles:
         return True
 
     def make_folder(self, path: str) -> None:
-        try:
+        with suppress(FileExistsError):
             os.mkdir(path, 0o700, dir_fd=self._root)
-        except FileExistsError:
-            return
-        if self._durable:
-            self._sync_folder(path)
 
     def close(self) -> None:
         if self._root >= 0:
             os.close(self._root)
             self._root = -1
-
-    def _open_folder(self, folder: str) -> int:
-        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._root)
-
-    def _sync_folder(self, path: str) -> None:
-        fd = self._open_folder(path.rpartition("/")[0] or ".")
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 def _read_all(fd: int, size: int) -> bytearray:

@@ -42,19 +42,25 @@ class Moves:
         """Every job file in queue/, in no order; other files are not ours and are ignored."""
         return [name for entry in self.files.names("queue") if (name := parse_name(entry)) is not None]
 
-    def publish(self, data: bytes, to: str) -> None:
+    def publish(self, data: bytes, to: str, *, durable: bool = False) -> None:
         """Make a file appear whole. On an error nothing of it is left.
+
+        durable: return when a power cut cannot take it any more.
 
         `DiskFullError` if there is no room.
         """
         temporary = f"tmp/{self._owner}.{os.getpid()}.{next(self._numbers)}"
         try:
             self.files.create(temporary, data)
+            if durable:
+                self.files.sync(temporary)
             self.files.rename(temporary, to)
         except OSError as error:
             with suppress(OSError):
                 self.files.unlink(temporary)
             raise _named(error, to) from error
+        if durable:
+            self.files.sync(to.rpartition("/")[0])
 
     def move(self, path: str, to: str) -> bool:
         """One rename; False if `path` is gone, because someone else was faster."""

@@ -97,7 +97,6 @@ class ServerQueue:
         max_attempts: int = DEFAULT_MAX_ATTEMPTS,
         max_open: int = MAX_OPEN,
         consumed: Container[int] = frozenset(),
-        durable: bool = False,
         watch_workers: bool = True,
         files: Files | None = None,
     ) -> Self:
@@ -106,15 +105,12 @@ class ServerQueue:
         consumed: sequence numbers that the checkpoint which this run continues from has used or given up.
         Submit all
             others again: what an earlier server left of them is adopted, generated groups are given back.
-        durable: sync every file and rename to the disk; a power cut then costs no generated group. It never
-        costs
-            more than that.
         watch_workers: recover the jobs of a dead worker in a thread, within milliseconds. Without it call
             `recover_dead` yourself.
         """
         root = Path(root)
         prepare_root(root)
-        queue = cls(root, run_id, max_attempts, max_open, files or OsFiles(root, durable=durable))
+        queue = cls(root, run_id, max_attempts, max_open, files or OsFiles(root))
         if not queue._lock.try_acquire({"run_id": run_id, "max_attempts": max_attempts}):
             raise RunDirError(
                 f"The queue in {root} has a server: {describe_holder(queue._lock.holder())}. "

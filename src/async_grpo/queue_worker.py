@@ -16,7 +16,7 @@ from async_grpo.locks import describe_holder
 from async_grpo.queue_files import Files, OsFiles, prepare_root
 from async_grpo.queue_liveness import LOOK_S, live_workers, server_lock, worker_lock
 from async_grpo.queue_moves import DEFAULT_MAX_ATTEMPTS, Moves
-from async_grpo.queue_names import BROKEN, COMPLETE, PENDING, PENDING_END, PROCESSING, JobName, parse_name
+from async_grpo.queue_names import BROKEN, COMPLETE, PENDING_END, PROCESSING, JobName, parse_name
 from async_grpo.queue_view import counts_of
 from async_grpo.records import Job, RolloutGroup
 
@@ -40,8 +40,9 @@ class WorkerQueue:
     A forked child has no part in it.
     """
 
-    def __init__(self, root: Path, device: int, files: Files) -> None:
+    def __init__(self, root: Path, device: int, files: Files, *, durable: bool) -> None:
         self.root, self.device = root, device
+        self._durable = durable
         self._moves = Moves(files, f"dev{device}")
         self._lock = worker_lock(root, device)
         self._claims: dict[int, Claim] = {}
@@ -66,13 +67,14 @@ class WorkerQueue:
 
         device: what it computes on, e.g. `cuda:1`; for people to read. May be called before there is a
         server.
+        durable: every result is on the disk before its claim is dropped: a power cut costs no generated group.
         """
         root = Path(root)
         prepare_root(root)
-        files = files or OsFiles(root, durable=durable)
+        files = files or OsFiles(root)
         numbers = [worker_id] if worker_id is not None else range(1, 1000)
         for number in numbers:
-            queue = cls(root, number, files)
+            queue = cls(root, number, files, durable=durable)
             entered = False
             try:
                 entered = queue._enter(device, patient=worker_id is not None)
@@ -156,7 +158,8 @@ class WorkerQueue:
         self._lock.require_process()
         if (group.job.seq, group.attempt, group.worker) != (claim.job.seq, claim.attempt, self.name):
             raise QueueError(f"The group of job {group.job.seq} is not an answer to claim {claim.name}.")
-        self._moves.publish(encode_group(group), f"queue/{claim.name.becomes(COMPLETE, self.device)}")
+        result = f"queue/{claim.name.becomes(COMPLETE, self.device)}"
+        self._moves.publish(encode_group(group), result, durable=self._durable)
         self._moves.drop(f"queue/{claim.name}")
         self._claims.pop(claim.job.seq, None)
 
@@ -179,14 +182,16 @@ class WorkerQueue:
     def wait(self, timeout_s: float, skip: Collection[int] = ()) -> bool:
         """Sleep until a job is pending that is not in `skip`; False when the time is over."""
         deadline = time.monotonic() + timeout_s
-        look = True
-        while True:
-            if look and any(name.state == PENDING and name.seq not in skip for name in self._moves.listing()):
-                return True
+        self._list_pending(skip)
+        while not self._cache:
             if time.monotonic() >= deadline:
                 return False
             woken = self._watch.wait(sleep_until(deadline, LOOK_S))
-            look = woken.look or not woken.names or any(name.endswith(PENDING_END) for name in woken.names)
+            if woken.look or not woken.names:
+                self._list_pending(skip)
+            else:
+                self._remember(woken.names, skip)
+        return True
 
     def pending(self) -> int:
         """Jobs that want a worker."""
@@ -212,7 +217,11 @@ class WorkerQueue:
         self._server = dict(server_lock(self.root).last_owner())
 
     def _list_pending(self, skip: Collection[int]) -> None:
-        entries = [entry for entry in self._moves.files.names("queue") if entry.endswith(PENDING_END)]
+        self._watch.forget()  # before the look, so that nothing falls between the two
+        self._remember(self._moves.files.names("queue"), skip)
+
+    def _remember(self, entries: list[str], skip: Collection[int]) -> None:
+        entries = [entry for entry in entries if entry.endswith(PENDING_END)]
         if skip:
             entries = [entry for entry in entries if (name := parse_name(entry)) and name.seq not in skip]
         self._cache = deque(filter(None, map(parse_name, nsmallest(_CACHED_NAMES, entries))))

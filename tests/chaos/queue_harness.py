@@ -270,6 +270,10 @@ class WrappedFiles:
         self._before("rename", path, to.encode())
         self._files.rename(path, to)
 
+    def sync(self, path: str) -> None:
+        self._before("sync", path, b"")
+        self._files.sync(path)
+
     def unlink(self, path: str) -> None:
         self._before("unlink", path, b"")
         self._files.unlink(path)

@@ -464,3 +464,42 @@ def test_a_resumed_run_tries_a_given_up_job_once_more(tmp_path: Path) -> None:
         assert not retry_given_up(second.root, 0)  # it is not given up any more
         assert second.counts().quarantined == 0
     worker.close()
+
+
+class RecordedFiles(queue_files.OsFiles):
+    """Says what was done to the disk, in order."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.done: list[str] = []
+
+    def create(self, path: str, data: bytes) -> None:
+        super().create(path, data)
+        self.done.append(f"write {path.partition('/')[0]}")
+
+    def rename(self, path: str, to: str) -> None:
+        super().rename(path, to)
+        self.done.append(f"rename {path.partition('/')[0]} to {to.partition('/')[0]}")
+
+    def sync(self, path: str) -> None:
+        super().sync(path)
+        self.done.append(f"sync {path.partition('/')[0]}")
+
+    def unlink(self, path: str) -> None:
+        super().unlink(path)
+        self.done.append(f"remove {path.partition('/')[0]}")
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_durable_result_is_on_the_disk_before_its_claim_is_dropped(server: ServerQueue, durable: bool) -> None:
+    server.submit(make_job(0))
+    files = RecordedFiles(server.root)
+    with closing(WorkerQueue.open(server.root, 1, "cpu", files=files, durable=durable)) as worker:
+        [claim] = worker.claim(1)
+        files.done.clear()
+        worker.complete(claim, answer(claim))
+        if durable:
+            assert files.done == ["write tmp", "sync tmp", "rename tmp to queue", "sync queue", "remove queue"]
+        else:
+            assert files.done == ["write tmp", "rename tmp to queue", "remove queue"]
+    assert take_all(server) == [0]
