@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit_fakes import Bench, schedule, seqs
 
-from async_grpo.training.admission import HARD_CAP, Lookahead, Schedule
+from async_grpo.training.admission import CALM_BATCHES, HARD_CAP, Lookahead, Schedule
 from async_grpo.training.checkpoints import RolloutState, pack_consumed
 
 
@@ -230,6 +230,16 @@ def test_lookahead_grows_only_while_workers_run_dry_and_stays_within_its_bounds(
     for _ in range(100):
         lookahead.batch_taken(starved=False)
     assert lookahead.groups == 16
+
+
+def test_lookahead_shrinks_by_whole_rounds_and_only_after_some_calm() -> None:
+    lookahead = Lookahead(groups_per_round=8, most=40)
+    lookahead.batch_taken(starved=True)
+    seen = []
+    for starved in [*[False] * (CALM_BATCHES - 1), True, *[False] * (2 * CALM_BATCHES)]:
+        lookahead.batch_taken(starved=starved)
+        seen.append(lookahead.groups)
+    assert seen == [24] * (CALM_BATCHES - 1) + [32] * CALM_BATCHES + [24] * CALM_BATCHES + [16]
 
 
 @given(st.integers(1, 10), st.integers(0, 6), st.integers(1, 6), st.integers(1, 6), st.lists(st.booleans()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from async_grpo.rollout.policy_weights import PolicyWeights
     from async_grpo.rollout.trl_hooks import GeneratedGroup
     from async_grpo.rollout.vllm_server import ServedPolicy, VLLMServer
+
+
+ISSUING_S = 0.002  # longer than the server takes to issue the next job of a round
 
 
 @dataclass(slots=True)
@@ -184,7 +187,20 @@ class BatchWorker(Worker):
 
     def _room(self) -> int:
         """An even share of what is pending, and at most one round: so many rows TRL would generate at once, too."""
+        enough = self._groups_per_claim or self._groups_per_round
+        pending = once_issued(self._queue.pending, enough)
         if self._groups_per_claim is not None:
             return self._groups_per_claim
-        workers = max(1, self._queue.alive_workers())
-        return max(1, min(self._groups_per_round, math.ceil(self._queue.pending() / workers)))
+        return max(1, min(enough, math.ceil(pending / max(1, self._queue.alive_workers()))))
+
+
+def once_issued(pending: Callable[[], int], enough: int) -> int:
+    """How many jobs are pending when there are `enough`, or no more of them are being issued.
+
+    The server issues a round job by job, and a batch of its first few takes nearly as long as one of them all.
+    """
+    before, now = 0, pending()
+    while before < now < enough:
+        time.sleep(ISSUING_S)
+        before, now = now, pending()
+    return now

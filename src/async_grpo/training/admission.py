@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 HARD_CAP = 256  # open job files; one directory read stays consistent up to here
+CALM_BATCHES = 8  # in a row, none of which workers ran dry for, after which a round less is kept under way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,19 +74,24 @@ class Schedule:
 class Lookahead:
     """How many groups are kept under way (issued and not yet taken): two rounds, and more while workers run dry.
 
+    Always whole rounds: a worker generates what is issued at a time as one batch, and a part of a round takes nearly as
+    long as all of it.
+
     Args:
-        most: what the staleness bound can use.
+        most: what the staleness bound can use, whole rounds.
     """
 
     def __init__(self, groups_per_round: int, most: int) -> None:
         self._round = groups_per_round
         self._least = min(2 * groups_per_round, most)
         self._most = most
+        self._calm = 0  # batches since one was waited for in vain, or since the last change
         self.groups = self._least
 
     def batch_taken(self, *, starved: bool) -> None:
         """Adapt after each batch. `starved`: the trainer waited while no job was left for the workers."""
+        self._calm = 0 if starved else self._calm + 1
         if starved:
             self.groups = min(self._most, self.groups + self._round)
-        else:
-            self.groups = max(self._least, self.groups - max(1, self._round // 8))
+        elif self._calm == CALM_BATCHES:
+            self.groups, self._calm = max(self._least, self.groups - self._round), 0
