@@ -142,7 +142,27 @@ def worker_side(trainer: Any, engine: VLLMEngine, weights: Any, folder: Path) ->
     server = ServerQueue.open(folder, "bench")
     queue = WorkerQueue.open(folder, 1, "cpu")
     numbers = count()
+    left, last = [0], [0.0]
+    complete = queue.complete
+
+    def count_down(claim: Any, group: Any) -> None:
+        complete(claim, group)
+        left[0] -= 1
+        last[0] = time.perf_counter()
+
+    queue.complete = count_down  # type: ignore[method-assign]
     state = SimpleNamespace(state="running")
+    worker = StreamingWorker(
+        engine=engine,
+        in_flight_update=False,
+        trainer=trainer,
+        queue=queue,
+        weights=weights,
+        run=SimpleNamespace(root=folder, read_state=lambda: state),
+        stop=_When(lambda: left[0] == 0),  # type: ignore[arg-type]
+        settings=WorkerSettings(),
+        deterministic=False,
+    )
 
     def seconds(batch: int) -> float:
         for index in range(batch // GROUP):
@@ -158,30 +178,10 @@ def worker_side(trainer: Any, engine: VLLMEngine, weights: Any, folder: Path) ->
                     min_version=0,
                 )
             )
-        left, last = [batch // GROUP], [0.0]
-        complete = queue.complete
-
-        def count_down(claim: Any, group: Any) -> None:
-            complete(claim, group)
-            left[0] -= 1
-            last[0] = time.perf_counter()
-
-        queue.complete = count_down  # type: ignore[method-assign]
-        worker = StreamingWorker(
-            engine=engine,
-            in_flight_update=False,
-            trainer=trainer,
-            queue=queue,
-            weights=weights,
-            run=SimpleNamespace(root=folder, read_state=lambda: state),
-            stop=_When(lambda: left[0] == 0),  # type: ignore[arg-type]
-            settings=WorkerSettings(),
-            deterministic=False,
-        )
+        left[0] = batch // GROUP
         started = time.perf_counter()
         worker.work()
         took = last[0] - started  # then it looks for more jobs
-        queue.complete = complete  # type: ignore[method-assign]
         for entry in list(server.finished()):
             server.take(entry)
         return took

@@ -13,10 +13,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import PeerDiedError, WaitTimeoutError
+from async_grpo.rollout.kept_threads import KeptThreads
 
 if TYPE_CHECKING:
     from async_grpo.job_queue import Claim
@@ -120,11 +122,12 @@ class GroupThreads:
     def __init__(self, trainer: Any, afterwards: Callable[[Any, GroupThread], Any]) -> None:
         self._trainer = trainer
         self._afterwards = afterwards
+        self._threads = KeptThreads()
         self._idle: list[Any] = []  # copies of the trainer that no group uses: their environments are kept
         self._baton = threading.Lock()
         self.code_since = 0.0  # when a group's own code last began to run, or was let go on (monotonic seconds)
         self._engine_thread = threading.current_thread()
-        self._events: SimpleQueue[Turn | GroupThread] = SimpleQueue()
+        self._events: SimpleQueue[Turn | GroupThread | None] = SimpleQueue()  # None: only wake up
 
     def start(self, claim: Claim, version: int) -> GroupThread:
         group = GroupThread(self, claim, version)
@@ -132,17 +135,24 @@ class GroupThreads:
         trainer = self._idle.pop() if self._idle else self._trainer.fork()
         trainer.generator = TurnGenerator(group)
         trainer.state.global_step = version  # what a reward function sees as `trainer_state`
-        threading.Thread(target=self._run, args=(trainer, group), name=f"group {claim.job.seq}", daemon=True).start()
+        self._threads.run(partial(self._run, trainer, group), name=f"group {claim.job.seq}")
         return group
 
     def events(self, timeout_s: float) -> list[Turn | GroupThread]:
-        """Turns that were begun and groups that have ended; waits up to `timeout_s` for the first."""
+        """Turns that were begun and groups that have ended; waits up to `timeout_s` for the first, or for `wake`."""
         found: list[Turn | GroupThread] = []
         try:
             while True:
-                found.append(self._events.get(timeout=0 if found or not timeout_s else timeout_s))
+                event = self._events.get(timeout=timeout_s)
+                timeout_s = 0
+                if event is not None:
+                    found.append(event)
         except Empty:
             return found
+
+    def wake(self) -> None:
+        """End a wait for events: there is something else to do. From any thread."""
+        self._events.put(None)
 
     def wait_for(self, turn: Turn) -> None:
         """Called by a group's thread: let the other groups go on until the tokens are there."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
+
+from async_grpo.rollout.kept_threads import KeptThreads
 
 if TYPE_CHECKING:
     from async_grpo.rollout.trl_hooks import GeneratedGroup, Scores
@@ -31,8 +33,7 @@ class Scored(Generic[Key]):
 class Scoring(Generic[Key]):
     """Up to `at_most` groups at a time, each in a thread of its own; they come back as they are done.
 
-    Asynchronous reward functions of all groups share TRL's one event loop. The threads are daemons: a reward that hangs
-    does not keep the process from ending.
+    Asynchronous reward functions of all groups share TRL's one event loop.
     """
 
     def __init__(self, score: Callable[[GeneratedGroup], Scores], at_most: int) -> None:
@@ -40,7 +41,9 @@ class Scoring(Generic[Key]):
         self._at_most = at_most
         self._waiting: deque[tuple[Key, GeneratedGroup]] = deque()
         self._running = 0
+        self._threads = KeptThreads()
         self._done: SimpleQueue[Scored[Key]] = SimpleQueue()
+        self.on_done: Callable[[], None] = lambda: None  # called in a scoring thread: an outcome can be had
 
     @property
     def backlog(self) -> int:
@@ -72,10 +75,11 @@ class Scoring(Generic[Key]):
         while self._waiting and self._running < self._at_most:
             key, group = self._waiting.popleft()
             self._running += 1
-            threading.Thread(target=self._run, args=(key, group), name="scoring", daemon=True).start()
+            self._threads.run(partial(self._run, key, group), name="scoring")
 
     def _run(self, key: Key, group: GeneratedGroup) -> None:
         self._done.put(score_one(self._score, key, group))
+        self.on_done()
 
 
 def score_one(score: Callable[[GeneratedGroup], Scores], key: Key, group: GeneratedGroup) -> Scored[Key]:

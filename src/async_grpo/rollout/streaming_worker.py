@@ -56,6 +56,7 @@ class StreamingWorker(Worker):
         self._engine = engine
         self._in_flight_update = in_flight_update
         self._threads = GroupThreads(self._trainer, self._finish_in_thread)
+        self._scoring.on_done = self._threads.wake
         self._held: deque[Claim] = deque()  # claimed, and waiting for newer weights
         self._held_since = 0.0
         self._groups: set[GroupThread] = set()

@@ -9,7 +9,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -28,7 +28,6 @@ HOOKS = (
     "_generate_single_turn",
     "_calculate_rewards",
     "_generate_and_score_completions",
-    "_get_per_token_logps_and_entropies",
 )
 _COUNTED_BY_TRL_ON_THE_TRAINER = ("completions/", "num_tokens", "reward", "frac_reward_zero_std")
 
@@ -68,8 +67,6 @@ class RolloutMixin(UserTrainer):
     generator: Generator
     _rows: Sequence[dict[str, Any]]  # of the groups that are being generated
     _hand_over: HandOver | None = None
-    _generated: tuple[Any, ...]
-    _unscored: tuple[list[Any], list[Any], list[Any]]
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         whole = not self.tools and self.environment_factories is None and self.rollout_func is None
@@ -87,16 +84,8 @@ class RolloutMixin(UserTrainer):
             dict(zip(groups, part.generate_groups([self._rows[i] for i in groups], group_size), strict=True))
         )
 
-    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        self._generated = super()._generate(prompts)
-        return self._generated
-
-    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any) -> torch.Tensor:
-        self._unscored = (inputs, prompts, completions)
-        return torch.zeros(len(prompts), len(self.reward_funcs), device=self.accelerator.device)
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[None, None, None]:
-        return None, None, None  # the trainer's business: no forward pass here
+    def _generate(self, prompts: list[Any]) -> NoReturn:
+        raise _Generated(prompts, super()._generate(prompts))
 
     def fork(self) -> Any:
         """A copy that generates other groups at the same time: the same settings, its own environments and counts."""
@@ -119,25 +108,41 @@ class RolloutMixin(UserTrainer):
         self._rows, self._hand_over = rows, hand_over
         batch = [dict(row) for row in rows for _ in range(group_size)]
         _clear_metrics(self)
-        super()._generate_and_score_completions(batch)
+        try:
+            super()._generate_and_score_completions(batch)
+        except _Generated as generated:
+            prompts, result = generated.prompts, generated.result
+        else:
+            raise UnsupportedError(
+                f"{type(self).__name__} makes completions without GRPOTrainer._generate, so workers cannot have them. "
+                "Train in one process (without --distributed), or let rollout_func make them."
+            )
         metrics = _own_metrics(self)
-        return [self._group(start, start + group_size, metrics) for start in range(0, len(batch), group_size)]
+        _merge_extra_fields(batch, result[5])
+        ends = range(group_size, len(batch) + 1, group_size)
+        return [self._group(slice(end - group_size, end), batch, prompts, result, metrics) for end in ends]
 
-    def _group(self, start: int, end: int, metrics: dict[str, list[float]]) -> GeneratedGroup:
-        prompt_ids, completion_ids, tool_masks, _, logprobs, *_ = self._generated
+    def _group(
+        self,
+        part: slice,
+        rows: list[dict[str, Any]],
+        prompts: list[Any],
+        result: tuple[Any, ...],
+        metrics: dict[str, list[float]],
+    ) -> GeneratedGroup:
+        prompt_ids, completion_ids, tool_masks, completions, logprobs, *_ = result
         if logprobs is None:
             raise UnsupportedError("rollout_func returned no log-probabilities ('logprobs'); they are needed here.")
-        inputs, prompts, completions = self._unscored
         environments = self.environments
         return GeneratedGroup(
-            rows=inputs[start:end],
-            prompts=prompts[start:end],
-            completions=completions[start:end],
-            prompt_ids=prompt_ids[start:end],
-            completion_ids=completion_ids[start:end],
-            logprobs=logprobs[start:end],
-            tool_masks=tool_masks[start:end] if tool_masks is not None else None,
-            environments=environments[start:end] if environments is not None else None,
+            rows=rows[part],
+            prompts=prompts[part],
+            completions=completions[part],
+            prompt_ids=prompt_ids[part],
+            completion_ids=completion_ids[part],
+            logprobs=logprobs[part],
+            tool_masks=tool_masks[part] if tool_masks is not None else None,
+            environments=environments[part] if environments is not None else None,
             state=copy.copy(self.state),
             metrics=metrics,
         )
@@ -157,6 +162,25 @@ class RolloutMixin(UserTrainer):
             metrics=dict(scorer._pending_metrics),
             extra_columns=dict(scorer._pending_extra_logs),
         )
+
+
+class _Generated(BaseException):  # no `Exception`: the user's trainer may catch those
+    """Leaves TRL once it has the tokens: what it does next, padding, masks and advantages, is the training side's."""
+
+    def __init__(self, prompts: list[Any], result: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.prompts = prompts  # with what environments have added
+        self.result = result  # of `GRPOTrainer._generate`
+
+
+def _merge_extra_fields(rows: list[dict[str, Any]], fields: dict[str, Any] | None) -> None:
+    """Put what `rollout_func` returned beside tokens into the rows, where reward functions find it, as TRL does."""
+    for name, values in (fields or {}).items():
+        for index, row in enumerate(rows):
+            if not isinstance(values, list):
+                row[name] = values
+            elif index < len(values):
+                row[name] = values[index]
 
 
 class _AlreadySampled:
@@ -181,8 +205,7 @@ def make_rollout_trainer(trainer: GRPOTrainer) -> None:
     elif trainer.args.use_vllm:
         raise UnsupportedError("use_vllm=True was set after the trainer was built: give it to the GRPOConfig.")
     trainer.__class__ = type(f"Rollout{user_class.__name__}", (RolloutMixin, user_class), {})
-    trainer.beta = 0.0  # no reference model: the trainer computes its log-probabilities
-    trainer.ref_model = None
+    trainer.ref_model = None  # its log-probabilities are the training side's
     model = trainer.model
     model.eval()  # no dropout while sampling
     model.training = True  # the top level only: TRL reads it as "this is a training batch"

@@ -118,6 +118,7 @@ class VLLMEngine:
         self._adapters_at_once = min(ADAPTERS_AT_ONCE, settings.lora_config.max_loras) if self._adapter else 0
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         self._in_place = _weights_stay_as_loaded(self._runner.get_model())
+        self._wanted = {_plain(name) for name, _ in self._runner.get_model().named_parameters()}
         self._base_loaded = False
         self._adapters: dict[int, LoRARequest] = {}  # by policy version
         self._adapters_loaded = 0
@@ -199,8 +200,7 @@ class VLLMEngine:
             return
         with torch.no_grad():
             loaded = model.load_weights(weights)
-        wanted = {_plain(name) for name, _ in model.named_parameters()}
-        missing = sorted(wanted - {_plain(name) for name in loaded})
+        missing = sorted(self._wanted - {_plain(name) for name in loaded})
         if missing:
             raise UnsupportedError(
                 f"vLLM's model has {len(missing)} parameters that the trainer does not publish, the first is "
