@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 TOKENS = 64  # of every completion
 GROUP = 4  # completions of a prompt
 BATCHES = (16, 64, 256)
-MODELS = (  # hidden size, layers, batches
-    (128, 4, BATCHES),  # 1 M parameters: a step is mostly Python
-    (512, 6, BATCHES[:1]),  # 20 M: a step is mostly arithmetic; larger batches take many minutes on a CPU
+MODELS = (  # hidden size, layers, batches, repeats
+    (128, 4, BATCHES, 11),  # 1 M parameters: a step is mostly Python
+    (512, 6, BATCHES[:1], 5),  # 20 M: a step is mostly arithmetic; larger batches take many minutes on a CPU
 )
 
 
@@ -274,14 +274,14 @@ def update_seconds(engine: VLLMEngine, weights: Any) -> tuple[float, float]:
 # --- The table --------------------------------------------------------------------------------------------
 
 
-def measure(models: Sequence[tuple[int, int, tuple[int, ...]]], repeats: int) -> list[Row]:
+def measure(models: Sequence[tuple[int, int, tuple[int, ...], int]]) -> list[Row]:
     """All rows of each model."""
     from async_grpo.rollout.vllm_engine import ENVIRONMENT
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     rows: list[Row] = []
-    for hidden, layers, batches in models:
+    for hidden, layers, batches, repeats in models:
         with tempfile.TemporaryDirectory() as folder:
             rows += _measure_model(hidden, layers, batches, repeats, Path(folder))
     return rows
@@ -348,7 +348,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one repeat, two batches, the small model only")
     parser.add_argument("--json", type=Path, help="write the rows here")
     args = parser.parse_args()
-    rows = measure([(128, 4, (16, 64))], 1) if args.quick else measure(MODELS, 5)
+    rows = measure([(128, 4, (16, 64), 1)] if args.quick else MODELS)
     print(as_text(rows))
     if args.json:
         write_json(args.json, rows)

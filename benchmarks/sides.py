@@ -7,6 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,15 @@ class Run:
                 return earlier[0] + share * (when - earlier[0])
             earlier = (when, value)
         return None
+
+
+def mean_of(runs: Sequence[Run]) -> Run:
+    """The times and accuracies of runs of the same length, averaged step by step."""
+    return Run(
+        step_ends=[statistics.mean(ends) for ends in zip(*(run.step_ends for run in runs), strict=True)],
+        cpu_s={},
+        accuracy={step: statistics.mean(run.accuracy[step] for run in runs) for step in runs[0].accuracy},
+    )
 
 
 def _slope(ends: list[float]) -> float:

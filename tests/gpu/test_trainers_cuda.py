@@ -15,6 +15,7 @@ import torch
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "src" / "app" / "trainer_setup_gsmk.py"
 SHAPES = ROOT / "benchmarks" / "setups" / "qwen3_shape.py"
+QLORA = Path(__file__).parent / "setups" / "qlora.py"
 LIMIT_S = 500
 
 pytestmark = pytest.mark.gpu
@@ -55,6 +56,17 @@ def test_unsloth_trains_and_a_worker_generates(fast_inference: str, tmp_path: Pa
     surroundings = {"MODEL_PATH": str(model), "GSM8K_PATH": str(tmp_path / "data"), "FAST_INFERENCE": fast_inference}
     run(tmp_path, *arguments, "--max-staleness", "0", **surroundings)
     assert json.loads((tmp_path / "worker" / "summary.json").read_text())["steps"] == 2
+    assert max(mismatch(tmp_path)) < 0.05  # bf16
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+def test_qlora_trains_and_a_worker_generates(tmp_path: Path) -> None:
+    """Both load the base in 4 bits; a worker whose base were another would refuse the weights."""
+    model = tmp_path / "model"
+    run(tmp_path, str(SHAPES), str(model), QWEN3_SHAPE="tiny")
+    arguments = ["-m", "async_grpo.cli", "train", str(QLORA), "--num-workers", "1", "--generator", "hf"]
+    run(tmp_path, *arguments, "--max-staleness", "0", MODEL_PATH=str(model))
+    assert json.loads((tmp_path / "worker" / "summary.json").read_text())["steps"] == 3
     assert max(mismatch(tmp_path)) < 0.05  # bf16
 
 

@@ -145,8 +145,10 @@ class VLLMEngine:
         """
         from vllm.exceptions import VLLMValidationError
 
-        sampling = self._sampling.clone()
-        sampling.seed = seed
+        sampling = self._sampling  # which vLLM copies
+        if seed is not None:
+            sampling = sampling.clone()
+            sampling.seed = seed
         prompt = {"prompt_token_ids": prompt_ids}
         try:
             self._engine.add_request(request_id, prompt, sampling, lora_request=self._adapters.get(version))
