@@ -338,10 +338,7 @@ class ServerQueue:
             self.healing.duplicates += 1
 
     def _look_for(self, seq: int) -> None:
-        """An open job is in no state that `finished` saw. Find out why.
-
-        Given up, unusable, or really gone.
-        """
+        """Find out why an open job is in no state that `finished` saw: given up, unusable, or really gone."""
         entries = map(parse_set_aside, self._moves.files.names("quarantine"))
         aside = [entry for entry in entries if entry and entry.seq == seq and entry.attempt >= self._attempts[seq]]
         last = max(aside, key=lambda entry: (entry.attempt, entry.kind == FAILED), default=None)

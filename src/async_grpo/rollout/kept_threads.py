@@ -1,4 +1,4 @@
-"""Threads that wait for their next task: a new one takes a quarter of a millisecond to make its first tensors.
+"""Threads that wait for their next task: starting one, and the first tensors that it makes, outlast many a task.
 
 They are daemons, which those of `concurrent.futures` are not: a user's reward or tool that hangs does not keep the
 process from ending.

@@ -112,13 +112,14 @@ class RolloutMixin(UserTrainer):
             super()._generate_and_score_completions(batch)
         except _Generated as generated:
             prompts, result = generated.prompts, generated.result
+            _, _, _, _, _, extra_fields, *_ = result
         else:
             raise UnsupportedError(
                 f"{type(self).__name__} makes completions without GRPOTrainer._generate, so workers cannot have them. "
                 "Train in one process (without --distributed), or let rollout_func make them."
             )
         metrics = _own_metrics(self)
-        _merge_extra_fields(batch, result[5])
+        _merge_extra_fields(batch, extra_fields)
         ends = range(group_size, len(batch) + 1, group_size)
         return [self._group(slice(end - group_size, end), batch, prompts, result, metrics) for end in ends]
 
