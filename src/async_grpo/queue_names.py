@@ -59,7 +59,7 @@ class JobName(NamedTuple):
         return JobName(self.seq, self.attempt, state, device)
 
 
-@lru_cache(maxsize=4096)  # the same names are listed again and again
+@lru_cache(maxsize=1024)  # the same names are listed again and again, and at most 256 jobs are open
 def parse_name(name: str) -> JobName | None:
     """The job that a file of queue/ or done/ belongs to, or None if the name is not exactly one of ours."""
     match = _QUEUE_NAME.fullmatch(name)

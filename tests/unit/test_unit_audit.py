@@ -23,6 +23,7 @@ from async_grpo.job_queue import ServerQueue
 from async_grpo.records import Job, RolloutGroup
 from async_grpo.run_dir import RunDir, RunState
 from async_grpo.training.checkpoints import RolloutState, pack_consumed, save
+from async_grpo.training.seq_set import SeqSet
 
 RUN = "0123456789ab"
 
@@ -83,7 +84,7 @@ class FakeRun:
     def checkpoint(self, step: int, consumed: list[int], unusable: tuple[int, ...] = ()) -> Path:
         folder = self.output_dir / f"checkpoint-{step}"
         folder.mkdir(parents=True)
-        below, above = pack_consumed(consumed, unusable)
+        below, above = pack_consumed(SeqSet(consumed), unusable)
         state = RolloutState(
             run_id=RUN,
             step=step,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from async_grpo.errors import RunDirError
 from async_grpo.training import checkpoints
 from async_grpo.training.checkpoints import FILE_NAME, RolloutState, pack_consumed
+from async_grpo.training.seq_set import SeqSet
 
 
 def state(step: int = 3, run_id: str = "mine", **changes: object) -> RolloutState:
@@ -28,16 +29,17 @@ def save(output_dir: Path, saved: RolloutState) -> Path:
 
 
 def test_packing_keeps_the_set_small() -> None:
-    assert pack_consumed([0, 1, 2, 5], []) == (3, [5])
-    assert pack_consumed([0, 2, 5], unusable=[1]) == (3, [5])
-    assert pack_consumed([], []) == (0, [])
-    assert pack_consumed([4], []) == (0, [4])
+    assert pack_consumed(SeqSet([0, 1, 2, 5]), []) == (3, [5])
+    assert pack_consumed(SeqSet([0, 2, 5]), unusable=[1]) == (3, [5])
+    assert pack_consumed(SeqSet(), []) == (0, [])
+    assert pack_consumed(SeqSet([4]), []) == (0, [4])
+    assert pack_consumed(SeqSet([0]), unusable=[1, 3]) == (2, [])
 
 
 @given(st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60)))
 def test_packing_loses_nothing(consumed: set[int], others: set[int]) -> None:
     unusable = others - consumed
-    below, above = pack_consumed(sorted(consumed), sorted(unusable))
+    below, above = pack_consumed(SeqSet(consumed), sorted(unusable))
     packed = state(consumed_below=below, consumed=above, unusable=sorted(unusable))
     assert packed.consumed_set() == consumed
     assert packed.done_set() == consumed | unusable

@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
-import statistics
 import time
+from dataclasses import dataclass, field
 
 
+@dataclass(slots=True)
+class Spread:
+    """Least, mean and most of what was added, without keeping it: a worker may run for weeks."""
+
+    count: int = 0
+    total: float = 0.0
+    least: float = float("inf")
+    most: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self.least = min(self.least, value)
+        self.most = max(self.most, value)
+
+    def __str__(self) -> str:
+        return f"{self.least:.4f}/{self.total / self.count:.4f}/{self.most:.4f}"
+
+
+@dataclass(slots=True)
 class WorkerStatistics:
-    """Counts jobs and keeps the time of every batch's phases, in seconds."""
+    """Counts jobs and keeps the spread of every batch's phases, in seconds."""
 
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self.jobs = 0
-        self.failed = 0
-        self.times: dict[str, list[float]] = {"generation": [], "scoring": [], "weight adoption": []}
+    jobs: int = 0
+    failed: int = 0
+    phases: dict[str, Spread] = field(
+        default_factory=lambda: {name: Spread() for name in ("generation", "scoring", "weight adoption")}
+    )
+    _started: float = field(default_factory=time.monotonic)
 
     def add(self, phase: str, seconds: float) -> None:
-        self.times[phase].append(seconds)
+        self.phases[phase].add(seconds)
 
     def report(self) -> str:
-        """`42 jobs (1 failed), 3.1 jobs/s; generation 0.10/0.12/0.31 s, … (min/median/max)`."""
+        """`42 jobs (1 failed), 3.1 jobs/s; generation 0.10/0.12/0.31 s, … (least/mean/most)`."""
         elapsed = max(time.monotonic() - self._started, 1e-9)
         failed = f" ({self.failed} failed)" if self.failed else ""
-        phases = [f"{name} {_spread(times)} s" for name, times in self.times.items() if times]
-        tail = f"; {', '.join(phases)} (min/median/max)" if phases else ""
+        phases = [f"{name} {spread} s" for name, spread in self.phases.items() if spread.count]
+        tail = f"; {', '.join(phases)} (least/mean/most)" if phases else ""
         return f"{self.jobs} jobs{failed}, {self.jobs / elapsed:.2f} jobs/s{tail}"
-
-
-def _spread(times: list[float]) -> str:
-    return f"{min(times):.4f}/{statistics.median(times):.4f}/{max(times):.4f}"

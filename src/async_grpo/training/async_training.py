@@ -32,6 +32,7 @@ from async_grpo.training.prompts import prompt_rows, refuse_images
 from async_grpo.training.ranks import Ranks
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource, StopTraining
+from async_grpo.training.seq_set import SeqSet
 from async_grpo.training.sharded_weights import is_sharded
 from async_grpo.training.weight_publication import WeightPublication, slots_for
 from async_grpo_ipc import Blueprint, WeightExporter
@@ -73,7 +74,7 @@ class AsyncTraining:
 
         self.metrics = RolloutMetrics(lambda name, value: trl_hooks.append_metric(trainer, name, value))
         self.log = RunLog(run.metrics)
-        self._in_checkpoint: frozenset[int] = frozenset()  # groups that a resumed run will not come back to
+        self._in_checkpoint = SeqSet()  # groups that a resumed run will not come back to
         self._batch: BatchInUse | None = None  # that the last optimizer step left unfinished
         self._checkpoint, rollouts = self._find_checkpoint() if settings.resume else (None, None)
         if self._checkpoint is not None and rollouts is not None and rollouts.passes_done:
@@ -247,12 +248,12 @@ class AsyncTraining:
         counts = self._queue.counts()
         self.metrics.workers_alive(len(self._queue.workers()))
         for name, value in (
-            ("queue_pending", counts.pending),
-            ("queue_processing", counts.processing),
-            ("queue_complete", counts.complete),
-            ("weight_version", self._publication.version or 0),
+            ("async/queue_pending", counts.pending),
+            ("async/queue_processing", counts.processing),
+            ("async/queue_complete", counts.complete),
+            ("async/weight_version", self._publication.version or 0),
         ):
-            trl_hooks.append_metric(self._trainer, f"async/{name}", value)
+            trl_hooks.append_metric(self._trainer, name, value)
 
     def _wait_for_room(self) -> None:
         activity.doing(SAVING)
@@ -287,7 +288,7 @@ class AsyncTraining:
         )
         with suppress(DiskFullError):  # for people only: a resumed run reads the checkpoint
             self._run.update_state(step=step)
-        self._in_checkpoint = frozenset(self._source.consumed) | frozenset(self._source.unusable)
+        self._in_checkpoint = self._source.consumed.union(self._source.unusable)
         self._trim_archive(self._keep_done)
         activity.progress()
         activity.doing(TRAINING)

@@ -17,6 +17,7 @@ from loguru import logger
 
 from async_grpo.errors import RunDirError
 from async_grpo.run_dir import write_json
+from async_grpo.training.seq_set import SeqSet
 from async_grpo.waiting import Reminder
 
 FILE_NAME = "rollout_state.json"
@@ -47,14 +48,10 @@ class RolloutState:
         return self.consumed_set() | set(self.unusable)
 
 
-def pack_consumed(consumed: Sequence[int], unusable: Sequence[int]) -> tuple[int, list[int]]:
-    """`{0, 1, 2, 5}` -> `(3, [5])`: the set stays small, since groups are used nearly in order."""
-    used = set(consumed)
-    gone = used | set(unusable)
-    below = 0
-    while below in gone:
-        below += 1
-    return below, sorted(seq for seq in used if seq >= below)
+def pack_consumed(consumed: SeqSet, unusable: Sequence[int]) -> tuple[int, list[int]]:
+    """`{0, 1, 2, 5}` -> `(3, [5])`: what a checkpoint says stays short, since groups are used nearly in order."""
+    below = consumed.first_missing(ignoring=unusable)
+    return below, consumed.above(below)
 
 
 def save(checkpoint: Path, state: RolloutState) -> None:

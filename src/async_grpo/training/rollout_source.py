@@ -18,6 +18,7 @@ from async_grpo.training.admission import Lookahead, Schedule
 from async_grpo.training.checkpoints import RolloutState
 from async_grpo.training.consumption import UsedBatch
 from async_grpo.training.rollout_metrics import RolloutMetrics
+from async_grpo.training.seq_set import SeqSet
 from async_grpo.waiting import Reminder
 from async_grpo.wording import counted
 
@@ -83,7 +84,7 @@ class RolloutSource:
 
         self.next_seq = 0
         self.rounds = 0  # batches trained on
-        self.consumed: list[int] = []  # sequence numbers trained on, in the order of use
+        self.consumed = SeqSet()  # sequence numbers trained on
         self.unusable: list[int] = []  # set aside for good, or dropped as over age: others take their places
         self._taken: list[UsedBatch] = []  # handed out since the last optimizer step
         self._held_back: Job | None = None  # drawn, and not submitted for want of room
@@ -91,7 +92,7 @@ class RolloutSource:
         self._slept_s = 0.0  # in the wait for the current batch
         self._uniform_in_a_row = 0  # groups with equal rewards since the last useful one
         self._failed_in_a_row = 0  # since the last group that came back
-        self._done: frozenset[int] = frozenset()  # consumed or unusable before this process started
+        self._done = SeqSet()  # consumed or unusable before this process started
         self._at_least: dict[int, int] = {}  # open job -> a lower bound of the version that generates it
         self._ready: dict[int, RolloutGroup] = {}  # finished groups that wait for their batch
         if resume_from is not None:
@@ -102,9 +103,9 @@ class RolloutSource:
         """Go on after a checkpoint: everything that it does not have is issued again, and the queue gives back what
         was generated of it."""
         self.rounds = state.rounds
-        self.consumed = sorted(state.consumed_set())
+        self.consumed = SeqSet(state.consumed_set())
         self.unusable = list(state.unusable)
-        self._done = frozenset(self.consumed) | frozenset(self.unusable)
+        self._done = self.consumed.union(self.unusable)
         self.next_seq = state.consumed_below
         left = self._schedule.micro_steps_per_round - state.passes_done if state.passes_done else 0
         self._schedule = replace(
@@ -161,7 +162,7 @@ class RolloutSource:
         used, self._taken = self._taken, []
         for batch in used:
             self.rounds += 1
-            self.consumed += batch.seqs
+            self.consumed.update(batch.seqs)
         return used
 
     def _submit(self, version: int, oldest_version: int) -> None:
