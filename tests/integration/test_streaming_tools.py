@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from in_process import QWEN3_CHAT_TEMPLATE, build_tokenizer, build_trainer, chat_rows, letters
 
-from async_grpo.rollout.group_threads import GroupThread, GroupThreads, Turn, versions_of_tokens
+from async_grpo.rollout.group_threads import GroupThreads
+from async_grpo.rollout.in_flight import GroupInFlight, Turn, versions_of_tokens
 from async_grpo.rollout.trl_hooks import make_rollout_trainer
 
 pytestmark = pytest.mark.integration
@@ -66,13 +67,13 @@ def test_groups_with_tools_are_in_flight_together(kind: str, tmp_path: Path) -> 
     for seq in range(GROUPS):
         row = dict(trainer.train_dataset[seq])
         threads.start(SimpleNamespace(job=SimpleNamespace(seq=seq, row=row, num_generations=2)), version=4)  # type: ignore[arg-type]
-    ended: list[GroupThread] = []
+    ended: list[GroupInFlight] = []
     first_turns: list[Turn] = []
     while len(ended) < GROUPS:
         events = threads.events(60.0)
         assert events, "nothing happened"
         for event in events:
-            if isinstance(event, GroupThread):
+            if isinstance(event, GroupInFlight):
                 ended.append(event)
             elif event.number == 0:
                 first_turns.append(event)

@@ -42,6 +42,7 @@ INSTALLED = f"trl {trl.__version__}, transformers {transformers.__version__}"
 
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "_generate": ("prompts",),
+    "_tokenize_prompts": ("prompts",),
     "_generate_single_turn": (
         "prompt_ids",
         "images",
@@ -306,6 +307,27 @@ def test_a_single_turn_is_tokens_in_tokens_and_logprobs_out(tmp_path: Path) -> N
     assert output["sampling_per_token_logps"].tolist() == [[-1.0, -2.0]] * 8, moved(
         "GRPOTrainer._generate_single_turn", "'s log-probabilities do not reach the loss", ROLLOUT
     )
+
+
+def test_prompts_are_tokenized_once_and_then_sampled(tmp_path: Path) -> None:
+    calls: list[tuple[str, Any]] = []
+
+    class Recording(GRPOTrainer):
+        def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+            tokenized = super()._tokenize_prompts(prompts)
+            calls.append(("_tokenize_prompts", tokenized[0]))
+            return tokenized
+
+        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            calls.append(("_generate_single_turn", prompt_ids))
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+
+    trainer: Any = build_trainer(tmp_path, trainer_class=Recording)
+    rows = twice(plain_rows(4))
+    trainer._generate_and_score_completions(rows)
+    prompt_ids = trainer.processing_class([row["prompt"] for row in rows])["input_ids"]
+    expected = [("_tokenize_prompts", prompt_ids), ("_generate_single_turn", prompt_ids)]
+    assert calls == expected, moved("GRPOTrainer._tokenize_prompts", f"is called so: {calls}", ROLLOUT)
 
 
 def test_scoring_follows_generation_through_our_overrides(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Groups in threads of their own, with a trainer that only asks for tokens and an engine played by the test."""
+"""Groups on their way through TRL, with a trainer that only asks for tokens and an engine played by the test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from async_grpo.rollout.group_threads import GroupThread, GroupThreads, Turn, versions_of_tokens
+from async_grpo.rollout.group_threads import GroupThreads
+from async_grpo.rollout.in_flight import GroupCode, GroupInFlight, Turn, versions_of_tokens
+from async_grpo.rollout.whole_groups import WholeGroups
 
 Code = Callable[[Any, Any], Any]  # what a group does: (generator, row) -> its group
 DEADLINE_S = 30.0
@@ -32,19 +34,41 @@ class FakeTrainer:
     def generate_groups(self, rows: list[Any], group_size: int) -> list[Any]:
         return [self.code(self.generator, rows[0])]
 
+    def prepare_groups(self, rows: list[Any], group_size: int) -> Any:
+        pauses = Pauses()
+        try:
+            self.code(pauses, rows[0])
+        except Paused:
+            return SimpleNamespace(row=rows[0], prompt_ids=pauses.prompt_ids)
+
+    def finish_groups(self, prepared: Any, sampled: Any) -> list[Any]:
+        return [self.code(SimpleNamespace(generate=lambda prompt_ids: sampled), prepared.row)]
+
+
+class Paused(BaseException):
+    pass
+
+
+class Pauses:
+    prompt_ids: Any = None
+
+    def generate(self, prompt_ids: Any) -> Any:
+        self.prompt_ids = prompt_ids
+        raise Paused
+
 
 def claim(row: Any, seq: int = 0) -> Any:
     return SimpleNamespace(job=SimpleNamespace(seq=seq, row=row, num_generations=2))
 
 
-def nothing(trainer: Any, group: GroupThread) -> None:
+def nothing(trainer: Any, group: GroupInFlight) -> None:
     return None
 
 
-def next_events(threads: GroupThreads, wanted: int) -> list[Turn | GroupThread]:
-    events: list[Turn | GroupThread] = []
+def next_events(code: GroupCode, wanted: int) -> list[Turn | GroupInFlight]:
+    events: list[Turn | GroupInFlight] = []
     while len(events) < wanted:
-        found = threads.events(DEADLINE_S)
+        found = code.events(DEADLINE_S)
         assert found, "nothing happened"
         events += found
     return events
@@ -54,8 +78,12 @@ def one_turn(generator: Any, row: Any) -> Any:
     return generator.generate([[row], [row + 1]])
 
 
-def test_a_group_waits_for_its_tokens_and_gets_them() -> None:
-    threads = GroupThreads(FakeTrainer(one_turn), nothing)
+both = pytest.mark.parametrize("kind", [GroupThreads, WholeGroups])
+
+
+@both
+def test_a_group_waits_for_its_tokens_and_gets_them(kind: Callable[..., GroupCode]) -> None:
+    threads = kind(FakeTrainer(one_turn), nothing)
     group = threads.start(claim(10), version=3)
     (turn,) = next_events(threads, 1)
     assert isinstance(turn, Turn)
@@ -106,39 +134,64 @@ def test_only_one_group_runs_code_at_a_time() -> None:
     assert max(most) == 1
 
 
-def test_an_error_of_the_users_code_is_the_groups() -> None:
+@both
+@pytest.mark.parametrize("before", [True, False])
+def test_an_error_of_the_users_code_is_the_groups(kind: Callable[..., GroupCode], before: bool) -> None:
     def code(generator: Any, row: Any) -> Any:
+        if not before:
+            generator.generate([])
         raise RuntimeError("the tool broke")
 
-    threads = GroupThreads(FakeTrainer(code), nothing)
+    threads = kind(FakeTrainer(code), nothing)
     threads.start(claim(1), version=0)
+    if not before:
+        (turn,) = next_events(threads, 1)
+        assert isinstance(turn, Turn)
+        turn._on_done()
     (group,) = next_events(threads, 1)
-    assert isinstance(group, GroupThread)
+    assert isinstance(group, GroupInFlight)
     assert isinstance(group.error, RuntimeError)
     assert "the tool broke" in group.traceback
 
 
-def test_an_error_of_the_engine_reaches_the_group() -> None:
-    threads = GroupThreads(FakeTrainer(one_turn), nothing)
+@both
+def test_an_error_of_the_engine_reaches_the_group(kind: Callable[..., GroupCode]) -> None:
+    threads = kind(FakeTrainer(one_turn), nothing)
     threads.start(claim(1), version=0)
     (turn,) = next_events(threads, 1)
     assert isinstance(turn, Turn)
     turn.fail(ValueError("the prompt is too long"))
     (group,) = next_events(threads, 1)
-    assert isinstance(group, GroupThread)
+    assert isinstance(group, GroupInFlight)
     assert "the prompt is too long" in group.traceback
 
 
-def test_what_comes_afterwards_runs_before_the_copy_serves_another() -> None:
-    threads = GroupThreads(FakeTrainer(lambda generator, row: row), lambda trainer, group: ("scored", group.group))
+@both
+def test_what_comes_afterwards_runs_before_the_copy_serves_another(kind: Callable[..., GroupCode]) -> None:
+    def code(generator: Any, row: Any) -> Any:
+        ids, _ = generator.generate([[row]])
+        return ids
+
+    trainer = FakeTrainer(code)
+    threads = kind(trainer, lambda trainer, group: ("scored", group.group, trainer.state.global_step))
     threads.start(claim(5), version=2)
+    (turn,) = next_events(threads, 1)
+    assert isinstance(turn, Turn)
+    turn.add(0, [6], [-1.0], 2, finished=True)
     (group,) = next_events(threads, 1)
-    assert isinstance(group, GroupThread)
-    assert group.result == ("scored", 5)
+    assert isinstance(group, GroupInFlight)
+    assert group.result == ("scored", [[6]], 2), "the version that generated is what rewards see as the step"
+
+
+@both
+def test_a_wait_for_events_can_be_ended(kind: Callable[..., GroupCode]) -> None:
+    threads = kind(FakeTrainer(one_turn), nothing)
+    threading.Timer(0.05, threads.wake).start()
+    assert threads.events(DEADLINE_S) == []
 
 
 def turn_of(prompts: list[list[int]], ids: list[list[int]], versions: list[list[int]]) -> Turn:
-    turn = Turn(GroupThread(GroupThreads(None, nothing), claim(0), 0), 0, prompts)
+    turn = Turn(GroupInFlight(claim(0), 0), 0, prompts, lambda: None)
     turn.token_ids, turn.versions = ids, versions
     return turn
 
@@ -155,12 +208,14 @@ def test_every_token_knows_its_version_through_a_tool_loop() -> None:
     assert versions_of_tokens(group, [first, second], default=4) == [[4, 5], [4, 4, 5, 6], [4, 4, 6]]  # type: ignore[arg-type]
 
 
-def test_a_turn_says_who_died() -> None:
-    turn = turn_of([[1]], [[]], [[]])
-    dead = threading.Thread(target=lambda: None)
-    dead.start()
-    dead.join()
+def test_a_group_that_waits_says_who_died() -> None:
+    threads = GroupThreads(FakeTrainer(one_turn), nothing)
+    threads._engine_thread = threading.Thread(target=lambda: None)
+    threads._engine_thread.start()
+    threads._engine_thread.join()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("async_grpo.rollout.group_threads.LOOK_S", 0.01)
-        with pytest.raises(Exception, match="engine's thread has ended"):
-            turn.wait(dead)
+        threads.start(claim(1), version=0)
+        _, group = next_events(threads, 2)
+    assert isinstance(group, GroupInFlight)
+    assert "engine's thread has ended" in group.traceback

@@ -130,12 +130,20 @@ class FakeTrainer:
     reward_func_names = ("reward",)
     args = SimpleNamespace(generation_batch_size=8)
 
-    def __init__(self) -> None:
+    def __init__(self, *, samples_whole: bool) -> None:
+        self.samples_whole = samples_whole
         self.generator: Any = None
         self.state = SimpleNamespace(global_step=0)
 
     def fork(self) -> FakeTrainer:
         return copy.copy(self)
+
+    def prepare_groups(self, rows: list[dict[str, Any]], group_size: int) -> Any:
+        return SimpleNamespace(rows=rows, prompt_ids=[list(rows[0]["ids"])] * group_size)
+
+    def finish_groups(self, prepared: Any, sampled: Any) -> list[GeneratedGroup]:
+        self.generator = SimpleNamespace(generate=lambda prompt_ids: sampled)
+        return self.generate_groups(prepared.rows, len(prepared.prompt_ids))
 
     def generate_groups(self, rows: list[dict[str, Any]], group_size: int) -> list[GeneratedGroup]:
         prompts = [list(rows[0]["ids"])] * group_size
@@ -167,6 +175,8 @@ def job(seq: int, tokens: int = TOKENS, min_version: int = 0) -> Job:
 class Setting:
     """A worker over fakes, which ends when the queue is idle and everything came back, unless the test says more."""
 
+    samples_whole = True
+
     def __init__(self, tmp_path: Path, jobs: list[Job], engine: FakeEngine, **options: Any) -> None:
         (tmp_path / "alive").mkdir()
         self.engine, self.weights, self.queue = engine, FakeWeights(), FakeQueue(jobs)
@@ -177,7 +187,7 @@ class Setting:
         self.worker = StreamingWorker(
             engine=engine,  # type: ignore[arg-type]
             in_flight_update=options.pop("in_flight_update", False),
-            trainer=FakeTrainer(),
+            trainer=FakeTrainer(samples_whole=self.samples_whole),
             queue=self.queue,
             weights=self.weights,
             run=SimpleNamespace(root=tmp_path, read_state=lambda: state if self.goes_on else None),
@@ -203,6 +213,12 @@ class Setting:
 @pytest.fixture(autouse=True)
 def always_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("async_grpo.rollout.streaming_worker.LOOK_S", 0.0)
+
+
+@pytest.fixture(autouse=True, params=["whole", "in threads"])
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups whose tokens are sampled in one go, and groups that wait for them in threads."""
+    monkeypatch.setattr(Setting, "samples_whole", request.param == "whole")
 
 
 def test_groups_are_in_flight_together_and_each_comes_back(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """A worker whose engine decodes many groups at once: groups join and leave between two steps of the engine.
 
-    claim jobs while there is room  ->  adopt the newest weights  ->  start a thread for each group
+    claim jobs while there is room  ->  adopt the newest weights  ->  start groups
     turns that groups began         ->  requests of the engine    ->  one step  ->  tokens back to their groups
     groups that have ended          ->  scored beside             ->  handed back
 
-One thread does all of this but the groups' own code (`group_threads`). New weights: with `--in-flight-update off` no
-group starts until those in flight are done, and then the weights are adopted (a LoRA adapter needs no such pause: old
-and new are kept side by side); with `on` they are adopted between two steps, what was computed of the running requests
-is computed again with them, and every token knows the version that sampled it.
+One thread does all of this but slow rewards, and the code of groups that wait for tokens in its middle
+(`group_threads`). New weights: with `--in-flight-update off` no group starts until those in flight are done, and then
+the weights are adopted (a LoRA adapter needs no such pause: old and new are kept side by side); with `on` they are
+adopted between two steps, what was computed of the running requests is computed again with them, and every token knows
+the version that sampled it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from async_grpo.activity import ADOPTING, GENERATING, SCORING, SERVER, activity
 from async_grpo.errors import WaitTimeoutError
 from async_grpo.job_queue import Claim
 from async_grpo.records import Timings
-from async_grpo.rollout.group_threads import GroupThread, GroupThreads, Turn, versions_of_tokens
+from async_grpo.rollout.group_threads import GroupThreads
+from async_grpo.rollout.in_flight import GroupCode, GroupInFlight, Turn, versions_of_tokens
 from async_grpo.rollout.scoring import score_one
+from async_grpo.rollout.whole_groups import WholeGroups
 from async_grpo.rollout.worker import (
     IDLE_WAKE_S,
     SCORING_WAKE_S,
@@ -55,11 +58,12 @@ class StreamingWorker(Worker):
         super().__init__(**surroundings)
         self._engine = engine
         self._in_flight_update = in_flight_update
-        self._threads = GroupThreads(self._trainer, self._finish_in_thread)
-        self._scoring.on_done = self._threads.wake
+        kind = WholeGroups if self._trainer.samples_whole else GroupThreads
+        self._code: GroupCode = kind(self._trainer, self._afterwards)
+        self._scoring.on_done = self._code.wake
         self._held: deque[Claim] = deque()  # claimed, and waiting for newer weights
         self._held_since = 0.0
-        self._groups: set[GroupThread] = set()
+        self._groups: set[GroupInFlight] = set()
         self._requests: dict[str, tuple[Turn, int]] = {}  # request -> its turn and its place there
         self._request_ids = map(str, count())
         self._turns = 0  # that wait for tokens, each of another group
@@ -77,7 +81,7 @@ class StreamingWorker(Worker):
                 self._look()
                 if self._engine.busy and not self._groups_are_quick():
                     self._step()
-                for event in self._threads.events(timeout_s=self._patience()):
+                for event in self._code.events(timeout_s=self._patience()):
                     self._submit(event) if isinstance(event, Turn) else self._ended(event)
                 self._publish_scored(timeout_s=0)
                 if self._groups or self._scoring.busy:
@@ -111,7 +115,7 @@ class StreamingWorker(Worker):
         """Whether a group's own code runs and has only just begun. Then the engine's thread leaves Python to it:
         short code is done sooner than the two would take by turns, and groups that start together decode together."""
         in_code = len(self._groups) > self._turns
-        return in_code and time.monotonic() - self._threads.code_since < QUICK_CODE_S
+        return in_code and time.monotonic() - self._code.code_since < QUICK_CODE_S
 
     def _patience(self) -> float:
         """How long to wait for groups: not at all while the engine should decode."""
@@ -144,6 +148,8 @@ class StreamingWorker(Worker):
             most = 1  # who shares a batch changes the bits
         else:
             most = self._groups_per_claim or max(1, self._engine.max_num_seqs // self._trainer.num_generations)
+        if mine >= most:
+            return 0
         workers = max(1, self._queue.alive_workers())
         fair = math.ceil((self._queue.pending() + mine) / workers)
         return max(0, min(most, fair) - mine)
@@ -180,7 +186,7 @@ class StreamingWorker(Worker):
             if self._draining or claim.job.min_version > self._version:
                 waiting.append(claim)
                 continue
-            group = self._threads.start(claim, self._version)
+            group = self._code.start(claim, self._version)
             group.busy_s = -self._busy_clock
             group.adopt_s, self._adopt_s = self._adopt_s, 0.0
             self._groups.add(group)
@@ -233,7 +239,7 @@ class StreamingWorker(Worker):
 
     # Groups that have ended
 
-    def _ended(self, group: GroupThread) -> None:
+    def _ended(self, group: GroupInFlight) -> None:
         self._groups.discard(group)
         if group.error is not None:
             self._failed(group.claim, group.traceback)
@@ -246,7 +252,7 @@ class StreamingWorker(Worker):
             activity.has_jobs([group.claim.job.seq], SCORING)
             self._scoring.start(self._rollout(group), group.group)
 
-    def _finish_in_thread(self, trainer: Any, group: GroupThread) -> Any:
+    def _afterwards(self, trainer: Any, group: GroupInFlight) -> Any:
         """What the user's code can make fail, so that it costs this group alone. Its scores, where scoring cannot wait:
         an environment is used again for the next group of the thread's trainer."""
         assert group.group is not None
@@ -256,7 +262,7 @@ class StreamingWorker(Worker):
             return None
         return score_one(trainer.score, self._rollout(group), group.group)
 
-    def _rollout(self, group: GroupThread) -> Rollout:
+    def _rollout(self, group: GroupInFlight) -> Rollout:
         return Rollout(
             group.claim,
             group.oldest_version(),

@@ -26,6 +26,7 @@ else:  # the user's class takes this place at run time
 HOOKS = (
     "_generate",
     "_generate_single_turn",
+    "_tokenize_prompts",
     "_calculate_rewards",
     "_generate_and_score_completions",
 )
@@ -57,6 +58,21 @@ class Scores:
     extra_columns: dict[str, list[Any]]  # `log_extra`
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedGroups:
+    """Prompts as TRL would have them completed."""
+
+    rows: Sequence[dict[str, Any]]
+    group_size: int
+    tokenized: tuple[Any, ...]  # of `GRPOTrainer._tokenize_prompts`
+
+    @property
+    def prompt_ids(self) -> list[list[int]]:
+        """[rows × group_size]"""
+        ids: list[list[int]] = self.tokenized[0]
+        return ids
+
+
 HandOver = Callable[[dict[int, GeneratedGroup]], None]
 
 
@@ -65,14 +81,49 @@ class RolloutMixin(UserTrainer):
     `generator`; scoring is left to `score()`, so that it can be done group by group."""
 
     generator: Generator
+    trl_generates: bool  # not a `_generate` of the user's
     _rows: Sequence[dict[str, Any]]  # of the groups that are being generated
     _hand_over: HandOver | None = None
+    _preparing: bool = False
+    _prepared: PreparedGroups | None = None
+
+    @property
+    def samples_whole(self) -> bool:
+        """Whether what TRL asks a generator for is always a whole completion, and asked for once."""
+        return self.trl_generates and not self.tools and self.environment_factories is None and not self.rollout_func
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        whole = not self.tools and self.environment_factories is None and self.rollout_func is None
-        if self._hand_over is None or not whole:  # else what is sampled may be only a part of the completion
+        if self._hand_over is None or not self.samples_whole:
             return self.generator.generate(prompt_ids)
         return self.generator.generate(prompt_ids, len(prompt_ids) // len(self._rows), self._hand_over_early)
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[Any, ...]:
+        if self._prepared is not None:
+            return self._prepared.tokenized
+        tokenized: tuple[Any, ...] = super()._tokenize_prompts(prompts)
+        if self._preparing:
+            raise _Tokenized(tokenized)
+        return tokenized
+
+    def prepare_groups(self, rows: Sequence[dict[str, Any]], group_size: int) -> PreparedGroups:
+        """The first half of `generate_groups`, where the trainer `samples_whole`: up to the tokens that are wanted."""
+        self._preparing = True
+        try:
+            self.generate_groups(rows, group_size)
+        except _Tokenized as prompts:
+            return PreparedGroups(rows, group_size, prompts.tokenized)
+        finally:
+            self._preparing = False
+        raise AssertionError("TRL made completions without tokenizing prompts")
+
+    def finish_groups(self, prepared: PreparedGroups, sampled: Sampled) -> list[GeneratedGroup]:
+        """The second half: with the tokens that were sampled."""
+        self.generator = _AlreadySampled(sampled)
+        self._prepared = prepared
+        try:
+            return self.generate_groups(prepared.rows, prepared.group_size)
+        finally:
+            self._prepared = None
 
     def _hand_over_early(self, groups: list[int], sampled: Sampled) -> None:
         """Let TRL finish these groups now, as a batch of their own; the others are still being generated."""
@@ -165,7 +216,15 @@ class RolloutMixin(UserTrainer):
         )
 
 
-class _Generated(BaseException):  # no `Exception`: the user's trainer may catch those
+class _Tokenized(BaseException):  # no `Exception`: the user's trainer may catch those
+    """Leaves TRL once it has the prompts' tokens."""
+
+    def __init__(self, tokenized: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.tokenized = tokenized
+
+
+class _Generated(BaseException):
     """Leaves TRL once it has the tokens: what it does next, padding, masks and advantages, is the training side's."""
 
     def __init__(self, prompts: list[Any], result: tuple[Any, ...]) -> None:
@@ -199,12 +258,15 @@ class _AlreadySampled:
 
 def make_rollout_trainer(trainer: GRPOTrainer) -> None:
     """Give this very trainer object a class that generates and scores, and never trains."""
+    from trl import GRPOTrainer as TRLTrainer
+
     user_class = type(trainer)
     with_engine = engine_inside(trainer.model) is not None
     if with_engine:  # Unsloth has set it; the engine is fed by us
         trainer.args.use_vllm = trainer.use_vllm = False
     elif trainer.args.use_vllm:
         raise UnsupportedError("use_vllm=True was set after the trainer was built: give it to the GRPOConfig.")
+    trainer.trl_generates = user_class._generate is TRLTrainer._generate
     trainer.__class__ = type(f"Rollout{user_class.__name__}", (RolloutMixin, user_class), {})
     trainer.ref_model = None  # its log-probabilities are the training side's
     model = trainer.model
