@@ -1,18 +1,19 @@
-"""Does a long run grow? 500 steps of the tiny recipe with 2 workers, sampled from outside, as a plot and a sentence.
+"""Does a long run grow? Five runs of 500 steps of the tiny recipe with 2 workers, sampled from outside, as a plot and a
+sentence.
 
-    python benchmarks/long_run.py [--quick] [--steps N] [--json FILE] [--update-docs]
+    python benchmarks/long_run.py [--quick] [--runs N] [--steps N] [--json FILE] [--update-docs]
 
 Every second, for the server, each worker and the launcher: memory (USS: what no other process shares), open files,
-threads, CPU time; and the step times from `metrics.jsonl`. The first fifth of the run is left out: memory pools fill,
-and the queue's archive reaches its first shard. What is left is fitted with a straight line; growth is claimed where
-the whole 95% interval of the slope is above 0, and the line rises by more than 1% in 500 steps.
+threads, CPU time; and the step times from `metrics.jsonl`. The first fifth of a run is left out: memory pools fill, and
+the queue's archive reaches its first shard. The slope of what is left is Theil and Sen's (the median of the slopes of
+all pairs): a leak has one, a single step has none. Growth is claimed where the 95% interval of the mean slope over the
+runs is above 0, and the mean more than 1% in 500 steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -22,29 +23,42 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import psutil
-from benchmarks.table import ROOT, Row, as_text, describe_machine, machine_line, row, update_docs, write_json
+from benchmarks.table import (
+    ROOT,
+    Row,
+    as_text,
+    cells,
+    describe_machine,
+    interval_95,
+    machine_line,
+    row,
+    update_docs,
+    write_json,
+)
 
 SETUP = ROOT / "src" / "app" / "trainer_setup_tiny.py"
 PLOT = ROOT / "docs" / "images" / "long_run.png"
 STEPS = 500
+RUNS = 5
 SAMPLE_S = 1.0
 SETTLING = 0.2  # of the run, left out of the fits
 RELEVANT = 0.01  # of the mean, over STEPS steps
 DEADLINE_S = 1800.0
 STRETCH = 10  # steps over which CPU time is averaged
 CPU = "CPU time, ms a step"
-BATCHES = 20  # means of so many parts are fitted, because neighbouring values depend on each other
-T_975 = 2.101  # Student's t for BATCHES - 2 degrees of freedom
+PARTS = 20  # means of so many parts are fitted, because neighbouring values depend on each other
+COLOURS = {"server": "C0", "launcher": "C1", "worker 1": "C2", "worker 2": "C3"}
 
 
 @dataclass(slots=True)
 class Series:
-    """One figure of one process over the run."""
+    """One figure of one process over one run."""
 
     steps: list[float] = field(default_factory=list)  # optimizer steps done, between two log lines linearly
     values: list[float] = field(default_factory=list)
@@ -53,22 +67,14 @@ class Series:
         first = SETTLING * max(self.steps)
         return [(step, value) for step, value in zip(self.steps, self.values, strict=True) if step >= first]
 
-    def growth(self) -> tuple[float, float]:
-        """Slope in units for STEPS steps, and half the width of its 95% interval."""
-        points = [_mean_point(part) for part in _parts(self.settled(), BATCHES)]
-        mean_x, mean_y = (statistics.mean(axis) for axis in zip(*points, strict=True))
-        spread = sum((x - mean_x) ** 2 for x, _ in points)
-        slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread
-        residual = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in points) / (len(points) - 2)
-        return slope * STEPS, T_975 * math.sqrt(residual / spread) * STEPS
+    def slope(self) -> float:
+        """In units for STEPS steps."""
+        points = [_mean_point(part) for part in _parts(self.settled(), PARTS)]
+        slopes = ((later[1] - first[1]) / (later[0] - first[0]) for first, later in combinations(points, 2))
+        return STEPS * statistics.median(slopes)
 
-    def verdict(self) -> tuple[bool, str]:
-        """Whether it grows, and the sentence that says so."""
-        slope, half = self.growth()
-        mean = statistics.mean(value for _, value in self.settled())
-        grows = slope - half > 0 and slope > RELEVANT * mean
-        interval = f"{slope:+.3g} in {STEPS} steps (95% interval {slope - half:+.3g} .. {slope + half:+.3g})"
-        return grows, f"{interval}, mean {mean:.4g}"
+
+Run = dict[str, dict[str, Series]]  # figure -> process -> series
 
 
 def _parts(points: Sequence[tuple[float, float]], count: int) -> Iterator[Sequence[tuple[float, float]]]:
@@ -85,14 +91,14 @@ def _mean_point(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 # --- The run ----------------------------------------------------------------------------------------------
 
 
-def run(folder: Path, steps: int) -> dict[str, dict[str, Series]]:
+def run(folder: Path, steps: int) -> Run:
     """Series by figure and process: `{"memory": {"server": …, "worker 1": …}, "open files": …, "step time": …}`."""
     run_dir = folder / "run"
     where = ["--master-device-id", "cpu", "--num-workers", "2", "--run-dir", str(run_dir), "--steps", str(steps)]
     command = [sys.executable, "-m", "async_grpo.cli", "train", str(SETUP), *where]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    times: list[tuple[float, dict[str, dict[str, float]]]] = []
-    logged: list[tuple[float, int]] = []  # when this many steps had been logged
+    samples: list[tuple[int, dict[str, dict[str, float]]]] = []  # with the steps that had been logged
+    steps_done = StepsDone(run_dir / "metrics.jsonl")
     with (folder / "log.txt").open("wb") as log:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
         try:
@@ -100,8 +106,7 @@ def run(folder: Path, steps: int) -> dict[str, dict[str, Series]]:
             while process.poll() is None:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{steps} steps were not done after {DEADLINE_S:.0f} s")
-                times.append((time.monotonic(), sample(process.pid)))
-                logged.append((time.monotonic(), _steps_done(run_dir)))
+                samples.append((steps_done(), sample(process.pid)))
                 time.sleep(SAMPLE_S)
         finally:
             if process.poll() is None:
@@ -110,7 +115,7 @@ def run(folder: Path, steps: int) -> dict[str, dict[str, Series]]:
     if process.returncode != 0:
         last_words = (folder / "log.txt").read_text(errors="replace").splitlines()[-20:]
         raise RuntimeError("\n".join([f"the run ended with exit code {process.returncode}:", *last_words]))
-    return _as_series(times, logged, run_dir)
+    return _as_series(samples, run_dir / "metrics.jsonl")
 
 
 def sample(launcher: int) -> dict[str, dict[str, float]]:
@@ -138,17 +143,28 @@ def _role(command: list[str]) -> str:
     return f"{role} {words[words.index('--id') + 1]}" if role == "worker" else role
 
 
-def _steps_done(run_dir: Path) -> int:
-    path = run_dir / "metrics.jsonl"
-    return sum('"loss"' in line for line in path.read_text().splitlines()) if path.exists() else 0
+class StepsDone:
+    """Counts the steps in `metrics.jsonl`; each call reads what is new, so that looking costs the same all along."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = self._steps = 0
+
+    def __call__(self) -> int:
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            self._position += len(whole)
+            self._steps += sum(b'"loss"' in line for line in whole.splitlines())
+        return self._steps
 
 
-def _as_series(
-    times: list[tuple[float, dict[str, dict[str, float]]]], logged: list[tuple[float, int]], run_dir: Path
-) -> dict[str, dict[str, Series]]:
-    series: dict[str, dict[str, Series]] = {}
-    last = max(steps for _, steps in logged)
-    for (_, figures), (_, steps) in zip(times, logged, strict=True):
+def _as_series(samples: list[tuple[int, dict[str, dict[str, float]]]], metrics: Path) -> Run:
+    series: Run = {}
+    last = max(steps for steps, _ in samples)
+    for steps, figures in samples:
         if not 0 < steps < last:  # loading, or ending
             continue
         for figure, processes in figures.items():
@@ -157,7 +173,7 @@ def _as_series(
                 one.steps.append(steps)
                 one.values.append(value)
     series[CPU] = {name: _per_step(one) for name, one in series[CPU].items()}
-    entries = [entry for entry in map(json.loads, _lines(run_dir / "metrics.jsonl")) if "loss" in entry]
+    entries = [entry for entry in map(json.loads, metrics.read_text().splitlines()) if "loss" in entry]
     step_time = Series([entry["step"] for entry in entries[1:]], [1e3 * entry["step_time"] for entry in entries[1:]])
     series["step time, ms"] = {"server": step_time}
     return series
@@ -174,41 +190,44 @@ def _per_step(total: Series) -> Series:
     return result
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text().splitlines()
-
-
 # --- What comes of it -------------------------------------------------------------------------------------
 
 
-def rows_of(series: dict[str, dict[str, Series]]) -> Iterator[Row]:
-    for figure, processes in series.items():
-        for name, one in processes.items():
-            grows, sentence = one.verdict()
-            values = [value for _, value in one.settled()]
+def rows_of(runs: Sequence[Run]) -> Iterator[Row]:
+    """A row for each figure of each process: its slope in every run."""
+    for figure, processes in runs[0].items():
+        for name in processes:
+            series = [one[figure][name] for one in runs]
+            slopes = [one.slope() for one in series]
+            mean, half = interval_95(slopes)
+            values = [value for one in series for _, value in one.settled()]
+            level = statistics.mean(values)
             what, _, unit = figure.partition(", ")
-            yield row(f"{name}: {what}", values, unit, ok=not grows, note=sentence)
+            grows = mean - half > 0 and mean > RELEVANT * level
+            note = f"95% interval {mean - half:+.3g} .. {mean + half:+.3g}; "
+            note += f"level {level:.4g}, {min(values):.4g} .. {max(values):.4g}"
+            yield row(f"{name}: {what}", slopes, f"{unit} in {STEPS} steps".strip(), ok=not grows, note=note)
 
 
-def conclusion(rows: Sequence[Row], steps: int) -> str:
+def conclusion(rows: Sequence[Row], runs: int, steps: int) -> str:
     growing = [one.name for one in rows if one.ok is False]
-    if not growing:
-        return (
-            f"{steps} steps of the tiny recipe with 2 workers: no growth of memory, open files, threads or step time."
-        )
-    return f"{steps} steps of the tiny recipe with 2 workers: growth of {'; '.join(growing)}."
+    found = f"growth of {'; '.join(growing)}" if growing else "no growth of memory, open files, threads or step time"
+    return f"{runs} runs of {steps} steps of the tiny recipe with 2 workers: {found}."
 
 
-def plot(series: dict[str, dict[str, Series]], path: Path) -> None:
+def plot(runs: Sequence[Run], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(len(series), 1, figsize=(8, 2.2 * len(series)), sharex=True, layout="constrained")
-    for axis, (name, processes) in zip(axes, series.items(), strict=True):
-        for process, one in processes.items():
-            axis.plot(one.steps, one.values, label=process, linewidth=1)
+    rows = len(runs[0])
+    figure, axes = pyplot.subplots(rows, 1, figsize=(8, 2.2 * rows), sharex=True, layout="constrained")
+    for axis, name in zip(axes, runs[0], strict=True):
+        for number, one in enumerate(runs):
+            for process, series in one[name].items():
+                label = process if number == 0 else None
+                axis.plot(series.steps, series.values, label=label, color=COLOURS[process], linewidth=0.8)
         axis.set_ylabel(name)
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
@@ -220,28 +239,34 @@ def plot(series: dict[str, dict[str, Series]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="100 steps: half a minute")
-    parser.add_argument("--steps", type=int, help=f"how many (default: {STEPS})")
+    parser.add_argument("--quick", action="store_true", help="two runs of 100 steps: a minute")
+    parser.add_argument("--runs", type=int, default=RUNS, help=f"how many (default: {RUNS})")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of each (default: {STEPS})")
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     parser.add_argument("--update-docs", action="store_true", help="put the plot and the table into the documentation")
     args = parser.parse_args()
-    steps = args.steps or (100 if args.quick else STEPS)
+    count, steps = (2, 100) if args.quick else (args.runs, args.steps)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="long-run-") as folder:
-        series = run(Path(folder), steps)
-    took_s = time.monotonic() - started
-    rows = list(rows_of(series))
+    runs = []
+    for number in range(count):
+        with tempfile.TemporaryDirectory(prefix="long-run-") as folder:
+            runs.append(run(Path(folder), steps))
+        print(f"run {number + 1} of {count} done, {time.monotonic() - started:.0f} s", file=sys.stderr)
+    rows = list(rows_of(runs))
     print(as_text(rows))
-    verdict = f"{conclusion(rows, steps)} {machine_line(describe_machine())}; {took_s:.0f} s."
+    took = f"{time.monotonic() - started:.0f} s"
+    verdict = f"{conclusion(rows, count, steps)} {machine_line(describe_machine())}; {took}."
     print(verdict)
     if args.json:
-        write_json(args.json, rows, seconds=round(took_s))
+        write_json(args.json, rows)
     if args.update_docs:
-        plot(series, PLOT)
-        notes = "\n".join(f"| {one.name} | {one.note} | {'no' if one.ok else 'yes'} |" for one in rows)
-        head = "| what | change | grows |\n|---|---|---|"
-        picture = "![Memory, open files, threads and step time over the run](images/long_run.png)"
-        update_docs("long_run", f"{verdict}\n\n{picture}\n\n{head}\n{notes}")
+        plot(runs, PLOT)
+        picture = "![Memory, open files, threads and step time over the runs](images/long_run.png)"
+        head = (
+            f"| what | change in {STEPS} steps: least .. median .. most | mean, and level | grows |\n|---|---|---|---|"
+        )
+        lines = [f"| {one.name} | {cells(one)[-1]} | {one.note} | {'no' if one.ok else 'yes'} |" for one in rows]
+        update_docs("long_run", "\n\n".join([verdict, picture, "\n".join([head, *lines])]))
 
 
 if __name__ == "__main__":

@@ -69,9 +69,11 @@ def test_two_halves_make_the_same_groups(chat_template: str | None, tmp_path: Pa
     torch.manual_seed(0)
     whole = worker.generate_groups(rows, GROUP_SIZE)
     prepared = worker.prepare_groups(rows, GROUP_SIZE)
-    assert prepared.prompt_ids == [ids for group in whole for ids in group.prompt_ids]
+    assert [one.prompt_ids for one in prepared] == [group.prompt_ids for group in whole]
     torch.manual_seed(0)
-    halves = worker.finish_groups(prepared, generator.generate(prepared.prompt_ids))
+    ids, logprobs = generator.generate([ids for one in prepared for ids in one.prompt_ids])
+    parts = [slice(start, start + GROUP_SIZE) for start in range(0, len(ids), GROUP_SIZE)]
+    halves = worker.finish_groups(prepared, [(ids[part], logprobs[part]) for part in parts])
     for one, other in zip(whole, halves, strict=True):
         for field in ("rows", "prompts", "completions", "prompt_ids", "completion_ids", "logprobs", "metrics"):
             assert getattr(one, field) == getattr(other, field)
@@ -93,7 +95,7 @@ def test_prompts_are_made_once(tmp_path: Path) -> None:
     worker: Any = build_trainer(tmp_path, trainer_class=Counting, max_completion_length=TOKENS)
     make_rollout_trainer(worker)
     prepared = worker.prepare_groups([plain_rows()[0]], GROUP_SIZE)
-    (group,) = worker.finish_groups(prepared, ([[5]] * GROUP_SIZE, [[-1.0]] * GROUP_SIZE))
+    (group,) = worker.finish_groups(prepared, [([[5]] * GROUP_SIZE, [[-1.0]] * GROUP_SIZE)])
     assert worker.asked == 1
     assert [ids[0] for ids in group.prompt_ids] == [1] * GROUP_SIZE
 

@@ -66,7 +66,7 @@ def test_groups_with_tools_are_in_flight_together(kind: str, tmp_path: Path) -> 
     threads = GroupThreads(trainer, lambda trainer, group: None)
     for seq in range(GROUPS):
         row = dict(trainer.train_dataset[seq])
-        threads.start(SimpleNamespace(job=SimpleNamespace(seq=seq, row=row, num_generations=2)), version=4)  # type: ignore[arg-type]
+        threads.start([SimpleNamespace(job=SimpleNamespace(seq=seq, row=row, num_generations=2))], version=4)  # type: ignore[list-item]
     ended: list[GroupInFlight] = []
     first_turns: list[Turn] = []
     while len(ended) < GROUPS:

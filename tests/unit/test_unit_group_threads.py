@@ -26,6 +26,7 @@ class FakeTrainer:
         self.generator: Any = None
         self.state = SimpleNamespace(global_step=0)
         self.forks = 0
+        self.batches: list[int] = []  # groups that were prepared or finished together
 
     def fork(self) -> Any:
         self.forks += 1
@@ -34,15 +35,23 @@ class FakeTrainer:
     def generate_groups(self, rows: list[Any], group_size: int) -> list[Any]:
         return [self.code(self.generator, rows[0])]
 
-    def prepare_groups(self, rows: list[Any], group_size: int) -> Any:
+    def prepare_groups(self, rows: list[Any], group_size: int) -> list[Any]:
+        self.batches.append(len(rows))
+        return [self._prepare(row) for row in rows]
+
+    def _prepare(self, row: Any) -> Any:
         pauses = Pauses()
         try:
-            self.code(pauses, rows[0])
+            self.code(pauses, row)
         except Paused:
-            return SimpleNamespace(row=rows[0], prompt_ids=pauses.prompt_ids)
+            return SimpleNamespace(row=row, prompt_ids=pauses.prompt_ids)
 
-    def finish_groups(self, prepared: Any, sampled: Any) -> list[Any]:
-        return [self.code(SimpleNamespace(generate=lambda prompt_ids: sampled), prepared.row)]
+    def finish_groups(self, prepared: list[Any], sampled: list[Any]) -> list[Any]:
+        self.batches.append(len(prepared))
+        return [
+            self.code(SimpleNamespace(generate=lambda prompt_ids, given=given: given), one.row)
+            for one, given in zip(prepared, sampled, strict=True)
+        ]
 
 
 class Paused(BaseException):
@@ -84,7 +93,7 @@ both = pytest.mark.parametrize("kind", [GroupThreads, WholeGroups])
 @both
 def test_a_group_waits_for_its_tokens_and_gets_them(kind: Callable[..., GroupCode]) -> None:
     threads = kind(FakeTrainer(one_turn), nothing)
-    group = threads.start(claim(10), version=3)
+    (group,) = threads.start([claim(10)], version=3)
     (turn,) = next_events(threads, 1)
     assert isinstance(turn, Turn)
     assert turn.prompt_ids == [[10], [11]]
@@ -101,7 +110,7 @@ def test_groups_wait_side_by_side_and_copies_are_used_again() -> None:
     trainer = FakeTrainer(one_turn)
     threads = GroupThreads(trainer, nothing)
     for row in (10, 20):
-        threads.start(claim(row), version=0)
+        threads.start([claim(row)], version=0)
     turns = next_events(threads, 2)
     assert trainer.forks == 2
     for turn in turns:
@@ -110,9 +119,56 @@ def test_groups_wait_side_by_side_and_copies_are_used_again() -> None:
             turn.add(place, [turn.prompt_ids[place][0] + 100], [0.0], 0, finished=True)
     ended = next_events(threads, 2)
     assert sorted(group.group[0][0][0] for group in ended) == [110, 120]
-    threads.start(claim(30), version=0)
+    threads.start([claim(30)], version=0)
     next_events(threads, 1)
     assert trainer.forks == 2
+
+
+def serve(code: GroupCode, rows: list[Any]) -> dict[Any, GroupInFlight]:
+    """Start a group for each row, let the engine answer all turns at once, and return the groups."""
+    code.start([claim(row, seq) for seq, row in enumerate(rows)], version=0)
+    groups: dict[Any, GroupInFlight] = {}
+    while len(groups) < len(rows):
+        for event in next_events(code, 1):
+            if isinstance(event, GroupInFlight):
+                groups[event.claim.job.row] = event
+            else:
+                for place in range(len(event.prompt_ids)):
+                    event.add(place, [event.prompt_ids[place][0] + 100], [0.0], 0, finished=True)
+    return groups
+
+
+def test_groups_that_start_or_end_together_go_through_trl_together() -> None:
+    trainer = FakeTrainer(one_turn)
+    code = WholeGroups(trainer, nothing)
+    groups = serve(code, [10, 20, 30])
+    assert trainer.batches == [3, 3]
+    assert [groups[row].group[0] for row in (10, 20, 30)] == [[[row + 100], [row + 101]] for row in (10, 20, 30)]  # type: ignore[index]
+
+
+@both
+@pytest.mark.parametrize("place", ["before", "after", "afterwards"])
+def test_an_error_costs_one_group_of_those_that_go_together(kind: Callable[..., GroupCode], place: str) -> None:
+    def code(generator: Any, row: int) -> Any:
+        if place == "before" and row == 20:
+            raise RuntimeError("no such prompt")
+        made = one_turn(generator, row)
+        if place == "after" and row == 20:
+            raise RuntimeError("no such text")
+        return made
+
+    looked_at: list[int] = []
+
+    def afterwards(trainer: Any, group: GroupInFlight) -> int:
+        looked_at.append(row := group.claim.job.row)
+        if place == "afterwards" and row == 20:
+            raise RuntimeError("no such reward")
+        return row
+
+    groups = serve(kind(FakeTrainer(code), afterwards), [10, 20, 30])
+    assert {row: group.result for row, group in groups.items()} == {10: 10, 20: None, 30: 30}
+    assert groups[20].error is not None and "no such" in groups[20].traceback
+    assert sorted(looked_at) == ([10, 20, 30] if place == "afterwards" else [10, 30]), "a reward is never asked twice"
 
 
 def test_only_one_group_runs_code_at_a_time() -> None:
@@ -129,7 +185,7 @@ def test_only_one_group_runs_code_at_a_time() -> None:
 
     threads = GroupThreads(FakeTrainer(code), nothing)
     for row in range(4):
-        threads.start(claim(row), version=0)
+        threads.start([claim(row)], version=0)
     next_events(threads, 4)
     assert max(most) == 1
 
@@ -143,7 +199,7 @@ def test_an_error_of_the_users_code_is_the_groups(kind: Callable[..., GroupCode]
         raise RuntimeError("the tool broke")
 
     threads = kind(FakeTrainer(code), nothing)
-    threads.start(claim(1), version=0)
+    threads.start([claim(1)], version=0)
     if not before:
         (turn,) = next_events(threads, 1)
         assert isinstance(turn, Turn)
@@ -157,7 +213,7 @@ def test_an_error_of_the_users_code_is_the_groups(kind: Callable[..., GroupCode]
 @both
 def test_an_error_of_the_engine_reaches_the_group(kind: Callable[..., GroupCode]) -> None:
     threads = kind(FakeTrainer(one_turn), nothing)
-    threads.start(claim(1), version=0)
+    threads.start([claim(1)], version=0)
     (turn,) = next_events(threads, 1)
     assert isinstance(turn, Turn)
     turn.fail(ValueError("the prompt is too long"))
@@ -174,7 +230,7 @@ def test_what_comes_afterwards_runs_before_the_copy_serves_another(kind: Callabl
 
     trainer = FakeTrainer(code)
     threads = kind(trainer, lambda trainer, group: ("scored", group.group, trainer.state.global_step))
-    threads.start(claim(5), version=2)
+    threads.start([claim(5)], version=2)
     (turn,) = next_events(threads, 1)
     assert isinstance(turn, Turn)
     turn.add(0, [6], [-1.0], 2, finished=True)
@@ -215,7 +271,7 @@ def test_a_group_that_waits_says_who_died() -> None:
     threads._engine_thread.join()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("async_grpo.rollout.group_threads.LOOK_S", 0.01)
-        threads.start(claim(1), version=0)
+        threads.start([claim(1)], version=0)
         _, group = next_events(threads, 2)
     assert isinstance(group, GroupInFlight)
     assert "engine's thread has ended" in group.traceback

@@ -138,12 +138,15 @@ class FakeTrainer:
     def fork(self) -> FakeTrainer:
         return copy.copy(self)
 
-    def prepare_groups(self, rows: list[dict[str, Any]], group_size: int) -> Any:
-        return SimpleNamespace(rows=rows, prompt_ids=[list(rows[0]["ids"])] * group_size)
+    def prepare_groups(self, rows: list[dict[str, Any]], group_size: int) -> list[Any]:
+        return [SimpleNamespace(row=row, prompt_ids=[list(row["ids"])] * group_size) for row in rows]
 
-    def finish_groups(self, prepared: Any, sampled: Any) -> list[GeneratedGroup]:
-        self.generator = SimpleNamespace(generate=lambda prompt_ids: sampled)
-        return self.generate_groups(prepared.rows, len(prepared.prompt_ids))
+    def finish_groups(self, prepared: list[Any], sampled: list[Any]) -> list[GeneratedGroup]:
+        groups = []
+        for one, given in zip(prepared, sampled, strict=True):
+            self.generator = SimpleNamespace(generate=lambda prompt_ids, given=given: given)
+            groups += self.generate_groups([one.row], len(one.prompt_ids))
+        return groups
 
     def generate_groups(self, rows: list[dict[str, Any]], group_size: int) -> list[GeneratedGroup]:
         prompts = [list(rows[0]["ids"])] * group_size

@@ -58,7 +58,10 @@ class GroupThreads:
         self._engine_thread = threading.current_thread()
         self._events: SimpleQueue[Turn | GroupInFlight | None] = SimpleQueue()  # None: only wake up
 
-    def start(self, claim: Claim, version: int) -> GroupInFlight:
+    def start(self, claims: Sequence[Claim], version: int) -> list[GroupInFlight]:
+        return [self._start(claim, version) for claim in claims]
+
+    def _start(self, claim: Claim, version: int) -> GroupInFlight:
         group = GroupInFlight(claim, version)
         self.code_since = time.monotonic()
         trainer = self._idle.pop() if self._idle else self._trainer.fork()

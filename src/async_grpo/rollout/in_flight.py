@@ -87,8 +87,8 @@ class GroupCode(Protocol):
 
     code_since: float  # when a group's own code last began to run, or was let go on (monotonic seconds)
 
-    def start(self, claim: Claim, version: int) -> GroupInFlight:
-        """Start the group of a claimed job."""
+    def start(self, claims: Sequence[Claim], version: int) -> list[GroupInFlight]:
+        """Start the groups of claimed jobs."""
         ...
 
     def events(self, timeout_s: float) -> list[Turn | GroupInFlight]:

@@ -181,16 +181,12 @@ class StreamingWorker(Worker):
         if self._server_died_at is not None:
             self._hand_back(list(self._held))
             self._held.clear()
-        waiting: deque[Claim] = deque()
-        for claim in self._held:
-            if self._draining or claim.job.min_version > self._version:
-                waiting.append(claim)
-                continue
-            group = self._code.start(claim, self._version)
+        ready = [claim for claim in self._held if not self._draining and claim.job.min_version <= self._version]
+        for group in self._code.start(ready, self._version) if ready else ():
             group.busy_s = -self._busy_clock
             group.adopt_s, self._adopt_s = self._adopt_s, 0.0
             self._groups.add(group)
-        self._held = waiting
+            self._held.remove(group.claim)
         if self._groups:
             self._held_since = time.monotonic()
         elif self._held and time.monotonic() - self._held_since > WEIGHTS_WAIT_S:

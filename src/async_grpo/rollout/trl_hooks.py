@@ -59,18 +59,11 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedGroups:
-    """Prompts as TRL would have them completed."""
+class PreparedGroup:
+    """A prompt as TRL would have it completed."""
 
-    rows: Sequence[dict[str, Any]]
-    group_size: int
-    tokenized: tuple[Any, ...]  # of `GRPOTrainer._tokenize_prompts`
-
-    @property
-    def prompt_ids(self) -> list[list[int]]:
-        """[rows × group_size]"""
-        ids: list[list[int]] = self.tokenized[0]
-        return ids
+    row: dict[str, Any]
+    prompt_ids: list[list[int]]  # [G]
 
 
 HandOver = Callable[[dict[int, GeneratedGroup]], None]
@@ -85,7 +78,7 @@ class RolloutMixin(UserTrainer):
     _rows: Sequence[dict[str, Any]]  # of the groups that are being generated
     _hand_over: HandOver | None = None
     _preparing: bool = False
-    _prepared: PreparedGroups | None = None
+    _prepared: Sequence[PreparedGroup] = ()
 
     @property
     def samples_whole(self) -> bool:
@@ -98,32 +91,34 @@ class RolloutMixin(UserTrainer):
         return self.generator.generate(prompt_ids, len(prompt_ids) // len(self._rows), self._hand_over_early)
 
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[Any, ...]:
-        if self._prepared is not None:
-            return self._prepared.tokenized
+        if self._prepared:
+            return [ids for group in self._prepared for ids in group.prompt_ids], None, {}  # images were refused
         tokenized: tuple[Any, ...] = super()._tokenize_prompts(prompts)
         if self._preparing:
-            raise _Tokenized(tokenized)
+            raise _Tokenized(tokenized[0])
         return tokenized
 
-    def prepare_groups(self, rows: Sequence[dict[str, Any]], group_size: int) -> PreparedGroups:
+    def prepare_groups(self, rows: Sequence[dict[str, Any]], group_size: int) -> list[PreparedGroup]:
         """The first half of `generate_groups`, where the trainer `samples_whole`: up to the tokens that are wanted."""
         self._preparing = True
         try:
             self.generate_groups(rows, group_size)
         except _Tokenized as prompts:
-            return PreparedGroups(rows, group_size, prompts.tokenized)
+            ids = prompts.prompt_ids
+            return [PreparedGroup(row, ids[i * group_size : (i + 1) * group_size]) for i, row in enumerate(rows)]
         finally:
             self._preparing = False
         raise AssertionError("TRL made completions without tokenizing prompts")
 
-    def finish_groups(self, prepared: PreparedGroups, sampled: Sampled) -> list[GeneratedGroup]:
-        """The second half: with the tokens that were sampled."""
-        self.generator = _AlreadySampled(sampled)
+    def finish_groups(self, prepared: Sequence[PreparedGroup], sampled: Sequence[Sampled]) -> list[GeneratedGroup]:
+        """The second half: with the tokens and log-probabilities that were sampled for each group."""
+        ids = [row for ids, _ in sampled for row in ids]
+        self.generator = _AlreadySampled((ids, [row for _, logprobs in sampled for row in logprobs]))
         self._prepared = prepared
         try:
-            return self.generate_groups(prepared.rows, prepared.group_size)
+            return self.generate_groups([group.row for group in prepared], len(prepared[0].prompt_ids))
         finally:
-            self._prepared = None
+            self._prepared = ()
 
     def _hand_over_early(self, groups: list[int], sampled: Sampled) -> None:
         """Let TRL finish these groups now, as a batch of their own; the others are still being generated."""
@@ -219,9 +214,9 @@ class RolloutMixin(UserTrainer):
 class _Tokenized(BaseException):  # no `Exception`: the user's trainer may catch those
     """Leaves TRL once it has the prompts' tokens."""
 
-    def __init__(self, tokenized: tuple[Any, ...]) -> None:
+    def __init__(self, prompt_ids: list[list[int]]) -> None:
         super().__init__()
-        self.tokenized = tokenized
+        self.prompt_ids = prompt_ids
 
 
 class _Generated(BaseException):

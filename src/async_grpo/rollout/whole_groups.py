@@ -1,14 +1,15 @@
 """Groups whose completions are sampled whole: TRL's code runs before and after, in the thread that steps the engine.
 
 Without tools, environments or code of the user's in between, nothing has to wait in the middle of a function: TRL
-prepares the prompts, and when all tokens are there it is called again for the rest. That is a tenth of a millisecond
-each; a thread for each group takes ten times that once dozens of them wake together.
+prepares the prompts, and when all tokens are there it is called again for the rest. Groups that start or end together
+go through TRL together. That spares a thread for each, and dozens of threads that wake at once.
 """
 
 from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from async_grpo.rollout.in_flight import Afterwards, GroupInFlight, Turn
 
 if TYPE_CHECKING:
     from async_grpo.job_queue import Claim
-    from async_grpo.rollout.trl_hooks import PreparedGroups
+    from async_grpo.rollout.trl_hooks import PreparedGroup
 
 
 class WholeGroups:
@@ -31,23 +32,16 @@ class WholeGroups:
     def __init__(self, trainer: Any, afterwards: Afterwards) -> None:
         self._trainer = trainer.fork()
         self._afterwards = afterwards
-        self._prepared: dict[GroupInFlight, PreparedGroups] = {}
+        self._prepared: dict[GroupInFlight, PreparedGroup] = {}
         self.code_since = 0.0  # no group's code ever runs beside the engine
         self._events: SimpleQueue[Turn | GroupInFlight | None] = SimpleQueue()  # None: only wake up
 
-    def start(self, claim: Claim, version: int) -> GroupInFlight:
-        group = GroupInFlight(claim, version)
-        try:
-            prepared = self._trainer.prepare_groups([claim.job.row], claim.job.num_generations)
-        except Exception as error:  # noqa: BLE001  # a row or a template that TRL cannot take belongs to the job
-            group.error, group.traceback = error, traceback.format_exc()
-            self._events.put(group)
-            return group
-        self._prepared[group] = prepared
-        turn = Turn(group, 0, prepared.prompt_ids, partial(self._events.put, group))
-        group.turns.append(turn)
-        self._events.put(turn)
-        return group
+    def start(self, claims: Sequence[Claim], version: int) -> list[GroupInFlight]:
+        groups = [GroupInFlight(claim, version) for claim in claims]
+        _together(self._prepare, groups)
+        for group in groups:
+            self._events.put(group if group.error else group.turns[0])
+        return groups
 
     def events(self, timeout_s: float) -> list[Turn | GroupInFlight]:
         found: list[Turn | GroupInFlight] = []
@@ -55,25 +49,52 @@ class WholeGroups:
             while True:
                 event = self._events.get(timeout=timeout_s)
                 timeout_s = 0
-                if isinstance(event, GroupInFlight):
-                    self._finish(event)
                 if event is not None:
                     found.append(event)
         except Empty:
+            ended = [event for event in found if isinstance(event, GroupInFlight) and event.error is None]
+            for version in sorted({group.version for group in ended}):
+                self._finish([group for group in ended if group.version == version])
             return found
 
     def wake(self) -> None:
         self._events.put(None)
 
-    def _finish(self, group: GroupInFlight) -> None:
-        """All its tokens are there, or none will be."""
-        if (prepared := self._prepared.pop(group, None)) is None:
-            return  # it never got so far
-        trainer, (turn,) = self._trainer, group.turns
-        trainer.state.global_step = group.version  # what a reward function sees as `trainer_state`
-        try:
-            (group.group,) = trainer.finish_groups(prepared, turn.sampled())
-            group.result = self._afterwards(trainer, group)
-        except Exception as error:  # noqa: BLE001  # as above; the user's rewards may run inside, too
-            group.error, group.traceback = error, traceback.format_exc()
-        group.seconds = time.monotonic() - group.started
+    def _prepare(self, groups: Sequence[GroupInFlight]) -> None:
+        jobs = [group.claim.job for group in groups]
+        prepared = self._trainer.prepare_groups([job.row for job in jobs], jobs[0].num_generations)
+        for group, one in zip(groups, prepared, strict=True):
+            self._prepared[group] = one
+            group.turns.append(Turn(group, 0, one.prompt_ids, partial(self._events.put, group)))
+
+    def _finish(self, groups: Sequence[GroupInFlight]) -> None:
+        """All tokens of these groups are there, or none of one will be."""
+        self._trainer.state.global_step = groups[0].version  # what a reward function sees as `trainer_state`
+        _together(self._complete, groups)
+        for group in groups:
+            if group.error is None:
+                _together(self._see_to, [group])
+            group.seconds = time.monotonic() - group.started
+            self._prepared.pop(group, None)
+
+    def _complete(self, groups: Sequence[GroupInFlight]) -> None:
+        sampled = [group.turns[0].sampled() for group in groups]
+        made = self._trainer.finish_groups([self._prepared[group] for group in groups], sampled)
+        for group, one in zip(groups, made, strict=True):
+            group.group = one
+
+    def _see_to(self, groups: Sequence[GroupInFlight]) -> None:
+        for group in groups:
+            group.result = self._afterwards(self._trainer, group)
+
+
+def _together(work: Callable[[Sequence[GroupInFlight]], None], groups: Sequence[GroupInFlight]) -> None:
+    """Do it for all groups at once, which is quicker, or for each alone where that fails: an error costs one group."""
+    try:
+        work(groups)
+    except Exception as error:  # noqa: BLE001  # a row or a template that TRL cannot take, or a reward: it belongs to the job
+        if len(groups) == 1:
+            groups[0].error, groups[0].traceback = error, traceback.format_exc()
+            return
+        for group in groups:
+            _together(work, [group])

@@ -102,8 +102,10 @@ class Worker(ABC):
         if self._server_died_at is not None or self._scoring.backlog:
             return []
         started = time.monotonic()
+        if not (room := self._room()):
+            return []
         try:
-            claims = self._queue.claim(self._room(), skip=self._better_left_to_others())
+            claims = self._queue.claim(room, skip=self._better_left_to_others())
         except DiskFullError as error:  # a broken file could not be set aside; its job waits with us
             logger.warning("{} Waiting for room.", error)
             time.sleep(DISK_FULL_RETRY_S)
