@@ -4,8 +4,9 @@ The engine is ours, or the one that Unsloth put into the model (`fast_inference=
 model's own: then only the adapter is taken on.
 
 The engine core runs in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), so its model's parameters are at hand: new
-weights are copied from the mapped memory straight into them by the model's own `load_weights`, which knows how q, k and
-v, or gate and up, are fused. `tests/with_vllm/test_vllm_engine.py` names the private name that moved.
+weights are copied from the mapped memory straight into them, the first time by the model's own `load_weights`, which
+knows how q, k and v, or gate and up, are fused, and from then on as it was seen to do it (`copy_plan`).
+`tests/with_vllm/test_vllm_engine.py` names the private name that moved.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers import set_seed
 
 from async_grpo.engine_choice import engine_inside
 from async_grpo.errors import UnsupportedError
+from async_grpo.rollout.copy_plan import CopyPlan, watch
 from async_grpo.rollout.vllm_options import adapter_of, engine_options, needs_text, sampling_options
 from async_grpo.run_dir import fresh_folder
 
@@ -118,7 +120,7 @@ class VLLMEngine:
         self._adapters_at_once = min(ADAPTERS_AT_ONCE, settings.lora_config.max_loras) if self._adapter else 0
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         self._in_place = _weights_stay_as_loaded(self._runner.get_model())
-        self._wanted = {_plain(name) for name, _ in self._runner.get_model().named_parameters()}
+        self._copies: CopyPlan | None = None
         self._base_loaded = False
         self._adapters: dict[int, LoRARequest] = {}  # by policy version
         self._adapters_loaded = 0
@@ -195,14 +197,21 @@ class VLLMEngine:
         self._engine.reset_prefix_cache(reset_running_requests=self._in_flight_update)
 
     def _load_base(self, tensors: Mapping[str, Tensor]) -> None:
-        model = self._runner.get_model()
-        weights = _as_in_a_checkpoint(tensors)
+        weights = dict(_as_in_a_checkpoint(tensors))
         if not self._in_place:
-            self._runner.reload_weights(weights_iterator=weights)
+            self._runner.reload_weights(weights_iterator=iter(weights.items()))
             return
         with torch.no_grad():
-            loaded = model.load_weights(weights)
-        missing = sorted(self._wanted - {_plain(name) for name in loaded})
+            if self._copies is not None and self._copies.fits(weights):
+                self._copies.repeat(weights)
+            else:
+                model = self._runner.get_model()
+                self._copies = watch(lambda: self._load_all(model, weights), model, weights)
+
+    def _load_all(self, model: Any, weights: Mapping[str, Tensor]) -> None:
+        loaded = model.load_weights(iter(weights.items()))
+        wanted = {_plain(name) for name, _ in model.named_parameters()}
+        missing = sorted(wanted - {_plain(name) for name in loaded})
         if missing:
             raise UnsupportedError(
                 f"vLLM's model has {len(missing)} parameters that the trainer does not publish, the first is "
