@@ -109,8 +109,16 @@ class OwnLoop(GRPOTrainer):
         return first
 
 
-def test_a_loop_of_the_users_own_is_left_alone(tmp_path: Path) -> None:
-    worker: Any = build_trainer(tmp_path, trainer_class=OwnLoop, max_completion_length=TOKENS)
+class OwnBatch(GRPOTrainer):
+    """Sees every batch, and may count them."""
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
+        return super()._generate_and_score_completions(inputs)
+
+
+@pytest.mark.parametrize("kind", [OwnLoop, OwnBatch])
+def test_a_loop_of_the_users_own_is_left_alone(kind: type[GRPOTrainer], tmp_path: Path) -> None:
+    worker: Any = build_trainer(tmp_path, trainer_class=kind, max_completion_length=TOKENS)
     make_rollout_trainer(worker)
     assert not worker.samples_whole
     early: list[Any] = []

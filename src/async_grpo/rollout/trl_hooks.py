@@ -74,7 +74,7 @@ class RolloutMixin(UserTrainer):
     `generator`; scoring is left to `score()`, so that it can be done group by group."""
 
     generator: Generator
-    trl_generates: bool  # not a `_generate` of the user's
+    trl_generates: bool  # and no method of the user's
     _rows: Sequence[dict[str, Any]]  # of the groups that are being generated
     _hand_over: HandOver | None = None
     _preparing: bool = False
@@ -261,7 +261,10 @@ def make_rollout_trainer(trainer: GRPOTrainer) -> None:
         trainer.args.use_vllm = trainer.use_vllm = False
     elif trainer.args.use_vllm:
         raise UnsupportedError("use_vllm=True was set after the trainer was built: give it to the GRPOConfig.")
-    trainer.trl_generates = user_class._generate is TRLTrainer._generate
+    trainer.trl_generates = all(
+        getattr(user_class, name) is getattr(TRLTrainer, name)
+        for name in ("_generate", "_generate_and_score_completions")
+    )
     trainer.__class__ = type(f"Rollout{user_class.__name__}", (RolloutMixin, user_class), {})
     trainer.ref_model = None  # its log-probabilities are the training side's
     model = trainer.model

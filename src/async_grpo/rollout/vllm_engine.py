@@ -121,6 +121,7 @@ class VLLMEngine:
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         self._in_place = _weights_stay_as_loaded(self._runner.get_model())
         self._copies: CopyPlan | None = None
+        self._watched = False  # loading was, to find the plan; not every model has one
         self._base_loaded = False
         self._adapters: dict[int, LoRARequest] = {}  # by policy version
         self._adapters_loaded = 0
@@ -204,11 +205,14 @@ class VLLMEngine:
         with torch.no_grad():
             if self._copies is not None and self._copies.fits(weights):
                 self._copies.repeat(weights)
+            elif self._watched:
+                self._load_all(weights)
             else:
-                model = self._runner.get_model()
-                self._copies = watch(lambda: self._load_all(model, weights), model, weights)
+                self._copies = watch(lambda: self._load_all(weights), self._runner.get_model(), weights)
+                self._watched = True
 
-    def _load_all(self, model: Any, weights: Mapping[str, Tensor]) -> None:
+    def _load_all(self, weights: Mapping[str, Tensor]) -> None:
+        model = self._runner.get_model()
         loaded = model.load_weights(iter(weights.items()))
         wanted = {_plain(name) for name, _ in model.named_parameters()}
         missing = sorted(wanted - {_plain(name) for name in loaded})
