@@ -1,7 +1,4 @@
-"""Scores groups beside generation, so that a slow reward (a judge, a sandbox, an API) does not stall the engine.
-
-A reward that has proven quick is called at once instead: handing it to a thread would take longer than it does.
-"""
+"""Scores groups beside generation, so that a slow reward (a judge, a sandbox, an API) does not stall the engine."""
 
 from __future__ import annotations
 
@@ -21,9 +18,6 @@ if TYPE_CHECKING:
 
 Key = TypeVar("Key")
 
-QUICK_S = 0.002  # a group that is scored in less is not worth a thread
-QUICK_IN_A_ROW = 8  # groups that must have been quick before the next one is scored without a thread
-
 
 @dataclass(frozen=True, slots=True)
 class Scored(Generic[Key]):
@@ -39,8 +33,6 @@ class Scored(Generic[Key]):
 class Scoring(Generic[Key]):
     """Up to `at_most` groups at a time, each in a thread of its own; they come back as they are done.
 
-    Without a thread once the last groups were quick. One that is slow then stalls the caller, so twice as many must be
-    quick before the next one is tried so: a reward that is slow now and then costs a few stalls and no more.
     Asynchronous reward functions of all groups share TRL's one event loop.
     """
 
@@ -49,8 +41,6 @@ class Scoring(Generic[Key]):
         self._at_most = at_most
         self._waiting: deque[tuple[Key, GeneratedGroup]] = deque()
         self._running = 0
-        self._quick_in_a_row = 0
-        self._enough_in_a_row = QUICK_IN_A_ROW
         self._threads = KeptThreads()
         self._done: SimpleQueue[Scored[Key]] = SimpleQueue()
         self.on_done: Callable[[], None] = lambda: None  # called in a scoring thread: an outcome can be had
@@ -67,27 +57,16 @@ class Scoring(Generic[Key]):
 
     def start(self, key: Key, group: GeneratedGroup) -> None:
         """Have `group` scored; its outcome comes out of `finished` with `key`."""
-        if self._is_quick() and not self._waiting:
-            self._running += 1
-            self._done.put(outcome := score_one(self._score, key, group))
-            if outcome.seconds >= QUICK_S:
-                self._enough_in_a_row *= 2
-            return
         self._waiting.append((key, group))
         self._fill()
-
-    def _is_quick(self) -> bool:
-        return self._quick_in_a_row >= self._enough_in_a_row
 
     def finished(self, timeout_s: float) -> list[Scored[Key]]:
         """What is done by now; waits up to `timeout_s` for the first."""
         outcomes: list[Scored[Key]] = []
         try:
             while True:
-                outcome = self._done.get(timeout=0 if outcomes else timeout_s)
-                outcomes.append(outcome)
+                outcomes.append(self._done.get(timeout=0 if outcomes else timeout_s))
                 self._running -= 1
-                self._quick_in_a_row = self._quick_in_a_row + 1 if outcome.seconds < QUICK_S else 0
         except Empty:
             self._fill()
             return outcomes
