@@ -61,7 +61,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch do
     """Notes each copy that reads one of the tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
         self._tensors = tensors
         self.copies: list[_Copy] = []
 

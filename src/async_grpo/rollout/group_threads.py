@@ -14,11 +14,10 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import PeerDiedError, WaitTimeoutError
-from async_grpo.rollout.in_flight import Afterwards, GroupInFlight, Turn
+from async_grpo.rollout.in_flight import Afterwards, Events, GroupInFlight, Turn
 from async_grpo.rollout.kept_threads import KeptThreads
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class GroupThreads:
         self._baton = threading.Lock()
         self.code_since = 0.0  # when a group's own code last began to run, or was let go on (monotonic seconds)
         self._engine_thread = threading.current_thread()
-        self._events: SimpleQueue[Turn | GroupInFlight | None] = SimpleQueue()  # None: only wake up
+        self._events = Events()
 
     def start(self, claims: Sequence[Claim], version: int) -> list[GroupInFlight]:
         return [self._start(claim, version) for claim in claims]
@@ -71,18 +70,10 @@ class GroupThreads:
         return group
 
     def events(self, timeout_s: float) -> list[Turn | GroupInFlight]:
-        found: list[Turn | GroupInFlight] = []
-        try:
-            while True:
-                event = self._events.get(timeout=timeout_s)
-                timeout_s = 0
-                if event is not None:
-                    found.append(event)
-        except Empty:
-            return found
+        return self._events.take(timeout_s)
 
     def wake(self) -> None:
-        self._events.put(None)
+        self._events.wake()
 
     def have_sampled(self, group: GroupInFlight, prompt_ids: Sequence[list[int]]) -> Turn:
         """Called by a group's thread: let the other groups go on until the tokens are there."""

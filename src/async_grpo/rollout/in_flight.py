@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -77,6 +78,32 @@ class GroupInFlight:
     def oldest_version(self) -> int:
         """The oldest weights that sampled any of its tokens."""
         return min((version for turn in self.turns for row in turn.versions for version in row), default=self.version)
+
+
+class Events:
+    """What happened to groups, for the thread that steps the engine; from any thread."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Turn | GroupInFlight | None] = SimpleQueue()  # None: only wake up
+
+    def put(self, event: Turn | GroupInFlight) -> None:
+        self._queue.put(event)
+
+    def wake(self) -> None:
+        """End a wait: there is something else to do."""
+        self._queue.put(None)
+
+    def take(self, timeout_s: float) -> list[Turn | GroupInFlight]:
+        """All there are; waits up to `timeout_s` for the first, or for `wake`."""
+        found: list[Turn | GroupInFlight] = []
+        try:
+            while True:
+                event = self._queue.get(timeout=timeout_s)
+                timeout_s = 0
+                if event is not None:
+                    found.append(event)
+        except Empty:
+            return found
 
 
 class GroupCode(Protocol):

@@ -11,10 +11,9 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.rollout.in_flight import Afterwards, GroupInFlight, Turn
+from async_grpo.rollout.in_flight import Afterwards, Events, GroupInFlight, Turn
 
 if TYPE_CHECKING:
     from async_grpo.job_queue import Claim
@@ -34,7 +33,7 @@ class WholeGroups:
         self._afterwards = afterwards
         self._prepared: dict[GroupInFlight, PreparedGroup] = {}
         self.code_since = 0.0  # no group's code ever runs beside the engine
-        self._events: SimpleQueue[Turn | GroupInFlight | None] = SimpleQueue()  # None: only wake up
+        self._events = Events()
 
     def start(self, claims: Sequence[Claim], version: int) -> list[GroupInFlight]:
         groups = [GroupInFlight(claim, version) for claim in claims]
@@ -44,21 +43,14 @@ class WholeGroups:
         return groups
 
     def events(self, timeout_s: float) -> list[Turn | GroupInFlight]:
-        found: list[Turn | GroupInFlight] = []
-        try:
-            while True:
-                event = self._events.get(timeout=timeout_s)
-                timeout_s = 0
-                if event is not None:
-                    found.append(event)
-        except Empty:
-            ended = [event for event in found if isinstance(event, GroupInFlight) and event.error is None]
-            for version in sorted({group.version for group in ended}):
-                self._finish([group for group in ended if group.version == version])
-            return found
+        found = self._events.take(timeout_s)
+        ended = [event for event in found if isinstance(event, GroupInFlight) and event.error is None]
+        for version in sorted({group.version for group in ended}):
+            self._finish([group for group in ended if group.version == version])
+        return found
 
     def wake(self) -> None:
-        self._events.put(None)
+        self._events.wake()
 
     def _prepare(self, groups: Sequence[GroupInFlight]) -> None:
         jobs = [group.claim.job for group in groups]
