@@ -122,7 +122,7 @@ def listing(folder: Path, replaced: dict[str, object] | None = None) -> str:
             within = (replaced or {}).get(path.name) or [
                 line_of(inner, str(inner.relative_to(folder)))
                 for inner in sorted(path.rglob("*"))
-                if inner.is_file() and not inner.name.startswith("events.")
+                if not inner.is_dir() and not inner.name.startswith("events.")
             ]
             assert isinstance(within, list)
             lines += [f"  {line}" for line in within[:SHOWN]]

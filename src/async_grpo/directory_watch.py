@@ -12,7 +12,6 @@ import select
 import struct
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,12 +61,6 @@ class DirectoryWatch:
         if self._fd in ready:
             self._read(woken)
         return woken
-
-    def forget(self) -> None:
-        """Drop the events so far: who lists the directory now sees what they told."""
-        if not self.blind:
-            with suppress(BlockingIOError):
-                os.read(self._fd, 1 << 16)
 
     def close(self) -> None:
         if self._fd >= 0:

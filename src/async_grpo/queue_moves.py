@@ -8,11 +8,13 @@ import os
 from contextlib import suppress
 
 from async_grpo.errors import DiskFullError
+from async_grpo.job_pipe import JobPipe
 from async_grpo.queue_files import Files
 from async_grpo.queue_names import (
     BROKEN,
     COMPLETE,
     FAILED,
+    PENDING_END,
     PROCESSING,
     JobName,
     parse_name,
@@ -29,14 +31,16 @@ _REASON_BYTES = 1 << 20
 class Moves:
     """The queue's files as one process sees them.
 
-    `owner` (server or dev{N}) begins the names of its temporary files.
+    `owner` (server or dev{N}) has a folder of tmp/ of its own: processes that create files in the same one wait for
+    each other, which on ext4 halves what four workers can do. Jobs that become pending are announced in `pipe`.
     """
 
-    def __init__(self, files: Files, owner: str) -> None:
+    def __init__(self, files: Files, owner: str, pipe: JobPipe) -> None:
         self.files = files
+        self._pipe = pipe
         self._owner = owner
         self._numbers = itertools.count()
-        self._made: set[str] = set()  # folders of done/ that are there
+        self._made: set[str] = set()  # folders that are there
 
     def listing(self) -> list[JobName]:
         """Every job file in queue/, in no order; other files are not ours and are ignored."""
@@ -49,9 +53,10 @@ class Moves:
 
         `DiskFullError` if there is no room.
         """
-        temporary = f"tmp/{self._owner}.{os.getpid()}.{next(self._numbers)}"
+        folder = f"tmp/{self._owner}"
+        temporary = f"{folder}/{os.getpid()}.{next(self._numbers)}"
         try:
-            self.files.create(temporary, data)
+            self._create(folder, temporary, data)
             if durable:
                 self.files.sync(temporary)
             self.files.rename(temporary, to)
@@ -59,6 +64,7 @@ class Moves:
             with suppress(OSError):
                 self.files.unlink(temporary)
             raise _named(error, to) from error
+        self._tell(to)
         if durable:
             self.files.sync(to.rpartition("/")[0])
 
@@ -70,6 +76,7 @@ class Moves:
             return False
         except OSError as error:
             raise _named(error, to) from error
+        self._tell(to)
         return True
 
     def drop(self, path: str) -> bool:
@@ -82,17 +89,19 @@ class Moves:
 
     def clear_temporaries(self, owner: str) -> None:
         """Remove what a dead `owner` left half-written. Whoever calls this holds the owner's lock."""
-        for entry in self.files.names("tmp"):
-            if entry.startswith(f"{owner}."):
-                self.drop(f"tmp/{entry}")
+        folder = f"tmp/{owner}"
+        for entry in self.files.names(folder) if self.files.exists(folder) else ():
+            self.drop(f"{folder}/{entry}")
 
     def archive(self, name: JobName, state: str = COMPLETE) -> bool:
         """Move a finished group from queue/ to its folder of done/."""
         folder = shard(name.seq)
-        if folder not in self._made:
-            self.files.make_folder(folder)
-            self._made.add(folder)
-        return self.move(f"queue/{name}", f"{folder}/{name.becomes(state, name.device)}")
+        self._make(folder)
+        target = f"{folder}/{name.becomes(state, name.device)}"
+        if self.move(f"queue/{name}", target):
+            return True
+        self._make(folder, again=True)
+        return self.move(f"queue/{name}", target)
 
     def set_aside(self, name: JobName, kind: str, reason: str) -> bool:
         """Move a file to quarantine/. The reason is there first, so nothing is ever set aside without one."""
@@ -132,18 +141,37 @@ class Moves:
                 released.append(name.seq)
         return released
 
-    def reason(self, set_aside: str) -> str:
-        """The text that says why a file is in quarantine/."""
+    def _create(self, folder: str, path: str, data: bytes) -> None:
+        self._make(folder)
         try:
-            return self.files.read(f"quarantine/{reason_name(set_aside)}").decode(errors="replace")
+            self.files.create(path, data)
         except FileNotFoundError:
-            return "no reason was written"
+            self._make(folder, again=True)
+            self.files.create(path, data)
+
+    def _make(self, folder: str, *, again: bool = False) -> None:
+        """again: somebody who tidied up may have deleted it."""
+        if again or folder not in self._made:
+            self.files.make_folder(folder)
+            self._made.add(folder)
+
+    def _tell(self, path: str) -> None:
+        if path.endswith(PENDING_END):
+            self._pipe.announce([path.removeprefix("queue/").removesuffix(PENDING_END)])
 
     def _result_exists(self, claim: JobName) -> bool:
         """First queue/, then done/: that is the way a result goes, so it cannot slip past."""
         result = claim.becomes(COMPLETE, claim.device)
         broken = f"quarantine/{set_aside_name(result, BROKEN)}"
         return any(map(self.files.exists, (f"queue/{result}", f"{shard(claim.seq)}/{result}", broken)))
+
+
+def reason_of(files: Files, set_aside: str) -> str:
+    """The text that says why a file is in quarantine/."""
+    try:
+        return files.read(f"quarantine/{reason_name(set_aside)}").decode(errors="replace")
+    except FileNotFoundError:
+        return "no reason was written"
 
 
 def _limited(reason: str) -> bytes:

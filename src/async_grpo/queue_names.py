@@ -45,11 +45,16 @@ class JobName(NamedTuple):
 
     def __str__(self) -> str:
         device = f"{_LINK[self.state]}{self.device}" if self.state in _LINK else ""
-        return f"{self.seq:010d}.a{self.attempt:02d}_{self.state}{device}{_SUFFIX}"
+        return f"{self.job}_{self.state}{device}{_SUFFIX}"
 
     @property
     def stem(self) -> str:
         return str(self).removesuffix(_SUFFIX)
+
+    @property
+    def job(self) -> str:
+        """The job and its attempt without the state, e.g. `0000000042.a00`."""
+        return f"{self.seq:010d}.a{self.attempt:02d}"
 
     def pending(self, attempt: int) -> JobName:
         return JobName(self.seq, attempt, PENDING)

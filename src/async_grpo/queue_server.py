@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 from async_grpo.directory_watch import IN_MOVED_TO, DirectoryWatch, sleep_until
 from async_grpo.errors import BadFileError, QueueError, RunDirError
 from async_grpo.job_file import decode_group, encode_job
+from async_grpo.job_pipe import JobPipe
 from async_grpo.locks import describe_holder
 from async_grpo.queue_files import Files, OsFiles, prepare_root
 from async_grpo.queue_liveness import (
@@ -24,7 +25,7 @@ from async_grpo.queue_liveness import (
     server_lock,
     worker_lock,
 )
-from async_grpo.queue_moves import DEFAULT_MAX_ATTEMPTS, Moves
+from async_grpo.queue_moves import DEFAULT_MAX_ATTEMPTS, Moves, reason_of
 from async_grpo.queue_names import (
     BROKEN,
     COMPLETE,
@@ -75,7 +76,8 @@ class ServerQueue:
         self.healing = Healing()
         self.given_up: dict[int, GivenUp] = {}  # in the order in which it was noticed
         self._max_attempts, self._max_open = max_attempts, max_open
-        self._moves = Moves(files, "server")
+        self._pipe = JobPipe(root)
+        self._moves = Moves(files, "server", self._pipe)
         self._lock = server_lock(root)
         self._open: dict[int, Job] = {}
         self._attempts: dict[int, int] = {}  # highest attempt that this server issued of an open job
@@ -135,6 +137,7 @@ class ServerQueue:
         os.close(self._death)
         self._death = -1
         self._lock.release()
+        self._pipe.close()
         self._moves.files.close()
 
     def submit(self, job: Job) -> None:
@@ -343,9 +346,9 @@ class ServerQueue:
         aside = [entry for entry in entries if entry and entry.seq == seq and entry.attempt >= self._attempts[seq]]
         last = max(aside, key=lambda entry: (entry.attempt, entry.kind == FAILED), default=None)
         if last is not None and last.kind == FAILED:
-            self._give_up(seq, last.attempt, self._moves.reason(last.name))
+            self._give_up(seq, last.attempt, reason_of(self._moves.files, last.name))
         elif last is not None:
-            self._issue_again(seq, last.attempt + 1, self._moves.reason(last.name))
+            self._issue_again(seq, last.attempt + 1, reason_of(self._moves.files, last.name))
             self.healing.broken += 1
         else:
             self._looks[seq] = self._looks.get(seq, 0) + 1

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from async_grpo.job_pipe import JobPipe
 from async_grpo.queue_files import Files, OsFiles
-from async_grpo.queue_moves import Moves
+from async_grpo.queue_moves import Moves, reason_of
 from async_grpo.queue_names import (
     COMPLETE,
     FAILED,
@@ -57,15 +58,15 @@ def quarantined(root: Path | str) -> list[Quarantined]:
     """Everything that was set aside, by job, each with its reason."""
     files = OsFiles(Path(root))
     try:
-        return sorted(Quarantined(*aside, Moves(files, "view").reason(aside.name)) for aside in _set_aside(files))
+        return sorted(Quarantined(*aside, reason_of(files, aside.name)) for aside in _set_aside(files))
     finally:
         files.close()
 
 
 def retry_given_up(root: Path | str, seq: int) -> bool:
     """Give a job of quarantine/ one more try, on a live run or not; False if no such job was given up."""
-    files = OsFiles(Path(root))
-    moves = Moves(files, "operator")
+    files, pipe = OsFiles(Path(root)), JobPipe(Path(root))
+    moves = Moves(files, "operator", pipe)
     try:
         for aside in _set_aside(files):
             if (aside.seq, aside.kind) == (seq, FAILED):
@@ -75,6 +76,7 @@ def retry_given_up(root: Path | str, seq: int) -> bool:
                     return True
         return False
     finally:
+        pipe.close()
         files.close()
 
 

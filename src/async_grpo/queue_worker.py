@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection
-from heapq import nsmallest
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from async_grpo.directory_watch import IN_MOVED_TO, DirectoryWatch, sleep_until
+from async_grpo.directory_watch import sleep_until
 from async_grpo.errors import BadFileError, DiskFullError, QueueError
 from async_grpo.job_file import decode_job, encode_group
+from async_grpo.job_pipe import JobPipe
 from async_grpo.locks import describe_holder
 from async_grpo.queue_files import Files, OsFiles, prepare_root
 from async_grpo.queue_liveness import LOOK_S, live_workers, server_lock, worker_lock
@@ -20,9 +20,8 @@ from async_grpo.queue_names import BROKEN, COMPLETE, PENDING_END, PROCESSING, Jo
 from async_grpo.queue_view import counts_of
 from async_grpo.records import Job, RolloutGroup
 
-_CACHED_NAMES = 64  # pending names that a worker remembers, so that it does not list the directory for every claim
+_BELIEVE_S = 0.05  # how long a worker goes by the pipe alone: an older job that is not in it must not wait behind newer
 _COUNT_S = 1.0
-_CACHE_S = 0.05  # how long: an older job that is pending again must not wait behind newer ones
 _TAKEOVER_S = 5.0  # how long a starting worker waits while the server tidies up after its predecessor
 
 
@@ -43,14 +42,13 @@ class WorkerQueue:
     def __init__(self, root: Path, device: int, files: Files, *, durable: bool) -> None:
         self.root, self.device = root, device
         self._durable = durable
-        self._moves = Moves(files, f"dev{device}")
+        self._pipe = JobPipe(root)
+        self._moves = Moves(files, f"dev{device}", self._pipe)
         self._lock = worker_lock(root, device)
         self._claims: dict[int, Claim] = {}
-        self._cache: deque[JobName] = deque()
-        self._cache_until = 0.0
+        self._look_at = 0.0  # when to look at the directory although the pipe is not empty (monotonic seconds)
         self._counted, self._counted_until = 0, 0.0
         self._server: dict[str, object] = {}
-        self._watch = DirectoryWatch({root / "queue": IN_MOVED_TO})
 
     @classmethod
     def open(
@@ -80,7 +78,7 @@ class WorkerQueue:
                 entered = queue._enter(device, patient=worker_id is not None)
             finally:
                 if not entered:
-                    queue._watch.close()
+                    queue._pipe.close()
                     queue._lock.release()
             if entered:
                 return queue
@@ -114,7 +112,7 @@ class WorkerQueue:
             for claim in list(self._claims.values()):
                 self.hand_back(claim)
         finally:
-            self._watch.close()
+            self._pipe.close()
             self._lock.release()
             self._moves.files.close()
 
@@ -126,28 +124,28 @@ class WorkerQueue:
         `DiskFullError` if the oldest file is unusable and there is no room to say so: nothing was claimed.
         """
         self._lock.require()
-        if time.monotonic() >= self._cache_until:
-            self._cache.clear()
+        jobs, looked = self._told(skip), False
         claims: list[Claim] = []
-        may_list = True
-        while len(claims) < limit:
-            if not self._cache and may_list:
-                self._list_pending(skip)
-                may_list = False
-            if not self._cache or (self._cache[0].attempt and claims):
-                break
-            name = self._cache.popleft()
-            try:
-                claim = None if name.seq in skip else self._claim(name)
-            except DiskFullError:
-                if claims:
+        try:
+            while len(claims) < limit and (jobs or not (claims or looked)):
+                if not jobs:
+                    jobs, looked = self._look(skip), True
+                    continue
+                name = parse_name(jobs[0] + PENDING_END)
+                if claims and name and name.attempt:
                     break
+                jobs.popleft()
+                claim = self._claim(name) if name else None
+                if claim is not None:
+                    claims.append(claim)
+                    self._claims[claim.job.seq] = claim
+                    if claim.attempt:
+                        break
+        except DiskFullError:
+            if not claims:
                 raise
-            if claim is not None:
-                claims.append(claim)
-                self._claims[claim.job.seq] = claim
-                if name.attempt:
-                    break
+        finally:
+            self._pipe.announce(list(jobs))
         return claims
 
     def complete(self, claim: Claim, group: RolloutGroup) -> None:
@@ -180,18 +178,16 @@ class WorkerQueue:
         self._claims.pop(claim.job.seq, None)
 
     def wait(self, timeout_s: float, skip: Collection[int] = ()) -> bool:
-        """Sleep until a job is pending that is not in `skip`; False when the time is over."""
+        """Sleep until there may be a job that is not in `skip`; False when the time is over."""
         deadline = time.monotonic() + timeout_s
-        self._list_pending(skip)
-        while not self._cache:
+        while True:
+            if jobs := self._look(skip):
+                self._pipe.announce(list(jobs))
+                return True
             if time.monotonic() >= deadline:
                 return False
-            woken = self._watch.wait(sleep_until(deadline, LOOK_S))
-            if woken.look or not woken.names:
-                self._list_pending(skip)
-            else:
-                self._remember(woken.names, skip)
-        return True
+            if self._pipe.wait(sleep_until(deadline, LOOK_S)):
+                return True
 
     def pending(self) -> int:
         """Jobs that want a worker."""
@@ -216,16 +212,17 @@ class WorkerQueue:
         """The server's lock file says which run it serves and how often a job may be tried."""
         self._server = dict(server_lock(self.root).last_owner())
 
-    def _list_pending(self, skip: Collection[int]) -> None:
-        self._watch.forget()  # before the look, so that nothing falls between the two
-        self._remember(self._moves.files.names("queue"), skip)
+    def _told(self, skip: Collection[int]) -> deque[str]:
+        """Jobs in the pipe, the oldest first; none when it is time to look at the directory instead."""
+        jobs = self._pipe.take() if time.monotonic() < self._look_at else []
+        return _oldest_first(jobs, skip)
 
-    def _remember(self, entries: list[str], skip: Collection[int]) -> None:
-        entries = [entry for entry in entries if entry.endswith(PENDING_END)]
-        if skip:
-            entries = [entry for entry in entries if (name := parse_name(entry)) and name.seq not in skip]
-        self._cache = deque(filter(None, map(parse_name, nsmallest(_CACHED_NAMES, entries))))
-        self._cache_until = time.monotonic() + _CACHE_S
+    def _look(self, skip: Collection[int]) -> deque[str]:
+        """Every pending job, the oldest first. None is in the pipe any more: announce those that others may have."""
+        self._pipe.take(everything=True)  # before the look, so that nothing falls between the two
+        self._look_at = time.monotonic() + _BELIEVE_S
+        entries = [entry for entry in self._moves.files.names("queue") if entry.endswith(PENDING_END)]
+        return _oldest_first([entry.removesuffix(PENDING_END) for entry in entries if parse_name(entry)], skip)
 
     def _claim(self, name: JobName) -> Claim | None:
         """One rename.
@@ -251,3 +248,9 @@ class WorkerQueue:
                 raise
             return None
         return Claim(job, name.attempt, mine)
+
+
+def _oldest_first(jobs: list[str], skip: Collection[int]) -> deque[str]:
+    if skip:
+        jobs = [job for job in jobs if (name := parse_name(job + PENDING_END)) and name.seq not in skip]
+    return deque(sorted(jobs))

@@ -73,7 +73,7 @@ def tiny_disk(root: Path, log_path: Path, jobs: int) -> dict[str, object]:
 
 def check_visible(root: Path) -> None:
     """Every visible file is whole, and nothing temporary is left."""
-    assert not list((root / "tmp").iterdir())
+    assert not leftovers(root, ["tmp"])
     for path in (root / "queue").iterdir():
         assert parse_name(path.name), path
         assert path.stat().st_size > 100, path

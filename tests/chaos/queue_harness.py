@@ -214,8 +214,8 @@ def execute(worker: WorkerQueue, claim: Claim, log: Log, work_s: float = 0.0) ->
 
 
 def claim_now(worker: WorkerQueue, limit: int) -> list[Claim]:
-    """Claim without the names that the worker remembers."""
-    worker._cache_until = 0
+    """Claim with a look at the directory, whatever the pipe tells."""
+    worker._look_at = 0.0
     return worker.claim(limit)
 
 
@@ -243,9 +243,10 @@ def _take_turns(trainer: Trainer, worker: WorkerQueue, total: int, log: Log, poi
     raise AssertionError(f"did not drain: {left}")
 
 
-def leftovers(root: Path) -> list[str]:
+def leftovers(root: Path, folders: Iterable[str] = ("queue", "tmp")) -> list[str]:
     """Files that must not be there once everything is drained."""
-    return sorted(str(path.relative_to(root)) for name in ("queue", "tmp") for path in (root / name).iterdir())
+    found = (path for name in folders for path in (root / name).rglob("*"))
+    return sorted(str(path.relative_to(root)) for path in found if path.is_file())
 
 
 class WrappedFiles:

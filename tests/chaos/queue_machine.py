@@ -108,11 +108,23 @@ class QueueMachine(RuleBasedStateMachine):
                 self.claims[number] = []
         return number in self.workers
 
-    @rule(number=workers, limit=st.integers(1, 3))
-    def claim(self, number: int, limit: int) -> None:
+    @rule(number=workers, limit=st.integers(1, 3), told=st.booleans())
+    def claim(self, number: int, limit: int, told: bool = False) -> None:
+        """told: take what the pipe tells, if it tells anything; else look at the directory."""
         if self._start_worker(number):
             with suppress(DiskFullError):
-                self.claims[number] += claim_now(self.workers[number], limit)
+                claim = WorkerQueue.claim if told else claim_now
+                self.claims[number] += claim(self.workers[number], limit)
+
+    @rule(lie=st.sampled_from(["lost", "stale", "garbage", "deleted"]))
+    def the_pipe_lies(self, lie: str) -> None:
+        pipe = self.trainer.queue._pipe
+        told = {"stale": [f"{seq:010d}.a00" for seq in range(JOBS)], "garbage": ["x", "..", "9" * 15, "a00"]}
+        if lie == "lost":
+            pipe.take(everything=True)
+        elif lie == "deleted":
+            pipe._path.unlink(missing_ok=True)
+        pipe.announce(told.get(lie, []))
 
     def _claims_of(self, number: int) -> list[Claim]:
         """What a worker has; it claims something if it has nothing."""
@@ -155,7 +167,7 @@ class QueueMachine(RuleBasedStateMachine):
         del self.claims[number]
         worker = self.workers.pop(number)
         worker._lock.release()
-        worker._watch.close()
+        worker._pipe.close()
 
     def _claimed_by(self, number: int) -> set[int]:
         return {int(path.name[:10]) for path in (self.root / "queue").glob(f"*_processing_by_dev{number}.*")}

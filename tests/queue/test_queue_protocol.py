@@ -91,7 +91,7 @@ def test_a_job_that_failed_is_claimed_alone_and_given_up_at_the_third_time(
         [claim] = claims
         assert (claim.job.seq, claim.attempt) == (0, attempt)
         worker.fail(claim, f"Traceback: try {attempt}")
-        worker._cache_until = 0
+        worker._look_at = 0.0
         claims = worker.claim(9) if attempt < 2 else []
     assert server.finished() == []
     assert server.given_up[0].attempt == 2
@@ -108,13 +108,13 @@ def test_a_job_that_failed_is_claimed_alone_and_given_up_at_the_third_time(
 def test_a_given_up_job_can_be_tried_once_more_by_hand(server: ServerQueue, worker: WorkerQueue) -> None:
     server.submit(make_job(0))
     for _ in range(3):
-        worker._cache_until = 0
+        worker._look_at = 0.0
         worker.fail(worker.claim(1)[0], "no")
     server.finished()
     assert retry_given_up(server.root, 0)
     assert not retry_given_up(server.root, 0)
     assert names(server, "quarantine") == []
-    worker._cache_until = 0
+    worker._look_at = 0.0
     serve(worker)
     assert take_all(server) == [0]
     assert server.given_up == {}
@@ -125,11 +125,11 @@ def test_a_broken_result_of_a_given_up_job_is_set_aside_and_nothing_else(
 ) -> None:
     server.submit(make_job(0))
     for _ in range(3):
-        worker._cache_until = 0
+        worker._look_at = 0.0
         worker.fail(worker.claim(1)[0], "no")
     server.finished()
     retry_given_up(server.root, 0)
-    worker._cache_until = 0
+    worker._look_at = 0.0
     serve(worker)
     [result] = (server.root / "queue").iterdir()
     result.write_bytes(result.read_bytes()[:-1])
@@ -143,7 +143,7 @@ def test_handing_back_costs_no_attempt(server: ServerQueue, worker: WorkerQueue)
     server.submit(make_job(0))
     worker.hand_back(worker.claim(1)[0])
     assert names(server) == ["0000000000.a00_pending.safetensors"]
-    worker._cache_until = 0
+    worker._look_at = 0.0
     worker.claim(1)
     worker.close()
     assert names(server) == ["0000000000.a00_pending.safetensors"]
@@ -167,12 +167,13 @@ def test_jobs_of_a_dead_worker_are_pending_again_and_of_a_live_one_never(server:
 def test_a_restarted_worker_frees_its_own_leftovers_first(server: ServerQueue) -> None:
     first = WorkerQueue.open(server.root, 1, "cpu")
     server.submit(make_job(0))
-    (server.root / "tmp" / "dev1.77.0").write_bytes(b"half")
+    (server.root / "tmp" / "dev1").mkdir()
+    (server.root / "tmp" / "dev1" / "77.0").write_bytes(b"half")
     first.claim(1)
     die(first)
     with closing(WorkerQueue.open(server.root, 1, "cpu")):
         assert names(server) == ["0000000000.a01_pending.safetensors"]
-        assert names(server, "tmp") == []
+        assert names(server, "tmp/dev1") == []
 
 
 def test_a_worker_that_died_between_result_and_claim_leaves_the_result(server: ServerQueue) -> None:
@@ -221,7 +222,7 @@ def test_a_broken_file_is_set_aside_and_its_job_issued_again(
         serve(worker)
     [path] = (server.root / "queue").iterdir()
     path.write_bytes(path.read_bytes()[:-3] + b"???")
-    worker._cache_until = 0
+    worker._look_at = 0.0
     serve(worker)
     assert take_all(server) == []
     assert names(server) == ["0000000000.a01_pending.safetensors"]
@@ -229,7 +230,7 @@ def test_a_broken_file_is_set_aside_and_its_job_issued_again(
     [aside] = quarantined(server.root)
     assert (aside.seq, aside.kind) == (0, "broken")
     assert aside.reason
-    worker._cache_until = 0
+    worker._look_at = 0.0
     serve(worker)
     assert take_all(server) == [0]
 
@@ -239,7 +240,7 @@ def test_a_job_whose_files_break_every_time_is_given_up(server: ServerQueue, wor
     for _ in range(3):
         [path] = (server.root / "queue").iterdir()
         path.write_bytes(b"")
-        worker._cache_until = 0
+        worker._look_at = 0.0
         assert worker.claim(1) == []
         server.finished()
     assert server.given_up.keys() == {0}
@@ -454,7 +455,7 @@ def test_a_resumed_run_tries_a_given_up_job_once_more(tmp_path: Path) -> None:
     worker = WorkerQueue.open(first.root, 1, "cpu")
     first.submit(make_job(0))
     for _ in range(3):
-        worker._cache_until = 0
+        worker._look_at = 0.0
         worker.fail(worker.claim(1)[0], "no")
     die_as_server(first)
     with closing(ServerQueue.open(first.root, RUN, watch_workers=False)) as second:

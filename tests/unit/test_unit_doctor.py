@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -46,9 +48,11 @@ def test_the_checks_without_torch_find_nothing_wrong_with_this_machine(tmp_path:
         *storage.room(run_dir),
         *storage.locks(run_dir),
         *storage.inotify(run_dir),
+        *storage.job_pipe(run_dir),
     ]
     assert not [finding for finding in found if finding.level is Level.ERROR], found
-    assert {"file locks": "ok", "file renames": "ok", "clock": "ok"}.items() <= levels(found).items()
+    fine = {"file locks": "ok", "file renames": "ok", "named pipes": "ok", "clock": "ok"}
+    assert fine.items() <= levels(found).items()
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 
@@ -65,6 +69,15 @@ def test_a_run_directory_that_others_can_change(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     finding = only(storage.locks(tmp_path), "run directory")
     assert finding.level is Level.ERROR and "can be written by others" in finding.found
+
+
+def test_a_disk_without_named_pipes_is_slower_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # as on vfat
+
+    monkeypatch.setattr(os, "mkfifo", refuse)
+    finding = only(storage.job_pipe(tmp_path / "worker"), "named pipes")
+    assert finding.level is Level.WARNING and "50 times a second" in finding.found
 
 
 def test_locks_that_exclude_nobody_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

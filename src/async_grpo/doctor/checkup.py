@@ -26,6 +26,7 @@ def checks(run_dir: Path, config: Path | None = None) -> list[Check]:
         lambda: storage.room(run_dir),
         lambda: storage.locks(run_dir),
         lambda: storage.inotify(run_dir),
+        lambda: storage.job_pipe(run_dir),
     ]
     if found.visible:
         every.append(lambda: gpu.allocator(os.environ, has_vllm=versions.installed("vllm") is not None))

@@ -1,4 +1,4 @@
-"""The file system of the run directory: room, locks and renames between two real processes, inotify."""
+"""The file system of the run directory: room, locks and renames between two real processes, waking."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import select
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from async_grpo.doctor import child
 from async_grpo.doctor.finding import Finding, error, ok, warning
 from async_grpo.doctor.other_process import FIRST_BYTE, LOCK, OFD, rename_all
 from async_grpo.errors import RunDirError
+from async_grpo.job_pipe import JobPipe
 from async_grpo.locks import KernelLock
 from async_grpo.queue_files import check_place, nearest_existing
 from async_grpo.wording import size
@@ -25,7 +26,7 @@ from async_grpo_ipc.leases import LockFile
 LITTLE_ROOM = 5_000_000_000
 NO_ROOM = 100_000_000
 FEW_FILES_LEFT = 20_000  # an archive keeps 10,000 groups
-FEW_INSTANCES = 16  # a run takes one inotify instance a process
+FEW_INSTANCES = 16  # a parameter server takes two
 ANSWER_S = 20.0
 _RACES = 20
 _FIX_PLACE = "Choose a --run-dir on a local disk (ext4, xfs, tmpfs) that you can write to."
@@ -128,13 +129,31 @@ def inotify(run_dir: Path, kernel: Path = Path("/proc/sys/fs/inotify")) -> Itera
     if not told:
         yield warning(
             "inotify",
-            f"not available ({allowed}): jobs are noticed by looking 50 times a second, which costs some CPU time",
+            f"not available ({allowed}): finished groups are noticed by looking 50 times a second, which costs some "
+            "CPU time",
             "sysctl fs.inotify.max_user_instances=1024 fs.inotify.max_user_watches=65536 (as root, on the host).",
         )
     elif int(limits.get("max_user_instances", FEW_INSTANCES)) < FEW_INSTANCES:
         yield warning("inotify", f"works, but {allowed}", "sysctl fs.inotify.max_user_instances=1024 (as root).")
     else:
-        yield ok("inotify", f"a new job wakes a worker at once ({allowed})")
+        yield ok("inotify", f"a finished group wakes the parameter server at once ({allowed})")
+
+
+def job_pipe(run_dir: Path) -> Iterator[Finding]:
+    """Whether a named pipe can be made there, which wakes a worker for a new job."""
+    try:
+        with _scratch(run_dir) as scratch:
+            (scratch / "tmp").mkdir()
+            with closing(JobPipe(scratch)) as pipe:
+                pipe.announce(["job"])
+                told = pipe.wait(ANSWER_S) and pipe.take() == ["job"]
+    except OSError:
+        return  # `locks` has said why
+    if told:
+        yield ok("named pipes", "a new job wakes one worker at once")
+    else:
+        found = "none can be made there: idle workers look for jobs 50 times a second, which costs some CPU time"
+        yield warning("named pipes", found, "choose a --run-dir on ext4, xfs, btrfs or tmpfs.")
 
 
 def _is_told(scratch: Path) -> bool:
