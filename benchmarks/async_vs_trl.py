@@ -184,19 +184,26 @@ def machinery_rows(even: Contest) -> Iterator[Row]:
 
 
 def capacity_rows(folder: Path, repeats: int, counts: Sequence[int], seconds: float) -> Iterator[Row]:
-    measured: dict[int, list[capacity.Capacity]] = {count: [] for count in counts}
-    for repeat in range(repeats):
+    """Simulated workers of one process, by turns, and workers in processes of their own, on the same cores."""
+    for own_processes in (False, True):
+        measured: dict[int, list[capacity.Capacity]] = {count: [] for count in counts}
+        for repeat in range(repeats):
+            for count in counts:
+                run = folder / f"capacity-{count}-{own_processes}-{repeat}"
+                measured[count].append(capacity.measure(count, run, seconds, own_processes=own_processes))
+            say(f"capacity: {', '.join(f'{count}: {measured[count][-1].groups_per_s:.0f}/s' for count in counts)}")
+        kind = "worker processes" if own_processes else "simulated workers"
         for count in counts:
-            measured[count].append(capacity.measure(count, folder / f"capacity-{count}-{repeat}", seconds))
-        say(f"capacity: {', '.join(f'{count}: {measured[count][-1].groups_per_s:.0f}/s' for count in counts)}")
-    for count in counts:
-        rates = [one.groups_per_s for one in measured[count]]
-        yield row(f"capacity, {count} simulated workers", rates, "groups/s")
-    for count in counts:
-        costs = [one.server_cpu_ms for one in measured[count]]
-        yield row(f"server's CPU time a group, {count} simulated workers", costs, "ms")
-    growth = [b.server_cpu_ms / a.server_cpu_ms for a, b in zip(measured[counts[0]], measured[counts[-1]], strict=True)]
-    yield row(f"server's CPU time a group, {counts[-1]} workers over {counts[0]}", growth, "x", target="<= 1.5")
+            yield row(f"capacity, {count} {kind}", [one.groups_per_s for one in measured[count]], "groups/s")
+        for count in counts:
+            costs = [one.server_cpu_ms for one in measured[count]]
+            yield row(f"server's CPU time a group, {count} {kind}", costs, "ms")
+        few, many = measured[counts[0]], measured[counts[-1]]
+        speeds = [b.groups_per_s / a.groups_per_s for a, b in zip(few, many, strict=True)]
+        target = None if own_processes else ">= 0.9"
+        yield row(f"capacity, {counts[-1]} {kind} over {counts[0]}", speeds, "x", target=target)
+        growth = [b.server_cpu_ms / a.server_cpu_ms for a, b in zip(few, many, strict=True)]
+        yield row(f"server's CPU time a group, {counts[-1]} {kind} over {counts[0]}", growth, "x", target="<= 1.5")
 
 
 def learning_rows(folder: Path, progress: Progress) -> Iterator[Row]:

@@ -1,23 +1,22 @@
 """Groups a second through the real queue and the trainer's real job source, when generating takes no time.
 
 The server's side is what the parameter server runs between two optimizer steps, less TRL: `RolloutSource` over
-`ServerQueue`. The workers are real `WorkerQueue`s, each in a thread, spread over a few processes, which hand every job
-back at once with the same canned group.
+`ServerQueue`. The workers are real `WorkerQueue`s, which hand every job back at once with the same canned group.
+Either one process plays them all, by turns: then only the queue and the server can be what does not scale. Or each has
+a process of its own, asleep until a job wakes it: then they also share the cores of the machine.
 """
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from benchmarks.processes import running
 
 from async_grpo.job_queue import Claim, ServerQueue, WorkerQueue
 from async_grpo.records import RolloutGroup
@@ -28,7 +27,6 @@ from async_grpo.training.rollout_source import RolloutSource
 RUN_ID = "capacity"
 GROUPS_PER_STEP = 16
 GENERATIONS, TOKENS = 8, 48
-WORKER_PROCESSES = 2
 PROMPT = np.arange(6, dtype=np.int32)
 
 
@@ -39,9 +37,11 @@ class Capacity:
     server_cpu_ms: float  # of the server's process, for a group
 
 
-def measure(workers: int, folder: Path, seconds: float) -> Capacity:
+def measure(workers: int, folder: Path, seconds: float, *, own_processes: bool) -> Capacity:
     """`workers` simulated workers serve one server for about `seconds`."""
-    with _source(folder) as source, _simulated_workers(workers, folder):
+    numbers = range(1, workers + 1)
+    played = [[number] for number in numbers] if own_processes else [numbers]
+    with _source(folder) as source, running(len(played), lambda number: _work(played[number - 1], folder)):
         version = 0
         for _ in range(3):  # until every worker has come
             version = _step(source, version)
@@ -87,45 +87,17 @@ def _source(folder: Path) -> Iterator[RolloutSource]:
         queue.close()
 
 
-@contextmanager
-def _simulated_workers(count: int, folder: Path) -> Iterator[None]:
-    context = multiprocessing.get_context("spawn")
-    stop = context.Event()
-    shares = [list(range(1 + part, 1 + count, WORKER_PROCESSES)) for part in range(WORKER_PROCESSES)]
-    processes = [
-        context.Process(target=_work_in_threads, args=(numbers, folder, stop), daemon=True)
-        for numbers in shares
-        if numbers
-    ]
-    for process in processes:
-        process.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for process in processes:
-            process.join(timeout=30)
-
-
-def _work_in_threads(numbers: list[int], folder: Path, stop: Any) -> None:
-    threads = [threading.Thread(target=_work, args=(number, folder, stop)) for number in numbers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def _work(number: int, folder: Path, stop: Any) -> None:
-    queue = WorkerQueue.open(folder, number, "cpu")
-    canned: RolloutGroup | None = None
-    while not stop.is_set():
+def _work(numbers: Sequence[int], folder: Path) -> None:
+    """Play these workers: whoever's turn it is does one job, or waits for one."""
+    queues = [WorkerQueue.open(folder, number, "cpu") for number in numbers]
+    canned: dict[str, RolloutGroup] = {}
+    for queue in itertools.cycle(queues):
         claims = queue.claim(1)
         for claim in claims:
-            canned = _answer(claim, queue.name, canned)
-            queue.complete(claim, canned)
+            canned[queue.name] = _answer(claim, queue.name, canned.get(queue.name))
+            queue.complete(claim, canned[queue.name])
         if not claims:
             queue.wait(0.1)
-    queue.close()
 
 
 def _answer(claim: Claim, worker: str, canned: RolloutGroup | None) -> RolloutGroup:

@@ -56,3 +56,5 @@ if __name__ == "__main__":
         sys.exit(__doc__)
     except ExporterDiedError as error:
         sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)

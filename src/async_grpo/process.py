@@ -87,9 +87,14 @@ def run_as_rank(main: Callable[[], int]) -> NoReturn:
     except BaseException:  # noqa: BLE001  # as the interpreter would do it
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        leave_at_once(code)
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End the process whatever its other threads do; nothing that is registered for its end is called."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def set_up_log(level: str, rank: int = 0) -> None:

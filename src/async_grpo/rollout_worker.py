@@ -19,7 +19,15 @@ from async_grpo.engine_choice import HF, VLLM_SERVER, choose_generator, engine_i
 from async_grpo.errors import PeerDiedError, UnsupportedError, UsageError, WeightsError
 from async_grpo.job_queue import WorkerQueue
 from async_grpo.locks import KernelLock, describe_holder
-from async_grpo.process import StopRequest, log_to, make_deterministic, own_compile_cache, write_stacks_on_signal
+from async_grpo.process import (
+    StopRequest,
+    leave_at_once,
+    log_to,
+    make_deterministic,
+    own_compile_cache,
+    write_stacks_on_signal,
+)
+from async_grpo.rollout.kept_threads import wait_for_tasks
 from async_grpo.rollout.worker import SERVER_WAIT_S, WEIGHTS_WAIT_S, check_server, server_lives
 from async_grpo.run_dir import RunDir, RunState
 from async_grpo.settings import WorkerSettings
@@ -32,6 +40,9 @@ if TYPE_CHECKING:
 
     from async_grpo.rollout.vllm_server import VLLMServer
     from async_grpo.rollout.worker import Worker
+
+
+ENDING_S = 2.0  # that a worker which ends gives to rewards and tools that still run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +63,16 @@ def run_worker(options: WorkerOptions) -> None:
     Raises:
         AsyncGRPOError: no parameter server appeared, the setup file is broken, or the weights do not fit the model.
     """
-    stop = StopRequest().install()
+    try:
+        _work(options, StopRequest().install())
+    finally:
+        unfinished = wait_for_tasks(ENDING_S)
+    if unfinished:
+        logger.warning("the worker ends before its {}: not done in {:g} s", " and ".join(unfinished), ENDING_S)
+        leave_at_once(0)
+
+
+def _work(options: WorkerOptions, stop: StopRequest) -> None:
     run = RunDir(options.run_dir)
     StallWarning(activity, run.root, options.settings.stall_warning).start()
     state = _wait_for_run(run)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
+from textwrap import dedent
 
 import pytest
 
@@ -65,3 +68,34 @@ def test_a_task_that_raises_takes_only_its_own_thread(monkeypatch: pytest.Monkey
     threads.run(fails, name="fails")
     threads.run(note_thread(seen), name="goes on")
     assert seen.get(timeout=DEADLINE_S)[1] == "goes on"
+
+
+def test_waiting_for_tasks_names_those_that_are_not_done() -> None:
+    threads, go_on = KeptThreads(), threading.Event()
+    assert kept_threads.wait_for_tasks(DEADLINE_S) == []
+    threads.run(lambda: None, name="quick")
+    threads.run(lambda: go_on.wait(DEADLINE_S), name="slow")
+    assert "slow" in kept_threads.wait_for_tasks(0.01)
+    go_on.set()
+    assert kept_threads.wait_for_tasks(DEADLINE_S) == []
+
+
+def test_a_process_that_waits_for_its_tasks_ends_well() -> None:
+    """Python ends a thread that comes back from torch to a process that is ending by aborting the process."""
+    code = """
+        import time, torch
+        from async_grpo.rollout.kept_threads import KeptThreads, wait_for_tasks
+        began = []
+        def task():
+            a, until = torch.ones(400, 400), time.monotonic() + 1.5
+            while time.monotonic() < until:
+                a @ a
+                began.append(1)
+        KeptThreads().run(task, "multiplies")
+        while not began:
+            time.sleep(0.001)
+        assert wait_for_tasks(60) == []
+    """
+    command = [sys.executable, "-c", dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr

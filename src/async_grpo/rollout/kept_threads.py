@@ -1,16 +1,40 @@
 """Threads that wait for their next task: starting one, and the first tensors that it makes, outlast many a task.
 
 They are daemons, which those of `concurrent.futures` are not: a user's reward or tool that hangs does not keep the
-process from ending.
+process from ending. But Python ends a daemon wherever it is, and if that is inside torch, the process aborts. So who
+ends the process calls `wait_for_tasks` first.
 """
 
 from __future__ import annotations
 
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 KEEP_S = 60.0  # a thread that had nothing to do for so long ends
+
+
+_unfinished: Counter[str] = Counter()  # tasks by name, of every `KeptThreads` of the process
+_task_ended = threading.Condition()
+
+
+def wait_for_tasks(timeout_s: float) -> list[str]:
+    """Wait until no task runs in any kept thread, at most `timeout_s`; returns the names of those that still do."""
+    deadline = time.monotonic() + timeout_s
+    with _task_ended:
+        while _unfinished and (left := deadline - time.monotonic()) > 0:
+            _task_ended.wait(left)
+        return sorted(_unfinished.elements())
+
+
+def _ended(name: str) -> None:
+    with _task_ended:
+        _unfinished[name] -= 1
+        if not _unfinished[name]:
+            del _unfinished[name]
+        _task_ended.notify_all()
 
 
 class KeptThreads:
@@ -22,6 +46,8 @@ class KeptThreads:
 
     def run(self, task: Callable[[], None], name: str) -> None:
         """Run `task` in a thread that is called `name` meanwhile. May be called from any thread."""
+        with _task_ended:
+            _unfinished[name] += 1
         self._tasks.put((name, task))
         if not self._free.acquire(blocking=False):
             threading.Thread(target=self._serve, daemon=True).start()
@@ -35,7 +61,10 @@ class KeptThreads:
                     return
                 continue  # a task is on its way
             threading.current_thread().name = name
-            task()
+            try:
+                task()
+            finally:
+                _ended(name)
             del task  # what it holds is not to be kept until the next one
             threading.current_thread().name = "waits for a task"
             self._free.release()

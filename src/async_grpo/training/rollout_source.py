@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -85,7 +86,7 @@ class RolloutSource:
         self.next_seq = 0
         self.rounds = 0  # batches trained on
         self.consumed = SeqSet()  # sequence numbers trained on
-        self.unusable: list[int] = []  # set aside for good, or dropped as over age: others take their places
+        self.unusable: list[int] = []  # in order: set aside for good, or dropped; others take their places
         self._taken: list[UsedBatch] = []  # handed out since the last optimizer step
         self._held_back: Job | None = None  # drawn, and not submitted for want of room
         self._disk_full = False
@@ -104,7 +105,7 @@ class RolloutSource:
         was generated of it."""
         self.rounds = state.rounds
         self.consumed = SeqSet(state.consumed_set())
-        self.unusable = list(state.unusable)
+        self.unusable = sorted(state.unusable)
         self._done = self.consumed.union(self.unusable)
         self.next_seq = state.consumed_below
         left = self._schedule.micro_steps_per_round - state.passes_done if state.passes_done else 0
@@ -116,7 +117,7 @@ class RolloutSource:
         """Issue every job that may be issued while the trainer is at `version`."""
         most = self._schedule.groups_ahead if self._in_order else self._lookahead.groups
         while self._submit_held_back() and len(self._at_least) < most:
-            position = self.next_seq - sum(seq < self.next_seq for seq in self.unusable)
+            position = self.next_seq - bisect_left(self.unusable, self.next_seq)
             if not self._schedule.is_admissible(position, version, open_jobs=len(self._at_least) - len(self._ready)):
                 return
             self._submit(version, self._schedule.oldest_version_for(position))
@@ -221,8 +222,7 @@ class RolloutSource:
                 continue
             activity.progress()
             self._failed_in_a_row = 0
-            if group.job.seq in self.unusable:  # given up before, and tried once more by an operator
-                self.unusable.remove(group.job.seq)
+            self._usable_again(group.job.seq)
             if self._teaches_nothing(group):
                 self._leave_out(group, "equal rewards")
                 continue
@@ -242,6 +242,12 @@ class RolloutSource:
         for seq in self._queue.unclaimed():
             if seq in self._at_least:
                 self._at_least[seq] = max(self._at_least[seq], published)
+
+    def _usable_again(self, seq: int) -> None:
+        """It was given up before, and an operator had it tried once more."""
+        at = bisect_left(self.unusable, seq)
+        if self.unusable[at : at + 1] == [seq]:
+            del self.unusable[at]
 
     def _drop_over_age(self, version: int) -> None:
         """Only a resumed run has such groups: those that were generated before it was interrupted."""
@@ -265,7 +271,7 @@ class RolloutSource:
         """The group is not trained on; another takes its place."""
         self._metrics.group_dropped(group)
         self._at_least.pop(group.job.seq, None)
-        self.unusable.append(group.job.seq)
+        insort(self.unusable, group.job.seq)
         self._on_drop(group.job.seq, reason)
 
     def finish_open(self, version: int) -> None:
@@ -293,7 +299,7 @@ class RolloutSource:
 
     def _set_aside(self, seq: int, reason: str) -> None:
         self._at_least.pop(seq, None)
-        self.unusable.append(seq)
+        insort(self.unusable, seq)
         self._failed_in_a_row += 1
         self._metrics.job_quarantined()
         last_line = reason.strip().rsplit("\n", 1)[-1]
