@@ -194,16 +194,16 @@ def capacity_rows(folder: Path, repeats: int, counts: Sequence[int], seconds: fl
             say(f"capacity: {', '.join(f'{count}: {measured[count][-1].groups_per_s:.0f}/s' for count in counts)}")
         kind = "worker processes" if own_processes else "simulated workers"
         for count in counts:
-            yield row(f"capacity, {count} {kind}", [one.groups_per_s for one in measured[count]], "groups/s")
+            yield row(f"capacity, {kind}: {count}", [one.groups_per_s for one in measured[count]], "groups/s")
         for count in counts:
             costs = [one.server_cpu_ms for one in measured[count]]
-            yield row(f"server's CPU time a group, {count} {kind}", costs, "ms")
+            yield row(f"server's CPU time a group, {kind}: {count}", costs, "ms")
         few, many = measured[counts[0]], measured[counts[-1]]
         speeds = [b.groups_per_s / a.groups_per_s for a, b in zip(few, many, strict=True)]
-        target = None if own_processes else ">= 0.9"
-        yield row(f"capacity, {counts[-1]} {kind} over {counts[0]}", speeds, "x", target=target)
         growth = [b.server_cpu_ms / a.server_cpu_ms for a, b in zip(few, many, strict=True)]
-        yield row(f"server's CPU time a group, {counts[-1]} {kind} over {counts[0]}", growth, "x", target="<= 1.5")
+        about = f"{kind}: {counts[-1]} over {counts[0]}"
+        yield row(f"capacity, {about}", speeds, "x", target="" if own_processes else ">= 0.9")
+        yield row(f"server's CPU time a group, {about}", growth, "x", target="<= 1.5")
 
 
 def learning_rows(folder: Path, progress: Progress) -> Iterator[Row]:

@@ -15,14 +15,15 @@ import os
 import select
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 BLIND_LOOK_S = 0.02  # between looks at the directory on a disk that has no pipes
 
+EVERYTHING = 1 << 16  # more names than a pipe holds
+
 _RECORD = 16  # bytes: a name, spaces, a newline
-_AT_ONCE = select.PIPE_BUF // _RECORD  # names in one write that the kernel keeps together: 256
 
 
 class JobPipe:
@@ -37,22 +38,22 @@ class JobPipe:
         self._sleep: select.epoll | None = None
         self._open()
 
-    def announce(self, names: Sequence[str]) -> None:
-        """Wake one sleeper for these; at most 256 of them are told. A full pipe, with 4,096, is told no more."""
+    def announce(self, names: Iterable[str]) -> None:
+        """Wake a sleeper for each of these. A pipe that is full, with 4,096, is told no more."""
         self._mend()
-        if self._fd >= 0 and names:
+        if self._fd >= 0:
             with suppress(OSError):
-                os.write(self._fd, "".join([f"{name:<15}\n" for name in names[:_AT_ONCE]]).encode())
+                for name in names:  # one by one, as the kernel wakes one sleeper a write
+                    os.write(self._fd, f"{name:<15}\n".encode())
 
-    def take(self, *, everything: bool = False) -> list[str]:
-        """Names that nobody else has taken, in no order, perhaps stale: up to 256, or `everything`."""
+    def take(self, at_most: int) -> list[str]:
+        """Names that nobody else has taken, as they were announced; they may be stale."""
         if self._fd < 0:
             return []
         try:
-            told = os.read(self._fd, 1 << 20 if everything else _AT_ONCE * _RECORD)
+            return os.read(self._fd, at_most * _RECORD).decode(errors="replace").split()
         except OSError:
             return []
-        return told.decode(errors="replace").split()
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until there is a name to take. False when the time is over, or earlier where there is no pipe."""

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 from async_grpo.directory_watch import sleep_until
 from async_grpo.errors import BadFileError, DiskFullError, QueueError
 from async_grpo.job_file import decode_job, encode_group
-from async_grpo.job_pipe import JobPipe
+from async_grpo.job_pipe import EVERYTHING, JobPipe
 from async_grpo.locks import describe_holder
 from async_grpo.queue_files import Files, OsFiles, prepare_root
 from async_grpo.queue_liveness import LOOK_S, live_workers, server_lock, worker_lock
@@ -124,13 +124,17 @@ class WorkerQueue:
         `DiskFullError` if the oldest file is unusable and there is no room to say so: nothing was claimed.
         """
         self._lock.require()
-        jobs, looked = self._told(skip), False
+        looked = time.monotonic() >= self._look_at
+        jobs = self._look(skip) if looked else deque[str]()
         claims: list[Claim] = []
         try:
-            while len(claims) < limit and (jobs or not (claims or looked)):
+            while len(claims) < limit:
+                if not jobs and not looked:
+                    jobs = self._told(limit - len(claims), skip)
+                    if not jobs and not claims:
+                        jobs, looked = self._look(skip), True
                 if not jobs:
-                    jobs, looked = self._look(skip), True
-                    continue
+                    break
                 name = parse_name(jobs[0] + PENDING_END)
                 if claims and name and name.attempt:
                     break
@@ -145,7 +149,7 @@ class WorkerQueue:
             if not claims:
                 raise
         finally:
-            self._pipe.announce(list(jobs))
+            self._pipe.announce(jobs)
         return claims
 
     def complete(self, claim: Claim, group: RolloutGroup) -> None:
@@ -182,7 +186,7 @@ class WorkerQueue:
         deadline = time.monotonic() + timeout_s
         while True:
             if jobs := self._look(skip):
-                self._pipe.announce(list(jobs))
+                self._pipe.announce(jobs)
                 return True
             if time.monotonic() >= deadline:
                 return False
@@ -212,14 +216,13 @@ class WorkerQueue:
         """The server's lock file says which run it serves and how often a job may be tried."""
         self._server = dict(server_lock(self.root).last_owner())
 
-    def _told(self, skip: Collection[int]) -> deque[str]:
-        """Jobs in the pipe, the oldest first; none when it is time to look at the directory instead."""
-        jobs = self._pipe.take() if time.monotonic() < self._look_at else []
-        return _oldest_first(jobs, skip)
+    def _told(self, limit: int, skip: Collection[int]) -> deque[str]:
+        """Up to `limit` jobs of the pipe, those that were announced first."""
+        return _oldest_first(self._pipe.take(limit), skip)
 
     def _look(self, skip: Collection[int]) -> deque[str]:
         """Every pending job, the oldest first. None is in the pipe any more: announce those that others may have."""
-        self._pipe.take(everything=True)  # before the look, so that nothing falls between the two
+        self._pipe.take(EVERYTHING)  # before the look, so that nothing falls between the two
         self._look_at = time.monotonic() + _BELIEVE_S
         entries = [entry for entry in self._moves.files.names("queue") if entry.endswith(PENDING_END)]
         return _oldest_first([entry.removesuffix(PENDING_END) for entry in entries if parse_name(entry)], skip)

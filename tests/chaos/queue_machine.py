@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from queue_harness import Log, Trainer, WrappedFiles, arguments, claim_now, execute, leftovers, replay
 
 from async_grpo.errors import DiskFullError
+from async_grpo.job_pipe import EVERYTHING
 from async_grpo.job_queue import Claim, WorkerQueue, retry_given_up
 
 JOBS = 6
@@ -121,7 +122,7 @@ class QueueMachine(RuleBasedStateMachine):
         pipe = self.trainer.queue._pipe
         told = {"stale": [f"{seq:010d}.a00" for seq in range(JOBS)], "garbage": ["x", "..", "9" * 15, "a00"]}
         if lie == "lost":
-            pipe.take(everything=True)
+            pipe.take(EVERYTHING)
         elif lie == "deleted":
             pipe._path.unlink(missing_ok=True)
         pipe.announce(told.get(lie, []))

@@ -13,7 +13,7 @@ import pytest
 from queue_samples import RUN, answer, make_job
 
 from async_grpo import queue_worker
-from async_grpo.job_pipe import JobPipe
+from async_grpo.job_pipe import EVERYTHING, JobPipe
 from async_grpo.job_queue import ServerQueue, WorkerQueue
 
 LONG_S = 600.0
@@ -44,11 +44,11 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
 
 def test_names_are_taken_once_and_in_the_order_of_telling(root: Path) -> None:
     with closing(JobPipe(root)) as writer, closing(JobPipe(root)) as reader:
-        assert reader.take() == []
+        assert reader.take(9) == []
         writer.announce(["0000000002.a00"])
         writer.announce(["0000000001.a100", "0000000003.a00"])
-        assert reader.take() == ["0000000002.a00", "0000000001.a100", "0000000003.a00"]
-        assert writer.take() == []
+        assert reader.take(9) == ["0000000002.a00", "0000000001.a100", "0000000003.a00"]
+        assert writer.take(9) == []
 
 
 def test_each_name_wakes_a_sleeper_and_goes_to_one(root: Path) -> None:
@@ -57,7 +57,7 @@ def test_each_name_wakes_a_sleeper_and_goes_to_one(root: Path) -> None:
 
     def sleeper() -> None:
         with closing(JobPipe(root)) as pipe:
-            while not (names := pipe.take()):
+            while not (names := pipe.take(9)):
                 pipe.wait(LONG_S)
             taken.extend(names)
             woken.release()
@@ -77,9 +77,9 @@ def test_a_full_pipe_is_told_no_more(root: Path) -> None:
     with closing(JobPipe(root)) as pipe:
         for _ in range(100):
             pipe.announce(["0000000000.a00"] * 256)
-        assert len(pipe.take()) == 256
-        assert len(pipe.take(everything=True)) == 4096 - 256
-        assert pipe.take() == []
+        assert len(pipe.take(9)) == 9
+        assert len(pipe.take(EVERYTHING)) == 4096 - 9
+        assert pipe.take(9) == []
 
 
 @pytest.mark.parametrize("obstacle", ["a file", "a link", "no folder"])
@@ -93,7 +93,7 @@ def test_without_a_pipe_everybody_looks_for_himself(root: Path, obstacle: str) -
         (root / "tmp").rmdir()
     with closing(JobPipe(root)) as pipe:
         pipe.announce(["0000000000.a00"])
-        assert pipe.take() == []
+        assert pipe.take(9) == []
         assert not pipe.wait(LONG_S)
 
 
@@ -102,7 +102,7 @@ def test_a_pipe_that_was_deleted_is_made_again(root: Path) -> None:
         (root / "tmp" / "jobs.pipe").unlink()
         writer.announce(["0000000000.a00"])
         assert reader.wait(60)
-        assert reader.take() == ["0000000000.a00"]
+        assert reader.take(9) == ["0000000000.a00"]
 
 
 @pytest.mark.usefixtures("only_the_pipe_wakes")
@@ -150,12 +150,13 @@ def test_who_takes_one_of_several_jobs_leaves_the_others_to_sleepers(server: Ser
         assert [claim.job.seq for claim in second.claim(9)] == [1, 2]
 
 
-def test_an_older_job_goes_first_whenever_it_was_told(server: ServerQueue) -> None:
+def test_an_older_job_goes_first_once_the_directory_is_looked_at(server: ServerQueue) -> None:
     with closing(WorkerQueue.open(server.root, 1, "cpu")) as worker:
         for seq in range(4):
             server.submit(make_job(seq))
         [oldest] = worker.claim(1)
         worker.hand_back(oldest)
+        worker._look_at = 0.0  # which is so after 50 ms
         assert [claim.job.seq for claim in worker.claim(2)] == [0, 1]
 
 
@@ -166,7 +167,7 @@ def test_what_the_pipe_says_is_never_believed(server: ServerQueue) -> None:
         [claim] = worker.claim(1)
         worker.complete(claim, answer(claim))
         server.submit(make_job(1))
-        server._pipe.take(everything=True)
+        server._pipe.take(EVERYTHING)
         server._pipe.announce(["0000000000.a00", "0000000077.a00", "../../../x", "\x00", "a" * 15])
         assert [claim.job.seq for claim in worker.claim(1)] == [1]
         assert worker.claim(1) == []

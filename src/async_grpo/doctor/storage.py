@@ -146,7 +146,7 @@ def job_pipe(run_dir: Path) -> Iterator[Finding]:
             (scratch / "tmp").mkdir()
             with closing(JobPipe(scratch)) as pipe:
                 pipe.announce(["job"])
-                told = pipe.wait(ANSWER_S) and pipe.take() == ["job"]
+                told = pipe.wait(ANSWER_S) and pipe.take(1) == ["job"]
     except OSError:
         return  # `locks` has said why
     if told:
