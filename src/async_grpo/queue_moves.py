@@ -32,7 +32,7 @@ class Moves:
     """The queue's files as one process sees them.
 
     `owner` (server or dev{N}) has a folder of tmp/ of its own: processes that create files in the same one wait for
-    each other, which on ext4 halves what four workers can do. Jobs that become pending are announced in `pipe`.
+    each other, long on ext4. Jobs that become pending are announced in `pipe`.
     """
 
     def __init__(self, files: Files, owner: str, pipe: JobPipe) -> None:
@@ -156,7 +156,7 @@ class Moves:
             self._made.add(folder)
 
     def _tell(self, path: str) -> None:
-        if path.endswith(PENDING_END):
+        if path.startswith("queue/") and path.endswith(PENDING_END):
             self._pipe.announce([path.removeprefix("queue/").removesuffix(PENDING_END)])
 
     def _result_exists(self, claim: JobName) -> bool:

@@ -14,7 +14,8 @@ from queue_samples import RUN, answer, make_job
 
 from async_grpo import queue_worker
 from async_grpo.job_pipe import EVERYTHING, JobPipe
-from async_grpo.job_queue import ServerQueue, WorkerQueue
+from async_grpo.job_queue import JobName, ServerQueue, WorkerQueue
+from async_grpo.queue_names import BROKEN, PENDING
 
 LONG_S = 600.0
 
@@ -184,3 +185,10 @@ def test_who_tidies_up_in_a_live_run_breaks_nothing(server: ServerQueue) -> None
             worker.complete(claim, answer(claim))
             [entry] = server.finished()
             assert server.take(entry) is not None
+
+
+def test_only_what_is_in_the_queue_is_announced(server: ServerQueue) -> None:
+    server.submit(make_job(0))
+    assert server._pipe.take(EVERYTHING) == ["0000000000.a00"]
+    assert server._moves.set_aside(JobName(0, 0, PENDING), BROKEN, "it is broken")
+    assert server._pipe.take(EVERYTHING) == []

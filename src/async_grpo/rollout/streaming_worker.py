@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 QUICK_CODE_S = 0.01  # a group's own code that takes longer runs beside the engine
 LOOK_S = 0.02  # a worker whose engine is busy looks for jobs and weights this often
+BREAK_OFF_S = 2.0  # that a worker which ends waits for code of groups in flight
 WEIGHTS_POLL_S = 0.002  # a worker that has nothing to do but wait for weights looks for them this often
 
 
@@ -271,3 +272,10 @@ class StreamingWorker(Worker):
         self._engine.abort(list(self._requests))
         for turn in {turn for turn, _ in self._requests.values()}:
             turn.fail(StopWorking())
+        deadline = time.monotonic() + BREAK_OFF_S
+        while isinstance(self._code, GroupThreads) and self._groups and time.monotonic() < deadline:
+            for event in self._code.events(timeout_s=0.05):
+                if isinstance(event, Turn):  # its code asks for tokens only now
+                    event.fail(StopWorking())
+                else:
+                    self._groups.discard(event)
