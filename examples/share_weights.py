@@ -54,7 +54,5 @@ if __name__ == "__main__":
         {"train": train, "run": run}[sys.argv[1]]()
     except (KeyError, IndexError):
         sys.exit(__doc__)
-    except ExporterDiedError as error:
+    except (ExporterDiedError, KeyboardInterrupt) as error:
         sys.exit(str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
