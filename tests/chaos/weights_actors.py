@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +89,17 @@ def logged(path: Path, kind: str) -> list[dict[str, Any]]:
 
 def processes_mapping(generation: str) -> list[int]:
     """Pids that still map, or have open, the memory of this generation."""
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
+    pids = [int(process.name) for process in Path("/proc").iterdir() if process.name.isdigit()]
+    return [pid for pid in pids if any(generation in name for name in _in_use(Path(f"/proc/{pid}")))]
+
+
+def _in_use(process: Path) -> Iterator[str]:
+    """What it maps, and the names of what it has open. A descriptor may be gone the moment that it was listed."""
+    with contextlib.suppress(OSError):
+        yield (process / "maps").read_text()
+        for fd in (process / "fd").iterdir():
             with contextlib.suppress(OSError):
-                opened = [str(fd.readlink()) for fd in (process / "fd").iterdir()]
-                if generation in (process / "maps").read_text() or any(generation in name for name in opened):
-                    found.append(int(process.name))
-    return found
+                yield str(fd.readlink())
 
 
 # The actors' side: forked from the nursery, where torch is imported
