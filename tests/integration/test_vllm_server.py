@@ -274,8 +274,11 @@ def test_trls_client_is_as_we_know_it() -> None:
 # --- A run ------------------------------------------------------------------------------------------------
 
 
-def test_a_run_whose_completions_come_from_a_server(server: FakeVLLMServer, tmp_path: Path) -> None:
+def test_a_run_whose_completions_come_from_a_server(
+    server: FakeVLLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The synchronous schedule: the ratio to the sampler is 1 only if the server has each version in time."""
+    monkeypatch.chdir(tmp_path)  # a trainer makes the folder of its checkpoints
     sys.path.insert(0, str(SETUPS))
     import random_model
 
