@@ -92,7 +92,7 @@ def parse_set_aside(name: str) -> SetAside | None:
 def set_aside_name(job: JobName, kind: str) -> str:
     """Name in quarantine/ of a job that was given up (`failed`, `retried`) or of an unusable file (`broken`)."""
     state = f"_{job.stem.split('_', 1)[1]}" if kind == BROKEN else ""
-    return f"{job.seq:010d}.a{job.attempt:02d}_{kind}{state}{_SUFFIX}"
+    return f"{job.job}_{kind}{state}{_SUFFIX}"
 
 
 def reason_name(set_aside: str) -> str:

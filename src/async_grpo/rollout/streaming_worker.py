@@ -273,7 +273,7 @@ class StreamingWorker(Worker):
         for turn in {turn for turn, _ in self._requests.values()}:
             turn.fail(StopWorking())
         deadline = time.monotonic() + BREAK_OFF_S
-        while isinstance(self._code, GroupThreads) and self._groups and time.monotonic() < deadline:
+        while self._groups and time.monotonic() < deadline:
             for event in self._code.events(timeout_s=0.05):
                 if isinstance(event, Turn):  # its code asks for tokens only now
                     event.fail(StopWorking())
