@@ -28,7 +28,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerQueue]:
-    with closing(ServerQueue.open(tmp_path / "q", RUN)) as queue:
+    with closing(ServerQueue.open(tmp_path / "q", RUN, watch_workers=False)) as queue:
         yield queue
 
 
