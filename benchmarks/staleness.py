@@ -148,14 +148,18 @@ class Results:
 
     def findings(self) -> Iterator[str]:
         """For each staleness: the corrections that are not worse than the best one, as far as the seeds can tell."""
+
+        def listed(names: Sequence[str]) -> str:
+            return ", ".join(f"`{name}`" for name in names)
+
         for staleness in self.staleness():
             cells = {name: self.accuracies[staleness, name] for name in CORRECTIONS}
             best = max(cells, key=lambda name: statistics.mean(cells[name]))
             apart = [name for name in CORRECTIONS if name != best and _is_below(cells[name], cells[best])]
             near = [name for name in CORRECTIONS if name not in (best, *apart)]
-            text = f"Staleness {staleness}: {best} has the highest mean"
-            text += f"; not separated from it: {', '.join(near)}" if near else ""
-            yield text + (f"; below it: {', '.join(apart)}." if apart else ".")
+            text = f"Staleness {staleness}: `{best}` has the highest mean"
+            text += f"; not separated from it: {listed(near)}" if near else ""
+            yield text + (f"; below it: {listed(apart)}." if apart else ".")
 
 
 def _is_below(values: Sequence[float], best: Sequence[float]) -> bool:
