@@ -56,6 +56,8 @@ def _rows(figures: dict[str, Any], run: RunDir) -> list[tuple[str, str]]:
     ]
     if figures["jobs_quarantined"]:
         rows.append(("groups set aside", f"{figures['jobs_quarantined']}, with reasons in {run.root / 'quarantine'}"))
+    if figures["groups_dropped"]:
+        rows.append(("groups dropped", f"{figures['groups_dropped']}, of equal rewards or over age"))
     rows.append(("checkpoints", _shortest(Path(figures["checkpoints"]))))
     rows.append(("TensorBoard", _shortest(Path(figures["tensorboard"]))))
     return rows

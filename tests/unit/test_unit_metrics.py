@@ -69,6 +69,22 @@ def test_figures_of_a_batch(clock: Clock) -> None:
     }
 
 
+def test_workers_are_busy_with_groups_that_are_dropped_too(clock: Clock) -> None:
+    logged: dict[str, float] = {}
+    metrics = RolloutMetrics(logged.__setitem__)
+    metrics.training_begins()
+    metrics.workers_alive(1)
+    group = make_group(make_job(0), 0, timings=Timings(adopt_s=0.5, generate_s=1.5, queue_s=0.5))
+    for dropped, busy, overhead in ((3, 0.8, 0.2), (0, 0.2, 0.05)):
+        for _ in range(dropped):
+            metrics.group_dropped(group)
+        clock.now += 10.0
+        metrics.batch_taken([group], 0)
+        assert logged["async/worker_busy_fraction"] == pytest.approx(busy)
+        assert logged["async/overhead_fraction"] == pytest.approx(overhead)
+    assert metrics.totals()["worker_busy_fraction"] == 0.5
+
+
 def test_totals_are_over_the_whole_training_and_leave_loading_out(clock: Clock) -> None:
     metrics = RolloutMetrics(lambda name, value: None)
     clock.now += 1000.0  # loading

@@ -68,7 +68,7 @@ def test_a_finished_run(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None
         "next: async-grpo board worker --serve\n",
     ):
         assert part in text
-    assert "set aside" not in text
+    assert "set aside" not in text and "dropped" not in text
 
 
 def test_a_stopped_run_says_how_to_go_on(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,6 +79,10 @@ def test_a_stopped_run_says_how_to_go_on(run: RunDir, capsys: pytest.CaptureFixt
 def test_groups_that_were_set_aside_are_counted_and_found(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(run, capsys, jobs_quarantined=3)
     assert f"3, with reasons in {run.root / 'quarantine'}" in text
+
+
+def test_groups_that_were_dropped_are_counted(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "484, of equal rewards or over age" in shown(run, capsys, groups_dropped=484)
 
 
 def test_figures_that_a_run_does_not_have_are_left_out(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

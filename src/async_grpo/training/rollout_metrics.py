@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from async_grpo.records import RolloutGroup
+from async_grpo.records import RolloutGroup, Timings
 
 
 class RolloutMetrics:
@@ -21,6 +21,7 @@ class RolloutMetrics:
         self._workers = 0
         self._last_wait_s = 0.0
         self._server_overhead_s = 0.0  # since the last batch
+        self._spent_on_dropped: list[Timings] = []  # since the last batch
         self.rollouts = 0  # completions trained on
         self.groups = 0
         self.wait_s = 0.0
@@ -54,9 +55,11 @@ class RolloutMetrics:
         self._last_batch = now
         staleness = [version - group.policy_version for group in batch]
         rollouts = sum(group.job.num_generations for group in batch)
-        busy = sum(g.timings.adopt_s + g.timings.generate_s + g.timings.score_s for g in batch)
-        overhead = self._server_overhead_s + sum(g.timings.adopt_s + g.timings.queue_s for g in batch)
+        spent = [*self._spent_on_dropped, *(group.timings for group in batch)]
+        busy = sum(times.adopt_s + times.generate_s + times.score_s for times in spent)
+        overhead = self._server_overhead_s + sum(times.adopt_s + times.queue_s for times in spent)
         self._server_overhead_s = 0.0
+        self._spent_on_dropped.clear()
         self.rollouts += rollouts
         self.groups += len(batch)
         self.busy_s += busy
@@ -76,6 +79,7 @@ class RolloutMetrics:
     def group_dropped(self, group: RolloutGroup) -> None:
         """A group that is not used: it came too late for the staleness bound, or all its rewards are equal."""
         self.dropped += 1
+        self._spent_on_dropped.append(group.timings)
         self._append("async/dropped_length", float(group.completion_lengths.mean()))
 
     def job_quarantined(self) -> None:
