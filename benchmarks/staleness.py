@@ -5,7 +5,7 @@
 Everything is in one process: a copy of the trainer with the weights of exactly K versions ago generates, the trainer
 trains, through the same hooks and the same correction as a real run. (A real run keeps its rollouts fresher than its
 bound; here they are as old as can be.) Task and model are the demo's. Every combination is trained with the same
-seeds; combinations run seed by seed, so that a run that is out of time has fewer seeds, and says so.
+seeds.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from benchmarks.table import (
 )
 
 from async_grpo.settings import CORRECTIONS
+from async_grpo.wording import counted
 
 STALENESS = (0, 1, 4, 8, 16)
 SEEDS = (1, 2, 3, 4, 5)
 STEPS = 80
-BUDGET_S = 345.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,22 +82,11 @@ def train(cell: Cell) -> Outcome:
     return Outcome(cell=cell, accuracy=accuracy, seconds=time.monotonic() - started)
 
 
-def outcomes(cells: Sequence[Cell], budget_s: float) -> Iterator[Outcome]:
-    """Train all, one on each core; what has not begun when the budget is spent is left out."""
-    started = time.monotonic()
-    cores = len(os.sched_getaffinity(0))
+def outcomes(cells: Sequence[Cell]) -> Iterator[Outcome]:
+    """Train all, one on each core; in their order, so that seeds can be compared."""
     context = multiprocessing.get_context("spawn")
-    waiting = iter(cells)
-    with context.Pool(cores) as pool:
-        running = [pool.apply_async(train, (cell,)) for _, cell in zip(range(cores), waiting)]
-        while running:
-            running[0].wait(0.05)
-            for done in [one for one in running if one.ready()]:
-                running.remove(done)
-                yield done.get()
-                more = next(waiting, None) if time.monotonic() - started < budget_s else None
-                if more is not None:
-                    running.append(pool.apply_async(train, (more,)))
+    with context.Pool(len(os.sched_getaffinity(0))) as pool:
+        yield from pool.imap(train, cells)
 
 
 # --- Table and plot ---------------------------------------------------------------------------------------
@@ -232,7 +221,7 @@ def main() -> None:
     ]
     before = accuracy_before()
     results = Results()
-    for outcome in outcomes(cells, BUDGET_S):
+    for outcome in outcomes(cells):
         results.add(outcome)
         cell = outcome.cell
         print(
@@ -245,10 +234,9 @@ def main() -> None:
 
 
 def report(results: Results, args: Any, *, before: float, steps: int, took_s: float) -> None:
-    seeds = f"{results.seeds} seeds" + (" (fewer than planned: out of time)" if 1 < results.seeds < len(SEEDS) else "")
     told = (
-        f"{machine_line(describe_machine())}; {steps} steps, {seeds}; mean ± half of the 95% interval over seeds. "
-        f"Before training: {before:.3f}. The run took {took_s:.0f} s."
+        f"{machine_line(describe_machine())}; {steps} steps, {counted(results.seeds, 'seed')}; mean ± half of the 95% "
+        f"interval over seeds. Before training: {before:.3f}. The run took {took_s:.0f} s."
     )
     findings = "\n".join(f"- {text}" for text in results.findings())
     print(f"{told}\n\n{results.table()}\n\n{findings}")
