@@ -202,8 +202,8 @@ def capacity_rows(folder: Path, repeats: int, counts: Sequence[int], seconds: fl
         speeds = [b.groups_per_s / a.groups_per_s for a, b in zip(few, many, strict=True)]
         growth = [b.server_cpu_ms / a.server_cpu_ms for a, b in zip(few, many, strict=True)]
         about = f"{kind}: {counts[-1]} over {counts[0]}"
-        yield row(f"capacity, {about}", speeds, "x", target="" if own_processes else ">= 0.9")
-        yield row(f"server's CPU time a group, {about}", growth, "x", target="<= 1.5")
+        yield row(f"capacity, {about}", speeds, "x", target=">= 0.9")
+        yield row(f"server's CPU time a group, {about}", growth, "x", target="<= 1.1")
 
 
 def learning_rows(folder: Path, progress: Progress) -> Iterator[Row]:
