@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from async_grpo.line_file import LineReader
+
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = Path(__file__).parent / "setups" / "random_model.py"
 DEADLINE_S = 240.0
@@ -89,10 +91,9 @@ def command(*arguments: str, cwd: Path, **env: str) -> Iterator[Command]:
 
 
 def steps_logged(run_dir: Path) -> list[int]:
-    """The training steps in `metrics.jsonl`, in the order of logging."""
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [entry["step"] for entry in map(json.loads, lines) if "loss" in entry]
+    """The training steps in `metrics.jsonl`, in the order of logging; of a live run as well."""
+    entries = map(json.loads, LineReader(run_dir / "metrics.jsonl").new_lines())
+    return [entry["step"] for entry in entries if "loss" in entry]
 
 
 def read(path: Path) -> dict[str, Any]:

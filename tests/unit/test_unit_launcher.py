@@ -24,6 +24,7 @@ from async_grpo import run_dir as runs
 from async_grpo.cli import server as server_command
 from async_grpo.cli import worker as worker_command
 from async_grpo.launcher import LaunchOptions, launch
+from async_grpo.line_file import LineReader
 from async_grpo.log_tail import LogTail
 from async_grpo.run_dir import RunDir
 from async_grpo.settings import TrainingSettings, WorkerSettings
@@ -96,8 +97,9 @@ class Stage:
         return LaunchOptions(**{**fields, **changes})
 
     def starts(self, role: str) -> list[tuple[int, list[str], dict[str, str]]]:
-        path = self.folder / f"starts_{role}"
-        return [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+        """What has started in that role so far; a child may be writing its line just now."""
+        lines = LineReader(self.folder / f"starts_{role}").new_lines()
+        return [tuple(json.loads(line)) for line in lines]
 
     def pids(self) -> list[int]:
         return [start[0] for role in ("server", "worker1", "worker2") for start in self.starts(role)]
