@@ -3,14 +3,16 @@
 The server's side is what the parameter server runs between two optimizer steps, less TRL: `RolloutSource` over
 `ServerQueue`. The workers are real `WorkerQueue`s, which hand every job back at once with the same canned group.
 Either one process plays them all, by turns: then only the queue and the server can be what does not scale. Or each has
-a process of its own, asleep until a job wakes it: then they also share the cores of the machine.
+a process of its own, asleep until a job wakes it: then they also share the cores of the machine. What the machine has
+for so many processes is measured beside it: the same records through two sockets, without files, lost in a crash.
 """
 
 from __future__ import annotations
 
 import itertools
+import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,59 +20,67 @@ from pathlib import Path
 import numpy as np
 from benchmarks.processes import running
 
-from async_grpo.job_queue import Claim, ServerQueue, WorkerQueue
-from async_grpo.records import RolloutGroup
+from async_grpo.job_file import decode_group, decode_job, encode_group, encode_job
+from async_grpo.job_queue import ServerQueue, WorkerQueue
+from async_grpo.records import Job, RolloutGroup
 from async_grpo.training.admission import Schedule
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource
 
 RUN_ID = "capacity"
-GROUPS_PER_STEP = 16
+GROUPS_PER_STEP, MAX_STALENESS = 16, 4
 GENERATIONS, TOKENS = 8, 48
 PROMPT = np.arange(6, dtype=np.int32)
+ROW = {"prompt": "07+41=", "answer": "048"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    workers: int
     groups_per_s: float
     server_cpu_ms: float  # of the server's process, for a group
 
 
 def measure(workers: int, folder: Path, seconds: float, *, own_processes: bool) -> Capacity:
-    """`workers` simulated workers serve one server for about `seconds`."""
+    """`workers` simulated workers serve one server."""
     numbers = range(1, workers + 1)
     played = [[number] for number in numbers] if own_processes else [numbers]
     with _source(folder) as source, running(len(played), lambda number: _work(played[number - 1], folder)):
-        version = 0
-        for _ in range(3):  # until every worker has come
-            version = _step(source, version)
-        started, cpu = time.monotonic(), time.thread_time()
-        first = version
-        while time.monotonic() - started < seconds:
-            version = _step(source, version)
-        took, cpu = time.monotonic() - started, time.thread_time() - cpu
-    groups = (version - first) * GROUPS_PER_STEP
-    return Capacity(workers=workers, groups_per_s=groups / took, server_cpu_ms=1e3 * cpu / groups)
+        versions = itertools.count()
+
+        def step() -> None:
+            version = next(versions)
+            source.take(version)
+            source.trained()
+            source.advance(version + 1)
+
+        return _capacity(step, seconds)
 
 
-def _step(source: RolloutSource, version: int) -> int:
-    source.take(version)
-    source.trained()
-    source.advance(version + 1)
-    return version + 1
+def _capacity(step: Callable[[], None], seconds: float) -> Capacity:
+    """Of a server that does these steps, for `seconds` to warm up and as long again."""
+    warm_up_ends = time.monotonic() + seconds
+    while time.monotonic() < warm_up_ends:
+        step()
+    started, cpu, groups = time.monotonic(), time.thread_time(), 0
+    while (took := time.monotonic() - started) < seconds:
+        step()
+        groups += GROUPS_PER_STEP
+    return Capacity(groups_per_s=groups / took, server_cpu_ms=1e3 * (time.thread_time() - cpu) / groups)
 
 
 @contextmanager
 def _source(folder: Path) -> Iterator[RolloutSource]:
-    rows = ({"prompt": "07+41=", "answer": "048"} for _ in itertools.count())
+    rows = itertools.repeat(ROW)
     queue = ServerQueue.open(folder, RUN_ID)
     try:
         source = RolloutSource(
             queue=queue,
             prompts=lambda start: rows,
             schedule=Schedule(
-                groups_per_round=GROUPS_PER_STEP, micro_steps_per_round=1, micro_steps_per_version=1, max_staleness=4
+                groups_per_round=GROUPS_PER_STEP,
+                micro_steps_per_round=1,
+                micro_steps_per_version=1,
+                max_staleness=MAX_STALENESS,
             ),
             run_id=RUN_ID,
             seed=0,
@@ -94,20 +104,51 @@ def _work(numbers: Sequence[int], folder: Path) -> None:
     for queue in itertools.cycle(queues):
         claims = queue.claim(1)
         for claim in claims:
-            canned[queue.name] = _answer(claim, queue.name, canned.get(queue.name))
+            canned[queue.name] = _answer(claim.job, claim.attempt, queue.name, canned.get(queue.name))
             queue.complete(claim, canned[queue.name])
         if not claims:
             queue.wait(0.1)
 
 
-def _answer(claim: Claim, worker: str, canned: RolloutGroup | None) -> RolloutGroup:
-    version = claim.job.born_version
+def measure_sockets(workers: int, seconds: float) -> Capacity:
+    """The same when the kernel hands each job to one of so many sleeping processes, and records are all there is."""
+    jobs, to_workers = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    groups, to_server = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    issued = map(_job, itertools.count())
+
+    def submit(count: int) -> None:
+        for job in itertools.islice(issued, count):
+            jobs.send(encode_job(job))
+
+    def step() -> None:
+        for _ in range(GROUPS_PER_STEP):
+            decode_group(groups.recv(1 << 16))
+        submit(GROUPS_PER_STEP)
+
+    def work(number: int) -> None:
+        canned: RolloutGroup | None = None
+        while True:
+            canned = _answer(decode_job(to_workers.recv(1 << 16)), 0, f"dev{number}", canned)
+            to_server.send(encode_group(canned))
+
+    with jobs, to_workers, groups, to_server, running(workers, work):
+        groups.settimeout(30)
+        submit(GROUPS_PER_STEP * (MAX_STALENESS + 1))
+        return _capacity(step, seconds)
+
+
+def _job(seq: int) -> Job:
+    return Job(run_id=RUN_ID, seq=seq, row=ROW, num_generations=GENERATIONS, seed=seq, born_version=0, min_version=0)
+
+
+def _answer(job: Job, attempt: int, worker: str, canned: RolloutGroup | None) -> RolloutGroup:
+    version = job.born_version
     if canned is not None:
-        return replace(canned, job=claim.job, attempt=claim.attempt, policy_version=version)
+        return replace(canned, job=job, attempt=attempt, policy_version=version)
     tokens = GENERATIONS * TOKENS
     return RolloutGroup(
-        job=claim.job,
-        attempt=claim.attempt,
+        job=job,
+        attempt=attempt,
         worker=worker,
         policy_version=version,
         reward_names=("accuracy",),

@@ -62,7 +62,7 @@ HEAD = ("what", "value", "limit", "target", "ok", "min .. median .. max")
 def cells(one: Row) -> tuple[str, ...]:
     low, middle, high = one.spread
     verdict = "" if one.ok is None else "yes" if one.ok else "no"
-    limit = "" if one.limit is None else f"{one.limit:.2f}"
+    limit = "" if one.limit is None else figure(one.limit)
     spread = f"{figure(low)} .. {figure(middle)} .. {figure(high)}"
     return one.name, f"{figure(one.value)} {one.unit}".strip(), limit, one.target, verdict, spread
 
