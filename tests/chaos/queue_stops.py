@@ -16,7 +16,7 @@ from queue_harness import RUN, Log, arguments, forked, make_job
 
 from async_grpo.job_queue import ServerQueue, WorkerQueue
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def worker(root: Path, number: int, told: int) -> None:

@@ -27,7 +27,7 @@ def weights_of(folder: Path) -> str:
 
 
 def kill_the_server_at(step: int, folder: Path, *options: str, **env: str) -> None:
-    with command("train", str(SETUP), *OPTIONS, *options, cwd=folder, **env) as run:
+    with command("train", str(SETUP), *OPTIONS, *options, cwd=folder, TEST_REWARD_S="0.1", **env) as run:
         run.wait_until(lambda: len(steps_logged(folder / "worker")) >= step, f"step {step}")
         server_of(run).kill()
         assert run.wait() != 0, run.output

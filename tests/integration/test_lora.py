@@ -239,7 +239,7 @@ def test_a_killed_run_goes_on_from_its_adapter(tmp_path: Path) -> None:
     """Killed after the checkpoint of step 4 and resumed: the checkpoints hold the adapter and nothing of the base."""
     arguments = ["train", str(SETUP), "--distributed", "--num-workers", "1", "--deterministic"]
     settings = {"TEST_MODEL": "lora"}
-    with command(*arguments, cwd=tmp_path, TEST_STEPS="8", **settings) as run:
+    with command(*arguments, cwd=tmp_path, TEST_STEPS="8", TEST_REWARD_S="0.3", **settings) as run:
         run.wait_until(lambda: (tmp_path / "checkpoints/checkpoint-4/rollout_state.json").exists(), "a checkpoint")
         for process in [*run.children(), psutil.Process(run.process.pid)]:
             process.kill()

@@ -42,9 +42,11 @@ def test_a_run_on_a_terminal_whose_server_is_killed(tmp_path: Path) -> None:
     try:
         terminal.read_until(lambda: "╭─ run " in terminal.text, "panel")
         terminal.read_until(lambda: len(steps_logged(run_dir)) >= 20, "steps")
-        terminal.read_until(
-            lambda: re.search(rf"dev2 +{worker_pid(run_dir)} +cpu", terminal.text), "worker 2 in the panel"
-        )
+        for name in ("dev1", "dev2"):
+            terminal.read_until(
+                lambda name=name: re.search(rf"{name} +{worker_pid(run_dir, name)} +cpu", terminal.text),
+                f"{name} in the panel",
+            )
         code, live = view(run_dir)
         assert (code, live["format"], live["state"], live["total_steps"]) == (0, 1, "training", 100000)
         assert live["step"] >= 20 and live["rates"]["rollouts_per_second"] > 0 and live["eta_s"] > 0
@@ -76,8 +78,8 @@ def first_line_of_watching(run_dir: Path) -> str:
             watching.kill()
 
 
-def worker_pid(run_dir: Path) -> int | None:
-    workers = [worker for worker in view(run_dir)[1]["workers"] if worker["name"] == "dev2"]
+def worker_pid(run_dir: Path, name: str) -> int | None:
+    workers = [worker for worker in view(run_dir)[1]["workers"] if worker["name"] == name]
     return workers[0]["pid"] if workers else None
 
 
@@ -88,6 +90,7 @@ def test_a_reward_that_hangs_is_told_by_everyone_who_is_stalled(tmp_path: Path) 
     with command("train", str(SETUP), *options, cwd=tmp_path, **surroundings) as run:
         run.wait_until(lambda: Path(surroundings["TEST_MARKER"]).exists(), "hanging reward")
         run.wait_until(lambda: any("dev1 is scoring group" in stall for stall in stalls(run_dir)), "a stalled server")
+        run.wait_until(lambda: len(stalls(run_dir)) == 2, "a stalled worker")
         server, worker = stalls(run_dir)
         assert worker.startswith("dev1: no progress for ") and "scoring group" in worker
         assert server.startswith("server: no progress for ") and "for 1 more group from 1 worker" in server

@@ -50,7 +50,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.stdout.close()
 
 
-def eventually(condition: object, deadline_s: float = 20.0) -> bool:
+def eventually(condition: object, deadline_s: float = 60.0) -> bool:
     end = time.monotonic() + deadline_s
     while time.monotonic() < end:
         if condition():  # type: ignore[operator]  # a test hands in a lambda

@@ -1,7 +1,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -184,9 +183,7 @@ def test_trainer_for_a_short_run(recipe, short_warm_start, tmp_path, monkeypatch
     assert sum(parameter.numel() for parameter in trainer.model.parameters()) < 500_000
     trainer.args.output_dir = str(tmp_path / "out")
     trainer.args.max_steps = 2
-    started = time.monotonic()
     trainer.train()
-    assert time.monotonic() - started < 60
     evaluations = [row for row in trainer.state.log_history if "eval_rewards/accuracy/mean" in row]
     assert [row["step"] for row in evaluations] == [0, 2]
     assert (tmp_path / "out" / "checkpoint-2").is_dir()

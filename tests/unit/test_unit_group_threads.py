@@ -15,7 +15,7 @@ from async_grpo.rollout.in_flight import GroupCode, GroupInFlight, Turn, version
 from async_grpo.rollout.whole_groups import WholeGroups
 
 Code = Callable[[Any, Any], Any]  # what a group does: (generator, row) -> its group
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class FakeTrainer:

@@ -1,7 +1,8 @@
 """A setup file for tests: a random model of a few thousand parameters, no warm start, a reward that can break.
 
 `TEST_REWARD` chooses the reward: "length" (default), "poison" (one prompt always raises), "broken" (all raise) or
-"hang" (one prompt hangs, the first time that it is scored; `TEST_MARKER` is a file that remembers).
+"hang" (one prompt hangs, the first time that it is scored; `TEST_MARKER` is a file that remembers). `TEST_REWARD_S` is
+how long it takes (0 seconds): a test that wants to meet a run in its middle needs one that lasts.
 `TEST_MODEL` is "full" (default) or "lora"; `TEST_STEPS` is the number of steps (12).
 """
 
@@ -21,6 +22,7 @@ POISON = "3+3="
 
 
 def reward(prompts: list[str], completions: list[str], log_metric, **_) -> list[float]:
+    time.sleep(float(os.environ.get("TEST_REWARD_S", "0")))
     mode = os.environ.get("TEST_REWARD", "length")
     if mode == "broken" or (mode == "poison" and prompts[0] == POISON):
         raise RuntimeError(f"no reward for {prompts[0]}")
