@@ -136,22 +136,20 @@ def test_a_worker_that_refuses_its_setup_ends_the_run_at_once(tmp_path: Path) ->
 
 
 def test_by_hand_in_any_order(tmp_path: Path) -> None:
-    run_dir = tmp_path / "worker"
+    run_dir, go_on = tmp_path / "worker", tmp_path / "go_on"
     serve = ("server", "--config", str(SETUP), "-d", "cpu")
-    with command("worker", "-d", "cpu", cwd=tmp_path) as early:
+    with command("worker", "-d", "cpu", cwd=tmp_path, TEST_REWARD="held", TEST_MARKER=str(go_on)) as early:
         early.wait_until(lambda: early.process.poll() is None, "the worker to run")
-        with command(*serve, "--steps", "100000", cwd=tmp_path) as server:
+        with command(*serve, "--steps", "12", cwd=tmp_path) as server:
             server.wait_until(lambda: (run_dir / "ps_ipc_handle.json").exists(), "weights")
             with command(*serve, "--resume", cwd=tmp_path) as second:
                 assert second.wait() == 2
             assert f"pid {server.process.pid}" in second.output, second.output
-            server.wait_until(lambda: len(steps_logged(run_dir)) >= 12, "twelve steps")
-            server.process.send_signal(signal.SIGTERM)
+            go_on.touch()
             assert server.wait() == 0, server.output
         assert early.wait() == 0, early.output
     assert "worker dev1 ends:" in early.output
-    steps = steps_logged(run_dir)
-    assert steps == list(range(1, len(steps) + 1))
+    assert steps_logged(run_dir) == list(range(1, 13))
     assert "worker dev1 ends:" in (run_dir / "log_worker_1.txt").read_text()
 
 

@@ -71,14 +71,14 @@ def test_large_source_and_input_are_no_deadlock() -> None:
 def test_an_endless_loop_ends() -> None:
     result = run_code("while True: pass", limits=SHORT)
     assert (result.outcome, result.exit_code) in [("exited", 128 + signal.SIGKILL), ("timed out", -1)]
-    assert result.wall_s < 60
+    assert result.wall_s < 5
 
 
 @isolated
 def test_an_endless_sleep_ends() -> None:
     result = run_code("import time; time.sleep(100)", limits=Limits(wall_s=0.5))
     assert (result.outcome, result.exit_code, result.ok) == ("timed out", -1, False)
-    assert result.wall_s < 60
+    assert result.wall_s < 3
 
 
 @isolated
@@ -138,7 +138,7 @@ def test_a_fork_bomb_is_cheap() -> None:
     started = time.monotonic()
     result = run_code("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", limits=SHORT)
     assert result.outcome in ("timed out", "exited")
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 6
     _until(lambda: not _processes_in_sandboxes())
 
 

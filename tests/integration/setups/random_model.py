@@ -1,8 +1,9 @@
 """A setup file for tests: a random model of a few thousand parameters, no warm start, a reward that can break.
 
-`TEST_REWARD` chooses the reward: "length" (default), "poison" (one prompt always raises), "broken" (all raise) or
-"hang" (one prompt hangs, the first time that it is scored; `TEST_MARKER` is a file that remembers). `TEST_REWARD_S` is
-how long it takes (0 seconds): a test that wants to meet a run in its middle needs one that lasts.
+`TEST_REWARD` chooses the reward: "length" (default), "poison" (one prompt always raises), "broken" (all raise),
+"hang" (one prompt hangs, the first time that it is scored; `TEST_MARKER` is a file that remembers) or "held" (all wait
+until there is a file `TEST_MARKER`). `TEST_REWARD_S` is how long it takes (0 seconds): a test that wants to meet a run
+in its middle needs one that lasts.
 `TEST_MODEL` is "full" (default) or "lora"; `TEST_STEPS` is the number of steps (12).
 """
 
@@ -29,6 +30,8 @@ def reward(prompts: list[str], completions: list[str], log_metric, **_) -> list[
     if mode == "hang" and prompts[0] == POISON and not Path(os.environ["TEST_MARKER"]).exists():
         Path(os.environ["TEST_MARKER"]).touch()
         time.sleep(100_000)
+    while mode == "held" and not Path(os.environ["TEST_MARKER"]).exists():
+        time.sleep(0.02)
     log_metric("digits", sum(len(completion) for completion in completions) / len(completions))
     return [float(len(completion)) for completion in completions]
 
