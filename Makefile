@@ -41,7 +41,7 @@ test: venv-test
 
 test-fast: venv-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
-	$(BIN)/python -m pytest tests/unit tests/queue tests/ipc -x
+	$(BIN)/python -m pytest tests/unit -x
 
 chaos: venv-test
 	$(BIN)/python -m pytest -m slow tests/chaos tests/integration --timeout 3600

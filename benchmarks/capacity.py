@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 from benchmarks.processes import running
 
-from async_grpo.job_file import decode_group, decode_job, encode_group, encode_job
-from async_grpo.job_queue import ServerQueue, WorkerQueue
+from async_grpo.queue import ServerQueue, WorkerQueue
+from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
 from async_grpo.records import Job, RolloutGroup
-from async_grpo.training.admission import Schedule
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource
+from async_grpo.training.schedule import Schedule
 
 RUN_ID = "capacity"
 GROUPS_PER_STEP, MAX_STALENESS = 16, 4

@@ -32,7 +32,7 @@ from benchmarks.table import ROOT, Row, as_text, row, write_json
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "with_vllm" / "setups")]
 
 if TYPE_CHECKING:
-    from async_grpo.rollout.vllm_engine import VLLMEngine
+    from async_grpo.rollout.engines.vllm import VLLMEngine
 
 TOKENS = 64  # of every completion
 GROUP = 4  # completions of a prompt
@@ -48,7 +48,7 @@ def trainer_of(hidden: int = 128, layers: int = 4) -> Any:
     import qwen3_1m
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from async_grpo.rollout.trl_hooks import make_rollout_trainer
+    from async_grpo.rollout.trl_trainer import make_rollout_trainer
 
     os.environ["TEST_TOKENS"] = str(TOKENS)
     trainer = qwen3_1m.get_trainer()
@@ -96,7 +96,7 @@ def plain_vllm_side(trainer: Any, folder: Path, *, packed: bool) -> Callable[[in
     import torch
     from vllm import LLM, SamplingParams
 
-    from async_grpo.rollout.vllm_engine import keep_weights_unpacked
+    from async_grpo.rollout.engines.vllm import keep_weights_unpacked
 
     if not packed:
         keep_weights_unpacked()
@@ -134,7 +134,7 @@ def worker_side(trainer: Any, engine: VLLMEngine, weights: Any, folder: Path) ->
     """A real worker on a real queue, from the first claim to the last group handed back."""
     from itertools import count
 
-    from async_grpo.job_queue import ServerQueue, WorkerQueue
+    from async_grpo.queue import ServerQueue, WorkerQueue
     from async_grpo.records import Job
     from async_grpo.rollout.streaming_worker import StreamingWorker
     from async_grpo.settings import WorkerSettings
@@ -276,7 +276,7 @@ def update_seconds(engine: VLLMEngine, weights: Any) -> tuple[float, float]:
 
 def measure(models: Sequence[tuple[int, int, tuple[int, ...], int]]) -> list[Row]:
     """All rows of each model."""
-    from async_grpo.rollout.vllm_engine import ENVIRONMENT
+    from async_grpo.rollout.engines.vllm import ENVIRONMENT
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -288,7 +288,7 @@ def measure(models: Sequence[tuple[int, int, tuple[int, ...], int]]) -> list[Row
 
 
 def _measure_model(hidden: int, layers: int, batches: tuple[int, ...], repeats: int, folder: Path) -> list[Row]:
-    from async_grpo.rollout.vllm_engine import VLLMEngine
+    from async_grpo.rollout.engines.vllm import VLLMEngine
     from async_grpo_ipc import open_remote_memory
 
     (folder / "queue").mkdir(mode=0o700)

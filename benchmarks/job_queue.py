@@ -32,9 +32,9 @@ from benchmarks.queue_cycles import RUN, cycles_of_ours, cycles_of_peer, make_gr
 from benchmarks.queue_peers import BARE, PEERS, missing
 from benchmarks.table import Row, as_text, row, write_json
 
-from async_grpo.job_file import decode_group, encode_group
-from async_grpo.job_queue import ServerQueue, WorkerQueue
-from async_grpo.wording import counted
+from async_grpo.formatting import counted
+from async_grpo.queue import ServerQueue, WorkerQueue
+from async_grpo.queue.codec import decode_group, encode_group
 
 OURS_CLAIM = "pending again within milliseconds of its worker's death"
 

@@ -21,9 +21,10 @@ import numpy as np
 from benchmarks.processes import running, wait_until
 from benchmarks.queue_peers import PEERS, Channel
 
-from async_grpo import queue_server, queue_worker
-from async_grpo.job_file import decode_group, decode_job, encode_group, encode_job
-from async_grpo.job_queue import Claim, ServerQueue, WorkerQueue
+from async_grpo.queue import Claim, ServerQueue, WorkerQueue
+from async_grpo.queue import server as queue_server
+from async_grpo.queue import worker as queue_worker
+from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
 from async_grpo.records import Job, RolloutGroup
 
 RUN = "benchmark"

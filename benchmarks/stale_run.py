@@ -14,13 +14,12 @@ from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 
 from async_grpo.records import Job, RolloutGroup, Timings
-from async_grpo.rollout.group_records import to_record
-from async_grpo.rollout.trl_hooks import make_rollout_trainer
-from async_grpo.training import trl_hooks
+from async_grpo.rollout.trl_trainer import make_rollout_trainer, to_record
+from async_grpo.setup.trl_compat import repair_trl
+from async_grpo.training import trl_trainer
 from async_grpo.training.correction import Correction
 from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.rollout_source import sampling_seed
-from async_grpo.trl_on_cpu import repair_trl
 
 Weights = dict[str, torch.Tensor]
 
@@ -39,14 +38,14 @@ class StaleRun:
         self._rows = prompt_rows(self._trainer)
         self._issued = 0
         self._versions: deque[tuple[int, Weights]] = deque(maxlen=staleness + 1)  # oldest first
-        trl_hooks.make_async(
+        trl_trainer.make_async(
             self._trainer,
             take_groups=self._take_groups,
             correct=Correction(
                 correction,
                 self._trainer.args.loss_type,
-                log_pi_old=lambda batch: trl_hooks.log_pi_old(self._trainer, batch),
-                append=lambda name, value: trl_hooks.append_metric(self._trainer, name, value),
+                log_pi_old=lambda batch: trl_trainer.log_pi_old(self._trainer, batch),
+                append=lambda name, value: trl_trainer.append_metric(self._trainer, name, value),
             ),
             after_checkpoint=lambda step: None,
         )
@@ -65,7 +64,7 @@ class StaleRun:
     def _take_groups(self, version: int) -> Sequence[RolloutGroup]:
         generated_by, weights = self._versions[0]
         self._worker.model.load_state_dict(weights)
-        jobs = [self._next_job(version) for _ in range(trl_hooks.groups_per_round(self._trainer))]
+        jobs = [self._next_job(version) for _ in range(trl_trainer.groups_per_round(self._trainer))]
         with torch.random.fork_rng(devices=[]):  # a worker's randomness is not the trainer's
             torch.manual_seed(jobs[0].seed)
             generated = self._worker.generate_groups([job.row for job in jobs], self._trainer.num_generations)

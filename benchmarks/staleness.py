@@ -38,8 +38,8 @@ from benchmarks.table import (
     write_json,
 )
 
+from async_grpo.formatting import counted
 from async_grpo.settings import CORRECTIONS
-from async_grpo.wording import counted
 
 STALENESS = (0, 1, 4, 8, 16)
 SEEDS = (1, 2, 3, 4, 5)

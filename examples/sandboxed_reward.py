@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from async_grpo.rollout.sandbox import Limits, run_code
+from async_grpo.rewards.sandbox import Limits, run_code
 
 LIMITS = Limits(wall_s=2.0, cpu_s=2, memory_bytes=128 << 20, processes=1, output_bytes=4096)
 LONGEST_NUMBER = 32  # characters

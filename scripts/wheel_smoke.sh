@@ -20,7 +20,7 @@ cd "$place"
 cp "$root/tests/integration/setups/random_model.py" my_trainer.py
 installed=$("$place/venv/bin/python" -c 'import async_grpo, async_grpo_ipc; print(async_grpo.__file__, async_grpo_ipc.__file__)')
 [[ $installed == "$site"/*" $site"/* ]] || { echo "not the wheel, but $installed"; exit 1; }
-for file in async_grpo/py.typed async_grpo_ipc/py.typed async_grpo/constraints.txt async_grpo/rollouts_page.html; do
+for file in async_grpo/py.typed async_grpo_ipc/py.typed async_grpo/constraints.txt async_grpo/reports/rollouts_page.html; do
   [[ -f $site/$file ]] || { echo "the wheel lacks $file"; exit 1; }
 done
 venv/bin/async-grpo --version

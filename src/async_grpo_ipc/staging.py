@@ -1,8 +1,8 @@
 """Copies between two GPUs that cannot reach each other's memory: through two pinned buffers in host memory, in turn.
 
 While one buffer is sent up to the reader's GPU, the other is filled from the owner's. Each GPU does its part in a
-stream of its own (`Lane`), in order; marks tell one lane how far the other is. `tests/ipc/test_ipc_staging.py` runs
-this with lanes that are as late as they may be.
+stream of its own (`Lane`), in order; marks tell one lane how far the other is.
+`tests/unit/ipc/test_ipc_staging.py` runs this with lanes that are as late as they may be.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -19,7 +19,7 @@ import pytest
 from archived_run import HOSTILE, ArchivedRun, three_steps
 
 from async_grpo.cli import main
-from async_grpo.locks import KernelLock
+from async_grpo.rundir.locks import KernelLock
 
 DEADLINE_S = 120.0
 

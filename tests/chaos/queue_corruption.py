@@ -19,8 +19,8 @@ from queue_harness import RUN, arguments, digest, make_group, make_job
 from safetensors.numpy import save
 
 from async_grpo.errors import BadFileError
-from async_grpo.job_file import decode_group, decode_job, encode_group, encode_job
-from async_grpo.queue_files import OsFiles
+from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
+from async_grpo.queue.filesystem import OsFiles
 
 Dice = random.Random
 

@@ -28,8 +28,8 @@ from queue_harness import (
     replay,
 )
 
-from async_grpo.job_queue import WorkerQueue
-from async_grpo.queue_files import Files, OsFiles
+from async_grpo.queue import WorkerQueue
+from async_grpo.queue.filesystem import Files, OsFiles
 
 JOBS, POISON = 4, (3,)
 

@@ -26,8 +26,8 @@ from queue_harness import (
 )
 
 from async_grpo.errors import DiskFullError
-from async_grpo.job_queue import WorkerQueue
-from async_grpo.queue_names import parse_name
+from async_grpo.queue import WorkerQueue
+from async_grpo.queue.names import parse_name
 
 POISON = (3,)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from queue_harness import Log, Trainer, arguments, claim_now, execute, forked, leftovers, replay
 
-from async_grpo.job_queue import WorkerQueue
+from async_grpo.queue import WorkerQueue
 
 SERVER_SHARE = 0.05  # of the kills
 AHEAD = 64  # jobs admitted ahead of the kills, so that there is always something to interrupt

@@ -22,8 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from queue_harness import Log, Trainer, WrappedFiles, arguments, claim_now, execute, leftovers, replay
 
 from async_grpo.errors import DiskFullError
-from async_grpo.job_pipe import EVERYTHING
-from async_grpo.job_queue import Claim, WorkerQueue, retry_given_up
+from async_grpo.queue import Claim, WorkerQueue, retry_given_up
+from async_grpo.queue.wakeups import EVERYTHING
 
 JOBS = 6
 WORKERS = (1, 2)

@@ -7,16 +7,18 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from async_grpo import job_file, locks, queue_liveness, queue_server, queue_worker
-from async_grpo.job_queue import GivenUp, ServerQueue, WorkerQueue
-from async_grpo.queue_moves import Moves
-from async_grpo.queue_names import COMPLETE, reason_name, set_aside_name
+from async_grpo.queue import GivenUp, ServerQueue, WorkerQueue, codec, liveness
+from async_grpo.queue import server as queue_server
+from async_grpo.queue import worker as queue_worker
+from async_grpo.queue.names import COMPLETE, reason_name, set_aside_name
+from async_grpo.queue.transitions import Moves
+from async_grpo.rundir import locks
 
 
 def claim_removed_before_the_result_is_there() -> None:
     def complete(self: Any, claim: Any, group: Any) -> None:
         self._moves.drop(f"queue/{claim.name}")
-        self._moves.publish(job_file.encode_group(group), f"queue/{claim.name.becomes(COMPLETE, self.device)}")
+        self._moves.publish(codec.encode_group(group), f"queue/{claim.name.becomes(COMPLETE, self.device)}")
         self._claims.pop(claim.job.seq, None)
 
     WorkerQueue.complete = complete  # type: ignore[method-assign]
@@ -50,7 +52,7 @@ def jobs_taken_from_the_living() -> None:
         ]
 
     queue_server.recover_dead = recover_dead
-    queue_liveness.recover_dead = recover_dead
+    liveness.recover_dead = recover_dead
 
 
 def results_not_deduplicated() -> None:
@@ -83,7 +85,7 @@ def broken_and_missing_jobs_not_issued_again() -> None:
 
 
 def no_checksum() -> None:
-    job_file._checksum = lambda *parts: b"00000000"
+    codec._checksum = lambda *parts: b"00000000"
 
 
 def attempts_not_counted() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from queue_harness import Log, Trainer, arguments, claim_now, execute, forked, leftovers, replay
 
-from async_grpo.job_queue import WorkerQueue
+from async_grpo.queue import WorkerQueue
 
 JOBS, POISON = 24, {3, 4, 11, 12, 20}
 

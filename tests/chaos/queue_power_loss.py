@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from queue_harness import Log, WrappedFiles, arguments, drain, leftovers, replay
 
-from async_grpo.queue_files import FOLDERS
+from async_grpo.queue.filesystem import FOLDERS
 
 JOBS, POISON = 5, (3,)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from queue_harness import RUN, Log, arguments, forked, make_job
 
-from async_grpo.job_queue import ServerQueue, WorkerQueue
+from async_grpo.queue import ServerQueue, WorkerQueue
 
 DEADLINE_S = 60.0
 

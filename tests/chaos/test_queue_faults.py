@@ -21,14 +21,11 @@ from queue_harness import RUN, Log, Trainer, claim_now, execute, replay
 from queue_mutants import MUTANTS
 
 import async_grpo
-from async_grpo.job_queue import ServerQueue, WorkerQueue
+from async_grpo.queue import ServerQueue, WorkerQueue
 
 HERE = Path(__file__).parent
 SOURCES = Path(async_grpo.__file__).parent
-QUEUE_MODULES = [
-    *SOURCES.glob("queue_*.py"),
-    *(SOURCES / name for name in ("job_file.py", "job_queue.py", "locks.py", "directory_watch.py")),
-]
+QUEUE_MODULES = [*(SOURCES / "queue").glob("*.py"), SOURCES / "rundir" / "locks.py"]
 TMPFS = Path("/dev/shm")
 
 
@@ -115,7 +112,7 @@ def test_poison_costs_only_itself(folder: Path) -> None:
 
 def test_a_second_server_names_the_first(folder: Path) -> None:
     code = (
-        "import sys\nfrom async_grpo.errors import RunDirError\nfrom async_grpo.job_queue import ServerQueue\n"
+        "import sys\nfrom async_grpo.errors import RunDirError\nfrom async_grpo.queue import ServerQueue\n"
         "try:\n    ServerQueue.open(sys.argv[1], 'other')\nexcept RunDirError as error:\n    print(error)\n"
     )
     with closing(ServerQueue.open(folder / "q", RUN)) as first:

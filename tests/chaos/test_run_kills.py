@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from async_grpo.audit import audit
+from async_grpo.archive.audit import audit
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS_A_STEP = 16

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
-from async_grpo.trl_on_cpu import repair_trl
+from async_grpo.setup.trl_compat import repair_trl
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "examples" / "minimal_grpo" / "minimal_grpo.py"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.doctor import checkup, gpu, round_trip, text, versions
-from async_grpo.doctor.finding import Level
+from async_grpo.checks.doctor import checkup, finding, gpu, packages, weights
+from async_grpo.checks.doctor.finding import Level
 
 pytestmark = pytest.mark.gpu
 
@@ -24,16 +24,16 @@ def test_driver_torch_cupy_and_devices_are_judged() -> None:
     assert found.cuda >= 12000 and found.version
     facts = gpu.look()
     findings = [*gpu.presence(found), *gpu.fit(found, facts), *gpu.devices(facts)]
-    findings += gpu.allocator(os.environ, has_vllm=versions.installed("vllm") is not None)
-    print("\n" + "\n".join(map(text.line, findings)))
+    findings += gpu.allocator(os.environ, has_vllm=packages.installed("vllm") is not None)
+    print("\n" + "\n".join(map(finding.line, findings)))
     assert facts.usable and len(facts.gpus) == found.visible == len(facts.peers)
     assert not [finding for finding in findings if finding.level is Level.ERROR]
 
 
 def test_weights_go_from_one_process_to_another_and_arrive_whole() -> None:
     names = [f"cuda:{index}" for index in range(min(2, gpu.driver().visible))]
-    findings = list(round_trip.weight_sharing(names))
-    print("\n" + "\n".join(map(text.line, findings)))
+    findings = list(weights.weight_sharing(names))
+    print("\n" + "\n".join(map(finding.line, findings)))
     assert len(findings) == len(names)
     assert all("every value arrived" in finding.found for finding in findings)
 

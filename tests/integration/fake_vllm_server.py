@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from async_grpo.rollout.generator import TransformersGenerator
+from async_grpo.rollout.engines.transformers import TransformersGenerator
 
 DEADLINE_S = 60.0
 

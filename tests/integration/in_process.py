@@ -19,15 +19,14 @@ from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
-from async_grpo.job_file import decode_group, encode_group
+from async_grpo.queue.codec import decode_group, encode_group
 from async_grpo.records import Job, RolloutGroup, Timings
-from async_grpo.rollout.group_records import to_record
-from async_grpo.rollout.trl_hooks import make_rollout_trainer
+from async_grpo.rollout.trl_trainer import make_rollout_trainer, to_record
+from async_grpo.setup.trl_compat import repair_trl
 from async_grpo.training.correction import Correction
 from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.rollout_metrics import RolloutMetrics
-from async_grpo.training.trl_hooks import append_metric, groups_per_round, log_pi_old, make_async
-from async_grpo.trl_on_cpu import repair_trl
+from async_grpo.training.trl_trainer import append_metric, groups_per_round, log_pi_old, make_async
 
 repair_trl()
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")

@@ -9,7 +9,7 @@ import psutil
 import pytest
 from runs import SETUP, Command, command, read, steps_logged
 
-from async_grpo.replay import weights_digest
+from async_grpo.roles.replay import weights_digest
 
 pytestmark = pytest.mark.integration
 

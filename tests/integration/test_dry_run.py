@@ -9,8 +9,8 @@ import pytest
 from in_process import PROMPTS, QWEN3_CHAT_TEMPLATE, build_trainer
 from runs import ROOT, SETUP, command
 
-from async_grpo.plan.batch import optimizer_steps
-from async_grpo.plan.describe import describe
+from async_grpo.checks.plan.batch_arithmetic import optimizer_steps
+from async_grpo.checks.plan.describe import describe
 from async_grpo.settings import TrainingSettings
 
 pytestmark = pytest.mark.integration

@@ -20,8 +20,8 @@ from trl import GRPOTrainer
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.records import RolloutGroup
-from async_grpo.rollout.policy_weights import PolicyWeights
-from async_grpo.training.trl_hooks import refuse_unsupported
+from async_grpo.rollout.policy import PolicyWeights
+from async_grpo.training.trl_trainer import refuse_unsupported
 from async_grpo_ipc import WeightExporter, open_remote_memory
 
 pytestmark = pytest.mark.integration

@@ -11,7 +11,7 @@ from in_process import build_trainer, chat_rows, plain_rows
 from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
-from async_grpo.rollout.trl_hooks import GeneratedGroup, make_rollout_trainer
+from async_grpo.rollout.trl_trainer import GeneratedGroup, make_rollout_trainer
 
 GROUP_SIZE = 2
 TOKENS = 200

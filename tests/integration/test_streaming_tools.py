@@ -11,7 +11,7 @@ from in_process import QWEN3_CHAT_TEMPLATE, build_tokenizer, build_trainer, chat
 
 from async_grpo.rollout.group_threads import GroupThreads
 from async_grpo.rollout.in_flight import GroupInFlight, Turn, versions_of_tokens
-from async_grpo.rollout.trl_hooks import make_rollout_trainer
+from async_grpo.rollout.trl_trainer import make_rollout_trainer
 
 pytestmark = pytest.mark.integration
 GROUPS = 3

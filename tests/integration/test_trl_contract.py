@@ -24,20 +24,20 @@ from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 from trl.trainer import utils as trl_utils
 
-from async_grpo import trl_on_cpu
-from async_grpo.advantages import AdvantageRule
-from async_grpo.engine_choice import engines_left_to_workers, wants_vllm
-from async_grpo.rollout import trl_hooks as rollout_hooks
+from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.rollout import trl_trainer as rollout_hooks
 from async_grpo.settings import TrainingSettings
-from async_grpo.training import trl_hooks as training_hooks
+from async_grpo.setup import trl_compat
+from async_grpo.setup.generator_choice import engines_left_to_workers, wants_vllm
+from async_grpo.training import trl_trainer as training_hooks
 from async_grpo.training.hyperparameters import hyperparameters
 
 pytestmark = pytest.mark.integration
 
-TRAINING = "async_grpo.training.trl_hooks"
-ROLLOUT = "async_grpo.rollout.trl_hooks"
+TRAINING = "async_grpo.training.trl_trainer"
+ROLLOUT = "async_grpo.rollout.trl_trainer"
 PROMPTS = "async_grpo.training.prompts"
-ON_CPU = "async_grpo.trl_on_cpu"
+ON_CPU = "async_grpo.setup.trl_compat"
 INSTALLED = f"trl {trl.__version__}, transformers {transformers.__version__}"
 
 PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -85,7 +85,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "reward_func_names": ("async_grpo.rollout.worker",),
     "ref_model": (ROLLOUT,),
     "num_generations": (TRAINING, PROMPTS),
-    "num_iterations": (PROMPTS, "async_grpo.training.async_training"),
+    "num_iterations": (PROMPTS, "async_grpo.training.loop"),
     "shuffle_dataset": (PROMPTS,),
     "train_dataset": (TRAINING, PROMPTS),
     "is_deepspeed_enabled": (TRAINING,),
@@ -496,8 +496,8 @@ def test_the_log_probability_function_that_we_replace(trainer: Any, monkeypatch:
     """TRL 1.15 needs a replacement on a CPU; both versions call it with the same nine arguments."""
     name = "trl.trainer.utils._ChunkedLogProbFunction"
     original = getattr(trl_utils, "_ChunkedLogProbFunction", None)
-    replaced = original is trl_on_cpu.TorchLogProbs
-    needed = Version(trl.__version__) < Version(trl_on_cpu.FIXED_IN) and not torch.cuda.is_available()
+    replaced = original is trl_compat.TorchLogProbs
+    needed = Version(trl.__version__) < Version(trl_compat.FIXED_IN) and not torch.cuda.is_available()
     assert replaced == needed, moved(name, "is replaced where it need not be, or not where it must be", ON_CPU)
 
     calls: list[tuple[Any, ...]] = []
@@ -506,7 +506,7 @@ def test_the_log_probability_function_that_we_replace(trainer: Any, monkeypatch:
         @staticmethod
         def apply(*arguments: Any) -> Any:
             calls.append(arguments)
-            return trl_on_cpu.TorchLogProbs.apply(*arguments)
+            return trl_compat.TorchLogProbs.apply(*arguments)
 
     monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Recording)
     ids = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
@@ -515,13 +515,13 @@ def test_the_log_probability_function_that_we_replace(trainer: Any, monkeypatch:
             trainer.model, ids, torch.ones_like(ids), 3, compute_entropy=True
         )
         all_logprobs_BCV = trainer.model(input_ids=ids).logits[:, 1:-1].log_softmax(-1)
-    expected = len(inspect.signature(trl_on_cpu.TorchLogProbs.apply).parameters)
+    expected = len(inspect.signature(trl_compat.TorchLogProbs.apply).parameters)
     counts = [len(arguments) for arguments in calls]
     assert counts == [expected], moved(name, f"is called with {counts} arguments, not {expected}", ON_CPU)
     assert_close(logprobs_BC, all_logprobs_BCV.gather(2, ids[:, 2:, None])[..., 0])
     assert_close(entropies_BC, -(all_logprobs_BCV.exp() * all_logprobs_BCV).sum(-1))
     if not replaced and original is not None:
-        assert_close(trl_on_cpu.TorchLogProbs.apply(*calls[0])[0], original.apply(*calls[0])[0])
+        assert_close(trl_compat.TorchLogProbs.apply(*calls[0])[0], original.apply(*calls[0])[0])
 
 
 @pytest.mark.parametrize(

@@ -39,9 +39,9 @@ from transformers import Qwen3ForSequenceClassification, TrainerCallback
 from trl import GRPOTrainer
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.trl_hooks import make_rollout_trainer
+from async_grpo.rollout.trl_trainer import make_rollout_trainer
 from async_grpo.training.prompts import prompt_rows, refuse_images
-from async_grpo.training.trl_hooks import refuse_unsupported
+from async_grpo.training.trl_trainer import refuse_unsupported
 
 pytestmark = pytest.mark.integration
 

@@ -14,10 +14,10 @@ import pytest
 from in_process import build_trainer
 from runs import DEADLINE_S, SETUP, command, steps_logged
 
-from async_grpo.engine_choice import VLLM, choose_generator
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout import vllm_engine
-from async_grpo.rollout.trl_hooks import make_rollout_trainer
+from async_grpo.rollout.engines import vllm
+from async_grpo.rollout.trl_trainer import make_rollout_trainer
+from async_grpo.setup.generator_choice import VLLM, choose_generator
 
 pytestmark = pytest.mark.integration
 
@@ -78,17 +78,17 @@ def suitable_engine(**changes: Any) -> Any:
 )
 def test_an_engine_that_cannot_serve_the_run_is_refused(changes: Any, asked: Any, reason: str) -> None:
     plain = {"adapter": ("default", object()), "in_flight_update": False, "deterministic": False}
-    vllm_engine._require_suitable(suitable_engine(), **plain)
+    vllm._require_suitable(suitable_engine(), **plain)
     with pytest.raises(UnsupportedError, match=rf"{reason}.*fast_inference=False"):
-        vllm_engine._require_suitable(suitable_engine(**changes), **{**plain, **asked})
+        vllm._require_suitable(suitable_engine(**changes), **{**plain, **asked})
 
 
 def test_an_engine_with_another_base_is_refused(tmp_path: Path) -> None:
     model = build_trainer(tmp_path).model
     published = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    vllm_engine._require_same_base(model, published)
+    vllm._require_same_base(model, published)
     embedding = "model.embed_tokens.weight"
-    vllm_engine._require_same_base(model, {**published, embedding: published[embedding][:-4]})
+    vllm._require_same_base(model, {**published, embedding: published[embedding][:-4]})
     published["model.norm.weight"] += 0.5
     with pytest.raises(UnsupportedError, match=r"model\.norm\.weight.*fast_inference=False"):
-        vllm_engine._require_same_base(model, published)
+        vllm._require_same_base(model, published)

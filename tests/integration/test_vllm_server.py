@@ -22,14 +22,14 @@ from peft import LoraConfig
 from runs import SETUP, command, steps_logged
 from trl.generation.vllm_client import VLLMClient
 
-from async_grpo.engine_choice import VLLM_SERVER, choose_generator, engines_left_to_workers
 from async_grpo.errors import GeneratorError, UnsupportedError, UsageError
-from async_grpo.locks import KernelLock
-from async_grpo.rollout import vllm_server
-from async_grpo.rollout.policy_weights import PolicyWeights
-from async_grpo.rollout.trl_hooks import make_rollout_trainer
-from async_grpo.rollout.vllm_server import ServedPolicy, VLLMServer
-from async_grpo.run_dir import RunDir
+from async_grpo.rollout.engines import vllm_server
+from async_grpo.rollout.engines.vllm_server import ServedPolicy, VLLMServer
+from async_grpo.rollout.policy import PolicyWeights
+from async_grpo.rollout.trl_trainer import make_rollout_trainer
+from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.paths import RunDir
+from async_grpo.setup.generator_choice import VLLM_SERVER, choose_generator, engines_left_to_workers
 from async_grpo_ipc import WeightExporter, open_remote_memory
 
 pytestmark = pytest.mark.integration
@@ -239,7 +239,7 @@ def test_a_wait_has_an_end(server: FakeVLLMServer, tmp_path: Path, monkeypatch: 
 
 
 def test_one_worker_feeds_a_server(server: FakeVLLMServer, tmp_path: Path) -> None:
-    from async_grpo.rollout_worker import _connect
+    from async_grpo.roles.rollout_worker import _connect
 
     trainer = worker_trainer(tmp_path, server.url)
     assert choose_generator(None, trainer, on_gpu=True) == VLLM_SERVER
@@ -264,7 +264,7 @@ def test_trls_client_is_as_we_know_it() -> None:
     assert set(parameters) == set(vllm_server.HOOKS)
     for hook, expected in parameters.items():
         method = getattr(VLLMClient, hook, None)
-        follow = "async_grpo.rollout.vllm_server must follow"
+        follow = "async_grpo.rollout.engines.vllm_server must follow"
         assert callable(method), f"TRL: VLLMClient.{hook} is gone. {follow}."
         names = inspect.signature(method).parameters
         assert set(expected) <= set(names), f"TRL: VLLMClient.{hook} takes {list(names)}. {follow}."

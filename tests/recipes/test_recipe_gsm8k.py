@@ -243,7 +243,7 @@ def test_the_prompt_ends_with_the_start_tag_and_has_no_braces(recipe, tiny_model
 
 
 def test_two_steps_in_plain_trl(recipe, surroundings, tmp_path, monkeypatch):
-    from async_grpo.trl_on_cpu import repair_trl
+    from async_grpo.setup.trl_compat import repair_trl
 
     repair_trl()
     monkeypatch.chdir(tmp_path)  # TRL makes the output directory at once

@@ -173,7 +173,7 @@ def test_of_two_processes_at_once_one_trains_and_both_have_the_same_model(tmp_pa
 
 def test_trainer_for_a_short_run(recipe, short_warm_start, tmp_path, monkeypatch):
     """Two steps: evaluated before the first and after the last, and a checkpoint at the end."""
-    from async_grpo.trl_on_cpu import repair_trl
+    from async_grpo.setup.trl_compat import repair_trl
 
     repair_trl()
     monkeypatch.chdir(tmp_path)  # TRL makes the output directory at once

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.job_file import encode_group
-from async_grpo.job_queue import ServerQueue
+from async_grpo.queue import ServerQueue
+from async_grpo.queue.codec import encode_group
 from async_grpo.records import Job, RolloutGroup, Timings
-from async_grpo.run_dir import RunDir, RunState
+from async_grpo.rundir.paths import RunDir, RunState
 
 RUN = "0123456789ab"
 HOSTILE = (

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import DiskFullError
 from async_grpo.records import Job, RolloutGroup, Timings
-from async_grpo.training.admission import Schedule
-from async_grpo.training.checkpoints import RolloutState
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource
+from async_grpo.training.schedule import Schedule
 
 RUN = "run-1"
 

@@ -14,9 +14,9 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 import qwen3_1m
 from trl import GRPOTrainer
 
-from async_grpo.rollout import vllm_engine
-from async_grpo.rollout.trl_hooks import make_rollout_trainer
-from async_grpo.rollout.vllm_engine import Chunk, VLLMEngine
+from async_grpo.rollout.engines import vllm
+from async_grpo.rollout.engines.vllm import Chunk, VLLMEngine
+from async_grpo.rollout.trl_trainer import make_rollout_trainer
 
 PROMPTS = [qwen3_1m.build_tokenizer()(text)["input_ids"] for text in ("1+1=", "7+3=", "a", "hello world", "0123456789")]
 CLOSE = 1e-4
@@ -222,7 +222,7 @@ def test_vllm_takes_the_sampling_parameters(changes: dict[str, Any]) -> None:
     trainer = qwen3_1m.get_trainer()
     for name, value in changes.items():
         setattr(trainer.args, name, value)
-    sampling = SamplingParams(**vllm_engine._structured(vllm_engine.sampling_options(trainer)))
+    sampling = SamplingParams(**vllm._structured(vllm.sampling_options(trainer)))
     for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
         if name in changes:
             assert getattr(sampling, name) == changes[name]
@@ -239,11 +239,11 @@ def test_every_private_name_is_where_it_was(
         "WorkerWrapperBase.worker": greedy[1]._engine.model_executor.driver_worker.worker,
         "Worker.model_runner": greedy[1]._engine.model_executor.driver_worker.worker.model_runner,
     }
-    for hook in vllm_engine.HOOKS:
+    for hook in vllm.HOOKS:
         owner, _, name = hook.rpartition(".")
         if any(hook.endswith(ending) for ending in live):
             continue  # set in a constructor: the attributes above were found
         module, _, class_name = owner.rpartition(".")
         holder = getattr(import_module(module), class_name) if class_name[0].isupper() else import_module(owner)
-        assert hasattr(holder, name), f"vLLM: {hook} is gone. async_grpo.rollout.vllm_engine must follow."
+        assert hasattr(holder, name), f"vLLM: {hook} is gone. async_grpo.rollout.engines.vllm must follow."
     assert adapter[1]._runner.lora_manager is not None

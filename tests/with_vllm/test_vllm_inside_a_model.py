@@ -20,8 +20,8 @@ import qwen3_1m
 from test_vllm_engine import CLOSE, PROMPTS, change, finish, logprobs_of, published
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.trl_hooks import make_rollout_trainer
-from async_grpo.rollout.vllm_engine import ENVIRONMENT, VLLMEngine
+from async_grpo.rollout.engines.vllm import ENVIRONMENT, VLLMEngine
+from async_grpo.rollout.trl_trainer import make_rollout_trainer
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ def test_use_vllm_in_the_file_means_vllm_on_the_workers_and_adapters_in_flight(t
     with command("train", SETUP, *options, cwd=tmp_path, **surroundings) as run:
         assert run.wait() == 0, run.output
     assert steps_logged(run_dir) == list(range(1, 7))
-    from async_grpo.job_file import decode_group
+    from async_grpo.queue.codec import decode_group
 
     groups = [decode_group(path.read_bytes()) for path in (run_dir / "done").rglob("*.safetensors")]
     assert len(groups) == 6 * 4

@@ -16,11 +16,11 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 from in_process import QWEN3_CHAT_TEMPLATE, build_model, build_tokenizer, build_trainer, chat_rows
 from trl import GRPOTrainer
 
-from async_grpo.job_queue import ServerQueue, WorkerQueue
+from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup
+from async_grpo.rollout.engines.vllm import VLLMEngine
 from async_grpo.rollout.streaming_worker import StreamingWorker
-from async_grpo.rollout.trl_hooks import make_rollout_trainer
-from async_grpo.rollout.vllm_engine import VLLMEngine
+from async_grpo.rollout.trl_trainer import make_rollout_trainer
 from async_grpo.settings import WorkerSettings
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>'

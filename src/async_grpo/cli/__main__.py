@@ -4,7 +4,7 @@ import os
 import sys
 
 from async_grpo.cli import main
-from async_grpo.process import rank_of_launch, run_as_rank
+from async_grpo.setup.process import rank_of_launch, run_as_rank
 
 _, ranks = rank_of_launch(os.environ)
 if ranks > 1:

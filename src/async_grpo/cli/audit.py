@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_grpo.cli import common
+from async_grpo.cli import options
 
 if TYPE_CHECKING:
-    from async_grpo.audit import Audit
+    from async_grpo.archive.audit import Audit
 
 EXAMPLES = """\
   async-grpo audit worker           the run in worker/, live or not
@@ -19,19 +19,19 @@ EXAMPLES = """\
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = common.parser(
+    parser = options.parser(
         "audit",
         "Prove from the files of a run that every prompt group was used once. "
         "Exit code 0: it was; 1: there are anomalies, one sentence each; 2: no run directory.",
         EXAMPLES,
     )
-    parser.add_argument("run_dir", type=Path, nargs="?", default=common.DEFAULT_RUN_DIR, help="default: worker/")
+    parser.add_argument("run_dir", type=Path, nargs="?", default=options.DEFAULT_RUN_DIR, help="default: worker/")
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    from async_grpo.audit import audit
+    from async_grpo.archive.audit import audit
 
     report = audit(args.run_dir)
     if args.json:
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(report: Audit) -> Iterator[tuple[str, str]]:
-    from async_grpo.audit import AGAIN, DROPPED, OPEN, SET_ASIDE, USED
+    from async_grpo.archive.audit import AGAIN, DROPPED, OPEN, SET_ASIDE, USED
 
     alive = "live" if report.live else "no parameter server"
     yield "run", f"{report.run_id}, {report.run_state} ({alive}), step {report.steps}, {report.processes} servers"

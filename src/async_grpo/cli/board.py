@@ -9,12 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_grpo.cli import common
+from async_grpo.cli import options
 from async_grpo.errors import DiskFullError
-from async_grpo.run_dir import RunDir
+from async_grpo.rundir.paths import RunDir
 
 if TYPE_CHECKING:
-    from async_grpo.board import Added, Board
+    from async_grpo.reports.board import Added, Board
 
 EXAMPLES = """\
   async-grpo board worker                       write event files to worker/board, and say how to see them
@@ -25,17 +25,17 @@ LOOK_EVERY_S = 5.0
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = common.parser(
+    parser = options.parser(
         "board",
         "Make TensorBoard event files of a run's archived groups and metrics: rewards, advantages, lengths, staleness, "
         "timing, workers, sample completions. Calling it again adds what is new.",
         EXAMPLES,
     )
-    parser.add_argument("directory", type=Path, nargs="?", default=common.DEFAULT_RUN_DIR, help="default: worker/")
+    parser.add_argument("directory", type=Path, nargs="?", default=options.DEFAULT_RUN_DIR, help="default: worker/")
     parser.add_argument(
         "--serve", action="store_true", help="open TensorBoard on this machine only; Ctrl-C ends it, not the run"
     )
-    parser.add_argument("--port", type=common.not_negative, default=6006, help="default: 6006; 0: any free one")
+    parser.add_argument("--port", type=options.not_negative, default=6006, help="default: 6006; 0: any free one")
     return parser
 
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"{directory} is no run directory, but holds event files. To see them:\n  {_command(directory)} --serve")
         return 0
 
-    from async_grpo.board import Board, BoardKeptError
+    from async_grpo.reports.board import Board, BoardKeptError
 
     try:
         with Board(directory) as board:
@@ -85,14 +85,14 @@ def _report(board: Board, added: Added, *, again: bool) -> None:
         print(
             f"{added.missing} groups of these steps have no usable file, or made room (--keep-done): curves lack them"
         )
-    common.print_left_out(board.skipped)
+    options.print_left_out(board.skipped)
     board.skipped.clear()
 
 
 def _serve(folder: Path, port: int, board: Board | None) -> int:
     """TensorBoard in this process, until Ctrl-C or SIGTERM."""
-    from async_grpo.process import StopRequest
-    from async_grpo.tensorboard_server import start
+    from async_grpo.reports.tensorboard import start
+    from async_grpo.setup.process import StopRequest
 
     stop = StopRequest().install()
     url = start(folder, port)
@@ -115,6 +115,6 @@ def _serve(folder: Path, port: int, board: Board | None) -> int:
 
 
 def _command(directory: Path) -> str:
-    from async_grpo.summary import program
+    from async_grpo.rundir.summary import program
 
     return f"{program()} board {shlex.quote(str(directory))}"

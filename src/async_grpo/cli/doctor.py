@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from async_grpo.cli import common
+from async_grpo.cli import options
 
 EXAMPLES = """\
   async-grpo doctor                             this machine, and worker/ as the run directory
@@ -16,7 +16,7 @@ EXAMPLES = """\
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = common.parser(
+    parser = options.parser(
         "doctor",
         "Look for what would stop or slow a run, and say how to mend it. "
         "Exit code 0: no errors; 1: errors; 2: input that cannot be used.",
@@ -26,7 +26,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--config", type=Path, metavar="FILE", help="also build this setup file's trainer, in a process of its own"
     )
     parser.add_argument(
-        "--run-dir", type=Path, default=common.DEFAULT_RUN_DIR, help="check the disk that this is on (default: worker/)"
+        "--run-dir",
+        type=Path,
+        default=options.DEFAULT_RUN_DIR,
+        help="check the disk that this is on (default: worker/)",
     )
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     parser.add_argument(
@@ -46,8 +49,8 @@ def _check(args: argparse.Namespace) -> int:
     import json
     from dataclasses import asdict
 
-    from async_grpo.doctor import text
-    from async_grpo.doctor.checkup import checks, exit_code, findings
+    from async_grpo.checks.doctor.checkup import checks, exit_code, findings
+    from async_grpo.checks.doctor.finding import line, verdict
 
     config = None if args.config is None else args.config.absolute()
     if config is not None:
@@ -56,17 +59,17 @@ def _check(args: argparse.Namespace) -> int:
     for finding in findings(checks(args.run_dir, config)):
         found.append(finding)
         if not args.json:
-            print(text.line(finding, colour=sys.stdout.isatty()), flush=True)
+            print(line(finding, colour=sys.stdout.isatty()), flush=True)
     code = exit_code(found)
     if args.json:
         print(json.dumps({"ok": code == 0, "findings": [asdict(finding) for finding in found]}, indent=1))
     else:
-        print(f"\n{text.verdict(found)}")
+        print(f"\n{verdict(found)}")
     return code
 
 
 def _dump(root: Path) -> int:
-    from async_grpo.doctor.dump import write_dump
+    from async_grpo.checks.bug_report.dump import write_dump
 
     print(f"Looking at {root} and at this machine ...", file=sys.stderr)
     archive, names = write_dump(root, Path.cwd())

@@ -9,13 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_grpo.cli import common
+from async_grpo.cli import options
 from async_grpo.errors import BadFileError, UsageError
-from async_grpo.locks import KernelLock
-from async_grpo.queue_names import FAILED, PROCESSING, parse_name, reason_name, shard
-from async_grpo.run_dir import RunDir
-from async_grpo.transcript import as_text, printable
-from async_grpo.wording import for_people
+from async_grpo.formatting import as_text, for_people, printable
+from async_grpo.queue.names import FAILED, PROCESSING, parse_name, reason_name, shard
+from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.paths import RunDir
 
 if TYPE_CHECKING:
     from async_grpo.records import Job, RolloutGroup
@@ -30,7 +29,7 @@ _ID = re.compile(r"([0-9]{1,10})(\.a[0-9]{2,3}_\w+(\.safetensors|\.reason)?)?")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = common.parser("queue", "Look at a run's queue and mend it by hand. Safe while the run goes on.", EXAMPLES)
+    parser = options.parser("queue", "Look at a run's queue and mend it by hand. Safe while the run goes on.", EXAMPLES)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="e.g. worker/")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ls|show|requeue|quarantine")
     actions.add_parser("ls", help="open jobs, one a line")
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ls(root: Path) -> Iterator[str]:
-    from async_grpo.job_queue import live_workers
+    from async_grpo.queue import live_workers
 
     names = sorted(filter(None, (parse_name(path.name) for path in (root / "queue").iterdir())))
     alive = {worker.device for worker in live_workers(root)} if (root / "alive").is_dir() else set()
@@ -89,7 +88,7 @@ def _age(path: Path) -> str:
 
 
 def _quarantine(root: Path) -> Iterator[str]:
-    from async_grpo.job_queue import quarantined
+    from async_grpo.queue import quarantined
 
     entries = quarantined(root)
     for entry in entries:
@@ -100,7 +99,7 @@ def _quarantine(root: Path) -> Iterator[str]:
 
 
 def _requeue(root: Path, seq: int) -> Iterator[str]:
-    from async_grpo.job_queue import quarantined, retry_given_up
+    from async_grpo.queue import quarantined, retry_given_up
 
     run = RunDir(root)
     if not KernelLock(run.lock).is_held():
@@ -134,8 +133,8 @@ def _files_of(root: Path, seq: int) -> Iterator[Path]:
 
 
 def _show_file(root: Path, path: Path) -> Iterator[str]:
-    from async_grpo.job_file import decode_group, decode_job
-    from async_grpo.queue_files import OsFiles
+    from async_grpo.queue.codec import decode_group, decode_job
+    from async_grpo.queue.filesystem import OsFiles
 
     files = OsFiles(root)
     relative = str(path.relative_to(root))

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from async_grpo.cli import common
+from async_grpo.cli import options
 from async_grpo.settings import CORRECTIONS
 
 LOSS_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
@@ -17,28 +17,28 @@ EXAMPLES = """\
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = common.parser("replay", "Train again from the archived groups of a run, without workers.", EXAMPLES)
-    parser.add_argument("run", type=Path, nargs="?", default=common.DEFAULT_RUN_DIR, help="default: worker/")
+    parser = options.parser("replay", "Train again from the archived groups of a run, without workers.", EXAMPLES)
+    parser.add_argument("run", type=Path, nargs="?", default=options.DEFAULT_RUN_DIR, help="default: worker/")
     parser.add_argument("--correction", choices=CORRECTIONS, help="default: the run's")
     parser.add_argument("--loss-type", choices=LOSS_TYPES, help="default: the setup file's")
-    parser.add_argument("--steps", "-s", type=common.positive, help="default: as many as the run did")
+    parser.add_argument("--steps", "-s", type=options.positive, help="default: as many as the run did")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/replay"), help="default: outputs/replay")
-    common.add_device_option(parser)
-    common.add_log_level_option(parser)
+    options.add_device_option(parser)
+    options.add_log_level_option(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    from async_grpo.devices import check_torch_sees, hold_to_device
-    from async_grpo.process import set_up_log
+    from async_grpo.setup.devices import check_torch_sees, hold_to_device
+    from async_grpo.setup.process import set_up_log
 
-    set_up_log(common.log_level(args))
-    device = common.device(args.device)
+    set_up_log(options.log_level(args))
+    device = options.device(args.device)
     hold_to_device(device, os.environ)
     os.environ["OMP_NUM_THREADS"] = "1"
     check_torch_sees(device)
 
-    from async_grpo.replay import ReplayOptions, run_replay
+    from async_grpo.roles.replay import ReplayOptions, run_replay
 
     outcome = run_replay(
         ReplayOptions(

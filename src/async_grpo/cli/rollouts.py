@@ -9,17 +9,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_grpo.cli import common
+from async_grpo.cli import options
 from async_grpo.cli.queue import group_number
 from async_grpo.errors import UsageError
-from async_grpo.run_dir import RUNNING
+from async_grpo.rundir.paths import RUNNING
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from async_grpo.finished_groups import FinishedGroup, FinishedGroups
-    from async_grpo.rollouts import Rollout, Selection
+    from async_grpo.archive.groups import FinishedGroup, FinishedGroups
+    from async_grpo.reports.rollouts import Rollout, Selection
 
 EXAMPLES = """\
   async-grpo rollouts worker                      the newest completions
@@ -33,28 +33,28 @@ _LINES, _CHARACTERS = 12, 800  # of a completion, in a list
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = common.parser(
+    parser = options.parser(
         "rollouts",
         "Read what the model wrote: prompts, completions, rewards, advantages, versions. Works on a live run.",
         EXAMPLES,
     )
-    parser.add_argument("run_dir", type=Path, nargs="?", default=common.DEFAULT_RUN_DIR, help="default: worker/")
+    parser.add_argument("run_dir", type=Path, nargs="?", default=options.DEFAULT_RUN_DIR, help="default: worker/")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--worst", action="store_true", help="the lowest rewards first")
     order.add_argument("--best", action="store_true", help="the highest rewards first")
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("--step", type=common.positive, metavar="N", help="only what optimizer step N used")
+    one.add_argument("--step", type=options.positive, metavar="N", help="only what optimizer step N used")
     one.add_argument("--job", type=group_number, metavar="ID", help="only this prompt group, in full")
     parser.add_argument(
-        "--limit", type=common.positive, metavar="N", help=f"completions (default: {SHOWN}; of a page {SHOWN_AS_PAGE})"
+        "--limit", type=options.positive, metavar="N", help=f"completions (default: {SHOWN}; of a page {SHOWN_AS_PAGE})"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    from async_grpo.finished_groups import FinishedGroups
-    from async_grpo.rollouts import BEST, NEWEST, WORST, select
+    from async_grpo.archive.groups import FinishedGroups
+    from async_grpo.reports.rollouts import BEST, NEWEST, WORST, select
 
     groups = FinishedGroups(args.run_dir)
     usual = SHOWN_AS_PAGE if args.html else None if args.job is not None else SHOWN
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if not selection.rollouts:
         raise UsageError(_nothing(args, groups))
     if args.html:
-        from async_grpo.rollouts_page import write_page
+        from async_grpo.reports.rollouts_page import write_page
 
         size = write_page(args.html, groups, selection)
         print(f"{args.html}: {len(selection.rollouts)} completions, {size / 1e6:.1f} MB; open it in a browser")
@@ -71,12 +71,12 @@ def run(args: argparse.Namespace) -> int:
             print(f"only the newest {len(selection.rollouts)} are in it; --limit N takes more")
     else:
         _show(selection, groups, whole=args.job is not None)
-    common.print_left_out(groups.skipped)
+    options.print_left_out(groups.skipped)
     return 0
 
 
 def _nothing(args: argparse.Namespace, groups: FinishedGroups) -> str:
-    from async_grpo.queue_view import quarantined
+    from async_grpo.queue.listing import quarantined
 
     root = args.run_dir
     if args.job is not None:
@@ -114,7 +114,7 @@ def _show_group(console: Console, found: FinishedGroup, *, ended: bool) -> None:
     from rich.rule import Rule
     from rich.text import Text
 
-    from async_grpo.transcript import as_text, printable
+    from async_grpo.formatting import as_text, printable
 
     group = found.group
     console.print(
@@ -145,7 +145,7 @@ def _lines(rollout: Rollout, console: Console, *, whole: bool) -> Iterator[Text]
     """One line where the completion fits into it, else its text below."""
     from rich.text import Text
 
-    from async_grpo.transcript import as_text, printable
+    from async_grpo.formatting import as_text, printable
 
     head = Text.assemble((f" {_number(rollout.total):>6} ", _style(rollout)), " ")
     if rollout.advantage is not None:

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from async_grpo.cli import common, role
+from async_grpo.cli import options
 
 EXAMPLES = """\
   async-grpo server --config my_trainer.py -d 0        then, in other terminals:
@@ -17,30 +17,30 @@ EXAMPLES = """\
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = common.parser("server", "Train on what the workers deliver, and publish every new policy.", EXAMPLES)
+    parser = options.parser("server", "Train on what the workers deliver, and publish every new policy.", EXAMPLES)
     parser.add_argument(
         "--config",
         type=Path,
-        default=common.DEFAULT_CONFIG,
-        help=f"setup file (default: {common.DEFAULT_CONFIG})",
+        default=options.DEFAULT_CONFIG,
+        help=f"setup file (default: {options.DEFAULT_CONFIG})",
     )
-    common.add_device_option(parser)
-    common.add_training_options(parser)
-    common.add_distributed_options(parser)
-    common.add_run_options(parser)
-    role.add_launched_option(parser)
+    options.add_device_option(parser)
+    options.add_training_options(parser)
+    options.add_distributed_options(parser)
+    options.add_run_options(parser)
+    options.add_launched_option(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    from async_grpo.process import rank_of_launch
+    from async_grpo.setup.process import rank_of_launch
 
     rank, ranks = rank_of_launch(os.environ)
-    device = common.device(args.device)
+    device = options.device(args.device)
     by_hand = args.launched_by is None
     if by_hand and rank == 0:
-        from async_grpo.run_dir import prepare
-        from async_grpo.setup_file import check_setup_file
+        from async_grpo.rundir.paths import prepare
+        from async_grpo.setup.setup_file import check_setup_file
 
         check_setup_file(args.config)
         prepare(
@@ -50,23 +50,23 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             deterministic=args.deterministic,
         )
-    role.become_role(args, device, fast_inference="0", one_device=ranks == 1)
+    options.become_role(args, device, fast_inference="0", one_device=ranks == 1)
 
-    from async_grpo.parameter_server import ServerOptions, run_parameter_server
+    from async_grpo.roles.parameter_server import ServerOptions, run_parameter_server
 
     run_parameter_server(
         ServerOptions(
             config=args.config.absolute(),
             run_dir=args.run_dir,
             device=device,
-            settings=common.training_settings(args),
-            log_level=common.log_level(args) if by_hand else None,
+            settings=options.training_settings(args),
+            log_level=options.log_level(args) if by_hand else None,
             rank=rank,
         )
     )
     if by_hand and rank == 0:
-        from async_grpo import summary
-        from async_grpo.run_dir import RunDir
+        from async_grpo.rundir import summary
+        from async_grpo.rundir.paths import RunDir
 
         summary.show(RunDir(args.run_dir))
     return 0

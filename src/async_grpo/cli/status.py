@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_grpo.cli import common
-from async_grpo.run_dir import FAILED
+from async_grpo.cli import options
+from async_grpo.rundir.paths import FAILED
 
 if TYPE_CHECKING:
-    from async_grpo.run_view import RunView
+    from async_grpo.status.snapshot import RunView
 
 EXAMPLES = """\
   async-grpo status                     the run in worker/
@@ -27,15 +27,15 @@ REFRESH_S = 1.0
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = common.parser("status", "Say what a run does, who waits for whom, and what holds it up.", EXAMPLES)
-    parser.add_argument("run_dir", type=Path, nargs="?", default=common.DEFAULT_RUN_DIR, help="default: worker/")
+    parser = options.parser("status", "Say what a run does, who waits for whom, and what holds it up.", EXAMPLES)
+    parser.add_argument("run_dir", type=Path, nargs="?", default=options.DEFAULT_RUN_DIR, help="default: worker/")
     parser.add_argument("--watch", "-w", action="store_true", help="refresh in place until the run has ended")
     parser.add_argument("--json", action="store_true", help="one JSON object (with --watch: one a line)")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    from async_grpo.run_view import look
+    from async_grpo.status.snapshot import look
 
     if args.watch:
         return _watch(args.run_dir, as_json=args.json)
@@ -45,14 +45,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        from async_grpo.run_screen import report
+        from async_grpo.status.render import report
 
         Console(highlight=False).print(report(view))
     return exit_code(view)
 
 
 def exit_code(view: RunView) -> int:
-    from async_grpo.run_condition import DEAD
+    from async_grpo.status.diagnosis import DEAD
 
     return int(view.state in (FAILED, DEAD))
 
@@ -66,7 +66,7 @@ def _watch(run_dir: Path, *, as_json: bool) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from async_grpo.run_screen import report
+    from async_grpo.status.render import report
 
     console = Console(highlight=False)
     if not console.is_terminal:  # nothing can be refreshed in place
@@ -82,7 +82,7 @@ def _watch(run_dir: Path, *, as_json: bool) -> int:
 
 def _views(run_dir: Path) -> Iterator[RunView]:
     """One after another, until the run has ended."""
-    from async_grpo.run_view import look
+    from async_grpo.status.snapshot import look
 
     while (view := look(run_dir)).live:
         yield view

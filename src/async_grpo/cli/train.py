@@ -6,10 +6,10 @@ import argparse
 import os
 from pathlib import Path
 
-from async_grpo.cli import common
-from async_grpo.devices import CPU, check_torch_sees, hold_to_device, parse_device, visible_gpus
-from async_grpo.engine_choice import choose_generator
+from async_grpo.cli import options
 from async_grpo.errors import UsageError
+from async_grpo.setup.devices import CPU, check_torch_sees, hold_to_device, parse_device, visible_gpus
+from async_grpo.setup.generator_choice import choose_generator
 
 EXAMPLES = """\
   async-grpo train my_trainer.py --device 0 --steps 50       one process, plain TRL
@@ -23,25 +23,25 @@ EXAMPLES = """\
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = common.parser("train", "Train the GRPOTrainer that a setup file returns.", EXAMPLES)
+    parser = options.parser("train", "Train the GRPOTrainer that a setup file returns.", EXAMPLES)
     parser.add_argument(
         "config",
         nargs="?",
         type=Path,
-        default=common.DEFAULT_CONFIG,
-        help=f"Python file with get_trainer() (default: {common.DEFAULT_CONFIG})",
+        default=options.DEFAULT_CONFIG,
+        help=f"Python file with get_trainer() (default: {options.DEFAULT_CONFIG})",
     )
     parser.add_argument("--device", "-d", help="one process on this GPU index, or 'cpu'")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the plan of the run; start nothing, change no file"
     )
-    common.add_training_options(parser)
+    options.add_training_options(parser)
     group = parser.add_argument_group("distributed", "a parameter server that trains, and workers that generate")
     group.add_argument("--distributed", action="store_true", help="implied by the next four options")
     group.add_argument(
         "--num-workers",
         "-n",
-        type=common.positive,
+        type=options.positive,
         help="default: one for each GPU besides the server's, 2 on a CPU",
     )
     group.add_argument(
@@ -64,21 +64,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--worker-timeout",
-        type=common.positive_seconds,
+        type=options.positive_seconds,
         default=600.0,
         metavar="S",
         help="a worker that decodes no token and scores no group for S seconds is killed and started again "
         "(default: 600)",
     )
     group.add_argument("--quiet", "-q", action="store_true", help="show only warnings, errors and the table at the end")
-    common.add_worker_options(group)
-    common.add_distributed_options(parser)
-    common.add_run_options(parser)
+    options.add_worker_options(group)
+    options.add_distributed_options(parser)
+    options.add_run_options(parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    from async_grpo.setup_file import check_setup_file
+    from async_grpo.setup.setup_file import check_setup_file
 
     check_setup_file(args.config)
     named = (args.num_workers, args.master_device_id, args.worker_device_ids, args.accelerate_config)
@@ -90,15 +90,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _single(args: argparse.Namespace) -> int:
-    from async_grpo.process import keep_freed_memory, own_compile_cache, set_up_log
+    from async_grpo.setup.process import keep_freed_memory, own_compile_cache, set_up_log
 
-    device = common.device(args.device)
+    device = options.device(args.device)
     if args.dry_run:
-        from async_grpo.plan.dry_run import plan_single
+        from async_grpo.checks.plan.dry_run import plan_single
 
         plan_single(args.config.absolute(), device, steps=args.steps, seed=args.seed)
         return 0
-    set_up_log(common.log_level(args))
+    set_up_log(options.log_level(args))
     hold_to_device(device, os.environ)
     if device == CPU:
         keep_freed_memory(os.environ)
@@ -106,8 +106,8 @@ def _single(args: argparse.Namespace) -> int:
     own_compile_cache("single", os.environ)
     check_torch_sees(device)
 
-    from async_grpo.parameter_server import apply_overrides
-    from async_grpo.setup_file import load_trainer
+    from async_grpo.roles.parameter_server import apply_overrides
+    from async_grpo.setup.setup_file import load_trainer
 
     trainer = load_trainer(args.config.absolute())
     apply_overrides(trainer, steps=args.steps, seed=args.seed)
@@ -116,7 +116,7 @@ def _single(args: argparse.Namespace) -> int:
 
 
 def _distributed(args: argparse.Namespace) -> int:
-    from async_grpo.launcher import LaunchOptions, launch
+    from async_grpo.launch.launcher import LaunchOptions, launch
 
     if args.device is not None:
         raise UsageError("--device is for one process. Distributed: --master-device-id and --worker-device-ids.")
@@ -124,25 +124,25 @@ def _distributed(args: argparse.Namespace) -> int:
     if args.generator is not None:  # is it installed? What a setup file asks for is known once it is loaded
         choose_generator(args.generator, None, on_gpu=False)
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
-    options = LaunchOptions(
+    launched = LaunchOptions(
         config=args.config.absolute(),
         run_dir=args.run_dir.absolute(),
         master_device=master,
         worker_devices=workers,
         accelerate_config=args.accelerate_config.absolute() if args.accelerate_config else None,
-        training=common.training_settings(args),
-        work=common.worker_settings(args),
+        training=options.training_settings(args),
+        work=options.worker_settings(args),
         overwrite=args.overwrite,
         worker_timeout_s=args.worker_timeout,
-        log_level=common.log_level(args),
+        log_level=options.log_level(args),
         quiet=args.quiet,
     )
     if args.dry_run:
-        from async_grpo.plan.dry_run import plan_distributed
+        from async_grpo.checks.plan.dry_run import plan_distributed
 
-        plan_distributed(options)
+        plan_distributed(launched)
         return 0
-    return launch(options)
+    return launch(launched)
 
 
 def _check_accelerate_config(args: argparse.Namespace) -> None:
@@ -152,7 +152,7 @@ def _check_accelerate_config(args: argparse.Namespace) -> None:
         raise UsageError(
             f"There is no accelerate configuration {args.accelerate_config}. examples/accelerate/ has some."
         )
-    if common.device(args.master_device_id) != CPU and args.worker_device_ids is None:
+    if options.device(args.master_device_id) != CPU and args.worker_device_ids is None:
         raise UsageError(
             "The trainer takes the GPUs that the accelerate configuration names (gpu_ids), so say which are left for "
             "the workers: --worker-device-ids 2,3."
@@ -162,7 +162,7 @@ def _check_accelerate_config(args: argparse.Namespace) -> None:
 def plan_devices(master: str | None, workers: str | None, count: int | None) -> tuple[str, tuple[str, ...]]:
     """The server's device and each worker's. Raises `UsageError` for devices that do not exist or do not add up."""
     gpus = visible_gpus()
-    server = common.device(master)
+    server = options.device(master)
     if workers is not None:
         chosen = tuple(parse_device(text.strip(), gpus) for text in workers.split(","))
         if count is not None and count != len(chosen):

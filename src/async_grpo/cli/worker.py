@@ -6,9 +6,9 @@ import argparse
 import os
 from pathlib import Path
 
-from async_grpo.cli import common, role
-from async_grpo.devices import CPU
-from async_grpo.engine_choice import HF, choose_generator, installed
+from async_grpo.cli import options
+from async_grpo.setup.devices import CPU
+from async_grpo.setup.generator_choice import HF, choose_generator, installed
 
 EXAMPLES = """\
   async-grpo worker -d 1                    on GPU 1, for the run in worker/, with the server's setup file
@@ -17,7 +17,7 @@ EXAMPLES = """\
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = common.parser(
+    parser = options.parser(
         "worker",
         "Claim rollout jobs, generate, score, and hand the groups back. Waits for the parameter server.",
         EXAMPLES,
@@ -25,11 +25,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", "-d", help="GPU index or 'cpu' (default: $WORKER_DEVICE, else GPU 1, else cpu)")
     parser.add_argument("--config", type=Path, help="setup file (default: the parameter server's)")
     parser.add_argument(
-        "--id", type=common.positive, help="the worker's number in file names (default: the first free one)"
+        "--id", type=options.positive, help="the worker's number in file names (default: the first free one)"
     )
-    common.add_worker_options(parser)
-    common.add_run_options(parser)
-    role.add_launched_option(parser)
+    options.add_worker_options(parser)
+    options.add_run_options(parser)
+    options.add_launched_option(parser)
     return parser
 
 
@@ -40,16 +40,16 @@ def _fast_inference(args: argparse.Namespace, device: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    device = common.device(args.device or os.environ.get("WORKER_DEVICE"), default_gpu=1)
+    device = options.device(args.device or os.environ.get("WORKER_DEVICE"), default_gpu=1)
     if args.config is not None:
-        from async_grpo.setup_file import check_setup_file
+        from async_grpo.setup.setup_file import check_setup_file
 
         check_setup_file(args.config)
     if args.generator is not None:  # is it installed? What a setup file asks for is known once it is loaded
         choose_generator(args.generator, None, on_gpu=False)
-    role.become_role(args, device, fast_inference=os.environ.get("FAST_INFERENCE") or _fast_inference(args, device))
+    options.become_role(args, device, fast_inference=os.environ.get("FAST_INFERENCE") or _fast_inference(args, device))
 
-    from async_grpo.rollout_worker import WorkerOptions, run_worker
+    from async_grpo.roles.rollout_worker import WorkerOptions, run_worker
 
     run_worker(
         WorkerOptions(
@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
             device=device,
             worker_id=args.id,
             config=args.config.absolute() if args.config else None,
-            settings=common.worker_settings(args),
-            log_level=common.log_level(args) if args.launched_by is None else None,
+            settings=options.worker_settings(args),
+            log_level=options.log_level(args) if args.launched_by is None else None,
         )
     )
     return 0

@@ -1,1 +1,4 @@
-"""The worker side: generation with the sampler's log-probabilities, and scoring."""
+"""The worker's side: claim jobs, adopt weights, generate with the sampler's log-probabilities, score, hand back.
+
+`engines` samples the tokens; the sandbox for rewards is in `async_grpo.rewards`. Start with `worker`.
+"""

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.activity import ADOPTING, GENERATING, SCORING, SERVER, activity
 from async_grpo.errors import GeneratorError, PeerDiedError, WaitTimeoutError
-from async_grpo.job_queue import Claim
+from async_grpo.queue import Claim
 from async_grpo.records import Timings
 from async_grpo.rollout.worker import (
     IDLE_WAKE_S,
@@ -23,12 +22,14 @@ from async_grpo.rollout.worker import (
     Worker,
     check_server,
 )
-from async_grpo.waiting import Reminder
+from async_grpo.rundir.paths import SERVER
+from async_grpo.telemetry.activity import ADOPTING, GENERATING, SCORING, activity
+from async_grpo.telemetry.waiting import Reminder
 
 if TYPE_CHECKING:
-    from async_grpo.rollout.policy_weights import PolicyWeights
-    from async_grpo.rollout.trl_hooks import GeneratedGroup
-    from async_grpo.rollout.vllm_server import ServedPolicy, VLLMServer
+    from async_grpo.rollout.engines.vllm_server import ServedPolicy, VLLMServer
+    from async_grpo.rollout.policy import PolicyWeights
+    from async_grpo.rollout.trl_trainer import GeneratedGroup
 
 
 ISSUING_S = 0.002  # longer than the server takes to issue the next job of a round
@@ -64,12 +65,12 @@ class BatchWorker(Worker):
 
     def __init__(self, *, server: VLLMServer | None = None, **surroundings: Any) -> None:
         super().__init__(**surroundings)
-        from async_grpo.rollout.policy_weights import PolicyWeights
+        from async_grpo.rollout.policy import PolicyWeights
 
         policy = PolicyWeights(self._weights, self._trainer.model)
         self._policy: PolicyWeights | ServedPolicy = policy
         if server is not None:
-            from async_grpo.rollout.vllm_server import ServedPolicy
+            from async_grpo.rollout.engines.vllm_server import ServedPolicy
 
             self._policy = ServedPolicy(self._weights, policy, server)
             self._trainer.generator = server

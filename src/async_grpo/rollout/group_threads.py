@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import PeerDiedError, WaitTimeoutError
 from async_grpo.rollout.in_flight import Afterwards, Events, GroupInFlight, Turn
-from async_grpo.rollout.kept_threads import KeptThreads
+from async_grpo.rollout.threads import KeptThreads
 
 if TYPE_CHECKING:
-    from async_grpo.job_queue import Claim
+    from async_grpo.queue import Claim
 
 TURN_WAIT_S = 4 * 3600.0  # for the completions of one turn; the engine's thread is watched meanwhile
 LOOK_S = 5.0  # a waiting group looks this often whether the engine's thread is alive

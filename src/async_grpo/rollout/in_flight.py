@@ -8,8 +8,8 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from async_grpo.job_queue import Claim
-    from async_grpo.rollout.trl_hooks import GeneratedGroup
+    from async_grpo.queue import Claim
+    from async_grpo.rollout.trl_trainer import GeneratedGroup
 
 
 class Turn:

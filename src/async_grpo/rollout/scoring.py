@@ -11,10 +11,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from async_grpo.rollout.kept_threads import KeptThreads
+from async_grpo.rollout.threads import KeptThreads
 
 if TYPE_CHECKING:
-    from async_grpo.rollout.trl_hooks import GeneratedGroup, Scores
+    from async_grpo.rollout.trl_trainer import GeneratedGroup, Scores
 
 Key = TypeVar("Key")
 

@@ -20,9 +20,8 @@ from collections import deque
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.activity import ADOPTING, GENERATING, SCORING, SERVER, activity
 from async_grpo.errors import WaitTimeoutError
-from async_grpo.job_queue import Claim
+from async_grpo.queue import Claim
 from async_grpo.records import Timings
 from async_grpo.rollout.group_threads import GroupThreads
 from async_grpo.rollout.in_flight import GroupCode, GroupInFlight, Turn, versions_of_tokens
@@ -36,11 +35,13 @@ from async_grpo.rollout.worker import (
     StopWorking,
     Worker,
 )
-from async_grpo.waiting import Reminder
+from async_grpo.rundir.paths import SERVER
+from async_grpo.telemetry.activity import ADOPTING, GENERATING, SCORING, activity
+from async_grpo.telemetry.waiting import Reminder
 from async_grpo_ipc import ExporterDiedError
 
 if TYPE_CHECKING:
-    from async_grpo.rollout.vllm_engine import VLLMEngine
+    from async_grpo.rollout.engines.vllm import VLLMEngine
 
 QUICK_CODE_S = 0.01  # a group's own code that takes longer runs beside the engine
 LOOK_S = 0.02  # a worker whose engine is busy looks for jobs and weights this often

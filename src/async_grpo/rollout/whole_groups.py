@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from async_grpo.rollout.in_flight import Afterwards, Events, GroupInFlight, Turn
 
 if TYPE_CHECKING:
-    from async_grpo.job_queue import Claim
-    from async_grpo.rollout.trl_hooks import PreparedGroup
+    from async_grpo.queue import Claim
+    from async_grpo.rollout.trl_trainer import PreparedGroup
 
 
 class WholeGroups:

@@ -8,27 +8,27 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from async_grpo import run_dir as runs
-from async_grpo.activity import GENERATING, SCORING, activity
 from async_grpo.errors import DiskFullError, PeerDiedError, UnsupportedError
-from async_grpo.job_queue import Claim, WorkerQueue
-from async_grpo.locks import KernelLock
-from async_grpo.process import StopRequest
+from async_grpo.queue import Claim, WorkerQueue
 from async_grpo.records import Timings
-from async_grpo.rollout.statistics import WorkerStatistics
-from async_grpo.run_dir import RunDir
+from async_grpo.rundir import paths as runs
+from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import WorkerSettings
-from async_grpo.waiting import Reminder
+from async_grpo.setup.process import StopRequest
+from async_grpo.telemetry.activity import GENERATING, SCORING, activity
+from async_grpo.telemetry.waiting import Reminder
 
 if TYPE_CHECKING:
     from async_grpo.rollout.scoring import Scored
-    from async_grpo.rollout.trl_hooks import GeneratedGroup
+    from async_grpo.rollout.trl_trainer import GeneratedGroup
     from async_grpo_ipc import RemoteWeights
+
 
 SERVER_WAIT_S = 3600.0  # for a parameter server to start, or to come back after it died
 WEIGHTS_WAIT_S = 600.0  # for a version that the trainer has announced
@@ -131,7 +131,7 @@ class Worker(ABC):
 
     def _publish(self, outcome: Scored[Rollout]) -> None:
         """Hand a scored group back, or its job where scoring failed."""
-        from async_grpo.rollout.group_records import to_record
+        from async_grpo.rollout.trl_trainer import to_record
 
         activity.progress()
         started = time.monotonic()
@@ -225,3 +225,45 @@ def check_server(run: RunDir) -> None:
     """Raise `PeerDiedError` when nobody serves the run any more."""
     if not server_lives(run):
         raise PeerDiedError(f"The parameter server of {run.root} is gone. Start it again with --resume.")
+
+
+@dataclass(slots=True)
+class Spread:
+    """Least, mean and most of what was added, without keeping it: a worker may run for weeks."""
+
+    count: int = 0
+    total: float = 0.0
+    least: float = float("inf")
+    most: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self.least = min(self.least, value)
+        self.most = max(self.most, value)
+
+    def __str__(self) -> str:
+        return f"{self.least:.4f}/{self.total / self.count:.4f}/{self.most:.4f}"
+
+
+@dataclass(slots=True)
+class WorkerStatistics:
+    """Counts jobs and keeps the spread of every batch's phases, in seconds."""
+
+    jobs: int = 0
+    failed: int = 0
+    phases: dict[str, Spread] = field(
+        default_factory=lambda: {name: Spread() for name in ("generation", "scoring", "weight adoption")}
+    )
+    _started: float = field(default_factory=time.monotonic)
+
+    def add(self, phase: str, seconds: float) -> None:
+        self.phases[phase].add(seconds)
+
+    def report(self) -> str:
+        """`42 jobs (1 failed), 3.1 jobs/s; generation 0.10/0.12/0.31 s, … (least/mean/most)`."""
+        elapsed = max(time.monotonic() - self._started, 1e-9)
+        failed = f" ({self.failed} failed)" if self.failed else ""
+        phases = [f"{name} {spread} s" for name, spread in self.phases.items() if spread.count]
+        tail = f"; {', '.join(phases)} (least/mean/most)" if phases else ""
+        return f"{self.jobs} jobs{failed}, {self.jobs / elapsed:.2f} jobs/s{tail}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.redact import MASK, names_a_secret
+from async_grpo.redaction import MASK, names_a_secret
 from async_grpo.settings import TrainingSettings
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.training import trl_hooks
+from async_grpo.training import trl_trainer
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -32,7 +32,7 @@ def prompt_rows(trainer: GRPOTrainer, start: int = 0) -> Iterator[dict[str, Any]
     The order is that of the trainer's own sampler (its shuffling, its seed), whose repetitions for the G completions
     of a group and for several iterations are taken out.
     """
-    dataset = trl_hooks.training_columns(trainer)
+    dataset = trl_trainer.training_columns(trainer)
     if not hasattr(dataset, "__len__"):
         yield from islice(_streamed_rows(trainer, dataset), start, None)
     for index in islice(_row_indices(trainer, len(dataset)), start, None):
@@ -40,7 +40,7 @@ def prompt_rows(trainer: GRPOTrainer, start: int = 0) -> Iterator[dict[str, Any]
 
 
 def _row_indices(trainer: GRPOTrainer, rows: int) -> Iterator[int]:
-    sampler = trl_hooks.train_sampler(trainer)
+    sampler = trl_trainer.train_sampler(trainer)
     while True:
         found = False
         for index in _first_of_each_group(trainer, iter(sampler)):
@@ -71,7 +71,7 @@ def _first_of_each_group(trainer: GRPOTrainer, indices: Iterator[int]) -> Iterat
 def _streamed_rows(trainer: GRPOTrainer, dataset: Any) -> Iterator[dict[str, Any]]:
     if trainer.shuffle_dataset:
         dataset = dataset.shuffle(seed=trainer.args.seed)
-    size = trl_hooks.groups_per_round(trainer)
+    size = trl_trainer.groups_per_round(trainer)
     epoch = 0
     while True:
         dataset.set_epoch(epoch)
@@ -88,6 +88,6 @@ def _streamed_rows(trainer: GRPOTrainer, dataset: Any) -> Iterator[dict[str, Any
 def _too_few(trainer: GRPOTrainer, rows: int) -> UnsupportedError:
     return UnsupportedError(
         f"The training data has {rows} rows, fewer than one generation batch "
-        f"({trl_hooks.groups_per_round(trainer)} prompts). Add rows, or lower per_device_train_batch_size, "
+        f"({trl_trainer.groups_per_round(trainer)} prompts). Add rows, or lower per_device_train_batch_size, "
         "steps_per_generation or gradient_accumulation_steps."
     )

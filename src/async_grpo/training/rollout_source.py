@@ -11,17 +11,16 @@ from typing import Any
 
 from loguru import logger
 
-from async_grpo.activity import activity
+from async_grpo.archive.history import UsedBatch
+from async_grpo.archive.rollout_state import RolloutState, SeqSet
 from async_grpo.errors import AllGroupsFailedError, DiskFullError, WaitTimeoutError
-from async_grpo.job_queue import ServerQueue
+from async_grpo.formatting import counted
+from async_grpo.queue import ServerQueue
 from async_grpo.records import Job, RolloutGroup
-from async_grpo.training.admission import Lookahead, Schedule
-from async_grpo.training.checkpoints import RolloutState
-from async_grpo.training.consumption import UsedBatch
+from async_grpo.telemetry.activity import activity
+from async_grpo.telemetry.waiting import Reminder
 from async_grpo.training.rollout_metrics import RolloutMetrics
-from async_grpo.training.seq_set import SeqSet
-from async_grpo.waiting import Reminder
-from async_grpo.wording import counted
+from async_grpo.training.schedule import Lookahead, Schedule
 
 UNIFORM_ROUNDS = 10  # so many rounds of groups with equal rewards in a row, and they are used all the same
 WAKE_S = 0.5  # a wait on the queue looks at everything else at least this often

@@ -1,0 +1,227 @@
+"""The finished groups of one run, and what became of each; for people's tools, on a live run, a dead or a finished one.
+
+Reads files only and changes none. Remembers what it has read, so that looking again costs what is new. A file that
+cannot be used is left out and named in `skipped`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Container, Iterator, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.archive.history import Dropped, Started, Used, parse_entry
+from async_grpo.errors import BadFileError, RunDirError
+from async_grpo.queue.codec import decode_group
+from async_grpo.queue.filesystem import OsFiles
+from async_grpo.queue.listing import done_folders
+from async_grpo.queue.names import COMPLETE, JobName, parse_name, shard
+from async_grpo.records import RolloutGroup
+from async_grpo.rundir.files import LineReader
+from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.paths import RUNNING, RunDir, RunState
+
+if TYPE_CHECKING:
+    from async_grpo.archive.advantages import Floats
+
+WAITING, USED, DROPPED = "waiting", "used", "dropped"
+
+
+class Fate(NamedTuple):
+    """What the trainer did with a group."""
+
+    state: str  # waiting (finished, not used yet), used, dropped
+    step: int | None = None  # the optimizer step that used it
+    version_used: int | None = None  # the trainer's version then
+    policy_version: int | None = None  # of the result that was used
+    batch: int | None = None  # which batch of the record; groups of one have the same
+    reason: str | None = None  # why it was dropped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedGroup:
+    """A generated and scored group, with its fate. G completions."""
+
+    group: RolloutGroup
+    fate: Fate
+    totals: Floats  # [G], weighted rewards; NaN where there was none
+    finished_at: float  # wall clock, seconds since 1970: for people, nothing relies on it
+
+    @property
+    def staleness(self) -> int | None:
+        """Policy versions between its generation and its use."""
+        return None if self.fate.version_used is None else self.fate.version_used - self.group.policy_version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsedStep:
+    """One optimizer step and the groups of a batch that it used first."""
+
+    step: int
+    version_used: int
+    groups: list[FinishedGroup]
+    missing: int  # groups whose files made room, or cannot be used
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """From here on another process trains, from this step on: what the record has of later steps has not happened."""
+
+    from_step: int
+
+
+class FinishedGroups:
+    """The finished groups of the run in `root`.
+
+    Args:
+        position: where in `consumed.jsonl` `news()` goes on: an earlier object's `position`.
+
+    Raises:
+        RunDirError: there is no run, it is of another version, or it may not be read.
+    """
+
+    def __init__(self, root: Path, *, position: int = 0) -> None:
+        self.run, self.state = open_run(root)
+        self.hyperparameters: dict[str, Any] = {}
+        self.rule = AdvantageRule()
+        self._read_hyperparameters()
+        self.skipped: dict[str, str] = {}  # file, or line of the record -> a sentence
+        self._record = LineReader(self.run.consumption, position)
+
+    @property
+    def position(self) -> int:
+        """How far `news()` has read `consumed.jsonl`."""
+        return self._record.position
+
+    def is_live(self) -> bool:
+        """Whether a parameter server runs."""
+        return KernelLock(self.run.lock).is_held()
+
+    def condition(self) -> str:
+        """The run's state: running, finished, stopped, failed, or interrupted, which no process could write down."""
+        return "interrupted" if self.state.state == RUNNING and not self.is_live() else self.state.state
+
+    def news(self) -> Iterator[UsedStep | Resumed | Dropped]:
+        """What the trainer did since the last call, in its order, with the groups that it used."""
+        begins = self._record.position == 0
+        self._read_hyperparameters()
+        with closing(OsFiles(self.run.root)) as files:
+            for entry in self._entries(self._record):
+                if isinstance(entry, Used):
+                    yield self._used_step(files, entry)
+                elif isinstance(entry, Dropped):
+                    yield entry
+                elif not begins:
+                    yield Resumed(entry.resumed_from or 0)
+                begins = False
+
+    def all(self, fates: Mapping[int, Fate], *, only: Container[int] | None = None) -> Iterator[FinishedGroup]:
+        """Every finished group that is there now, or `only` these jobs', the newest job first."""
+        with closing(OsFiles(self.run.root)) as files:
+            for folder in reversed([*_done_folders(files), "queue"]):
+                for name in sorted(_finished_names(files, folder), reverse=True):
+                    if only is not None and name.seq not in only:
+                        continue
+                    found = self._read(files, f"{folder}/{name}", name, fates.get(name.seq, Fate(WAITING)))
+                    if found is not None:
+                        yield found
+
+    def fates(self) -> dict[int, Fate]:
+        """What became of each group, by sequence number: what the weights of the last step were trained on."""
+        found: dict[int, Fate] = {}
+        for batch, entry in enumerate(self._entries(LineReader(self.run.consumption))):
+            if isinstance(entry, Dropped):
+                found[entry.seq] = Fate(DROPPED, reason=entry.reason)
+            elif isinstance(entry, Started):
+                kept = entry.resumed_from or 0
+                found = {seq: fate for seq, fate in found.items() if fate.step is None or fate.step <= kept}
+            else:
+                for seq, version in zip(entry.batch.seqs, entry.batch.policy_versions, strict=True):
+                    found[seq] = Fate(USED, entry.step, entry.batch.version_used, version, batch)
+        return found
+
+    def _read_hyperparameters(self) -> None:
+        """They are there once the trainer is built; nothing is known of them before, or when they are broken."""
+        if self.hyperparameters:
+            return
+        with suppress(FileNotFoundError, ValueError):
+            found = json.loads(self.run.hyperparameters.read_text())
+            self.hyperparameters = found if isinstance(found, dict) else {}
+            self.rule = AdvantageRule.from_record(self.hyperparameters)
+
+    def _entries(self, record: LineReader) -> Iterator[Started | Used | Dropped]:
+        for line in record.new_lines():
+            try:
+                entry = parse_entry(line)
+            except ValueError as error:
+                self.skipped[line[:80]] = f"A line of {self.run.consumption.name} is broken: {error}."
+                continue
+            if isinstance(entry, Started) and entry.run_id != self.state.run_id:
+                raise RunDirError(f"{self.run.root} holds another run now ({entry.run_id}). Start again.")
+            yield entry
+
+    def _used_step(self, files: OsFiles, entry: Used) -> UsedStep:
+        names: dict[int, list[tuple[str, JobName]]] = {}
+        for folder in {shard(seq) for seq in entry.batch.seqs}:
+            for name in _finished_names(files, folder):
+                names.setdefault(name.seq, []).append((f"{folder}/{name}", name))
+        groups: list[FinishedGroup] = []
+        for seq, version in zip(entry.batch.seqs, entry.batch.policy_versions, strict=True):
+            fate = Fate(USED, entry.step, entry.batch.version_used, version)
+            read = (self._read(files, path, name, fate) for path, name in names.get(seq, []))
+            groups += [found for found in read if found is not None][:1]
+        return UsedStep(
+            step=entry.step,
+            version_used=entry.batch.version_used,
+            groups=groups,
+            missing=len(entry.batch.seqs) - len(groups),
+        )
+
+    def _read(self, files: OsFiles, path: str, name: JobName, fate: Fate) -> FinishedGroup | None:
+        """The group in a file; None if it is gone, broken, or not the result that was used."""
+        try:
+            group = finished_group(files.read(path), name, self.state.run_id)
+            finished_at = (self.run.root / path).stat().st_mtime
+        except FileNotFoundError:
+            return None  # it moved on, or made room
+        except BadFileError as error:
+            self.skipped[path] = f"{path} cannot be used: {error}."
+            return None
+        if fate.policy_version not in (None, group.policy_version):
+            return None
+        return FinishedGroup(group=group, fate=fate, totals=self.rule.totals(group.rewards), finished_at=finished_at)
+
+
+def open_run(root: Path) -> tuple[RunDir, RunState]:
+    """The run in `root`. `RunDirError` says why there is none."""
+    run = RunDir(root)
+    try:
+        state = run.read_state() if run.root.is_dir() else None
+        for folder in (run.root, run.root / "queue", run.root / "done") if state is not None else ():
+            if folder.is_dir():
+                next(folder.iterdir(), None)
+    except PermissionError as error:
+        raise RunDirError(f"{error.filename} may not be read by this user: the run is someone else's.") from error
+    if state is None:
+        raise RunDirError(f"{root} is no run directory: it has no run.json. Give one, such as worker/.")
+    return run, state
+
+
+def finished_group(data: bytearray, name: JobName, run_id: str) -> RolloutGroup:
+    """The group in a file of this name; `BadFileError` if its content is another's, or not sound."""
+    return decode_group(
+        data, expect_seq=name.seq, expect_run=run_id, expect_attempt=name.attempt, expect_worker=f"dev{name.device}"
+    )
+
+
+def _done_folders(files: OsFiles) -> list[str]:
+    return done_folders(files) if files.exists("done") else []
+
+
+def _finished_names(files: OsFiles, folder: str) -> list[JobName]:
+    names = map(parse_name, files.names(folder)) if files.exists(folder) else ()
+    return [name for name in names if name is not None and name.state == COMPLETE]

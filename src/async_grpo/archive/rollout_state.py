@@ -1,0 +1,159 @@
+"""What a checkpoint must know about the rollouts, beside what transformers saves.
+
+`rollout_state.json` is the last file written into a checkpoint, so a checkpoint that has one is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from loguru import logger
+
+from async_grpo.errors import RunDirError
+from async_grpo.rundir.paths import write_json
+from async_grpo.telemetry.waiting import Reminder
+
+FILE_NAME = "rollout_state.json"
+FORMAT = 1
+ROOM_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutState:
+    """Which groups the weights of a checkpoint have been trained on."""
+
+    run_id: str
+    step: int
+    next_seq: int  # the first sequence number never issued
+    rounds: int  # generation batches consumed, with the one that the checkpoint is in the middle of
+    unusable: list[int]  # sequence numbers that will never be trained on: set aside, or dropped as over age
+    consumed_below: int  # every usable sequence number below this one is consumed
+    consumed: list[int]  # and these above it
+    passes_done: int = 0  # forward passes on the last batch, if there are more to come; it is in `batch_file.FILE_NAME`
+    format: int = FORMAT
+
+    def consumed_set(self) -> set[int]:
+        """Every sequence number that has been trained on."""
+        return (set(range(self.consumed_below)) - set(self.unusable)) | set(self.consumed)
+
+    def done_set(self) -> set[int]:
+        """Every sequence number that the run will not come back to."""
+        return self.consumed_set() | set(self.unusable)
+
+
+def pack_consumed(consumed: SeqSet, unusable: Sequence[int]) -> tuple[int, list[int]]:
+    """`{0, 1, 2, 5}` -> `(3, [5])`: what a checkpoint says stays short, since groups are used nearly in order."""
+    below = consumed.first_missing(ignoring=unusable)
+    return below, consumed.above(below)
+
+
+def save(checkpoint: Path, state: RolloutState) -> None:
+    """Complete `checkpoint`: everything in it is on disk before the file that says so appears."""
+    for path in (p for p in checkpoint.rglob("*") if p.is_file()):
+        _sync(path)
+    write_json(checkpoint / FILE_NAME, asdict(state))
+    _sync(checkpoint / FILE_NAME)
+    _sync(checkpoint)
+    _sync(checkpoint.parent)
+
+
+def wait_for_room(
+    folder: Path, needed_bytes: int, *, make_room: Callable[[], None], should_stop: Callable[[], bool]
+) -> None:
+    """Wait until a checkpoint of `needed_bytes` fits beside the others; says what it waits for.
+
+    Without end but for `should_stop`: what is trained since the last checkpoint would be lost otherwise. When the run
+    is to stop, the checkpoint is tried all the same.
+    """
+    if shutil.disk_usage(folder).free >= needed_bytes or should_stop():
+        return
+    needed = f"{needed_bytes / 1e6:.0f} MB of room in {folder} for a checkpoint"
+    logger.warning("waiting for {}", needed)
+    make_room()
+    with Reminder(lambda: needed) as reminder:
+        while shutil.disk_usage(folder).free < needed_bytes and not should_stop():
+            reminder.tick()
+            time.sleep(ROOM_RETRY_S)
+
+
+def latest(output_dir: Path, run_id: str) -> tuple[Path, RolloutState] | None:
+    """The newest complete checkpoint that run `run_id` wrote into `output_dir`, or None."""
+    found = [(state.step, path, state) for path, state in _complete(output_dir) if state.run_id == run_id]
+    if not found:
+        return None
+    _, path, state = max(found, key=lambda item: item[0])
+    return path, state
+
+
+def _complete(output_dir: Path) -> list[tuple[Path, RolloutState]]:
+    states = []
+    for path in output_dir.glob(f"checkpoint-*/{FILE_NAME}"):
+        try:
+            data = json.loads(path.read_text())
+            if data["format"] != FORMAT:
+                continue
+            states.append((path.parent, RolloutState(**data)))
+        except (ValueError, TypeError, KeyError) as error:
+            raise RunDirError(
+                f"{path} cannot be read ({error}). Move {path.parent} away to resume from an older checkpoint."
+            ) from error
+    return states
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class SeqSet:
+    """Sequence numbers, nearly all from 0 to the highest one. Only those that are missing below it take memory."""
+
+    def __init__(self, seqs: Iterable[int] = ()) -> None:
+        self._end = 0  # one more than the highest
+        self._missing: set[int] = set()  # below it
+        self.update(seqs)
+
+    def update(self, seqs: Iterable[int]) -> None:
+        for seq in seqs:
+            if seq < self._end:
+                self._missing.discard(seq)
+            else:
+                self._missing.update(range(self._end, seq))
+                self._end = seq + 1
+
+    def union(self, seqs: Iterable[int]) -> SeqSet:
+        """A new set with these, too."""
+        union = SeqSet()
+        union._end, union._missing = self._end, set(self._missing)
+        union.update(seqs)
+        return union
+
+    def first_missing(self, ignoring: Iterable[int] = ()) -> int:
+        """The lowest sequence number that is neither in the set nor among `ignoring`."""
+        ignored = set(ignoring)
+        first = min(self._missing - ignored, default=self._end)
+        while first in ignored:
+            first += 1
+        return first
+
+    def above(self, seq: int) -> list[int]:
+        """The members that are not below `seq`, in order."""
+        return [one for one in range(seq, self._end) if one not in self._missing]
+
+    def __contains__(self, seq: object) -> bool:
+        return isinstance(seq, int) and 0 <= seq < self._end and seq not in self._missing
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.above(0))
+
+    def __len__(self) -> int:
+        return self._end - len(self._missing)

@@ -1,0 +1,164 @@
+"""The processes of a run as its locks tell, and the stacks of each: what a hung run is doing.
+
+Only a live holder of one of the run's locks is signalled, or, of a trainer in several processes, one that has its file
+of stacks in this run open: the kernel names both. It is held by a pidfd from before it is named the second time, so
+that a pid that another process has by now is never signalled.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from async_grpo.queue.liveness import live_workers, worker_lock
+from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.paths import RunDir
+from async_grpo.setup.process import STACKS_SIGNAL
+
+ANSWER_S = 3.0  # a process answers in milliseconds, or is stopped, or in the kernel
+_POLL_S = 0.02
+_QUIET_S = 0.2  # so long without another line: the writer has ended
+_TOLD = ("Name", "State", "PPid", "Threads", "VmRSS", "VmHWM", "SigPnd", "ShdPnd", "voluntary_ctxt_switches")
+
+
+@dataclass(frozen=True, slots=True)
+class RunProcess:
+    """A live process of the run."""
+
+    name: str  # "server", "dev1", "rank1"
+    pid: int
+    belongs: Callable[[], bool]  # whether this pid is still that process
+    stacks: Path
+
+
+def run_processes(run: RunDir) -> Iterator[RunProcess]:
+    """The parameter server, its other ranks, and each worker."""
+    holder = KernelLock(run.lock).holder()
+    if holder is not None:
+        yield _holder("server", int(holder["pid"]), KernelLock(run.lock), run.server_stacks)
+    for path in sorted((run.root / "alive").glob("rank*.stacks")):
+        for pid in _pids():
+            if _has_open(pid, path):
+                yield RunProcess(path.stem, pid, partial(_has_open, pid, path), path)
+                break  # a child that it forked has the file open, too
+    if (run.root / "alive").is_dir():
+        for worker in live_workers(run.root):
+            lock = worker_lock(run.root, worker.device)
+            yield _holder(worker.name, worker.pid, lock, run.worker_stacks(worker.device))
+
+
+def _holder(name: str, pid: int, lock: KernelLock, stacks: Path) -> RunProcess:
+    return RunProcess(name, pid, lambda: (lock.holder() or {}).get("pid") == pid, stacks)
+
+
+def _pids() -> list[int]:
+    """Oldest first, as far as numbers tell."""
+    return sorted(int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
+
+
+def _has_open(pid: int, path: Path) -> bool:
+    """Whether a process has this very file open. False for processes of others."""
+    try:
+        wanted = path.stat(follow_symlinks=False)
+        return any(os.path.samestat(wanted, entry.stat()) for entry in os.scandir(f"/proc/{pid}/fd"))
+    except OSError:
+        return False
+
+
+def stacks_of(process: RunProcess, timeout_s: float = ANSWER_S) -> str:
+    """Ask for the stacks of all threads; where there is no answer, a sentence that says why."""
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except OSError as error:
+        return f"{process.name} (pid {process.pid}) cannot be reached: {error.strerror}; is it in another container?\n"
+    try:
+        if not process.belongs():
+            return f"{process.name} (pid {process.pid}) ended just now.\n"
+        if not listens(process.pid):
+            return (
+                f"{process.name} (pid {process.pid}) has not begun to listen for {STACKS_SIGNAL.name}: it is just "
+                "starting, or of an older version. It was not signalled.\n"
+            )
+        before = _length(process.stacks)
+        signal.pidfd_send_signal(pidfd, STACKS_SIGNAL)
+        text = _new_text(process.stacks, before, timeout_s)
+    except ProcessLookupError:
+        return f"{process.name} (pid {process.pid}) ended just now.\n"
+    finally:
+        os.close(pidfd)
+    return text or _silence(process, timeout_s)
+
+
+def listens(pid: int) -> bool:
+    """Whether the process has a handler for the signal, which would otherwise end it."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(caught >> (STACKS_SIGNAL - 1) & 1)
+
+
+def kernel_view(pid: int) -> str:
+    """What /proc says: state, threads, memory, and where in the kernel each thread waits."""
+    lines = [f"pid {pid}"]
+    with suppress(OSError):
+        status = Path(f"/proc/{pid}/status").read_text().splitlines()
+        lines += [line for line in status if line.partition(":")[0] in _TOLD]
+        for thread in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name)):
+            name, waits = _read(thread / "comm"), _read(thread / "wchan")
+            state = _read(thread / "stat").rpartition(")")[2].split()[:1]
+            lines.append(
+                f"  thread {thread.name} {name}: {''.join(state)}, in {waits if waits not in ('', '0') else '?'}"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _silence(process: RunProcess, timeout_s: float) -> str:
+    state = next(
+        (line.partition(":")[2].strip() for line in kernel_view(process.pid).splitlines() if line.startswith("State:")),
+        "unknown",
+    )
+    why = {
+        "T": "It is stopped (Ctrl-Z, SIGSTOP, a debugger): kill -CONT lets it go on, and it then writes its stacks",
+        "D": "It waits in the kernel, for a disk, a network file system or a driver, and hears no signals",
+        "Z": "It has ended, and its parent has not noticed",
+    }.get(state[:1], "It may be in a call that no signal interrupts")
+    return f"{process.name} (pid {process.pid}) did not answer in {timeout_s:g} s. Its state is {state}. {why}.\n"
+
+
+def _new_text(path: Path, before: int, timeout_s: float) -> str:
+    """What was appended since, once nothing more comes."""
+    deadline = time.monotonic() + timeout_s
+    length, changed = before, time.monotonic()
+    while time.monotonic() < deadline:
+        now = _length(path)
+        if now != length:
+            length, changed = now, time.monotonic()
+        elif now > before and time.monotonic() - changed > _QUIET_S:
+            break
+        time.sleep(_POLL_S)
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(before)
+        return file.read(1 << 20).decode(errors="replace")
+    return ""
+
+
+def _length(path: Path) -> int:
+    try:
+        return path.stat(follow_symlinks=False).st_size
+    except OSError:
+        return 0

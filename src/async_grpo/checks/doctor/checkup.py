@@ -1,0 +1,63 @@
+"""The list of all checks, in the order in which they are made: what is quick comes first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+
+from async_grpo.checks import probe
+from async_grpo.checks.doctor import gpu, machine, packages, setup, storage, weights
+from async_grpo.checks.doctor.finding import Check, Finding, Level, error
+
+
+def checks(run_dir: Path, config: Path | None = None) -> list[Check]:
+    """Each yields its findings as it makes them. Only those on GPUs, weights and the setup file take seconds."""
+    found = gpu.driver()
+    every: list[Check] = [
+        packages.packages,
+        packages.engines,
+        lambda: gpu.presence(found),
+        machine.memory,
+        machine.shared_memory,
+        machine.limits,
+        machine.clock,
+        lambda: storage.room(run_dir),
+        lambda: storage.locks(run_dir),
+        lambda: storage.inotify(run_dir),
+        lambda: storage.job_pipe(run_dir),
+    ]
+    if found.visible:
+        every.append(lambda: gpu.allocator(os.environ, has_vllm=packages.installed("vllm") is not None))
+    every.append(lambda: _devices(found))
+    if config is not None:
+        available = psutil.virtual_memory().available
+        every.append(lambda: setup.setup_file(config, gpus=found.visible, memory=available))
+    return every
+
+
+def findings(every: Iterable[Check]) -> Iterator[Finding]:
+    for check in every:
+        yield from check()
+
+
+def exit_code(found: Iterable[Finding]) -> int:
+    """0: no errors; 1: at least one."""
+    return int(any(finding.level is Level.ERROR for finding in found))
+
+
+def _devices(found: gpu.Driver) -> Iterator[Finding]:
+    """What needs torch: the GPUs, and weights between two processes."""
+    names = ["cpu"]
+    if found.visible:
+        try:
+            facts = gpu.look()
+        except probe.ChildFailed as failure:
+            yield error("GPU", f"a process that used it failed: {failure}", "nvidia-smi says whether the driver works.")
+            return
+        yield from gpu.fit(found, facts)
+        yield from gpu.devices(facts)
+        names = [f"cuda:{index}" for index in range(min(2, len(facts.gpus)))] or names
+    yield from weights.weight_sharing(names)

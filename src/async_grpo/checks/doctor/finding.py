@@ -1,0 +1,79 @@
+"""What a check says."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from async_grpo.formatting import counted
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARNING = "warning"  # a run starts, but may be slow or fail later
+    ERROR = "error"  # a run will not start, or not work
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor."""
+
+    level: Level
+    subject: str  # a word or two, e.g. "memory"
+    found: str
+    fix: str = ""  # what to do; empty when all is well
+
+    def __post_init__(self) -> None:
+        assert self.fix or self.level is Level.OK, f"{self.subject}: a complaint without a fix helps nobody"
+
+
+Check = Callable[[], Iterator[Finding]]
+
+
+def ok(subject: str, found: str) -> Finding:
+    return Finding(Level.OK, subject, found)
+
+
+def warning(subject: str, found: str, fix: str) -> Finding:
+    return Finding(Level.WARNING, subject, found, fix)
+
+
+def error(subject: str, found: str, fix: str) -> Finding:
+    return Finding(Level.ERROR, subject, found, fix)
+
+
+_COLOURS = {Level.OK: "32", Level.WARNING: "33", Level.ERROR: "1;31"}
+_SUBJECT = 15
+_LEVEL = 9
+_LEAST_WIDTH, _MOST_WIDTH = 60, 140
+
+
+def line(finding: Finding, *, colour: bool = False, width: int | None = None) -> str:
+    """`ok       memory         …`, with the fix beneath what is not."""
+    width = width or max(_LEAST_WIDTH, min(_MOST_WIDTH, shutil.get_terminal_size((_MOST_WIDTH, 0)).columns))
+    margin = " " * (_LEVEL + _SUBJECT)
+    level = f"{finding.level:<{_LEVEL}}"
+    if colour:
+        level = f"\033[{_COLOURS[finding.level]}m{level}\033[0m"
+    first, *rest = _wrapped(finding.found, width - len(margin))
+    lines = [f"{level}{finding.subject:<{_SUBJECT}}{first}", *(margin + text for text in rest)]
+    if finding.fix:
+        lines += [margin + text for text in _wrapped(f"-> {finding.fix}", width - len(margin))]
+    return "\n".join(lines)
+
+
+def verdict(found: Sequence[Finding]) -> str:
+    """The last line."""
+    errors = sum(finding.level is Level.ERROR for finding in found)
+    warnings = sum(finding.level is Level.WARNING for finding in found)
+    if errors:
+        return f"{counted(errors, 'error')}, {counted(warnings, 'warning')}: mend the errors first."
+    return f"no errors, {counted(warnings, 'warning')}: a run can start."
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    """Long lines are folded; those of a traceback stay lines."""
+    return [part for row in text.splitlines() for part in textwrap.wrap(row, width, break_on_hyphens=False) or [""]]

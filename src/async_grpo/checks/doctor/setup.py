@@ -1,0 +1,193 @@
+"""A setup file: its trainer is built in a child process, and its numbers are looked at. No reward is called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from async_grpo.checks.doctor.finding import Finding, error, ok, warning
+from async_grpo.checks.plan.batch_arithmetic import misfit, optimizer_steps, rounds_of, what_to_set
+from async_grpo.checks.plan.facts import BatchFacts, Look, TrainerFacts, look_at_trainer
+from async_grpo.checks.plan.memory import estimate
+from async_grpo.errors import SetupFileError
+from async_grpo.formatting import size
+from async_grpo.settings import TrainingSettings
+from async_grpo.setup.devices import CPU
+from async_grpo.setup.setup_file import check_setup_file
+
+TIMEOUT_S = 600.0
+_HINT = "`async-grpo train FILE --device 0` runs it in one process, as TRL does."
+
+
+def setup_file(config: Path, *, gpus: int, memory: int) -> Iterator[Finding]:
+    """Build the trainer that the file's `get_trainer()` returns, and say what would stop or hinder a run.
+
+    Args:
+        gpus: how many are visible.
+        memory: bytes of RAM that are available.
+    """
+    try:
+        check_setup_file(config)
+    except SetupFileError as refusal:
+        yield error("setup file", _first_line(str(refusal)), "Give a Python file with get_trainer().")
+        return
+    device = "0" if gpus else CPU
+    settings = TrainingSettings()
+    yield from judge(look_at_trainer(config, device=device, settings=settings, timeout_s=TIMEOUT_S), gpus, memory)
+
+
+def judge(look: Look, gpus: int, memory: int) -> Iterator[Finding]:
+    """The lines for what the child found."""
+    if look.facts is None:
+        if look.batch is not None and misfit(look.batch):
+            yield _batch(look.batch)
+        else:
+            yield error(
+                "get_trainer()", look.error, "The last lines of the message say what failed; mend the setup file."
+            )
+        return
+    facts = look.facts
+    name = f" ({facts.model_name})" if facts.model_name else ""
+    yield ok(
+        "get_trainer()", f"returns a {facts.trainer} of {facts.model}{name}, {facts.parameters.count:,} parameters"
+    )
+    if look.error:
+        yield error("distributed", look.error, _HINT)
+    yield from (_batch(facts.batch), _dataset(facts), _tokens(facts), _lengths(facts), _model(facts))
+    yield from (_precision(facts, gpus), _memory(facts, gpus, memory), _pace(facts), _checkpoints(facts))
+
+
+def _batch(batch: BatchFacts) -> Finding:
+    wrong = misfit(batch)
+    if wrong:
+        return error("batch", wrong, f"Set one of: {'; '.join(what_to_set(batch))}.")
+    return ok(
+        "batch",
+        f"{batch.prompts} prompts x {batch.num_generations} completions = {batch.generation_batch_size} a round",
+    )
+
+
+def _dataset(facts: TrainerFacts) -> Finding:
+    prompts = facts.batch.prompts
+    if facts.dataset_rows is None:
+        return ok("dataset", f"streamed; columns {', '.join(facts.columns) or 'unknown'}")
+    found = f"{facts.dataset_rows:,} rows, columns {', '.join(facts.columns)}"
+    if facts.dataset_rows < prompts:
+        return error(
+            "dataset",
+            f"{found}: fewer than the {prompts} prompts of one round, so no round is ever full",
+            f"Use at least {prompts} rows, or a smaller generation batch.",
+        )
+    return ok("dataset", f"{found}; {facts.epoch_rounds:,} rounds an epoch")
+
+
+def _tokens(facts: TrainerFacts) -> Finding:
+    padding, end = facts.padding_token, facts.end_token
+    if end is None:
+        return error(
+            "tokenizer", "it has no end-of-text token, so no completion would ever end", "Set tokenizer.eos_token."
+        )
+    if padding is None:
+        return error("tokenizer", "it has no padding token", "Set tokenizer.pad_token (not to the end-of-text token).")
+    if padding == end:
+        return warning(
+            "tokenizer",
+            f"padding and end of text are one token, {end!r}",
+            "It works: masks come from lengths. But a model that is also fine-tuned may unlearn to end; give it a "
+            "padding token of its own if you can.",
+        )
+    return ok("tokenizer", f"padding {padding!r}, end of text {end!r}")
+
+
+def _lengths(facts: TrainerFacts) -> Finding:
+    longest, completion, context = facts.longest_prompt, facts.max_completion_length, facts.context_length
+    prompt = (
+        f"prompts up to {longest} tokens (the first {facts.prompts_measured})" if longest else "prompts of any length"
+    )
+    found = f"{prompt}, completions up to {completion}"
+    if context is None or completion is None:
+        return ok("lengths", found)
+    if (longest or 0) + completion > context:
+        return error(
+            "lengths",
+            f"{found}: more than the model's context of {context}",
+            f"max_completion_length={max(1, context - (longest or 0))}, or shorter prompts.",
+        )
+    return ok("lengths", f"{found}; the model's context is {context}")
+
+
+def _model(facts: TrainerFacts) -> Finding:
+    parameters = facts.parameters
+    if parameters.trained == 0:
+        return error("model", "none of its parameters is trained", "Set requires_grad, or give a peft_config.")
+    trained = "all" if parameters.trained == parameters.count else f"{parameters.trained:,}"
+    place = facts.model_name or "made in code"
+    return ok("model", f"{place}; trained: {trained} of {parameters.count:,} parameters")
+
+
+def _precision(facts: TrainerFacts, gpus: int) -> Finding:
+    types = ", ".join(facts.parameters.dtypes)
+    found = f"{facts.precision}, weights in {types}"
+    in_two_bytes = facts.parameters.trained_bytes == 2 * facts.parameters.trained
+    if facts.precision == "fp16" and "float16" in facts.parameters.dtypes and in_two_bytes:
+        return error(
+            "precision", f"{found}: gradients of fp16 weights cannot be unscaled", "bf16=True, or weights in float32."
+        )
+    if gpus and facts.precision == "fp32" and "float32" in facts.parameters.dtypes:
+        return warning(
+            "precision", f"{found} on a GPU is several times slower than bf16", "bf16=True in the GRPOConfig."
+        )
+    if not gpus and facts.precision != "fp32":
+        return warning(
+            "precision", f"{found} on a CPU is mostly slower than fp32", "bf16=False, fp16=False in the GRPOConfig."
+        )
+    return ok("precision", found)
+
+
+def _memory(facts: TrainerFacts, gpus: int, available: int) -> Finding:
+    need = estimate(facts)
+    found = f"the server takes {size(need.server)} before activations"
+    if not gpus and need.server > available:
+        return error(
+            "model memory",
+            f"{found}, and {size(available)} are available",
+            "A smaller model, LoRA, or an 8-bit optimizer.",
+        )
+    if need.optimizer > need.weights and facts.parameters.count > 500_000_000 and gpus:
+        return ok("model memory", f"{found}; adamw_8bit would save {size(need.optimizer * 3 / 4)}")
+    return ok("model memory", f"{found} (`train --dry-run` has the parts)")
+
+
+def _pace(facts: TrainerFacts) -> Finding:
+    batch = facts.batch
+    steps = optimizer_steps(batch, max_steps=facts.max_steps, epochs=facts.epochs, epoch_rounds=facts.epoch_rounds)
+    versions = batch.steps_per_generation * batch.num_iterations / batch.gradient_accumulation_steps
+    bound = TrainingSettings().max_staleness
+    if versions > bound + 1:
+        return warning(
+            "staleness",
+            f"one round is {versions:g} optimizer steps, more than the default bound of {bound} versions: the trainer "
+            "waits for each round",
+            f"--max-staleness {int(2 * versions)}, or fewer steps_per_generation or num_iterations.",
+        )
+    length = f"{steps:,} optimizer steps, {rounds_of(batch, steps):,} rounds; " if steps is not None else ""
+    return ok(
+        "staleness",
+        f"{length}policy versions a round: {versions:g}, bound {bound}, up to {facts.groups_ahead} groups open",
+    )
+
+
+def _checkpoints(facts: TrainerFacts) -> Finding:
+    if facts.save_strategy == "no":
+        return warning(
+            "checkpoints",
+            "none are saved (save_strategy='no'): a run that is stopped saves one, one that is killed starts anew",
+            "save_strategy='steps', save_steps=50",
+        )
+    place = Path(facts.output_dir)
+    shown = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
+    return ok("checkpoints", f"{shown}, save_strategy={facts.save_strategy}")
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0]

@@ -1,0 +1,238 @@
+"""`train --dry-run`: the plan of a run in words. Starts no run and changes no file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from async_grpo.checks.plan.batch_arithmetic import optimizer_steps, rounds_of
+from async_grpo.checks.plan.facts import TrainerFacts, facts_or_refusal, look_at_trainer
+from async_grpo.checks.plan.memory import MemoryEstimate, estimate
+from async_grpo.formatting import counted, size
+from async_grpo.launch.launcher import LaunchOptions
+from async_grpo.queue.filesystem import check_place
+from async_grpo.rundir.paths import Fate, preview
+from async_grpo.settings import TrainingSettings
+from async_grpo.setup.devices import CPU
+from async_grpo.setup.generator_choice import HF, VLLM, VLLM_SERVER
+
+_WIDTH = 15
+_ENGINES = {
+    HF: "transformers, in the workers",
+    VLLM: "vLLM, in the workers",
+    VLLM_SERVER: "the vLLM server that the setup file names",
+}
+
+
+def plan_distributed(options: LaunchOptions) -> None:
+    """Print what `launch(options)` would do.
+
+    Raises:
+        AsyncGRPOError: where `launch` would refuse, or its server would, with the same text and exit code.
+    """
+    training = options.training
+    fate, place = preview(options.run_dir, resume=training.resume, overwrite=options.overwrite)
+    check_place(options.run_dir)
+    _announce(options.config)
+    look = look_at_trainer(
+        options.config,
+        device=options.master_device,
+        settings=training,
+        run_dir=options.run_dir,
+        accelerate_config=options.accelerate_config,
+        generator=options.work.generator,
+        workers=len(options.worker_devices),
+        sharing=options.workers_sharing,
+    )
+    facts = facts_or_refusal(look)
+    _print(
+        [
+            *_trainer_rows(options.config, facts),
+            ("run directory", _fate(options.run_dir, fate, place)),
+            ("checkpoints", _checkpoints(facts, training)),
+            *_process_rows(options, facts.batch.processes),
+            ("generator", f"{_ENGINES[facts.generator]}; {_sampling(facts)}"),
+            *_batch_rows(facts),
+            *_staleness_rows(facts, training),
+            *_memory_rows(facts, options),
+            *_ranks_note(facts),
+        ]
+    )
+
+
+def plan_single(config: Path, device: str, *, steps: int | None, seed: int | None) -> None:
+    """Print what training in one process would be. Raises as `plan_distributed` does."""
+    settings = TrainingSettings(steps=steps, seed=seed)
+    _announce(config)
+    look = look_at_trainer(config, device=device, settings=settings, distributed=False)
+    facts = facts_or_refusal(look)
+    memory = estimate(facts)
+    need = memory.server - memory.published
+    _print(
+        [
+            *_trainer_rows(config, facts),
+            ("checkpoints", _checkpoints(facts, settings)),
+            ("processes", f"this one alone, on {_device(device)}: plain TRL"),
+            ("generator", f"{'vLLM' if facts.use_vllm else 'transformers'}, in this process; {_sampling(facts)}"),
+            *_batch_rows(facts),
+            ("memory", f"{size(need)} on {_device(device)}: {_parts(memory)}"),
+            ("", f"  (optimizer state of {memory.optimizer_note})"),
+            ("", _not_counted()),
+        ]
+    )
+
+
+def _announce(config: Path) -> None:
+    print(f"Building the trainer of {config} to look at it (its get_trainer() may load the model) ...", file=sys.stderr)
+
+
+def _print(rows: list[tuple[str, str]]) -> None:
+    for label, text in rows:
+        print(f"{label:<{_WIDTH}}{text}")
+    print("\nNothing was started and no file was changed. Without --dry-run this run starts.")
+
+
+def _trainer_rows(config: Path, facts: TrainerFacts) -> Iterator[tuple[str, str]]:
+    parameters = facts.parameters
+    trained = "all trained" if parameters.trained == parameters.count else f"{parameters.trained:,} of them trained"
+    name = f" ({facts.model_name})" if facts.model_name else ""
+    yield "setup file", str(config)
+    yield "trainer", f"{facts.trainer}, reward functions: {', '.join(facts.rewards)}"
+    yield "model", f"{facts.model}{name}: {parameters.count:,} parameters, {trained}; {_dtypes(facts)}"
+    yield (
+        "training",
+        f"{facts.precision}, {facts.optimizer}, learning rate {facts.learning_rate:g}, loss {facts.loss_type}, "
+        f"beta {facts.beta:g}, seed {facts.seed}",
+    )
+
+
+def _dtypes(facts: TrainerFacts) -> str:
+    return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in facts.parameters.dtypes.items())
+
+
+def _fate(root: Path, fate: Fate, place: Path) -> str:
+    return {
+        Fate.NEW: f"{root}: {'the run begins in it' if root.exists() else 'will be made'}",
+        Fate.RESUMED: f"{root}: the run in it goes on",
+        Fate.MOVED_ASIDE: f"{root}: the ended run in it is moved to {place}",
+        Fate.OVERWRITTEN: f"{root}: the queue, logs and metrics in it ARE DELETED (--overwrite); checkpoints stay",
+    }[fate]
+
+
+def _checkpoints(facts: TrainerFacts, settings: TrainingSettings) -> str:
+    if facts.save_strategy == "steps":
+        often = f"every {facts.save_steps:g} steps"
+    else:
+        often = "none (save_strategy=no)" if facts.save_strategy == "no" else f"save_strategy={facts.save_strategy}"
+    start = ""
+    if settings.resume:
+        start = f"; resumes from {facts.resumes_from or 'the start: there is no complete checkpoint yet'}"
+    return f"{facts.output_dir}, {often}{start}"
+
+
+def _process_rows(options: LaunchOptions, ranks: int) -> Iterator[tuple[str, str]]:
+    threads = options.threads(os.environ)
+    each = f"{threads} CPU thread{'' if threads == '1' else 's'} each" if threads else "CPU threads as torch chooses"
+    yield "processes", f"1 parameter server and {counted(len(options.worker_devices), 'worker')}, {each}"
+    if options.accelerate_config is None:
+        yield "", f"server on {_device(options.master_device)}"
+    else:
+        yield "", f"server in {ranks} processes, on the devices that {options.accelerate_config} names"
+    for number, device in enumerate(options.worker_devices, start=1):
+        yield "", f"worker {number} on {_device(device)}"
+
+
+def _sampling(facts: TrainerFacts) -> str:
+    return f"up to {facts.max_completion_length} tokens a completion, temperature {facts.temperature:g}"
+
+
+def _batch_rows(facts: TrainerFacts) -> Iterator[tuple[str, str]]:
+    batch = facts.batch
+    passes = batch.steps_per_generation * batch.num_iterations
+    each = "each process: " if batch.processes > 1 else ""
+    yield (
+        "batch",
+        f"{batch.prompts} prompts x {batch.num_generations} completions = {batch.generation_batch_size} a round "
+        f"({each}forward passes of {batch.per_device_train_batch_size}; an optimizer step is "
+        f"{batch.gradient_accumulation_steps} of them, a round {passes})",
+    )
+    steps = optimizer_steps(batch, max_steps=facts.max_steps, epochs=facts.epochs, epoch_rounds=facts.epoch_rounds)
+    if steps is None:
+        yield "length", f"{facts.epochs:g} epochs of streamed data: as many steps as it has"
+        return
+    rounds = rounds_of(batch, steps)
+    data = "streamed data"
+    if facts.dataset_rows is not None:
+        epochs = f"{rounds / facts.epoch_rounds:.2g} epochs" if facts.epoch_rounds else "no whole epoch"
+        data = f"{epochs} of {facts.dataset_rows:,} prompts"
+    yield (
+        "length",
+        f"{steps:,} optimizer steps = {rounds:,} rounds = {rounds * batch.generation_batch_size:,} completions; {data}",
+    )
+
+
+def _staleness_rows(facts: TrainerFacts, training: TrainingSettings) -> Iterator[tuple[str, str]]:
+    bound = training.max_staleness
+    yield (
+        "staleness",
+        f"at most {bound} policy versions; {facts.first_groups} prompt groups under way at first, at most "
+        f"{facts.groups_ahead}" + (" (the synchronous schedule)" if bound == 0 else ""),
+    )
+    extras = [
+        text
+        for text, on in (
+            ("deterministic", training.deterministic),
+            ("groups with equal rewards are replaced", training.filter_zero_variance),
+        )
+        if on
+    ]
+    yield "correction", ", ".join([training.correction, *extras])
+
+
+def _memory_rows(facts: TrainerFacts, options: LaunchOptions) -> Iterator[tuple[str, str]]:
+    memory, master, workers = estimate(facts), options.master_device, options.worker_devices
+    yield "memory", f"server, on {_device(master)}: {size(memory.server)}"
+    yield "", f"  {_parts(memory)}, published for the workers {size(memory.published)} ({_slots(facts)})"
+    yield "", f"  (optimizer state of {memory.optimizer_note})"
+    if sharing := options.workers_sharing:
+        yield (
+            "",
+            f"{counted(sharing, 'worker')} on {_device(master)}: no weights of their own, but "
+            f"{size(memory.worker_own)} each while they start",
+        )
+    for device in sorted({device for device in workers if device != master}):
+        yield "", f"{counted(workers.count(device), 'worker')} on {_device(device)}: {size(memory.worker_own)} each"
+    yield "", _not_counted()
+
+
+def _slots(facts: TrainerFacts) -> str:
+    trained = facts.parameters.trained_bytes
+    frozen = facts.parameters.nbytes - trained
+    return f"{facts.slots} versions of {size(trained)}" + (f", and {size(frozen)} that do not train" if frozen else "")
+
+
+def _ranks_note(facts: TrainerFacts) -> Iterator[tuple[str, str]]:
+    if facts.batch.processes > 1:
+        yield (
+            "",
+            f"the server's memory is that of a process with the whole model: with FSDP each of the "
+            f"{facts.batch.processes} has about its share of weights, gradients and optimizer",
+        )
+
+
+def _parts(memory: MemoryEstimate) -> str:
+    reference = f", reference model {size(memory.reference)}" if memory.reference else ""
+    return (
+        f"weights {size(memory.weights)}{reference}, gradients {size(memory.gradients)}, optimizer "
+        f"{size(memory.optimizer)}"
+    )
+
+
+def _not_counted() -> str:
+    return "not counted: activations, keys and values of generation, and what Python and CUDA themselves take"
+
+
+def _device(device: str) -> str:
+    return "the CPU" if device == CPU else f"GPU {device}"

@@ -1,0 +1,250 @@
+"""What can be known of a setup file's trainer without training it. Torch-free: a child process looks.
+
+The child builds the trainer, because only `get_trainer()` knows what it returns; its crash or its hanging is then
+a sentence here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from async_grpo.errors import AsyncGRPOError
+from async_grpo.settings import TrainingSettings
+from async_grpo.setup.devices import CPU, hold_to_device
+from async_grpo.setup.process import path_to_us
+
+BUILD_TIMEOUT_S = 1800.0  # a large model is read from a slow disk
+POLL_S = 0.05
+_LAST_LINES = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFacts:
+    """The numbers that must fit each other; all of them are counted in completions, but for the steps."""
+
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    steps_per_generation: int
+    generation_batch_size: int
+    num_generations: int
+    num_iterations: int = 1
+    processes: int = 1
+
+    @property
+    def prompts(self) -> int:
+        """Of one round."""
+        return self.generation_batch_size // self.num_generations
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """How much a model's parameters are, in numbers and bytes."""
+
+    count: int
+    trained: int
+    nbytes: int  # of all, as they are
+    trained_bytes: int
+    factored: int  # numbers that Adafactor keeps of the trained ones: a row and a column of each matrix
+    dtypes: dict[str, int]  # e.g. {"bfloat16": bytes}
+    buffer_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerFacts:
+    """A built trainer, described."""
+
+    trainer: str  # class
+    model: str  # class
+    model_name: str  # path or hub name; empty for one that was made in code
+    adapter: bool
+    parameters: Parameters
+    reference_bytes: int  # of the reference model, 0 without one
+    slots: int  # versions of the published weights, at a time
+    precision: str  # bf16, fp16 or fp32
+    optimizer: str
+    learning_rate: float
+    loss_type: str
+    beta: float
+    temperature: float
+    use_vllm: bool  # the setup file asks for it
+    batch: BatchFacts
+    max_steps: int  # 0 or less: `epochs` counts
+    epochs: float
+    dataset_rows: int | None  # None: streamed
+    columns: list[str]
+    rewards: list[str]
+    padding_token: str | None
+    end_token: str | None
+    max_completion_length: int | None
+    context_length: int | None  # what the model's configuration says
+    longest_prompt: int | None  # in tokens, of the first `prompts_measured`
+    prompts_measured: int
+    output_dir: str
+    save_strategy: str
+    save_steps: float
+    seed: int
+    epoch_rounds: int | None = None  # whole generation batches in the dataset
+    groups_ahead: int = 0  # most groups that the staleness bound can use
+    first_groups: int = 0  # kept under way at first
+    generator: str = ""  # hf or vllm: what the workers of a distributed run generate with
+    resumes_from: str = ""  # checkpoint, under --resume
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TrainerFacts:
+        return cls(**{**data, "batch": BatchFacts(**data["batch"]), "parameters": Parameters(**data["parameters"])})
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What the child found. Without `facts` there is no trainer, and `error` says why."""
+
+    facts: TrainerFacts | None = None
+    error: str = ""  # a real start would refuse with this text
+    exit_code: int = 0  # and this code
+    batch: BatchFacts | None = None  # of a configuration that TRL refused
+
+
+class RefusedError(AsyncGRPOError):
+    """A real start would refuse with this very text."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+def look_at_trainer(
+    config: Path,
+    *,
+    device: str,
+    settings: TrainingSettings,
+    distributed: bool = True,
+    run_dir: Path | None = None,
+    accelerate_config: Path | None = None,
+    generator: str | None = None,
+    workers: int = 0,
+    sharing: int | None = None,
+    timeout_s: float = BUILD_TIMEOUT_S,
+) -> Look:
+    """Build the trainer in a child process and describe it.
+
+    Args:
+        device: what the server would run on. The child sees it, so that what the setup file decides by it is decided
+            as in the real run, but the trainer leaves its model in host memory.
+        distributed: whether what cannot run distributed is an error.
+        run_dir: whose checkpoints `settings.resume` is about.
+        accelerate_config: says of how many processes the trainer will be; it is built in one.
+        generator: what the command line asks of the workers, if anything.
+        workers: how many will be started; 0 where nobody knows.
+        sharing: how many of them on the server's device; None where nobody knows.
+    """
+    request = {
+        "config": str(config.absolute()),
+        "device": device,
+        "generator": generator,
+        "workers": workers,
+        "sharing": sharing,
+        "accelerate_config": str(accelerate_config or ""),
+        "run_dir": str(run_dir or ""),
+        "settings": _plain(settings),
+        "distributed": distributed,
+    }
+    with tempfile.TemporaryDirectory(prefix="async-grpo-plan-") as scratch:
+        answer, said = Path(scratch) / "answer.json", Path(scratch) / "output.txt"
+        request["answer"] = str(answer)
+        with said.open("wb") as output:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "async_grpo.checks.plan.describe", json.dumps(request)],
+                env=_environment(device),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+            try:
+                in_time = _ends_within(timeout_s, child)
+            finally:
+                _end_family(child)
+        if not in_time:
+            return Look(error=f"get_trainer() in {config} did not return in {timeout_s:g} s.", exit_code=2)
+        if not answer.exists():
+            return Look(error=_died(config, child.returncode, said), exit_code=2)
+        data = json.loads(answer.read_text())
+    return Look(
+        facts=TrainerFacts.from_json(data["facts"]) if data["facts"] else None,
+        error=data["error"],
+        exit_code=data["exit_code"],
+        batch=BatchFacts(**data["batch"]) if data["batch"] else None,
+    )
+
+
+def facts_or_refusal(look: Look) -> TrainerFacts:
+    """The facts of a trainer that a real start would take.
+
+    Raises:
+        RefusedError: with the text and the exit code of the real start.
+    """
+    if look.error:
+        raise RefusedError(look.error, look.exit_code)
+    assert look.facts is not None
+    return look.facts
+
+
+def _plain(settings: TrainingSettings) -> dict[str, Any]:
+    """What JSON can carry; the rest (the archive's limit) decides nothing here."""
+    values = {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
+    return {name: value for name, value in values.items() if value is None or isinstance(value, (str, int, float))}
+
+
+def _environment(device: str) -> dict[str, str]:
+    env = dict(os.environ)
+    hold_to_device(device, env)
+    if device != CPU:
+        env["ACCELERATE_USE_CPU"] = "true"  # the model stays in host memory: a run may be using the GPU's
+    env["FAST_INFERENCE"] = "0"
+    env["PYTHONDONTWRITEBYTECODE"] = "1"
+    env.setdefault("TOKENIZERS_PARALLELISM", "false")
+    env.setdefault("TQDM_DISABLE", "1")
+    env["PYTHONPATH"] = path_to_us(env)
+    return env
+
+
+def _end_family(child: subprocess.Popen[bytes]) -> None:
+    """The child and what get_trainer() started in its session; nothing else has its session before it is waited for.
+
+    What outlives a child that has ended may be tidying up after it, so that is asked, not killed.
+    """
+    os.killpg(child.pid, signal.SIGTERM if _has_ended(child) else signal.SIGKILL)
+    child.wait()
+
+
+def _ends_within(timeout_s: float, child: subprocess.Popen[bytes]) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not _has_ended(child):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _has_ended(child: subprocess.Popen[bytes]) -> bool:
+    """Does not wait for it, so its number stays its own."""
+    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _died(config: Path, code: int, said: Path) -> str:
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    hint = " (the system kills what takes more memory than there is)" if code == -signal.SIGKILL else ""
+    last = "\n".join(said.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+    return f"The process that called get_trainer() in {config} {how}{hint}. Its last words:\n{last or '(none)'}"

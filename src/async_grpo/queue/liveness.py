@@ -1,0 +1,151 @@
+"""Which workers are alive, and what happens the moment one dies.
+
+A worker is alive while it holds `alive/dev{N}.lock`: the kernel's word, no heartbeat, no clock. Its death is
+an event (a pidfd becomes readable), so that its jobs are pending again within milliseconds and nobody polls.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from async_grpo.errors import DiskFullError, QueueError
+from async_grpo.queue.names import PROCESSING
+from async_grpo.queue.transitions import Moves
+from async_grpo.queue.wakeups import IN_CREATE, IN_MODIFY, DirectoryWatch
+from async_grpo.rundir.locks import KernelLock
+
+PROBE_S = 0.05  # between looks at a worker whose death cannot be an event (other pid namespace, old kernel)
+LOOK_S = 1.0  # between looks at everything, in case an event went missing
+
+_WORKER_LOCK = re.compile(r"dev([0-9]{1,4})\.lock")
+
+
+class WorkerState(NamedTuple):
+    """A live worker, as its lock tells."""
+
+    device: int  # N of dev{N}
+    name: str  # "dev1"
+    pid: int
+    host: str
+    since: str  # for people, never compared
+    torch_device: str  # "cuda:1", "cpu"
+
+
+def worker_lock(root: Path, device: int) -> KernelLock:
+    return KernelLock(root / "alive" / f"dev{device}.lock")
+
+
+def server_lock(root: Path) -> KernelLock:
+    return KernelLock(root / "alive" / "server.lock")
+
+
+def live_workers(root: Path) -> list[WorkerState]:
+    """Workers that are alive now, by number.
+
+    A server that tidies up after a dead worker is not taken for it.
+    """
+    server = (server_lock(root).holder() or {}).get("pid")
+    states = []
+    for entry in sorted((root / "alive").iterdir()):
+        match = _WORKER_LOCK.fullmatch(entry.name)
+        holder = KernelLock(entry).holder() if match else None
+        if match is None or holder is None or (holder["pid"] == server and "torch_device" not in holder):
+            continue
+        told = {key: str(holder.get(key, "")) for key in ("host", "since", "torch_device")}
+        states.append(WorkerState(int(match[1]), f"dev{match[1]}", int(holder["pid"]), **told))
+    return sorted(states)
+
+
+def recover_dead(root: Path, moves: Moves, max_attempts: int) -> list[int]:
+    """The jobs of dead workers are pending again; returns their sequence numbers.
+
+    Never takes from a live process.
+    """
+    recovered: list[int] = []
+    for device in sorted({name.device for name in moves.listing() if name.state == PROCESSING}):
+        lock = worker_lock(root, device)
+        if not lock.try_acquire():
+            continue
+        try:
+            reason = f"Worker dev{device} died while it had this job."
+            with suppress(DiskFullError):  # no room for a reason: the claim stays, the next look tries again
+                recovered += moves.release_claims(device, max_attempts, counts=True, reason=reason)
+        finally:
+            lock.release()
+    return recovered
+
+
+class Reaper:
+    """A thread of the server that calls `recover` when a worker dies, and then `tell`."""
+
+    def __init__(self, root: Path, recover: Callable[[], list[int]], tell: Callable[[], None]) -> None:
+        self._root, self._recover, self._tell = root, recover, tell
+        self._watch = DirectoryWatch({root / "alive": IN_CREATE | IN_MODIFY})
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._pidfds: dict[tuple[int, int], int] = {}  # (device, pid) -> pidfd, or -1 where there is none to be had
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="queue-reaper", daemon=True)
+        self._thread.start()
+
+    def raise_error(self) -> None:
+        """What ended the thread, if anything did: nobody would recover jobs without it."""
+        if self._error is not None:
+            raise QueueError(f"The thread that recovers jobs of dead workers ended: {self._error}") from self._error
+
+    def close(self) -> None:
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
+        self._watch.close()
+        os.close(self._stop)
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_a_death():
+                if self._recover():
+                    self._tell()
+        except Exception as error:  # noqa: BLE001 - a thread has no caller: kept and raised in the main thread
+            self._error = error
+            self._tell()
+        finally:
+            for pidfd in self._pidfds.values():
+                _close(pidfd)
+
+    def _wait_for_a_death(self) -> bool:
+        """Return True when jobs of a dead worker may be there, False when this thread shall end."""
+        if self._follow({(worker.device, worker.pid) for worker in live_workers(self._root)}):
+            return True
+        pidfds = [pidfd for pidfd in self._pidfds.values() if pidfd >= 0]
+        probing = len(pidfds) < len(self._pidfds)
+        woken = self._watch.wait(PROBE_S if probing else LOOK_S, also=[self._stop, *pidfds])
+        if self._stop in woken.ready:
+            return False
+        if woken.ready:
+            self._tell()
+        return True
+
+    def _follow(self, workers: set[tuple[int, int]]) -> bool:
+        """Have a pidfd for exactly these workers. True if one is gone that was there before."""
+        gone = self._pidfds.keys() - workers
+        for worker in gone:
+            _close(self._pidfds.pop(worker))
+        for worker in workers - self._pidfds.keys():
+            self._pidfds[worker] = _open_pidfd(worker[1])
+        return bool(gone)
+
+
+def _open_pidfd(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # already dead, in another pid namespace, or forbidden: its lock is probed instead
+        return -1
+
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)

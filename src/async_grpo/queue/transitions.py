@@ -1,0 +1,187 @@
+"""The moves of the protocol that both sides make: publish, try again, give up, set aside."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from contextlib import suppress
+
+from async_grpo.errors import DiskFullError
+from async_grpo.queue.filesystem import Files
+from async_grpo.queue.names import (
+    BROKEN,
+    COMPLETE,
+    FAILED,
+    PENDING_END,
+    PROCESSING,
+    JobName,
+    parse_name,
+    reason_name,
+    set_aside_name,
+    shard,
+)
+from async_grpo.queue.wakeups import JobPipe
+
+DEFAULT_MAX_ATTEMPTS = 3
+
+_REASON_BYTES = 1 << 20
+
+
+class Moves:
+    """The queue's files as one process sees them.
+
+    `owner` (server or dev{N}) has a folder of tmp/ of its own: processes that create files in the same one wait for
+    each other, long on ext4. Jobs that become pending are announced in `pipe`.
+    """
+
+    def __init__(self, files: Files, owner: str, pipe: JobPipe) -> None:
+        self.files = files
+        self._pipe = pipe
+        self._owner = owner
+        self._numbers = itertools.count()
+        self._made: set[str] = set()  # folders that are there
+
+    def listing(self) -> list[JobName]:
+        """Every job file in queue/, in no order; other files are not ours and are ignored."""
+        return [name for entry in self.files.names("queue") if (name := parse_name(entry)) is not None]
+
+    def publish(self, data: bytes, to: str, *, durable: bool = False) -> None:
+        """Make a file appear whole. On an error nothing of it is left.
+
+        durable: return when a power cut cannot take it any more.
+
+        `DiskFullError` if there is no room.
+        """
+        folder = f"tmp/{self._owner}"
+        temporary = f"{folder}/{os.getpid()}.{next(self._numbers)}"
+        try:
+            self._create(folder, temporary, data)
+            if durable:
+                self.files.sync(temporary)
+            self.files.rename(temporary, to)
+        except OSError as error:
+            with suppress(OSError):
+                self.files.unlink(temporary)
+            raise _named(error, to) from error
+        self._tell(to)
+        if durable:
+            self.files.sync(to.rpartition("/")[0])
+
+    def move(self, path: str, to: str) -> bool:
+        """One rename; False if `path` is gone, because someone else was faster."""
+        try:
+            self.files.rename(path, to)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise _named(error, to) from error
+        self._tell(to)
+        return True
+
+    def drop(self, path: str) -> bool:
+        """Remove a file; False if it is gone already."""
+        try:
+            self.files.unlink(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def clear_temporaries(self, owner: str) -> None:
+        """Remove what a dead `owner` left half-written. Whoever calls this holds the owner's lock."""
+        folder = f"tmp/{owner}"
+        for entry in self.files.names(folder) if self.files.exists(folder) else ():
+            self.drop(f"{folder}/{entry}")
+
+    def archive(self, name: JobName, state: str = COMPLETE) -> bool:
+        """Move a finished group from queue/ to its folder of done/."""
+        folder = shard(name.seq)
+        self._make(folder)
+        target = f"{folder}/{name.becomes(state, name.device)}"
+        if self.move(f"queue/{name}", target):
+            return True
+        self._make(folder, again=True)
+        return self.move(f"queue/{name}", target)
+
+    def set_aside(self, name: JobName, kind: str, reason: str) -> bool:
+        """Move a file to quarantine/. The reason is there first, so nothing is ever set aside without one."""
+        target = set_aside_name(name, kind)
+        self.publish(_limited(reason), f"quarantine/{reason_name(target)}")
+        return self.move(f"queue/{name}", f"quarantine/{target}")
+
+    def try_again(self, claim: JobName, max_attempts: int, reason: str) -> bool:
+        """A try failed: the job is pending again with the next attempt, or given up.
+
+        True if it is pending.
+        """
+        if claim.attempt + 1 >= max_attempts:
+            self.set_aside(claim, FAILED, reason)
+            return False
+        return self.move(f"queue/{claim}", f"queue/{claim.pending(claim.attempt + 1)}")
+
+    def release_claims(self, device: int, max_attempts: int, *, counts: bool, reason: str) -> list[int]:
+        """The jobs of a worker that is dead are pending again; returns their sequence numbers.
+
+        Whoever calls this holds that worker's lock. `counts` says whether the death counts as an attempt: it
+        does not when the whole run was down. A worker dies between publishing a result and dropping its
+        claim, too: then the result counts.
+        """
+        self.clear_temporaries(f"dev{device}")
+        released = []
+        for name in sorted(self.listing()):
+            if (name.state, name.device) != (PROCESSING, device):
+                continue
+            if self._result_exists(name):
+                self.drop(f"queue/{name}")
+            else:
+                if counts:
+                    self.try_again(name, max_attempts, reason)
+                else:
+                    self.move(f"queue/{name}", f"queue/{name.pending(name.attempt)}")
+                released.append(name.seq)
+        return released
+
+    def _create(self, folder: str, path: str, data: bytes) -> None:
+        self._make(folder)
+        try:
+            self.files.create(path, data)
+        except FileNotFoundError:
+            self._make(folder, again=True)
+            self.files.create(path, data)
+
+    def _make(self, folder: str, *, again: bool = False) -> None:
+        """again: somebody who tidied up may have deleted it."""
+        if again or folder not in self._made:
+            self.files.make_folder(folder)
+            self._made.add(folder)
+
+    def _tell(self, path: str) -> None:
+        if path.startswith("queue/") and path.endswith(PENDING_END):
+            self._pipe.announce([path.removeprefix("queue/").removesuffix(PENDING_END)])
+
+    def _result_exists(self, claim: JobName) -> bool:
+        """First queue/, then done/: that is the way a result goes, so it cannot slip past."""
+        result = claim.becomes(COMPLETE, claim.device)
+        broken = f"quarantine/{set_aside_name(result, BROKEN)}"
+        return any(map(self.files.exists, (f"queue/{result}", f"{shard(claim.seq)}/{result}", broken)))
+
+
+def reason_of(files: Files, set_aside: str) -> str:
+    """The text that says why a file is in quarantine/."""
+    try:
+        return files.read(f"quarantine/{reason_name(set_aside)}").decode(errors="replace")
+    except FileNotFoundError:
+        return "no reason was written"
+
+
+def _limited(reason: str) -> bytes:
+    """The end of a traceback says most: keep that."""
+    data = reason.encode(errors="replace")
+    return data if len(data) <= _REASON_BYTES else b"[...]\n" + data[-_REASON_BYTES:]
+
+
+def _named(error: OSError, path: str) -> OSError | DiskFullError:
+    """The error to raise instead: a full disk in words, any other as it is."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    return DiskFullError(f"The disk is full: no room for {path}. Nothing is lost; make room and it goes on.")

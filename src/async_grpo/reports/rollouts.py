@@ -1,0 +1,118 @@
+"""Picks what somebody wants to read of what a model wrote: the newest completions, the worst, the best, a step's."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from async_grpo.archive.groups import Fate, FinishedGroup, FinishedGroups
+
+NEWEST, WORST, BEST = "newest", "worst", "best"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One completion, with everything around it."""
+
+    found: FinishedGroup
+    index: int  # in its group
+    advantage: float | None  # None: it depends on groups of the batch whose files are gone
+
+    @property
+    def total(self) -> float:
+        """The weighted reward; NaN where no function gave one."""
+        return float(self.found.totals[self.index])
+
+    @property
+    def length(self) -> int:
+        """Tokens."""
+        return int(self.found.group.completion_lengths[self.index])
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """By function; NaN where it gave none."""
+        group = self.found.group
+        return dict(zip(group.reward_names, group.rewards[self.index].tolist(), strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What was picked, in the order asked for."""
+
+    rollouts: list[Rollout]
+    completions: int  # that were looked through
+    more: bool  # whether there are older ones that were not looked at
+
+
+def select(
+    groups: FinishedGroups, *, order: str = NEWEST, limit: int | None, step: int | None = None, job: int | None = None
+) -> Selection:
+    """Pick completions of finished groups; of one optimizer step or one job if asked."""
+    fates = groups.fates()
+    only: set[int] | None = None
+    if job is not None:
+        only = {job}
+    elif step is not None:
+        only = {seq for seq, fate in fates.items() if fate.step == step}
+    everything = _rollouts(groups, groups.all(fates, only=only), fates)
+    if order == NEWEST:
+        picked = list(islice(everything, limit))
+        more = next(everything, None) is not None
+        return Selection(rollouts=picked, completions=len(picked), more=more)
+    counted = _Counted(everything)
+    picked = _extreme(counted, order, limit)
+    return Selection(rollouts=picked, completions=counted.count, more=False)
+
+
+class _Counted:
+    def __init__(self, rollouts: Iterable[Rollout]) -> None:
+        self._rollouts = rollouts
+        self.count = 0
+
+    def __iter__(self) -> Iterator[Rollout]:
+        for rollout in self._rollouts:
+            self.count += 1
+            yield rollout
+
+
+def _extreme(rollouts: Iterable[Rollout], order: str, limit: int | None) -> list[Rollout]:
+    """The lowest or highest rewards first, the newest of equal ones first; what has no reward is left out."""
+    sign = 1.0 if order == WORST else -1.0
+    key: Callable[[Rollout], tuple[float, int]] = lambda it: (sign * it.total, -it.found.group.job.seq)  # noqa: E731
+    scored = (rollout for rollout in rollouts if not math.isnan(rollout.total))
+    return sorted(scored, key=key) if limit is None else heapq.nsmallest(limit, scored, key=key)
+
+
+def _rollouts(groups: FinishedGroups, found: Iterable[FinishedGroup], fates: dict[int, Fate]) -> Iterator[Rollout]:
+    if not groups.rule.needs_whole_batch:
+        for group in found:
+            (advantages,) = groups.rule.advantages([group.group.rewards])
+            yield from _of_group(group, advantages.tolist())
+        return
+    sizes = Counter(fate.batch for fate in fates.values() if fate.batch is not None)
+    gathered: dict[int, list[FinishedGroup]] = {}
+    for group in found:
+        batch = group.fate.batch
+        if batch is None:
+            yield from _of_group(group, None)
+            continue
+        together = gathered.setdefault(batch, [])
+        together.append(group)
+        if len(together) == sizes[batch]:
+            for member, advantages in zip(
+                together, groups.rule.advantages([it.group.rewards for it in together]), strict=True
+            ):
+                yield from _of_group(member, advantages.tolist())
+            del gathered[batch]
+    for together in gathered.values():  # some of their groups have made room
+        for member in together:
+            yield from _of_group(member, None)
+
+
+def _of_group(found: FinishedGroup, advantages: list[float] | None) -> Iterator[Rollout]:
+    for index in range(found.group.job.num_generations):
+        yield Rollout(found=found, index=index, advantage=None if advantages is None else advantages[index])

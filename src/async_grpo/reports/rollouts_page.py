@@ -1,0 +1,153 @@
+"""One self-contained page of rollouts: `rollouts_page.html` with the data in it.
+
+What a model wrote is hostile input. It is in the page as JSON in ASCII without `<`, `>` and `&`, so that nothing in it
+can end the element that holds it, and the script only ever makes text nodes of it. A Content-Security-Policy allows the
+page's own style and script, by their hashes, and nothing else: no request, no image, no form, no other script.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterable
+from importlib import resources
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from async_grpo.archive.groups import FinishedGroup, FinishedGroups
+from async_grpo.errors import UsageError
+from async_grpo.formatting import as_text, printable
+from async_grpo.reports.rollouts import Rollout, Selection
+
+MARK = "<!doctype html><!-- async-grpo rollouts -->"
+_CHARACTERS = 20_000  # of one text; what is beyond is in the archive
+_PAGE_CHARACTERS = 64_000_000  # of all texts: a browser still opens it
+
+
+def write_page(path: Path, groups: FinishedGroups, selection: Selection) -> int:
+    """Write the page, in place of an older one; returns its size in bytes.
+
+    Raises:
+        UsageError: the file exists and is none of ours, or cannot be written.
+    """
+    page = page_of(groups, selection).encode()
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        if path.exists() and not path.read_bytes()[: len(MARK)] == MARK.encode():
+            raise UsageError(f"{path} exists and is no page of rollouts: choose another file. Nothing was changed.")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(page)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
+    return len(page)
+
+
+def page_of(groups: FinishedGroups, selection: Selection) -> str:
+    """The page."""
+    template = resources.files("async_grpo.reports").joinpath("rollouts_page.html").read_text()
+    style, script = _inner(template, "style"), _inner(template, "script")
+    policy = (
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return template.replace("{{policy}}", policy).replace("{{data}}", _as_element(_data(groups, selection)))
+
+
+def _inner(template: str, element: str) -> str:
+    found = re.search(rf"<{element}>(.*?)</{element}>", template, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _as_element(data: dict[str, Any]) -> str:
+    """JSON that is safe inside a script element: ASCII, and no character that markup is made of."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _data(groups: FinishedGroups, selection: Selection) -> dict[str, Any]:
+    """Groups once, and their completions as rows: [group, total, advantage, tokens, text, extras, rewards...]."""
+    names = list(dict.fromkeys(name for it in selection.rollouts for name in it.found.group.reward_names))
+    numbers: dict[tuple[int, int], int] = {}
+    about: list[dict[str, Any]] = []
+    rows: list[list[Any]] = []
+    room = _PAGE_CHARACTERS
+    for rollout in selection.rollouts:
+        key = (rollout.found.group.job.seq, rollout.found.group.attempt)
+        if key not in numbers:
+            numbers[key] = len(about)
+            about.append(_group(rollout.found))
+            room -= len(about[-1]["prompt"])
+        rows.append([numbers[key], *_row(rollout, names)])
+        room -= len(rows[-1][4])
+        if room < 0:
+            break
+    state = groups.state
+    return {
+        "run": {"id": state.run_id, "state": groups.condition(), "directory": str(groups.run.root)},
+        "made": time.strftime("%Y-%m-%d %H:%M"),
+        "newestOnly": selection.more or len(rows) < len(selection.rollouts),
+        "skipped": len(groups.skipped),
+        "rewards": [printable(name) for name in names],
+        "groups": about,
+        "rows": rows,
+    }
+
+
+def _group(found: FinishedGroup) -> dict[str, Any]:
+    group, fate = found.group, found.fate
+    row = group.job.row
+    prompt = row.get("prompt", row)
+    others = {name: value for name, value in row.items() if name != "prompt"} if "prompt" in row else {}
+    return {
+        "seq": group.job.seq,
+        "step": fate.step,
+        "staleness": found.staleness,
+        "version": group.policy_version,
+        "worker": group.worker,
+        "attempt": group.attempt,
+        "dropped": printable(fate.reason) if fate.reason else None,
+        "prompt": _text(prompt),
+        "columns": _columns(others.items()),
+        "seconds": [round(group.timings.generate_s, 3), round(group.timings.score_s, 3)],
+    }
+
+
+def _row(rollout: Rollout, names: list[str]) -> list[Any]:
+    rewards = rollout.rewards
+    extras = rollout.found.group.extra_columns
+    return [
+        _number(rollout.total),
+        _number(rollout.advantage),
+        rollout.length,
+        _text(rollout.found.group.completions[rollout.index]),
+        _columns((name, values[rollout.index]) for name, values in extras.items()),
+        *(_number(rewards.get(name)) for name in names),
+    ]
+
+
+def _columns(values: Iterable[tuple[str, Any]]) -> list[list[str]]:
+    return [[printable(str(name)), _text(value)] for name, value in values]
+
+
+def _text(value: Any) -> str:
+    text = as_text(value)
+    left = len(text) - _CHARACTERS
+    return printable(text[:_CHARACTERS]) + (f"\n… {left:,} more characters" if left > 0 else "")
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

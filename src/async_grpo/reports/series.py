@@ -1,0 +1,172 @@
+"""What the board shows of an optimizer step, of a line of `metrics.jsonl`, and of the settings, by tag.
+
+`docs/seeing.md` lists the tags.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.archive.groups import FinishedGroup, UsedStep
+from async_grpo.formatting import as_text, printable
+
+_NO_SERIES = ("step", "monotonic_s")  # of metrics.jsonl
+_SAMPLE_CHARACTERS = 4000  # of a prompt or a completion that is shown as text
+
+
+def scalars(used: UsedStep) -> dict[str, float]:
+    """Of a step's groups, of which there is at least one; NaN where there is nothing to tell."""
+    groups = used.groups
+    staleness = _staleness(used)
+    ages = [used.version_used - found.group.job.born_version for found in groups]
+    return {
+        **_rewards(groups),
+        "completions/length": float(_lengths(groups).mean()),
+        "staleness/mean": float(staleness.mean()),
+        "staleness/max": float(staleness.max()),
+        "staleness/job_age": float(np.mean(ages)),
+        **_seconds(groups),
+    }
+
+
+def histograms(used: UsedStep, rule: AdvantageRule) -> dict[str, NDArray[Any]]:
+    """Of the same groups: a value for each completion, and for each group its staleness."""
+    totals = _totals(used.groups)
+    return {
+        "rewards/total": totals[~np.isnan(totals)],
+        "rewards/advantages": np.concatenate(rule.advantages([found.group.rewards for found in used.groups])),
+        "completions/length": _lengths(used.groups),
+        "staleness/versions": _staleness(used),
+    }
+
+
+def samples(groups: Sequence[FinishedGroup]) -> dict[str, str]:
+    """The completions with the highest and the lowest reward, as Markdown; none where nothing has a reward."""
+    scored = [
+        (total, found.group.job.seq, index, found)
+        for found in groups
+        for index, total in enumerate(found.totals.tolist())
+        if not math.isnan(total)
+    ]
+    if not scored:
+        return {}
+    best, worst = max(scored, key=lambda it: it[:3]), min(scored, key=lambda it: it[:3])
+    return {"completions/best": _sample(best[3], best[2]), "completions/worst": _sample(worst[3], worst[2])}
+
+
+def of_workers(groups: Sequence[FinishedGroup]) -> dict[str, dict[str, float]]:
+    """Scalars of each worker's groups, by its name."""
+    names = sorted({found.group.worker for found in groups})
+    return {name: _of_worker([found for found in groups if found.group.worker == name]) for name in names}
+
+
+def logged(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The scalars of one line of metrics.jsonl, under the tags that transformers gives them."""
+    for name, value in entry.items():
+        if name in _NO_SERIES or isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        yield (f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"), float(value)
+    rate, length = entry.get("async/rollouts_per_second"), entry.get("completions/mean_length")
+    if isinstance(rate, float) and isinstance(length, float):
+        yield "speed/tokens_per_second", rate * length
+
+
+def hyperparameter_table(hyperparameters: dict[str, Any]) -> str:
+    """Markdown; empty without any."""
+    rows = [f"| {name} | {_cell(value)} |" for name, value in _flat(hyperparameters)]
+    return "\n".join(["| name | value |", "|---|---|", *rows]) if rows else ""
+
+
+# --- scalars
+
+
+def _totals(groups: Sequence[FinishedGroup]) -> NDArray[np.float64]:
+    return np.concatenate([found.totals for found in groups])
+
+
+def _lengths(groups: Sequence[FinishedGroup]) -> NDArray[np.int32]:
+    return np.concatenate([found.group.completion_lengths for found in groups])
+
+
+def _staleness(used: UsedStep) -> NDArray[np.int64]:
+    return np.array([used.version_used - found.group.policy_version for found in used.groups])
+
+
+def _rewards(groups: Sequence[FinishedGroup]) -> dict[str, float]:
+    """Means over the completions that have a reward."""
+    by_name: dict[str, list[float]] = {}
+    for found in groups:
+        for index, name in enumerate(found.group.reward_names):
+            by_name.setdefault(name, []).extend(found.group.rewards[:, index].tolist())
+    named = {f"rewards/{name}": _mean(values) for name, values in by_name.items()}
+    return {"rewards/total": _mean(_totals(groups).tolist()), **named}
+
+
+def _seconds(groups: Sequence[FinishedGroup]) -> dict[str, float]:
+    """A worker's seconds for a group, in the mean."""
+    spent = [found.group.timings for found in groups]
+    return {
+        "timing/generation_s": _mean(times.generate_s for times in spent),
+        "timing/scoring_s": _mean(times.score_s for times in spent),
+        "timing/queue_s": _mean(times.queue_s for times in spent),
+        "timing/weights_s": _mean(times.adopt_s for times in spent),
+    }
+
+
+def _of_worker(groups: Sequence[FinishedGroup]) -> dict[str, float]:
+    spent = [found.group.timings for found in groups]
+    generating = sum(times.generate_s for times in spent)
+    busy = generating + sum(times.adopt_s + times.score_s + times.queue_s for times in spent)
+    tokens = sum(int(found.group.completion_lengths.sum()) for found in groups)
+    return {
+        "workers/groups": float(len(groups)),
+        "workers/seconds_per_group": busy / len(groups),
+        "workers/tokens_per_generating_second": tokens / generating if generating else math.nan,
+        "workers/reward": _mean(value for found in groups for value in found.totals.tolist()),
+        "workers/staleness": _mean(found.staleness for found in groups if found.staleness is not None),
+    }
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan
+
+
+# --- texts
+
+
+def _sample(found: FinishedGroup, index: int) -> str:
+    group = found.group
+    rewards = ", ".join(
+        f"{name} {reward:g}" for name, reward in zip(group.reward_names, group.rewards[index].tolist(), strict=True)
+    )
+    about = f"group {group.job.seq}, {group.worker}, version {group.policy_version}, {rewards}".replace("_", "\\_")
+    prompt = as_text(group.job.row.get("prompt", group.job.row))
+    completion = as_text(group.completions[index])
+    return f"**prompt**\n\n{_fenced(prompt)}\n\n**completion** ({about})\n\n{_fenced(completion)}"
+
+
+def _fenced(text: str) -> str:
+    """Markdown that shows a text as it is: indented, so that nothing in it can end the block."""
+    shown = printable(text[:_SAMPLE_CHARACTERS]) + (" …" if len(text) > _SAMPLE_CHARACTERS else "")
+    return "\n".join(f"    {line}" for line in shown.split("\n"))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _cell(value: Any) -> str:
+    text = printable(value if isinstance(value, str) else json.dumps(value)).replace("\n", " ")
+    return text.replace("|", "\\|")

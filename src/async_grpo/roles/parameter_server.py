@@ -1,0 +1,170 @@
+"""The parameter server process: trains on what the workers deliver, publishes every new policy, sums up."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+
+from async_grpo.errors import RunDirError, UsageError
+from async_grpo.rundir import paths as runs
+from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.paths import SERVER, RunDir, RunState
+from async_grpo.settings import TrainingSettings
+from async_grpo.setup.devices import check_torch_sees
+from async_grpo.setup.process import StopRequest, log_to, make_deterministic, own_compile_cache, write_stacks_on_signal
+from async_grpo.setup.setup_file import load_trainer
+from async_grpo.telemetry.activity import ENDING, LOADING, activity
+from async_grpo.telemetry.stalls import StallWarning
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+    from async_grpo.training.distributed import Ranks
+    from async_grpo.training.loop import AsyncTraining
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What the command line decides about the parameter server."""
+
+    config: Path
+    run_dir: Path
+    device: str  # "cpu" or a GPU index; the process already sees only this one
+    settings: TrainingSettings
+    log_level: str | None = None  # of the log file in the run directory; None: a launcher keeps it
+    rank: int = 0  # of the trainer's processes: the others train in step with this one
+
+
+def run_parameter_server(options: ServerOptions) -> str:
+    """Train to the end in a prepared run directory; returns its last state, `finished` or `stopped`.
+
+    Raises:
+        AsyncGRPOError: with a text for the user. `run.json` and `summary.json` then say `failed`.
+    """
+    stop = StopRequest().install()
+    if options.rank > 0:
+        stop.defer()  # rank 0 is asked, too, and says when to end
+        write_stacks_on_signal(RunDir(options.run_dir).rank_stacks(options.rank))
+        return _follow(options)
+    run = RunDir(options.run_dir)
+    lock = KernelLock(run.lock)
+    if not lock.try_acquire({"role": "parameter server"}):
+        raise RunDirError(runs.in_use(run))
+    write_stacks_on_signal(run.server_stacks)
+    try:
+        return _train(options, run, stop)
+    except BaseException as error:
+        state = run.read_state()
+        if state is not None and state.state == runs.RUNNING:  # it ended before there was a training to sum up
+            result = runs.STOPPED if isinstance(error, SystemExit) else runs.FAILED
+            _sum_up(run, result, {"steps": state.step, "run_id": state.run_id})
+        raise
+    finally:
+        lock.release()
+
+
+def _train(options: ServerOptions, run: RunDir, stop: StopRequest) -> str:
+    state = run.read_state()
+    if state is None:
+        raise RunDirError(f"{run.root} holds no run: prepare one first.")
+    started = time.monotonic()
+    if options.log_level is not None:
+        log_to(run.server_log, options.log_level)
+    activity.publish(
+        run.root,
+        SERVER,
+        device=options.device,
+        run_id=state.run_id,
+        state=LOADING,
+        stall_after_s=options.settings.stall_warning,
+    )
+    StallWarning(activity, run.root, options.settings.stall_warning).start()
+    logger.info("parameter server on {}: loading {}", options.device, options.config)
+    trainer = _load(options)
+
+    from async_grpo.training.loop import AsyncTraining
+
+    ranks = _ranks(trainer)
+    with AsyncTraining(trainer, run=run, state=state, settings=options.settings, stop=stop, ranks=ranks) as training:
+        result = runs.FAILED
+        stop.defer()
+        try:
+            result = runs.FINISHED if training.train() else runs.STOPPED
+        finally:
+            activity.doing(ENDING)
+            _sum_up(run, result, _figures(training, state, time.monotonic() - started))
+    if ranks is not None:
+        ranks.wait_for_all()  # one that left early would look as if it had died
+    return result
+
+
+def _follow(options: ServerOptions) -> str:
+    """Train as a rank beside the parameter server's; returns once rank 0 has ended the training."""
+    trainer = _load(options)
+    ranks = _ranks(trainer)
+    if ranks is None:
+        raise UsageError(
+            f"This process is rank {options.rank} of a distributed launch, but the trainer in {options.config} spans "
+            "one process only. Start it without `accelerate launch`."
+        )
+
+    from async_grpo.training.distributed import Follower
+
+    Follower(trainer, ranks, options.settings).train()
+    ranks.wait_for_all()
+    return runs.FINISHED
+
+
+def _load(options: ServerOptions) -> GRPOTrainer:
+    own_compile_cache("parameter_server", os.environ)
+    check_torch_sees(options.device)
+    if options.settings.deterministic:
+        make_deterministic()
+    trainer = load_trainer(options.config, engine_here=False)
+    apply_overrides(trainer, steps=options.settings.steps, seed=options.settings.seed)
+    return trainer
+
+
+def _ranks(trainer: GRPOTrainer) -> Ranks | None:
+    """The other processes of the trainer, None where it is alone."""
+    if trainer.args.world_size == 1:
+        return None
+    from async_grpo.training.distributed import Ranks
+    from async_grpo.training.trl_trainer import name_the_cpu
+
+    name_the_cpu(trainer)
+    return Ranks()
+
+
+def apply_overrides(trainer: GRPOTrainer, *, steps: int | None, seed: int | None) -> None:
+    """Let the command line's `--steps` and `--seed` win over the setup file."""
+    if steps is not None:
+        trainer.args.max_steps = steps
+    if seed is not None:
+        from transformers import set_seed
+
+        trainer.args.seed = seed
+        set_seed(seed)
+
+
+def _figures(training: AsyncTraining, state: RunState, wall_s: float) -> dict[str, Any]:
+    return {
+        "steps": training.step,
+        "wall_seconds": round(wall_s, 1),
+        **training.metrics.totals(),
+        **training.log.quotes(),
+        "run_id": state.run_id,
+        "checkpoints": str(training.output_dir),
+        "tensorboard": str(training.tensorboard),
+    }
+
+
+def _sum_up(run: RunDir, state: str, figures: dict[str, Any]) -> None:
+    """Write `summary.json`, then `run.json`, which tells the workers that the run has ended."""
+    runs.write_json(run.summary, {"state": state, "server_pid": os.getpid(), "worker_restarts": 0, **figures})
+    run.update_state(state=state, step=figures["steps"])

@@ -1,0 +1,163 @@
+"""Trains again from a run's archived groups, without any worker: the way to compare losses on identical data."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+
+from async_grpo.errors import RunDirError, UsageError
+from async_grpo.queue.names import COMPLETE, parse_name
+from async_grpo.roles.parameter_server import apply_overrides
+from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.setup.process import make_deterministic
+from async_grpo.setup.setup_file import load_trainer
+from async_grpo.telemetry.run_log import RunLog
+
+if TYPE_CHECKING:
+    from async_grpo.archive.history import UsedBatch
+    from async_grpo.records import RolloutGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """What the command line decides about a replay."""
+
+    run_dir: Path
+    output_dir: Path  # where the weights are saved
+    correction: str | None = None  # None: the run's
+    loss_type: str | None = None  # None: the setup file's
+    steps: int | None = None  # None: as many as the run did
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What came out of it."""
+
+    steps: int
+    reward_last: float
+    loss_last: float
+    digest: str  # SHA-256 over the saved weight files
+    same_as: Path | None  # the run's own checkpoint of the same step, where its weights are equal bit for bit
+    compared: Path | None  # that checkpoint, equal or not; None where there is none
+
+
+def run_replay(options: ReplayOptions) -> Replayed:
+    """Train on the groups of the run, in the order in which it used them.
+
+    Raises:
+        RunDirError: the directory holds no run, or groups of it are no longer in its archive.
+    """
+    run = RunDir(options.run_dir)
+    state = run.read_state()
+    if state is None or not run.consumption.exists():
+        raise RunDirError(f"{run.root} holds no run that has trained. Give a run directory, such as worker/.")
+    make_deterministic()
+    trainer = load_trainer(Path(state.config), engine_here=False)
+
+    from async_grpo.archive.history import final_history
+    from async_grpo.training import correction, trl_trainer
+    from async_grpo.training.callbacks import LogCallback
+
+    history = [batch for _, batch in final_history(run.consumption)]
+    if not history:
+        raise RunDirError(f"{run.root} has not finished a training step, so there is nothing to replay.")
+    groups = ArchivedGroups(run, state, history)
+    done = max(state.step, *(step for step, _ in final_history(run.consumption)))  # a batch may serve several steps
+    if options.steps is not None and options.steps > done:
+        raise UsageError(f"--steps {options.steps}: the run has only {done} steps to replay.")
+    apply_overrides(trainer, steps=options.steps or done, seed=state.seed)
+    trainer.args.output_dir = str(options.output_dir)
+    trainer.args.save_strategy = "no"
+    if options.loss_type is not None:
+        trainer.args.loss_type = trainer.loss_type = options.loss_type
+    name = options.correction or state.correction
+    correction.check(name, trainer)
+    trl_trainer.make_async(
+        trainer,
+        take_groups=groups.take,
+        correct=correction.Correction(
+            name,
+            trainer.args.loss_type,
+            log_pi_old=lambda batch: trl_trainer.log_pi_old(trainer, batch),
+            append=lambda metric, value: trl_trainer.append_metric(trainer, metric, value),
+        ),
+    )
+    log = RunLog(_fresh(options.output_dir / "metrics.jsonl"))
+    trl_trainer.use_callbacks(trainer, LogCallback(log), tensorboard=options.output_dir / "tensorboard")
+    logger.info("replaying {} steps of run {} with {} / {}", done, state.run_id, trainer.args.loss_type, name)
+    trainer.train()
+    log.close()
+    trainer.save_model(str(options.output_dir))
+    return _outcome(trainer, options.output_dir, Path(state.output_dir))
+
+
+class ArchivedGroups:
+    """Serves the batches of a run once more, in order, out of `done/`."""
+
+    def __init__(self, run: RunDir, state: RunState, history: list[UsedBatch]) -> None:
+        self._run_id = state.run_id
+        self._batches = iter(history)
+        self._files: dict[int, Path] = {}
+        for path in sorted((run.root / "done").glob("*/*.safetensors")):
+            name = parse_name(path.name)
+            if name is not None and name.state == COMPLETE:
+                self._files[name.seq] = path
+        missing = [seq for batch in history for seq in batch.seqs if seq not in self._files]
+        if missing:
+            raise RunDirError(
+                f"{len(missing)} groups of the run are no longer in {run.root / 'done'} (the first is {missing[0]}). "
+                "A run that is to be replayed needs a larger --keep-done."
+            )
+
+    def take(self, version: int) -> list[RolloutGroup]:
+        """The batch that the run used next."""
+        return list(self._read(next(self._batches).seqs))
+
+    def _read(self, seqs: list[int]) -> Iterator[RolloutGroup]:
+        from async_grpo.queue.codec import decode_group
+
+        for seq in seqs:
+            yield decode_group(self._files[seq].read_bytes(), expect_seq=seq, expect_run=self._run_id)
+
+
+def _fresh(file: Path) -> Path:
+    """A file that does not exist yet, in a folder that does: an older one of that name is moved aside."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.exists():
+        number = 1
+        while (older := file.with_name(f"{file.stem}-{number}{file.suffix}")).exists():
+            number += 1
+        file.rename(older)
+    return file
+
+
+def _outcome(trainer: Any, saved: Path, checkpoints: Path) -> Replayed:
+    step = int(trainer.state.global_step)
+    last: dict[str, Any] = {}
+    for entry in trainer.state.log_history:  # a step on a batch that an earlier step began has no reward of its own
+        last |= {name: entry[name] for name in ("loss", "reward") if name in entry}
+    checkpoint = checkpoints / f"checkpoint-{step}"
+    compared = checkpoint if checkpoint.is_dir() else None
+    digest = weights_digest(saved)
+    return Replayed(
+        steps=step,
+        reward_last=last["reward"],
+        loss_last=last["loss"],
+        digest=digest,
+        same_as=compared if compared is not None and weights_digest(compared) == digest else None,
+        compared=compared,
+    )
+
+
+def weights_digest(folder: Path) -> str:
+    """SHA-256 over the names and contents of the safetensors files in `folder`, hexadecimal."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

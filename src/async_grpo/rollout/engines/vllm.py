@@ -1,0 +1,386 @@
+"""vLLM's engine inside a worker process. Every private name of vLLM that we touch is in this file.
+
+The engine is ours, or the one that Unsloth put into the model (`fast_inference=True`), whose base weights are the
+model's own: then only the adapter is taken on.
+
+The engine core runs in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), so its model's parameters are at hand: new
+weights are copied from the mapped memory straight into them, the first time by the model's own `load_weights`, which
+knows how q, k and v, or gate and up, are fused, and from then on as it was seen to do it (`copy_plan`).
+`tests/with_vllm/test_vllm_engine.py` names the private name that moved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import set_seed
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.rollout.engines.vllm_options import adapter_of, engine_options, needs_text, sampling_options
+from async_grpo.rollout.engines.vllm_weights import CopyPlan, watch
+from async_grpo.rundir.paths import fresh_folder
+from async_grpo.setup.generator_choice import engine_inside
+
+if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+HOOKS = (
+    "vllm.v1.engine.llm_engine.LLMEngine.model_executor",
+    "vllm.v1.worker.worker_base.WorkerWrapperBase.worker",
+    "vllm.v1.worker.gpu_worker.Worker.model_runner",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.get_model",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.reload_weights",
+    "vllm.lora.worker_manager.WorkerLoRAManager._load_adapter",
+    "vllm._custom_ops._supports_onednn",
+)
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers share the cores: none of them may claim one for itself
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+}
+PROCESSED = "processed_logprobs"  # of the distribution that is sampled from, after temperature, top_p, ...
+ADAPTERS_AT_ONCE = 2  # old groups finish under the old adapter while new ones start under the new
+_OFF = "Load the model with fast_inference=False (the setup file can read FAST_INFERENCE: set it to 0)."
+
+
+@dataclass(slots=True)
+class Chunk:
+    """New tokens of one request, in the order of sampling."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float]  # natural log, of the distribution that was sampled from
+    finished: bool
+
+
+class VLLMEngine:
+    """One engine, fed by one thread: `submit` requests, `step` until they are done, `load` new weights in between.
+
+    Args:
+        in_flight_update: `load` may come while requests run; they go on with the new weights, and every token is
+            handed out by the step that sampled it.
+        deterministic: the same requests give the same tokens.
+        folder: nobody else's, to build an engine of ours from; what is in it goes. None: a temporary one, which stays
+            if the process is killed meanwhile.
+        changes: other arguments of vLLM's `EngineArgs`, of an engine that is ours.
+
+    Raises:
+        UnsupportedError: the sampling parameters, the adapter or the model's own engine do not suit.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        seed: int,
+        in_flight_update: bool = False,
+        deterministic: bool = False,
+        folder: Path | None = None,
+        **changes: Any,
+    ) -> None:
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        options = sampling_options(trainer)
+        self._with_text = needs_text(options)
+        try:
+            self._sampling = SamplingParams(
+                **_structured(options),
+                logprobs=0,  # of the sampled token alone
+                flat_logprobs=True,
+                output_kind=RequestOutputKind.DELTA if in_flight_update else RequestOutputKind.FINAL_ONLY,
+            )
+        except (TypeError, ValueError) as error:
+            raise UnsupportedError(f"The GRPOConfig's sampling parameters do not suit vLLM: {error}") from error
+        self._adapter = adapter_of(trainer.model)
+        self._in_flight_update = in_flight_update
+        llm = engine_inside(trainer.model)
+        self._shares_weights_of: torch.nn.Module | None = None
+        if llm is None:
+            self._engine = self._build(trainer, folder, seed=seed, deterministic=deterministic, **changes)
+        else:
+            _require_suitable(llm, self._adapter, in_flight_update=in_flight_update, deterministic=deterministic)
+            self._engine = llm.llm_engine
+            self._shares_weights_of = trainer.model
+            set_seed(seed)  # Unsloth starts every engine with the same one
+        settings = self._engine.vllm_config
+        self.max_num_seqs = int(settings.scheduler_config.max_num_seqs)
+        self._adapters_at_once = min(ADAPTERS_AT_ONCE, settings.lora_config.max_loras) if self._adapter else 0
+        self._runner = self._engine.model_executor.driver_worker.worker.model_runner
+        self._in_place = _weights_stay_as_loaded(self._runner.get_model())
+        self._copies: CopyPlan | None = None
+        self._watched = False  # loading was, to find the plan; not every model has one
+        self._base_loaded = False
+        self._adapters: dict[int, LoRARequest] = {}  # by policy version
+        self._adapters_loaded = 0
+        self._incoming: dict[str, Tensor] = {}  # the adapter that is being loaded
+        if self._adapter:
+            self._load_adapters_from_memory()
+
+    @property
+    def versions_at_once(self) -> int:
+        """How many policy versions requests can be in flight with."""
+        return self._adapters_at_once or 1
+
+    # Requests
+
+    @property
+    def busy(self) -> bool:
+        return self._engine.has_unfinished_requests()
+
+    def submit(self, request_id: str, prompt_ids: list[int], *, seed: int | None, version: int) -> None:
+        """Queue one completion, to be sampled by `version`.
+
+        Raises:
+            ValueError: vLLM refuses the prompt: it is empty, or too long for the model.
+        """
+        from vllm.exceptions import VLLMValidationError
+
+        sampling = self._sampling  # which vLLM copies
+        if seed is not None:
+            sampling = sampling.clone()
+            sampling.seed = seed
+        prompt = {"prompt_token_ids": prompt_ids}
+        try:
+            self._engine.add_request(request_id, prompt, sampling, lora_request=self._adapters.get(version))
+        except VLLMValidationError as error:
+            raise ValueError(str(error)) from error
+
+    def step(self) -> list[Chunk]:
+        """Decode once; what is finished, or with `in_flight_update` every new token."""
+        chunks = []
+        for output in self._engine.step():
+            (completion,) = output.outputs
+            logprobs = completion.logprobs.logprobs if completion.logprobs else []
+            chunks.append(Chunk(output.request_id, list(completion.token_ids), list(logprobs), output.finished))
+        return chunks
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._engine.abort_request(request_ids)
+
+    # Weights
+
+    def load(self, tensors: Mapping[str, Tensor], version: int, in_use: Collection[int] = ()) -> None:
+        """Take on the weights `tensors`, named as in the trainer's model; they are not kept.
+
+        Args:
+            in_use: versions that requests in flight were submitted with; adapters of others are dropped.
+
+        Raises:
+            UnsupportedError: vLLM's model has parameters that the trainer does not publish.
+        """
+        if self._adapter is None:
+            self._load_base(tensors)
+        else:
+            if not self._base_loaded:
+                if self._shares_weights_of is None:
+                    self._load_base(tensors)
+                else:
+                    _require_same_base(self._shares_weights_of, tensors)
+                self._base_loaded = True
+            for old in set(self._adapters) - set(in_use):
+                self._engine.remove_lora(self._adapters.pop(old).lora_int_id)
+            self._adapters[version] = self._add_adapter(tensors)
+            if not self._in_flight_update:
+                return  # cached prefixes are kept under the adapter's name, and each version has its own
+        self._engine.reset_prefix_cache(reset_running_requests=self._in_flight_update)
+
+    def _load_base(self, tensors: Mapping[str, Tensor]) -> None:
+        weights = dict(_as_in_a_checkpoint(tensors))
+        if not self._in_place:
+            self._runner.reload_weights(weights_iterator=iter(weights.items()))
+            return
+        with torch.no_grad():
+            if self._copies is not None and self._copies.fits(weights):
+                self._copies.repeat(weights)
+            elif self._watched:
+                self._load_all(weights)
+            else:
+                self._copies = watch(lambda: self._load_all(weights), self._runner.get_model(), weights)
+                self._watched = True
+
+    def _load_all(self, weights: Mapping[str, Tensor]) -> None:
+        model = self._runner.get_model()
+        loaded = model.load_weights(iter(weights.items()))
+        wanted = {_plain(name) for name, _ in model.named_parameters()}
+        missing = sorted(wanted - {_plain(name) for name in loaded})
+        if missing:
+            raise UnsupportedError(
+                f"vLLM's model has {len(missing)} parameters that the trainer does not publish, the first is "
+                f"{missing[0]}. Take --generator hf for this model."
+            )
+
+    def _add_adapter(self, tensors: Mapping[str, Tensor]) -> LoRARequest:
+        """Copy the adapter's tensors into the engine; returns what names it in requests."""
+        from vllm.lora.request import LoRARequest
+
+        assert self._adapter is not None
+        name = f".{self._adapter[0]}."
+        self._incoming = {
+            key.replace(name, "."): tensor.clone() for key, tensor in tensors.items() if ".lora_" in key and name in key
+        }
+        self._adapters_loaded += 0 if self._in_flight_update and self._adapters_loaded else 1
+        number = self._adapters_loaded
+        again = {"load_inplace": True} if self._in_flight_update else {}  # under the same number
+        self._engine.add_lora(LoRARequest(f"adapter-{number}", number, "memory", **again))
+        return LoRARequest(f"adapter-{number}", number, "memory")
+
+    def _load_adapters_from_memory(self) -> None:
+        """Let the LoRA manager take the tensors that `load` was given, where it would read a directory."""
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        assert self._adapter is not None
+        manager = self._runner.lora_manager
+        described = self._adapter[1].to_dict()
+        modules = self._adapter[1].target_modules
+        described["target_modules"] = modules if isinstance(modules, str) else sorted(modules)
+        helper = PEFTHelper.from_dict(described)
+        try:
+            helper.validate_legal(manager.lora_config)
+        except ValueError as error:
+            raise UnsupportedError(f"{error} Take --generator hf.") from error
+
+        def load_adapter(request: LoRARequest) -> LoRAModel:
+            return LoRAModel.from_lora_tensors(
+                request.lora_int_id, self._incoming, helper, device="cpu", dtype=manager.lora_config.lora_dtype
+            )
+
+        manager._load_adapter = load_adapter
+
+    # Start and end
+
+    def _build(self, trainer: Any, folder: Path | None, *, seed: int, deterministic: bool, **changes: Any) -> LLMEngine:
+        """An engine for the trainer's model, without weights."""
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        on_cpu = torch.device(trainer.accelerator.device).type == "cpu"
+        if on_cpu:
+            keep_weights_unpacked()
+        with fresh_folder(folder) if folder else TemporaryDirectory(prefix="async-grpo-engine-") as described:
+            self._describe_model(trainer, Path(described))
+            arguments = {
+                "model": str(described),
+                "skip_tokenizer_init": not self._with_text,
+                "load_format": "dummy",  # the weights come from the trainer
+                "async_scheduling": False,  # a step returns the tokens that it sampled, so their version is known
+                "logprobs_mode": PROCESSED,
+                "disable_log_stats": True,
+                "enforce_eager": on_cpu,
+                **engine_options(trainer, seed=seed, deterministic=deterministic),
+                **({"max_loras": 1 if self._in_flight_update else ADAPTERS_AT_ONCE} if self._adapter else {}),
+                **changes,
+            }
+            return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+    def _describe_model(self, trainer: Any, folder: Path) -> None:
+        """Write what vLLM reads to build the model: the configuration, and the tokenizer where text is needed."""
+        base = trainer.model.get_base_model() if self._adapter else trainer.model
+        config = type(base.config).from_dict(base.config.to_dict())
+        config.architectures = config.architectures or [type(base).__name__]
+        config.save_pretrained(folder)
+        if self._with_text:
+            trainer.processing_class.save_pretrained(folder)
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+
+def _structured(options: dict[str, Any]) -> dict[str, Any]:
+    """vLLM wants an object where a user may give a dictionary."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    given = options.get("structured_outputs")
+    return {**options, "structured_outputs": StructuredOutputsParams(**given)} if isinstance(given, dict) else options
+
+
+def _require_suitable(
+    llm: Any, adapter: tuple[str, Any] | None, *, in_flight_update: bool, deterministic: bool
+) -> None:
+    """Raise `UnsupportedError` for an engine of Unsloth's that cannot serve this run."""
+    engine = llm.llm_engine
+    settings = engine.vllm_config
+    reasons = {
+        "the model has no LoRA adapter, and the engine shares the weights that train": adapter is None,
+        "it runs in a process of its own (VLLM_ENABLE_V1_MULTIPROCESSING)": not hasattr(engine, "model_executor"),
+        "it was started without adapters (enable_lora)": settings.lora_config is None,
+        "it has no adapters on attention (UNSLOTH_VLLM_MERGED_ROLLOUT)": getattr(
+            llm, "_unsloth_lora_without_attention", False
+        ),
+        f"its log-probabilities are {settings.model_config.logprobs_mode}": (
+            settings.model_config.logprobs_mode != PROCESSED
+        ),
+        "it caches prefixes, which --deterministic cannot have": deterministic,
+        "it schedules ahead, so --in-flight-update on could not tell which weights sampled a token": in_flight_update,
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise UnsupportedError(
+                f"The vLLM that Unsloth put into the worker's model cannot be used: {reason}. {_OFF}"
+            )
+
+
+def _require_same_base(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `UnsupportedError` unless the frozen weights that model and engine share are the trainer's.
+
+    vLLM may have more rows of an embedding than the trainer; those that both have are compared.
+    """
+    for name, own in model.named_parameters():
+        if ".lora_" in name or name not in tensors:
+            continue
+        here, published = (tensor if tensor.dim() else tensor[None] for tensor in (own.data, tensors[name]))
+        rows = min(len(here), len(published))
+        if not torch.equal(here[:rows], published[:rows].to(here)):
+            raise UnsupportedError(
+                f"{name} in the vLLM that Unsloth put into the model is not the trainer's, so the adapter would not "
+                f"fit. {_OFF}"
+            )
+
+
+def keep_weights_unpacked() -> None:
+    """On a CPU vLLM would pack linear layers for oneDNN and drop their weights; ours are written again and again."""
+    from vllm import _custom_ops
+
+    _custom_ops._supports_onednn = False
+
+
+def _weights_stay_as_loaded(model: torch.nn.Module) -> bool:
+    """Whether nothing is made of the weights after loading, so that `load_weights` may write over them any time.
+
+    Not so for quantised weights, experts and latent attention: those are loaded by vLLM's `reload_weights`.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    plain = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    methods_are_plain = all(type(getattr(module, "quant_method", None)) in plain for module in model.modules())
+    absorbs = any(isinstance(module, MLAAttention) for module in model.modules())
+    return methods_are_plain and not absorbs and all(parameter.numel() for parameter in model.parameters())
+
+
+def _as_in_a_checkpoint(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the model itself under the names that a checkpoint has: no adapter, nothing twice."""
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in tensors.items():
+        place = (tensor.data_ptr(), tensor.shape)
+        if ".lora_" not in name and (place not in seen or tensor.numel() == 0):
+            seen.add(place)
+            yield _plain(name.removeprefix("base_model.model.")), tensor
+
+
+def _plain(name: str) -> str:
+    return name.replace(".base_layer.", ".")

@@ -1,0 +1,277 @@
+"""A vLLM server as the generator: `use_vllm=True, vllm_mode="server"` in the user's `GRPOConfig`.
+
+Requests go over HTTP and weights over NCCL, both through TRL's own client and as TRL sends them. What we touch of that
+client is in this file; `tests/integration/test_vllm_server.py` names what moved.
+
+One worker feeds the server: it is rank 0 of the group that the server receives its weights in. It reads the published
+weights where they lie on its own device (in place, if it shares the trainer's), sends them under the names that a
+checkpoint has, with a LoRA adapter merged into them one by one, and then generates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from threading import Thread
+from typing import Any, TypeVar
+
+import requests
+import torch
+from loguru import logger
+from torch import Tensor, nn
+from trl.generation.vllm_client import VLLMClient
+
+from async_grpo.errors import GeneratorError, UnsupportedError, WaitTimeoutError
+from async_grpo.rollout.engines.transformers import OnGroups, Sampled
+from async_grpo.rollout.engines.vllm_options import adapter_of, sampling_options
+from async_grpo.rollout.policy import PolicyWeights
+from async_grpo.telemetry.waiting import SAY_EVERY_S, wait_until
+from async_grpo_ipc import RemoteWeights
+
+HOOKS = ("check_server", "_get", "_post", "init_communicator", "update_named_params", "generate")  # of VLLMClient
+GENERATION_S = 3600.0  # for all completions of a batch
+WEIGHTS_S = 600.0  # for a version to be sent
+CACHE_S = 60.0  # for the server to drop cached prefixes
+LOOK_S = 5.0  # for a sign of life
+POLL_S = 0.02
+DISTRIBUTION = "processed_logprobs"  # of the distribution that was sampled from, after temperature, top_p, ...
+T = TypeVar("T")
+
+
+class VLLMServer:
+    """A `Generator` that asks a vLLM server for completions, and sends it new weights.
+
+    Raises:
+        GeneratorError: the server cannot be reached, or does not do as it is asked.
+        UnsupportedError: it was not started as this needs it, or the model cannot be sent.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.on_step: Callable[[], None] = lambda: None  # called while the server generates; may raise to break off
+        self._model: nn.Module = trainer.model
+        _refuse_what_cannot_be_sent(self._model)
+        self._options = sampling_options(trainer)
+        del self._options["detokenize"]  # of an engine; a server always has its tokenizer
+        args = trainer.args
+        self._client = _Client(
+            base_url=args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
+            group_port=args.vllm_group_port,
+            connection_timeout=args.vllm_server_timeout,
+        )
+        self._client.require_distribution()
+        try:
+            self._wait_for(
+                partial(self._client.init_communicator, device=trainer.accelerator.device),
+                f"the vLLM server to open the way for weights (port {args.vllm_group_port})",
+                args.vllm_server_timeout,
+            )
+        except NotImplementedError as error:  # a worker without a GPU
+            raise UnsupportedError(
+                f'vllm_mode="server": {error} Give the worker a GPU, or take --generator hf.'
+            ) from error
+
+    def generate(
+        self, prompt_ids: Sequence[list[int]], group_size: int = 1, on_groups: OnGroups | None = None
+    ) -> Sampled:
+        """As `Generator` says. All completions come in one answer, so `on_groups` is never called.
+
+        Raises:
+            ValueError: the server refuses the prompts, for example one that is too long for its model.
+            GeneratorError: it does not answer any more.
+        """
+        prompts = [list(ids) for ids in prompt_ids[::group_size]]
+        answer = self._wait_for(
+            partial(self._client.generate, prompts, n=group_size, logprobs=0, generation_kwargs=self._options),
+            f"{len(prompt_ids)} completions of the vLLM server",
+            GENERATION_S,
+            meanwhile=self.on_step,
+        )
+        sampled_logprobs = [[logprob for (logprob,) in positions] for positions in answer["logprobs"]]
+        return answer["completion_ids"], sampled_logprobs
+
+    def load(self) -> None:
+        """Send the model's parameters as they are now; nothing may be generated meanwhile."""
+        described = [
+            (name, str(parameter.dtype).removeprefix("torch."), list(parameter.shape))
+            for name, parameter, _ in _parameters(self._model)
+        ]
+        self._wait_for(
+            partial(self._client.update_named_params, described, _checkpoint(self._model)),
+            "the vLLM server to take new weights",
+            WEIGHTS_S,
+        )
+        wait_until(self._client.drops_prefixes, what="the vLLM server to drop cached prefixes", timeout_s=CACHE_S)
+
+    def _wait_for(
+        self, call: Callable[[], T], what: str, timeout_s: float, meanwhile: Callable[[], None] | None = None
+    ) -> T:
+        """Run `call` in a thread of its own, as neither HTTP nor NCCL can be broken off, and look whether the server
+        lives meanwhile. When this raises, the thread is left behind and the process is to end."""
+        outcome: Future[T] = Future()
+        Thread(target=_settle, args=(outcome, call), name="vllm-server", daemon=True).start()
+        started = looked = time.monotonic()
+        while not wait([outcome], POLL_S).done:
+            if meanwhile is not None:
+                meanwhile()
+            now = time.monotonic()
+            if now - started > timeout_s:
+                raise GeneratorError(f"Waited {timeout_s:.0f} s for {what}, in vain. {self._client.how_to_start}")
+            if now - looked > SAY_EVERY_S:
+                looked = now
+                self._client.require_alive()
+                logger.info("waiting for {} ({:.0f} s so far)", what, now - started)
+        return outcome.result()
+
+
+class ServedPolicy:
+    """Keeps a server at the newest policy version, as `PolicyWeights` keeps a model."""
+
+    def __init__(self, remote: RemoteWeights, policy: PolicyWeights, server: VLLMServer) -> None:
+        self._remote = remote
+        self._policy = policy
+        self._server = server
+        self._sent: tuple[str, int] | None = None  # generation and version that the server has
+
+    def adopt(self, timeout_s: float) -> int:
+        """Bring the server to the newest version and return it."""
+        version = self._policy.adopt(timeout_s)
+        try:
+            newest = (self._remote.generation, version)
+            if newest != self._sent:
+                self._server.load()
+                self._sent = newest
+        finally:
+            self._policy.release()
+        return version
+
+    def release(self) -> None:
+        """The trainer may write over the version already: the server has a copy."""
+
+
+class _Client(VLLMClient):
+    """TRL's client, with deadlines, no request sent twice, and sentences for a person."""
+
+    @property
+    def how_to_start(self) -> str:
+        return (
+            "Start the server as TRL wants it: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config "
+            f'\'{{"backend": "nccl"}}\' --logprobs-mode {DISTRIBUTION} (or `trl vllm-serve --model MODEL`).'
+        )
+
+    def check_server(self, total_timeout: float = 0.0, retry_interval: float = 1.0) -> None:
+        """Wait for the server to be up; part of TRL's constructor."""
+        self.session = requests.Session()  # TRL's sends again what may have been carried out already
+        try:
+            wait_until(
+                lambda: self._health() == "up" or None,
+                what=f"the vLLM server at {self.base_url}",
+                timeout_s=total_timeout,
+                poll_s=retry_interval,
+            )
+        except WaitTimeoutError as error:
+            raise GeneratorError(f"{error} {self.how_to_start}") from error
+
+    def require_alive(self) -> None:
+        if self._health() == "gone":
+            raise GeneratorError(f"The vLLM server at {self.base_url} is gone. {self.how_to_start}")
+
+    def _health(self) -> str:
+        try:
+            response = requests.get(f"{self.base_url}/health", timeout=LOOK_S)
+        except requests.Timeout:
+            return "busy"
+        except requests.RequestException:
+            return "gone"
+        return "up" if response.status_code == 200 else "gone"
+
+    def require_distribution(self) -> None:
+        """Raise unless the log-probabilities that come back are those of the distribution that was sampled from."""
+        config = self._get(f"{self.base_url}/server_info", params={"config_format": "json"})["vllm_config"]
+        mode = config["model_config"]["logprobs_mode"]
+        if mode != DISTRIBUTION:
+            raise UnsupportedError(
+                f"The vLLM server at {self.base_url} returns {mode}, which are not those of the distribution that it "
+                f"samples from. {self.how_to_start}"
+            )
+
+    def drops_prefixes(self) -> bool | None:
+        """Whether all cached prefixes are dropped now: not so (None) while the server works for somebody."""
+        return self._post(f"{self.base_url}/reset_prefix_cache").get("success") or None
+
+    def _get(self, url: str, **changes: Any) -> dict[str, Any]:
+        return self._ask("GET", url, **changes)
+
+    def _post(self, url: str, **changes: Any) -> dict[str, Any]:
+        return self._ask("POST", url, **changes)
+
+    def _ask(self, method: str, url: str, **changes: Any) -> dict[str, Any]:
+        generates = url.endswith("/v1/completions")
+        longest_s = GENERATION_S if generates else WEIGHTS_S
+        try:
+            response = self.session.request(method, url, timeout=(LOOK_S, longest_s + LOOK_S), **changes)
+        except requests.RequestException as error:
+            raise GeneratorError(
+                f"The vLLM server at {self.base_url} does not answer ({error}). {self.how_to_start}"
+            ) from error
+        if response.status_code == 200:
+            return dict(response.json())
+        told = f"The vLLM server answered {url} with {response.status_code}: {response.text[:500]}"
+        if generates and response.status_code < 500:
+            raise ValueError(told)
+        if response.status_code == 404:
+            raise UnsupportedError(f"{told}\n{self.how_to_start}")
+        raise GeneratorError(told)
+
+
+def _settle(outcome: Future[T], call: Callable[[], T]) -> None:
+    try:
+        outcome.set_result(call())
+    except BaseException as error:  # noqa: BLE001  # raised again where it is waited for
+        outcome.set_exception(error)
+
+
+def _refuse_what_cannot_be_sent(model: Any) -> None:
+    if getattr(model, "is_quantized", False):
+        raise UnsupportedError(
+            'vllm_mode="server": a quantised model cannot be sent to a server. Take --generator hf, or a base that is '
+            "not quantised."
+        )
+    adapter = adapter_of(model)
+    if adapter is None:
+        return
+    for option in ("use_dora", "lora_bias", "target_parameters"):
+        if getattr(adapter[1], option, None):
+            raise UnsupportedError(
+                f'vllm_mode="server": an adapter with {option} cannot be merged one tensor at a time. Take '
+                "--generator hf."
+            )
+
+
+def _parameters(model: Any) -> Iterator[tuple[str, nn.Parameter, Any]]:
+    """Every parameter of the model itself, its name in a checkpoint, and the LoRA layer that changes it, or None."""
+    adapter = adapter_of(model)
+    layers = {}
+    if adapter is not None:
+        from peft.tuners.lora import LoraLayer
+
+        layers = {
+            f"{name}.base_layer.weight": module
+            for name, module in model.named_modules()
+            if isinstance(module, LoraLayer) and adapter[0] in module.scaling
+        }
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), parameter, layers.get(name)
+
+
+def _checkpoint(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a checkpoint of the model would have, one at a time; an adapter is merged into them."""
+    adapter = adapter_of(model)
+    for name, parameter, layer in _parameters(model):
+        tensor = parameter.detach()
+        if layer is not None and adapter is not None:
+            with torch.no_grad():
+                tensor = (tensor + layer.get_delta_weight(adapter[0])).to(tensor.dtype)
+        yield name, tensor

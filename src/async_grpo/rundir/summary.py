@@ -1,0 +1,88 @@
+"""The table at the end of a run, read from `summary.json`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from async_grpo.rundir import paths as runs
+from async_grpo.rundir.paths import RunDir, write_json
+
+
+def add(path: Path, *, server_pid: int, **figures: object) -> None:
+    """Add the launcher's own figures to the summary that its own server wrote.
+
+    None is there when that server was killed, and another's when it found the run directory in use.
+    """
+    summary = json.loads(path.read_text()) if path.exists() else {}
+    if summary.get("server_pid") == server_pid:
+        write_json(path, {**summary, **figures})
+
+
+def show(run: RunDir) -> None:
+    """Print the summary of the run, and what to do next."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if not run.summary.exists():
+        return
+    figures: dict[str, Any] = json.loads(run.summary.read_text())
+    if "rollouts" not in figures:
+        print(f"run {figures['run_id']} {figures['state']} before training began")
+        return
+    table = Table(title=f"run {figures.get('run_id', '')} {figures['state']}", show_header=False, title_justify="left")
+    for label, text in _rows(figures, run):
+        table.add_row(label, text)
+    console = Console(soft_wrap=True, markup=False)  # a path may hold square brackets
+    console.print(table)
+    console.print(f"next: {next_command(figures['state'], run)}", highlight=False)
+
+
+def _rows(figures: dict[str, Any], run: RunDir) -> list[tuple[str, str]]:
+    rows = [("steps", f"{figures['steps']} in {figures['wall_seconds']:.0f} s (loading included)")]
+    if "reward_first" in figures:
+        rows.append(("reward first → last", f"{figures['reward_first']:.3f} → {figures['reward_last']:.3f}"))
+    if "accuracy_after" in figures:
+        rows.append(("accuracy before → after", f"{figures['accuracy_before']:.3f} → {figures['accuracy_after']:.3f}"))
+    rows += [
+        ("rollouts", f"{figures['rollouts']}, {figures['rollouts_per_second']:.1f} a second"),
+        ("staleness, in versions", f"mean {figures['staleness_mean']:.2f}, max {figures['staleness_max']}"),
+        ("trainer waited", f"{figures['trainer_wait_fraction']:.0%} of the time"),
+        ("workers busy", f"{figures['worker_busy_fraction']:.0%} of the time"),
+        ("worker restarts", str(figures["worker_restarts"])),
+    ]
+    if figures["jobs_quarantined"]:
+        rows.append(("groups set aside", f"{figures['jobs_quarantined']}, with reasons in {run.root / 'quarantine'}"))
+    if figures["groups_dropped"]:
+        rows.append(("groups dropped", f"{figures['groups_dropped']}, of equal rewards or over age"))
+    rows.append(("checkpoints", _shortest(Path(figures["checkpoints"]))))
+    rows.append(("TensorBoard", _shortest(Path(figures["tensorboard"]))))
+    return rows
+
+
+def next_command(state_of_run: str, run: RunDir) -> str:
+    """What to type after a run that finished, or to go on with one that did not."""
+    command = program()
+    if state_of_run == runs.FINISHED:
+        return f"{command} board {_shortest(run.root)} --serve"
+    state = run.read_state()
+    config = _shortest(Path(state.config)) if state else "SETUP_FILE"
+    return f"{command} train {config} --distributed --run-dir {_shortest(run.root)} --resume"
+
+
+def program() -> str:
+    """How the user can call us from where they are."""
+    if shutil.which("async-grpo"):
+        return "async-grpo"
+    beside_python = Path(sys.executable).with_name("async-grpo")
+    return _shortest(beside_python) if beside_python.exists() else f"{sys.executable} -m async_grpo.cli"
+
+
+def _shortest(path: Path) -> str:
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

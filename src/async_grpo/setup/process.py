@@ -1,0 +1,162 @@
+"""What each process of a run does about signals, its parent's death, its log and its environment."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import io
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from loguru import logger
+
+LOG_FORMAT = "{time:HH:mm:ss} <level>{level: <7}</level> {message}"
+_PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+_KEPT_BYTES = 1 << 30
+STACKS_SIGNAL = signal.SIGUSR1
+
+
+class StopRequest:
+    """What SIGTERM and SIGINT do: end the process at once while it starts, set a flag once it `defers()`."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._deferred = False
+
+    def __bool__(self) -> bool:
+        return self.requested
+
+    def install(self) -> StopRequest:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        return self
+
+    def defer(self) -> None:
+        """From now on somebody looks at the flag and ends in good order."""
+        self._deferred = True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        if not self._deferred:
+            raise SystemExit(0)
+
+
+def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGTERM) -> None:
+    """Get a signal when the parent dies, even by SIGKILL, so that no child of a launcher is left behind."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent_pid:  # it died before we asked
+        os.kill(os.getpid(), number)
+
+
+def write_stacks_on_signal(path: Path) -> None:
+    """From now on SIGUSR1 appends the stacks of all threads to `path`, however busy or hung the interpreter is.
+
+    They name files, lines and functions, no values. `async-grpo doctor --dump` asks for them.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)  # never closed: a handler of C writes to it
+    faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True, chain=False)
+
+
+def path_to_us(env: Mapping[str, str]) -> str:
+    """`PYTHONPATH` for a child process that is to run this very code, whether it is installed or not."""
+    return os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), env.get("PYTHONPATH"))))
+
+
+def rank_of_launch(env: Mapping[str, str]) -> tuple[int, int]:
+    """Which process of how many this is, as `accelerate launch` or `torchrun` say: `(0, 1)` without them."""
+    return int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+
+
+def run_as_rank(main: Callable[[], int]) -> NoReturn:
+    """Run a rank's program and leave at once: the threads of gloo and DDP may hang or abort an ordinary exit."""
+    code = 1
+    try:
+        code = main()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # noqa: BLE001  # as the interpreter would do it
+        traceback.print_exc()
+    finally:
+        leave_at_once(code)
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """End the process whatever its other threads do; nothing that is registered for its end is called."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def set_up_log(level: str, rank: int = 0) -> None:
+    """Log to stderr, in one line a message; a rank beside the first says only what the first does not."""
+    logger.remove()
+    if rank > 0:
+        logger.add(sys.stderr, level="WARNING", format=f"[rank {rank}] {LOG_FORMAT}")
+    else:
+        logger.add(sys.stderr, level=level, format=LOG_FORMAT)
+
+
+def log_prints() -> None:
+    """Send what the user's code prints through the log, so that a launcher shows it, with time and name."""
+    sys.stdout = _PrintLog()
+
+
+class _PrintLog(io.TextIOBase):
+    """A standard output whose every line is a message of the log."""
+
+    def __init__(self) -> None:
+        self._line = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            if line.strip():
+                logger.info("{}", line.rstrip())
+        return len(text)
+
+
+def log_to(file: Path, level: str) -> None:
+    """Log to `file` too (a launcher has redirected stderr there already, so only what is started by hand needs it)."""
+    logger.add(file, level=level, format=LOG_FORMAT, colorize=False)
+
+
+def keep_freed_memory(env: Mapping[str, str]) -> None:
+    """Have glibc's malloc keep what is freed, unless the environment decides about malloc.
+
+    By default it gives large blocks back to the kernel and asks for them again, cleared page by page: for a model that
+    trains on a CPU, whose every activation is such a block, that is a tenth of the time or more.
+    """
+    if any(name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in env):
+        return
+    with suppress(AttributeError):  # a C library without it
+        mallopt = ctypes.CDLL(None).mallopt
+        for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+            mallopt(option, _KEPT_BYTES)
+
+
+def own_compile_cache(name: str, env: MutableMapping[str, str]) -> None:
+    """Give each process its own folder for Unsloth's compiled code; two that share one overwrite each other."""
+    base = env.get("UNSLOTH_COMPILE_LOCATION") or "unsloth_compiled_cache"
+    env["UNSLOTH_COMPILE_LOCATION"] = str(Path(base) / name)
+
+
+def make_deterministic() -> None:
+    """Fix threads and kernels, so that the same input gives the same bits. Call it before the model is built."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    import torch
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)

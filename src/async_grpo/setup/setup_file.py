@@ -1,0 +1,111 @@
+"""Load the user's trainer file and call its `get_trainer()`. Needs no torch until that call."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+import traceback
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from async_grpo.errors import SetupFileError
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+MODULE_NAME = "async_grpo_setup_file"
+
+
+def check_setup_file(path: Path) -> None:
+    """Refuse early, without running it, a file that cannot be a setup file.
+
+    Raises:
+        SetupFileError: the file is missing, is no Python, or defines no `get_trainer` at its top level.
+    """
+    if not path.is_file():
+        raise SetupFileError(f"Setup file not found: {path}\nGive the path of a Python file with get_trainer().")
+    try:
+        tree = ast.parse(path.read_bytes(), filename=str(path))
+    except (SyntaxError, ValueError) as error:
+        raise SetupFileError(f"{path} is not valid Python: {error}") from error
+    if not any(_binds(node, "get_trainer") for node in tree.body):
+        raise SetupFileError(
+            f"{path} defines no get_trainer(). Add a function of that name, without required arguments, "
+            "that returns a trl.GRPOTrainer; src/app/trainer_setup_tiny.py is an example."
+        )
+
+
+def _binds(node: ast.stmt | ast.ExceptHandler, name: str) -> bool:
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return node.name == name
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return any((alias.asname or alias.name) in (name, "*") for alias in node.names)
+    if isinstance(node, ast.Assign):
+        return any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
+    if isinstance(node, ast.AnnAssign):
+        return isinstance(node.target, ast.Name) and node.target.id == name
+    inner = (ast.stmt, ast.ExceptHandler)
+    return any(_binds(child, name) for child in ast.iter_child_nodes(node) if isinstance(child, inner))
+
+
+def load_trainer(path: Path, *, engine_here: bool = True) -> GRPOTrainer:
+    """Run the file and return what its `get_trainer()` returns.
+
+    Args:
+        engine_here: let TRL start vLLM where the file says `use_vllm=True`; else only note the wish.
+
+    Raises:
+        SetupFileError: the file or `get_trainer()` raises (its traceback is in the text, from the user's file on),
+            or the result is no `trl.GRPOTrainer`.
+    """
+    check_setup_file(path)
+    module = _run_file(path)
+    get_trainer = getattr(module, "get_trainer", None)
+    if not callable(get_trainer):
+        raise SetupFileError(f"get_trainer in {path} is not a function but {type(get_trainer).__name__}.")
+    from async_grpo.setup.generator_choice import engines_left_to_workers
+
+    try:
+        with nullcontext() if engine_here else engines_left_to_workers():
+            trainer = get_trainer()
+    except Exception as error:  # anything the user's code raises is the user's to read
+        raise SetupFileError(_failed(f"get_trainer() in {path} failed", error, path)) from error
+
+    from trl import GRPOTrainer
+
+    from async_grpo.setup.trl_compat import repair_trl
+
+    if not isinstance(trainer, GRPOTrainer):
+        raise SetupFileError(
+            f"get_trainer() in {path} must return a trl.GRPOTrainer, but returned {_described(trainer)}."
+        )
+    repair_trl()
+    return trainer
+
+
+def _run_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(MODULE_NAME, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[MODULE_NAME] = module
+    sys.path.insert(0, str(path.parent))  # so that the file can import its neighbours, as `python FILE` would
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # anything the user's code raises is the user's to read
+        raise SetupFileError(_failed(f"{path} could not be loaded", error, path)) from error
+    return module
+
+
+def _described(value: object) -> str:
+    return "None (is a `return` missing?)" if value is None else f"a {type(value).__module__}.{type(value).__name__}"
+
+
+def _failed(what: str, error: Exception, path: Path) -> str:
+    """One message: the frames from the user's file on, then the error; our own frames help nobody."""
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((i for i, frame in enumerate(frames) if frame.filename == str(path)), 0)
+    lines = traceback.format_list(frames[first:]) + traceback.format_exception_only(error)
+    return f"{what}:\n{''.join(lines).rstrip()}"

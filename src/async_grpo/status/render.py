@@ -1,0 +1,160 @@
+"""A run on the screen: the report of `status`, and the panel under the launcher's step lines. 80 columns suffice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from async_grpo.formatting import eta, for_people, printable
+from async_grpo.rundir import paths as runs
+from async_grpo.status.diagnosis import DEAD
+from async_grpo.status.processes import ProcessView
+from async_grpo.status.snapshot import RunView
+from async_grpo.telemetry.activity import ENDING, TRAINING
+
+REASONS_SHOWN = 5
+_COLOURS = {TRAINING: "green", runs.FINISHED: "green", DEAD: "red", runs.FAILED: "red", runs.STOPPED: "yellow"}
+
+
+def panel(view: RunView) -> RenderableType:
+    """What changes while a run goes on, in a frame."""
+    texts = [Text(text) for text in (_figures(view), _queue(view)) if text]
+    return Panel(
+        Group(_progress(view), *texts, _processes(view), *_conclusions(view)),
+        title=_title(view),
+        title_align="left",
+        border_style="dim",
+    )
+
+
+def report(view: RunView) -> RenderableType:
+    """Everything that `status` has to say."""
+    lines: list[RenderableType] = [_title(view)]
+    if view.state != TRAINING or not any(worker.alive for worker in view.workers):
+        lines.append(Text(view.sentence))
+    if view.live or view.state == DEAD:
+        if view.total_steps:
+            lines.append(_progress(view))
+        lines += [Text(text) for text in (_figures(view), _queue(view)) if text]
+        lines += [Text(), _processes(view)] if view.server or view.workers else []
+        lines += [Text(), _slots(view)] if view.slots else []
+    elif view.summary is not None and "rollouts" in view.summary:
+        lines.append(_outcome(view))
+    return Group(*lines, *_conclusions(view), *_quarantine(view))
+
+
+def _title(view: RunView) -> Text:
+    text = Text.assemble("run ", (view.run_id, "bold"), ", ", (view.state, f"bold {_COLOURS.get(view.state, 'cyan')}"))
+    return text.append(f" in {view.run_dir}")
+
+
+def _progress(view: RunView) -> RenderableType:
+    if not view.total_steps:
+        return Text(view.sentence)
+    row = Table.grid(padding=(0, 1), expand=True)
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True)
+    left = "ETA ?" if view.eta_s is None else f"ETA {eta(view.eta_s)}"
+    left = left if view.live else ""
+    row.add_row(f"step {view.step}/{view.total_steps}", ProgressBar(total=view.total_steps, completed=view.step), left)
+    return row
+
+
+def _figures(view: RunView) -> str:
+    """`reward 0.969 · 854 rollouts/s · staleness 1.0`."""
+    parts = []
+    if (rates := view.rates) is not None:
+        if rates.reward is not None:
+            parts.append(f"reward {rates.reward:.3f}")
+        if rates.rollouts_per_second is not None:
+            parts.append(f"{_short(rates.rollouts_per_second)} rollouts/s")
+        if rates.staleness_mean is not None:
+            parts.append(f"staleness {rates.staleness_mean:.1f}")
+    return " · ".join(parts)
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}"
+
+
+def _queue(view: RunView) -> str:
+    """`queue: 6 pending, 10 in process, 10 complete; the oldest, 2246, is 0.3 s old`."""
+    queue = view.queue
+    text = f"queue: {queue.pending} pending, {queue.processing} in process, {queue.complete} complete"
+    if queue.oldest_group is None or queue.oldest_s is None:
+        return text
+    return f"{text}; the oldest, {queue.oldest_group}, is {for_people(queue.oldest_s)} old"
+
+
+def _processes(view: RunView) -> RenderableType:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("process", "pid", "on", "version", "busy", "groups"):
+        table.add_column(column, no_wrap=True, justify="left" if column in ("process", "on") else "right")
+    table.add_column("now", ratio=1)
+    for process in (view.server, *view.workers):
+        if process is not None:
+            table.add_row(*_cells(process), style="" if process.alive else "dim")
+    return table
+
+
+def _cells(process: ProcessView) -> tuple[RenderableType, ...]:
+    device = process.device if process.device in ("", "cpu") or ":" in process.device else f"GPU {process.device}"
+    version = "" if process.version is None else str(process.version)
+    busy = "" if process.busy is None else f"{process.busy:.0%}"
+    done = str(process.jobs_done) if process.jobs_done else ""
+    return process.name, str(process.pid), device, version, busy, done, _now(process)
+
+
+def _now(process: ProcessView) -> Text:
+    if not process.alive:
+        return Text(process.text, "" if process.state == ENDING else "red")
+    if process.paused:
+        return Text(f"paused by a signal: kill -CONT {process.pid}", "bold yellow")
+    failed = f"; {process.jobs_failed} failed" if process.jobs_failed else ""
+    return Text(f"{process.text}{failed}", "yellow" if process.no_progress_s is not None else "")
+
+
+def _slots(view: RunView) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    for slot in view.slots:
+        version = "-" if slot.version is None else f"v{slot.version}"
+        held = f"held by {', '.join(slot.held_by)}" if slot.held_by else ""
+        table.add_row(f"slot {slot.slot}", slot.state.lower(), version, "newest" if slot.newest else "", held)
+    return table
+
+
+def _outcome(view: RunView) -> Text:
+    assert view.summary is not None
+    figures = view.summary
+    text = f"{figures['steps']} steps in {for_people(figures['wall_seconds'])}, {figures['rollouts']} rollouts"
+    if "reward_first" in figures:
+        text += f", reward {figures['reward_first']:.3f} → {figures['reward_last']:.3f}"
+    return Text(text)
+
+
+def _conclusions(view: RunView) -> Iterator[Text]:
+    for stall in view.stalls:
+        yield Text(stall, "bold yellow")
+    if view.bottleneck:
+        yield Text(view.bottleneck, "italic")
+    if view.jobs_quarantined:
+        yield Text(
+            f"{view.jobs_quarantined} prompt groups were given up: async-grpo queue {view.run_dir} quarantine",
+            "yellow",
+        )
+
+
+def _quarantine(view: RunView) -> Iterator[RenderableType]:
+    shown = view.quarantined[-REASONS_SHOWN:]
+    for aside in shown:
+        what = "given up" if aside["kind"] == "failed" else aside["kind"]
+        last_line = aside["reason"].strip().rsplit("\n", 1)[-1]
+        yield Text(f"  group {aside['group']}, try {aside['attempt'] + 1}, {what}: {printable(last_line)}")
+    if len(view.quarantined) > len(shown):
+        yield Text(f"  … and {len(view.quarantined) - len(shown)} before these")

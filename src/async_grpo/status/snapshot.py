@@ -1,0 +1,185 @@
+"""One look at a run, from its files and the kernel's locks alone: live, dead, finished, or none at all.
+
+Nothing here imports torch, waits, or changes anything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from async_grpo.errors import RunDirError
+from async_grpo.queue.listing import OpenGroups, given_up, open_groups, quarantined
+from async_grpo.rundir.paths import RUNNING, SERVER, RunDir, RunState
+from async_grpo.status import diagnosis
+from async_grpo.status.processes import Holder, ProcessView, look_at_processes
+from async_grpo.telemetry import run_log
+from async_grpo.telemetry.activity import ENDING, TRAINING, ActivityRecord
+from async_grpo.telemetry.run_log import Rates
+from async_grpo_ipc.errors import IPCError
+
+FORMAT = 1  # of the JSON
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotView:
+    """A slot of the published weights."""
+
+    slot: int
+    state: str
+    version: int | None
+    newest: bool
+    held_by: tuple[str, ...]  # names of processes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """Everything that `status` shows. `asdict` of it is what `status --json` prints, plus `format`."""
+
+    run_dir: str
+    run_id: str
+    state: str  # starting, loading, training, ending, dead, finished, stopped, failed
+    sentence: str  # the state in words, with what to do
+    config: str
+    started: str  # for people
+    num_workers: int  # that a launcher started; 0: by hand
+    step: int
+    total_steps: int | None
+    eta_s: float | None
+    server: ProcessView | None
+    workers: tuple[ProcessView, ...]
+    queue: OpenGroups
+    weight_version: int | None
+    slots: tuple[SlotView, ...]  # empty without details, and while nobody publishes
+    rates: Rates | None
+    trainer_waits: float | None  # share of the last minute
+    workers_busy: float | None  # mean share of the last minute
+    bottleneck: str
+    stalls: tuple[str, ...]  # one sentence for each process that is stalled
+    jobs_quarantined: int
+    quarantined: tuple[dict[str, Any], ...]  # {"group", "attempt", "kind", "file", "reason"}; with details only
+    summary: dict[str, Any] | None  # summary.json of a run that has ended
+
+    @property
+    def live(self) -> bool:
+        """Whether a parameter server is alive, or expected."""
+        return self.state in diagnosis.LIVE
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+
+def look(root: Path, *, details: bool = True) -> RunView:
+    """The run in `root` as it is now. `details`: also leases (a look into /proc) and the reasons of quarantined groups.
+
+    Raises:
+        RunDirError: there is no run to look at, in a sentence.
+    """
+    run = RunDir(root)
+    try:
+        return _look(run, details=details)
+    except PermissionError as error:
+        raise RunDirError(
+            f"{error.filename or run.root} may not be read by this user (uid {os.geteuid()}): a run directory is its "
+            "owner's alone. Ask as the user who started the run."
+        ) from error
+
+
+def _look(run: RunDir, *, details: bool) -> RunView:
+    state = diagnosis.state_of(run)
+    now = time.monotonic()
+    processes = look_at_processes(run, state.run_id, now)
+    condition = diagnosis.condition(state, processes)
+    server = processes.records.get(SERVER)
+    summary = _read_json(run.summary) if state.state != RUNNING else None
+    step, total = _progress(state, server, summary)
+    rates = shares = None
+    if condition == TRAINING and server is not None:
+        rates = run_log.rates(run_log.last_steps(run.metrics, now, server.began_s), now)
+        shares = diagnosis.measure(processes)
+    return RunView(
+        run_dir=str(run.root),
+        run_id=state.run_id,
+        state=condition,
+        sentence=diagnosis.sentence(condition, state, processes, run),
+        config=state.config,
+        started=state.started,
+        num_workers=state.num_workers,
+        step=step,
+        total_steps=total,
+        eta_s=_eta_s(step, total, rates),
+        server=processes.server,
+        workers=processes.workers,
+        queue=open_groups(run.root),
+        weight_version=server.version if server is not None else None,
+        slots=_slots(run, processes.alive) if details and condition in (TRAINING, ENDING) else (),
+        rates=rates,
+        trainer_waits=shares.trainer_waits if shares else None,
+        workers_busy=shares.workers_busy if shares else None,
+        bottleneck=diagnosis.verdict(processes, shares) if condition == TRAINING else "",
+        stalls=processes.stalls(),
+        jobs_quarantined=given_up(run.root),
+        quarantined=_quarantined(run) if details else (),
+        summary=summary,
+    )
+
+
+def _progress(
+    state: RunState, record: ActivityRecord | None, summary: Mapping[str, Any] | None
+) -> tuple[int, int | None]:
+    """Optimizer steps done, and to do in all as far as that is known."""
+    total = record.total_steps if record is not None else None
+    if summary is not None and isinstance(summary.get("steps"), int):
+        return summary["steps"], total
+    if record is not None and record.step is not None:
+        return record.step, total
+    return state.step, total
+
+
+def _eta_s(step: int, total: int | None, rates: Rates | None) -> float | None:
+    if total is None or rates is None or rates.steps_per_second <= 0:
+        return None
+    return (total - step) / rates.steps_per_second
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """An object that was written whole, or None."""
+    try:
+        data = json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _quarantined(run: RunDir) -> tuple[dict[str, Any], ...]:
+    if not (run.root / "quarantine").is_dir():
+        return ()
+    return tuple(
+        {"group": aside.seq, "attempt": aside.attempt, "kind": aside.kind, "file": aside.name, "reason": aside.reason}
+        for aside in quarantined(run.root)
+    )
+
+
+def _slots(run: RunDir, alive: Mapping[str, Holder]) -> tuple[SlotView, ...]:
+    from async_grpo_ipc.slots import look_at_slots
+
+    names = {holder.pid: name for name, holder in alive.items()}
+    try:
+        slots = look_at_slots(run.weights_handle, list(names))
+    except IPCError:  # nothing is published yet, or no more
+        return ()
+    return tuple(
+        SlotView(
+            slot=slot.number,
+            state=slot.state,
+            version=slot.version if slot.version >= 0 else None,
+            newest=slot.newest,
+            held_by=tuple(names[pid] for pid in slot.holders),
+        )
+        for slot in slots
+    )

@@ -1,0 +1,317 @@
+"""What each process of a run does right now, in a file that everybody can read while it runs, hangs or is dead.
+
+Every process maps a small file, `alive/NAME.status`, and writes into the mapping: no system call, nothing that wakes
+who watches the directory, and what was written last is still there when the process hangs in C code or was killed.
+
+    0  u64 count       changes with everything that the process does, named waits included
+    8  f64 progress    when it last got something done: a token, a group, a step
+    16 u32 length, u32 CRC32, then the rest of `ActivityRecord` as JSON of that length
+
+Times are seconds of CLOCK_MONOTONIC, which all processes of a machine share until it is restarted (`boot_id` tells).
+They say for how long something goes on. Who is alive is never read from here: the kernel's locks say that.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import re
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from async_grpo.errors import DiskFullError
+from async_grpo.rundir.paths import activity_file
+
+STARTING, LOADING, WAITING, ENDING = "starting", "loading", "waiting", "ending"
+TRAINING, PUBLISHING, EVALUATING, SAVING = "training", "publishing", "evaluating", "saving"  # the server
+ADOPTING, GENERATING, SCORING = "adopting weights", "generating", "scoring"  # a worker
+BUSY_WORKER = (ADOPTING, GENERATING, SCORING)
+
+FORMAT = 1
+FILE_BYTES = 8192
+MAX_JOBS = 32  # in the record; there are seldom more, and the oldest are the ones to look at
+SAMPLE_EVERY_S = 5.0
+SAMPLE_AGE_S = 60.0  # rates are over this long
+
+_STATUS_FILE = re.compile(r"(server|dev[0-9]{1,4})\.status")
+_HEAD = struct.Struct("<QdII")
+_TICK = struct.Struct("<Qd")
+COUNT_BYTES = 8
+
+
+class JobActivity(NamedTuple):
+    """A prompt group that a worker has."""
+
+    seq: int
+    phase: str  # GENERATING or SCORING
+    since_s: float
+
+
+class Sample(NamedTuple):
+    """Totals at one moment; the difference of two is a rate."""
+
+    at_s: float
+    spent_s: dict[str, float]
+    jobs_done: int
+
+
+@dataclass(slots=True, kw_only=True)
+class ActivityRecord:
+    """What one process says of itself. Fields that it has nothing to say about keep their default."""
+
+    name: str = ""  # "server", "dev1"
+    pid: int = 0
+    device: str = ""  # "cpu", or the GPU's index
+    run_id: str = ""
+    boot_id: str = ""
+    began_s: float = 0.0
+    state: str = STARTING
+    since_s: float = 0.0  # when the state began
+    waits_for: str = ""  # what, in the state WAITING
+    waits_on: tuple[str, ...] = ()  # names of the processes that could end the wait
+    jobs: tuple[JobActivity, ...] = ()  # of a worker, oldest first
+    version: int | None = None  # published by the server, adopted by a worker
+    jobs_done: int = 0
+    jobs_failed: int = 0
+    step: int | None = None  # optimizer steps done; of the server
+    total_steps: int | None = None
+    max_staleness: int | None = None
+    stall_after_s: float = 60.0  # so long without progress counts as a stall
+    spent_s: dict[str, float] = field(default_factory=dict)  # seconds in each state, up to `since_s`
+    minute_ago: Sample = field(default=Sample(0.0, {}, 0))  # as it was SAMPLE_AGE_S ago, or when it began
+    progress_s: float = 0.0
+
+    def spent(self, now: float) -> dict[str, float]:
+        """Seconds in each state, the present one included."""
+        spent = dict(self.spent_s)
+        spent[self.state] = spent.get(self.state, 0.0) + max(0.0, now - self.since_s)
+        return spent
+
+    def share_of_last_minute(self, states: Iterable[str], now: float) -> float | None:
+        """How much of the last minute the process was in one of `states`; None when it has only just begun."""
+        elapsed = now - self.minute_ago.at_s
+        if elapsed < 1.0:
+            return None
+        spent, before = self.spent(now), self.minute_ago.spent_s
+        seconds = sum(spent.get(state, 0.0) - before.get(state, 0.0) for state in states)
+        return min(1.0, max(0.0, seconds / elapsed))
+
+
+class Activity:
+    """The writer: `activity`, one for each process. It counts in memory until it is given a file.
+
+    A change of state is written at once, everything else with it or by `flush()`, which the stall watch calls.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._file: mmap.mmap | bytearray = bytearray(FILE_BYTES)
+        self._count = 0
+        now = time.monotonic()
+        self._now = ActivityRecord(pid=os.getpid(), began_s=now, since_s=now, minute_ago=Sample(now, {}, 0))
+        self._jobs: dict[int, JobActivity] = {}
+        self._samples: list[Sample] = []
+        self.progress_s = now
+
+    def publish(
+        self, root: Path, name: str, *, device: str, run_id: str, state: str, stall_after_s: float = 60.0
+    ) -> None:
+        """Write to `alive/NAME.status` from now on, and begin anew: a process has one life."""
+        path = activity_file(root, name)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mapped = _map(path)
+        with self._lock:
+            (self._count,) = struct.unpack_from("<Q", mapped)  # whoever watched an earlier one sees a change
+            self._file = mapped
+            now = self.progress_s = time.monotonic()
+            self._now = ActivityRecord(
+                name=name,
+                pid=os.getpid(),
+                device=device,
+                run_id=run_id,
+                boot_id=boot_id(),
+                began_s=now,
+                state=state,
+                since_s=now,
+                stall_after_s=stall_after_s,
+                minute_ago=Sample(now, {}, 0),
+            )
+            self._jobs.clear()
+            self._samples = [self._now.minute_ago]
+            self._write()
+            struct.pack_into("<d", mapped, COUNT_BYTES, now)
+
+    @property
+    def state(self) -> str:
+        return self._now.state
+
+    def record(self) -> ActivityRecord:
+        """As others see it."""
+        with self._lock:
+            jobs = tuple(sorted(self._jobs.values(), key=lambda job: job.since_s)[:MAX_JOBS])
+            return replace(self._now, jobs=jobs, progress_s=self.progress_s)
+
+    def progress(self) -> None:
+        """Something was done: a token was decoded, a group scored, a step taken."""
+        self.progress_s = time.monotonic()
+        self._tick()
+
+    def doing(self, state: str, *, version: int | None = None) -> None:
+        """The process is in this state from now on, if it is not already."""
+        if state == self._now.state and version is None:
+            return
+        with self._lock:
+            self._enter(state)
+            self._now.waits_for, self._now.waits_on = "", ()
+            if version is not None:
+                self._now.version = version
+            self._write()
+
+    def waits(self, what: str, on: Sequence[str] = ()) -> None:
+        """The process waits for `what`, which the processes named by `on` could bring about. Not hung, no progress."""
+        with self._lock:
+            if (self._now.state, self._now.waits_for, self._now.waits_on) != (WAITING, what, tuple(on)):
+                self._enter(WAITING)
+                self._now.waits_for, self._now.waits_on = what, tuple(on)
+                self._write()
+        self._tick()
+
+    def has_jobs(self, seqs: Iterable[int], phase: str) -> None:
+        """A worker has these groups, and they are in this phase from now on."""
+        now = time.monotonic()
+        with self._lock:
+            self._jobs.update((seq, JobActivity(seq, phase, now)) for seq in seqs)
+
+    def no_longer_has(self, seq: int, *, done: bool = False, failed: bool = False) -> None:
+        """A group was handed back to the queue: generated and scored, failed, or as it was."""
+        with self._lock:
+            self._jobs.pop(seq, None)
+            self._now.jobs_done += done
+            self._now.jobs_failed += failed
+        self.progress()
+
+    def trains(self, *, step: int, total_steps: int, max_staleness: int) -> None:
+        """How far the server is; written with the next change of state."""
+        self._now.step, self._now.total_steps, self._now.max_staleness = step, total_steps, max_staleness
+
+    def flush(self) -> None:
+        """Write what has changed, and remember how it was, so that rates over the last minute can be had."""
+        now = time.monotonic()
+        with self._lock:
+            if not self._samples or now - self._samples[-1].at_s >= SAMPLE_EVERY_S:
+                self._samples.append(Sample(now, self._now.spent(now), self._now.jobs_done))
+            while len(self._samples) > 1 and now - self._samples[1].at_s >= SAMPLE_AGE_S:
+                self._samples.pop(0)
+            self._now.minute_ago = self._samples[0]
+            self._write()
+
+    def _enter(self, state: str) -> None:
+        if state != self._now.state:
+            now = time.monotonic()
+            self._now.spent_s = self._now.spent(now)
+            if self._now.state == LOADING:  # rates are about what comes after it
+                self._samples = [Sample(now, self._now.spent_s, self._now.jobs_done)]
+                self._now.minute_ago = self._samples[0]
+            self._now.state, self._now.since_s = state, now
+
+    def _tick(self) -> None:
+        self._count += 1
+        _TICK.pack_into(self._file, 0, self._count, self.progress_s)
+
+    def _write(self) -> None:
+        self._now.jobs = tuple(sorted(self._jobs.values(), key=lambda job: job.since_s)[:MAX_JOBS])
+        record = {name: getattr(self._now, name) for name in _WRITTEN}
+        data = json.dumps({"format": FORMAT, **record}, separators=(",", ":")).encode()
+        if len(data) > FILE_BYTES - _HEAD.size:  # a very long text; what it waits for is in the log, too
+            data = json.dumps({"format": FORMAT, **record, "waits_for": "", "waits_on": ()}).encode()
+        self._file[_HEAD.size : _HEAD.size + len(data)] = data
+        struct.pack_into("<II", self._file, _TICK.size, len(data), zlib.crc32(data))
+
+
+_WRITTEN = tuple(field.name for field in fields(ActivityRecord) if field.name != "progress_s")
+
+activity = Activity()
+
+
+def read_count(path: Path) -> bytes | None:
+    """The counter as it is; None where there is no file. Only changes of it mean anything."""
+    data = _read(path, COUNT_BYTES)
+    return data or None
+
+
+def read_activity(path: Path) -> ActivityRecord | None:
+    """What the process says, or said last; None where nothing whole, or nothing of this format, is there."""
+    for _ in range(5):  # it may be written just now
+        data = _read(path, FILE_BYTES)
+        if len(data) < _HEAD.size:
+            return None
+        _, progress_s, length, crc = _HEAD.unpack_from(data)
+        body = data[_HEAD.size : _HEAD.size + length]
+        if zlib.crc32(body) == crc:
+            return _parse(body, progress_s)
+        time.sleep(0.0002)
+    return None
+
+
+def read_all(root: Path) -> dict[str, ActivityRecord]:
+    """The records of every process that this run directory has seen, by name; dead ones are among them.
+
+    Files of other names (somebody's copies) are none of ours.
+    """
+    try:
+        entries = [entry for entry in os.scandir(root / "alive") if entry.is_file(follow_symlinks=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    files = sorted(entry.name for entry in entries if _STATUS_FILE.fullmatch(entry.name))
+    found = {file.removesuffix(".status"): read_activity(root / "alive" / file) for file in files}
+    return {name: record for name, record in found.items() if record is not None}
+
+
+def boot_id() -> str:
+    """Changes when the machine is restarted, and with it where CLOCK_MONOTONIC begins."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def _parse(body: bytes, progress_s: float) -> ActivityRecord | None:
+    try:
+        data: dict[str, Any] = json.loads(body)
+        if data.pop("format") != FORMAT:
+            return None
+        data["jobs"] = tuple(JobActivity(*job) for job in data["jobs"])
+        data["minute_ago"] = Sample(*data["minute_ago"])
+        data["waits_on"] = tuple(data["waits_on"])
+        return ActivityRecord(**data, progress_s=progress_s)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _read(path: Path, at_most: int) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return b""
+    try:
+        return os.pread(fd, at_most, 0)
+    finally:
+        os.close(fd)
+
+
+def _map(path: Path) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, FILE_BYTES)  # a full disk is an error here, not a SIGBUS later
+        return mmap.mmap(descriptor, FILE_BYTES)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DiskFullError(f"The disk is full: no room for {path}. Make room, then start again.") from error
+    finally:
+        os.close(descriptor)

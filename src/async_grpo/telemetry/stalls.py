@@ -1,0 +1,132 @@
+"""Says when a process makes no progress: what it waits for, since when, and for whom.
+
+Who waits for somebody that gets things done is not stalled. So a process counts as stalled only when neither it nor
+anyone that it waits for, directly or through others, has got anything done for a while. Loading a model or starting an
+engine takes minutes in which nothing can be told from outside, so a process that loads is given some more.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from loguru import logger
+
+from async_grpo.formatting import for_people
+from async_grpo.rundir.paths import activity_file
+from async_grpo.telemetry.activity import LOADING, WAITING, Activity, ActivityRecord, read_all, read_count
+
+LOOK_S = 1.0
+LOADING_S = 240.0  # counts as progress
+
+
+def last_progress_s(name: str, records: Mapping[str, ActivityRecord]) -> float:
+    """When `name` or somebody that it waits for last got something done, on the monotonic clock.
+
+    In the future, while loading counts as progress.
+    """
+    latest, to_ask, asked = 0.0, [name], set()
+    while to_ask:
+        asked.add(one := to_ask.pop())
+        if (record := records.get(one)) is not None:
+            latest = max(latest, record.progress_s + (LOADING_S if record.state == LOADING else 0.0))
+            to_ask += [other for other in record.waits_on if record.state == WAITING and other not in asked]
+    return latest
+
+
+def describe(record: ActivityRecord, now: float) -> str:
+    """`waiting 61 s for 4 more groups from 2 workers`, `scoring group 13 for 75 s`."""
+    if record.state == WAITING:
+        what = f" for {record.waits_for}" if record.waits_for else ""
+        return f"waiting {for_people(now - record.since_s)}{what}"
+    jobs = [job for job in record.jobs if job.phase == record.state] or list(record.jobs)
+    if not jobs:
+        return f"{record.state} for {for_people(now - record.since_s)}"
+    groups = f"group {jobs[0].seq}" if len(jobs) == 1 else f"{len(jobs)} groups"
+    return f"{jobs[0].phase} {groups} for {for_people(now - jobs[0].since_s)}"
+
+
+def explain(name: str, records: Mapping[str, ActivityRecord], now: float) -> str:
+    """What `name` does, and what those do that it waits for."""
+    record = records[name]
+    parts = [describe(record, now)]
+    if record.state == WAITING:
+        others = [records[other] for other in record.waits_on if other in records]
+        parts += [f"{other.name} is {describe(other, now)}" for other in others]
+    return "; ".join(parts)
+
+
+class StallWarning:
+    """A thread that warns once in each stall, and again each time it has lasted twice as long.
+
+    It also keeps the record of `activity` fresh. It runs while the main thread hangs in the user's code or in C code
+    that gives up Python's lock; where nothing of the process can run, `status` still shows what it was doing.
+
+    Args:
+        root: the run directory, for what the others do; None: there is none yet.
+        after_s: so long without progress is a stall.
+    """
+
+    def __init__(self, activity: Activity, root: Path, after_s: float) -> None:
+        self._activity, self._root, self._after_s = activity, root, after_s
+        self._next_s = after_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stall-warning", daemon=True)
+
+    def start(self) -> StallWarning:
+        self._thread.start()
+        return self
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(min(LOOK_S, self._after_s / 4)):
+            self._activity.flush()
+            self.look(time.monotonic())
+
+    def look(self, now: float) -> None:
+        """Warn if it is time to."""
+        own = self._activity.record()
+        if now - own.progress_s < self._after_s:
+            self._next_s = self._after_s
+            return
+        records = {**read_all(self._root), own.name: own}
+        stalled_s = now - last_progress_s(own.name, records)
+        if stalled_s < self._after_s:
+            self._next_s = self._after_s
+        elif stalled_s >= self._next_s:
+            self._next_s = 2 * stalled_s
+            logger.warning("no progress for {}: {}", for_people(stalled_s), explain(own.name, records, now))
+
+
+class StallWatch:
+    """The watcher's side, for one worker.
+
+    Args:
+        timeout_s: so long without any progress, while it has a job, means hung.
+    """
+
+    def __init__(self, root: Path, device: int, timeout_s: float) -> None:
+        self.device = device
+        self._queue = root / "queue"
+        self._claims = f"*_processing_by_dev{device}.safetensors"
+        self._file = activity_file(root, f"dev{device}")
+        self._timeout_s = timeout_s
+        self._seen: bytes | None = None
+        self._since = time.monotonic()
+
+    def count(self) -> bytes | None:
+        """What the worker, or an earlier one of its number, has counted so far."""
+        return read_count(self._file)
+
+    def is_hung(self) -> bool:
+        """Look once. A worker without a job is idle, not hung, whatever its counter says."""
+        now = time.monotonic()
+        count = self.count()
+        if count != self._seen or not any(self._queue.glob(self._claims)):
+            self._seen, self._since = count, now
+        return now - self._since > self._timeout_s

@@ -1,0 +1,339 @@
+"""A trainer that spans several processes: rank 0 is the parameter server, and tells the others what to do next.
+
+    rank 0                                    ranks 1 …
+    ------                                    ---------
+    finds the checkpoint        -- START -->  train from it
+    publishes a version         -- GATHER ->  give their shards of the named weights
+    has a batch of rollouts     -- BATCH -->  train on their share of it
+    after a step, a checkpoint  -- GO ----->  go on, or stop after a last checkpoint
+    is asked to stop            -- STOP --->  end, with the checkpoint that rank 0 writes now
+
+Only rank 0 touches the run directory, so nothing here changes what the queue, the workers and the files guarantee.
+The words travel over a gloo group of their own, on the CPU; what is trained uses the trainer's own group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
+from enum import IntEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from async_grpo.errors import PeerDiedError
+from async_grpo.queue.codec import decode_group, encode_group
+from async_grpo.records import RolloutGroup
+from async_grpo.settings import TrainingSettings
+from async_grpo.training import correction, partial_batch, trl_trainer
+from async_grpo.training.partial_batch import BatchInUse
+from async_grpo.training.rollout_source import StopTraining
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+
+LEADER = 0
+DYING_S = 2.0
+DYING_POLL_S = 0.02
+WORD_TIMEOUT_S = 7200.0  # rank 0 may wait half an hour for a batch, evaluate, or wait for room on the disk
+
+
+class Word(IntEnum):
+    """What rank 0 says."""
+
+    START = 0
+    GATHER = 1
+    BATCH = 2
+    GO = 3
+    STOP = 4
+
+
+class Ranks:
+    """The words between the ranks. Every rank makes one, after its trainer has set `torch.distributed` up.
+
+    Every method raises `PeerDiedError` when a rank is gone.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WORD_TIMEOUT_S))
+        self.rank = dist.get_rank()
+        self._processes = self._meet()
+
+    def tell(self, word: Word, payload: bytes = b"") -> None:
+        """Rank 0: say it to all; returns once all have listened."""
+        self._broadcast(torch.tensor([word, len(payload)]))
+        if payload:
+            self._broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+
+    def listen(self) -> tuple[Word, bytes]:
+        """The others: what rank 0 says next."""
+        word, size = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
+        payload = self._broadcast(torch.empty(size, dtype=torch.uint8)) if size else None
+        return Word(word), b"" if payload is None else payload.numpy().tobytes()
+
+    def wait_for_all(self) -> None:
+        """Return when every rank has come here."""
+        self._guarded(lambda: dist.barrier(group=self._group))
+
+    def check_alive(self) -> None:
+        """Raise `PeerDiedError` when a rank is gone; costs microseconds, so every wait can ask."""
+        for rank, process in enumerate(self._processes):
+            if _is_gone(process):
+                raise PeerDiedError(
+                    f"Rank {rank} of the trainer (pid {process.pid}) is gone, so training cannot go on. Its last words "
+                    "are in the log above. Start again with --resume."
+                )
+
+    def blame(self) -> None:
+        """As `check_alive`, after communication has failed: the one that died may take a moment to be gone."""
+        deadline = time.monotonic() + DYING_S
+        while time.monotonic() < deadline:
+            self.check_alive()
+            time.sleep(DYING_POLL_S)
+
+    def _meet(self) -> Sequence[psutil.Process]:
+        pids = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+        pids[self.rank] = os.getpid()
+        dist.all_reduce(pids, group=self._group)
+        return [psutil.Process(pid) for pid in pids.tolist()]
+
+    def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._guarded(lambda: dist.broadcast(tensor, src=LEADER, group=self._group))
+        return tensor
+
+    def _guarded(self, communicate: Callable[[], object]) -> None:
+        try:
+            communicate()
+        except RuntimeError as error:
+            self.blame()
+            whose = "another rank" if self.rank == LEADER else "rank 0, the parameter server,"
+            raise PeerDiedError(
+                f"Rank {self.rank} of the trainer cannot reach {whose} any more: {error}. Start again with --resume."
+            ) from error
+
+
+def _is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it went between the two questions
+        return True
+
+
+_LENGTH = struct.Struct("<Q")
+
+
+class Leader:
+    """Rank 0's side. Without other ranks every method does nothing, or only rank 0's own part.
+
+    Raises:
+        PeerDiedError: from every method, when a rank is gone.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, ranks: Ranks | None) -> None:
+        self._trainer = trainer
+        self._ranks = ranks
+
+    @property
+    def alone(self) -> bool:
+        return self._ranks is None
+
+    def start(self, checkpoint: str | None) -> None:
+        self._tell(Word.START, (checkpoint or "").encode())
+
+    def gather(self, into: Mapping[str, torch.Tensor]) -> None:
+        """Fill `into` with parameters that are sharded over the ranks."""
+        self._tell(Word.GATHER, json.dumps(list(into)).encode())
+        gather(self._trainer.model, into.keys(), self._trainer.accelerator.device, into)
+
+    def hand_out(self, groups: Sequence[RolloutGroup]) -> None:
+        if self._ranks is not None:
+            self._tell(Word.BATCH, pack(groups))
+
+    def go(self, *, stop: bool = False) -> None:
+        """All go on; `stop`: only as far as a last checkpoint."""
+        self._tell(Word.GO, b"stop" if stop else b"")
+
+    def stop(self) -> None:
+        """All end here, with a checkpoint."""
+        self._tell(Word.STOP)
+
+    def wait_for_all(self) -> None:
+        if self._ranks is not None:
+            self._ranks.wait_for_all()
+
+    def check_alive(self) -> None:
+        if self._ranks is not None:
+            self._ranks.check_alive()
+
+    def blame(self) -> None:
+        """Raise `PeerDiedError` where an error of the training comes from the death of a rank."""
+        if self._ranks is not None:
+            self._ranks.blame()
+
+    def _tell(self, word: Word, payload: bytes = b"") -> None:
+        if self._ranks is not None:
+            self._ranks.tell(word, payload)
+
+
+class Follower:
+    """Any other rank: trains on its share of what rank 0 hands out, and knows nothing of queue, files and workers."""
+
+    def __init__(self, trainer: GRPOTrainer, ranks: Ranks, settings: TrainingSettings) -> None:
+        trl_trainer.refuse_unsupported(trainer)
+        correction.check(settings.correction, trainer)
+        self._trainer = trainer
+        self._ranks = ranks
+        self._batch: BatchInUse | None = None  # that the checkpoint was written in the middle of
+        trl_trainer.make_async(
+            trainer,
+            take_groups=lambda version: unpack(self._until(Word.BATCH)),
+            correct=correction.Correction(
+                settings.correction,
+                trainer.args.loss_type,
+                log_pi_old=lambda batch: trl_trainer.log_pi_old(trainer, batch),
+                append=lambda metric, value: trl_trainer.append_metric(trainer, metric, value),
+            ),
+            before_checkpoint=self._wait_for_leader,
+            after_checkpoint=self._complete_checkpoint,
+        )
+        trl_trainer.use_callbacks(trainer, _FollowerEvents(self), tensorboard=None)
+
+    def train(self) -> None:
+        """Train as long as rank 0 does."""
+        checkpoint = self._until(Word.START).decode() or None
+        if checkpoint is not None and partial_batch.path_in(Path(checkpoint)).exists():
+            partial_batch.check_ranks(Path(checkpoint), self._trainer.args.world_size)
+            self._batch = partial_batch.load(Path(checkpoint), self._trainer.accelerator.device, self._ranks.rank)
+        try:
+            self._trainer.train(resume_from_checkpoint=checkpoint)
+        except StopTraining:
+            trl_trainer.save_and_end(self._trainer)
+
+    def training_begins(self) -> None:
+        if self._batch is not None:
+            trl_trainer.go_on_with(self._trainer, self._batch)
+        self._wait_for_leader()
+
+    def may_go_on(self) -> bool:
+        """Wait for rank 0 to go on; False: to a last checkpoint only."""
+        return self._until(Word.GO) != b"stop"
+
+    def _complete_checkpoint(self, step: int) -> None:
+        batch = trl_trainer.batch_in_use(self._trainer)
+        if batch is not None:
+            checkpoint = Path(self._trainer.args.output_dir) / f"checkpoint-{step}"
+            partial_batch.save(checkpoint, batch, self._ranks.rank)
+        self._ranks.wait_for_all()
+
+    def _wait_for_leader(self) -> None:
+        self._until(Word.GO)
+
+    def _until(self, awaited: Word) -> bytes:
+        while True:
+            word, payload = self._ranks.listen()
+            if word is awaited:
+                return payload
+            if word is Word.STOP:
+                raise StopTraining
+            assert word is Word.GATHER, f"rank 0 said {word.name} where {awaited.name} was due"
+            names: Collection[str] = set(json.loads(payload))
+            gather(self._trainer.model, names, self._trainer.accelerator.device)
+
+
+class _FollowerEvents(TrainerCallback):
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._follower.training_begins()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if not self._follower.may_go_on():
+            end_with_a_checkpoint(control)
+
+
+def end_with_a_checkpoint(control: TrainerControl) -> None:
+    """Let transformers' training loop end after this step."""
+    control.should_training_stop = True
+    control.should_save = True
+
+
+def pack(groups: Sequence[RolloutGroup]) -> bytes:
+    """The bytes of their job files, each after its length."""
+    files = [encode_group(group) for group in groups]
+    return b"".join(part for file in files for part in (_LENGTH.pack(len(file)), file))
+
+
+def unpack(data: bytes) -> list[RolloutGroup]:
+    groups = []
+    start = 0
+    while start < len(data):
+        (size,) = _LENGTH.unpack_from(data, start)
+        start += _LENGTH.size
+        groups.append(decode_group(data[start : start + size]))
+        start += size
+    return groups
+
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # activation checkpointing and torch.compile rename
+
+
+def gather(
+    model: nn.Module, names: Collection[str], device: torch.device, into: Mapping[str, Tensor] | None = None
+) -> None:
+    """Gather the named parameters; every rank calls it with the same names.
+
+    No rank ever holds more than one whole parameter beside its shards.
+
+    Args:
+        names: as before the model was sharded.
+        device: where the ranks communicate; shards that are kept on the CPU go there for it.
+        into: where rank 0 copies each whole parameter to; None on the other ranks.
+    """
+    _reshard(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            original = _original_name(name)
+            if original in names:
+                whole = _whole(parameter, device)
+                if into is not None:
+                    into[original].copy_(whole)
+
+
+def _whole(parameter: Tensor, device: torch.device) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    shards: DTensor = parameter.to(device)  # type: ignore[assignment]  # which torch types as a plain tensor
+    return shards.full_tensor()
+
+
+def is_sharded(trainer: Any) -> bool:
+    """Whether training will shard this trainer's model over the ranks."""
+    return bool(trainer.is_fsdp_enabled)
+
+
+def _reshard(model: nn.Module) -> None:
+    """A forward pass without a backward pass leaves some modules whole, in the precision of the computation."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _original_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

@@ -1,0 +1,320 @@
+"""Every private name of TRL's and transformers' trainers that the trainer side touches, and nothing else.
+
+`tests/integration/test_trl_contract.py` fails with the name of the hook that moved when TRL changes one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.training.correction import report_ratio
+from async_grpo.training.partial_batch import BatchInUse
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+    from trl import GRPOTrainer as UserTrainer
+
+    from async_grpo.records import RolloutGroup
+else:  # the user's class takes this place at run time
+    UserTrainer = object
+
+HOOKS = (
+    "_generate",
+    "_calculate_rewards",
+    "_generate_and_score_completions",
+    "_compute_loss",
+    "_get_per_token_logps_and_entropies",
+    "_save_checkpoint",
+    "_get_train_sampler",
+    "_remove_unused_columns",
+    "_log_completion_extra",
+    "_log_metric",
+)
+
+
+class AsyncGRPOMixin(UserTrainer):
+    """Put before the user's trainer class: finished rollouts of workers take the place of TRL's own generation.
+
+    TRL still computes advantages, masks, losses and its metrics. Evaluation stays wholly TRL's: it generates here.
+    """
+
+    take_groups: Callable[[int], Sequence[RolloutGroup]]  # version -> one generation batch of groups
+    correct: Callable[[dict[str, Any]], None]  # sets the off-policy correction on the loss's inputs
+    before_checkpoint: Callable[[], None]  # returns when there is room for one
+    after_checkpoint: Callable[[int], None]  # step -> None, called when a checkpoint is complete
+    _log_pi: torch.Tensor  # [B, C], of the last forward pass, for the metrics
+    _serving: Sequence[RolloutGroup] | None = None  # the groups of the batch that TRL is assembling
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        if not self.model.training:
+            return super()._generate_and_score_completions(inputs)
+        groups = self.take_groups(self.state.global_step)
+        with _serving(self, groups):
+            rows = [_with_prompt(group.job.row) for group in groups for _ in range(group.job.num_generations)]
+            output: dict[str, Any] = super()._generate_and_score_completions(own_share(self, rows))
+        ages = [self.state.global_step - group.policy_version for group in groups for _ in range(self.num_generations)]
+        output["staleness"] = torch.tensor(own_share(self, ages), device=output["advantages"].device)
+        self.correct(output)
+        return output
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        loss = super()._compute_loss(model, inputs)
+        if "staleness" in inputs:
+            report_ratio(inputs, self._log_pi, lambda name, value: append_metric(self, name, value))
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if result[0] is not None:  # Unsloth's first question gets no answer
+            self._log_pi = result[0].detach()
+        return result
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        result: tuple[Any, ...] = super()._generate(prompts)
+        if self._serving is None:
+            return result
+        # The workers' own completions: they hold tool calls and their results.
+        completions = [completion for group in self._serving for completion in group.completions]
+        return (*result[:3], own_share(self, completions), *result[4:])
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any) -> torch.Tensor:
+        if self._serving is None:
+            return super()._calculate_rewards(inputs, prompts, completions, *args)
+        columns = sorted({column for group in self._serving for column in group.extra_columns})
+        extra_columns: dict[str, list[Any]] = {column: [] for column in columns}
+        for group in self._serving:
+            for column in columns:  # a group without it must not shift the others
+                values = group.extra_columns.get(column, [None] * len(group.rewards))
+                extra_columns[column] += values
+            for name, metric_values in group.metrics.items():
+                for value in metric_values if self.accelerator.is_main_process else ():  # TRL adds up the ranks'
+                    self._log_metric(name, value)
+        for column, values in extra_columns.items():
+            self._log_completion_extra(column, own_share(self, values))
+        rewards = torch.cat([torch.from_numpy(group.rewards) for group in self._serving])
+        return rewards.to(self.accelerator.device)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As TRL does, but old checkpoints go only once the new one is complete with its rollout state."""
+        self.before_checkpoint()
+        args = self.args
+        limit, args.save_total_limit = args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            args.save_total_limit = limit
+        self.after_checkpoint(self.state.global_step)
+        if limit is not None and args.should_save:
+            from transformers.trainer_utils import rotate_checkpoints
+
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(
+                output_dir=args.output_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
+            )
+
+
+@contextmanager
+def _serving(trainer: Any, groups: Sequence[RolloutGroup]) -> Iterator[None]:
+    """While TRL assembles the batch: rollouts come from `groups`; tools and environments have already run."""
+    saved = (trainer.rollout_func, trainer.tools, trainer.environment_factories, trainer.environments)
+    trainer._serving = groups
+    output = {name: own_share(trainer, values) for name, values in _as_rollout_output(groups).items()}
+    trainer.rollout_func = lambda prompts, _trainer: output
+    trainer.tools, trainer.environment_factories, trainer.environments = [], None, None
+    try:
+        yield
+    finally:
+        trainer.rollout_func, trainer.tools, trainer.environment_factories, trainer.environments = saved
+        trainer._serving = None
+
+
+def own_share(trainer: Any, completions: list[Any]) -> list[Any]:
+    """The part of a generation batch, one entry a completion, that this process trains on; all, where it is the only.
+
+    TRL cuts a batch into equal parts in the order of ranks, and counts on it when it gathers.
+    """
+    size = len(completions) // trainer.accelerator.num_processes
+    start = trainer.accelerator.process_index * size
+    return completions[start : start + size]
+
+
+def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
+    """A copy of a dataset row; where its environment brought the prompt, TRL's own placeholder stands in."""
+    return {"prompt": [{"role": "user", "content": ""}], **row}
+
+
+def _as_rollout_output(groups: Sequence[RolloutGroup]) -> dict[str, list[Any]]:
+    """What TRL expects of a `rollout_func`: one entry per completion, B*G in all."""
+    output: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+    for group in groups:
+        lengths = group.completion_lengths.tolist()
+        output["prompt_ids"] += [group.prompt_ids.tolist()] * len(lengths)
+        output["completion_ids"] += _cut(group.completion_ids.tolist(), lengths)
+        output["logprobs"] += _cut(group.sampling_logprobs.tolist(), lengths)
+    if any(group.tool_mask is not None for group in groups):
+        output["env_mask"] = [mask for group in groups for mask in _tool_masks(group)]
+    return output
+
+
+def _tool_masks(group: RolloutGroup) -> list[list[int]]:
+    lengths = group.completion_lengths.tolist()
+    flat = [1] * sum(lengths) if group.tool_mask is None else group.tool_mask.tolist()
+    return _cut(flat, lengths)
+
+
+def _cut(flat: list[Any], lengths: Iterable[int]) -> list[list[Any]]:
+    """`[a, b, c]`, lengths `[1, 2]` -> `[[a], [b, c]]`."""
+    pieces, start = [], 0
+    for length in lengths:
+        pieces.append(flat[start : start + length])
+        start += length
+    return pieces
+
+
+def make_async(
+    trainer: GRPOTrainer,
+    *,
+    take_groups: Callable[[int], Sequence[RolloutGroup]],
+    correct: Callable[[dict[str, Any]], None],
+    before_checkpoint: Callable[[], None] = lambda: None,
+    after_checkpoint: Callable[[int], None] = lambda step: None,
+) -> None:
+    """Give this very trainer object a class that takes its rollouts from workers."""
+    user_class = type(trainer)
+    trainer.__class__ = type(f"Async{user_class.__name__}", (AsyncGRPOMixin, user_class), {})
+    trainer.take_groups = take_groups
+    trainer.correct = correct
+    trainer.before_checkpoint = before_checkpoint
+    trainer.after_checkpoint = after_checkpoint
+
+
+def refuse_unsupported(trainer: GRPOTrainer) -> None:
+    """Raise `UnsupportedError`, with the way out, for what cannot run distributed yet."""
+    args = trainer.args
+    if trainer.is_deepspeed_enabled:
+        raise UnsupportedError(
+            "DeepSpeed cannot run distributed yet. Use FSDP2 instead, which shards weights as ZeRO-3 does: "
+            "examples/accelerate/fsdp2.yaml."
+        )
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        raise UnsupportedError(
+            "FSDP of version 1 cannot run distributed: its weights have no names of their own to publish. Set "
+            "`fsdp_version: 2` in the accelerate configuration or in `fsdp_config`."
+        )
+    if args.use_vllm:
+        raise UnsupportedError("use_vllm=True was set after the trainer was built: give it to the GRPOConfig.")
+    if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
+        raise UnsupportedError(
+            "The model has no parameter that trains. If it is an adapter that was loaded, load it with "
+            "PeftModel.from_pretrained(..., is_trainable=True), or pass `peft_config` for a new one."
+        )
+
+
+def name_the_cpu(trainer: GRPOTrainer) -> None:
+    """Let several ranks on a CPU load checkpoints: accelerate calls their device `cpu:0`, which torch.load refuses."""
+    if trainer.args.device == torch.device("cpu", 0):
+        vars(trainer.args)["_setup_devices"] = torch.device("cpu")
+
+
+def train_sampler(trainer: GRPOTrainer) -> Iterable[int]:
+    """The sampler that TRL's own dataloader would use, fresh."""
+    sampler: Iterable[int] = trainer._get_train_sampler(trainer.train_dataset)
+    return sampler
+
+
+def training_columns(trainer: GRPOTrainer) -> Any:
+    """The training data without the columns that `remove_unused_columns=True` would take out."""
+    return trainer._remove_unused_columns(trainer.train_dataset, description="training")
+
+
+def groups_per_round(trainer: GRPOTrainer) -> int:
+    """B: how many prompt groups TRL consumes at a time."""
+    return int(trainer.args.generation_batch_size // trainer.num_generations)
+
+
+def log_pi_old(trainer: GRPOTrainer, batch: dict[str, Any]) -> torch.Tensor:
+    """Log-probabilities of the completions' tokens under the weights as they are now, [B, C], without gradient."""
+    input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    with torch.no_grad():
+        logprobs, *_ = trainer._get_per_token_logps_and_entropies(
+            trainer.model,
+            input_ids,
+            attention_mask,
+            batch["completion_ids"].shape[1],
+            batch_size=trainer.args.per_device_train_batch_size,
+        )
+    return logprobs
+
+
+def uniform_rewards(trainer: GRPOTrainer) -> Callable[[RolloutGroup], bool]:
+    """A test whether all rewards of a group, weighted and summed as TRL does, are equal: its advantages are 0."""
+    weights = trainer.reward_weights.numpy()
+
+    def uniform(group: RolloutGroup) -> bool:
+        scored = group.rewards[~np.isnan(group.rewards).all(axis=1)]
+        totals = np.nansum(scored * weights, axis=1)
+        return bool(len(totals) < 2 or np.isclose(totals.std(), 0.0))
+
+    return uniform
+
+
+def checkpoint_bytes(trainer: GRPOTrainer) -> int:
+    """About how large a checkpoint is: the weights that it saves, and two moments of each that trains."""
+    trained = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
+    whole = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
+    saved = trained if is_adapter(trainer.model) else whole
+    return saved + 2 * trained + 1_000_000
+
+
+def is_adapter(model: Any) -> bool:
+    """Whether only an adapter of the model is saved."""
+    return hasattr(model, "peft_config")
+
+
+def append_metric(trainer: GRPOTrainer, name: str, value: float) -> None:
+    """Add a value to TRL's training metrics, which are averaged over a logging interval."""
+    trainer._metrics["train"][name].append(value)
+
+
+def batch_in_use(trainer: GRPOTrainer) -> BatchInUse | None:
+    """The generation batch that TRL is in the middle of, None between two."""
+    passes = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations)
+    return BatchInUse(passes, trainer._buffered_inputs) if passes else None
+
+
+def go_on_with(trainer: GRPOTrainer, batch: BatchInUse) -> None:
+    """Have TRL go on in the middle of a batch, before the first step of a resumed run."""
+    trainer._step, trainer._buffered_inputs = batch.passes_done, list(batch.inputs)
+
+
+def use_callbacks(trainer: GRPOTrainer, events: Any, tensorboard: Path | None) -> None:
+    """Add our callback first, so that logs and checkpoints of a step see it counted; log to TensorBoard by default.
+
+    transformers' own progress bar and printer give way to the run's step line.
+    """
+    from transformers import PrinterCallback, ProgressCallback
+    from transformers.integrations import TensorBoardCallback
+
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    handler = trainer.callback_handler
+    logs_already = any(isinstance(callback, TensorBoardCallback) for callback in handler.callbacks)
+    if tensorboard is not None and not logs_already:
+        from async_grpo.training.callbacks import CurvesCallback
+
+        trainer.add_callback(CurvesCallback(tensorboard))
+    handler.callbacks.insert(0, events)
+
+
+def save_and_end(trainer: GRPOTrainer) -> None:
+    """Write a checkpoint outside the training loop, and tell the callbacks that training has ended."""
+    trainer._save_checkpoint(trainer.model, trial=None)
+    trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)

@@ -1,0 +1,96 @@
+"""Publishes the policy after every optimizer step, and never makes training wait for a reader."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from loguru import logger
+
+from async_grpo.formatting import for_people
+from async_grpo_ipc import WeightExporter
+from async_grpo_ipc.header import MAX_SLOTS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+SAY_AFTER_S = 10.0  # without a new version that workers could see; told again as often
+LEAST_SLOTS = 3  # one that is being read, the newest, and one to write into
+EXTRA_BYTES = 256 * 2**20  # that further slots may take
+
+
+def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None) -> int:
+    """How many versions of the weights are kept at a time, so that one can nearly always be published.
+
+    A worker on the server's device reads a version in place as long as it generates a batch, so each may hold another
+    one. None of them is more than `max_staleness` behind the newest, so no more than that many are held beside it. A
+    large model gets no slot for this: a version that waits for one costs freshness, and memory may be short.
+
+    Args:
+        model: not sharded yet.
+        sharing: workers on the server's device; None: nobody knows.
+    """
+    held = max_staleness if sharing is None else min(sharing, max_staleness)
+    slot_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    extra = min(held - 1, EXTRA_BYTES // max(1, slot_bytes))
+    return min(LEAST_SLOTS + max(0, extra), MAX_SLOTS)
+
+
+class WeightPublication:
+    """The newest policy version, for the workers to adopt.
+
+    While every other slot is being read a version cannot be published; it is tried again before the next wait for
+    rollouts, so a slow reader costs freshness and never time.
+
+    Args:
+        open_exporter: called with the first version, when the trainer has put the model where it trains.
+    """
+
+    def __init__(self, open_exporter: Callable[[], WeightExporter]) -> None:
+        self._open_exporter = open_exporter
+        self._exporter: WeightExporter | None = None
+        self._due: int | None = None
+        self._late_since: float | None = None  # when a version last began to wait for a slot (monotonic seconds)
+        self._say_at = 0.0
+
+    @property
+    def version(self) -> int | None:
+        """The newest version that workers can see, None before the first."""
+        return None if self._exporter is None else self._exporter.version
+
+    def publish(self, version: int) -> None:
+        """Publish the model's weights as they are now as `version`, now or at the next `retry()`."""
+        self._due = version
+        self.retry()
+
+    def retry(self) -> None:
+        """Publish what found no free slot before. Must not be called while the optimizer changes the weights."""
+        if self._due is None:
+            return
+        if self._exporter is None:
+            self._exporter = self._open_exporter()
+        if self._exporter.publish(self._due):
+            self._due = self._late_since = None
+        else:
+            self._late(self._due)
+
+    def _late(self, version: int) -> None:
+        now = time.monotonic()
+        if self._late_since is None:
+            self._late_since, self._say_at = now, now + SAY_AFTER_S
+            logger.debug("version {} waits for a free slot: readers hold every other one", version)
+        elif now >= self._say_at:
+            self._say_at = now + SAY_AFTER_S
+            logger.warning(
+                "for {} no new version of the weights could be published, so rollouts grow stale: workers on the "
+                "server's device hold every older version until their batches are generated. Shorter batches "
+                "(--groups-per-claim 1) or fewer workers there let version {} through sooner",
+                for_people(now - self._late_since),
+                version,
+            )
+
+    def close(self) -> None:
+        """Withdraw the weights: workers that ask for them are told that nobody publishes."""
+        if self._exporter is not None:
+            self._exporter.close()

@@ -1,0 +1,363 @@
+"""The audit finds every damage in hand-made run directories, and nothing in sound ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_grpo.archive.audit import Audit, audit
+from async_grpo.archive.rollout_state import RolloutState, SeqSet, pack_consumed, save
+from async_grpo.cli import main
+from async_grpo.errors import RunDirError
+from async_grpo.queue import ServerQueue
+from async_grpo.queue.codec import encode_group, encode_job
+from async_grpo.records import Job, RolloutGroup
+from async_grpo.rundir.paths import RunDir, RunState
+
+RUN = "0123456789ab"
+
+
+class FakeRun:
+    """A run directory as a parameter server and its workers leave it: batches of two groups, three steps."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root / "worker"
+        self.output_dir = root / "outputs"
+        ServerQueue.open(self.root, RUN, watch_workers=False).close()
+        self.run = RunDir(self.root)
+        self.run.write_state(
+            RunState(run_id=RUN, state="stopped", config="c.py", started="", step=3, output_dir=str(self.output_dir))
+        )
+        self.begin(None)
+
+    def begin(self, resumed_from: int | None, max_staleness: int = 4) -> None:
+        self.line(run_id=RUN, resumed_from=resumed_from, max_staleness=max_staleness)
+
+    def line(self, **entry: Any) -> None:
+        with self.run.consumption.open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def use(self, step: int, seqs: list[int], version: int | None = None, files: bool = True) -> None:
+        """One optimizer step with rollouts of `version`, by default fresh ones."""
+        version = step - 1 if version is None else version
+        self.line(step=step, version_used=step - 1, seqs=seqs, policy_versions=[version] * len(seqs))
+        for seq in seqs if files else []:
+            self.group(seq, version)
+
+    def group(self, seq: int, version: int = 0, *, folder: str = "done", attempt: int = 0, worker: int = 1) -> Path:
+        group = RolloutGroup(
+            job=_job(seq),
+            attempt=attempt,
+            worker=f"dev{worker}",
+            policy_version=version,
+            reward_names=("right",),
+            prompt_ids=np.array([1], np.int32),
+            completion_lengths=np.array([1, 1], np.int32),
+            completion_ids=np.array([2, 3], np.int32),
+            sampling_logprobs=np.array([-1, -1], np.float32),
+            tool_mask=None,
+            rewards=np.ones((2, 1), np.float32),
+            completions=["2", "3"],
+        )
+        shard = self.root / folder / f"{seq // 1000:07d}" if folder == "done" else self.root / folder
+        return _write(shard / f"{seq:010d}.a{attempt:02d}_complete_from_dev{worker}.safetensors", encode_group(group))
+
+    def job(self, seq: int, state: str = "pending", attempt: int = 0, folder: str = "queue") -> Path:
+        return _write(self.root / folder / f"{seq:010d}.a{attempt:02d}_{state}.safetensors", encode_job(_job(seq)))
+
+    def set_aside(self, seq: int, state: str = "failed") -> Path:
+        path = self.job(seq, state, attempt=2, folder="quarantine")
+        path.with_suffix(".reason").write_text("ValueError: no\n")
+        return path
+
+    def checkpoint(self, step: int, consumed: list[int], unusable: tuple[int, ...] = ()) -> Path:
+        folder = self.output_dir / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        below, above = pack_consumed(SeqSet(consumed), unusable)
+        state = RolloutState(
+            run_id=RUN,
+            step=step,
+            next_seq=99,
+            rounds=step,
+            unusable=list(unusable),
+            consumed_below=below,
+            consumed=above,
+        )
+        save(folder, state)
+        return folder / "rollout_state.json"
+
+    def audit(self) -> Audit:
+        return audit(self.root, sleep=lambda seconds: None)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    """Three steps of two groups; two jobs are open; a checkpoint after step 2."""
+    fake = FakeRun(tmp_path)
+    for step in (1, 2, 3):
+        fake.use(step, [2 * step - 2, 2 * step - 1])
+    fake.group(6, 3, folder="queue")
+    fake.job(7)
+    fake.checkpoint(2, [0, 1, 2, 3])
+    return fake
+
+
+def test_a_sound_run_is_clean_and_its_totals_are_right(run: FakeRun) -> None:
+    report = run.audit()
+    assert report.anomalies == []
+    assert [group.state for group in report.groups] == ["used"] * 6 + ["open"] * 2
+    assert (report.steps, report.trimmed, report.duplicates, report.live) == (3, 0, 0, False)
+    assert report.attempts() == {1: 8}
+    assert report.staleness == {0: 6}
+    assert report.workers() == {"dev1": 7}
+    assert asdict(report.groups[3]) == {
+        "seq": 3,
+        "state": "used",
+        "attempts": 1,
+        "worker": "dev1",
+        "policy_version": 1,
+        "step": 2,
+    }
+
+
+def _lose_a_job(run: FakeRun) -> None:
+    run.use(4, [7, 8])  # in order: so 6 had been issued, too
+    (run.root / "queue" / "0000000006.a00_complete_from_dev1.safetensors").unlink()
+    (run.root / "queue" / "0000000007.a00_pending.safetensors").unlink()
+
+
+def _forget_a_used_group(run: FakeRun) -> None:
+    run.checkpoint(3, [0, 1, 2, 3, 4, 5, 6])
+
+
+def _consume_what_no_checkpoint_has(run: FakeRun) -> None:
+    run.checkpoint(3, [0, 1, 2, 3, 4])
+
+
+def _delete_a_used_file(run: FakeRun) -> None:
+    (run.root / "done/0000000/0000000004.a00_complete_from_dev1.safetensors").unlink()
+
+
+def _break(path: str, how: Callable[[bytes], bytes]) -> Callable[[FakeRun], None]:
+    def damage(run: FakeRun) -> None:
+        file = run.root / path
+        file.write_bytes(how(file.read_bytes()))
+
+    return damage
+
+
+GROUP_5 = "done/0000000/0000000005.a00_complete_from_dev1.safetensors"
+DAMAGES: dict[str, tuple[Callable[[FakeRun], object], str]] = {
+    "used twice": (lambda run: run.use(4, [6, 2]), "Group 2 was used 2 times, by steps 2, 4."),
+    "lost": (_lose_a_job, "Group 6 is lost: it was issued, and is neither used, nor open, nor set aside."),
+    "consumed without use": (_forget_a_used_group, "checkpoint-3 counts them as used, but no step of the record"),
+    "used but not consumed": (
+        _consume_what_no_checkpoint_has,
+        "used up to step 3, but checkpoint-3 does not: groups 5",
+    ),
+    "vanished": (_delete_a_used_file, "Group 4 was used by step 3, but its file has vanished."),
+    "too new": (lambda run: run.use(4, [6, 7], version=9), "generated by version 9, was used at version 3"),
+    "too stale": (lambda run: run.use(9, [6, 7], version=1), "staler than the bound of 4"),
+    "another version": (lambda run: run.group(5, 1), "used as one of version 2, but its file is of version 1"),
+    "dropped and used": (lambda run: run.line(dropped=3), "Group 3 was dropped, and used by step 2"),
+    "unusable, nobody knows why": (lambda run: run.checkpoint(3, [0, 1, 2, 3, 4, 5], (8,)), "has group 8 as set aside"),
+    "ahead of the record": (lambda run: run.checkpoint(9, [0]), "checkpoint-9 is ahead of the record"),
+    "truncated": (_break(GROUP_5, lambda data: data[:-3]), "truncated or padded"),
+    "garbled": (_break(GROUP_5, lambda data: data[:-3] + b"xyz"), "the content was changed"),
+    "garbled job": (_break("queue/0000000007.a00_pending.safetensors", lambda data: b"x" + data), "is broken"),
+    "garbled record": (_break("consumed.jsonl", lambda data: data.replace(b'"step": 2', b'"step": ')), "Line 3 of"),
+    "cut record": (_break("consumed.jsonl", lambda data: data[:-9]), "Line 4 of consumed.jsonl is broken"),
+    "foreign record": (_break("consumed.jsonl", lambda data: data.replace(RUN.encode(), b"other")), "it is of run oth"),
+    "no reason": (lambda run: run.set_aside(8).with_suffix(".reason").unlink(), "has no reason beside it"),
+    "broken checkpoint": (lambda run: run.checkpoint(3, [0]).write_text("{"), "rollout_state.json is broken"),
+    "no record": (lambda run: run.run.consumption.unlink(), "There is no consumed.jsonl"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_each_damage_is_found_and_named(run: FakeRun, damage: str) -> None:
+    do, sentence = DAMAGES[damage]
+    do(run)
+    anomalies = run.audit().anomalies
+    assert any(sentence in text for text in anomalies), anomalies
+
+
+def _resume_and_use_again(run: FakeRun) -> None:
+    run.begin(2)
+    run.use(3, [4, 5], version=2)
+    run.use(4, [6, 7])
+
+
+def _resume_from_the_start(run: FakeRun) -> None:
+    run.output_dir.rename(run.output_dir.with_name("moved away"))
+    run.begin(None)
+    for step in (1, 2):
+        run.use(step, [2 * step - 2, 2 * step - 1], version=step - 1)
+
+
+def _withdraw(run: FakeRun) -> None:
+    """A resumed server has removed what was pending, and has not come to issue it again."""
+    run.begin(2)
+    (run.root / "queue/0000000007.a00_pending.safetensors").unlink()
+    run.group(8, 3, folder="queue")
+
+
+def _trim(run: FakeRun) -> None:
+    for seq in (0, 1, 2):
+        (run.root / f"done/0000000/{seq:010d}.a00_complete_from_dev1.safetensors").unlink()
+
+
+def _finish_and_move_checkpoints_away(run: FakeRun) -> None:
+    _trim(run)
+    run.run.update_state(state="finished")
+    run.output_dir.rename(run.output_dir.with_name("moved away"))
+
+
+def _use_what_was_generated_by_taken_back_weights(run: FakeRun) -> None:
+    run.begin(2)
+    run.use(3, [4, 6], version=2)
+    (run.root / "done/0000000/0000000004.a00_complete_from_dev1.safetensors").unlink()
+    run.group(4, 2)
+    run.line(step=4, version_used=3, seqs=[5], policy_versions=[2])
+    (run.root / "queue/0000000006.a00_complete_from_dev1.safetensors").unlink()
+
+
+def _second_result(run: FakeRun) -> None:
+    path = run.group(3, 1, attempt=1, worker=2)
+    path.rename(path.with_name("0000000003.a01_duplicate_from_dev2.safetensors"))
+
+
+SOUND: dict[str, Callable[[FakeRun], object]] = {
+    "resumed": _resume_and_use_again,
+    "resumed from the start": _resume_from_the_start,
+    "withdrawn": _withdraw,
+    "trimmed": _trim,
+    "taken back": _use_what_was_generated_by_taken_back_weights,
+    "trimmed, and its checkpoints moved away": _finish_and_move_checkpoints_away,
+    "set aside": lambda run: run.set_aside(8),
+    "broken set aside": lambda run: run.set_aside(8, "broken_pending"),
+    "dropped": lambda run: (run.line(dropped=8), run.group(8)),
+    "taken, not trained on": lambda run: run.group(8),
+    "second result": _second_result,
+    "foreign names": lambda run: (run.root / "queue" / "notes.txt").write_text("mine"),
+}
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_what_a_run_may_do_is_no_anomaly(run: FakeRun, case: str) -> None:
+    SOUND[case](run)
+    assert run.audit().anomalies == []
+
+
+def test_a_resumed_history_replaces_the_abandoned_one(run: FakeRun) -> None:
+    _resume_and_use_again(run)
+    report = run.audit()
+    assert report.processes == 2
+    assert [group.step for group in report.groups[:8]] == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert report.staleness == {0: 8}
+
+
+def test_versions_that_a_resume_took_back_are_counted(run: FakeRun) -> None:
+    run.begin(2)
+    run.group(6, 3)
+    run.use(3, [4, 6], version=2, files=False)
+    lines = run.run.consumption.read_text().splitlines()
+    lines[-1] = lines[-1].replace("[2, 2]", "[2, 3]")
+    run.run.consumption.write_text("\n".join(lines) + "\n")
+    report = run.audit()
+    assert (report.anomalies, report.taken_back) == ([], 1)
+
+
+def test_a_rename_in_flight_is_looked_at_again(run: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = run.root / "queue/0000000006.a00_complete_from_dev1.safetensors"
+    run.use(4, [7], files=False)
+    run.group(7, 3)
+    hidden = pending.rename(run.root / "hidden")
+    looks: list[float] = []
+
+    def it_appears(seconds: float) -> None:
+        looks.append(seconds)
+        hidden.rename(pending)
+
+    assert audit(run.root, sleep=it_appears).anomalies == []
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("content", [None, "{}", "no json"])
+def test_what_is_no_run_directory_is_an_error(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    with pytest.raises(RunDirError):
+        audit(tmp_path)
+    assert main(["audit", str(tmp_path)]) == 2
+    assert main(["audit", str(tmp_path / "nowhere")]) == 2
+
+
+def test_a_run_that_has_not_begun_is_clean(tmp_path: Path) -> None:
+    RunDir(tmp_path).write_state(RunState(run_id=RUN, state="running", config="c.py", started=""))
+    assert audit(tmp_path).clean
+
+
+def test_the_command_prints_totals_and_sentences(run: FakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", str(run.root)]) == 0
+    assert "groups issued        8\n" in capsys.readouterr().out
+    run.use(4, [6, 2])
+    assert main(["audit", str(run.root)]) == 1
+    assert "ANOMALY: Group 2 was used 2 times, by steps 2, 4." in capsys.readouterr().out
+    assert main(["audit", str(run.root), "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert (data["clean"], data["issued"], data["used"], data["open"]) == (False, 8, 7, 1)
+    assert data["groups"][2] == {
+        "seq": 2,
+        "state": "used",
+        "attempts": 1,
+        "worker": "dev1",
+        "policy_version": 1,
+        "step": 2,
+    }
+
+
+def test_the_audit_imports_no_torch(run: FakeRun) -> None:
+    code = (
+        "import sys; from async_grpo.cli import main; rc = main(['audit', sys.argv[1]]); "
+        "assert not {'torch', 'transformers', 'trl'} & sys.modules.keys(); sys.exit(rc)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run.root)], check=True, env=os.environ, capture_output=True)
+
+
+def test_a_large_archive_is_read_in_a_moment(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path)
+    for step in range(1, 126):
+        run.use(step, list(range(16 * step - 16, 16 * step)))
+    started = time.perf_counter()
+    report = run.audit()
+    assert report.clean
+    assert report.count("used") == 2000
+    assert time.perf_counter() - started < 3.0
+
+
+def _job(seq: int) -> Job:
+    row = {"prompt": f"{seq}+{seq}="}
+    return Job(run_id=RUN, seq=seq, row=row, num_generations=2, seed=seq, born_version=0, min_version=0)
+
+
+def _write(path: Path, data: bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def test_a_checkpoint_between_two_steps_on_one_batch_is_no_anomaly(run: FakeRun) -> None:
+    """The record has a line for each batch, not for each step."""
+    run.checkpoint(4, [0, 1, 2, 3, 4, 5])
+    assert run.audit().anomalies == []

@@ -1,0 +1,196 @@
+"""What is told of a run's finished groups, of live, half-written, damaged and foreign directories."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from archived_run import ArchivedRun, three_steps
+
+from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.archive.groups import Fate, FinishedGroups, Resumed, UsedStep
+from async_grpo.archive.history import Dropped
+from async_grpo.errors import RunDirError
+from async_grpo.reports.rollouts import BEST, WORST, select
+
+
+def test_news_come_once_and_in_the_order_of_training(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    groups = FinishedGroups(run.root)
+    news = [it for it in groups.news() if isinstance(it, UsedStep)]
+    assert [(it.step, it.version_used, [g.group.job.seq for g in it.groups]) for it in news] == [
+        (1, 0, [0, 1]),
+        (2, 1, [2, 3]),
+        (3, 2, [4, 5]),
+    ]
+    assert [g.staleness for it in news for g in it.groups] == [0, 0, 1, 1, 1, 1]
+    assert list(groups.news()) == []
+    run.line(dropped=9, reason="over age")
+    run.use(4, [6])
+    again = FinishedGroups(run.root, position=groups.position)
+    for reader in (groups, again):
+        dropped, step = reader.news()
+        assert dropped == Dropped(9, "over age")
+        assert isinstance(step, UsedStep) and step.step == 4
+
+
+def test_a_resumed_run_says_from_which_step_on(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    groups = FinishedGroups(run.root)
+    list(groups.news())
+    run.begin(2)
+    run.use(3, [4, 7])
+    resumed, step = groups.news()
+    assert resumed == Resumed(2)
+    assert isinstance(step, UsedStep) and [g.group.job.seq for g in step.groups] == [4, 7]
+    fates = FinishedGroups(run.root).fates()
+    assert fates[7].step == 3 and 5 not in fates  # group 5 was used by a step that has not happened
+
+
+def test_half_a_line_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    line = json.dumps({"step": 4, "version_used": 3, "seqs": [6], "policy_versions": [3]})
+    with run.run.consumption.open("a") as file:
+        file.write(line[:20])
+    groups = FinishedGroups(run.root)
+    assert len(list(groups.news())) == 3
+    with run.run.consumption.open("a") as file:
+        file.write(line[20:] + "\n")
+    (step,) = groups.news()
+    assert isinstance(step, UsedStep) and step.missing == 1  # its file was not moved to done/ by this test
+
+
+def test_damaged_files_and_lines_are_left_out_and_named(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    damaged = run.group(2)
+    damaged.write_bytes(damaged.read_bytes()[:-3])
+    run.group(3).unlink()
+    (run.root / "done" / "0000000" / "0000000004.a00_complete_from_dev1.safetensors.part").write_bytes(b"x")
+    with run.run.consumption.open("a") as file:
+        file.write("{nonsense}\n")
+    groups = FinishedGroups(run.root)
+    steps = [it for it in groups.news() if isinstance(it, UsedStep)]
+    assert [(len(it.groups), it.missing) for it in steps] == [(2, 0), (0, 2), (2, 0)]
+    assert len(groups.skipped) == 2
+    assert any("0000000002.a00" in text and "truncated" in text for text in groups.skipped.values())
+    assert any("consumed.jsonl is broken" in text for text in groups.skipped.values())
+
+
+def test_every_group_with_its_fate_the_newest_first(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    run.group(7, 3)
+    run.line(dropped=7, reason="equal rewards")
+    groups = FinishedGroups(run.root)
+    found = list(groups.all(groups.fates()))
+    assert [it.group.job.seq for it in found] == [6, 7, 5, 4, 3, 2, 1, 0]  # queue/ first, then done/
+    assert [it.fate.state for it in found[:3]] == ["waiting", "dropped", "used"]
+    assert found[1].fate == Fate("dropped", reason="equal rewards")
+
+
+@pytest.mark.parametrize(
+    ("contents", "says"),
+    [
+        (None, "is no run directory"),
+        ("{", "is no JSON"),
+        ('{"format": 99}', "another version"),
+    ],
+)
+def test_a_directory_that_cannot_be_read_is_a_sentence(tmp_path: Path, contents: str | None, says: str) -> None:
+    if contents is not None:
+        (tmp_path / "run.json").write_text(contents)
+    with pytest.raises(RunDirError, match=says):
+        FinishedGroups(tmp_path)
+    with pytest.raises(RunDirError, match="no run directory"):
+        FinishedGroups(tmp_path / "nowhere")
+
+
+def test_no_permission_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = three_steps(tmp_path)
+
+    def refuse(path: Path, *args: object, **kwargs: object) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    with pytest.raises(RunDirError, match=r"run\.json may not be read by this user"):
+        FinishedGroups(run.root)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_somebody_elses_run_is_a_sentence(mode: int) -> None:
+    code = (
+        "import os, sys; from async_grpo.cli import main, board, rollouts; import async_grpo.reports.board\n"
+        "import async_grpo.reports.rollouts; os.setuid(65534); sys.exit(main(sys.argv[1:]))"
+    )
+    with tempfile.TemporaryDirectory() as folder:  # not below pytest's, which others may not enter
+        Path(folder).chmod(0o755)
+        run = three_steps(Path(folder))
+        run.root.chmod(mode)
+        for command in ("board", "rollouts"):
+            arguments = [sys.executable, "-c", code, command, str(run.root)]
+            done = subprocess.run(arguments, capture_output=True, text=True, env=os.environ, check=False)
+            assert done.returncode == 2 and "the run is someone else's" in done.stderr, done.stderr
+
+
+def test_another_run_in_the_same_place_is_noticed(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    groups = FinishedGroups(run.root)
+    list(groups.news())
+    run.line(run_id="another", resumed_from=None, max_staleness=4)
+    with pytest.raises(RunDirError, match="another run now"):
+        list(groups.news())
+
+
+def test_advantages_follow_the_recorded_rule(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    run.run.hyperparameters.write_text(json.dumps({"reward_weights": [2.0, 4.0], "scale_rewards": "none"}))
+    groups = FinishedGroups(run.root)
+    selection = select(groups, limit=None, job=4)
+    assert [it.total for it in selection.rollouts] == [4.0, 2.0]
+    assert [it.advantage for it in selection.rollouts] == [1.0, -1.0]
+
+
+def test_batch_scaled_advantages_need_the_whole_batch(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    run.run.hyperparameters.write_text(json.dumps({"scale_rewards": "batch"}))
+    run.group(3).unlink()
+    selection = select(FinishedGroups(run.root), limit=None)
+    known = {it.found.group.job.seq: it.advantage is not None for it in selection.rollouts}
+    assert known == {6: False, 5: True, 4: True, 2: False, 1: True, 0: True}
+
+
+def test_what_has_no_reward_has_no_advantage() -> None:
+    rule = AdvantageRule()
+    rewards = np.array([[1.0, np.nan], [np.nan, np.nan], [3.0, 0.0]], np.float32)
+    assert np.isnan(rule.totals(rewards)).tolist() == [False, True, False]
+    (advantages,) = rule.advantages([rewards])
+    assert advantages[1] == 0.0 and advantages[0] == -advantages[2] < 0
+
+
+def test_the_worst_and_the_best(tmp_path: Path) -> None:
+    run = ArchivedRun(tmp_path)
+    for step in range(1, 5):
+        run.use(step, [step], rewards=((step, 0.0), (np.nan, np.nan)))
+    groups = FinishedGroups(run.root)
+    worst = select(groups, order=WORST, limit=2)
+    assert [it.total for it in worst.rollouts] == [1.0, 2.0]
+    assert worst.completions == 8
+    assert [it.total for it in select(groups, order=BEST, limit=1).rollouts] == [4.0]
+    assert [it.total for it in select(groups, order=BEST, limit=9, step=2).rollouts] == [2.0]
+    newest = select(groups, limit=3)
+    assert newest.more and [it.found.group.job.seq for it in newest.rollouts] == [4, 4, 3]
+
+
+def test_reading_needs_no_torch() -> None:
+    code = (
+        "import sys, async_grpo.reports.rollouts, async_grpo.reports.board, async_grpo.reports.rollouts_page\n"
+        "print([m for m in ('torch', 'trl', 'transformers', 'tensorflow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,420 @@
+"""Each check of the doctor: what is well, what is complained of, and that every complaint comes with its fix."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_plan import batch, facts
+
+from async_grpo.checks import probe
+from async_grpo.checks.doctor import checkup, finding, gpu, machine, packages, setup, storage, weights
+from async_grpo.checks.doctor.finding import Finding, Level, error, ok, warning
+from async_grpo.checks.doctor.gpu import Driver
+from async_grpo.checks.doctor.gpu_probe import Gpu, GpuFacts
+from async_grpo.checks.plan.facts import Look
+from async_grpo.cli import main
+
+GB = 1_000_000_000
+
+
+def levels(found: Iterable[Finding]) -> dict[str, str]:
+    return {finding.subject: str(finding.level) for finding in found}
+
+
+def only(found: Iterable[Finding], subject: str) -> Finding:
+    [finding] = [finding for finding in found if finding.subject == subject]
+    return finding
+
+
+# --- this machine, as it is
+
+
+def test_the_checks_without_torch_find_nothing_wrong_with_this_machine(tmp_path: Path) -> None:
+    run_dir = tmp_path / "worker"
+    found = [
+        *machine.clock(),
+        *machine.memory(),
+        *machine.shared_memory(),
+        *machine.limits(),
+        *storage.room(run_dir),
+        *storage.locks(run_dir),
+        *storage.inotify(run_dir),
+        *storage.job_pipe(run_dir),
+    ]
+    assert not [finding for finding in found if finding.level is Level.ERROR], found
+    fine = {"file locks": "ok", "file renames": "ok", "named pipes": "ok", "clock": "ok"}
+    assert fine.items() <= levels(found).items()
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_the_directory_of_a_run_is_not_touched(tmp_path: Path) -> None:
+    run_dir = tmp_path / "worker"
+    run_dir.mkdir(mode=0o700)
+    before = run_dir.stat().st_mtime_ns
+    assert only(storage.locks(run_dir), "file locks").level is Level.OK
+    assert list(storage.inotify(run_dir))
+    assert run_dir.stat().st_mtime_ns == before
+
+
+def test_a_run_directory_that_others_can_change(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    finding = only(storage.locks(tmp_path), "run directory")
+    assert finding.level is Level.ERROR and "can be written by others" in finding.found
+
+
+def test_a_disk_without_named_pipes_is_slower_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, mode: int) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # as on vfat
+
+    monkeypatch.setattr(os, "mkfifo", refuse)
+    finding = only(storage.job_pipe(tmp_path / "worker"), "named pipes")
+    assert finding.level is Level.WARNING and "50 times a second" in finding.found
+
+
+def test_locks_that_exclude_nobody_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage.KernelLock, "try_acquire", lambda self, owner=None: True)  # as on a broken file system
+    monkeypatch.setattr(storage.KernelLock, "release", lambda self: None)
+    finding = only(storage.locks(tmp_path / "worker"), "file locks")
+    assert finding.level is Level.ERROR and "two processes had one lock" in finding.found
+
+
+# --- machines that are not
+
+
+def test_small_limits() -> None:
+    small = {resource.RLIMIT_NOFILE: 256, resource.RLIMIT_NPROC: 100, resource.RLIMIT_AS: 4 * GB}
+    found = list(machine.limits(lambda kind: (small.get(kind, -1), -1)))
+    assert levels(found) == {
+        "open files": "warning",
+        "processes": "warning",
+        "locked memory": "ok",
+        "address space": "warning",
+    }
+    assert only(found, "open files").fix == "ulimit -n 4096"
+    assert "ulimit" in only(found, "address space").fix
+
+
+def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("0::/outer/inner\n")
+    for name, limit, used in (("outer", "4000000000", "3900000000"), ("outer/inner", "max", "1")):
+        folder = tmp_path / "fs" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(limit + "\n")
+        (folder / "memory.current").write_text(used + "\n")
+    assert machine.memory_group(tmp_path / "fs", own) == machine.MemoryGroup(limit=4 * GB, used=3_900_000_000)
+
+
+def test_the_limit_of_an_old_kind_of_container(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("5:cpu,cpuacct:/x\n4:memory:/docker/abc\n")
+    folder = tmp_path / "fs" / "memory"  # inside the container, the host's path does not exist
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text("2000000000\n")
+    (folder / "memory.usage_in_bytes").write_text("5\n")
+    assert machine.memory_group(tmp_path / "fs", own) == machine.MemoryGroup(limit=2 * GB, used=5)
+    (folder / "memory.limit_in_bytes").write_text(f"{(1 << 63) - 4096}\n")
+    assert machine.memory_group(tmp_path / "fs", own) is None
+
+
+def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "memory_group", lambda: machine.MemoryGroup(limit=GB, used=GB // 2))
+    [finding] = machine.memory()
+    assert finding.level is Level.WARNING and "may use 1.0 GB" in finding.found
+
+
+# --- versions
+
+
+def test_this_environment_is_the_tested_one() -> None:
+    assert {"torch", "trl", "transformers", "pytest"} <= packages.tested_set().keys()
+    assert "error" not in levels(packages.packages()).values()
+
+
+def test_a_missing_package_and_one_out_of_range_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from packaging.requirements import Requirement
+
+    monkeypatch.setattr(packages, "needed", lambda: [Requirement("trl>=1.15,<1.17"), Requirement("peft>=0.19")])
+    found = list(packages.packages({"trl": "1.14.0", "torch": "2.12.0+cu128"}.get))
+    assert only(found, "trl").level is Level.ERROR and "1.14.0, but trl<1.17,>=1.15" in only(found, "trl").found
+    assert only(found, "peft").found.startswith("not installed")
+    assert "torch 2.12.0+cu128 (tested: 2.13.0)" in only(found, "versions").found
+    assert only(found, "versions").level is Level.WARNING
+
+
+def test_the_build_of_torch_does_not_matter_to_its_version() -> None:
+    pins = packages.tested_set()
+    assert only(packages.packages(lambda name: pins.get(name) and pins[name] + "+cu128"), "versions").level is Level.OK
+
+
+def test_engines_are_optional_but_must_get_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    from packaging.requirements import Requirement
+
+    assert set(levels(packages.engines(lambda name: None)).values()) == {"ok"}
+    have = {"vllm": "0.32.0", "torch": "2.13.0", "unsloth": "2026.10.7"}.get
+    monkeypatch.setattr(
+        packages, "_requirements", lambda name: [Requirement("torch==2.12.0")] if name == "vllm" else []
+    )
+    monkeypatch.setattr(packages.util, "find_spec", lambda name: None if name == "unsloth" else object())
+    found = list(packages.engines(have))
+    assert "torch==2.12.0 (there is 2.13.0)" in only(found, "vllm").found
+    assert "finds no module unsloth" in only(found, "unsloth").found
+
+
+# --- GPUs
+
+H100 = Gpu(name="H100", total=80 * GB, free=79 * GB, capability="9.0", supported=True, why_no_ipc=None)
+DRIVER = Driver(version="580.65.06", cuda=13000, visible=2)
+FACTS = GpuFacts(
+    torch="2.13.0+cu128",
+    torch_cuda="12.8",
+    usable=True,
+    cupy="14.2.0",
+    cupy_cuda=12080,
+    gpus=[H100, H100],
+    peers=[[True, True], [True, True]],
+)
+
+
+def wheel(*names: str) -> packages.Installed:
+    return lambda name: "14.2.0" if name in names else None
+
+
+def test_everything_fits() -> None:
+    found = [*gpu.presence(DRIVER, {}), *gpu.fit(DRIVER, FACTS, wheel("cupy-cuda12x")), *gpu.devices(FACTS)]
+    assert set(levels(found).values()) == {"ok"}
+    assert only(found, "peer access").found.startswith("0:[x x]  1:[x x]")
+
+
+@pytest.mark.parametrize(
+    ("driver", "env", "level", "words"),
+    [
+        (Driver(version="", cuda=0, visible=0), {}, Level.OK, "everything runs on the CPU"),
+        (Driver(version="580.65", cuda=13000, visible=0), {"CUDA_VISIBLE_DEVICES": ""}, Level.WARNING, "hides them"),
+        (Driver(version="580.65", cuda=0, visible=0), {}, Level.ERROR, "it shows no GPU"),
+        (DRIVER, {"CUDA_VISIBLE_DEVICES": "4,5"}, Level.OK, "CUDA up to 13.0, CUDA_VISIBLE_DEVICES=4,5"),
+    ],
+)
+def test_presence(driver: Driver, env: dict[str, str], level: Level, words: str) -> None:
+    [finding] = gpu.presence(driver, env)
+    assert finding.level is level and words in finding.found
+
+
+@pytest.mark.parametrize(
+    ("changes", "cuda", "wheels", "subject", "level", "words"),
+    [
+        ({"torch_cuda": None, "usable": False}, 13000, ("cupy-cuda12x",), "torch", "error", "without CUDA"),
+        ({"torch_cuda": "13.0"}, 12080, ("cupy-cuda12x",), "torch", "error", "the driver runs CUDA up to 12.8"),
+        ({"usable": False, "error": "no kernel"}, 13000, ("cupy-cuda12x",), "torch", "error", "no kernel"),
+        ({"cupy": "", "cupy_error": "No module"}, 13000, (), "cupy", "warning", "through host memory"),
+        ({"cupy_cuda": 13000}, 12080, ("cupy-cuda13x",), "cupy", "error", "cupy 14.2.0"),
+        ({"cupy_cuda": 13000}, 13000, ("cupy-cuda13x",), "cupy", "warning", "two CUDAs in a process"),
+        ({}, 13000, ("cupy-cuda12x", "cupy-cuda13x"), "cupy", "error", "overwrite each other"),
+    ],
+)
+def test_pairs_that_do_not_fit(
+    changes: dict[str, Any], cuda: int, wheels: tuple[str, ...], subject: str, level: str, words: str
+) -> None:
+    driver = replace(DRIVER, cuda=cuda)
+    finding = only(gpu.fit(driver, replace(FACTS, **changes), wheel(*wheels)), subject)
+    assert finding.level == level
+    assert words.removeprefix("cupy ") in finding.found and finding.fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "level"),
+    [
+        ({"supported": False}, Level.ERROR),
+        ({"free": 10 * GB}, Level.WARNING),
+        ({"why_no_ipc": "a MIG instance has no CUDA IPC"}, Level.WARNING),
+    ],
+)
+def test_a_gpu_that_is_not_all_there(changes: dict[str, Any], level: Level) -> None:
+    one = replace(FACTS, gpus=[replace(H100, **changes)], peers=[[True]])
+    [finding] = gpu.devices(one)
+    assert finding.level is level
+
+
+def test_gpus_that_do_not_reach_each_other() -> None:
+    apart = replace(FACTS, peers=[[True, False], [False, True]])
+    finding = only(gpu.devices(apart), "peer access")
+    assert finding.level is Level.WARNING and "0:[x .]  1:[. x]: GPUs 1-0" in finding.found
+
+
+@pytest.mark.parametrize(
+    ("setting", "vllm", "level"),
+    [
+        ("", True, Level.OK),
+        ("expandable_segments:True", False, Level.OK),
+        ("expandable_segments:True", True, Level.WARNING),
+    ],
+)
+def test_expandable_segments(setting: str, vllm: bool, level: Level) -> None:
+    [finding] = gpu.allocator({"PYTORCH_CUDA_ALLOC_CONF": setting}, has_vllm=vllm)
+    assert finding.level is level
+
+
+def test_facts_survive_json() -> None:
+    from dataclasses import asdict
+
+    assert GpuFacts.from_json(json.loads(json.dumps(asdict(FACTS)))) == FACTS
+
+
+def test_a_driver_that_crashes_who_asks_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash() -> GpuFacts:
+        raise probe.ChildFailed("it ended with code -11: Segmentation fault")
+
+    monkeypatch.setattr(gpu, "look", crash)
+    [finding] = checkup._devices(DRIVER)
+    assert finding.level is Level.ERROR and "code -11" in finding.found
+
+
+# --- weights between processes
+
+MEASURED = {
+    "memory": "cuda",
+    "attach_ms": 3.0,
+    "read_gbps": 1500.0,
+    "raw_gbps": 1600.0,
+    "publish_gbps": 1400.0,
+    "equal": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "level"),
+    [
+        ({}, Level.OK),
+        ({"equal": False}, Level.ERROR),
+        ({"read_gbps": 10.0}, Level.WARNING),
+        ({"memory": "posix"}, Level.WARNING),
+    ],
+)
+def test_what_a_round_trip_means(changes: dict[str, Any], level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_measure", lambda writer, reader: {**MEASURED, **changes})
+    [finding] = weights.weight_sharing(["cuda:0"])
+    assert finding.level is level
+
+
+def test_a_round_trip_that_fails_is_a_line_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "TIMEOUT_S", 60.0)
+    [finding] = weights.weight_sharing(["nowhere"])
+    assert finding.level is Level.ERROR and "nowhere" in finding.found
+
+
+# --- a setup file
+
+
+def judged(look: Look, gpus: int = 0, memory: int = 20 * GB) -> list[Finding]:
+    return list(setup.judge(look, gpus, memory))
+
+
+def test_a_trainer_with_nothing_to_complain_of() -> None:
+    found = judged(Look(facts=facts()), gpus=2)
+    assert set(levels(found).values()) == {"ok"}, found
+
+
+def test_a_batch_that_trl_refuses_comes_with_numbers_that_it_takes() -> None:
+    look = Look(error="ValueError", exit_code=2, batch=batch(8, group=3, passes=2))
+    [finding] = judged(look)
+    assert finding.level is Level.ERROR
+    assert finding.found.startswith("a generation batch of 16 completions")
+    assert "num_generations=" in finding.fix and "per_device_train_batch_size=9" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "gpus", "subject", "level", "words"),
+    [
+        ({"dataset_rows": 0, "epoch_rounds": 0}, 1, "dataset", "error", "fewer than the 1 prompts"),
+        ({"end_token": None}, 1, "tokenizer", "error", "no end-of-text"),
+        ({"padding_token": None}, 1, "tokenizer", "error", "no padding"),
+        ({"padding_token": "<eos>"}, 1, "tokenizer", "warning", "one token"),
+        ({"context_length": 300}, 1, "lengths", "error", "more than the model's context of 300"),
+        ({"precision": "bf16"}, 0, "precision", "warning", "on a CPU"),
+        ({"save_strategy": "no"}, 1, "checkpoints", "warning", "none are saved"),
+        ({"batch": batch(8, num_iterations=8)}, 1, "staleness", "warning", "8 optimizer steps"),
+    ],
+)
+def test_what_is_wrong_with_a_trainer(changes: dict[str, Any], gpus: int, subject: str, level: str, words: str) -> None:
+    finding = only(judged(Look(facts=facts(**changes)), gpus), subject)
+    assert finding.level == level and words in finding.found
+
+
+def test_too_little_memory_for_the_model() -> None:
+    assert only(judged(Look(facts=facts()), memory=1_000_000), "model memory").level is Level.ERROR
+
+
+def test_what_cannot_run_distributed_is_told_beside_the_rest() -> None:
+    found = judged(Look(facts=facts(), error="use_vllm=True starts vLLM inside.", exit_code=2), gpus=1)
+    assert only(found, "distributed").level is Level.ERROR
+    assert only(found, "batch").level is Level.OK
+
+
+def test_trls_own_refusal_of_a_batch_is_understood(tmp_path: Path) -> None:
+    config = tmp_path / "setup.py"
+    config.write_text(
+        "from trl import GRPOConfig\n"
+        "def get_trainer():\n"
+        "    return GRPOConfig(output_dir='x', use_cpu=True, bf16=False, per_device_train_batch_size=4,\n"
+        "                      gradient_accumulation_steps=2, num_generations=3)\n"
+    )
+    [finding] = setup.setup_file(config, gpus=0, memory=GB)
+    assert finding.subject == "batch"
+    assert "8 completions (per_device_train_batch_size=4 * steps_per_generation=2)" in finding.found
+    assert "num_generations=2; num_generations=4; per_device_train_batch_size=6" in finding.fix
+
+
+def test_a_file_that_is_no_setup_file(tmp_path: Path) -> None:
+    [finding] = setup.setup_file(tmp_path / "missing.py", gpus=0, memory=GB)
+    assert finding.level is Level.ERROR and "not found" in finding.found
+
+
+# --- the command
+
+
+def test_the_first_lines_need_no_torch() -> None:
+    """All of torch's users are processes of their own, so that nothing waits for it and no driver can end us."""
+    modules = "async_grpo.cli.doctor, async_grpo.checks.doctor.checkup, async_grpo.checks.bug_report.dump"
+    code = f"import sys, {modules}; print(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert not {"torch", "numpy", "trl", "transformers", "cupy"} & set(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("found", "code"),
+    [([ok("a", "b")], 0), ([warning("a", "b", "c")], 0), ([ok("a", "b"), error("a", "b", "c")], 1)],
+)
+def test_only_errors_fail_the_command(
+    found: list[Finding], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checkup, "checks", lambda *_: [lambda: iter(found)])
+    assert main(["doctor", "--json"]) == code
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] == (code == 0)
+    assert [entry["level"] for entry in report["findings"]] == [str(finding.level) for finding in found]
+    assert main(["doctor"]) == code
+    shown = capsys.readouterr().out
+    assert all(finding.found in shown and finding.fix in shown for finding in found)
+    assert ("a run can start" in shown) == (code == 0)
+
+
+def test_lines_fold_beneath_themselves() -> None:
+    shown = finding.line(warning("memory", "word " * 40, "do this"), width=80).splitlines()
+    assert shown[0].startswith("warning  memory         word")
+    assert all(row.startswith(" " * 24) for row in shown[1:]) and all(len(row) <= 80 for row in shown)
+    assert shown[-1].strip() == "-> do this"
+
+
+def test_a_complaint_without_a_fix_is_a_mistake_of_ours() -> None:
+    with pytest.raises(AssertionError):
+        Finding(Level.ERROR, "memory", "too little")

@@ -1,0 +1,284 @@
+"""The arithmetic of a plan: batches that fit, steps and rounds, memory by optimizer."""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_grpo.checks.plan import dry_run
+from async_grpo.checks.plan import facts as facts_module
+from async_grpo.checks.plan.batch_arithmetic import misfit, optimizer_steps, rounds_of, what_to_set
+from async_grpo.checks.plan.facts import BatchFacts, Look, Parameters, TrainerFacts, look_at_trainer
+from async_grpo.checks.plan.memory import estimate
+from async_grpo.errors import RunDirError
+from async_grpo.formatting import size
+from async_grpo.launch.launcher import LaunchOptions
+from async_grpo.queue.filesystem import check_place, nearest_existing
+from async_grpo.settings import TrainingSettings, WorkerSettings
+
+MILLION = 1_000_000
+
+
+def batch(size: int = 8, *, group: int = 8, passes: int = 1, processes: int = 1, **changes: Any) -> BatchFacts:
+    return replace(
+        BatchFacts(
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=passes,
+            steps_per_generation=passes,
+            generation_batch_size=size * passes * processes,
+            num_generations=group,
+            processes=processes,
+        ),
+        **changes,
+    )
+
+
+def facts(**changes: Any) -> TrainerFacts:
+    values: dict[str, Any] = {
+        "trainer": "GRPOTrainer",
+        "model": "Qwen3ForCausalLM",
+        "model_name": "",
+        "adapter": False,
+        "parameters": Parameters(
+            count=MILLION,
+            trained=MILLION,
+            nbytes=2 * MILLION,
+            trained_bytes=2 * MILLION,
+            factored=2000,
+            dtypes={"bfloat16": 2 * MILLION},
+        ),
+        "reference_bytes": 0,
+        "slots": 3,
+        "precision": "bf16",
+        "optimizer": "adamw_torch_fused",
+        "learning_rate": 1e-6,
+        "loss_type": "dapo",
+        "beta": 0.0,
+        "temperature": 1.0,
+        "use_vllm": False,
+        "batch": batch(),
+        "max_steps": 100,
+        "epochs": 1.0,
+        "dataset_rows": 64,
+        "columns": ["prompt"],
+        "rewards": ["accuracy"],
+        "padding_token": "<pad>",
+        "end_token": "<eos>",
+        "max_completion_length": 256,
+        "context_length": 4096,
+        "longest_prompt": 100,
+        "prompts_measured": 64,
+        "output_dir": "/somewhere/outputs",
+        "save_strategy": "steps",
+        "save_steps": 50,
+        "seed": 42,
+        "epoch_rounds": 64,
+        "groups_ahead": 5,
+        "first_groups": 2,
+        "generator": "vllm",
+    }
+    return TrainerFacts(**{**values, **changes})
+
+
+def applied(numbers: BatchFacts, change: str) -> BatchFacts:
+    """The numbers after a change that `what_to_set` proposes, as TRL would derive them."""
+    name, _, value = change.partition("=")
+    changed = replace(numbers, **{name: int(value)})
+    if name == "gradient_accumulation_steps":
+        changed = replace(changed, steps_per_generation=int(value))
+    whole = changed.per_device_train_batch_size * changed.processes * changed.steps_per_generation
+    return replace(changed, generation_batch_size=whole)
+
+
+# --- batches
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        batch(8, group=3),
+        batch(1, group=8),
+        batch(6, group=4, passes=5),
+        batch(7, group=7 * 3),
+        batch(4, group=6, passes=2, gradient_accumulation_steps=8),
+        batch(3, group=4, processes=2),
+        batch(1, group=2),
+    ],
+)
+def test_every_proposed_change_alone_makes_the_numbers_fit(numbers: BatchFacts) -> None:
+    assert "not divisible" in misfit(numbers)
+    proposals = what_to_set(numbers)
+    assert any("num_generations" in text for text in proposals) or numbers.generation_batch_size == 1
+    assert any("per_device_train_batch_size" in text for text in proposals)
+    for change in proposals:
+        assert misfit(applied(numbers, change)) == "", change
+
+
+def test_a_group_of_one_is_no_group() -> None:
+    assert "at least 2" in misfit(batch(8, group=1))
+    assert what_to_set(batch(8, group=1)) == ["num_generations=2"]
+
+
+def test_numbers_that_fit_are_left_alone() -> None:
+    assert misfit(batch(16, group=8, passes=4)) == ""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "limits", "steps", "rounds"),
+    [
+        (batch(8), {"max_steps": 12, "epochs": 3.0, "epoch_rounds": 64}, 12, 12),
+        (batch(8), {"max_steps": -1, "epochs": 3.0, "epoch_rounds": 64}, 192, 192),
+        (batch(8, passes=4), {"max_steps": -1, "epochs": 1.0, "epoch_rounds": 16}, 16, 16),
+        (batch(8, passes=4, num_iterations=2), {"max_steps": 12, "epochs": 1.0, "epoch_rounds": 16}, 12, 6),
+        (batch(8, passes=4), {"max_steps": -1, "epochs": 0.5, "epoch_rounds": 16}, 8, 8),
+        (batch(8), {"max_steps": -1, "epochs": 1.0, "epoch_rounds": None}, None, None),
+    ],
+)
+def test_steps_and_rounds(numbers: BatchFacts, limits: dict[str, Any], steps: int | None, rounds: int | None) -> None:
+    assert optimizer_steps(numbers, **limits) == steps
+    if steps is not None:
+        assert rounds_of(numbers, steps) == rounds
+
+
+# --- memory
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "nbytes"),
+    [
+        ("adamw_torch", 4 * MILLION),
+        ("adamw_torch_fused", 4 * MILLION),
+        ("paged_adamw_32bit", 8 * MILLION),
+        ("adamw_8bit", 2 * MILLION + 2 * (4 * MILLION // 256)),
+        ("lion_8bit", MILLION + 4 * MILLION // 256),
+        ("adafactor", 8000),
+        ("sgd", 0),
+        ("an_optimizer_of_tomorrow", 4 * MILLION),
+    ],
+)
+def test_the_optimizer_named_decides_its_memory(optimizer: str, nbytes: int) -> None:
+    memory = estimate(facts(optimizer=optimizer))
+    assert memory.optimizer == nbytes
+    assert optimizer in memory.optimizer_note
+    assert ("not known" in memory.optimizer_note) == (optimizer == "an_optimizer_of_tomorrow")
+
+
+def test_an_adapter_trains_and_publishes_little() -> None:
+    adapter = Parameters(
+        count=MILLION, trained=10_000, nbytes=4 * MILLION, trained_bytes=40_000, factored=0, dtypes={"float32": 1}
+    )
+    memory = estimate(facts(parameters=adapter))
+    assert memory.gradients == 40_000
+    assert memory.optimizer == 80_000
+    assert memory.published == 3 * 40_000 + 4 * MILLION - 40_000
+    assert memory.server == 4 * MILLION + 40_000 + 80_000 + memory.published
+
+
+def test_sizes_are_readable() -> None:
+    assert [size(n) for n in (0, 999, 1500, 2.5e6, 7e9)] == ["0 bytes", "999 bytes", "1.5 kB", "2.5 MB", "7.0 GB"]
+
+
+# --- the child that builds the trainer
+
+
+def test_a_setup_file_that_kills_its_process_is_a_sentence(tmp_path: Path) -> None:
+    config = tmp_path / "setup.py"
+    config.write_text(
+        f"import os\nprint('loading', flush=True)\nos.kill(os.getpid(), {signal.SIGKILL:d})\nget_trainer = 1"
+    )
+    look = look_at_trainer(config, device="cpu", settings=TrainingSettings())
+    assert look.facts is None
+    assert "was killed by SIGKILL" in look.error and "memory" in look.error and "loading" in look.error
+
+
+def test_a_setup_file_that_never_returns_is_a_sentence_and_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = tmp_path / "python"  # in place of the interpreter, which would take long to import what get_trainer needs
+    hangs.write_text(f"#!/bin/sh\nsleep 1000 &\necho $$ $! > {tmp_path}/pids\nsleep 1000\n")
+    hangs.chmod(0o700)
+    monkeypatch.setattr(facts_module, "sys", SimpleNamespace(executable=str(hangs)))
+    look = look_at_trainer(tmp_path / "setup.py", device="cpu", settings=TrainingSettings(), timeout_s=5)
+    assert "did not return in 5 s" in look.error
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 60
+    while any(map(lives, pids)):  # killed, but not our children, so nobody can wait for them
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_a_setup_file_started_does_not_outlive_the_look_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returns = tmp_path / "python"
+    returns.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/pid\nexit 3\n")
+    returns.chmod(0o700)
+    monkeypatch.setattr(facts_module, "sys", SimpleNamespace(executable=str(returns)))
+    look = look_at_trainer(tmp_path / "setup.py", device="cpu", settings=TrainingSettings())
+    assert "ended with exit code 3" in look.error
+    pid = (tmp_path / "pid").read_text().strip()
+    deadline = time.monotonic() + 60
+    while lives(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def lives(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+# --- the plan
+
+
+def options(root: Path, **changes: Any) -> LaunchOptions:
+    values: dict[str, Any] = {
+        "config": root / "setup.py",
+        "run_dir": root / "worker",
+        "master_device": "0",
+        "worker_devices": ("0", "1", "1"),
+        "training": TrainingSettings(),
+        "work": WorkerSettings(),
+    }
+    return LaunchOptions(**{**values, **changes})
+
+
+def test_the_plan_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(dry_run, "look_at_trainer", lambda *_, **__: Look(facts=facts()))
+    dry_run.plan_distributed(options(tmp_path))
+    text = capsys.readouterr().out
+    for expected in (
+        "1 parameter server and 3 workers",
+        "server on GPU 0",
+        "vLLM, in the workers; up to 256 tokens a completion",
+        "worker 3 on GPU 1",
+        "1 prompts x 8 completions = 8 a round",
+        "100 optimizer steps = 100 rounds = 800 completions; 1.6 epochs of 64 prompts",
+        "server, on GPU 0: 14.0 MB",
+        "weights 2.0 MB, gradients 2.0 MB, optimizer 4.0 MB, published for the workers 6.0 MB (3 versions of 2.0 MB)",
+        "1 worker on GPU 0: no weights of their own",
+        "2 workers on GPU 1: 2.0 MB each",
+        "not counted: activations",
+        "Nothing was started",
+    ):
+        assert expected in text, expected
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_where_no_queue_can_be_is_refused_as_at_the_start(tmp_path: Path) -> None:
+    root = tmp_path / "worker"
+    check_place(root)
+    root.mkdir(mode=0o700)
+    root.chmod(0o777)
+    with pytest.raises(RunDirError, match="can be written by others"):
+        dry_run.plan_distributed(options(tmp_path))
+    assert nearest_existing(tmp_path / "a" / "b") == tmp_path

@@ -1,0 +1,376 @@
+"""The command line: instant help, input that is refused, and which setting wins."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from async_grpo.cli import COMMANDS, main, options
+from async_grpo.cli import train as train_command
+from async_grpo.cli import worker as worker_command
+from async_grpo.cli.train import plan_devices
+from async_grpo.errors import UsageError
+from async_grpo.rundir.paths import prepare
+from async_grpo.setup import devices, process
+
+SRC = Path(__file__).parents[3] / "src"
+HEAVY = {"torch", "numpy", "transformers", "trl", "datasets", "rich", "cupy", "vllm"}
+IMPORTED_BY_HELP = f"""
+import sys
+from async_grpo.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    assert end.code == 0, end.code
+print("imported:", sorted({HEAVY} & sys.modules.keys()))
+"""
+
+
+def run_python(*arguments: str, cwd: Path, path: str | None = str(SRC)) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "LOG_LEVEL")}
+    if path is not None:
+        env["PYTHONPATH"] = path
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    for module in (devices, options, train_command):
+        monkeypatch.setattr(module, "visible_gpus", lambda: count)
+
+
+@pytest.fixture
+def setup_file(tmp_path: Path) -> Path:
+    path = tmp_path / "my_trainer.py"
+    path.write_text("def get_trainer(): ...")
+    return path
+
+
+# --- help
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [], *([name, "--help"] for name in COMMANDS)])
+def test_help_has_examples_and_imports_nothing_heavy(arguments: list[str], tmp_path: Path) -> None:
+    result = run_python("-c", IMPORTED_BY_HELP, *arguments, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("imported: []\n")
+    assert "usage: async-grpo" in result.stdout
+    assert ("examples:" in result.stdout) == (len(arguments) == 2)
+    assert "--launched-by" not in result.stdout, "that is between our own processes"
+
+
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [("train.py", "train"), ("parameter_server.py", "server"), ("worker.py", "worker"), ("show_board.py", "board")],
+)
+def test_the_scripts_are_the_commands_from_wherever_they_are_called(script: str, command: str, tmp_path: Path) -> None:
+    script_alone = ("-S", str(SRC / "cli" / script))  # -S: as if nothing were installed
+    result = run_python(*script_alone, "--help", cwd=tmp_path, path=None)
+    assert result.returncode == 0, result.stderr
+    assert f"usage: async-grpo {command}" in result.stdout
+
+
+def test_python_m_is_the_command_too(tmp_path: Path) -> None:
+    result = run_python("-m", "async_grpo.cli", "--version", cwd=tmp_path)
+    assert result.stdout.startswith("async-grpo 0.")
+
+
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
+    prepare(tmp_path / "worker", config=tmp_path / "my_trainer.py")
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "async_grpo.cli", "status", str(tmp_path / "worker"), "--json"]
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    result = subprocess.run(command, env=env, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["trian"])
+    assert end.value.code == 2
+    assert all(name in capsys.readouterr().err for name in ("trian",)) and all(COMMANDS.values())
+
+
+# --- input that cannot be used
+
+
+def test_what_the_user_can_act_on_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    setup = tmp_path / "my_trainer.py"
+    setup.write_text("x = 1")
+    result = run_python(str(SRC / "cli" / "train.py"), setup.name, cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: my_trainer.py defines no get_trainer().")
+
+
+def test_an_engine_that_is_not_installed_is_refused_before_anything_is_started(
+    setup_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    run_dir = str(tmp_path / "run")
+    for command in (["train", str(setup_file), "-n", "1"], ["worker", "-d", "cpu"]):
+        assert main([*command, "--run-dir", run_dir, "--generator", "vllm"]) == 2
+        assert "error: --generator vllm: vLLM is not installed here" in capsys.readouterr().err
+    assert not Path(run_dir).exists()
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many", ""])
+def test_steps_must_be_a_positive_number(value: str, setup_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(setup_file), f"--steps={value}"])
+    assert end.value.code == 2
+    assert "--steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--num-workers", "0"],
+        ["--max-staleness", "-1"],
+        ["--max-attempts", "0"],
+        ["--resume", "--overwrite"],
+        ["--log-level", "loud"],
+        ["--seed", "x"],
+        ["--no-such-option"],
+    ],
+)
+def test_other_values_that_make_no_sense(
+    arguments: Sequence[str], setup_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(setup_file), "--distributed", *arguments])
+    assert end.value.code == 2
+    assert arguments[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "missing.py"], "Setup file not found: missing.py"),
+        (["train", "SETUP", "--resume"], "add --distributed"),
+        (["train", "SETUP", "-n", "2", "-d", "0"], "--device is for one process"),
+        (["train", "SETUP", "-d", "0"], "no CUDA GPU is visible here"),
+        (["train", "SETUP", "-n", "2", "--master-device-id", "1"], "no CUDA GPU is visible here"),
+        (["server", "--config", "missing.py"], "Setup file not found: missing.py"),
+        (["server", "--config", "SETUP", "-d", "5"], "no CUDA GPU is visible here"),
+        (["worker", "-d", "gpu"], "must be a GPU index or 'cpu'"),
+        (["worker", "--config", "missing.py"], "Setup file not found: missing.py"),
+        (["board", "missing"], "missing is no run directory"),
+        (["board", "."], "is no run directory: it has no run.json"),
+    ],
+)
+def test_refusals(
+    arguments: list[str],
+    message: str,
+    setup_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    see_gpus(monkeypatch, 0)
+    monkeypatch.chdir(setup_file.parent)
+    monkeypatch.delenv("LOG_LEVEL", raising=False)
+    monkeypatch.setattr(process, "set_up_log", lambda level, rank=0: None)
+    assert main([setup_file.name if part == "SETUP" else part for part in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error
+    assert [path.name for path in setup_file.parent.iterdir()] == [setup_file.name], "nothing was begun"
+
+
+# --- devices
+
+
+@pytest.mark.parametrize(
+    ("gpus", "master", "workers", "count", "plan"),
+    [
+        (0, None, None, None, ("cpu", ["cpu", "cpu"])),
+        (0, None, None, 3, ("cpu", ["cpu", "cpu", "cpu"])),
+        (0, "cpu", "cpu", None, ("cpu", ["cpu"])),
+        (1, None, None, None, ("0", ["0"])),
+        (1, None, None, 2, ("0", ["0", "0"])),
+        (4, None, None, None, ("0", ["1", "2", "3"])),
+        (4, "2", None, None, ("2", ["0", "1", "3"])),
+        (4, "02", None, None, ("2", ["0", "1", "3"])),
+        (4, None, None, 2, ("0", ["1", "2"])),
+        (3, None, None, 4, ("0", ["1", "2", "1", "2"])),
+        (4, None, "1, 3", None, ("0", ["1", "3"])),
+        (4, "3", "3,3,0", 3, ("3", ["3", "3", "0"])),
+        (4, "cpu", None, None, ("cpu", ["cpu", "cpu"])),
+    ],
+)
+def test_the_plan_of_devices(
+    gpus: int,
+    master: str | None,
+    workers: str | None,
+    count: int | None,
+    plan: tuple[str, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    see_gpus(monkeypatch, gpus)
+    assert plan_devices(master, workers, count) == (plan[0], tuple(plan[1]))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "master", "workers", "count", "message"),
+    [
+        (0, "0", None, None, "no CUDA GPU is visible"),
+        (0, None, "1", None, "no CUDA GPU is visible"),
+        (2, "2", None, None, "There is no GPU 2: 2 visible"),
+        (2, None, "1,2", None, "There is no GPU 2: 2 visible"),
+        (2, None, "1,,0", None, "got ''"),
+        (2, None, "1;0", None, "got '1;0'"),
+        (2, None, "0,1", 3, "--num-workers 3 does not fit --worker-device-ids 0,1"),
+    ],
+)
+def test_plans_that_do_not_add_up(
+    gpus: int,
+    master: str | None,
+    workers: str | None,
+    count: int | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    see_gpus(monkeypatch, gpus)
+    with pytest.raises(UsageError) as refusal:
+        plan_devices(master, workers, count)
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "implied_by",
+    [["--distributed"], ["-n", "1"], ["--master-device-id", "cpu"], ["--worker_device_ids", "cpu"]],
+)
+def test_naming_devices_implies_distributed(
+    implied_by: list[str], setup_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(train_command, "_distributed", lambda args: chosen.append("distributed") or 0)
+    monkeypatch.setattr(train_command, "_single", lambda args: chosen.append("single") or 0)
+    assert main(["train", str(setup_file), *implied_by]) == 0
+    assert main(["train", str(setup_file), "--device", "cpu"]) == 0
+    assert chosen == ["distributed", "single"]
+
+
+# --- a flag beats the environment, which beats the default
+
+
+@pytest.mark.parametrize(
+    ("flag", "environment", "level"),
+    [
+        (None, None, "INFO"),
+        (None, "", "INFO"),
+        (None, "debug", "DEBUG"),
+        ("ERROR", "debug", "ERROR"),
+        ("ERROR", "nonsense", "ERROR"),
+    ],
+)
+def test_log_level(flag: str | None, environment: str | None, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOG_LEVEL", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("LOG_LEVEL", environment)
+    assert options.log_level(argparse.Namespace(log_level=flag)) == level
+
+
+def test_a_log_level_of_the_environment_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOG_LEVEL", "loud")
+    with pytest.raises(UsageError, match="LOG_LEVEL must be one of DEBUG, INFO, WARNING, ERROR, got 'LOUD'"):
+        options.log_level(argparse.Namespace(log_level=None))
+
+
+class Begun(Exception):  # no error
+    """The role was taken on."""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "environment", "device"),
+    [
+        (4, [], None, "1"),
+        (1, [], None, "0"),
+        (0, [], None, "cpu"),
+        (4, [], "3", "3"),
+        (4, ["-d", "2"], "3", "2"),
+        (4, ["-d", "cpu"], "3", "cpu"),
+    ],
+)
+def test_the_worker_s_device(
+    gpus: int, arguments: list[str], environment: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see_gpus(monkeypatch, gpus)
+    monkeypatch.delenv("WORKER_DEVICE", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("WORKER_DEVICE", environment)
+    chosen: list[str] = []
+
+    def begin(args: argparse.Namespace, device: str, **settings: str) -> None:
+        chosen.append(device)
+        raise Begun
+
+    monkeypatch.setattr(options, "become_role", begin)
+    with pytest.raises(Begun):
+        worker_command.run(worker_command.build_parser().parse_args(arguments))
+    assert chosen == [device]
+
+
+def test_a_role_leaves_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "set_up_log", lambda level, rank=0: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    args = argparse.Namespace(log_level="INFO", launched_by=None)
+    options.become_role(args, "1", fast_inference="1")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
+    options.become_role(args, "cpu", fast_inference="1")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("installed", "device", "generator", "expected"),
+    [
+        (("unsloth", "vllm"), "1", None, "1"),
+        (("unsloth", "vllm"), "1", "vllm", "1"),
+        (("unsloth", "vllm"), "1", "hf", "0"),
+        (("unsloth", "vllm"), "cpu", None, "0"),
+        (("unsloth",), "1", None, "0"),
+        (("vllm",), "1", None, "0"),
+    ],
+)
+def test_a_worker_has_fast_inference_where_unsloth_can_generate_with_vllm(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], device: str, generator: str | None, expected: str
+) -> None:
+    monkeypatch.setattr(worker_command, "installed", lambda package: package in installed)
+    assert worker_command._fast_inference(argparse.Namespace(generator=generator), device) == expected
+
+
+@pytest.mark.parametrize(("given", "worker"), [(None, "0"), ("0", "0"), ("1", "1")])
+def test_the_server_never_has_fast_inference_and_a_worker_as_the_user_says(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, worker: str
+) -> None:
+    monkeypatch.setattr(process, "set_up_log", lambda level, rank=0: None)
+    if given is None:
+        monkeypatch.delenv("FAST_INFERENCE", raising=False)
+    else:
+        monkeypatch.setenv("FAST_INFERENCE", given)
+    chosen: list[str] = []
+
+    def begin(args: argparse.Namespace, device: str, *, fast_inference: str) -> None:
+        chosen.append(fast_inference)
+        raise Begun
+
+    real = options.become_role
+    monkeypatch.setattr(options, "become_role", begin)
+    with pytest.raises(Begun):
+        worker_command.run(worker_command.build_parser().parse_args(["-d", "cpu"]))
+    assert chosen == [worker]
+    for name in ("FAST_INFERENCE", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "1")  # so that what the role sets is taken back
+    real(argparse.Namespace(log_level="INFO", launched_by=None), "cpu", fast_inference="0")
+    assert os.environ["FAST_INFERENCE"] == "0"

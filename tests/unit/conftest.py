@@ -1,0 +1,1 @@
+"""Lets every test beneath import the helper modules beside this file."""

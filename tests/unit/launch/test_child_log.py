@@ -1,0 +1,84 @@
+"""What the launcher shows of its children's logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_grpo.launch.child_log import LogTail
+
+LINE = "12:00:00 INFO    "
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log_worker_1.txt"
+
+
+def append(path: Path, text: str | bytes) -> None:
+    with path.open("ab") as file:
+        file.write(text.encode() if isinstance(text, str) else text)
+
+
+def test_our_lines_are_shown_once_with_the_child_s_name_and_library_noise_is_not(log: Path) -> None:
+    tail = LogTail(log, "worker 1")
+    assert tail.new_lines() == []
+    append(log, f"{LINE}hello\nDownloading shards: 100%\n  warnings.warn(\n12:00:01 WARNING slow\n")
+    assert tail.new_lines() == [f"[worker 1] {LINE}hello", "[worker 1] 12:00:01 WARNING slow"]
+    assert tail.new_lines() == []
+
+
+def test_a_line_is_shown_when_it_is_whole(log: Path) -> None:
+    tail = LogTail(log, "w")
+    append(log, f"{LINE}snow".encode() + "☃".encode()[:1])
+    assert tail.new_lines() == []
+    append(log, "☃".encode()[1:] + b"man\n")
+    assert tail.new_lines() == [f"[w] {LINE}snow☃man"]
+
+
+def test_bytes_that_are_no_text_do_not_break_it(log: Path) -> None:
+    tail = LogTail(log, "w")
+    append(log, LINE.encode() + b"\xff\xfe\n")
+    assert tail.new_lines() == [f"[w] {LINE}��"]
+
+
+def test_what_an_earlier_run_wrote_is_not_shown(log: Path) -> None:
+    append(log, f"{LINE}old\nerror: old\n")
+    tail = LogTail(log, "w")
+    append(log, f"{LINE}new\n")
+    assert tail.new_lines() == [f"[w] {LINE}new"]
+    assert tail.last_words() == f"{LINE}new"
+
+
+def test_last_words_begin_at_the_last_error_or_traceback(log: Path) -> None:
+    tail = LogTail(log, "w")
+    traceback = "Traceback (most recent call last):\n  File x\nValueError: no"
+    append(log, f"error: first\n{LINE}again\n{traceback}\n")
+    assert tail.last_words() == traceback
+    append(log, "error: The directory is in use.\nWait for it.\n")
+    assert tail.last_words() == "error: The directory is in use.\nWait for it."
+
+
+def test_last_words_without_an_error_are_the_last_lines(log: Path) -> None:
+    tail = LogTail(log, "w")
+    append(log, "".join(f"line {number}\n" for number in range(100)))
+    assert tail.last_words().splitlines() == [f"line {number}" for number in range(70, 100)]
+
+
+def test_last_words_are_all_there_after_lines_were_shown(log: Path) -> None:
+    tail = LogTail(log, "w")
+    append(log, "error: broken\n")
+    tail.new_lines()
+    assert tail.last_words() == "error: broken"
+
+
+def test_a_child_that_wrote_nothing(log: Path) -> None:
+    assert LogTail(log, "w").last_words() == "(it wrote nothing)"
+
+
+def test_what_a_model_wrote_does_not_steer_the_terminal(log: Path) -> None:
+    tail = LogTail(log, "w")
+    append(log, f"{LINE}bad answer \x1b]0;hi\x07\nerror: \x1b[2J gone\n")
+    assert tail.new_lines() == [f"[w] {LINE}bad answer \\x1b]0;hi\\x07"]
+    assert tail.last_words() == "error: \\x1b[2J gone"

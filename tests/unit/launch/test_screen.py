@@ -1,0 +1,184 @@
+"""What the launcher shows, on a terminal and without one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from test_launcher import FOLLOW_THE_RUN, LAUNCH, Stage, eventually, is_gone
+
+from async_grpo.launch import screen as screen_module
+from async_grpo.launch.screen import LineFilter, PanelScreen, Screen
+from async_grpo.rundir import paths as runs
+from pseudo_terminal import HIDE_CURSOR, PseudoTerminal, plain
+
+STEP = "[server] 12:00:{:02d} INFO    step {}/100 ETA 9 s  reward 0.5"
+
+
+def shown(lines: LineFilter, *said: str, now: float) -> list[str]:
+    return list(lines.choose(said, now))
+
+
+def test_fast_steps_are_thinned_and_the_last_is_always_shown() -> None:
+    lines = LineFilter()
+    assert shown(lines, STEP.format(0, 1), STEP.format(0, 2), now=100.0) == ["12:00:00 step 1/100 ETA 9 s  reward 0.5"]
+    assert shown(lines, STEP.format(1, 3), now=101.0) == []
+    assert shown(lines, STEP.format(2, 4), now=102.1) == ["12:00:02 step 4/100 ETA 9 s  reward 0.5"]
+    assert shown(lines, STEP.format(3, 5), now=103.0) == []
+    assert shown(lines, now=105.0) == ["12:00:03 step 5/100 ETA 9 s  reward 0.5"], "steps pause: no news is withheld"
+    assert shown(lines, STEP.format(6, 99), STEP.format(6, 100), now=106.0) == []
+    evaluation = "[server] 12:00:07 INFO    evaluation at step 100: reward 0.9"
+    assert shown(lines, evaluation, now=106.5) == ["12:00:06 step 100/100 ETA 9 s  reward 0.5", evaluation]
+    assert list(lines.rest(107.0)) == []
+
+
+WARNING, INFO, DETAIL = "[worker 1] 1:0 WARNING w", "[server] 1:0 INFO    i", "[worker 1] 1:0 INFO    d"
+WAITS = "[server] 1:0 INFO    waiting for 2 groups (10 s so far)"
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        ({}, [WARNING, INFO, WAITS]),
+        ({"with_panel": True}, [WARNING, INFO]),
+        ({"verbose": True}, [WARNING, INFO, DETAIL, WAITS]),
+        ({"quiet": True}, [WARNING]),
+    ],
+)
+def test_warnings_always_and_the_rest_where_it_matters(options: dict[str, bool], chosen: list[str]) -> None:
+    assert shown(LineFilter(**options), WARNING, INFO, DETAIL, WAITS, "noise", now=0.0) == chosen
+
+
+def test_without_a_terminal_a_run_that_loads_long_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(screen_module, "LOADING_EVERY_S", 0.0)
+    runs.prepare(tmp_path / "worker", config=tmp_path / "x.py")
+    with Screen(tmp_path / "worker") as screen:
+        screen.refresh()
+        assert "[launcher] the run is loading, 0.0 s so far: processes start\n" in capsys.readouterr().out
+        runs.RunDir(tmp_path / "worker").update_state(state=runs.FINISHED)
+        screen.refresh()
+        screen.refresh()
+    with Screen(tmp_path / "worker", quiet=True) as quiet:
+        quiet.refresh()
+        quiet.say("nothing")
+        quiet.warn("something")
+    assert capsys.readouterr().out == "[launcher] something\n"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_panel_stays_under_lines_that_scroll(tmp_path: Path, width: int) -> None:
+    runs.prepare(tmp_path / "worker", config=tmp_path / "x.py")
+    console = Console(file=StringIO(), width=width, force_terminal=True, highlight=False)
+    with PanelScreen(tmp_path / "worker", console=console) as screen:
+        screen.refresh()
+        screen.show([f"{STEP.format(0, 1)}{'  more' * 40}"])
+        screen.warn("a long [markup] sentence " * 10)
+    text = plain(console.file.getvalue())  # type: ignore[attr-defined]
+    assert "╭─ run " in text and "starting" in text
+    assert "…" in text and text.count("  more") < 40, "a step line is cut: the panel has the rest"
+    assert text.count("a long [markup] sentence") == 10, "a warning is not"
+
+
+def test_a_run_that_cannot_be_shown_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **options: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    console = Console(file=StringIO(), width=80, force_terminal=True, highlight=False)
+    with PanelScreen(tmp_path, console=console) as screen:
+        screen.refresh()
+        monkeypatch.setattr("async_grpo.status.snapshot.look", broken)
+        monkeypatch.setattr(screen, "_next_look", 0.0)
+        screen.refresh()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "no run.json" in text and "ZeroDivisionError: a bug); it goes on" in text
+
+
+# --- a terminal
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    stage = Stage(tmp_path)
+    runs.prepare(stage.run.root, config=tmp_path / "x.py")
+    stage.run.update_state(state=runs.FINISHED)
+    yield stage
+    eventually(lambda: all(map(is_gone, stage.pids())))
+
+
+@pytest.fixture
+def terminal(stage: Stage) -> Iterator[PseudoTerminal]:
+    command = [sys.executable, "-c", LAUNCH, str(stage.folder), str(Path(__file__).parent)]
+    path = os.pathsep.join((str(Path(__file__).parents[3] / "src"), str(Path(__file__).parents[2])))
+    terminal = PseudoTerminal(command, cwd=stage.folder, env={**os.environ, "PYTHONPATH": path})
+    yield terminal
+    terminal.close()
+
+
+def test_ctrl_c_leaves_a_clean_terminal(stage: Stage, request: pytest.FixtureRequest) -> None:
+    stage.children_are(
+        server="""
+            def stop(*_):
+                end_run("stopped")
+                sys.exit(0)
+            signal.signal(signal.SIGTERM, stop)
+            until(lambda: False)
+        """,
+        worker=FOLLOW_THE_RUN,
+    )
+    terminal: PseudoTerminal = request.getfixturevalue("terminal")
+    terminal.read_until(lambda: "╭─ run " in terminal.text and stage.starts("worker2"), "panel")
+    assert not terminal.is_clean()
+    terminal.press_ctrl_c()
+    assert terminal.wait() == 0
+    assert HIDE_CURSOR in terminal.written and terminal.is_clean()
+    assert "[launcher] stopping: a checkpoint is written, then everything ends" in terminal.text
+    assert "^C" not in terminal.text
+
+
+def test_a_crash_leaves_a_clean_terminal(stage: Stage, request: pytest.FixtureRequest) -> None:
+    stage.children_are(
+        server='until(lambda: started("worker2")); print("error: no memory", file=sys.stderr); sys.exit(3)',
+        worker=FOLLOW_THE_RUN,
+    )
+    terminal: PseudoTerminal = request.getfixturevalue("terminal")
+    terminal.wait()
+    assert HIDE_CURSOR in terminal.written and terminal.is_clean()
+    assert terminal.text.rstrip().endswith("error: no memory")
+
+
+IN_BACKGROUND = """
+import os, signal, sys
+from pathlib import Path
+from async_grpo.launch.screen import PanelScreen
+child = os.fork()
+if child == 0:
+    os.setpgid(0, 0)
+    with PanelScreen(Path(sys.argv[1])) as screen:
+        screen.say("it goes on")
+    os._exit(0)
+_, status = os.waitpid(child, os.WUNTRACED)
+if os.WIFSTOPPED(status):
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    sys.exit("the terminal stopped it")
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_in_the_background_of_a_terminal_a_run_goes_on(tmp_path: Path) -> None:
+    """`async-grpo train … &`: who changes a terminal's settings from there is stopped by the kernel."""
+    path = str(Path(__file__).parents[3] / "src")
+    command = [sys.executable, "-c", IN_BACKGROUND, str(tmp_path)]
+    terminal = PseudoTerminal(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
+    try:
+        assert terminal.wait() == 0, terminal.text
+        assert "[launcher] it goes on" in terminal.text and terminal.is_clean()
+    finally:
+        terminal.close()

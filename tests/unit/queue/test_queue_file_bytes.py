@@ -1,0 +1,134 @@
+"""Bytes of queue files: what goes in comes out exactly, stock tools open it, the rest is refused."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from queue_samples import RUN, make_group, make_job, same_group
+
+from async_grpo.errors import BadFileError, QueueError, UnsupportedError
+from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(row=st.dictionaries(st.text(), json_values, max_size=5))
+def test_a_job_comes_back_exactly(row: dict[str, Any]) -> None:
+    job = make_job(7)
+    job.row.clear()
+    job.row.update(row)
+    assert decode_job(encode_job(job), expect_seq=7, expect_run=RUN) == job
+
+
+def test_a_row_may_hold_nan_infinity_and_lone_surrogates() -> None:
+    job = make_job(1, nan=math.nan, inf=-math.inf, odd="\ud800 é")
+    row = decode_job(encode_job(job)).row
+    assert math.isnan(row["nan"])
+    assert row["inf"] == -math.inf
+    assert row["odd"] == "\ud800 é"
+
+
+@pytest.mark.parametrize("tool_mask", [None, np.array([0, 1, 1, 0, 0, 1, 1], np.uint8)])
+def test_a_group_comes_back_exactly(tool_mask: Any) -> None:
+    group = make_group(make_job(3), attempt=2, worker="dev4", tool_mask=tool_mask)
+    back = decode_group(encode_group(group), expect_seq=3, expect_run=RUN, expect_attempt=2, expect_worker="dev4")
+    assert same_group(group, back)
+    assert back.completion_ids.flags.writeable  # torch.from_numpy takes it without a warning
+
+
+def test_a_group_may_have_empty_completions() -> None:
+    empty = {"completion_ids": np.zeros(0, np.int32), "sampling_logprobs": np.zeros(0, np.float32)}
+    group = make_group(make_job(3), completion_lengths=np.zeros(2, np.int32), **empty)
+    assert same_group(group, decode_group(encode_group(group)))
+
+
+def test_stock_safetensors_opens_both(tmp_path: Any) -> None:
+    (tmp_path / "job").write_bytes(encode_job(make_job(1)))
+    (tmp_path / "group").write_bytes(encode_group(make_group(make_job(1))))
+    with safetensors.safe_open(tmp_path / "job", "np") as file:
+        assert set(file.metadata()) == {"format", "header", "crc32c"}
+    with safetensors.safe_open(tmp_path / "group", "np") as file:
+        assert file.get_tensor("completion_lengths").tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("value", "type_name"),
+    [
+        (b"png", "bytes"),
+        (datetime.datetime(2026, 1, 1), "datetime.datetime"),
+        ((1, 2), "tuple"),
+        ([{"deep": {1: 2}}], "key of type int"),
+        (np.float32(1), "numpy.float32"),
+        ({1, 2}, "set"),
+        (10**2000, "integer"),
+    ],
+)
+def test_a_column_that_json_cannot_hold_is_named_with_its_type(value: Any, type_name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"'image'.*{type_name}"):
+        encode_job(make_job(1, image=value))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sampling_logprobs": np.full(7, np.nan, np.float32)}, "log-probability is not finite"),
+        ({"rewards": np.full((2, 2), np.inf, np.float32)}, "reward is infinite"),
+        ({"rewards": np.zeros((2, 1), np.float32)}, "rewards have shape"),
+        ({"completion_lengths": np.array([3, 5], np.int32)}, "sum to 8"),
+        ({"completion_ids": np.zeros(7, np.int64)}, "completion_ids must be I32"),
+        ({"completion_ids": np.full(7, -1, np.int32)}, "negative"),
+        ({"tool_mask": np.full(7, 2, np.uint8)}, "tool mask"),
+        ({"completions": ["one"]}, "1 completions"),
+    ],
+)
+def test_a_group_that_contradicts_itself_is_not_written(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(QueueError, match=reason):
+        encode_group(make_group(make_job(1), **changes))
+
+
+@pytest.mark.parametrize(
+    ("expected", "reason"),
+    [
+        ({"expect_seq": 2}, "sequence number"),
+        ({"expect_run": "other"}, "run"),
+        ({"expect_attempt": 1}, "attempt"),
+        ({"expect_worker": "dev2"}, "worker"),
+    ],
+)
+def test_a_foreign_group_is_refused(expected: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadFileError, match=reason):
+        decode_group(encode_group(make_group(make_job(1))), **expected)
+
+
+def test_a_file_of_an_older_format_is_refused_by_name() -> None:
+    older = encode_job(make_job(1)).replace(b"async-grpo-job/2", b"async-grpo-job/1")
+    with pytest.raises(BadFileError, match="its format is 'async-grpo-job/1', not 'async-grpo-job/2'"):
+        decode_job(older)
+
+
+def test_every_byte_is_under_the_checksum() -> None:
+    data = encode_job(make_job(1))
+    for at in range(len(data)):
+        damaged = bytearray(data)
+        damaged[at] ^= 0x01
+        with pytest.raises(BadFileError):
+            decode_job(damaged)
+
+
+def test_a_job_is_no_group_and_the_other_way_round() -> None:
+    with pytest.raises(BadFileError, match="format"):
+        decode_group(encode_job(make_job(1)))
+    with pytest.raises(BadFileError, match="format"):
+        decode_job(encode_group(make_group(make_job(1))))

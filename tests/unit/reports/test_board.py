@@ -1,0 +1,188 @@
+"""The event files that `board` writes, read back with TensorBoard's own reader."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from archived_run import HOSTILE, ArchivedRun, three_steps
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+
+from async_grpo.cli import main
+from async_grpo.errors import RunDirError, UsageError
+from async_grpo.reports import tensorboard
+from async_grpo.reports.board import Board, BoardKeptError
+
+
+def series(run: ArchivedRun, tag: str, folder: str = "run") -> list[tuple[int, Any]]:
+    """(step, value) of a tag, as TensorBoard sees it."""
+    events = EventAccumulator(
+        str(run.run.board / folder), tensor_size_guidance={"scalars": 0, "histograms": 0, "text": 0}
+    )
+    events.Reload()
+    return [(it.step, make_ndarray(it.tensor_proto).tolist()) for it in events.Tensors(tag)]
+
+
+def tags(run: ArchivedRun, folder: str = "run") -> set[str]:
+    events = EventAccumulator(str(run.run.board / folder))
+    events.Reload()
+    return set(events.Tags()["tensors"])
+
+
+def test_everything_is_there(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    run.run.hyperparameters.write_text(json.dumps({"reward_weights": [1, 2], "trainer": {"learning_rate": 0.1}}))
+    with Board(run.root) as board:
+        assert board.update() == (3, 3, 0)
+    assert series(run, "rewards/total") == [(1, 1.5), (2, 1.5), (3, 1.5)]
+    assert series(run, "rewards/right") == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    assert series(run, "staleness/mean") == [(1, 0.0), (2, 1.0), (3, 1.0)]
+    assert series(run, "staleness/job_age") == [(1, 0.0), (2, 1.0), (3, 2.0)]
+    assert series(run, "completions/length")[0] == (1, 2.5)
+    assert series(run, "timing/generation_s")[0] == (1, 0.5)
+    assert series(run, "speed/tokens_per_second")[0] == (1, 20.0)
+    assert series(run, "train/loss") == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    assert series(run, "workers/groups", "dev2") == [(1, 1.0), (2, 1.0), (3, 1.0)]
+    assert series(run, "workers/tokens_per_generating_second", "dev1")[0] == (1, 10.0)
+    assert not any("monotonic" in tag for tag in tags(run))
+    histogram = {"rewards/advantages", "rewards/total", "staleness/versions", "completions/length"}
+    assert {f"{tag}_distribution" for tag in histogram} <= tags(run)
+    assert b"trainer.learning_rate | 0.1" in series(run, "hyperparameters")[0][1]
+    ((_, best), *_), ((_, worst), *_) = series(run, "completions/best"), series(run, "completions/worst")
+    assert b"good reply" in best and b"bad reply" in worst and b"question" in best
+
+
+def test_a_second_look_adds_only_what_is_new(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    with Board(run.root) as board:
+        board.update()
+        before = {path: path.read_bytes() for path in run.run.board.rglob("*") if path.is_file()}
+        assert board.update() == (0, 0, 0)
+        assert {path: path.read_bytes() for path in run.run.board.rglob("*") if path.is_file()} == before
+    run.use(4, [6])
+    with Board(run.root) as board:
+        assert board.update() == (1, 1, 0)
+    assert [step for step, _ in series(run, "rewards/total")] == [1, 2, 3, 4]
+    assert [step for step, _ in series(run, "train/loss")] == [1, 2, 3, 4]
+
+
+def test_what_a_resumed_run_took_back_is_taken_off_the_board(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    with Board(run.root) as board:
+        board.update()
+        run.begin(1)
+        run.use(2, [7], rewards=((3.0, 0.0), (3.0, 0.0)))
+        board.update()
+    assert series(run, "rewards/total") == [(1, 1.0), (2, 3.0)]
+
+
+def test_a_resume_between_two_looks_shows_its_own_metrics(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    run.begin(1)
+    run.use(2, [7])
+    with Board(run.root) as board:
+        board.update()
+    assert [step for step, _ in series(run, "train/loss")] == [1, 2]
+
+
+def test_what_a_crash_left_half_written_is_written_anew(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    with Board(run.root) as board:
+        board.update()
+    (events,) = (run.run.board / "run").iterdir()
+    with events.open("ab") as file:
+        file.write(b"half a record")
+    run.use(4, [6])
+    with Board(run.root) as board:
+        board.update()
+    assert [step for step, _ in series(run, "rewards/total")] == [1, 2, 3, 4]
+
+
+def test_groups_that_made_room_are_counted(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    for file in (run.root / "done").rglob("000000000[012]*"):
+        file.unlink()
+    with Board(run.root) as board:
+        assert board.update() == (3, 3, 3)
+    assert [step for step, _ in series(run, "rewards/total")] == [2, 3]
+
+
+def test_hostile_text_stays_in_its_block(tmp_path: Path) -> None:
+    run = ArchivedRun(tmp_path)
+    run.use(1, [0], completions=[HOSTILE + "\n```\n# heading\n", "x"], prompt=HOSTILE)
+    with Board(run.root) as board:
+        board.update()
+    ((_, shown),) = series(run, "completions/best")
+    lines = shown.decode().split("\n")
+    assert [line for line in lines if "script" in line or "heading" in line or "`" in line] != []
+    assert all(line.startswith("    ") for line in lines if "script" in line or "heading" in line or "`" in line)
+    assert "\x00" not in shown.decode() and "\x1b" not in shown.decode()
+
+
+def test_a_run_without_steps_and_then_with(tmp_path: Path) -> None:
+    run = ArchivedRun(tmp_path)
+    with Board(run.root) as board:
+        assert board.update() == (0, 0, 0)
+        run.use(1, [0])
+        assert board.update() == (1, 1, 0)
+
+
+def test_one_process_keeps_a_board_and_the_second_is_told_who(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    with Board(run.root):
+        with pytest.raises(BoardKeptError, match=r"kept up to date by another process .* --serve"):
+            Board(run.root)
+    Board(run.root).update()
+
+
+def test_a_broken_state_is_a_sentence_and_nothing_is_deleted(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    run.run.board.mkdir()
+    (run.run.board / "state.json").write_text("[]")
+    with pytest.raises(RunDirError, match=r"state\.json is broken"):
+        Board(run.root)
+    assert (run.run.board / "state.json").read_text() == "[]"
+
+
+def test_another_run_in_the_same_place_is_a_sentence(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    with Board(run.root) as board:
+        board.update()
+        run.run.update_state(run_id="another")
+        with pytest.raises(RunDirError, match="another run now"):
+            board.update()
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    with Board(run.root) as board:
+        board.update()
+    assert {oct(path.stat().st_mode & 0o777) for path in run.run.board.rglob("events*")} == {"0o600"}
+    assert run.run.board.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_command_says_where_and_how_to_see_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = three_steps(tmp_path)
+    assert main(["board", str(run.root)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{run.run.board}: added 3 steps and 3 logged lines" in shown
+    assert re.search(rf"board {run.root} --serve", shown) and f"--logdir {run.run.board}" in shown
+    assert main(["board", str(run.root)]) == 0
+    assert "nothing new" in capsys.readouterr().out
+    assert main(["board", str(tmp_path)]) == 0  # no run, but event files below it
+    assert "is no run directory, but holds event files" in capsys.readouterr().out
+    assert main(["board", str(tmp_path / "nowhere")]) == 2
+    assert "is no run directory" in capsys.readouterr().err
+
+
+def test_a_taken_port_is_a_sentence(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UsageError, match="cannot use port"):
+            tensorboard.start(tmp_path, taken.getsockname()[1])

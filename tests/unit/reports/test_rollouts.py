@@ -1,0 +1,118 @@
+"""`async-grpo rollouts` in the terminal, and what it writes as a page; the page in a browser: tests/browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from archived_run import HOSTILE, ArchivedRun, three_steps
+
+from async_grpo.cli import main
+from async_grpo.formatting import as_text, printable
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(["rollouts", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(["rollouts", *map(str, arguments)]) == 2
+    return capsys.readouterr().err
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*)</script>', page.read_text())
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_the_newest_are_shown_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = three_steps(tmp_path)
+    text = shown(capsys, run.root, "--limit", 4)
+    assert "group 6  left over when the run ended, dev1, policy 3" in text
+    assert "group 5  step 3, staleness 1, dev2, policy 1" in text
+    assert "prompt: question 5" in text and "answer: answer 5" in text
+    assert "right 1  format 0.5" in text and "advantage +0.71" in text and "good reply 5" in text
+    assert "group 4" not in text and "the newest 4" in text
+
+
+def test_the_worst_of_a_step_and_one_job_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = three_steps(tmp_path)
+    run.group(3, 0, completions=["long\n" * 40 + "the end", "short"], extra_columns={"why": ["because", None]})
+    worst = shown(capsys, run.root, "--step", 2, "--worst", "--limit", 1)
+    assert "short" in worst and "1 of 4 completions" in worst
+    assert "the end" not in shown(capsys, run.root, "--step", 2)
+    whole = shown(capsys, run.root, "--job", "3")
+    assert "the end" in whole and "why: because" in whole
+
+
+def test_what_is_not_there_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = three_steps(tmp_path)
+    assert "No group of step 9" in refused(capsys, run.root, "--step", 9)
+    assert "no finished group 99" in refused(capsys, run.root, "--job", 99)
+    assert "is no run directory" in refused(capsys, tmp_path)
+    aside = run.root / "quarantine" / "0000000008.a02_failed.safetensors"
+    aside.write_bytes(b"")
+    aside.with_suffix(".reason").write_text("ValueError: no answer\n")
+    assert "ValueError: no answer" in refused(capsys, run.root, "--job", 8)
+    assert "has no finished group yet" in refused(capsys, ArchivedRun(tmp_path / "new").root)
+
+
+def test_a_damaged_file_is_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = three_steps(tmp_path)
+    run.group(5).write_bytes(b"")
+    text = shown(capsys, run.root)
+    assert "group 4" in text and "left out: done/0000000/0000000005" in text
+
+
+def test_hostile_text_steers_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ArchivedRun(tmp_path)
+    run.use(1, [0], completions=[HOSTILE, "[bold red]x[/]"], prompt=HOSTILE)
+    text = shown(capsys, run.root)
+    assert "\x1b" not in text and "\x00" not in text and "\u202e" not in text
+    assert "\\x1b[31m" in text and "[bold red]x[/]" in text
+
+
+def test_messages_and_tool_calls_are_readable() -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "name": "add", "content": "2"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "see"}]},
+    ]
+    assert as_text(messages) == '[assistant]\n  → add({"a": 1})\n[tool add] 2\n[user] <image>see'
+    assert printable("a\u200db\u00a0\u202e\n\x07") == "a\u200db\u00a0\\u202e\n\\x07"
+
+
+def test_the_page_holds_the_rollouts_and_nothing_of_them_as_markup(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    run.use(4, [7], completions=[HOSTILE, "plain"], prompt=HOSTILE, reward_names=("<b>right</b>", "format"))
+    page = tmp_path / "page.html"
+    assert main(["rollouts", str(run.root), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert text.isascii() or "owned" not in re.sub(r"[\x00-\x7f]", "", text)
+    assert text.count("<script") == 2 and text.count("</script>") == 2 and 'onerror="document' not in text
+    assert "http://" not in text.replace("http://www.w3.org/2000/svg", "") and "https://" not in text
+    data = data_of(page)
+    assert len(data["rows"]) == 16 and len(data["groups"]) == 8 and not data["newestOnly"]
+    assert any("</script><script>document.title" in row[4] for row in data["rows"])
+    assert page.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_page_of_the_newest_says_so_and_replaces_only_its_own_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = three_steps(tmp_path)
+    page = tmp_path / "page.html"
+    assert "only the newest 3 are in it" in shown(capsys, run.root, "--html", page, "--limit", 3)
+    assert data_of(page)["newestOnly"]
+    shown(capsys, run.root, "--html", page)
+    assert len(data_of(page)["rows"]) == 14
+    page.write_text("mine")
+    assert "is no page of rollouts" in refused(capsys, run.root, "--html", page)
+    assert page.read_text() == "mine"
+    assert "cannot be written" in refused(capsys, run.root, "--html", tmp_path / "nowhere" / "page.html")

@@ -1,0 +1,371 @@
+"""What a hostile program can do in the sandbox, and that nothing runs where there is none."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+from async_grpo.rewards import sandbox
+from async_grpo.rewards.sandbox import SWITCH, Limits, SandboxError, SandboxResult, run_code
+
+ROOT = Path(__file__).resolve().parents[3]
+SHORT = Limits(wall_s=2.0, cpu_s=1, memory_bytes=192 << 20)
+
+
+def _why_not() -> str:
+    """Why this machine cannot isolate a program; empty if it can."""
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "1"
+    try:
+        run_code("pass")
+    except SandboxError as error:
+        return str(error)
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+    return ""
+
+
+WHY_NOT = _why_not()
+isolated = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+@pytest.fixture(autouse=True)
+def _allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "1")
+
+
+@isolated
+def test_a_program_gets_its_input_and_its_output_comes_back() -> None:
+    result = run_code("import sys\nprint(input() + '!')\nprint('bad', file=sys.stderr)\nsys.exit(3)", stdin="hello\n")
+    assert (result.outcome, result.exit_code, result.ok) == ("exited", 3, False)
+    assert (result.stdout, result.stderr) == ("hello!\n", "bad\n")
+    assert run_code("").ok
+
+
+@isolated
+def test_a_traceback_names_the_line() -> None:
+    result = run_code("x = 1\nraise ValueError(x)")
+    assert result.exit_code == 1
+    assert "line 2, in <module>\nValueError: 1" in result.stderr.replace("    raise ValueError(x)\n", "")
+
+
+@isolated
+def test_large_source_and_input_are_no_deadlock() -> None:
+    source = f"import sys\nprint(len(sys.stdin.read()))\n# {'x' * 1_000_000}"
+    assert run_code(source, stdin="y" * 3_000_000).stdout == "3000000\n"
+
+
+@isolated
+def test_an_endless_loop_ends() -> None:
+    result = run_code("while True: pass", limits=SHORT)
+    assert (result.outcome, result.exit_code) in [("exited", 128 + signal.SIGKILL), ("timed out", -1)]
+    assert result.wall_s < 5
+
+
+@isolated
+def test_an_endless_sleep_ends() -> None:
+    result = run_code("import time; time.sleep(100)", limits=Limits(wall_s=0.5))
+    assert (result.outcome, result.exit_code, result.ok) == ("timed out", -1, False)
+    assert result.wall_s < 3
+
+
+@isolated
+def test_closing_its_output_wins_no_time() -> None:
+    result = run_code("import os, time; os.close(1); os.close(2); time.sleep(100)", limits=Limits(wall_s=0.5))
+    assert result.outcome == "timed out"
+
+
+@isolated
+def test_a_memory_bomb_meets_its_limit() -> None:
+    result = run_code("x = bytearray(1 << 30)", limits=SHORT)
+    assert "MemoryError" in result.stderr
+
+
+@isolated
+def test_a_flood_of_output_is_cut_and_ended() -> None:
+    result = run_code("while True: print('x' * 1000)", limits=Limits(output_bytes=10_000))
+    assert (result.outcome, len(result.stdout), result.exit_code) == ("too much output", 10_000, -1)
+
+
+@isolated
+def test_the_disk_cannot_be_filled() -> None:
+    source = """
+import os
+written = 0
+for name in range(100):
+    try:
+        with open(f"/program/{name}", "wb", buffering=0) as file:
+            for _ in range(100):
+                written += file.write(bytes(100_000))
+    except OSError:
+        pass
+print(written)
+"""
+    result = run_code(source, limits=Limits(file_bytes=1_000_000))
+    assert 500_000 < int(result.stdout) < 1_200_000, result
+
+
+@isolated
+@pytest.mark.parametrize("path", ["/", "/usr", "/usr/lib", "/tmp", "/dev", "/etc", "/dev/shm"])
+def test_nothing_else_can_be_written(path: str) -> None:
+    result = run_code(f"open({path + '/file'!r}, 'w')")
+    assert "Error: [Errno" in result.stderr
+
+
+@isolated
+def test_there_is_no_network() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = run_code(f"import socket; socket.create_connection(('127.0.0.1', {port}), 1)")
+    assert "OSError" in result.stderr
+    assert "abstract" not in run_code("import socket; print(socket.if_nameindex())").stdout
+
+
+@isolated
+def test_a_fork_bomb_is_cheap() -> None:
+    started = time.monotonic()
+    result = run_code("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", limits=SHORT)
+    assert result.outcome in ("timed out", "exited")
+    assert time.monotonic() - started < 6
+    _until(lambda: not _processes_in_sandboxes())
+
+
+@isolated
+def test_the_processes_are_counted() -> None:
+    source = """
+import os, time
+children = 0
+try:
+    while True:
+        if os.fork() == 0:
+            time.sleep(9)
+        children += 1
+except OSError:
+    print(children)
+"""
+    assert int(run_code(source, limits=Limits(processes=4)).stdout) <= 4
+
+
+@isolated
+def test_it_cannot_kill_what_started_it() -> None:
+    source = """
+import os, signal
+for pid in (os.getppid(), 1, os.getpgid(0), -1, %d, %d):
+    if pid not in (0, os.getpid()):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except OSError:
+            pass
+print("still here")
+"""
+    result = run_code(source % (os.getpid(), os.getppid()))
+    assert result.outcome == "exited"  # the test is still alive, too
+
+
+@isolated
+@pytest.mark.parametrize("path", [str(Path(__file__)), "/etc/passwd", "/proc/self/environ", "/root", "/home", "/sys"])
+def test_files_outside_cannot_be_read(path: str) -> None:
+    result = run_code(f"import os; print(os.listdir({path!r}) if os.path.isdir({path!r}) else open({path!r}).read())")
+    if result.ok:  # a folder on the way to the interpreter may be there: then it holds nothing else
+        assert sys.base_prefix.startswith(path)
+        assert len(eval(result.stdout)) == 1
+    else:
+        assert "FileNotFoundError" in result.stderr or "PermissionError" in result.stderr
+
+
+@isolated
+def test_environment_and_open_files_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "token")
+    with Path(__file__).open("rb") as file:
+        os.set_inheritable(file.fileno(), True)
+        source = """
+import os
+print(dict(os.environ), [fd for fd in range(3, 200) if os.path.exists(f"/dev/fd/{fd}") or not _closed(fd)])
+"""
+        closed = (
+            "import os\ndef _closed(fd):\n    try: os.fstat(fd)\n    except OSError: return True\n    return False\n"
+        )
+        result = run_code(closed + source)
+    assert result.stdout == "{'LC_CTYPE': 'C.UTF-8'} []\n", result
+
+
+@isolated
+def test_it_has_no_rights_and_gets_none() -> None:
+    source = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.mount(b"tmpfs", b"/program", b"tmpfs", 0, None), libc.umount2(b"/usr", 2), libc.setns(0, 0))
+print(libc.mount(None, b"/usr", None, 4096 | 32, None))
+if libc.unshare(0x10000000 | 0x20000) == 0:  # a user namespace of its own: what it sees stays read-only there
+    print(libc.umount2(b"/usr", 2), libc.mount(None, b"/usr", None, 4096 | 32, None))
+try:
+    os.setuid(0); open("/usr/file", "w")
+except OSError as error:
+    print(type(error).__name__)
+"""
+    result = run_code(source)
+    assert set(result.stdout.replace("\n", " ").split()) <= {"-1", "PermissionError", "OSError"}, result
+
+
+@isolated
+def test_an_escaped_grandchild_ends_with_it() -> None:
+    source = """
+import ctypes, os, signal, time
+if os.fork() == 0:
+    os.setsid()
+    ctypes.CDLL(None).prctl(1, 0)  # no signal when its parent dies
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    if os.fork() == 0:
+        os.close(0); os.close(1); os.close(2)
+        time.sleep(100)
+    os._exit(0)
+time.sleep(0.2)
+"""
+    assert run_code(source).ok
+    _until(lambda: not _processes_in_sandboxes())
+    assert run_code(source + "time.sleep(100)", limits=Limits(wall_s=1.0)).outcome == "timed out"
+    _until(lambda: not _processes_in_sandboxes())
+
+
+@isolated
+def test_it_ends_when_the_worker_is_killed() -> None:
+    source = "import os, time\nos.setsid()\ntime.sleep(100)"
+    code = f"from async_grpo.rewards.sandbox import run_code, Limits; run_code({source!r}, limits=Limits(wall_s=90))"
+    worker = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
+    try:
+        _until(lambda: bool(_processes_in_sandboxes()))
+    finally:
+        worker.kill()
+        worker.wait()
+    _until(lambda: not _processes_in_sandboxes())
+
+
+@isolated
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
+def test_it_works_for_an_ordinary_user_too() -> None:
+    python = Path("/usr/bin/python3")
+    version = subprocess.run([python, "-c", "import sys; print(sys.version_info >= (3, 11))"], capture_output=True)
+    if version.stdout != b"True\n":
+        pytest.skip("no Python of the system that is new enough")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from async_grpo.rewards.sandbox import run_code; "
+        'print(run_code(\'import os; print(os.listdir("/program")); open("/usr/file", "w")\'))'
+    )
+    as_user = ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups"]
+    ran = subprocess.run([*as_user, python, "-c", code, str(ROOT / "src")], capture_output=True, text=True)
+    if "cannot be isolated here" in ran.stderr or "Permission denied" in ran.stderr:
+        pytest.skip(f"ordinary users may not: {ran.stderr[-300:]}")
+    assert "['main.py']" in ran.stdout, ran
+    assert "Read-only file system" in ran.stdout
+
+
+def test_it_is_off_until_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SWITCH)
+    with pytest.raises(SandboxError, match=SWITCH):
+        run_code("pass")
+
+
+@pytest.mark.parametrize("tool", ["exit 1", "echo no namespaces for you >&2; exit 1", None])
+def test_without_isolation_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tool: str | None) -> None:
+    """A kernel that forbids namespaces, as `unshare` tells it; and a machine without the tools."""
+    setpriv = sandbox.shutil.which("setpriv")
+    if tool is not None and setpriv is not None:
+        (tmp_path / "setpriv").symlink_to(setpriv)
+        (tmp_path / "unshare").write_text(f"#!/bin/sh\n{tool}\n")
+        (tmp_path / "unshare").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SandboxError, match="was not run, because it cannot be isolated here"):
+        run_code(f"open({str(tmp_path / 'it ran')!r}, 'w')")
+    assert not (tmp_path / "it ran").exists()
+
+
+@pytest.mark.skipif(sandbox.shutil.which("setpriv") is None, reason="no setpriv here")
+def test_without_namespaces_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An `unshare` that lies: the program's own process 1 sees that it is none."""
+    (tmp_path / "setpriv").symlink_to(str(sandbox.shutil.which("setpriv")))
+    (tmp_path / "unshare").write_text('#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n')
+    (tmp_path / "unshare").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(sandbox, "_bubblewrap", lambda: None)
+    with pytest.raises(SandboxError, match="the namespaces were not made"):
+        run_code(f"open({str(tmp_path / 'it ran')!r}, 'w')")
+    assert not (tmp_path / "it ran").exists()
+
+
+@pytest.mark.parametrize("limit", [{"wall_s": 0}, {"cpu_s": -1}, {"wall_s": float("inf")}, {"processes": 0}])
+def test_limits_must_limit(limit: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="nothing runs without limits"):
+        Limits(**limit)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("42\n", 42.0),
+        ("4.2e1", 42.0),
+        ("-1", -1.0),
+        ("NaN", None),
+        ("Infinity", None),
+        ("1e999", None),
+        ("true", None),
+        ("[42]", None),
+        ('"42"', None),
+        ("42 43", None),
+        ("", None),
+        ("1" * 33, None),
+    ],
+)
+def test_the_example_takes_one_bounded_number(text: str, number: float | None) -> None:
+    assert _example().parse_number(text) == number
+
+
+@isolated
+def test_the_example_reward() -> None:
+    reward = _example().printed_the_answer
+    right, wrong = "So:\n```python\nprint(40 + 2)\n```", [{"role": "assistant", "content": "```\nprint(1)\n```"}]
+    assert reward(completions=[right, wrong, "42"], answer=["42", 42, 42]) == [1.0, 0.0, 0.0]
+
+
+def _example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("sandboxed_reward", ROOT / "examples" / "sandboxed_reward.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _processes_in_sandboxes() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if "/program/main.py" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_results_tell_whether_all_is_well() -> None:
+    assert SandboxResult(outcome="exited", exit_code=0, stdout="", stderr="", wall_s=0.1).ok
+    assert not SandboxResult(outcome="timed out", exit_code=0, stdout="", stderr="", wall_s=0.1).ok

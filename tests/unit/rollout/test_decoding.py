@@ -1,0 +1,245 @@
+"""Our sampling loop against the one of transformers: the same tokens, whoever has left the batch."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+from transformers.cache_utils import DynamicLayer
+
+from async_grpo.rollout.engines import decoding
+from async_grpo.rollout.engines.decoding import ROOM, RoomyLayer, SamplingLoop
+from async_grpo.rollout.engines.transformers import TransformersGenerator
+
+PAD, EOS = 0, 1
+VOCABULARY = 24
+PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]
+GROUPS = [prompt for prompt in PROMPTS for _ in range(4)]
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+    "initializer_range": 0.5,  # far from uniform
+}
+
+
+def plain() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(head_dim=8, **SHAPE)).eval()
+
+
+def with_sliding_window() -> PreTrainedModel:
+    torch.manual_seed(0)
+    window = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
+    return Qwen2ForCausalLM(Qwen2Config(**SHAPE, **window)).eval()
+
+
+class EndsByRow(LogitsProcessor):
+    """Row i ends after `lengths[i % len(lengths)]` tokens: it keeps a state for each row, as some processors do."""
+
+    def __init__(self, prompt_length: int, rows: int, lengths: tuple[int, ...]) -> None:
+        self._prompt_length = prompt_length
+        self._lengths_B = torch.tensor([lengths[row % len(lengths)] for row in range(rows)])
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        ends_B = self._lengths_B == input_ids.shape[1] - self._prompt_length + 1
+        scores[:, EOS] = torch.where(ends_B, torch.inf, -torch.inf)
+        return scores
+
+
+def config(**settings: Any) -> GenerationConfig:
+    return GenerationConfig(
+        **{"max_new_tokens": 20, "do_sample": False, "pad_token_id": PAD, "eos_token_id": EOS, **settings}
+    )
+
+
+def padded(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
+    longest = max(map(len, prompts))
+    ids = [[PAD] * (longest - len(prompt)) + prompt for prompt in prompts]
+    return torch.tensor(ids), (torch.tensor(ids) != PAD).long()
+
+
+def both(
+    model: PreTrainedModel, prompts: list[list[int]], lengths: tuple[int, ...] | None = None, **settings: Any
+) -> tuple[Tensor, Tensor, SamplingLoop]:
+    """What transformers' own loop generates, what ours does, and our loop."""
+    ids, mask = padded(prompts)
+
+    def generate(**custom: Any) -> Tensor:
+        processors = LogitsProcessorList([EndsByRow(ids.shape[1], len(ids), lengths)] if lengths else [])
+        with torch.no_grad():
+            return model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                generation_config=config(**settings),
+                logits_processor=processors,
+                **custom,
+            )
+
+    loop = SamplingLoop(temperature=1.0, pad_token_id=PAD, on_step=lambda: None)
+    return generate(), generate(custom_generate=loop), loop
+
+
+@pytest.mark.parametrize("make_model", [plain, with_sliding_window])
+@pytest.mark.parametrize("lengths", [None, (20, 3, 7), (2, 2, 2, 20), (5,), (20,)])
+def test_greedy_tokens_are_those_of_transformers(make_model: Any, lengths: tuple[int, ...] | None) -> None:
+    theirs, ours, loop = both(make_model(), GROUPS, lengths)
+    assert theirs.tolist() == ours.tolist()
+    completions = ours[:, max(map(len, PROMPTS)) :].tolist()
+    ends = [ids.index(EOS) + 1 if EOS in ids else len(ids) for ids in completions]
+    assert loop.lengths_B.tolist() == ends
+
+
+@pytest.mark.parametrize("make_model", [plain, with_sliding_window])
+@pytest.mark.parametrize("lengths", [(20, 3, 7), (2, 2, 2, 20), (9, 17), (5,), (20,)])
+def test_rows_that_end_between_two_looks_get_nothing_more(
+    make_model: Any, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where what has ended goes on being decoded until the next look."""
+    monkeypatch.setattr(decoding, "steps_between_looks", lambda device: 8)
+    theirs, ours, loop = both(make_model(), GROUPS, lengths)
+    width = theirs.shape[1]
+    assert ours[:, :width].tolist() == theirs.tolist()
+    assert set(ours[:, width:].flatten().tolist()) <= {PAD}, "steps up to the look at which all had ended"
+    assert loop.lengths_B.tolist() == [lengths[row % len(lengths)] for row in range(len(GROUPS))]
+
+
+@pytest.mark.parametrize("look_every", [1, 8])
+def test_groups_are_told_once_with_all_that_was_sampled(look_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoding, "steps_between_looks", lambda device: look_every)
+    ids, mask = padded(GROUPS)
+    told: list[tuple[int, list[int]]] = []
+
+    def on_groups(groups: list[int]) -> None:
+        told.extend((group, loop.lengths_B[4 * group : 4 * group + 4].tolist()) for group in groups)
+
+    loop = SamplingLoop(temperature=1.0, pad_token_id=PAD, on_step=lambda: None, group_size=4, on_groups=on_groups)
+    lengths = (2, 3, 2, 3, 20, 1, 1, 1, 5, 6, 7, 9)
+    plain().generate(
+        input_ids=ids,
+        attention_mask=mask,
+        generation_config=config(),
+        logits_processor=LogitsProcessorList([EndsByRow(ids.shape[1], len(ids), lengths)]),
+        custom_generate=loop,
+    )
+    assert told == [(0, [2, 3, 2, 3]), (2, [5, 6, 7, 9])], "the group that ends last is only returned"
+    assert loop.lengths_B.tolist() == list(lengths)
+
+
+def test_a_prompt_that_begins_with_the_padding_token_is_no_shorter_prompt() -> None:
+    model = plain()
+    ids = torch.tensor([[PAD, 5, 6], [PAD, 5, 6]])
+    mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+    loop = SamplingLoop(temperature=1.0, pad_token_id=PAD, on_step=lambda: None)
+    inputs = {"input_ids": ids, "attention_mask": mask, "generation_config": config()}
+    assert model.generate(**inputs).tolist() == model.generate(**inputs, custom_generate=loop).tolist()
+    assert not torch.equal(loop.logprobs_BC[0], loop.logprobs_BC[1])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 8},
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_what_the_generation_config_asks_for_is_done(settings: dict[str, Any]) -> None:
+    theirs, ours, _ = both(plain(), GROUPS, **settings)
+    assert theirs.tolist() == ours.tolist()
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 2}, {"top_p": 0.3}, {"temperature": 0.01}], ids=str)
+def test_samples_come_from_the_distribution_that_was_asked_for(settings: dict[str, Any]) -> None:
+    """With nearly all weight on few tokens, samples show whether the processors were applied."""
+    model = plain()
+    torch.manual_seed(0)
+    _, ours, loop = both(model, [PROMPTS[0]] * 64, do_sample=True, **{"top_k": 0, "max_new_tokens": 1, **settings})
+    logits = model(torch.tensor([PROMPTS[0]])).logits[0, -1]
+    order = logits.argsort(descending=True).tolist()
+    assert set(ours[:, -1].tolist()) <= set(order[: 1 if "temperature" in settings else 2])
+    torch.testing.assert_close(loop.logprobs_BC[:, 0], logits.log_softmax(-1)[ours[:, -1]])
+
+
+def test_samples_have_the_frequencies_of_the_softmax() -> None:
+    model = plain()
+    torch.manual_seed(0)
+    rows = 4000
+    _, ours, _ = both(model, [PROMPTS[2]] * rows, do_sample=True, top_k=0, max_new_tokens=1)
+    expected = model(torch.tensor([PROMPTS[2]])).logits[0, -1].softmax(-1)
+    found = torch.bincount(ours[:, -1], minlength=VOCABULARY) / rows
+    torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
+
+
+def test_rows_that_have_ended_are_not_decoded_any_more() -> None:
+    model = plain()
+    batches = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: batches.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    ids, mask = padded(GROUPS)
+    model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        generation_config=config(),
+        logits_processor=LogitsProcessorList([EndsByRow(ids.shape[1], len(ids), (3, 3, 20))]),
+        custom_generate=SamplingLoop(temperature=1.0, pad_token_id=PAD, on_step=lambda: None),
+    )
+    assert batches[0] == (len(PROMPTS), 5), "each prompt once"
+    assert batches[1:] == [(12, 1)] * 2 + [(4, 1)] * 17
+
+
+def test_log_probabilities_are_right_after_others_have_left() -> None:
+    model = plain()
+    generator = TransformersGenerator(
+        model, config=config(do_sample=True, temperature=1.3, top_k=0, max_new_tokens=60), pad_token_id=PAD,
+        autocast=nullcontext,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    prompts = PROMPTS * 10
+    completions, logprobs = generator.generate(prompts)
+    assert len({len(ids) for ids in completions}) > 5, "the seed shows many lengths"
+    for prompt, ids, sampled in zip(prompts, completions, logprobs, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        expected = torch.log_softmax(logits / 1.3, -1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(sampled), expected, atol=1e-5, rtol=0)
+
+
+def test_a_layer_with_room_holds_what_a_plain_one_holds() -> None:
+    torch.manual_seed(0)
+    ours, plain_layer = DynamicCache(), DynamicCache()
+    ours.layers, plain_layer.layers = [RoomyLayer()], [DynamicLayer()]
+    ours.layer_class_to_replicate = plain_layer.layer_class_to_replicate = None
+    for step, tokens in enumerate([5, *[1] * (2 * ROOM), 3]):
+        rows = 4 if step < ROOM else 2
+        keys, values = torch.randn(rows, 2, tokens, 8), torch.randn(rows, 2, tokens, 8)
+        if step == ROOM:
+            for cache in (ours, plain_layer):
+                cache.batch_select_indices(torch.tensor([3, 1]))
+        for mine, expected in zip(ours.update(keys, values, 0), plain_layer.update(keys, values, 0), strict=True):
+            assert torch.equal(mine, expected)
+        assert ours.get_seq_length() == plain_layer.get_seq_length()

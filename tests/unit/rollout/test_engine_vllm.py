@@ -1,0 +1,56 @@
+"""Where vLLM finds the model that it is to build. The engine itself needs vLLM: `tests/with_vllm`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_grpo.rollout.engines import vllm as vllm_engine
+from async_grpo.rollout.engines.vllm import VLLMEngine
+
+
+@pytest.fixture
+def built_from(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
+    """The folders that a stand-in for vLLM was started on, and what was in them then."""
+    seen: list[tuple[str, list[str]]] = []
+
+    def from_engine_args(args: SimpleNamespace) -> None:
+        seen.append((args.model, sorted(path.name for path in Path(args.model).iterdir())))
+
+    engine = ModuleType("vllm.v1.engine.llm_engine")
+    engine.LLMEngine = SimpleNamespace(from_engine_args=from_engine_args)  # type: ignore[attr-defined]
+    vllm = ModuleType("vllm")
+    vllm.EngineArgs = SimpleNamespace  # type: ignore[attr-defined]
+    for module in (vllm, ModuleType("vllm.v1"), ModuleType("vllm.v1.engine"), engine):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(vllm_engine, "engine_options", lambda *_, **__: {})
+    monkeypatch.setattr(VLLMEngine, "_describe_model", lambda self, trainer, folder: (folder / "config.json").touch())
+    return seen
+
+
+def build(folder: Path | None) -> None:
+    engine: Any = object.__new__(VLLMEngine)
+    engine._with_text, engine._adapter, engine._in_flight_update = False, None, False
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cuda:0"))
+    engine._build(trainer, folder, seed=0, deterministic=False)
+
+
+def test_a_worker_builds_its_engine_in_the_run_directory_and_tidies_up_after_a_dead_one(
+    tmp_path: Path, built_from: list[tuple[str, list[str]]]
+) -> None:
+    folder = tmp_path / "alive" / "dev1.engine"
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text("of one that was killed")
+    build(folder)
+    assert built_from == [(str(folder), ["config.json"])]
+    assert not folder.exists()
+
+
+def test_an_engine_without_a_place_takes_a_temporary_one(built_from: list[tuple[str, list[str]]]) -> None:
+    build(None)
+    [(folder, files)] = built_from
+    assert files == ["config.json"] and not Path(folder).exists()

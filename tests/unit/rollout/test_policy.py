@@ -1,0 +1,64 @@
+"""A worker aliases weights on its own device, and copies those of another one, each version once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from async_grpo.errors import PeerDiedError
+from async_grpo.rollout.policy import PolicyWeights
+from async_grpo_ipc import RemoteWeights, WeightExporter, open_remote_memory
+
+
+def test_on_its_own_device_it_moves_no_byte(tmp_path: Path) -> None:
+    trained, worker = nn.Linear(3, 2), nn.Linear(3, 2)
+    with WeightExporter.from_model(trained, tmp_path / "handle.json") as exporter:
+        exporter.publish(1)
+        with open_remote_memory(tmp_path / "handle.json") as remote:
+            policy = PolicyWeights(remote, worker)
+            assert policy.adopt(10) == 1
+            torch.testing.assert_close(worker.weight, trained.weight)
+            first = worker.weight.data_ptr()
+            policy.release()
+            with torch.no_grad():
+                trained.weight.fill_(7.0)
+            exporter.publish(2)
+            assert policy.adopt(10) == 2
+            assert worker.weight.data_ptr() != first, "another slot"
+            assert worker.weight.eq(7.0).all()
+
+
+def test_from_another_device_it_copies_each_version_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RemoteWeights, "can_alias", lambda self, model: False)
+    pulls: list[int] = []
+    real_pull = RemoteWeights.pull
+
+    def counted(self: RemoteWeights, model: nn.Module, timeout_s: float) -> int:
+        pulls.append(real_pull(self, model, timeout_s))
+        return pulls[-1]
+
+    monkeypatch.setattr(RemoteWeights, "pull", counted)
+    trained, worker = nn.Linear(3, 2), nn.Linear(3, 2)
+    own_memory = worker.weight.data_ptr()
+    with WeightExporter.from_model(trained, tmp_path / "handle.json") as exporter:
+        exporter.publish(1)
+        with open_remote_memory(tmp_path / "handle.json") as remote:
+            policy = PolicyWeights(remote, worker)
+            assert [policy.adopt(10), policy.adopt(10)] == [1, 1]
+            exporter.publish(2)
+            assert policy.adopt(10) == 2
+    assert pulls == [1, 2]
+    assert worker.weight.data_ptr() == own_memory
+    torch.testing.assert_close(worker.weight, trained.weight)
+
+
+def test_a_dead_trainer_is_told(tmp_path: Path) -> None:
+    worker = nn.Linear(3, 2)
+    exporter = WeightExporter.from_model(nn.Linear(3, 2), tmp_path / "handle.json")
+    with open_remote_memory(tmp_path / "handle.json") as remote:
+        exporter.close()
+        with pytest.raises(PeerDiedError):
+            PolicyWeights(remote, worker).adopt(10)

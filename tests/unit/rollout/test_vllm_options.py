@@ -1,0 +1,121 @@
+"""What a `GRPOConfig` becomes for vLLM, without vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.rollout.engines.vllm_options import adapter_of, engine_options, needs_text, sampling_options
+
+
+def trainer(model: Any = None, **changes: Any) -> SimpleNamespace:
+    args = {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": None,
+        "repetition_penalty": 1.1,
+        "generation_kwargs": None,
+        "vllm_structured_outputs_regex": None,
+        "vllm_tensor_parallel_size": 1,
+        "vllm_gpu_memory_utilization": 0.4,
+        "vllm_max_model_length": 2048,
+        "vllm_model_impl": "vllm",
+        "trust_remote_code": False,
+        "generation_batch_size": 32,
+        "bf16": False,
+        "fp16": False,
+        **changes,
+    }
+    return SimpleNamespace(
+        args=SimpleNamespace(**args),
+        model=model or SimpleNamespace(dtype=torch.float32),
+        max_completion_length=64,
+        num_generations=8,
+        eos_token_ids=[7, 5],
+    )
+
+
+def adapter(rank: int = 16, peft_type: str = "LORA", beside: bool = False) -> SimpleNamespace:
+    names = ["base_model.model.q_proj.lora_A.default.weight"]
+    parameters = [(name, SimpleNamespace(requires_grad=True)) for name in names + ["norm.weight"] * beside]
+    return SimpleNamespace(
+        dtype=torch.bfloat16,
+        active_adapter="default",
+        peft_config={"default": SimpleNamespace(r=rank, rank_pattern={}, peft_type=peft_type)},
+        named_parameters=lambda: iter(parameters),
+    )
+
+
+def test_sampling_parameters_are_those_of_the_config() -> None:
+    assert sampling_options(trainer()) == {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 20,
+        "min_p": 0.0,
+        "repetition_penalty": 1.1,
+        "max_tokens": 64,
+        "stop_token_ids": [5, 7],
+        "detokenize": False,
+    }
+
+
+def test_generation_kwargs_win_whatever_they_are_called() -> None:
+    kwargs = {"stop_strings": ["</a>"], "max_new_tokens": 9, "eos_token_id": 3, "frequency_penalty": 0.5}
+    options = sampling_options(trainer(generation_kwargs=kwargs))
+    assert options["stop"] == ["</a>"]
+    assert options["max_tokens"] == 9
+    assert options["stop_token_ids"] == [3]
+    assert options["frequency_penalty"] == 0.5
+    assert options["detokenize"], "a stop string is found in text"
+    assert sampling_options(trainer(generation_kwargs={"do_sample": False}))["temperature"] == 0.0
+
+
+def test_a_regex_needs_the_tokenizer() -> None:
+    options = sampling_options(trainer(vllm_structured_outputs_regex="[0-9]+"))
+    assert options["structured_outputs"] == {"regex": "[0-9]+"}
+    assert needs_text(options)
+
+
+@pytest.mark.parametrize("name", ["n", "seed", "logprobs"])
+def test_what_the_run_decides_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"generation_kwargs has '{name}'.*Remove it"):
+        sampling_options(trainer(generation_kwargs={name: 1}))
+
+
+def test_engine_settings_are_those_of_the_config() -> None:
+    options = engine_options(trainer(), seed=3, deterministic=False)
+    assert options["gpu_memory_utilization"] == 0.4
+    assert options["max_model_len"] == 2048
+    assert options["max_num_seqs"] == 32
+    assert options["dtype"] == "float32"
+    assert options["seed"] == 3
+    assert options["enable_prefix_caching"]
+    assert "enable_lora" not in options
+    assert not engine_options(trainer(), seed=0, deterministic=True)["enable_prefix_caching"]
+    assert engine_options(trainer(bf16=True), seed=0, deterministic=False)["dtype"] == "bfloat16"
+
+
+def test_an_engine_over_several_gpus_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"vllm_tensor_parallel_size=2.*Set it to 1"):
+        engine_options(trainer(vllm_tensor_parallel_size=2), seed=0, deterministic=False)
+
+
+@pytest.mark.parametrize(("rank", "room"), [(4, 8), (16, 16), (17, 32)])
+def test_room_for_an_adapter(rank: int, room: int) -> None:
+    options = engine_options(trainer(adapter(rank)), seed=0, deterministic=False)
+    assert (options["enable_lora"], options["max_lora_rank"]) == (True, room)
+
+
+@pytest.mark.parametrize("model", [adapter(peft_type="IA3"), adapter(beside=True), adapter(rank=1000)])
+def test_an_adapter_that_vllm_cannot_take_is_refused(model: Any) -> None:
+    with pytest.raises(UnsupportedError, match="--generator hf"):
+        engine_options(trainer(model), seed=0, deterministic=False)
+
+
+def test_a_model_without_an_adapter() -> None:
+    assert adapter_of(SimpleNamespace()) is None

@@ -1,0 +1,77 @@
+"""A file of whole lines: on a full disk, and after a cut."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.errors import DiskFullError
+from async_grpo.rundir.files import LineFile
+
+
+class FullDisk:
+    """A file with room for so many bytes more, as `write` of a full disk behaves: short, then ENOSPC."""
+
+    def __init__(self, file: Any, room: int, number: int = errno.ENOSPC) -> None:
+        self._file, self.room, self._number = file, room, number
+
+    def write(self, data: bytes) -> int:
+        if self.room == 0:
+            raise OSError(self._number, "no room")
+        written: int = self._file.write(data[: self.room])
+        self.room -= written
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def _on_full_disk(path: Path, room: int, number: int = errno.ENOSPC) -> tuple[LineFile, FullDisk]:
+    lines = LineFile(path)
+    disk = FullDisk(lines._file, room, number)
+    lines._file = disk  # type: ignore[assignment]
+    return lines, disk
+
+
+@pytest.mark.parametrize("room", [0, 1, 4, 7])
+def test_lines_wait_for_room_and_none_is_half_there(tmp_path: Path, room: int) -> None:
+    path = tmp_path / "lines"
+    lines, disk = _on_full_disk(path, room)
+    for line in ("one", "two", "three"):
+        lines.append(line)
+    whole = path.read_text()
+    assert "one\ntwo\nthree\n".startswith(whole) and (not whole or whole.endswith("\n"))
+    with pytest.raises(DiskFullError, match="no room for"):
+        lines.sync()
+    disk.room = 100
+    lines.append("four")
+    lines.sync()
+    lines.close()
+    assert path.read_text() == "one\ntwo\nthree\nfour\n"
+
+
+def test_closing_on_a_full_disk_is_no_error(tmp_path: Path) -> None:
+    lines, _ = _on_full_disk(tmp_path / "lines", 2)
+    lines.append("one")
+    lines.close()
+    assert (tmp_path / "lines").read_text() == ""
+
+
+def test_other_errors_are_raised(tmp_path: Path) -> None:
+    lines, _ = _on_full_disk(tmp_path / "lines", 0, errno.EIO)
+    with pytest.raises(OSError, match="no room"):
+        lines.append("one")
+
+
+@pytest.mark.parametrize("left", ["", "one\n", "one\ntw", "on"])
+def test_it_goes_on_after_the_last_whole_line(tmp_path: Path, left: str) -> None:
+    path = tmp_path / "lines"
+    path.write_text(left)
+    lines = LineFile(path)
+    lines.append("next")
+    lines.close()
+    lines.close()
+    assert path.read_text() == ("one\nnext\n" if left.startswith("one\n") else "next\n")

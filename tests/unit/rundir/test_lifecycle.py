@@ -1,0 +1,322 @@
+"""Who may use a run directory, when, and what becomes of the run that is in it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.errors import RunDirError
+from async_grpo.rundir import paths as runs
+from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.paths import Fate, RunDir, RunState, fresh_folder, prepare, preview
+
+CONFIG = Path("my_trainer.py")
+HOLD_LOCK = """
+import sys
+from async_grpo.rundir.locks import KernelLock
+lock = KernelLock(sys.argv[1])
+assert lock.try_acquire({"role": "parameter server"})
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "worker"
+
+
+def old_run(root: Path, **changes: Any) -> RunState:
+    """A run that left something of every kind, beside checkpoints of the user's own naming."""
+    state = prepare(root, config=CONFIG)
+    run = RunDir(root)
+    for name in ("queue", "done", "quarantine", "tmp", "alive", "tensorboard"):
+        (root / name).mkdir()
+        (root / name / "file").write_text(name)
+    for path in (run.metrics, run.summary, run.server_log, run.worker_log(2)):
+        path.write_text("old")
+    (root / "outputs" / "checkpoint-5").mkdir(parents=True)
+    (root / "outputs" / "checkpoint-5" / "model.safetensors").write_text("weights")
+    return run.update_state(**changes) if changes else state
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@contextmanager
+def live_server(root: Path) -> Iterator[int]:
+    """Another process that holds the lock, as a parameter server does; gives its pid."""
+    command = [sys.executable, "-c", HOLD_LOCK, str(root / "server.lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout is not None and child.stdout.readline() == "held\n"
+            yield child.pid
+        finally:
+            child.kill()
+
+
+def test_a_fresh_directory(root: Path) -> None:
+    state = prepare(root / "deep", config=CONFIG, num_workers=3, workers_sharing=2)
+    assert RunDir(root / "deep").read_state() == state
+    assert state.state == runs.RUNNING
+    assert state.config == str(CONFIG.absolute())
+    assert (state.num_workers, state.workers_sharing) == (3, 2)
+    assert (root / "deep").stat().st_mode & 0o777 == 0o700, "prompts and completions are nobody else's business"
+
+
+def test_an_empty_directory_is_as_good_as_none(root: Path) -> None:
+    root.mkdir()
+    assert prepare(root, config=CONFIG).state == runs.RUNNING
+
+
+def test_every_run_has_its_own_id(tmp_path: Path) -> None:
+    assert prepare(tmp_path / "a", config=CONFIG).run_id != prepare(tmp_path / "b", config=CONFIG).run_id
+
+
+@pytest.mark.parametrize(
+    "ended",
+    [
+        {"state": runs.FINISHED, "step": 100},
+        {"state": runs.FAILED, "step": 0},
+        {"state": runs.STOPPED, "step": 0},
+    ],
+)
+def test_a_run_that_is_over_is_moved_aside_and_nothing_of_it_is_lost(root: Path, ended: dict[str, Any]) -> None:
+    old = old_run(root, **ended)
+    before = everything(root)
+    new = prepare(root, config=CONFIG)
+    assert new.run_id != old.run_id
+    [aside] = [path for path in root.parent.iterdir() if path != root]
+    assert aside.name.startswith("worker-2")
+    assert everything(aside) | {"server.lock": b""} == before | {"server.lock": b""}
+    assert set(everything(root)) == {"run.json"}
+
+
+def test_runs_that_finish_in_the_same_second_get_different_names(root: Path) -> None:
+    for _ in range(4):
+        prepare(root, config=CONFIG)
+        RunDir(root).update_state(state=runs.FINISHED)
+        run_json = RunDir(root).state_file
+        runs.os.utime(run_json, (1_700_000_000, 1_700_000_000))
+    prepare(root, config=CONFIG)
+    names = sorted(path.name for path in root.parent.iterdir() if path != root)
+    stem = names[0]
+    assert names == [stem, f"{stem}-2", f"{stem}-3", f"{stem}-4"]
+
+
+@pytest.mark.parametrize(
+    "unfinished",
+    [
+        {"state": runs.RUNNING, "step": 0},  # killed while it loaded, or still loading
+        {"state": runs.RUNNING, "step": 7},
+        {"state": runs.STOPPED, "step": 7},
+        {"state": runs.FAILED, "step": 7},
+    ],
+)
+def test_an_unfinished_run_is_refused_with_three_ways_out_and_not_touched(
+    root: Path, unfinished: dict[str, Any]
+) -> None:
+    old = old_run(root, **unfinished)
+    before = everything(root)
+    with pytest.raises(RunDirError) as refusal:
+        prepare(root, config=CONFIG)
+    text = str(refusal.value)
+    assert f"{root} holds an unfinished run ({old.run_id}, {old.state}, step {old.step}, started {old.started})" in text
+    assert all(way in text for way in ("--resume", "--run-dir OTHER", "--overwrite"))
+    assert {**everything(root), "server.lock": b""} == {**before, "server.lock": b""}
+
+
+@pytest.mark.parametrize("state", [runs.RUNNING, runs.STOPPED, runs.FAILED, runs.FINISHED])
+def test_resuming_keeps_the_run_and_everything_in_it(root: Path, state: str) -> None:
+    old = old_run(root, state=state, step=7)
+    before = everything(root)
+    resumed = prepare(root, config=CONFIG, resume=True, num_workers=4, workers_sharing=1)
+    assert (resumed.run_id, resumed.step, resumed.state) == (old.run_id, 7, runs.RUNNING)
+    assert (resumed.num_workers, resumed.workers_sharing) == (4, 1)
+    after = everything(root)
+    assert {name for name in before if before[name] != after[name]} <= {"run.json", "server.lock"}
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_there_is_nothing_to_resume(root: Path, exists: bool) -> None:
+    if exists:
+        root.mkdir()
+    with pytest.raises(
+        RunDirError, match=r"Nothing to resume: .* (holds no run|does not exist)\. Start without --resume"
+    ):
+        prepare(root, config=CONFIG, resume=True)
+
+
+def test_overwriting_deletes_the_run_but_no_checkpoint_and_nothing_that_is_not_ours(root: Path) -> None:
+    old = old_run(root, state=runs.STOPPED, step=7)
+    (root / "notes.txt").write_text("mine")
+    new = prepare(root, config=CONFIG, overwrite=True)
+    assert new.run_id != old.run_id
+    assert set(everything(root)) - {"server.lock"} == {
+        "run.json",
+        "notes.txt",
+        "outputs/checkpoint-5/model.safetensors",
+    }
+    assert sorted(path.name for path in root.iterdir()) == ["notes.txt", "outputs", "run.json", "server.lock"]
+
+
+def test_overwriting_does_not_follow_links_out_of_the_directory(root: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("data")
+    prepare(root, config=CONFIG)
+    (root / "tensorboard").symlink_to(elsewhere)
+    prepare(root, config=CONFIG, overwrite=True)
+    assert everything(elsewhere) == {"precious": b"data"}
+
+
+def test_a_directory_that_is_no_run_directory_is_refused_even_with_overwrite(root: Path) -> None:
+    root.mkdir()
+    (root / "thesis.tex").write_text("years of work")
+    for overwrite in (False, True):
+        with pytest.raises(RunDirError, match=r"is no run directory: it holds 'thesis\.tex' and no run\.json"):
+            prepare(root, config=CONFIG, overwrite=overwrite)
+    assert everything(root) == {"thesis.tex": b"years of work"}
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_root_that_is_no_plain_directory(root: Path, tmp_path: Path, kind: str) -> None:
+    if kind == "file":
+        root.touch()
+    else:
+        (tmp_path / "target").mkdir()
+        root.symlink_to(tmp_path / "target")
+    with pytest.raises(RunDirError, match="is not a plain directory"):
+        prepare(root, config=CONFIG)
+
+
+@pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}])
+def test_a_directory_in_use_names_who_uses_it_whatever_is_asked(root: Path, how: dict[str, bool]) -> None:
+    old_run(root, state=runs.STOPPED, step=7)
+    with live_server(root) as pid:
+        before = everything(root)
+        with pytest.raises(RunDirError) as refusal:
+            prepare(root, config=CONFIG, **how)
+        text = str(refusal.value)
+        assert f"{root} is in use by a live parameter server (pid {pid}, host {socket.gethostname()}, since 2" in text
+        assert "choose another --run-dir" in text
+        assert everything(root) == before
+
+
+def test_a_killed_server_leaves_no_stale_lock(root: Path) -> None:
+    old_run(root, state=runs.FINISHED, step=7)
+    with live_server(root):
+        pass
+    assert prepare(root, config=CONFIG).state == runs.RUNNING
+
+
+def test_preparing_leaves_the_lock_free_for_the_server(root: Path) -> None:
+    prepare(root, config=CONFIG)
+    with pytest.raises(RunDirError):
+        prepare(root, config=CONFIG)
+    assert not KernelLock(root / "server.lock").is_held()
+
+
+@pytest.mark.parametrize("content", [{"format": 99}, {}, [], None, 3])
+def test_a_state_of_another_version(root: Path, content: object) -> None:
+    root.mkdir()
+    (root / "run.json").write_text(json.dumps(content))
+    for how in ({}, {"resume": True}, {"overwrite": True}):
+        with pytest.raises(RunDirError, match=r"run\.json was written by another version .* another --run-dir"):
+            prepare(root, config=CONFIG, **how)
+    assert json.loads((root / "run.json").read_text()) == content
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00"])
+def test_a_state_that_is_no_json(root: Path, content: bytes) -> None:
+    root.mkdir()
+    (root / "run.json").write_bytes(content)
+    with pytest.raises(RunDirError, match=r"run\.json is no JSON .* another --run-dir"):
+        prepare(root, config=CONFIG)
+
+
+def test_a_state_with_the_wrong_fields(root: Path) -> None:
+    root.mkdir()
+    (root / "run.json").write_text(json.dumps({"format": 1, "colour": "red"}))
+    with pytest.raises(RunDirError, match=r"run\.json .*unexpected keyword argument 'colour'"):
+        prepare(root, config=CONFIG)
+
+
+def test_a_state_that_vanishes_during_the_run_is_noticed(root: Path) -> None:
+    prepare(root, config=CONFIG)
+    run = RunDir(root)
+    run.state_file.unlink()
+    with pytest.raises(RunDirError, match="has vanished"):
+        run.update_state(step=1)
+
+
+def test_json_appears_whole_and_leaves_no_temporary_file(tmp_path: Path) -> None:
+    for number in range(3):
+        runs.write_json(tmp_path / "a.json", {"number": number})
+    assert everything(tmp_path) == {"a.json": b'{\n  "number": 2\n}\n'}
+
+
+def test_the_weights_handle_can_be_put_elsewhere(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_IPC_HANDLE_PATH", raising=False)
+    assert RunDir(root).weights_handle == root / "ps_ipc_handle.json"
+    monkeypatch.setenv("CUDA_IPC_HANDLE_PATH", str(root.parent / "handle.json"))
+    assert RunDir(root).weights_handle == root.parent / "handle.json"
+
+
+def snapshot(root: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(root.rglob("*"))}
+
+
+@pytest.mark.parametrize(
+    ("state", "step", "flags", "fate"),
+    [
+        (None, 0, {}, Fate.NEW),
+        (runs.FINISHED, 5, {}, Fate.MOVED_ASIDE),
+        (runs.FAILED, 0, {}, Fate.MOVED_ASIDE),
+        (runs.STOPPED, 5, {"overwrite": True}, Fate.OVERWRITTEN),
+        (runs.STOPPED, 5, {"resume": True}, Fate.RESUMED),
+        (runs.STOPPED, 5, {}, "unfinished run"),
+        (None, 0, {"resume": True}, "Nothing to resume"),
+    ],
+)
+def test_a_preview_says_what_a_start_would_do_and_does_nothing(
+    tmp_path: Path, state: str | None, step: int, flags: dict[str, bool], fate: Fate | str
+) -> None:
+    root = tmp_path / "worker"
+    if state is not None:
+        prepare(root, config=CONFIG)
+        RunDir(root).update_state(state=state, step=step)
+    before = snapshot(tmp_path)
+    if isinstance(fate, str):
+        with pytest.raises(RunDirError, match=fate) as foretold:
+            preview(root, **flags)
+        with pytest.raises(RunDirError) as real:
+            prepare(root, config=CONFIG, **flags)
+        assert str(foretold.value) == str(real.value)
+        return
+    found, place = preview(root, **flags)
+    assert found is fate
+    assert snapshot(tmp_path) == before
+    prepare(root, config=CONFIG, **flags)
+    assert place.is_dir()
+    assert (place != root) == (fate is Fate.MOVED_ASIDE)
+
+
+def test_a_fresh_folder_has_nothing_of_a_process_that_was_killed_and_is_gone_at_the_end(tmp_path: Path) -> None:
+    folder = RunDir(tmp_path).worker_engine(3)
+    (folder / "left").mkdir(parents=True)
+    (folder / "left" / "config.json").write_text("of the dead")
+    with pytest.raises(KeyError), fresh_folder(folder):
+        assert list(folder.iterdir()) == []
+        (folder / "config.json").write_text("{}")
+        raise KeyError
+    assert not folder.exists()

@@ -1,0 +1,116 @@
+"""The table at the end of a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.rundir import paths as runs
+from async_grpo.rundir import summary
+from async_grpo.rundir.paths import RunDir
+
+FIGURES: dict[str, Any] = {
+    "state": runs.FINISHED,
+    "worker_restarts": 0,
+    "steps": 100,
+    "wall_seconds": 61.4,
+    "rollouts": 12800,
+    "rollouts_per_second": 212.345,
+    "staleness_mean": 1.234,
+    "staleness_max": 3,
+    "trainer_wait_fraction": 0.251,
+    "worker_busy_fraction": 0.875,
+    "jobs_quarantined": 0,
+    "groups_dropped": 0,
+    "reward_first": 0.25,
+    "reward_last": 0.96,
+    "accuracy_before": 0.3,
+    "accuracy_after": 0.97,
+    "run_id": "abc",
+    "checkpoints": "out/checkpoints",
+    "tensorboard": "worker/tensorboard",
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(shutil, "which", lambda name: name)  # as after an installation
+    runs.prepare(Path("worker"), config=Path("my_trainer.py"))
+    return RunDir(Path("worker"))
+
+
+def shown(run: RunDir, capsys: pytest.CaptureFixture[str], **changes: Any) -> str:
+    figures = {name: value for name, value in {**FIGURES, **changes}.items() if value is not None}
+    runs.write_json(run.summary, figures)
+    summary.show(run)
+    return capsys.readouterr().out
+
+
+def test_a_finished_run(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(run, capsys)
+    for part in (
+        "run abc finished",
+        "100 in 61 s",
+        "0.250 → 0.960",
+        "0.300 → 0.970",
+        "12800, 212.3 a second",
+        "mean 1.23, max 3",
+        "25% of the time",
+        "88% of the time",
+        "out/checkpoints",
+        "worker/tensorboard",
+        "next: async-grpo board worker --serve\n",
+    ):
+        assert part in text
+    assert "set aside" not in text and "dropped" not in text
+
+
+def test_a_stopped_run_says_how_to_go_on(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(run, capsys, state=runs.STOPPED)
+    assert "next: async-grpo train my_trainer.py --distributed --run-dir worker --resume\n" in text
+
+
+def test_groups_that_were_set_aside_are_counted_and_found(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(run, capsys, jobs_quarantined=3)
+    assert f"3, with reasons in {run.root / 'quarantine'}" in text
+
+
+def test_groups_that_were_dropped_are_counted(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "484, of equal rewards or over age" in shown(run, capsys, groups_dropped=484)
+
+
+def test_figures_that_a_run_does_not_have_are_left_out(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(run, capsys, reward_first=None, reward_last=None, accuracy_before=None, accuracy_after=None)
+    assert "reward" not in text and "accuracy" not in text
+    only_before = shown(run, capsys, accuracy_after=None)
+    assert "accuracy" not in only_before and "reward first" in only_before
+
+
+def test_a_run_that_was_stopped_before_training_began(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.write_json(run.summary, {"state": runs.STOPPED, "worker_restarts": 0, "steps": 0, "run_id": "abc"})
+    summary.show(run)
+    assert capsys.readouterr().out == "run abc stopped before training began\n"
+
+
+def test_without_a_summary_nothing_is_shown(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    summary.show(run)
+    assert capsys.readouterr().out == ""
+
+
+def test_paths_are_shown_as_they_are(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """Square brackets are markup to the library that draws the table."""
+    assert "runs/[bold]x[/bold]" in shown(run, capsys, checkpoints="runs/[bold]x[/bold]")
+
+
+def test_the_launcher_adds_its_figures(run: RunDir) -> None:
+    summary.add(run.summary, server_pid=4, worker_restarts=2)
+    assert not run.summary.exists(), "the server wrote none, so there is nothing to add to"
+    runs.write_json(run.summary, {"server_pid": 4, "steps": 3, "worker_restarts": 0})
+    summary.add(run.summary, server_pid=4, worker_restarts=2)
+    assert json.loads(run.summary.read_text()) == {"server_pid": 4, "steps": 3, "worker_restarts": 2}

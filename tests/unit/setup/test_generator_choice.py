@@ -1,0 +1,98 @@
+"""Which engine the workers take, and a setup file that asks TRL for vLLM."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_grpo.errors import UnsupportedError, UsageError
+from async_grpo.setup.generator_choice import VLLM_SERVER, choose_generator, refuse_with_server, wants_vllm
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def set_to(value: bool) -> None:
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name: SimpleNamespace(origin="there") if value else None
+        )
+
+    return set_to
+
+
+def trainer(wish: bool = False, mode: str = "colocate") -> Any:
+    return SimpleNamespace(async_grpo_wants_vllm=wish, args=SimpleNamespace(vllm_mode=mode), model=None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "wish", "on_gpu", "there", "chosen"),
+    [
+        (None, False, False, True, "hf"),
+        (None, False, True, True, "vllm"),
+        (None, False, True, False, "hf"),
+        (None, True, False, True, "vllm"),
+        ("hf", True, True, True, "hf"),
+        ("vllm", False, False, True, "vllm"),
+    ],
+)
+def test_the_engine(asked: str | None, wish: bool, on_gpu: bool, there: bool, chosen: str, installed: Any) -> None:
+    installed(there)
+    assert choose_generator(asked, trainer(wish), on_gpu=on_gpu) == chosen
+
+
+@pytest.mark.parametrize(("asked", "who"), [("vllm", "--generator vllm"), (None, "use_vllm=True")])
+def test_a_missing_vllm_is_a_sentence_that_says_what_to_do(asked: str | None, who: str, installed: Any) -> None:
+    installed(False)
+    with pytest.raises(UsageError, match=rf"{who}.*not installed.*pip install"):
+        choose_generator(asked, trainer(wish=True), on_gpu=True)
+
+
+def test_a_server_generates_where_the_file_asks_for_vllm(installed: Any) -> None:
+    installed(True)
+    assert choose_generator(None, trainer(wish=True, mode="server"), on_gpu=True) == VLLM_SERVER
+    assert choose_generator("vllm", trainer(wish=True, mode="server"), on_gpu=True) == VLLM_SERVER
+    assert choose_generator("hf", trainer(wish=True, mode="server"), on_gpu=True) == "hf"
+    assert choose_generator(None, trainer(wish=False, mode="server"), on_gpu=True) == "vllm"
+
+
+def test_a_server_is_fed_by_one_worker_and_is_not_deterministic() -> None:
+    refuse_with_server(workers=1, deterministic=False)
+    with pytest.raises(UnsupportedError, match="--num-workers 1"):
+        refuse_with_server(workers=2, deterministic=False)
+    with pytest.raises(UnsupportedError, match="--deterministic"):
+        refuse_with_server(workers=1, deterministic=True)
+
+
+def test_an_engine_inside_the_model_generates() -> None:
+    with_engine = trainer()
+    with_engine.model = SimpleNamespace(vllm_engine=object())
+    assert choose_generator(None, with_engine, on_gpu=True) == "vllm"
+    with pytest.raises(UsageError, match="fast_inference=False"):
+        choose_generator("hf", with_engine, on_gpu=True)
+
+
+def test_a_file_with_use_vllm_starts_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    import trl
+
+    from async_grpo.setup.generator_choice import engines_left_to_workers
+
+    seen: list[bool] = []
+
+    def build(self: Any, model: Any, reward_funcs: Any, args: Any = None) -> None:
+        self.args = args
+        seen.append(args is not None and args.use_vllm)
+
+    monkeypatch.setattr(trl.GRPOTrainer, "__init__", build)
+
+    class Users(trl.GRPOTrainer):
+        def __init__(self, args: Any) -> None:
+            super().__init__("model", None, args)
+
+    with engines_left_to_workers():
+        asked = Users(SimpleNamespace(use_vllm=True, vllm_mode="colocate"))
+        other = trl.GRPOTrainer("model", None)
+    assert seen == [False, False]
+    assert (wants_vllm(asked), wants_vllm(other)) == (True, False)
+    assert trl.GRPOTrainer.__init__ is build, "plain TRL is as it was"

@@ -1,0 +1,222 @@
+"""Signals, a parent's death and the log, each in a real child process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import dedent
+
+import psutil
+import pytest
+
+from async_grpo.setup.process import STACKS_SIGNAL, own_compile_cache
+
+DEADLINE_S = 60.0
+
+
+@contextmanager
+def child(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-u", "-c", dedent(code), *arguments]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def says(process: subprocess.Popen[str], line: str) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == line + "\n"
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_while_a_process_starts_ends_it_at_once_and_in_order(number: signal.Signals) -> None:
+    code = """
+        import time
+        from async_grpo.setup.process import StopRequest
+        StopRequest().install()
+        try:
+            print("loading")
+            while True:
+                time.sleep(0.05)
+        finally:
+            print("cleaned up")
+    """
+    with child(code) as process:
+        says(process, "loading")
+        process.send_signal(number)
+        says(process, "cleaned up")
+        assert process.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_once_it_is_deferred_only_sets_a_flag(number: signal.Signals) -> None:
+    code = """
+        import time
+        from async_grpo.setup.process import StopRequest
+        stop = StopRequest().install()
+        assert not stop
+        stop.defer()
+        print("working")
+        while not stop:
+            time.sleep(0.05)
+        print("stopped in good order")
+        raise SystemExit(7)
+    """
+    with child(code) as process:
+        says(process, "working")
+        process.send_signal(number)
+        process.send_signal(number)  # an impatient user
+        says(process, "stopped in good order")
+        assert process.wait(DEADLINE_S) == 7
+
+
+PARENT = """
+    import subprocess, sys, os
+    child = subprocess.Popen([sys.executable, "-u", "-c", sys.argv[1], str(os.getpid())], start_new_session=True)
+    print(child.pid)
+    child.wait()
+"""
+
+
+def test_a_child_ends_when_its_parent_is_killed() -> None:
+    grandchild = """
+import sys, time
+from pathlib import Path
+from async_grpo.setup.process import StopRequest, end_with_parent
+StopRequest().install()
+end_with_parent(int(sys.argv[1]))
+print("ready")
+while True:
+    time.sleep(0.05)
+"""
+    with child(PARENT, grandchild) as parent:
+        assert parent.stdout is not None
+        lines = {parent.stdout.readline().strip(), parent.stdout.readline().strip()}
+        assert "ready" in lines
+        pid = int((lines - {"ready"}).pop())
+        parent.kill()
+        eventually(lambda: is_gone(pid))
+
+
+def test_a_child_whose_parent_died_before_it_could_ask_ends_too() -> None:
+    code = """
+        from async_grpo.setup.process import StopRequest, end_with_parent
+        StopRequest().install()
+        end_with_parent(999999999)
+        print("not reached")
+    """
+    with child(code) as process:
+        assert process.wait(DEADLINE_S) == 0
+        assert process.stdout is not None and process.stdout.read() == ""
+
+
+def test_the_log_is_one_line_a_message_and_prints_go_through_it() -> None:
+    code = """
+        from loguru import logger
+        from async_grpo.setup.process import log_prints, set_up_log
+        set_up_log("INFO")
+        logger.debug("not shown")
+        logger.warning("beware")
+        log_prints()
+        print("accuracy", 0.5)
+        print("half a ", end="")
+        print("line {braces} <red>tags</red>")
+        print()
+    """
+    with child(code) as process:
+        _, errors = process.communicate(timeout=DEADLINE_S)
+    assert [line[9:] for line in errors.splitlines()] == [
+        "WARNING beware",
+        "INFO    accuracy 0.5",
+        "INFO    half a line {braces} <red>tags</red>",
+    ]
+
+
+def test_each_process_has_its_own_compile_cache() -> None:
+    env: dict[str, str] = {}
+    own_compile_cache("dev1", env)
+    assert env == {"UNSLOTH_COMPILE_LOCATION": str(Path("unsloth_compiled_cache") / "dev1")}
+    env = {"UNSLOTH_COMPILE_LOCATION": "caches/mine"}
+    own_compile_cache("parameter_server", env)
+    assert env == {"UNSLOTH_COMPILE_LOCATION": str(Path("caches/mine") / "parameter_server")}
+
+
+HUNG = """
+import sys, time
+from pathlib import Path
+from async_grpo.setup.process import write_stacks_on_signal
+
+def waits_for_ever():
+    print("ready", flush=True)
+    time.sleep(100_000)
+
+write_stacks_on_signal(Path(sys.argv[1]))
+waits_for_ever()
+"""
+
+
+def test_a_hung_process_writes_its_stacks_when_it_is_signalled_and_lives_on(tmp_path: Path) -> None:
+    stacks = tmp_path / "alive" / "server.stacks"
+    with child(HUNG, str(stacks)) as process:
+        says(process, "ready")
+        process.send_signal(STACKS_SIGNAL)
+        eventually(lambda: "in <module>" in stacks.read_text())
+        assert "in waits_for_ever" in stacks.read_text()
+        assert process.poll() is None
+        assert stacks.stat().st_mode & 0o777 == 0o600
+        assert stacks.parent.stat().st_mode & 0o777 == 0o700
+
+
+FREES = """
+import os, resource, sys
+import torch
+from async_grpo.setup.process import keep_freed_memory
+
+if sys.argv[1] == "keep":
+    keep_freed_memory(os.environ)
+for _ in range(20):
+    torch.zeros(10_000_000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    torch.zeros(10_000_000)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(*arguments: str, **environment: str) -> int:
+    """Of 20 tensors of 40 MB, one after the other: up to 10,000 pages each."""
+    command = [sys.executable, "-c", FREES, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **environment})
+    return int(result.stdout)
+
+
+def test_freed_memory_is_kept_and_not_cleared_by_the_kernel_again_and_again() -> None:
+    assert page_faults("keep") < 1000
+    assert page_faults("default") > 5000, "else there is nothing to win any more"
+
+
+def test_the_users_own_settings_of_malloc_are_left_alone() -> None:
+    assert page_faults("keep", MALLOC_MMAP_THRESHOLD_="100000") > 5000

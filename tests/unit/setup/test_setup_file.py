@@ -1,0 +1,179 @@
+"""Everything that can be wrong with a setup file, and what its author is told."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from async_grpo.errors import SetupFileError
+from async_grpo.setup import trl_compat
+from async_grpo.setup.setup_file import MODULE_NAME, check_setup_file, load_trainer
+
+
+class FakeTrainer:
+    """In place of `trl.GRPOTrainer`, whose import takes longer than all of these tests."""
+
+
+@pytest.fixture(autouse=True)
+def fake_trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    trl = types.ModuleType("trl")
+    trl.GRPOTrainer = FakeTrainer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trl", trl)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    repaired: list[bool] = []
+    monkeypatch.setattr(trl_compat, "repair_trl", lambda: repaired.append(True))
+    yield repaired
+    sys.modules.pop(MODULE_NAME, None)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def write(folder: Path, text: str, name: str = "my_trainer.py") -> Path:
+    path = folder / name
+    path.write_text(dedent(text))
+    return path
+
+
+GOOD = """
+    from trl import GRPOTrainer
+
+    def get_trainer():
+        return GRPOTrainer()
+"""
+
+
+def test_a_good_file(folder: Path, fake_trl: list[bool]) -> None:
+    assert isinstance(load_trainer(write(folder, GOOD)), FakeTrainer)
+    assert fake_trl == [True], "TRL is made fit for this machine"
+
+
+@pytest.mark.parametrize("name", ["missing.py", "."])
+def test_no_such_file(folder: Path, name: str) -> None:
+    with pytest.raises(SetupFileError, match=r"Setup file not found: .*\n.*get_trainer\(\)"):
+        check_setup_file(folder / name)
+
+
+@pytest.mark.parametrize(
+    "content", [b"def get_trainer(:\n", b"\xff\xfe\x00", b"def get_trainer(): pass\n\x00", b"%PDF-1.4"]
+)
+def test_no_python(folder: Path, content: bytes) -> None:
+    path = folder / "broken.py"
+    path.write_bytes(content)
+    with pytest.raises(SetupFileError, match=r"broken\.py is not valid Python: "):
+        check_setup_file(path)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "x = 1", "def make_trainer(): pass", "class A:\n    def get_trainer(self): pass"]
+)
+def test_no_get_trainer(folder: Path, content: str) -> None:
+    with pytest.raises(SetupFileError, match=r"defines no get_trainer\(\).*returns a trl.GRPOTrainer"):
+        check_setup_file(write(folder, content))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "def get_trainer(): ...",
+        "from elsewhere import get_trainer",
+        "from elsewhere import make as get_trainer",
+        "from elsewhere import *",
+        "get_trainer = make(seed=1)",
+        "get_trainer: Callable[[], object] = make(seed=1)",
+        "if True:\n    def get_trainer(): ...",
+        "try:\n    from a import get_trainer\nexcept ImportError:\n    pass",
+        "try:\n    import a\nexcept ImportError:\n    def get_trainer(): ...",
+    ],
+)
+def test_every_way_to_define_it_is_recognised_without_running_the_file(folder: Path, content: str) -> None:
+    check_setup_file(write(folder, content))
+
+
+def test_checking_a_file_does_not_run_it(folder: Path) -> None:
+    check_setup_file(write(folder, "raise RuntimeError\ndef get_trainer(): ..."))
+
+
+def test_get_trainer_is_no_function(folder: Path) -> None:
+    with pytest.raises(SetupFileError, match=r"get_trainer in .* is not a function but int"):
+        load_trainer(write(folder, "get_trainer = 3"))
+
+
+def test_a_star_import_that_brings_no_get_trainer(folder: Path) -> None:
+    write(folder, "x = 1", "empty_neighbour.py")
+    with pytest.raises(SetupFileError, match=r"get_trainer in .* is not a function but NoneType"):
+        load_trainer(write(folder, "from empty_neighbour import *"))
+
+
+@pytest.mark.parametrize(
+    ("value", "described"),
+    [("None", r"returned None \(is a `return` missing\?\)"), ("3", "returned a builtins.int"), ("{}", "builtins.dict")],
+)
+def test_get_trainer_returns_something_else(folder: Path, value: str, described: str) -> None:
+    with pytest.raises(
+        SetupFileError, match=rf"get_trainer\(\) in .* must return a trl.GRPOTrainer, but .*{described}"
+    ):
+        load_trainer(write(folder, f"def get_trainer(): return {value}"))
+
+
+def test_a_file_that_raises_shows_its_own_frames_only(folder: Path) -> None:
+    path = write(folder, "import json\njson.loads('{')\ndef get_trainer(): ...")
+    with pytest.raises(SetupFileError) as failure:
+        load_trainer(path)
+    first, frame, *_, last = str(failure.value).splitlines()
+    assert first == f"{path} could not be loaded:"
+    assert frame == f'  File "{path}", line 2, in <module>'
+    assert last.startswith("json.decoder.JSONDecodeError: ")
+    assert "setup_file.py" not in str(failure.value) and "importlib" not in str(failure.value)
+
+
+def test_a_get_trainer_that_raises_shows_the_user_s_frames_only(folder: Path) -> None:
+    path = write(
+        folder,
+        """
+        def helper():
+            raise FileNotFoundError("no model at models/x")
+
+        def get_trainer():
+            return helper()
+        """,
+    )
+    with pytest.raises(SetupFileError) as failure:
+        load_trainer(path)
+    text = str(failure.value)
+    assert text.startswith(f'get_trainer() in {path} failed:\n  File "{path}", line 6, in get_trainer\n')
+    assert text.endswith("FileNotFoundError: no model at models/x")
+    assert "setup_file.py" not in text
+
+
+def test_a_get_trainer_with_required_arguments(folder: Path) -> None:
+    path = write(folder, "def get_trainer(model): ...")
+    with pytest.raises(SetupFileError, match=r"failed:\n(.|\n)*missing 1 required positional argument: 'model'"):
+        load_trainer(path)
+
+
+def test_the_file_can_import_its_neighbours(folder: Path) -> None:
+    write(folder, "from trl import GRPOTrainer as Trainer", "my_neighbour.py")
+    path = write(folder, "def get_trainer():\n    from my_neighbour import Trainer\n    return Trainer()")
+    assert isinstance(load_trainer(path), FakeTrainer)
+
+
+def test_a_missing_module_is_named(folder: Path) -> None:
+    path = write(folder, "import no_such_module_anywhere\ndef get_trainer(): ...")
+    with pytest.raises(SetupFileError, match="ModuleNotFoundError: No module named 'no_such_module_anywhere'"):
+        load_trainer(path)
+
+
+def test_classes_of_the_file_can_be_found_by_name(folder: Path) -> None:
+    """`pickle` and `typing.get_type_hints` look a class up in `sys.modules`."""
+    path = write(folder, GOOD + "\n    class Mine(GRPOTrainer): ...\n")
+    load_trainer(path)
+    mine = sys.modules[MODULE_NAME].Mine
+    assert mine.__module__ == MODULE_NAME

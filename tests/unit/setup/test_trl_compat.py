@@ -1,0 +1,89 @@
+"""Our log-probabilities in place of TRL's Triton kernel, against torch written out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from async_grpo.setup.trl_compat import TorchLogProbs
+
+N, H, V = 7, 5, 11
+ALL = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+
+
+@pytest.fixture
+def inputs() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "hidden": torch.randn(N, H, requires_grad=True),
+        "weight": torch.randn(V, H, requires_grad=True),
+        "bias": torch.randn(V, requires_grad=True),
+        "targets": torch.randint(V, (N,)),
+    }
+
+
+def logits_by_hand(
+    inputs: dict[str, torch.Tensor], temperature: float, softcap: float | None, scale: float, bias: bool
+) -> torch.Tensor:
+    logits = inputs["hidden"] @ inputs["weight"].T
+    if bias:
+        logits = logits + inputs["bias"]
+    logits = logits * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    return logits / temperature
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(("temperature", "scale"), [(1.0, 1.0), (0.7, 1.0), (1.3, 0.5)])
+def test_values_and_gradients(
+    inputs: dict[str, torch.Tensor], temperature: float, scale: float, softcap: float | None, bias: bool
+) -> None:
+    leaves = [inputs["hidden"], inputs["weight"]] + ([inputs["bias"]] if bias else [])
+    weights = torch.arange(1.0, N + 1)  # so that each row's gradient counts
+
+    logits = logits_by_hand(inputs, temperature, softcap, scale, bias)
+    expected = -functional.cross_entropy(logits, inputs["targets"], reduction="none")
+    probabilities = torch.softmax(logits, -1)
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    expected_gradients = torch.autograd.grad((weights * (expected + 0.1 * entropy)).sum(), leaves)
+
+    ours = TorchLogProbs.apply(
+        inputs["hidden"],
+        inputs["weight"],
+        inputs["bias"] if bias else None,
+        inputs["targets"],
+        temperature,
+        3,
+        softcap,
+        scale,
+        ALL,
+    )
+    logprobs, our_entropy, log_sum_sq, mean_logits, is_top1 = ours
+    assert our_entropy is not None and log_sum_sq is not None and mean_logits is not None and is_top1 is not None
+    gradients = torch.autograd.grad((weights * (logprobs + 0.1 * our_entropy)).sum(), leaves)
+
+    torch.testing.assert_close(logprobs, expected)
+    torch.testing.assert_close(our_entropy, entropy)
+    torch.testing.assert_close(log_sum_sq, probabilities.square().sum(-1).log())
+    torch.testing.assert_close(mean_logits, logits.mean(-1))
+    assert torch.equal(is_top1, logits.argmax(-1) == inputs["targets"])
+    torch.testing.assert_close(gradients, expected_gradients)
+    assert not log_sum_sq.requires_grad and not mean_logits.requires_grad, "statistics take no part in the loss"
+
+
+def test_only_what_is_asked_for_is_computed(inputs: dict[str, torch.Tensor]) -> None:
+    logprobs, *statistics = TorchLogProbs.apply(inputs["hidden"], inputs["weight"], None, inputs["targets"], 1.0, 256)
+    assert logprobs.shape == (N,)
+    assert statistics == [None] * 4
+
+
+def test_half_precision_is_summed_up_in_single(inputs: dict[str, torch.Tensor]) -> None:
+    hidden, weight = inputs["hidden"].bfloat16(), inputs["weight"].bfloat16()
+    logprobs, entropy, *_ = TorchLogProbs.apply(hidden, weight, None, inputs["targets"], 1.0, 256, outputs=ALL)
+    assert logprobs.dtype == torch.float32
+    assert entropy is not None and entropy.dtype == torch.float32
+    expected = torch.log_softmax((hidden @ weight.T).float(), -1).gather(1, inputs["targets"][:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected)

@@ -1,0 +1,269 @@
+"""What a process says of itself, and when its silence counts as a stalls."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from loguru import logger
+
+from async_grpo.formatting import for_people
+from async_grpo.rundir.paths import activity_file
+from async_grpo.telemetry import activity as activity_module
+from async_grpo.telemetry import stalls, waiting
+from async_grpo.telemetry.activity import (
+    GENERATING,
+    LOADING,
+    SCORING,
+    TRAINING,
+    WAITING,
+    Activity,
+    ActivityRecord,
+    read_activity,
+    read_all,
+)
+from async_grpo.telemetry.stalls import StallWarning, describe, last_progress_s
+from async_grpo.telemetry.waiting import Reminder, wait_until
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(
+        activity_module, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None)
+    )
+    return clock
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    yield lines
+    logger.remove(sink)
+
+
+def worker(root: Path, name: str = "dev1", state: str = LOADING) -> Activity:
+    writer = Activity()
+    writer.publish(root, name, device="cpu", run_id="run", state=state)
+    return writer
+
+
+def seen(root: Path, name: str = "dev1") -> ActivityRecord:
+    record = read_activity(activity_file(root, name))
+    assert record is not None
+    return record
+
+
+def test_a_change_of_state_is_seen_at_once_and_the_rest_with_it(tmp_path: Path, clock: SimpleNamespace) -> None:
+    writer = worker(tmp_path)
+    assert (seen(tmp_path).name, seen(tmp_path).pid, seen(tmp_path).state) == ("dev1", os.getpid(), LOADING)
+    clock.now += 5
+    writer.has_jobs([7, 8], GENERATING)
+    assert seen(tmp_path).jobs == ()
+    writer.doing(GENERATING, version=3)
+    clock.now += 2
+    writer.has_jobs([7], SCORING)
+    writer.no_longer_has(8, done=True)
+    writer.doing(SCORING)
+    record = seen(tmp_path)
+    assert [(job.seq, job.phase, job.since_s) for job in record.jobs] == [(7, SCORING, 1007.0)]
+    assert (record.version, record.jobs_done, record.progress_s) == (3, 1, 1007.0)
+    assert record.spent_s == {LOADING: 5.0, GENERATING: 2.0}
+    assert record.spent(1008.0)[SCORING] == 1.0
+
+
+def test_shares_are_those_of_the_last_minute(tmp_path: Path, clock: SimpleNamespace) -> None:
+    writer = worker(tmp_path)
+    assert seen(tmp_path).share_of_last_minute([LOADING], clock.now) is None, "it has only just begun"
+    for _ in range(60):  # ten minutes of work
+        writer.doing(GENERATING)
+        clock.now += 10
+        writer.flush()
+    writer.waits("jobs")
+    for _ in range(3):
+        clock.now += 10
+        writer.flush()
+    assert seen(tmp_path).share_of_last_minute([GENERATING], clock.now) == pytest.approx(0.5)
+    assert seen(tmp_path).share_of_last_minute([WAITING], clock.now) == pytest.approx(0.5)
+
+
+def test_files_are_private_and_a_damaged_or_foreign_one_says_nothing(tmp_path: Path) -> None:
+    writer = worker(tmp_path)
+    path = activity_file(tmp_path, "dev1")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    whole = path.read_bytes()
+    for broken in (b"", whole[:10], whole[:60], whole.replace(b'"cpu"', b'"gpu"')):
+        path.write_bytes(broken)
+        assert read_activity(path) is None
+    path.unlink()
+    assert read_activity(path) is None
+    path.symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_bytes(whole)
+    with pytest.raises(OSError, match="symbolic"):
+        read_activity(path)
+    assert read_all(tmp_path) == {}
+    path.unlink()
+    path.write_bytes(whole)
+    worker(tmp_path, "server")
+    path.with_name("noise.status").write_text("noise")
+    assert read_all(tmp_path).keys() == {"dev1", "server"}
+    assert read_all(tmp_path / "nowhere") == {}
+    assert writer.state == LOADING
+
+
+def test_what_a_killed_process_said_last_stays(tmp_path: Path) -> None:
+    code = f"""
+        import os, signal
+        from pathlib import Path
+        from async_grpo.telemetry.activity import activity
+        activity.publish(Path({str(tmp_path)!r}), "dev1", device="cpu", run_id="run", state="loading")
+        activity.doing("generating", version=4)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=False, timeout=60)
+    assert (seen(tmp_path).state, seen(tmp_path).version) == (GENERATING, 4)
+
+
+def test_a_very_long_text_does_not_break_the_record(tmp_path: Path) -> None:
+    writer = worker(tmp_path)
+    writer.waits("x" * 20_000)
+    assert (seen(tmp_path).state, seen(tmp_path).waits_for) == (WAITING, "")
+
+
+# --- waits feed it
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Activity:
+    writer = worker(tmp_path, state=TRAINING)
+    monkeypatch.setattr(waiting, "activity", writer)
+    monkeypatch.setattr(waiting, "NAME_EVERY_S", 0.0)
+    return writer
+
+
+def test_whoever_waits_is_named_there_and_goes_on_with_what_it_did(tmp_path: Path, here: Activity) -> None:
+    states = []
+
+    def ready() -> str | None:
+        states.append((seen(tmp_path).state, seen(tmp_path).waits_for, seen(tmp_path).waits_on))
+        return "it" if len(states) == 2 else None
+
+    wait_until(ready, what="the weights", on=["server"], timeout_s=60, poll_s=0)
+    assert states == [(TRAINING, "", ()), (WAITING, "the weights", ("server",))]
+    assert (seen(tmp_path).state, seen(tmp_path).waits_for) == (TRAINING, "")
+
+
+def test_a_wait_that_ends_with_an_error_has_ended(tmp_path: Path, here: Activity) -> None:
+    def fail() -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        wait_until(lambda: None, what="x", timeout_s=60, poll_s=0, check_peer=fail)
+    with pytest.raises(KeyError), Reminder(lambda: "x") as reminder:
+        reminder.tick()
+        raise KeyError
+    assert seen(tmp_path).state == TRAINING
+
+
+# --- stalls
+
+
+def record(name: str, progress_s: float, *waits_on: str, **more: object) -> ActivityRecord:
+    state = WAITING if waits_on else GENERATING
+    return ActivityRecord(name=name, progress_s=progress_s, state=state, waits_on=waits_on, **more)  # type: ignore[arg-type]
+
+
+def test_who_waits_for_somebody_that_gets_things_done_is_not_stalled() -> None:
+    records = {
+        "server": record("server", 10.0, "dev1"),
+        "dev1": record("dev1", 95.0),
+        "dev2": record("dev2", 20.0, "server"),
+        "dev3": record("dev3", 30.0, "dev4"),
+    }
+    assert last_progress_s("dev2", records) == 95.0, "through the server"
+    assert last_progress_s("dev3", records) == 30.0, "nobody knows dev4"
+    records["dev1"] = record("dev1", 40.0, "server")
+    assert last_progress_s("dev2", records) == 40.0, "a circle ends"
+
+
+def test_a_stall_is_told_once_and_again_when_it_has_lasted_twice_as_long(
+    tmp_path: Path, clock: SimpleNamespace, messages: list[str]
+) -> None:
+    writer = worker(tmp_path)
+    warning = StallWarning(writer, tmp_path, 60.0)
+    writer.has_jobs([13, 14], SCORING)
+    writer.doing(SCORING)
+
+    def lasts(seconds: int) -> list[str]:
+        messages.clear()
+        for _ in range(seconds):
+            clock.now += 1
+            warning.look(clock.now)
+        return list(messages)
+
+    assert lasts(59) == []
+    assert lasts(1) == ["no progress for 60 s: scoring 2 groups for 60 s"]
+    assert lasts(59) == []
+    assert lasts(1) == ["no progress for 2 min: scoring 2 groups for 2 min"]
+    writer.progress()
+    assert lasts(59) == []
+    assert len(lasts(1)) == 1, "another stall"
+
+
+def test_the_warning_names_what_is_waited_for_and_what_the_others_do(
+    tmp_path: Path, clock: SimpleNamespace, messages: list[str]
+) -> None:
+    worker(tmp_path, "dev1", state=LOADING)
+    server = worker(tmp_path, "server")
+    server.waits("4 more groups from 1 worker", ["dev1"])
+    clock.now += 61
+    StallWarning(server, tmp_path, 60.0).look(clock.now)
+    assert messages == [], "loading takes its time"
+    clock.now += stalls.LOADING_S
+    StallWarning(server, tmp_path, 60.0).look(clock.now)
+    [message] = messages
+    assert message.startswith(
+        "no progress for 61 s: waiting 5 min for 4 more groups from 1 worker; dev1 is loading for"
+    )
+
+
+def test_the_thread_looks_by_itself(tmp_path: Path, messages: list[str]) -> None:
+    writer = worker(tmp_path, state=GENERATING)
+    warning = StallWarning(writer, tmp_path, 0.05).start()
+    try:
+        wait_until(lambda: messages or None, what="a warning", timeout_s=60, poll_s=0.01)
+    finally:
+        warning.close()
+    assert messages[0].startswith("no progress for 0.")
+
+
+def test_a_state_without_jobs_and_one_with_jobs_of_another_phase() -> None:
+    assert describe(ActivityRecord(state=LOADING, since_s=10.0), 12.0) == "loading for 2.0 s"
+    jobs = (activity_module.JobActivity(5, SCORING, 10.0),)
+    assert describe(ActivityRecord(state=GENERATING, jobs=jobs), 22.0) == "scoring group 5 for 12 s"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-1, "0.0 s"),
+        (0.44, "0.4 s"),
+        (9.97, "10 s"),
+        (119.4, "119 s"),
+        (150, "2 min"),
+        (7100, "118 min"),
+        (12000, "3 h 20 min"),
+        (190000, "2 d 4 h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert for_people(seconds) == text

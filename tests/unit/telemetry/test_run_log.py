@@ -1,0 +1,236 @@
+"""The figures of a run: what is counted about rollouts, and what metrics.jsonl and the step line say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from loguru import logger
+from unit_fakes import make_group, make_job
+
+from async_grpo.records import Timings
+from async_grpo.rollout.worker import WorkerStatistics
+from async_grpo.telemetry import run_log as metrics_module
+from async_grpo.telemetry.run_log import RunLog
+from async_grpo.training import rollout_metrics as rollout_metrics_module
+from async_grpo.training.rollout_metrics import RolloutMetrics
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in (metrics_module, rollout_metrics_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
+    return clock
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
+    yield lines
+    logger.remove(sink)
+
+
+def step_logs(reward: float = 0.5, **more: Any) -> dict[str, Any]:
+    return {"loss": 0.1, "reward": reward, **more}
+
+
+# --- rollouts
+
+
+def test_figures_of_a_batch(clock: Clock) -> None:
+    logged: dict[str, float] = {}
+    metrics = RolloutMetrics(logged.__setitem__)
+    metrics.training_begins()
+    metrics.workers_alive(2)
+    busy = Timings(adopt_s=0.5, generate_s=3.0, score_s=0.5)
+    clock.now += 10.0
+    metrics.waited(4.0)
+    metrics.batch_taken([make_group(make_job(n, 5), version, timings=busy) for n, version in ((0, 7), (1, 4))], 7)
+    assert logged == {
+        "async/staleness_mean": 1.5,
+        "async/staleness_max": 3,
+        "async/rollouts_per_second": pytest.approx(1.0),
+        "async/trainer_wait_fraction": pytest.approx(0.4),
+        "async/overhead_fraction": pytest.approx(1.0 / 30.0),  # two groups' adoption, three processes, 10 s
+        "async/worker_busy_fraction": pytest.approx(8.0 / 20.0),
+    }
+
+
+def test_workers_are_busy_with_groups_that_are_dropped_too(clock: Clock) -> None:
+    logged: dict[str, float] = {}
+    metrics = RolloutMetrics(logged.__setitem__)
+    metrics.training_begins()
+    metrics.workers_alive(1)
+    group = make_group(make_job(0), 0, timings=Timings(adopt_s=0.5, generate_s=1.5, queue_s=0.5))
+    for dropped, busy, overhead in ((3, 0.8, 0.2), (0, 0.2, 0.05)):
+        for _ in range(dropped):
+            metrics.group_dropped(group)
+        clock.now += 10.0
+        metrics.batch_taken([group], 0)
+        assert logged["async/worker_busy_fraction"] == pytest.approx(busy)
+        assert logged["async/overhead_fraction"] == pytest.approx(overhead)
+    assert metrics.totals()["worker_busy_fraction"] == 0.5
+
+
+def test_totals_are_over_the_whole_training_and_leave_loading_out(clock: Clock) -> None:
+    metrics = RolloutMetrics(lambda name, value: None)
+    clock.now += 1000.0  # loading
+    metrics.training_begins()
+    metrics.workers_alive(1)
+    for staleness in (0, 2):
+        clock.now += 10.0
+        metrics.waited(5.0)
+        group = make_group(make_job(0, 4), 10 - staleness, timings=Timings(generate_s=2.5))
+        metrics.batch_taken([group], 10)
+    metrics.job_quarantined()
+    metrics.group_dropped(group)
+    assert metrics.totals() == {
+        "rollouts": 8,
+        "rollouts_per_second": 0.4,
+        "staleness_mean": 1.0,
+        "staleness_max": 2,
+        "trainer_wait_fraction": 0.5,
+        "worker_busy_fraction": 0.25,
+        "overhead_fraction": 0.0,
+        "jobs_quarantined": 1,
+        "groups_dropped": 1,
+    }
+
+
+def test_totals_of_a_run_that_took_no_batch() -> None:
+    totals = RolloutMetrics(lambda name, value: None).totals()
+    assert totals["rollouts"] == totals["staleness_mean"] == totals["worker_busy_fraction"] == 0
+
+
+def test_shares_never_exceed_one(clock: Clock) -> None:
+    logged: dict[str, float] = {}
+    metrics = RolloutMetrics(logged.__setitem__)
+    metrics.workers_alive(1)
+    clock.now += 1.0
+    metrics.waited(50.0)
+    metrics.batch_taken([make_group(make_job(0), 0, timings=Timings(generate_s=70.0))], 0)
+    assert logged["async/trainer_wait_fraction"] == logged["async/worker_busy_fraction"] == 1.0
+    assert metrics.totals()["trainer_wait_fraction"] == metrics.totals()["worker_busy_fraction"] == 1.0
+
+
+def test_a_worker_sums_up_what_it_did() -> None:
+    statistics = WorkerStatistics()
+    assert statistics.report().startswith("0 jobs, 0.00 jobs/s")
+    statistics.jobs, statistics.failed = 3, 1
+    for seconds in (0.1, 0.4, 0.1):
+        statistics.add("generation", seconds)
+    assert "3 jobs (1 failed)" in statistics.report()
+    assert "generation 0.1000/0.2000/0.4000 s (least/mean/most)" in statistics.report()
+    assert "scoring" not in statistics.report()
+
+
+# --- metrics.jsonl and the step line
+
+
+def test_each_call_of_log_is_one_line_of_json_at_once(tmp_path: Path, clock: Clock) -> None:
+    log = RunLog(tmp_path / "metrics.jsonl")
+    log.logged(1, step_logs(0.25, note=Path("x")))
+    log.logged(1, {"eval_reward": 0.5})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [
+        {"step": 1, "monotonic_s": 100.0, "loss": 0.1, "reward": 0.25, "note": "x"},
+        {"step": 1, "monotonic_s": 100.0, "eval_reward": 0.5},
+    ]
+    log.close()
+
+
+def test_the_step_line(tmp_path: Path, messages: list[str], clock: Clock) -> None:
+    log = RunLog(tmp_path / "metrics.jsonl")
+    log.training_begins(10)
+    log.logged(1, step_logs(0.25))
+    clock.now += 6.0
+    log.logged(
+        3,
+        step_logs(
+            0.75,
+            **{
+                "async/rollouts_per_second": 41.7,
+                "async/staleness_mean": 0.0,
+                "async/queue_pending": 3.0,
+                "async/queue_processing": 2.0,
+                "async/queue_complete": 0.0,
+                "async/trainer_wait_fraction": 0.314,
+                "async/worker_busy_fraction": 1.0,
+            },
+        ),
+    )
+    log.logged(3, {"eval_reward": 0.5})
+    log.logged(10, {"train_runtime": 12.0})  # the trainer's closing totals are no step
+    assert messages == [
+        "step 1/10 ETA ?  reward 0.250",
+        "step 3/10 ETA 21 s  reward 0.750  42 rollouts/s  staleness 0.0  queue 3/2/0  trainer waits 31%  "
+        "workers busy 100%",
+        "evaluation at step 3: reward 0.500",
+    ]
+    log.close()
+
+
+def test_a_long_way_to_go_is_told_in_minutes(tmp_path: Path, messages: list[str], clock: Clock) -> None:
+    log = RunLog(tmp_path / "metrics.jsonl")
+    log.training_begins(601)
+    log.logged(1, step_logs())
+    clock.now += 1.0
+    log.logged(2, step_logs())
+    assert messages[-1].startswith("step 2/601 ETA 10 min  reward")
+    log.close()
+
+
+def test_the_summary_quotes_the_first_and_the_last_and_only_what_there_is(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "metrics.jsonl")
+    assert log.quotes() == {}
+    log.logged(0, {"eval_rewards/accuracy/mean": 0.12345})
+    for reward in (0.1, 0.9, 0.5):
+        log.logged(1, step_logs(reward))
+    assert log.quotes() == {"reward_first": 0.1, "reward_last": 0.5, "accuracy_before": 0.1235}
+    log.logged(3, {"eval_rewards/accuracy/mean": 0.5})
+    log.logged(4, {"eval_rewards/accuracy/mean": 0.6})
+    assert log.quotes()["accuracy_after"] == 0.6
+    log.close()
+
+
+def test_a_resumed_run_remembers_what_was_before_and_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = RunLog(path)
+    first.logged(0, {"eval_rewards/accuracy/mean": 0.2})
+    first.logged(1, step_logs(0.1))
+    first.close()
+    second = RunLog(path)
+    second.logged(2, step_logs(0.7))
+    second.logged(2, {"eval_rewards/accuracy/mean": 0.8})
+    assert second.quotes() == {
+        "reward_first": 0.1,
+        "reward_last": 0.7,
+        "accuracy_before": 0.2,
+        "accuracy_after": 0.8,
+    }
+    second.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2, 2]
+
+
+def test_a_line_that_a_crash_cut_off_does_not_prevent_resuming(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps({"step": 1, **step_logs(0.1)}) + '\n{"step": 2, "lo')
+    log = RunLog(path)
+    log.logged(2, step_logs(0.7))
+    log.close()
+    again = RunLog(path)
+    assert again.quotes() == {"reward_first": 0.1, "reward_last": 0.7}
+    again.close()

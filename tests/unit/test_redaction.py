@@ -1,0 +1,63 @@
+"""What must not leave the machine in a bug report, and what must stay readable."""
+
+from __future__ import annotations
+
+import pytest
+
+from async_grpo.checks.bug_report.dump import secrets_of, told_environment
+from async_grpo.redaction import MASK, Redactor
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        ("login with hf_AbCdEfGhIjKlMnOpQrStUvWxYz123456", "hf_AbCd"),
+        ("wandb: 0123456789abcdef0123456789abcdef01234567 ok", "0123456789abcdef"),
+        ("export OPENAI_API_KEY=sk-proj-abcdefghijklmnop", "sk-proj"),
+        ('{"api_key": "correct-horse-battery"}', "correct-horse"),
+        ("--token correct-horse-battery", "correct-horse"),
+        ("password: hunter2hunter2", "hunter2"),
+        ("Authorization: Bearer abc.def.ghi-jkl", "abc.def"),
+        ("GET https://user:pa55word@host.example/repo", "pa55word"),
+        ("https://bucket.example/model?X-Amz-Signature=deadbeefdeadbeef&x=1", "deadbeef"),
+        ("cloned with ghp_0123456789abcdefghij", "ghp_0123"),
+        ("AKIAIOSFODNN7EXAMPLE", "AKIAIOS"),
+        ("jwt eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.sig-nature", "eyJzdWIi"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----", "MIIEow"),
+    ],
+)
+def test_what_looks_like_a_secret_is_removed(text: str, secret: str) -> None:
+    cleaned = Redactor()(text)
+    assert secret not in cleaned
+    assert MASK in cleaned
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tokens: 123456, completions/mean_length: 37.5",
+        '{"num_tokens": 1234567.0, "step": 3}',
+        "run d00d78ab1898, 12 tokens a completion, the token limit is 4096 tokens",
+        "0000000042.a00_pending.safetensors",
+        "https://github.com/huggingface/trl/issues/1",
+        'File "/home/me/rewards.py", line 3 in accuracy',
+        "step 50/100 reward 0.969  854 rollouts/s",
+        "torch==2.13.0+cpu",
+    ],
+)
+def test_what_a_report_is_made_of_stays(text: str) -> None:
+    assert Redactor()(text) == text
+
+
+def test_values_of_secret_variables_are_removed_wherever_they_are() -> None:
+    environment = {"MY_TOKEN": "swordfish", "WANDB_API_KEY": "swordfish-longer", "HOME": "/home/me", "X_KEY": "short"}
+    redact = Redactor(secrets_of(environment))
+    assert (
+        redact("a swordfish and a swordfish-longer in /home/me, short") == f"a {MASK} and a {MASK} in /home/me, short"
+    )
+
+
+def test_only_listed_variables_are_told() -> None:
+    environment = {"HF_TOKEN": "x", "OMP_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "false", "EDITOR": "vi"}
+    assert told_environment(environment) == {"OMP_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "false"}
+    assert secrets_of({"TOKENIZERS_PARALLELISM": "falsefalse"}) == set()

@@ -1,0 +1,344 @@
+"""What the trainer gets, when, and in which order, from a queue in memory whose workers the test plays."""
+
+from __future__ import annotations
+
+import pytest
+from unit_fakes import RUN, Bench, schedule, seqs
+
+from async_grpo.archive.rollout_state import RolloutState
+from async_grpo.errors import AllGroupsFailedError, WaitTimeoutError
+from async_grpo.training.rollout_source import StopTraining, sampling_seed
+
+
+def resumed(**changes: object) -> RolloutState:
+    fields = {
+        "run_id": RUN,
+        "step": 2,
+        "next_seq": 8,
+        "rounds": 2,
+        "unusable": [],
+        "consumed_below": 4,
+        "consumed": [],
+        **changes,
+    }
+    return RolloutState(**fields)  # type: ignore[arg-type]
+
+
+def test_jobs_carry_the_row_the_seed_and_the_version_that_they_need() -> None:
+    bench = Bench(schedule(B=2, K=1), seed=7)
+    bench.source.advance(0)
+    first, last = bench.queue.jobs[0], bench.queue.jobs[3]
+    assert (first.row, first.num_generations, first.run_id) == ({"n": 0}, 2, RUN)
+    assert first.seed == sampling_seed(7, 0) != last.seed == sampling_seed(7, 3)
+    assert (last.born_version, last.min_version) == (0, 0)
+    bench.queue.finish(0, 1, version=0)
+    bench.source.take(0)
+    bench.step_done(1)
+    bench.source.advance(1)
+    assert (bench.queue.jobs[4].born_version, bench.queue.jobs[4].min_version) == (1, 1)  # for round 2, one version old
+
+
+def test_two_rounds_are_under_way_from_the_start() -> None:
+    bench = Bench(schedule(B=3, K=4))
+    bench.source.advance(0)
+    assert bench.queue.submitted == [0, 1, 2, 3, 4, 5]
+    bench.source.advance(0)
+    assert bench.queue.submitted == [0, 1, 2, 3, 4, 5]
+
+
+def test_without_staleness_one_batch_is_under_way_and_the_next_is_issued_after_the_step() -> None:
+    bench = Bench(schedule(B=2, K=0))
+    bench.source.advance(0)
+    assert bench.queue.submitted == [0, 1]
+    bench.queue.finish(0, 1, version=0)
+    assert seqs(bench.source.take(0)) == [0, 1]
+    bench.source.advance(0)
+    assert bench.queue.submitted == [0, 1]
+    bench.step_done(1)
+    assert bench.queue.submitted == [0, 1, 2, 3]
+    assert bench.queue.jobs[2].min_version == 1
+
+
+def test_the_oldest_finished_groups_make_the_batch() -> None:
+    bench = Bench(schedule(B=2, K=4))
+    bench.source.advance(0)
+    bench.queue.finish(3, 2, 0, version=0)
+    assert seqs(bench.source.take(0)) == [0, 2]
+
+
+def test_groups_of_older_weights_go_before_those_of_newer_ones() -> None:
+    bench = Bench(schedule(B=2, K=4))
+    bench.source.advance(0)
+    for seq in range(4):
+        bench.queue.claim(seq)
+    bench.queue.finish(2, 3, version=0)
+    assert seqs(bench.source.take(0)) == [2, 3]
+    bench.step_done(1)
+    for seq in (4, 5):
+        bench.queue.claim(seq)
+    bench.queue.finish(0, version=1)
+    bench.queue.finish(4, 5, version=0)
+    assert seqs(bench.source.take(1)) == [4, 5]
+
+
+def test_a_straggler_delays_only_itself() -> None:
+    bench = Bench(schedule(B=2, K=4))
+    bench.source.advance(0)
+    bench.queue.claim(0)  # and its worker is slow
+    for version in range(4):
+        ready = bench.queue.unclaimed()[:2]
+        bench.queue.finish(*ready, version=version)
+        assert 0 not in seqs(bench.source.take(version))
+        bench.step_done(version + 1)
+    assert bench.queue.waits == 0
+
+
+def test_a_group_that_cannot_be_used_later_is_waited_for() -> None:
+    bench = Bench(schedule(B=2, K=1))
+    bench.source.advance(0)
+    for seq in (0, 1):
+        bench.queue.claim(seq)
+    bench.queue.finish(2, 3, version=0)
+    assert seqs(bench.source.take(0)) == [2, 3]  # groups 0 and 1 have one more round, version 1
+    bench.step_done(1)
+    bench.queue.finish(4, 5, version=1)
+    bench.queue.on_wait = lambda: bench.queue.finish(*bench.queue.claimed, version=0)
+    assert seqs(bench.source.take(1)) == [0, 1]
+    assert bench.queue.waits == 1
+    bench.step_done(2)
+    assert seqs(bench.source.take(2)) == [4, 5]
+
+
+def test_what_nobody_has_claimed_is_never_waited_for_out_of_turn() -> None:
+    """A pending job will be sampled by the newest weights, so it is not old, however long it lies there."""
+    bench = Bench(schedule(B=1, K=1))
+    bench.source.advance(0)
+    bench.queue.finish(1, version=0)
+    assert seqs(bench.source.take(0)) == [1]
+    bench.step_done(1)
+    bench.queue.finish(2, version=1)
+    assert seqs(bench.source.take(1)) == [2]
+    assert bench.queue.waits == 0
+    assert bench.queue.unclaimed()[0] == 0
+
+
+def test_a_quarantined_group_is_replaced_by_a_new_job() -> None:
+    bench = Bench(schedule(B=2, K=0))
+    bench.source.advance(0)
+    bench.queue.finish(0, version=0)
+    bench.queue.fail_for_good(1)
+
+    def serve_the_new_one() -> None:
+        assert bench.queue.unclaimed() == [2]
+        bench.queue.finish(2, version=0)
+
+    bench.queue.on_wait = serve_the_new_one
+    assert seqs(bench.source.take(0)) == [0, 2]
+    assert bench.source.unusable == [1]
+    assert bench.metrics.quarantined == 1
+    bench.step_done(1)
+    assert list(bench.source.consumed) == [0, 2]
+    assert bench.queue.unclaimed() == [3, 4]
+
+
+def test_a_group_that_an_operator_tried_once_more_is_used_after_all() -> None:
+    bench = Bench(schedule(B=2, K=4))
+    bench.source.advance(0)
+    job = bench.queue.jobs[0]
+    bench.queue.fail_for_good(0)
+    bench.queue.finish(1, 2, version=0)
+    assert seqs(bench.source.take(0)) == [1, 2]
+    del bench.queue.given_up[0]
+    bench.queue.jobs[0] = job
+    bench.queue.finish(0, 3, version=0)
+    bench.step_done(1)
+    assert seqs(bench.source.take(1)) == [0, 3]
+    assert bench.source.unusable == []
+
+
+def test_a_full_disk_holds_jobs_back_and_loses_none() -> None:
+    asked: list[bool] = []
+    bench = Bench(schedule(B=2, K=0), make_room=lambda: asked.append(True))
+    bench.queue.disk_full = True
+    bench.source.advance(0)
+    bench.source.advance(0)
+    assert bench.queue.submitted == []
+    assert asked == [True], "once, and not at every look"
+
+    def room_again() -> None:
+        if bench.queue.disk_full:
+            bench.queue.disk_full = False
+        else:
+            bench.queue.finish(*bench.queue.unclaimed(), version=0)
+
+    bench.queue.on_wait = room_again
+    assert seqs(bench.source.take(0)) == [0, 1]
+    assert bench.queue.submitted == [0, 1]
+
+
+def test_a_wait_for_room_on_the_disk_says_so() -> None:
+    bench = Bench(schedule(B=2, K=0), max_wait_s=-1.0)
+    bench.queue.disk_full = True
+    with pytest.raises(WaitTimeoutError, match="for room on the disk for new jobs"):
+        bench.source.take(0)
+
+
+def test_groups_that_teach_nothing_are_replaced_until_the_batch_is_full() -> None:
+    bench = Bench(schedule(B=2, K=0), is_uniform=lambda group: group.job.seq in (0, 2))
+    bench.source.advance(0)
+    bench.queue.on_wait = lambda: bench.queue.finish(*bench.queue.unclaimed(), version=0)
+    assert seqs(bench.source.take(0)) == [1, 3]
+    assert bench.source.unusable == [0, 2]
+    assert bench.dropped == [(0, "equal rewards"), (2, "equal rewards")]
+
+
+def test_when_no_group_teaches_anything_they_are_used_all_the_same() -> None:
+    bench = Bench(schedule(B=2, K=0), is_uniform=lambda group: True)
+    bench.source.advance(0)
+    bench.queue.on_wait = lambda: bench.queue.finish(*bench.queue.unclaimed(), version=0)
+    assert len(bench.source.take(0)) == 2
+
+
+def test_groups_that_came_back_and_teach_nothing_are_no_failures() -> None:
+    bench = Bench(schedule(B=1, K=0), is_uniform=lambda group: group.job.seq < 21)
+    bench.source.advance(0)
+
+    def serve() -> None:
+        [seq] = bench.queue.unclaimed()
+        if seq % 2:
+            bench.queue.fail_for_good(seq)
+        else:
+            bench.queue.finish(seq, version=0)
+
+    bench.queue.on_wait = serve
+    assert len(bench.source.take(0)) == 1
+    assert bench.metrics.quarantined >= 8
+
+
+def test_finishing_what_is_open_leaves_it_for_the_next_batch() -> None:
+    bench = Bench(schedule(B=2, K=4))
+    bench.source.advance(0)
+    bench.queue.fail_for_good(3)
+    bench.queue.on_wait = lambda: bench.queue.finish(bench.queue.unclaimed()[0], version=0)
+    bench.source.finish_open(0)
+    assert bench.queue.unclaimed() == []
+    assert bench.queue.submitted == [0, 1, 2, 3], "and nothing new was issued"
+    waits = bench.queue.waits
+    assert seqs(bench.source.take(0)) == [0, 1]
+    assert bench.queue.waits == waits
+
+
+def test_when_nothing_but_failures_comes_back_the_traceback_is_in_the_error() -> None:
+    bench = Bench(schedule(B=4, K=4))
+    bench.source.advance(0)
+    reason = "Traceback (most recent call last):\n  File 'rewards.py', line 3\nValueError: no number"
+
+    def everything_fails() -> None:
+        bench.queue.fail_for_good(*bench.queue.unclaimed(), reason=reason)
+
+    bench.queue.on_wait = everything_fails
+    with pytest.raises(AllGroupsFailedError, match=r"prompt groups all failed(.|\n)*rewards\.py(.|\n)*no number"):
+        bench.source.take(0)
+
+
+def test_one_poisoned_prompt_does_not_end_a_run_of_tiny_batches() -> None:
+    bench = Bench(schedule(B=1, K=0))
+    bench.source.advance(0)
+    bench.queue.fail_for_good(0)
+    bench.queue.on_wait = lambda: bench.queue.finish(1, version=0)
+    assert seqs(bench.source.take(0)) == [1]
+
+
+def test_some_failures_between_successes_do_not_end_the_run() -> None:
+    bench = Bench(schedule(B=4, K=0))
+    for version in range(20):
+        bench.source.advance(version)
+        bench.queue.fail_for_good(bench.queue.unclaimed()[0])
+        bench.queue.on_wait = lambda version=version: bench.queue.finish(*bench.queue.unclaimed(), version=version)
+        assert len(bench.source.take(version)) == 4
+        bench.step_done(version + 1)
+    assert bench.metrics.quarantined == 20
+
+
+def test_a_stop_ends_the_wait_but_not_a_batch_that_is_there() -> None:
+    bench = Bench(schedule(B=2, K=0))
+    bench.source.advance(0)
+    bench.queue.on_wait = lambda: setattr(bench, "stopping", True)
+    with pytest.raises(StopTraining):
+        bench.source.take(0)
+    bench.queue.finish(0, 1, version=0)
+    assert seqs(bench.source.take(0)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("alive", "subject"),
+    [(0, "no worker is alive: start one with `async-grpo worker`"), (3, r"from 3 workers \(1 pending, 1 in process\)")],
+)
+def test_a_wait_has_a_deadline_and_says_what_it_waited_for(alive: int, subject: str) -> None:
+    bench = Bench(schedule(B=2, K=0), max_wait_s=-1.0)  # over before it began
+    bench.queue.alive = alive
+    bench.source.advance(0)
+    bench.queue.claim(0)
+    with pytest.raises(WaitTimeoutError, match=rf"Waited .* for 2 .*{subject}, in vain"):
+        bench.source.take(0)
+
+
+def test_a_version_that_could_not_be_published_is_tried_again_before_and_during_each_wait() -> None:
+    bench = Bench(schedule(B=2, K=0))
+    bench.source.advance(0)
+    bench.queue.on_wait = lambda: bench.queue.finish(bench.queue.unclaimed()[0], version=0)
+    bench.source.take(0)
+    assert bench.queue.waits == 2
+    assert bench.publications == 1 + 2
+
+
+def test_a_batch_counts_as_consumed_only_after_its_optimizer_step() -> None:
+    bench = Bench(schedule(B=2, K=4, per_round=1, per_version=2))  # two batches a step
+    bench.source.advance(0)
+    for _ in range(2):
+        bench.queue.finish(*bench.queue.unclaimed()[:2], version=0)
+        bench.source.take(0)
+        assert (list(bench.source.consumed), bench.source.rounds) == ([], 0)
+    bench.step_done(1)
+    assert (list(bench.source.consumed), bench.source.rounds) == ([0, 1, 2, 3], 2)
+
+
+def test_starved_workers_widen_the_lookahead() -> None:
+    bench = Bench(schedule(B=2, K=4))
+    bench.source.advance(0)
+    for seq in range(4):
+        bench.queue.claim(seq)  # nothing is left for another worker, and the trainer waits
+    bench.queue.on_wait = lambda: bench.queue.finish(0, 1, version=0)
+    bench.source.take(0)
+    bench.step_done(1)
+    assert len(bench.queue.jobs) == 6
+
+
+def test_resuming_issues_exactly_what_the_checkpoint_does_not_have() -> None:
+    bench = Bench(schedule(B=2, K=4), resume_from=resumed(consumed_below=3, consumed=[5], unusable=[1, 6]))
+    assert list(bench.source.consumed) == [0, 2, 5]
+    bench.source.advance(2)
+    assert bench.queue.submitted == [3, 4, 7, 8]
+    assert bench.queue.jobs[7].row == {"n": 7}, "the rows of consumed jobs are skipped too"
+    assert bench.source.rounds == 2
+
+
+def test_groups_from_before_the_interruption_that_are_over_age_are_dropped_and_replaced() -> None:
+    bench = Bench(schedule(B=2, K=1), resume_from=resumed())
+    bench.published = 2
+    bench.source.advance(2)
+    bench.queue.finish(4, version=0)
+    bench.queue.finish(5, 6, version=2)
+    assert seqs(bench.source.take(2)) == [5, 6]
+    assert bench.metrics.dropped == 1
+    assert bench.source.unusable == [4]
+    assert bench.dropped == [(4, "over age")]
+    bench.step_done(3)
+    assert 4 not in bench.queue.jobs
+
+
+def test_the_sampling_seed_depends_on_run_and_group_and_is_what_torch_takes() -> None:
+    seeds = {sampling_seed(run, seq) for run in range(20) for seq in range(50)}
+    assert len(seeds) == 1000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert sampling_seed(3, 14) == sampling_seed(3, 14)
