@@ -28,10 +28,9 @@ from async_grpo_ipc.errors import (
 
 if TYPE_CHECKING:
     from async_grpo_ipc.exporter import WeightExporter
-    from async_grpo_ipc.handle_file import handle_path
-    from async_grpo_ipc.model_tensors import flatten_parameters
+    from async_grpo_ipc.handle import handle_path
     from async_grpo_ipc.remote import RemoteWeights, WeightsView, open_remote_memory
-    from async_grpo_ipc.sources import Blueprint
+    from async_grpo_ipc.sources import Blueprint, flatten_parameters
 
 __all__ = [
     "AttachError",
@@ -58,8 +57,8 @@ _HOMES = {
     "RemoteWeights": "remote",
     "WeightExporter": "exporter",
     "WeightsView": "remote",
-    "flatten_parameters": "model_tensors",
-    "handle_path": "handle_file",
+    "flatten_parameters": "sources",
+    "handle_path": "handle",
     "open_remote_memory": "remote",
 }
 

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from async_grpo_ipc.copies import CopyPlan
 from async_grpo_ipc.errors import MismatchError
-from async_grpo_ipc.handle_file import Handle
+from async_grpo_ipc.handle import Handle
 from async_grpo_ipc.layout import TensorSpec, views
 from async_grpo_ipc.memory import AttachedMemory
-from async_grpo_ipc.model_tensors import ModelTensor, Places, model_tensors
+from async_grpo_ipc.sources import ModelTensor, Places, model_tensors
 
 
 class Binding:

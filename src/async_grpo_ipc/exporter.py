@@ -13,23 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from async_grpo_ipc import memory
-from async_grpo_ipc.control import Control, new_generation
+from async_grpo_ipc.control import MAX_SLOTS, Control, SlotState, new_generation
 from async_grpo_ipc.copies import CopyPlan, allow_merging_over_padding
-from async_grpo_ipc.handle_file import (
+from async_grpo_ipc.handle import (
     Handle,
+    VersionFile,
     boot_id,
     handle_path,
     pid_namespace,
     version_path,
     write_handle,
 )
-from async_grpo_ipc.header import MAX_SLOTS, SlotState
 from async_grpo_ipc.layout import plan_layout, views
-from async_grpo_ipc.leases import FIRST_SLOT_BYTE
-from async_grpo_ipc.model_tensors import model_tensors
-from async_grpo_ipc.owner import OwnerLock
-from async_grpo_ipc.sources import Blueprint, Sources
-from async_grpo_ipc.version_file import VersionFile
+from async_grpo_ipc.locks import FIRST_SLOT_BYTE, OwnerLock
+from async_grpo_ipc.sources import Blueprint, Sources, model_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import fcntl
 import mmap
 import os
 
-from async_grpo_ipc.descriptors import OwnedFd
 from async_grpo_ipc.errors import AttachError, ExporterDiedError, IPCError
+from async_grpo_ipc.locks import OwnedFd
 
 PAGE_BYTES = mmap.PAGESIZE
 NAME_PREFIX = "async-grpo-ipc-"

@@ -11,11 +11,10 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from async_grpo_ipc.attachment import Lease
+from async_grpo_ipc.attachment import Generations, Lease
 from async_grpo_ipc.binding import Binding
 from async_grpo_ipc.errors import ExporterDiedError, HandleFileError, MismatchError
-from async_grpo_ipc.generations import Generations
-from async_grpo_ipc.handle_file import handle_path
+from async_grpo_ipc.handle import handle_path
 
 ATTACH_POLL_S = 0.02
 DEFAULT_TIMEOUT_S = 10.0

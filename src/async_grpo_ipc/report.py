@@ -1,21 +1,72 @@
-"""What `inspect` and `check` say."""
+"""What `inspect`, `check` and `async-grpo status` tell about weights that an exporter publishes.
+
+torch is imported only by `check` and where layouts are read: `look_at_slots`, for `status`, needs none.
+"""
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from async_grpo_ipc.control import Control, SlotState
+from async_grpo_ipc.errors import ExporterDiedError, HandleFileError
+from async_grpo_ipc.handle import REMEDY, Handle, handle_path, read_body, read_handle
 
-from async_grpo_ipc.attachment import Attachment
-from async_grpo_ipc.control import Control
-from async_grpo_ipc.errors import ExporterDiedError
-from async_grpo_ipc.handle_file import Handle, handle_path, read_handle
-from async_grpo_ipc.header import SlotState
-from async_grpo_ipc.layout import Layout
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from async_grpo_ipc.attachment import Attachment
+    from async_grpo_ipc.layout import Layout
 
 CHUNK_BYTES = 256 << 20  # at most this much is copied in one go to measure bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One slot at the moment of the look."""
+
+    number: int
+    state: str  # EMPTY, WRITING, READY, CORRUPT
+    version: int  # -1 before the first
+    marked: float  # seconds since the epoch
+    newest: bool
+    holders: tuple[int, ...]  # pids that read or write it
+
+
+def look_at_slots(path: Path, pids: Sequence[int]) -> list[Slot]:
+    """The slots that the handle file at `path` names; of the holders, those that are among `pids`.
+
+    Raises:
+        IPCError: there is nothing to look at; the message says why.
+    """
+    body = read_body(path)
+    try:
+        pid, slots, generation = int(body["pid"]), int(body["slots"]), str(body["generation"])
+        fd, inode = int(body["control"]["fd"]), int(body["control"]["inode"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise HandleFileError(f"{path} has a field that makes no sense: {error!r}. {REMEDY}") from error
+    control = Control.attach(pid, fd, inode, generation, slots, str(path), reader=False)
+    try:
+        return _slots(control, pids)
+    finally:
+        control.close()
+
+
+def _slots(control: Control, pids: Sequence[int] | None) -> list[Slot]:
+    newest = control.header.newest()
+    return [
+        Slot(
+            number=record.slot,
+            state=record.state.name,
+            version=record.version,
+            marked=record.marked_ns / 1e9,
+            newest=newest is not None and record.slot == newest.slot,
+            holders=tuple(control.slot_holders(record.slot, pids)),
+        )
+        for record in control.header.records()
+    ]
 
 
 def inspect(path: Path | None, *, tensors: bool = False) -> str:
@@ -38,6 +89,10 @@ def check(path: Path | None, device: str | None) -> tuple[str, bool]:
     Raises:
         IPCError: It cannot be attached; the message says why, and what to do.
     """
+    import torch
+
+    from async_grpo_ipc.attachment import Attachment
+
     where = handle_path(path)
     started = time.perf_counter()
     attachment = Attachment(where, None if device is None else torch.device(device))
@@ -58,7 +113,7 @@ def check(path: Path | None, device: str | None) -> tuple[str, bool]:
         attachment.close()
 
 
-def _describe_layout(title: str, layout: Layout) -> list[str]:
+def _describe_layout(title: str, layout: "Layout") -> list[str]:
     lines = [f"{title}: {len(layout.tensors)} tensors, {_size(layout.payload_bytes)}"]
     for bucket in layout.buckets:
         count = sum(spec.dtype == bucket.dtype for spec in layout.tensors)
@@ -67,26 +122,25 @@ def _describe_layout(title: str, layout: Layout) -> list[str]:
 
 
 def _describe_slots(handle: Handle, where: Path) -> list[str]:
+    fd, inode = handle.control_fd, handle.control_inode
     try:
-        control = Control.attach(
-            handle.pid, handle.control_fd, handle.control_inode, handle.generation, handle.slots, str(where)
-        )
+        control = Control.attach(handle.pid, fd, inode, handle.generation, handle.slots, str(where), reader=False)
     except ExporterDiedError as error:
         return [str(error)]
-    lines = ["exporter: alive" if control.owner_alive() else "exporter: dead"]
-    newest = control.header.newest()
-    for record in control.header.records():
-        version = f" version {record.version}, {_ago(record.marked_ns / 1e9)}" if record.version >= 0 else ""
-        mark = " (newest)" if newest is not None and record.slot == newest.slot else ""
-        holders = control.slot_holders(record.slot)
-        held = f", held by {', '.join(map(_process, holders))}" if holders else ""
-        lines.append(f"slot {record.slot}: {record.state.name}{version}{mark}{held}")
-    if any(record.state is SlotState.CORRUPT for record in control.header.records()):
+    slots = _slots(control, None)
+    lines = ["exporter: alive" if control.owner_alive() else "exporter: dead", *map(_describe_slot, slots)]
+    control.close()
+    if any(slot.state == SlotState.CORRUPT.name for slot in slots):
         lines.append(
             "A CORRUPT record failed its checksum: its writer was killed just then, or the memory was damaged."
         )
-    control.close()
     return lines
+
+
+def _describe_slot(slot: Slot) -> str:
+    version = f" version {slot.version}, {_ago(slot.marked)}" if slot.version >= 0 else ""
+    held = f", held by {', '.join(map(_process, slot.holders))}" if slot.holders else ""
+    return f"slot {slot.number}: {slot.state}{version}{' (newest)' if slot.newest else ''}{held}"
 
 
 def _describe_tensors(handle: Handle) -> Iterator[str]:
@@ -95,8 +149,10 @@ def _describe_tensors(handle: Handle) -> Iterator[str]:
         yield f"{spec.offset:>14}  {dtype:<10} {list(spec.shape)!s:<20} {spec.name}"
 
 
-def _bandwidth(attachment: Attachment, block: Tensor) -> str:
+def _bandwidth(attachment: "Attachment", block: "Tensor") -> str:
     """The median of five copies of (the first 256 MB of) a slot, the first of them not counted."""
+    import torch
+
     source = block[:CHUNK_BYTES]
     device = attachment.memory.alias_device or torch.device("cpu")
     destination = torch.empty(source.shape, dtype=source.dtype, device=device)
@@ -110,7 +166,7 @@ def _bandwidth(attachment: Attachment, block: Tensor) -> str:
     return f"copied {_size(source.numel())} to {device} at {rate:.1f} GB/s"
 
 
-def _ways_to_read(attachment: Attachment) -> str:
+def _ways_to_read(attachment: "Attachment") -> str:
     device = attachment.memory.alias_device
     return f"a model on {device} can alias it, others pull" if device is not None else "every model has to pull it"
 

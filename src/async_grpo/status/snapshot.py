@@ -166,7 +166,7 @@ def _quarantined(run: RunDir) -> tuple[dict[str, Any], ...]:
 
 
 def _slots(run: RunDir, alive: Mapping[str, Holder]) -> tuple[SlotView, ...]:
-    from async_grpo_ipc.slots import look_at_slots
+    from async_grpo_ipc.report import look_at_slots
 
     names = {holder.pid: name for name, holder in alive.items()}
     try:

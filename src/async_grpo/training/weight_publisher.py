@@ -10,7 +10,7 @@ from loguru import logger
 
 from async_grpo.formatting import for_people
 from async_grpo_ipc import WeightExporter
-from async_grpo_ipc.header import MAX_SLOTS
+from async_grpo_ipc.control import MAX_SLOTS
 
 if TYPE_CHECKING:
     from torch import nn

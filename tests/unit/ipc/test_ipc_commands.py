@@ -51,3 +51,13 @@ def test_help_imports_no_torch():
     code += "except SystemExit: pass\nprint('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert run.stdout.splitlines()[-1] == "False"
+
+
+def test_looking_at_slots_imports_no_torch(exporter, handle):
+    exporter.publish(3)
+    code = (
+        "import sys; from pathlib import Path; from async_grpo_ipc.report import look_at_slots\n"
+        f"print(max(slot.version for slot in look_at_slots(Path({str(handle)!r}), [])), 'torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.split() == ["3", "False"]

@@ -15,7 +15,7 @@ from torch import nn
 from async_grpo.training import weight_publisher
 from async_grpo.training.weight_publisher import SAY_AFTER_S, WeightPublication, slots_for
 from async_grpo_ipc import WeightExporter, open_remote_memory
-from async_grpo_ipc.header import MAX_SLOTS
+from async_grpo_ipc.control import MAX_SLOTS
 
 
 class FakeExporter:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from async_grpo.rundir.locks import KernelLock
-from async_grpo_ipc.leases import LockFile
+from async_grpo_ipc.locks import LockFile
 
 LOCK, OFD = "lock", "ofd"  # the file of a KernelLock, which the queue has, and of a lock as the weights have
 FIRST_BYTE = 0

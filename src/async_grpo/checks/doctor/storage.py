@@ -20,7 +20,7 @@ from async_grpo.formatting import size
 from async_grpo.queue.filesystem import check_place, nearest_existing
 from async_grpo.queue.wakeups import IN_MOVED_TO, DirectoryWatch, JobPipe
 from async_grpo.rundir.locks import KernelLock
-from async_grpo_ipc.leases import LockFile
+from async_grpo_ipc.locks import LockFile
 
 LITTLE_ROOM = 5_000_000_000
 NO_ROOM = 100_000_000

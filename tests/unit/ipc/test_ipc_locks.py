@@ -4,9 +4,8 @@ import os
 
 import pytest
 
-from async_grpo_ipc.descriptors import OwnedFd
 from async_grpo_ipc.errors import ForkedError
-from async_grpo_ipc.leases import FIRST_SLOT_BYTE, LockFile, SlotLeases
+from async_grpo_ipc.locks import FIRST_SLOT_BYTE, LockFile, OwnedFd, SlotLeases
 
 
 @pytest.fixture

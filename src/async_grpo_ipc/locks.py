@@ -9,6 +9,10 @@ Open-file-description locks (`F_OFD_SETLK`) on single bytes of the shared contro
 * unlike `flock`, one file has a lock per slot, and `F_OFD_GETLK` asks who holds one without taking it.
 
 The control file is a memfd, so that the file system of the run directory (NFS, FUSE) does not matter.
+
+A lock lives until the last descriptor of its open file description is closed, and `fork` copies descriptors: a
+DataLoader worker forked from a reader would keep the lease of a reader that was killed. So every descriptor of this
+package is an `OwnedFd`, closed in the child by `os.register_at_fork`; `exec` closes them through O_CLOEXEC.
 """
 
 import errno
@@ -16,17 +20,61 @@ import fcntl
 import os
 import struct
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from async_grpo_ipc.descriptors import OwnedFd
+from async_grpo_ipc.errors import ExporterAliveError, ForkedError
 
 OWNER_BYTE = 0  # exclusively held by the exporter as long as it lives
 ATTACHED_BYTE = 1  # held shared by every reader as long as it maps the memory
 FIRST_SLOT_BYTE = 16  # slot i is byte 16 + i: shared while read, exclusive while written
 
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock of 64-bit Linux: type, whence, start, length, pid
+
+
+class OwnedFd:
+    """A descriptor owned by one process: closed on `close()`, on collection, and in every forked child."""
+
+    def __init__(self, fd: int, what: str) -> None:
+        self._fd: int | None = fd
+        self._what = what
+        self._pid = os.getpid()
+        _owned.add(self)
+
+    def fileno(self) -> int:
+        if self._fd is None:
+            if os.getpid() != self._pid:
+                raise ForkedError(
+                    f"{self._what} was opened by process {self._pid} and this is its forked child "
+                    f"{os.getpid()}, which does not inherit it. Open the handle again in this process."
+                )
+            raise ValueError(f"{self._what} is closed.")
+        return self._fd
+
+    @property
+    def is_open(self) -> bool:
+        return self._fd is not None
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+_owned: "weakref.WeakSet[OwnedFd]" = weakref.WeakSet()
+
+
+def _close_all_in_child() -> None:
+    for owned in list(_owned):
+        owned.close()
+
+
+os.register_at_fork(after_in_child=_close_all_in_child)
 
 
 class LockFile:
@@ -104,6 +152,37 @@ class SlotLeases:
             self._counts[slot] -= 1
             if self._counts[slot] == 0:
                 self._locks.unlock(FIRST_SLOT_BYTE + slot)
+
+
+class OwnerLock:
+    """One exporter a path: held for an exporter's life through a file beside the handle file.
+
+    The file stays behind with the last owner's pid in it; the lock ends with its owner.
+    """
+
+    def __init__(self, handle: Path) -> None:
+        handle.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = handle.with_name(f"{handle.stem}.owner.lock")
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        self._locks = LockFile(str(path), writable=True, what=f"exporter at {handle}")
+        if not self._locks.try_exclusive(OWNER_BYTE):
+            self._locks.close()
+            raise ExporterAliveError(
+                f"A live exporter (pid {path.read_text(encoding='ascii') or 'unknown'}) already publishes "
+                f"at {handle}. Stop it, or publish at another path."
+            )
+        path.write_text(str(os.getpid()), encoding="ascii")
+        self._pid = os.getpid()
+        self.closed = False
+
+    @property
+    def is_own(self) -> bool:
+        """False in a forked child, which must not withdraw its parent's files."""
+        return self._pid == os.getpid()
+
+    def close(self) -> None:
+        self.closed = True
+        self._locks.close()
 
 
 def _holds(pid: int, device: int, inode: int, byte: int) -> bool:

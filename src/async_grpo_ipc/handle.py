@@ -1,28 +1,43 @@
 """The published handle: one JSON file, written whole by rename, that says where the weights are and how they
 lie.
 
-It is data, never code: nothing is unpickled, every field is checked, and a file that someone else could have
+It is data, never code: nothing is unpickled, every field is checked, and a file that another user could have
 written is refused. docs/ipc.md specifies it for readers in other languages.
+
+torch is imported only where layouts are read: `async-grpo status` looks at the slots without it.
 """
 
 import json
+import logging
 import math
 import os
+import stat
+import time
 import uuid
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from async_grpo_ipc.control import MAX_SLOTS
 from async_grpo_ipc.errors import HandleFileError
-from async_grpo_ipc.handle_body import FORMAT, FORMAT_VERSION, REMEDY, crc32, read_body
-from async_grpo_ipc.header import MAX_SLOTS
-from async_grpo_ipc.layout import ALIGNMENT, Bucket, Layout, TensorSpec
+from async_grpo_ipc.locks import OwnedFd
+
+if TYPE_CHECKING:
+    import torch
+
+    from async_grpo_ipc.layout import Layout, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "async-grpo-ipc"
+FORMAT_VERSION = 1
+REMEDY = "Delete it and restart the exporter, which writes a new one."
 
 PATH_VARIABLE = "CUDA_IPC_HANDLE_PATH"
 DEFAULT_PATH = Path("worker/ps_ipc_handle.json")
+VERSION_FILE_BYTES = 160  # padded with spaces: every version is one write of the same length, in place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +53,13 @@ class Handle:
     control_fd: int
     control_inode: int
     memory: Mapping[str, Any]  # what the memory backend's `describe()` said
-    static: Layout  # block 0: tensors that never change
-    slot: Layout  # blocks 1..slots: tensors of one version
+    static: "Layout"  # block 0: tensors that never change
+    slot: "Layout"  # blocks 1..slots: tensors of one version
     tied: Mapping[str, str]  # second name -> the name it is stored under
     complete: bool  # whether every parameter of the exporter's model is in here
     buffers: bool  # whether the model's buffers are, too
 
-    def specs_by_name(self) -> dict[str, TensorSpec]:
+    def specs_by_name(self) -> "dict[str, TensorSpec]":
         """Every published name, the tied ones included."""
         stored = {spec.name: spec for spec in (*self.static.tensors, *self.slot.tensors)}
         return stored | {name: stored[primary] for name, primary in self.tied.items()}
@@ -57,10 +72,6 @@ def handle_path(path: str | Path | None = None) -> Path:
 
 def version_path(path: Path) -> Path:
     return path.with_name(f"{path.stem}_version.json")
-
-
-def owner_lock_path(path: Path) -> Path:
-    return path.with_name(f"{path.stem}.owner.lock")
 
 
 def pid_namespace() -> str:
@@ -114,7 +125,53 @@ def read_handle(path: Path) -> Handle:
         raise HandleFileError(f"{path} has a field that makes no sense: {error!r}. {REMEDY}") from error
 
 
-def _layout_to_json(layout: Layout) -> dict[str, Any]:
+def read_body(path: Path) -> dict[str, Any]:
+    """The JSON object in the file, without its checksum. Raises `HandleFileError` that says what is wrong with it."""
+    try:
+        raw = _read_trusted(path)
+    except FileNotFoundError as error:
+        raise HandleFileError(
+            f"{path} does not exist: no exporter has published there yet, or it has ended."
+        ) from error
+    try:
+        body = json.loads(raw)
+    except ValueError as error:
+        raise HandleFileError(f"{path} is not whole JSON ({error}). {REMEDY}") from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise HandleFileError(f"{path} is not a handle file of {FORMAT}. Give the path that the exporter was given.")
+    if body.get("format_version") != FORMAT_VERSION:
+        raise HandleFileError(
+            f"{path} has format version {body.get('format_version')!r}, this package reads "
+            f"{FORMAT_VERSION}. Use the same version of async_grpo_ipc on both sides."
+        )
+    if body.pop("crc32", None) != crc32(body):
+        raise HandleFileError(f"{path} fails its checksum: it was edited or damaged. {REMEDY}")
+    return body
+
+
+def _read_trusted(path: Path) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid():
+            raise HandleFileError(
+                f"{path} belongs to user {found.st_uid} and this process runs as {os.geteuid()}. Run the "
+                "exporter and its readers as the same user."
+            )
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise HandleFileError(
+                f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}), so it may not "
+                f"be what the exporter wrote. Check who did that, then `chmod 600 {path}`."
+            )
+        return file.read()
+
+
+def crc32(body: Mapping[str, Any]) -> int:
+    """CRC32 of the object as JSON with sorted keys, no spaces, and ASCII escapes."""
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode("ascii"))
+
+
+def _layout_to_json(layout: "Layout") -> dict[str, Any]:
     return {
         "nbytes": layout.nbytes,
         "buckets": [{"dtype": _name(b.dtype), "offset": b.offset, "nbytes": b.nbytes} for b in layout.buckets],
@@ -170,14 +227,18 @@ def _memory(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-def _layout_from_json(body: dict[str, Any]) -> Layout:
+def _layout_from_json(body: dict[str, Any]) -> "Layout":
+    from async_grpo_ipc.layout import Bucket, Layout
+
     nbytes = _integer(body["nbytes"])
     specs = tuple(_spec_from_json(entry, nbytes) for entry in body["tensors"])
     buckets = tuple(Bucket(_dtype(b["dtype"]), _integer(b["offset"]), _integer(b["nbytes"])) for b in body["buckets"])
     return Layout(specs, buckets, nbytes)
 
 
-def _spec_from_json(body: dict[str, Any], block_bytes: int) -> TensorSpec:
+def _spec_from_json(body: dict[str, Any], block_bytes: int) -> "TensorSpec":
+    from async_grpo_ipc.layout import ALIGNMENT, TensorSpec
+
     shape = tuple(_integer(length) for length in body["shape"])
     stride = tuple(_integer(step) for step in body["stride"])
     spec = TensorSpec(_text(body["name"]), _dtype(body["dtype"]), shape, stride, _integer(body["offset"]))
@@ -205,12 +266,42 @@ def _text(value: Any) -> str:
     return value
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: "torch.dtype") -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _dtype(name: Any) -> torch.dtype:
+def _dtype(name: Any) -> "torch.dtype":
+    import torch
+
     dtype = getattr(torch, _text(name), None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype {name!r}, which this torch does not have")
     return dtype
+
+
+class VersionFile:
+    """Created whole with the first version, then overwritten in place: 3 us, where a rename costs a
+    millisecond on a disk.
+    """
+
+    def __init__(self, path: Path, generation: str) -> None:
+        self._path = path
+        self._generation = generation
+        self._fd: OwnedFd | None = None
+
+    def show(self, version: int) -> None:
+        """Write the version. A full disk is worth a warning, not the end of a training run."""
+        body = f'{{"global_step": {version}, "timestamp": {time.time()}, "generation": "{self._generation}"}}'
+        line = body.ljust(VERSION_FILE_BYTES - 1) + "\n"
+        try:
+            if self._fd is None:
+                replace_whole(self._path, line.encode("ascii"))
+                self._fd = OwnedFd(os.open(self._path, os.O_WRONLY | os.O_CLOEXEC), str(self._path))
+            else:
+                os.pwrite(self._fd.fileno(), line.encode("ascii"), 0)
+        except OSError as error:
+            logger.warning("Version %d is published, but %s could not be written: %s.", version, self._path, error)
+
+    def close(self) -> None:
+        if self._fd is not None:
+            self._fd.close()

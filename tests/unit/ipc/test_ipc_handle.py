@@ -18,9 +18,8 @@ from async_grpo_ipc import (
     open_remote_memory,
 )
 from async_grpo_ipc import attachment as attachment_module
-from async_grpo_ipc.handle_body import crc32
-from async_grpo_ipc.handle_file import Handle, read_handle, write_handle
-from async_grpo_ipc.header import HEADER_BYTES, RECORD_BYTES, Header, SlotState
+from async_grpo_ipc.control import HEADER_BYTES, RECORD_BYTES, Header, SlotState
+from async_grpo_ipc.handle import Handle, crc32, read_handle, write_handle
 
 
 @pytest.fixture
