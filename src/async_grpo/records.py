@@ -5,12 +5,30 @@ A `Job` is one prompt group to generate. A `RolloutGroup` is that group, generat
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:  # numpy costs a tenth of a second that `--help` and `status` need not pay
     import numpy as np
     from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WorkerId:
+    """Identifies a rollout worker. `str()` of it is the worker's name in file names and records, e.g. `dev1`."""
+
+    PATTERN: ClassVar[str] = "dev(?:0|[1-9][0-9]{0,3})"  # a regular expression that matches every name
+
+    number: int  # as the command line gives it
+
+    def __str__(self) -> str:
+        return f"dev{self.number}"
+
+    @classmethod
+    def parse(cls, name: str) -> WorkerId | None:
+        """The worker of this name, or None if no worker can have it."""
+        return cls(int(name[3:])) if re.fullmatch(cls.PATTERN, name) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from async_grpo.rundir import locks
 def claim_removed_before_the_result_is_there() -> None:
     def complete(self: Any, claim: Any, group: Any) -> None:
         self._moves.drop(f"queue/{claim.name}")
-        self._moves.publish(codec.encode_group(group), f"queue/{claim.name.becomes(COMPLETE, self.device)}")
+        self._moves.publish(codec.encode_group(group), f"queue/{claim.name.becomes(COMPLETE, self.id)}")
         self._claims.pop(claim.job.seq, None)
 
     WorkerQueue.complete = complete  # type: ignore[method-assign]
@@ -44,11 +44,10 @@ def leftovers_of_a_restarted_worker_stay() -> None:
 
 def jobs_taken_from_the_living() -> None:
     def recover_dead(root: Any, moves: Any, max_attempts: int) -> list[int]:
-        devices = {name.device for name in moves.listing() if name.state == "processing"}
         return [
             seq
-            for device in sorted(devices)
-            for seq in moves.release_claims(device, max_attempts, counts=True, reason="dead?")
+            for worker in moves.claimants()
+            for seq in moves.release_claims(worker, max_attempts, counts=True, reason="dead?")
         ]
 
     queue_server.recover_dead = recover_dead

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from async_grpo.errors import UsageError
+from async_grpo.records import WorkerId
 from async_grpo.rundir.paths import activity_file
 from async_grpo.settings import ArchiveLimit
 from async_grpo.telemetry import stalls
@@ -54,7 +55,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 def test_a_worker_with_a_job_that_does_not_move_is_hung(tmp_path: Path, clock: SimpleNamespace) -> None:
     for name in ("queue", "alive"):
         (tmp_path / name).mkdir()
-    watch = StallWatch(tmp_path, 1, timeout_s=60.0)
+    watch = StallWatch(tmp_path, WorkerId(1), timeout_s=60.0)
 
     def hung_after(seconds: float) -> bool:
         clock.now += seconds
@@ -79,7 +80,7 @@ def test_a_worker_with_a_job_that_does_not_move_is_hung(tmp_path: Path, clock: S
 def test_another_worker_s_job_is_no_sign_of_life_or_death(tmp_path: Path, clock: SimpleNamespace) -> None:
     (tmp_path / "queue").mkdir()
     (tmp_path / "queue" / "0000000001.a00_processing_by_dev11.safetensors").touch()
-    watch = StallWatch(tmp_path, 1, timeout_s=60.0)
+    watch = StallWatch(tmp_path, WorkerId(1), timeout_s=60.0)
     clock.now += 1000
     assert not watch.is_hung()
 

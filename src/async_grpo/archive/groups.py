@@ -214,7 +214,7 @@ def open_run(root: Path) -> tuple[RunDir, RunState]:
 def finished_group(data: bytearray, name: JobName, run_id: str) -> RolloutGroup:
     """The group in a file of this name; `BadFileError` if its content is another's, or not sound."""
     return decode_group(
-        data, expect_seq=name.seq, expect_run=run_id, expect_attempt=name.attempt, expect_worker=f"dev{name.device}"
+        data, expect_seq=name.seq, expect_run=run_id, expect_attempt=name.attempt, expect_worker=str(name.worker)
     )
 
 

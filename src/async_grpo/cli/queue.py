@@ -67,11 +67,11 @@ def _ls(root: Path) -> Iterator[str]:
     from async_grpo.queue import live_workers
 
     names = sorted(filter(None, (parse_name(path.name) for path in (root / "queue").iterdir())))
-    alive = {worker.device for worker in live_workers(root)} if (root / "alive").is_dir() else set()
+    alive = {worker.id for worker in live_workers(root)} if (root / "alive").is_dir() else set()
     yield f"{'group':>10}  try  {'state':<11}{'worker':<18}file changed"
     for name in names:
-        dead = "" if name.state != PROCESSING or name.device in alive else ", not alive"
-        worker = f"dev{name.device}{dead}" if name.device >= 0 else "-"
+        dead = "" if name.state != PROCESSING or name.worker in alive else ", not alive"
+        worker = f"{name.worker}{dead}" if name.worker else "-"
         yield f"{name.seq:>10}  {name.attempt + 1:>3}  {name.state:<11}{worker:<18}{_age(root / 'queue' / str(name))}"
     yield f"{len(names)} open"
 

@@ -19,6 +19,7 @@ from async_grpo.errors import AsyncGRPOError
 from async_grpo.formatting import counted
 from async_grpo.launch.child_log import LogTail
 from async_grpo.launch.screen import Screen, open_screen
+from async_grpo.records import WorkerId
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir import summary
 from async_grpo.rundir.paths import RunDir, activity_file, prepare
@@ -150,11 +151,12 @@ class _Launcher:
         return self._conclude(run, server)
 
     def _worker(self, run: RunDir, number: int, device: str) -> _Child:
+        worker = WorkerId(number)
         return _Child(
             name=f"worker {number}",
             command=self._worker_command(number, device),
-            log=LogTail(run.worker_log(number), f"worker {number}"),
-            stall=StallWatch(run.root, number, self.options.worker_timeout_s),
+            log=LogTail(run.worker_log(worker), f"worker {number}"),
+            stall=StallWatch(run.root, worker, self.options.worker_timeout_s),
         )
 
     def _server_command(self) -> list[str]:
@@ -238,7 +240,7 @@ class _Launcher:
         assert worker.stall is not None
         if worker.stall.is_hung():
             assert worker.process is not None
-            doing = read_activity(activity_file(self.options.run_dir, f"dev{worker.stall.device}"))
+            doing = read_activity(activity_file(self.options.run_dir, str(worker.stall.worker)))
             it_was = f" (it was {describe(doing, time.monotonic())})" if doing is not None else ""
             self.screen.warn(
                 f"{worker.name} made no progress for {self.options.worker_timeout_s:g} s: killing it{it_was}"

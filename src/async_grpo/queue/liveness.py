@@ -1,13 +1,12 @@
 """Which workers are alive, and what happens the moment one dies.
 
-A worker is alive while it holds `alive/dev{N}.lock`: the kernel's word, no heartbeat, no clock. Its death is
+A worker is alive while it holds its file `alive/NAME.lock`: the kernel's word, no heartbeat, no clock. Its death is
 an event (a pidfd becomes readable), so that its jobs are pending again within milliseconds and nobody polls.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,30 +14,31 @@ from pathlib import Path
 from typing import NamedTuple
 
 from async_grpo.errors import DiskFullError, QueueError
-from async_grpo.queue.names import PROCESSING
 from async_grpo.queue.transitions import Moves
 from async_grpo.queue.wakeups import IN_CREATE, IN_MODIFY, DirectoryWatch
+from async_grpo.records import WorkerId
 from async_grpo.rundir.locks import KernelLock
 
 PROBE_S = 0.05  # between looks at a worker whose death cannot be an event (other pid namespace, old kernel)
 LOOK_S = 1.0  # between looks at everything, in case an event went missing
 
-_WORKER_LOCK = re.compile(r"dev([0-9]{1,4})\.lock")
-
 
 class WorkerState(NamedTuple):
-    """A live worker, as its lock tells."""
+    """A live worker, by its lock and the holder's note in it."""
 
-    device: int  # N of dev{N}
-    name: str  # "dev1"
+    id: WorkerId
     pid: int
     host: str
     since: str  # for people, never compared
     torch_device: str  # "cuda:1", "cpu"
 
+    @property
+    def name(self) -> str:
+        return str(self.id)
 
-def worker_lock(root: Path, device: int) -> KernelLock:
-    return KernelLock(root / "alive" / f"dev{device}.lock")
+
+def worker_lock(root: Path, worker: WorkerId) -> KernelLock:
+    return KernelLock(root / "alive" / f"{worker}.lock")
 
 
 def server_lock(root: Path) -> KernelLock:
@@ -53,12 +53,12 @@ def live_workers(root: Path) -> list[WorkerState]:
     server = (server_lock(root).holder() or {}).get("pid")
     states = []
     for entry in sorted((root / "alive").iterdir()):
-        match = _WORKER_LOCK.fullmatch(entry.name)
-        holder = KernelLock(entry).holder() if match else None
-        if match is None or holder is None or (holder["pid"] == server and "torch_device" not in holder):
+        worker = WorkerId.parse(entry.stem) if entry.suffix == ".lock" else None
+        holder = KernelLock(entry).holder() if worker else None
+        if worker is None or holder is None or (holder["pid"] == server and "torch_device" not in holder):
             continue
-        told = {key: str(holder.get(key, "")) for key in ("host", "since", "torch_device")}
-        states.append(WorkerState(int(match[1]), f"dev{match[1]}", int(holder["pid"]), **told))
+        note = {key: str(holder.get(key, "")) for key in ("host", "since", "torch_device")}
+        states.append(WorkerState(worker, int(holder["pid"]), **note))
     return sorted(states)
 
 
@@ -68,14 +68,14 @@ def recover_dead(root: Path, moves: Moves, max_attempts: int) -> list[int]:
     Never takes from a live process.
     """
     recovered: list[int] = []
-    for device in sorted({name.device for name in moves.listing() if name.state == PROCESSING}):
-        lock = worker_lock(root, device)
+    for worker in moves.claimants():
+        lock = worker_lock(root, worker)
         if not lock.try_acquire():
             continue
         try:
-            reason = f"Worker dev{device} died while it had this job."
+            reason = f"Worker {worker} died while it had this job."
             with suppress(DiskFullError):  # no room for a reason: the claim stays, the next look tries again
-                recovered += moves.release_claims(device, max_attempts, counts=True, reason=reason)
+                recovered += moves.release_claims(worker, max_attempts, counts=True, reason=reason)
         finally:
             lock.release()
     return recovered
@@ -88,7 +88,7 @@ class Reaper:
         self._root, self._recover, self._tell = root, recover, tell
         self._watch = DirectoryWatch({root / "alive": IN_CREATE | IN_MODIFY})
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._pidfds: dict[tuple[int, int], int] = {}  # (device, pid) -> pidfd, or -1 where there is none to be had
+        self._pidfds: dict[tuple[WorkerId, int], int] = {}  # (worker, pid) -> pidfd, or -1 if there is none
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="queue-reaper", daemon=True)
         self._thread.start()
@@ -118,7 +118,7 @@ class Reaper:
 
     def _wait_for_a_death(self) -> bool:
         """Return True when jobs of a dead worker may be there, False when this thread shall end."""
-        if self._follow({(worker.device, worker.pid) for worker in live_workers(self._root)}):
+        if self._follow({(worker.id, worker.pid) for worker in live_workers(self._root)}):
             return True
         pidfds = [pidfd for pidfd in self._pidfds.values() if pidfd >= 0]
         probing = len(pidfds) < len(self._pidfds)
@@ -129,7 +129,7 @@ class Reaper:
             self._tell()
         return True
 
-    def _follow(self, workers: set[tuple[int, int]]) -> bool:
+    def _follow(self, workers: set[tuple[WorkerId, int]]) -> bool:
         """Have a pidfd for exactly these workers. True if one is gone that was there before."""
         gone = self._pidfds.keys() - workers
         for worker in gone:

@@ -19,6 +19,8 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
+from async_grpo.records import WorkerId
+
 PENDING, PROCESSING, COMPLETE = "pending", "processing", "complete"
 DUPLICATE, FAILED, BROKEN, RETRIED = "duplicate", "failed", "broken", "retried"
 
@@ -27,25 +29,25 @@ REASON_END = ".reason"
 SHARD_SIZE = 1000  # files a folder of done/
 
 _SUFFIX = ".safetensors"
-_LINK = {PROCESSING: "_by_dev", COMPLETE: "_from_dev", DUPLICATE: "_from_dev"}
+_LINK = {PROCESSING: "_by_", COMPLETE: "_from_", DUPLICATE: "_from_"}
 _QUEUE_NAME = re.compile(
     r"([0-9]{10})\.a([0-9]{2,3})_"
-    r"(?:(pending)|(processing)_by_dev([0-9]{1,4})|(complete|duplicate)_from_dev([0-9]{1,4}))\.safetensors"
+    rf"(?:(pending)|(processing)_by_({WorkerId.PATTERN})|(complete|duplicate)_from_({WorkerId.PATTERN}))\.safetensors"
 )
 _SET_ASIDE_NAME = re.compile(r"([0-9]{10})\.a([0-9]{2,3})_(failed|broken|retried)(_[a-z0-9_]+)?\.safetensors")
 
 
 class JobName(NamedTuple):
-    """A parsed name, e.g. `JobName(42, 0, "processing", 1)`; `str()` of it is the file name."""
+    """A parsed name, e.g. `JobName(42, 0, "processing", WorkerId(1))`; `str()` of it is the file name."""
 
     seq: int
     attempt: int  # 0 for the first try
     state: str
-    device: int = -1  # N of dev{N}; -1 where the state has none
+    worker: WorkerId | None = None  # the one that has or had the job, in the states that name one
 
     def __str__(self) -> str:
-        device = f"{_LINK[self.state]}{self.device}" if self.state in _LINK else ""
-        return f"{self.job}_{self.state}{device}{_SUFFIX}"
+        worker = f"{_LINK[self.state]}{self.worker}" if self.state in _LINK else ""
+        return f"{self.job}_{self.state}{worker}{_SUFFIX}"
 
     @property
     def stem(self) -> str:
@@ -59,9 +61,9 @@ class JobName(NamedTuple):
     def pending(self, attempt: int) -> JobName:
         return JobName(self.seq, attempt, PENDING)
 
-    def becomes(self, state: str, device: int) -> JobName:
+    def becomes(self, state: str, worker: WorkerId | None) -> JobName:
         """The same attempt in another state of a worker."""
-        return JobName(self.seq, self.attempt, state, device)
+        return JobName(self.seq, self.attempt, state, worker)
 
 
 @lru_cache(maxsize=1024)  # the same names are listed again and again, and at most 256 jobs are open
@@ -71,7 +73,8 @@ def parse_name(name: str) -> JobName | None:
     if match is None:
         return None
     seq, attempt, pending, processing, claimer, finished, maker = match.groups()
-    return JobName(int(seq), int(attempt), pending or processing or finished, int(claimer or maker or -1))
+    worker = WorkerId.parse(claimer or maker or "")
+    return JobName(int(seq), int(attempt), pending or processing or finished, worker)
 
 
 class SetAside(NamedTuple):

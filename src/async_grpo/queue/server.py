@@ -241,7 +241,7 @@ class ServerQueue:
 
     def claimants(self) -> list[str]:
         """Names of the workers that have a job now, dead ones included until their jobs are pending again."""
-        return [f"dev{n}" for n in sorted({name.device for name in self._moves.listing() if name.state == PROCESSING})]
+        return [str(worker) for worker in self._moves.claimants()]
 
     def workers(self) -> list[WorkerState]:
         return live_workers(self.root)
@@ -283,11 +283,11 @@ class ServerQueue:
                     retried = set_aside_name(JobName(aside.seq, aside.attempt, PENDING), RETRIED)
                     moves.move(f"quarantine/{reason_name(aside.name)}", f"quarantine/{reason_name(retried)}")
                     moves.move(f"quarantine/{aside.name}", f"quarantine/{retried}")
-        for device in {name.device for name in moves.listing() if name.state == PROCESSING}:
-            lock = worker_lock(self.root, device)
+        for worker in moves.claimants():
+            lock = worker_lock(self.root, worker)
             if lock.try_acquire():  # while the run was down, the death of a worker is no attempt
                 try:
-                    moves.release_claims(device, self._max_attempts, counts=False, reason="")
+                    moves.release_claims(worker, self._max_attempts, counts=False, reason="")
                 finally:
                     lock.release()
         for name in sorted(moves.listing()):
@@ -322,7 +322,7 @@ class ServerQueue:
             expect_seq=entry.seq,
             expect_run=self.run_id,
             expect_attempt=entry.attempt,
-            expect_worker=f"dev{entry.device}",
+            expect_worker=str(entry.worker),
         )
         made, issued = group.job, job
         if (made.seed, made.num_generations) != (issued.seed, issued.num_generations) or not _same(
@@ -381,11 +381,11 @@ class ServerQueue:
 
         Twice, because it may move from one to another meanwhile.
         """
-        devices = [worker.device for worker in self.workers()]
+        workers = [worker.id for worker in self.workers()]
         attempts = range(self._attempts[seq], self._attempts[seq] + self._max_attempts + 1)
         names = [JobName(seq, attempt, PENDING) for attempt in attempts]
         for state in (PROCESSING, COMPLETE):
-            names += [JobName(seq, attempt, state, device) for attempt in attempts for device in devices]
+            names += [JobName(seq, attempt, state, worker) for attempt in attempts for worker in workers]
         failed = [f"quarantine/{set_aside_name(JobName(seq, attempt, PENDING), FAILED)}" for attempt in attempts]
         paths = [f"queue/{name}" for name in names] + failed
         return any(map(self._moves.files.exists, paths * 2))

@@ -22,6 +22,7 @@ from async_grpo.queue.names import (
     shard,
 )
 from async_grpo.queue.wakeups import JobPipe
+from async_grpo.records import WorkerId
 
 DEFAULT_MAX_ATTEMPTS = 3
 
@@ -31,8 +32,8 @@ _REASON_BYTES = 1 << 20
 class Moves:
     """The queue's files as one process sees them.
 
-    `owner` (server or dev{N}) has a folder of tmp/ of its own: processes that create files in the same one wait for
-    each other, long on ext4. Jobs that become pending are announced in `pipe`.
+    `owner` (`server`, or a worker's name) has a folder of tmp/ of its own: processes that create files in the same
+    folder wait for each other, long on ext4. Jobs that become pending are announced in `pipe`.
     """
 
     def __init__(self, files: Files, owner: str, pipe: JobPipe) -> None:
@@ -97,7 +98,7 @@ class Moves:
         """Move a finished group from queue/ to its folder of done/."""
         folder = shard(name.seq)
         self._make(folder)
-        target = f"{folder}/{name.becomes(state, name.device)}"
+        target = f"{folder}/{name.becomes(state, name.worker)}"
         if self.move(f"queue/{name}", target):
             return True
         self._make(folder, again=True)
@@ -119,17 +120,21 @@ class Moves:
             return False
         return self.move(f"queue/{claim}", f"queue/{claim.pending(claim.attempt + 1)}")
 
-    def release_claims(self, device: int, max_attempts: int, *, counts: bool, reason: str) -> list[int]:
+    def claimants(self) -> list[WorkerId]:
+        """Workers that have jobs, dead or alive, in order."""
+        return sorted({name.worker for name in self.listing() if name.state == PROCESSING and name.worker})
+
+    def release_claims(self, worker: WorkerId, max_attempts: int, *, counts: bool, reason: str) -> list[int]:
         """The jobs of a worker that is dead are pending again; returns their sequence numbers.
 
         Whoever calls this holds that worker's lock. `counts` says whether the death counts as an attempt: it
         does not when the whole run was down. A worker dies between publishing a result and dropping its
         claim, too: then the result counts.
         """
-        self.clear_temporaries(f"dev{device}")
+        self.clear_temporaries(str(worker))
         released = []
         for name in sorted(self.listing()):
-            if (name.state, name.device) != (PROCESSING, device):
+            if (name.state, name.worker) != (PROCESSING, worker):
                 continue
             if self._result_exists(name):
                 self.drop(f"queue/{name}")
@@ -161,7 +166,7 @@ class Moves:
 
     def _result_exists(self, claim: JobName) -> bool:
         """First queue/, then done/: that is the way a result goes, so it cannot slip past."""
-        result = claim.becomes(COMPLETE, claim.device)
+        result = claim.becomes(COMPLETE, claim.worker)
         broken = f"quarantine/{set_aside_name(result, BROKEN)}"
         return any(map(self.files.exists, (f"queue/{result}", f"{shard(claim.seq)}/{result}", broken)))
 

@@ -16,7 +16,7 @@ from async_grpo.queue.liveness import LOOK_S, live_workers, server_lock, worker_
 from async_grpo.queue.names import BROKEN, COMPLETE, PENDING_END, PROCESSING, JobName, parse_name
 from async_grpo.queue.transitions import DEFAULT_MAX_ATTEMPTS, Moves
 from async_grpo.queue.wakeups import EVERYTHING, JobPipe, sleep_until
-from async_grpo.records import Job, RolloutGroup
+from async_grpo.records import Job, RolloutGroup, WorkerId
 from async_grpo.rundir.locks import describe_holder
 
 _BELIEVE_S = 0.05  # how long a worker goes by the pipe alone: an older job that is not in it must not wait behind newer
@@ -38,12 +38,12 @@ class WorkerQueue:
     A forked child has no part in it.
     """
 
-    def __init__(self, root: Path, device: int, files: Files, *, durable: bool) -> None:
-        self.root, self.device = root, device
+    def __init__(self, root: Path, worker: WorkerId, files: Files, *, durable: bool) -> None:
+        self.root, self.id = root, worker
         self._durable = durable
         self._pipe = JobPipe(root)
-        self._moves = Moves(files, f"dev{device}", self._pipe)
-        self._lock = worker_lock(root, device)
+        self._moves = Moves(files, str(worker), self._pipe)
+        self._lock = worker_lock(root, worker)
         self._claims: dict[int, Claim] = {}
         self._look_at = 0.0  # when to look at the directory although the pipe is not empty (monotonic seconds)
         self._counted, self._counted_until = 0, 0.0
@@ -53,14 +53,15 @@ class WorkerQueue:
     def open(
         cls,
         root: Path | str,
-        worker_id: int | None,
+        number: int | None,
         device: str,
         *,
         durable: bool = False,
         files: Files | None = None,
     ) -> Self:
-        """Become worker dev{worker_id}, or the first that is free for None. `QueueError` names who is it
-        already.
+        """Become the worker of this number, or the first that is free for None.
+
+        `QueueError` names the process that has the number already.
 
         device: what it computes on, e.g. `cuda:1`; for people to read. May be called before there is a
         server.
@@ -69,22 +70,21 @@ class WorkerQueue:
         root = Path(root)
         prepare_root(root)
         files = files or OsFiles(root)
-        numbers = [worker_id] if worker_id is not None else range(1, 1000)
-        for number in numbers:
-            queue = cls(root, number, files, durable=durable)
+        candidates = [WorkerId(n) for n in ([number] if number is not None else range(1, 1000))]
+        for worker in candidates:
+            queue = cls(root, worker, files, durable=durable)
             entered = False
             try:
-                entered = queue._enter(device, patient=worker_id is not None)
+                entered = queue._enter(device, patient=number is not None)
             finally:
                 if not entered:
                     queue._pipe.close()
                     queue._lock.release()
             if entered:
                 return queue
-        holder = describe_holder(worker_lock(root, numbers[0]).holder())
-        raise QueueError(
-            f"Worker dev{numbers[0]} runs already: {holder}. Give this one another number, or stop that one."
-        )
+        taken = candidates[0]
+        holder = describe_holder(worker_lock(root, taken).holder())
+        raise QueueError(f"Worker {taken} runs already: {holder}. Give this one another number, or stop that one.")
 
     def _enter(self, device: str, *, patient: bool) -> bool:
         """Take the lock, then make pending what an earlier worker of this number left.
@@ -98,12 +98,12 @@ class WorkerQueue:
             time.sleep(0.002)  # the server is making our predecessor's jobs pending
         self._learn_server()
         reason = f"Worker {self.name} died while it had this job."
-        self._moves.release_claims(self.device, self._max_attempts, counts=self.server_alive(), reason=reason)
+        self._moves.release_claims(self.id, self._max_attempts, counts=self.server_alive(), reason=reason)
         return True
 
     @property
     def name(self) -> str:
-        return f"dev{self.device}"
+        return str(self.id)
 
     def close(self) -> None:
         """Hand back what this worker still has, and free its number."""
@@ -159,7 +159,7 @@ class WorkerQueue:
         self._lock.require_process()
         if (group.job.seq, group.attempt, group.worker) != (claim.job.seq, claim.attempt, self.name):
             raise QueueError(f"The group of job {group.job.seq} is not an answer to claim {claim.name}.")
-        result = f"queue/{claim.name.becomes(COMPLETE, self.device)}"
+        result = f"queue/{claim.name.becomes(COMPLETE, self.id)}"
         self._moves.publish(encode_group(group), result, durable=self._durable)
         self._moves.drop(f"queue/{claim.name}")
         self._claims.pop(claim.job.seq, None)
@@ -231,7 +231,7 @@ class WorkerQueue:
 
         None if another worker was faster, or the file is unusable (set aside for the server to see).
         """
-        mine = name.becomes(PROCESSING, self.device)
+        mine = name.becomes(PROCESSING, self.id)
         if not self._moves.move(f"queue/{name}", f"queue/{mine}"):
             return None
         try:

@@ -77,9 +77,9 @@ def _work(options: WorkerOptions, stop: StopRequest) -> None:
     StallWarning(activity, run.root, options.settings.stall_warning).start()
     state = _wait_for_run(run)
     with closing(WorkerQueue.open(run.root, options.worker_id, options.device)) as queue:
-        write_stacks_on_signal(run.worker_stacks(queue.device))
+        write_stacks_on_signal(run.worker_stacks(queue.id))
         if options.log_level is not None:
-            log_to(run.worker_log(queue.device), options.log_level)
+            log_to(run.worker_log(queue.id), options.log_level)
         activity.publish(
             run.root,
             queue.name,
@@ -99,7 +99,7 @@ def _work(options: WorkerOptions, stop: StopRequest) -> None:
         from async_grpo_ipc import AttachError, IPCError, MismatchError, open_remote_memory
 
         make_rollout_trainer(trainer)
-        make_worker = _worker_for(options, trainer, state, engine_folder=run.worker_engine(queue.device))
+        make_worker = _worker_for(options, trainer, state, engine_folder=run.worker_engine(queue.id))
         try:
             wait_until(
                 lambda: run.weights_handle.exists() or None,

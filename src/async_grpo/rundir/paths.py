@@ -26,6 +26,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from async_grpo.errors import DiskFullError, RunDirError
+from async_grpo.records import WorkerId
 from async_grpo.rundir.locks import KernelLock
 
 SERVER = "server"  # the parameter server, as a process of the run
@@ -90,19 +91,19 @@ class RunDir:
         """The same of another rank of the trainer."""
         return self.root / "alive" / f"rank{rank}.stacks"
 
-    def worker_stacks(self, worker_id: int) -> Path:
-        return self.root / "alive" / f"dev{worker_id}.stacks"
+    def worker_stacks(self, worker: WorkerId) -> Path:
+        return self.root / "alive" / f"{worker}.stacks"
 
-    def worker_engine(self, worker_id: int) -> Path:
-        """The folder from which a worker's vLLM engine is built; there only meanwhile."""
-        return self.root / "alive" / f"dev{worker_id}.engine"
+    def worker_engine(self, worker: WorkerId) -> Path:
+        """The folder from which a worker's vLLM engine is built; it exists only meanwhile."""
+        return self.root / "alive" / f"{worker}.engine"
 
     @property
     def server_log(self) -> Path:
         return self.root / "log_parameter_server.txt"
 
-    def worker_log(self, worker_id: int) -> Path:
-        return self.root / f"log_worker_{worker_id}.txt"
+    def worker_log(self, worker: WorkerId) -> Path:
+        return self.root / f"log_worker_{worker.number}.txt"
 
     def read_state(self) -> RunState | None:
         """The contents of `run.json`, or None where there is none.

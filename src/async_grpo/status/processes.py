@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from async_grpo.formatting import for_people
 from async_grpo.queue.liveness import live_workers
+from async_grpo.records import WorkerId
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import SERVER, RunDir
 from async_grpo.telemetry import stalls
@@ -102,8 +103,9 @@ def _alive(run: RunDir) -> dict[str, Holder]:
 def _workers(records: Mapping[str, ActivityRecord], alive: Mapping[str, Holder], now: float) -> tuple[ProcessView, ...]:
     began = records[SERVER].began_s if SERVER in records else now
     names = {name for name, record in records.items() if record.progress_s >= began and record.state != ENDING}
-    found = [_view(name, records, alive, now) for name in (names | alive.keys()) - {SERVER}]
-    return tuple(sorted((view for view in found if view is not None), key=lambda view: int(view.name[3:])))
+    workers = sorted(filter(None, map(WorkerId.parse, names | alive.keys())))
+    found = (_view(str(worker), records, alive, now) for worker in workers)
+    return tuple(view for view in found if view is not None)
 
 
 def _view(

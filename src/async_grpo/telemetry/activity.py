@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from async_grpo.errors import DiskFullError
-from async_grpo.rundir.paths import activity_file
+from async_grpo.records import WorkerId
+from async_grpo.rundir.paths import SERVER, activity_file
 
 STARTING, LOADING, WAITING, ENDING = "starting", "loading", "waiting", "ending"
 TRAINING, PUBLISHING, EVALUATING, SAVING = "training", "publishing", "evaluating", "saving"  # the server
@@ -41,7 +42,7 @@ MAX_JOBS = 32  # in the record; there are seldom more, and the oldest are the on
 SAMPLE_EVERY_S = 5.0
 SAMPLE_AGE_S = 60.0  # rates are over this long
 
-_STATUS_FILE = re.compile(r"(server|dev[0-9]{1,4})\.status")
+_STATUS_FILE = re.compile(rf"({SERVER}|{WorkerId.PATTERN})\.status")
 _HEAD = struct.Struct("<QdII")
 _TICK = struct.Struct("<Qd")
 COUNT_BYTES = 8

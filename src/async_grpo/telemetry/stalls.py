@@ -15,6 +15,7 @@ from pathlib import Path
 from loguru import logger
 
 from async_grpo.formatting import for_people
+from async_grpo.records import WorkerId
 from async_grpo.rundir.paths import activity_file
 from async_grpo.telemetry.activity import LOADING, WAITING, Activity, ActivityRecord, read_all, read_count
 
@@ -110,11 +111,11 @@ class StallWatch:
         timeout_s: so long without any progress, while it has a job, means hung.
     """
 
-    def __init__(self, root: Path, device: int, timeout_s: float) -> None:
-        self.device = device
+    def __init__(self, root: Path, worker: WorkerId, timeout_s: float) -> None:
+        self.worker = worker
         self._queue = root / "queue"
-        self._claims = f"*_processing_by_dev{device}.safetensors"
-        self._file = activity_file(root, f"dev{device}")
+        self._claims = f"*_processing_by_{worker}.safetensors"
+        self._file = activity_file(root, str(worker))
         self._timeout_s = timeout_s
         self._seen: bytes | None = None
         self._since = time.monotonic()

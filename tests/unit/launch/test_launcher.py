@@ -24,6 +24,7 @@ from async_grpo.cli import worker as worker_command
 from async_grpo.launch import launcher
 from async_grpo.launch.child_log import LogTail
 from async_grpo.launch.launcher import LaunchOptions, launch
+from async_grpo.records import WorkerId
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.files import LineReader
 from async_grpo.rundir.paths import RunDir
@@ -168,7 +169,7 @@ def test_the_children_s_own_lines_are_shown_with_their_names(stage: Stage, capsy
     for name in ("worker 1", "worker 2"):
         assert f"[{name}] 12:00:00 WARNING careful" in shown
     assert not any("noise" in line or "detail" in line for line in shown)
-    assert "noise" in (log := stage.run.worker_log(1).read_text()) and "detail" in log
+    assert "noise" in (log := stage.run.worker_log(WorkerId(1)).read_text()) and "detail" in log
 
 
 def test_quiet_shows_warnings_and_what_the_launcher_has_to_decide(

@@ -14,7 +14,7 @@ import torch
 
 from async_grpo.queue import Claim
 from async_grpo.queue.names import PROCESSING, JobName
-from async_grpo.records import Job, RolloutGroup
+from async_grpo.records import Job, RolloutGroup, WorkerId
 from async_grpo.rollout.engines.vllm import Chunk
 from async_grpo.rollout.streaming_worker import StreamingWorker
 from async_grpo.rollout.trl_trainer import GeneratedGroup, Scores
@@ -102,7 +102,7 @@ class FakeQueue:
 
     def claim(self, limit: int, skip: Any = ()) -> list[Claim]:
         taken, self.waiting = self.waiting[:limit], self.waiting[limit:]
-        return [Claim(job, 0, JobName(job.seq, 0, PROCESSING, 1)) for job in taken]
+        return [Claim(job, 0, JobName(job.seq, 0, PROCESSING, WorkerId(1))) for job in taken]
 
     def complete(self, claim: Claim, group: RolloutGroup) -> None:
         self.completed.append(group)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import RunDirError
+from async_grpo.records import WorkerId
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import Fate, RunDir, RunState, fresh_folder, prepare, preview
@@ -41,7 +42,7 @@ def old_run(root: Path, **changes: Any) -> RunState:
     for name in ("queue", "done", "quarantine", "tmp", "alive", "tensorboard"):
         (root / name).mkdir()
         (root / name / "file").write_text(name)
-    for path in (run.metrics, run.summary, run.server_log, run.worker_log(2)):
+    for path in (run.metrics, run.summary, run.server_log, run.worker_log(WorkerId(2))):
         path.write_text("old")
     (root / "outputs" / "checkpoint-5").mkdir(parents=True)
     (root / "outputs" / "checkpoint-5" / "model.safetensors").write_text("weights")
@@ -312,7 +313,7 @@ def test_a_preview_says_what_a_start_would_do_and_does_nothing(
 
 
 def test_a_fresh_folder_has_nothing_of_a_process_that_was_killed_and_is_gone_at_the_end(tmp_path: Path) -> None:
-    folder = RunDir(tmp_path).worker_engine(3)
+    folder = RunDir(tmp_path).worker_engine(WorkerId(3))
     (folder / "left").mkdir(parents=True)
     (folder / "left" / "config.json").write_text("of the dead")
     with pytest.raises(KeyError), fresh_folder(folder):

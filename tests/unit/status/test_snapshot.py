@@ -20,6 +20,7 @@ from rich.console import Console, RenderableType
 from async_grpo.cli import main
 from async_grpo.errors import RunDirError
 from async_grpo.queue.liveness import worker_lock
+from async_grpo.records import WorkerId
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir, activity_file
@@ -37,10 +38,11 @@ ACTOR = """
 import sys, time
 from pathlib import Path
 from async_grpo.telemetry.activity import activity
+from async_grpo.records import WorkerId
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.queue.liveness import worker_lock
 root, name, run_id, what = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
-lock = KernelLock(root / "server.lock") if name == "server" else worker_lock(root, int(name[3:]))
+lock = KernelLock(root / "server.lock") if name == "server" else worker_lock(root, WorkerId.parse(name))
 lock.path.parent.mkdir(exist_ok=True)
 assert lock.try_acquire({"role": "parameter server"} if name == "server" else {"torch_device": "cpu"})
 if what != "starting":
@@ -237,7 +239,7 @@ def test_what_is_no_run_is_refused_with_a_sentence_and_exit_code_2(tmp_path: Pat
 
 def test_workers_that_wait_where_no_run_is_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "alive").mkdir()
-    lock = worker_lock(tmp_path, 1)
+    lock = worker_lock(tmp_path, WorkerId(1))
     assert lock.try_acquire({"torch_device": "cpu"})
     try:
         with pytest.raises(RunDirError, match="dev1 wait for a parameter server"):

@@ -49,8 +49,8 @@ def run_processes(run: RunDir) -> Iterator[RunProcess]:
                 break  # a child that it forked has the file open, too
     if (run.root / "alive").is_dir():
         for worker in live_workers(run.root):
-            lock = worker_lock(run.root, worker.device)
-            yield _holder(worker.name, worker.pid, lock, run.worker_stacks(worker.device))
+            lock = worker_lock(run.root, worker.id)
+            yield _holder(worker.name, worker.pid, lock, run.worker_stacks(worker.id))
 
 
 def _holder(name: str, pid: int, lock: KernelLock, stacks: Path) -> RunProcess:
