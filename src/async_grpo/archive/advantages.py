@@ -1,7 +1,7 @@
 """Total rewards and advantages of archived groups, as TRL computes them from the rewards that a group carries.
 
 TRL keeps neither, and this is the same formula over numpy, so that whoever reads an archive needs no torch.
-`tests/integration/test_trl_contract.py` compares the two.
+`tests/integration/test_trl_contract_loss.py` compares the two.
 """
 
 from __future__ import annotations

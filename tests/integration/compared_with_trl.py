@@ -1,0 +1,56 @@
+"""The same trainer run by us and by plain TRL on the same completions: all that both log is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from in_process import TIMES, InProcessRun, build_trainer, replay_with_trl, training_logs
+from trl import GRPOTrainer
+
+TOLERANCE = 1e-5
+
+
+def largest_difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
+    """Between the logs of two runs, over all of TRL's metrics but times; relative where a value exceeds 1."""
+    assert len(ours) == len(theirs) > 0
+    largest = 0.0
+    for our_entry, their_entry in zip(ours, theirs, strict=True):
+        assert own_names(our_entry) == set(their_entry)
+        for name in set(their_entry) - set(TIMES):
+            mine, reference = our_entry[name], their_entry[name]
+            if mine is None or reference is None:
+                assert mine == reference, name
+                continue
+            difference = abs(mine - reference) / max(1.0, abs(reference))
+            assert difference <= TOLERANCE, f"{name} of step {their_entry['step']}: {mine}, but TRL has {reference}"
+            largest = max(largest, difference)
+    return largest
+
+
+def own_names(entry: dict[str, Any]) -> set[str]:
+    """The names of a logged entry without ours."""
+    return {name for name in entry if not name.startswith("async/")}
+
+
+def run_as_trl_would(get_trainer: Callable[..., GRPOTrainer], **options: Any) -> tuple[InProcessRun, GRPOTrainer]:
+    """Run with fresh weights for each batch, then plain TRL on the same completions: all that they log is equal."""
+    run = InProcessRun(get_trainer, **options).train()
+    plain = replay_with_trl(get_trainer, run.batches)
+    largest_difference(run.logs, training_logs(plain))
+    return run, plain
+
+
+def settings(output_dir: Path, given: dict[str, Any] | None = None, **changes: Any) -> Callable[..., GRPOTrainer]:
+    """A `get_trainer()` that builds the same trainer each time; a test may add to its arguments.
+
+    Args:
+        given: arguments of the trainer, e.g. `peft_config`.
+        changes: of the rest, as for `build_trainer`.
+    """
+
+    def get_trainer(arguments: dict[str, Any] | None = None, **more: Any) -> GRPOTrainer:
+        return build_trainer(output_dir, arguments={**(given or {}), **(arguments or {})}, **{**changes, **more})
+
+    return get_trainer

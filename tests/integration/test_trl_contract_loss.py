@@ -1,0 +1,187 @@
+"""What our loss hooks, advantages and hyperparameters rely on in TRL, checked against the installed version."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from in_process import InProcessRun, build_trainer, letters, plain_rows
+from packaging.version import Version
+from torch.testing import assert_close
+from trl import GRPOTrainer
+from trl.trainer import utils as trl_utils
+from trl_contract import INSTALLED, ON_CPU, ROLLOUT, TRAINING, moved, scripted_rollout, twice
+
+from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.settings import TrainingSettings
+from async_grpo.setup import trl_compat
+from async_grpo.setup.generator_choice import engines_left_to_workers, wants_vllm
+from async_grpo.training.hyperparameters import hyperparameters
+
+pytestmark = pytest.mark.integration
+
+LOSS_INPUTS = {
+    "prompt_ids",
+    "prompt_mask",
+    "completion_ids",
+    "completion_mask",
+    "advantages",
+    "num_items_in_batch",
+}
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> GRPOTrainer:
+    return build_trainer(tmp_path)
+
+
+@pytest.fixture
+def inputs_and_trainer(tmp_path: Path) -> tuple[dict[str, Any], Any]:
+    """What the loss consumes for a batch of a `rollout_func`; a loss that weighs each sequence alike."""
+    trainer: Any = build_trainer(
+        tmp_path,
+        arguments={"rollout_func": scripted_rollout},
+        reward_funcs=lambda completions, score, **_: score,
+        loss_type="grpo",
+        epsilon=0.2,
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    inputs = trainer._generate_and_score_completions(twice(plain_rows(4)))
+    return inputs, trainer
+
+
+def test_keys_and_shapes_of_the_loss_inputs(inputs_and_trainer: tuple[dict[str, Any], Any], trainer: Any) -> None:
+    plain = trainer._generate_and_score_completions(twice(plain_rows(4)))
+    assert set(plain) == LOSS_INPUTS, moved("the loss", f"consumes {sorted(plain)} after generating", TRAINING)
+
+    inputs, trainer = inputs_and_trainer
+    expected = LOSS_INPUTS | {"sampling_per_token_logps", "tool_mask"}
+    assert set(inputs) == expected, moved("the loss", f"consumes {sorted(inputs)} of a rollout_func", TRAINING)
+    completions_BC = (8, 3)
+    for name in ("completion_ids", "completion_mask", "sampling_per_token_logps", "tool_mask"):
+        assert inputs[name].shape == completions_BC, moved(f"`{name}`", f"has shape {inputs[name].shape}", TRAINING)
+    assert inputs["advantages"].shape == (8,)
+    assert inputs["num_items_in_batch"].ndim == 0
+
+
+def test_logprobs_and_env_mask_of_a_rollout_func_reach_the_loss(
+    inputs_and_trainer: tuple[dict[str, Any], Any],
+) -> None:
+    inputs, _ = inputs_and_trainer
+    assert inputs["sampling_per_token_logps"].tolist() == [[-0.5, -1.5, 0.0]] + [[-0.5, -1.5, -2.5]] * 7, moved(
+        "rollout_func", "'s `logprobs` do not arrive as `sampling_per_token_logps`", TRAINING
+    )
+    assert inputs["tool_mask"].tolist() == [[1, 0, 1]] * 8, moved(
+        "rollout_func", "'s `env_mask` does not arrive as `tool_mask`", TRAINING
+    )
+    assert inputs["completion_mask"].tolist() == [[1, 1, 0]] + [[1, 1, 1]] * 7
+
+
+def test_the_loss_takes_old_per_token_logps_as_the_policy_that_sampled(
+    inputs_and_trainer: tuple[dict[str, Any], Any],
+) -> None:
+    inputs, trainer = inputs_and_trainer
+    with torch.no_grad():
+        logprobs_BC, *rest = trainer._get_per_token_logps_and_entropies(
+            trainer.model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            3,
+        )
+        assert len(rest) == 2, moved(
+            "GRPOTrainer._get_per_token_logps_and_entropies", f"returns {1 + len(rest)} things, not 3", ROLLOUT
+        )
+        shift_BC = torch.linspace(-0.5, 0.5, 24).view(8, 3)
+        inputs["old_per_token_logps"] = logprobs_BC - shift_BC
+        loss = trainer._compute_loss(trainer.model, inputs)
+
+    ratio_BC = shift_BC.exp()
+    advantages_B1 = inputs["advantages"][:, None]
+    objective_BC = torch.min(ratio_BC * advantages_B1, ratio_BC.clamp(0.8, 1.2) * advantages_B1)
+    mask_BC = inputs["completion_mask"] * inputs["tool_mask"]
+    expected = -((objective_BC * mask_BC).sum(1) / mask_BC.sum(1)).mean()
+    assert_close(
+        loss,
+        expected,
+        msg=lambda text: moved(
+            "GRPOTrainer._compute_loss", f"does not use `old_per_token_logps` and `tool_mask`: {text}", TRAINING
+        ),
+    )
+
+
+def test_the_log_probability_function_that_we_replace(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL 1.15 needs a replacement on a CPU; both versions call it with the same nine arguments."""
+    name = "trl.trainer.utils._ChunkedLogProbFunction"
+    original = getattr(trl_utils, "_ChunkedLogProbFunction", None)
+    replaced = original is trl_compat.TorchLogProbs
+    needed = Version(trl.__version__) < Version(trl_compat.FIXED_IN) and not torch.cuda.is_available()
+    assert replaced == needed, moved(name, "is replaced where it need not be, or not where it must be", ON_CPU)
+
+    calls: list[tuple[Any, ...]] = []
+
+    class Recording:
+        @staticmethod
+        def apply(*arguments: Any) -> Any:
+            calls.append(arguments)
+            return trl_compat.TorchLogProbs.apply(*arguments)
+
+    monkeypatch.setattr(trl_utils, "_ChunkedLogProbFunction", Recording)
+    ids = torch.tensor([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
+    with torch.no_grad():
+        logprobs_BC, entropies_BC, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, torch.ones_like(ids), 3, compute_entropy=True
+        )
+        all_logprobs_BCV = trainer.model(input_ids=ids).logits[:, 1:-1].log_softmax(-1)
+    expected = len(inspect.signature(trl_compat.TorchLogProbs.apply).parameters)
+    counts = [len(arguments) for arguments in calls]
+    assert counts == [expected], moved(name, f"is called with {counts} arguments, not {expected}", ON_CPU)
+    assert_close(logprobs_BC, all_logprobs_BCV.gather(2, ids[:, 2:, None])[..., 0])
+    assert_close(entropies_BC, -(all_logprobs_BCV.exp() * all_logprobs_BCV).sum(-1))
+    if not replaced and original is not None:
+        assert_close(trl_compat.TorchLogProbs.apply(*calls[0])[0], original.apply(*calls[0])[0])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"reward_weights": [0.5, 2.0], "scale_rewards": "none"},
+        {"scale_rewards": "batch"},
+        {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 3.0]},
+    ],
+)
+def test_advantages_of_an_archive_are_those_of_trl(tmp_path: Path, changes: dict[str, Any]) -> None:
+    def sometimes(completions: list[Any], **_: Any) -> list[float | None]:
+        return [None if index % 3 else float(len(text)) for index, text in enumerate(completions)]
+
+    run = InProcessRun(lambda: build_trainer(tmp_path, reward_funcs=[letters, sometimes], **changes)).train()
+    told = hyperparameters(run.trainer, TrainingSettings())
+    rule = AdvantageRule.from_record(told)
+    for batch, inputs in zip(run.batches, run.inputs, strict=True):
+        ours = torch.cat([torch.from_numpy(it) for it in rule.advantages([group.rewards for group in batch])])
+        assert_close(ours.float(), inputs["advantages"].cpu(), msg=lambda text: f"{INSTALLED}: advantages.py: {text}")
+    assert told["reward_functions"] == ["letters", "sometimes"]
+
+
+def test_hyperparameters_hold_no_secret(tmp_path: Path) -> None:
+    private = {"api_key": "secret", "passphrase": "secret", "max_tokens": 3}
+    trainer = build_trainer(tmp_path, hub_token="hf_secret", model_init_kwargs=private)
+    told = json.dumps(hyperparameters(trainer, TrainingSettings()))
+    assert "secret" not in told and '"max_tokens": 3' in told
+
+
+# --- Engines ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_with_use_vllm_is_built_without_an_engine(tmp_path: Path) -> None:
+    with engines_left_to_workers():
+        trainer = build_trainer(tmp_path, use_vllm=True, vllm_gpu_memory_utilization=0.7)
+    assert wants_vllm(trainer)
+    assert not trainer.use_vllm
+    assert trainer.args.vllm_gpu_memory_utilization == 0.7, "its settings are for the workers' engines"
+    assert trainer.generation_config is not None, "evaluation generates with transformers"

@@ -1,0 +1,105 @@
+"""Reward functions and reward models: those of TRL, with the same result in a worker."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compared_with_trl import run_as_trl_would, settings
+from in_process import (
+    QWEN3_CHAT_TEMPLATE,
+    InProcessRun,
+    build_model,
+    build_tokenizer,
+    length,
+    letters,
+    text_of,
+)
+from transformers import Qwen3ForSequenceClassification
+
+pytestmark = pytest.mark.integration
+
+
+async def async_letters(completions: list[Any], **columns: Any) -> list[float]:
+    await asyncio.sleep(0)
+    return letters(completions, **columns)
+
+
+def test_weighted_rewards_sync_and_async(tmp_path: Path) -> None:
+    run, _ = run_as_trl_would(
+        settings(tmp_path, reward_funcs=[letters, async_letters, length], reward_weights=[1.0, 0.5, 0.1])
+    )
+    assert run.groups[0].reward_names == ("letters", "async_letters", "length")
+    assert all((group.rewards[:, 0] == group.rewards[:, 1]).all() for group in run.groups)
+
+
+@pytest.mark.parametrize("chat_template", [None, QWEN3_CHAT_TEMPLATE], ids=["plain", "conversational"])
+def test_reward_functions_get_prompts_and_dataset_columns(chat_template: str | None, tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def reaches_target(
+        prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], target: list[int], **_: Any
+    ) -> list[float]:
+        seen.extend((text_of(prompt), number) for prompt, number in zip(prompts, target, strict=True))
+        texts = [text_of(completion) for completion in completions]
+        return [-abs(len(t) - n) + len(ids) / 10 for t, n, ids in zip(texts, target, completion_ids, strict=True)]
+
+    run_as_trl_would(settings(tmp_path, chat_template=chat_template, reward_funcs=reaches_target))
+    assert seen
+    assert all(number == len(text) for text, number in seen)
+
+
+def test_what_reward_functions_log_reaches_the_trainer(tmp_path: Path) -> None:
+    def logging_reward(completions: list[str], log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
+        log_extra("first_letter", [completion[:1] for completion in completions])
+        log_metric("digits", sum(c.isdigit() for completion in completions for c in completion) / len(completions))
+        return letters(completions)
+
+    run, plain = run_as_trl_would(settings(tmp_path, reward_funcs=logging_reward))
+    assert all("digits" in entry for entry in run.logs)
+    assert run.trainer._logs["extra"] == plain._logs["extra"]
+    assert len(run.trainer._logs["extra"]["first_letter"]) == 8
+    assert run.trainer._logs["completion"] == plain._logs["completion"]
+    assert run.trainer._logs["prompt"] == plain._logs["prompt"]
+
+
+def test_rewards_of_none(tmp_path: Path) -> None:
+    def only_even(completions: list[str], target: list[int], **_: Any) -> list[float | None]:
+        return [None if n % 2 else score for n, score in zip(target, letters(completions), strict=True)]
+
+    def only_short(completions: list[str], target: list[int], **_: Any) -> list[float | None]:
+        return [None if n > 1 else 1.0 - score for n, score in zip(target, letters(completions), strict=True)]
+
+    run, _ = run_as_trl_would(settings(tmp_path, reward_funcs=[only_even, only_short], max_steps=3))
+    for group in run.groups:
+        target = group.job.row["target"]
+        assert torch.from_numpy(group.rewards).isnan()[0].tolist() == [target % 2 == 1, target > 1]
+    unscored = [group for group in run.groups if torch.from_numpy(group.rewards).isnan().all()]
+    assert unscored, "some group must have had no reward at all"
+
+
+def test_reward_functions_see_the_version_that_generated(tmp_path: Path) -> None:
+    steps: list[int] = []
+
+    def note_step(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+        steps.append(trainer_state.global_step)
+        return letters(completions)
+
+    run = InProcessRun(settings(tmp_path, reward_funcs=note_step, max_steps=4), fresh_every=2).train()
+    assert steps == [group.policy_version for group in run.groups]
+    assert sorted(set(steps)) == [0, 2]
+
+
+def test_a_reward_model(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer()
+    config = build_model(tokenizer).config
+    config.num_labels = 1
+    torch.manual_seed(0)
+    judge = Qwen3ForSequenceClassification(config).eval()
+    run, _ = run_as_trl_would(
+        settings(tmp_path, {"reward_processing_classes": [tokenizer, None]}, reward_funcs=[judge, letters])
+    )
+    assert len({group.rewards[0, 0].item() for group in run.groups}) > 1

@@ -1,0 +1,232 @@
+"""TRL's tools, environments and `rollout_func`, with the same result in a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compared_with_trl import own_names, settings
+from datasets import Dataset
+from in_process import (
+    QWEN3_CHAT_TEMPLATE,
+    InProcessRun,
+    ScriptedGenerator,
+    build_tokenizer,
+    chat_rows,
+    length,
+    training_logs,
+)
+from trl import GRPOTrainer
+
+pytestmark = pytest.mark.integration
+
+
+TOOL_CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
+BAD_CALL = '<tool_call>\n{"name": "divide", "arguments": {}}\n</tool_call>'
+TOOL_RESULT = "\n<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+
+    Returns:
+        Their product.
+    """
+    return a * b
+
+
+def calls_multiply(prompt: str, place: int) -> str:
+    """Calls the tool in every second completion, and uses its result."""
+    if "<tool_response>" in prompt:
+        return "twelve"
+    return f"let me see{TOOL_CALL}" if place % 2 == 0 else "eleven"
+
+
+class ScriptedTRL(GRPOTrainer):
+    """Plain TRL whose model writes what a script says."""
+
+    script: ScriptedGenerator
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return self.script.generate(prompt_ids)
+
+
+def plain_scripted(get_trainer: Callable[..., GRPOTrainer], reply: Callable[[str, int], str]) -> GRPOTrainer:
+    trainer: Any = get_trainer(trainer_class=ScriptedTRL)
+    trainer.script = ScriptedGenerator(trainer.processing_class, reply)
+    trainer.train()
+    return trainer
+
+
+def scripted(get_trainer: Callable[..., GRPOTrainer], reply: Callable[[str, int], str]) -> InProcessRun:
+    tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
+    return InProcessRun(get_trainer, generator=ScriptedGenerator(tokenizer, reply)).train()
+
+
+def says_twelve(completions: list[Any], **_: Any) -> list[float]:
+    return [float(completion[-1]["content"] == "twelve") for completion in completions]
+
+
+def counts_tool_results(completions: list[Any], **_: Any) -> list[float]:
+    return [float(sum(message["role"] == "tool" for message in completion)) for completion in completions]
+
+
+def assert_same_counts(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """All metrics are equal that do not depend on the log-probabilities, which a script cannot know."""
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert own_names(mine) == set(reference)
+        for name, value in reference.items():
+            if name.startswith(("reward", "completions/", "tools/", "num_tokens", "frac_reward")):
+                assert mine[name] == pytest.approx(value), name
+
+
+def test_tools(tmp_path: Path) -> None:
+    get_trainer = settings(
+        tmp_path,
+        {"tools": [multiply]},
+        chat_template=QWEN3_CHAT_TEMPLATE,
+        reward_funcs=[says_twelve, counts_tool_results],
+        max_completion_length=256,
+    )
+    run = scripted(get_trainer, calls_multiply)
+    assert_same_counts(run.logs, training_logs(plain_scripted(get_trainer, calls_multiply)))
+    assert run.logs[0]["tools/call_frequency"] == 0.5
+    assert run.logs[0]["tools/failure_frequency"] == 0
+    assert run.logs[0]["rewards/says_twelve/mean"] == 0.5
+    assert run.trainer.tools == [multiply], "the trainer needs them again for evaluation"
+
+    tokenizer = run.trainer.processing_class
+    inputs = run.inputs[0]
+    for ids, mask, tool_mask in zip(
+        inputs["completion_ids"], inputs["completion_mask"], inputs["tool_mask"], strict=True
+    ):
+        model_wrote = tokenizer.decode(ids[(mask * tool_mask).bool()])
+        tool_wrote = tokenizer.decode(ids[(mask * (1 - tool_mask)).bool()])
+        if tool_wrote:
+            assert tool_wrote == TOOL_RESULT
+            assert model_wrote == f"let me see{TOOL_CALL}<|im_end|>twelve<|im_end|>"
+        else:
+            assert model_wrote == "eleven<|im_end|>"
+    called = run.groups[0].completions[0]
+    assert [message["role"] for message in called] == ["assistant", "tool", "assistant"]
+    assert called[1] == {"role": "tool", "name": "multiply", "content": "12"}
+
+
+def test_failing_tool_calls_are_counted(tmp_path: Path) -> None:
+    get_trainer = settings(
+        tmp_path,
+        {"tools": [multiply]},
+        chat_template=QWEN3_CHAT_TEMPLATE,
+        reward_funcs=[length],
+        max_completion_length=256,
+    )
+
+    def calls_divide(prompt: str, place: int) -> str:
+        return "sorry" if "<tool_response>" in prompt else (BAD_CALL if place % 4 == 0 else "no")
+
+    run = scripted(get_trainer, calls_divide)
+    assert_same_counts(run.logs, training_logs(plain_scripted(get_trainer, calls_divide)))
+    assert run.logs[0]["tools/call_frequency"] == 0.25
+    assert run.logs[0]["tools/failure_frequency"] == 1
+
+
+class Counting:
+    """An environment: adds up what the model tells it to."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        Counting.made += 1
+
+    def reset(self, **row: Any) -> str:
+        self.total = 0
+        self.target = row.get("target", 5)
+        return f" Reach {self.target}."
+
+    def add(self, number: int) -> int:
+        """Add to the total.
+
+        Args:
+            number: How much.
+
+        Returns:
+            The new total.
+        """
+        self.total += number
+        return self.total
+
+    def get_reward(self) -> float:
+        return -float(abs(self.total - self.target))
+
+
+def adds_three(prompt: str, place: int) -> str:
+    if "<tool_response>" in prompt:
+        return "done"
+    assert " Reach " in prompt, "the observation of reset() must be in the prompt"
+    return '<tool_call>\n{"name": "add", "arguments": {"number": 3}}\n</tool_call>' if place % 2 else "nothing"
+
+
+@pytest.mark.parametrize("with_eval", [False, True], ids=["training", "training and evaluation"])
+def test_an_environment(with_eval: bool, tmp_path: Path) -> None:
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 2} if with_eval else {}
+    get_trainer = settings(
+        tmp_path,
+        {"environment_factory": Counting, **({"eval_dataset": chat_rows(2)} if with_eval else {})},
+        chat_template=QWEN3_CHAT_TEMPLATE,
+        reward_funcs=[length],
+        train_dataset=chat_rows(),
+        max_completion_length=200,
+        **evaluation,
+    )
+    run = scripted(get_trainer, adds_three)
+    if not with_eval:  # the plain trainer would evaluate with its script
+        assert_same_counts(run.logs, training_logs(plain_scripted(get_trainer, adds_three)))
+    for group in run.groups:
+        target = group.job.row["target"]
+        assert group.rewards[:, 1].tolist() == [-target, -abs(3 - target)]
+    assert run.logs[0]["rewards/Counting/mean"] < 0
+    assert run.trainer.environment_factories is not None
+    assert len([entry for entry in run.trainer.state.log_history if "eval_reward" in entry]) == 2 * with_eval
+
+
+def test_environments_that_bring_their_own_prompts(tmp_path: Path) -> None:
+    get_trainer = settings(
+        tmp_path,
+        {"environment_factory": {"count": Counting}},
+        chat_template=QWEN3_CHAT_TEMPLATE,
+        reward_funcs=[length],
+        train_dataset=Dataset.from_list([{"environment": "count", "target": n} for n in range(8)]),
+        max_completion_length=200,
+    )
+    run = scripted(get_trainer, adds_three)
+    assert_same_counts(run.logs, training_logs(plain_scripted(get_trainer, adds_three)))
+
+
+def test_a_rollout_func_of_the_user_runs_in_the_worker(tmp_path: Path) -> None:
+    calls: list[Any] = []
+
+    def rollout_func(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+        calls.append(trainer)
+        ids = trainer.processing_class([f"{place % 2}xy" for place in range(len(prompts))])["input_ids"]
+        return {
+            "prompt_ids": trainer.processing_class(prompts)["input_ids"],
+            "completion_ids": ids,
+            "logprobs": [[-1.0] * len(row) for row in ids],
+            "env_mask": [[1, 0, 1] for _ in ids],
+            "score": [float(place % 2) for place in range(len(prompts))],
+        }
+
+    def given(completions: list[str], score: list[float], **_: Any) -> list[float]:
+        return score
+
+    run = InProcessRun(settings(tmp_path, {"rollout_func": rollout_func}, reward_funcs=given)).train()
+    assert calls == [run.worker] * 2
+    assert run.groups[0].rewards[:, 0].tolist() == [0, 1]
+    assert run.inputs[0]["tool_mask"].tolist() == [[1, 0, 1]] * 8
+    assert (run.inputs[0]["old_per_token_logps"] == -1).all()

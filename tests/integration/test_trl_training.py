@@ -1,0 +1,117 @@
+"""What TRL does around the training step: callbacks, evaluation, checkpoints, the names of metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compared_with_trl import own_names, settings
+from in_process import (
+    QWEN3_CHAT_TEMPLATE,
+    InProcessRun,
+    build_trainer,
+    length,
+    letters,
+    plain_rows,
+    training_logs,
+)
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+pytestmark = pytest.mark.integration
+
+
+def test_callbacks_run_in_the_trainer_only(tmp_path: Path) -> None:
+    class Counter(TrainerCallback):
+        def __init__(self) -> None:
+            self.begun = self.steps = self.logged = self.ended = 0
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            self.begun += 1
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.steps += 1
+
+        def on_log(self, *_: Any, **__: Any) -> None:
+            self.logged += 1
+
+        def on_train_end(self, *_: Any, **__: Any) -> None:
+            self.ended += 1
+
+    counters: list[Counter] = []
+
+    def get_trainer() -> GRPOTrainer:
+        counters.append(Counter())
+        return build_trainer(tmp_path, arguments={"callbacks": [counters[-1]]})
+
+    InProcessRun(get_trainer).train()
+    of_trainer, of_worker = counters
+    assert (of_trainer.begun, of_trainer.steps, of_trainer.ended) == (1, 2, 1)
+    assert of_trainer.logged == 3  # two steps and the summary
+    assert of_worker.begun == of_worker.steps == of_worker.logged == of_worker.ended == 0
+
+
+def test_evaluation_generates_in_the_trainer(tmp_path: Path) -> None:
+    get_trainer = settings(
+        tmp_path,
+        {"eval_dataset": plain_rows(4)},
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+        eval_on_start=True,
+    )
+    run = InProcessRun(get_trainer).train()
+    plain = get_trainer()
+    plain.train()
+    ours, theirs = (
+        [entry for entry in trainer.state.log_history if "eval_reward" in entry] for trainer in (run.trainer, plain)
+    )
+    assert [entry["step"] for entry in ours] == [0, 1, 2]
+    assert [set(entry) for entry in ours] == [set(entry) for entry in theirs]
+    assert len(run.batches) == 2, "evaluation must take no group from the workers"
+    assert ours[0]["eval_reward"] == pytest.approx(theirs[0]["eval_reward"])  # same weights, same seed
+    assert len(run.logs) == 2
+
+
+def test_checkpoints_are_told_and_rotated(tmp_path: Path) -> None:
+    run = InProcessRun(settings(tmp_path, save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=3)).train()
+    assert run.checkpoints == [1, 2, 3]
+    assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
+    assert run.trainer.args.save_total_limit == 1
+
+
+NAMES_OF = {
+    "default": {},
+    "beta and several rewards": {"beta": 0.1, "reward_funcs": [letters, length]},
+    "cispo": {"loss_type": "cispo"},
+    "vespo": {"loss_type": "vespo"},
+    "entropy bonus": {"entropy_coef": 0.01},
+    "conversational": {"chat_template": QWEN3_CHAT_TEMPLATE},
+    "several iterations": {"num_iterations": 2, "steps_per_generation": 2, "per_device_train_batch_size": 4},
+}
+
+
+@pytest.mark.parametrize("name", NAMES_OF)
+def test_metrics_have_the_names_that_trl_gives_them(name: str, tmp_path: Path, model_folder: str) -> None:
+    get_trainer = settings(tmp_path, model=model_folder, **NAMES_OF[name])
+    plain = get_trainer()
+    plain.train()
+    ours, theirs = InProcessRun(get_trainer).train().logs, training_logs(plain)
+    assert [own_names(entry) for entry in ours] == [set(entry) for entry in theirs]
+    assert {name for entry in ours for name in entry if name.startswith("async/")} >= {
+        "async/staleness_mean",
+        "async/staleness_max",
+        "async/rollouts_per_second",
+        "async/trainer_wait_fraction",
+    }
+
+
+def test_a_subclass_of_the_user_keeps_its_own_methods(tmp_path: Path) -> None:
+    class Doubled(GRPOTrainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return 2 * super().compute_loss(*args, **kwargs)
+
+    doubled = InProcessRun(settings(tmp_path, trainer_class=Doubled, max_steps=1)).train().logs[0]
+    single = InProcessRun(settings(tmp_path, max_steps=1)).train().logs[0]
+    assert doubled["loss"] == pytest.approx(2 * single["loss"], rel=1e-5)
