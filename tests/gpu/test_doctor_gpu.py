@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from async_grpo.checks.doctor import checkup, finding, gpu, packages, weights
+from async_grpo.checks.doctor import checkup, finding, gpu, weights
 from async_grpo.checks.doctor.finding import Level
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +23,6 @@ def test_driver_torch_cupy_and_devices_are_judged() -> None:
     assert found.cuda >= 12000 and found.version
     facts = gpu.look()
     findings = [*gpu.presence(found), *gpu.fit(found, facts), *gpu.devices(facts)]
-    findings += gpu.allocator(os.environ, has_vllm=packages.installed("vllm") is not None)
     print("\n" + "\n".join(map(finding.line, findings)))
     assert facts.usable and len(facts.gpus) == found.visible == len(facts.peers)
     assert not [finding for finding in findings if finding.level is Level.ERROR]
@@ -40,4 +38,4 @@ def test_weights_go_from_one_process_to_another_and_arrive_whole() -> None:
 
 def test_the_whole_list(tmp_path: Path) -> None:
     findings = list(checkup.findings(checkup.checks(tmp_path / "worker")))
-    assert {"GPU", "GPU 0", "torch", "cupy", "allocator", "weights"} <= {finding.subject for finding in findings}
+    assert {"GPU", "GPU 0", "torch", "cupy", "weights"} <= {finding.subject for finding in findings}

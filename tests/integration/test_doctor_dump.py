@@ -44,7 +44,7 @@ def test_the_archive_of_a_hung_run_names_the_function_that_hangs(tmp_path: Path)
         assert json.loads(found["status.json"])["workers"][0]["name"] == "dev1"
         assert "== dev1" in found["processes.txt"]
         assert "_processing_by_dev1" in found["queue.txt"]
-        assert "file locks" in found["doctor.txt"] and "every value arrived" in found["doctor.txt"]
+        assert "run directory" in found["doctor.txt"] and "every value arrived" in found["doctor.txt"]
         assert "somebody printed [removed]" in found["logs/log_worker_1.txt"]
         assert not [name for name, text in found.items() if secret in text]
         worker = run.worker(1)

@@ -18,7 +18,7 @@ EXAMPLES = """\
 def build_parser() -> argparse.ArgumentParser:
     parser = options.parser(
         "doctor",
-        "Look for what would stop or slow a run, and say how to mend it. "
+        "Look for what would stop or slow a run, and say how to fix it. "
         "Exit code 0: no errors; 1: errors; 2: input that cannot be used.",
         EXAMPLES,
     )

@@ -131,12 +131,12 @@ def test_of_a_long_log_the_end_is_kept_and_what_is_no_file_is_not_waited_for(roo
     assert list(found) == names
     log = found["logs/log_worker_1.txt"]
     assert "bytes before this were left out" in log and log.endswith("line 49999\n") and "line 100\n" not in log
-    assert "is no regular file" in found["logs/log_worker_2.txt"]
+    assert "is not a regular file" in found["logs/log_worker_2.txt"]
     assert "cannot be read" in found["logs/log_worker_3.txt"]
     assert found["metrics.jsonl"].endswith('{"los')
 
 
-@pytest.mark.parametrize(("make", "message"), [(False, "is no directory"), (True, "is no run directory")])
+@pytest.mark.parametrize(("make", "message"), [(False, "is not a directory"), (True, "is not a run directory")])
 def test_what_is_no_run_is_refused(
     tmp_path: Path, make: bool, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

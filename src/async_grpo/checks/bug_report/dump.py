@@ -1,4 +1,4 @@
-"""One archive for a bug report: what a run's processes do, what they said, and on what machine. No secrets."""
+"""One archive for a bug report: what the run's processes do, their logs, and the machine. No secrets."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
+
 from async_grpo.checks.bug_report.stacks import RunProcess, kernel_view, run_processes, stacks_of
 from async_grpo.checks.doctor import checkup
 from async_grpo.checks.doctor.finding import Finding, line, verdict
@@ -25,8 +27,7 @@ from async_grpo.redaction import Redactor, names_a_secret
 from async_grpo.rundir.paths import RunDir
 from async_grpo.status.snapshot import look
 
-LOG_BYTES = 200_000  # of the end of each log
-METRICS_BYTES = 200_000
+LOG_BYTES = 200_000  # of the end of each file
 NAMES_AT_MOST = 2000  # of each folder; done/ may have many thousands
 
 ABOUT = """\
@@ -53,13 +54,13 @@ def write_dump(root: Path, folder: Path) -> tuple[Path, list[str]]:
     Works on a live, a hung, a dead and a finished run, and changes nothing of it.
 
     Raises:
-        UsageError: `root` is no run directory, or `folder` cannot be written to.
+        UsageError: `root` is not a run directory, or `folder` cannot be written to.
     """
     run = RunDir(root)
     if not run.root.is_dir():
-        raise UsageError(f"{root} is no directory. Give the run's, such as worker/.")
+        raise UsageError(f"{root} is not a directory. Give the run's, such as worker/.")
     if not run.state_file.exists() and not (run.root / "queue").is_dir():
-        raise UsageError(f"{root} is no run directory: it has no run.json and no queue. Give one, such as worker/.")
+        raise UsageError(f"{root} is not a run directory: it has no run.json and no queue. Give one, such as worker/.")
     processes = list(run_processes(run))
     redact = Redactor(secrets_of(os.environ).union(*(secrets_of(environment_of(p.pid)) for p in processes)))
     when = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -72,7 +73,7 @@ def write_dump(root: Path, folder: Path) -> tuple[Path, list[str]]:
     try:
         with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
             for name, content in _contents(run, processes, when):
-                data = redact(content).encode()
+                data = redact(content).encode(errors="replace")
                 entry = tarfile.TarInfo(f"{target.name.removesuffix('.tar.gz')}/{name}")
                 entry.size, entry.mode, entry.mtime = len(data), 0o600, int(time.time())
                 archive.addfile(entry, io.BytesIO(data))
@@ -116,20 +117,20 @@ def _status(run: RunDir) -> str:
 def _files(run: RunDir) -> Iterator[tuple[str, str]]:
     for path in sorted(run.root.glob("log_*.txt")):
         yield f"logs/{path.name}", tail(path, LOG_BYTES)
-    for path, most in ((run.state_file, METRICS_BYTES), (run.summary, METRICS_BYTES), (run.metrics, METRICS_BYTES)):
+    for path in (run.state_file, run.summary, run.metrics):
         if path.exists():
-            yield path.name, tail(path, most)
+            yield path.name, tail(path, LOG_BYTES)
 
 
 def tail(path: Path, most: int) -> str:
-    """The end of a file, whole lines; a sentence where it is no plain file. Follows no link, waits for no pipe."""
+    """The end of a file, whole lines; a sentence where it is not a plain file. Follows no link, waits for no pipe."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         return f"({path.name} cannot be read: {error.strerror})\n"
     with os.fdopen(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return f"({path.name} is no regular file)\n"
+            return f"({path.name} is not a regular file)\n"
         start = max(0, os.fstat(descriptor).st_size - most)
         file.seek(start)
         data = file.read(most)
@@ -141,9 +142,7 @@ def tail(path: Path, most: int) -> str:
 def _queue_names(root: Path) -> Iterator[str]:
     now = time.time()
     for folder in FOLDERS:
-        paths = (
-            sorted(path for path in (root / folder).rglob("*") if not path.is_dir()) if (root / folder).is_dir() else []
-        )
+        paths = sorted(path for path in (root / folder).rglob("*") if not path.is_dir())
         yield f"{folder}/: {len(paths)} files"
         if len(paths) > NAMES_AT_MOST:
             yield f"    (the last {NAMES_AT_MOST})"
@@ -162,14 +161,10 @@ def _versions() -> Iterator[str]:
 
 
 def _environments(processes: Iterable[RunProcess]) -> Iterator[str]:
-    yield from _environment_lines("doctor", dict(os.environ))
-    for process in processes:
-        yield from _environment_lines(process.name, environment_of(process.pid))
-
-
-def _environment_lines(name: str, environment: dict[str, str]) -> Iterator[str]:
-    yield f"== {name}"
-    yield from (f"{key}={value}" for key, value in told_environment(environment).items())
+    every = {"doctor": dict(os.environ), **{process.name: environment_of(process.pid) for process in processes}}
+    for name, environment in every.items():
+        yield f"== {name}"
+        yield from (f"{key}={environment[key]}" for key in TOLD if key in environment)
 
 
 def _own_findings(root: Path) -> str:
@@ -180,7 +175,7 @@ def _own_findings(root: Path) -> str:
 
 SHORTEST = 6  # characters of a secret; shorter values would be found everywhere
 
-# The only environment variables whose values are told.
+# The only environment variables whose values are written.
 TOLD = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
     *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
@@ -191,13 +186,11 @@ TOLD = (
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Of a process of ours; empty where the kernel does not tell."""
+    """Of a process of this user; empty where the kernel does not tell."""
     try:
-        data = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
+        return dict(psutil.Process(pid).environ())
+    except (psutil.Error, OSError):
         return {}
-    pairs = (entry.decode(errors="replace").partition("=") for entry in data.split(b"\0") if b"=" in entry)
-    return {name: value for name, _, value in pairs}
 
 
 def secrets_of(environment: Mapping[str, str]) -> set[str]:
@@ -207,8 +200,3 @@ def secrets_of(environment: Mapping[str, str]) -> set[str]:
         for name, value in environment.items()
         if names_a_secret(name) and len(value) >= SHORTEST and name not in TOLD
     }
-
-
-def told_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of the list that are set."""
-    return {name: environment[name] for name in TOLD if name in environment}

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
+
+from async_grpo.formatting import size
 from async_grpo.queue.liveness import live_workers, worker_lock
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir
@@ -24,7 +27,6 @@ from async_grpo.setup.process import STACKS_SIGNAL
 ANSWER_S = 3.0  # a process answers in milliseconds, or is stopped, or in the kernel
 _POLL_S = 0.02
 _QUIET_S = 0.2  # so long without another line: the writer has ended
-_TOLD = ("Name", "State", "PPid", "Threads", "VmRSS", "VmHWM", "SigPnd", "ShdPnd", "voluntary_ctxt_switches")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ def run_processes(run: RunDir) -> Iterator[RunProcess]:
     if holder is not None:
         yield _holder("server", int(holder["pid"]), KernelLock(run.lock), run.server_stacks)
     for path in sorted((run.root / "alive").glob("rank*.stacks")):
-        for pid in _pids():
+        for pid in psutil.pids():  # sorted: the oldest first, as far as numbers tell
             if _has_open(pid, path):
                 yield RunProcess(path.stem, pid, partial(_has_open, pid, path), path)
                 break  # a child that it forked has the file open, too
@@ -55,11 +57,6 @@ def run_processes(run: RunDir) -> Iterator[RunProcess]:
 
 def _holder(name: str, pid: int, lock: KernelLock, stacks: Path) -> RunProcess:
     return RunProcess(name, pid, lambda: (lock.holder() or {}).get("pid") == pid, stacks)
-
-
-def _pids() -> list[int]:
-    """Oldest first, as far as numbers tell."""
-    return sorted(int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
 
 
 def _has_open(pid: int, path: Path) -> bool:
@@ -106,17 +103,15 @@ def listens(pid: int) -> bool:
 
 
 def kernel_view(pid: int) -> str:
-    """What /proc says: state, threads, memory, and where in the kernel each thread waits."""
+    """What the kernel says: state, threads, memory, and where in the kernel each thread waits."""
     lines = [f"pid {pid}"]
-    with suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text().splitlines()
-        lines += [line for line in status if line.partition(":")[0] in _TOLD]
+    with suppress(psutil.Error, OSError):
+        process = psutil.Process(pid)
+        lines[0] += f" {process.name()}: {process.status()}, {size(process.memory_info().rss)} resident"
         for thread in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda path: int(path.name)):
             name, waits = _read(thread / "comm"), _read(thread / "wchan")
             state = _read(thread / "stat").rpartition(")")[2].split()[:1]
-            lines.append(
-                f"  thread {thread.name} {name}: {''.join(state)}, in {waits if waits not in ('', '0') else '?'}"
-            )
+            lines.append(f"  thread {thread.name} {name}: {''.join(state)}, in {waits.strip('0') or '?'}")
     return "\n".join(lines) + "\n"
 
 
@@ -128,15 +123,15 @@ def _read(path: Path) -> str:
 
 
 def _silence(process: RunProcess, timeout_s: float) -> str:
-    state = next(
-        (line.partition(":")[2].strip() for line in kernel_view(process.pid).splitlines() if line.startswith("State:")),
-        "unknown",
-    )
+    try:
+        state = str(psutil.Process(process.pid).status())
+    except psutil.Error:
+        state = "unknown"
     why = {
-        "T": "It is stopped (Ctrl-Z, SIGSTOP, a debugger): kill -CONT lets it go on, and it then writes its stacks",
-        "D": "It waits in the kernel, for a disk, a network file system or a driver, and hears no signals",
-        "Z": "It has ended, and its parent has not noticed",
-    }.get(state[:1], "It may be in a call that no signal interrupts")
+        psutil.STATUS_STOPPED: "It is stopped (Ctrl-Z, SIGSTOP): kill -CONT lets it go on, and it writes its stacks",
+        psutil.STATUS_DISK_SLEEP: "It waits in the kernel, for a disk, a network file system or a driver",
+        psutil.STATUS_ZOMBIE: "It has ended, and its parent has not noticed",
+    }.get(state, "It may be in a call that no signal interrupts")
     return f"{process.name} (pid {process.pid}) did not answer in {timeout_s:g} s. Its state is {state}. {why}.\n"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -23,15 +22,10 @@ def checks(run_dir: Path, config: Path | None = None) -> list[Check]:
         machine.memory,
         machine.shared_memory,
         machine.limits,
-        machine.clock,
         lambda: storage.room(run_dir),
-        lambda: storage.locks(run_dir),
-        lambda: storage.inotify(run_dir),
-        lambda: storage.job_pipe(run_dir),
+        lambda: storage.place(run_dir),
+        lambda: _devices(found),
     ]
-    if found.visible:
-        every.append(lambda: gpu.allocator(os.environ, has_vllm=packages.installed("vllm") is not None))
-    every.append(lambda: _devices(found))
     if config is not None:
         available = psutil.virtual_memory().available
         every.append(lambda: setup.setup_file(config, gpus=found.visible, memory=available))

@@ -1,4 +1,4 @@
-"""What a check says."""
+"""One line of the doctor, and how it is printed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Finding:
     fix: str = ""  # what to do; empty when all is well
 
     def __post_init__(self) -> None:
-        assert self.fix or self.level is Level.OK, f"{self.subject}: a complaint without a fix helps nobody"
+        assert self.fix or self.level is Level.OK, f"{self.subject}: a warning or an error needs a fix"
 
 
 Check = Callable[[], Iterator[Finding]]
@@ -70,7 +70,7 @@ def verdict(found: Sequence[Finding]) -> str:
     errors = sum(finding.level is Level.ERROR for finding in found)
     warnings = sum(finding.level is Level.WARNING for finding in found)
     if errors:
-        return f"{counted(errors, 'error')}, {counted(warnings, 'warning')}: mend the errors first."
+        return f"{counted(errors, 'error')}, {counted(warnings, 'warning')}: fix the errors first."
     return f"no errors, {counted(warnings, 'warning')}: a run can start."
 
 

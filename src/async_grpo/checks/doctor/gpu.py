@@ -166,26 +166,10 @@ def _peers(facts: GpuFacts) -> Iterator[Finding]:
         yield warning(
             "peer access",
             f"{matrix}: GPUs {', '.join(apart)} do not reach each other's memory; their weights go through the host",
-            "Usual for consumer cards. Put server and workers on GPUs that reach each other (nvidia-smi topo -m); "
-            "on virtual machines PCIe ACS may be the reason.",
+            "Usual for consumer cards. Put server and workers on GPUs that reach each other (nvidia-smi topo -m).",
         )
     else:
         yield ok("peer access", f"{matrix}: every GPU reads every other's memory")
-
-
-def allocator(env: Mapping[str, str], *, has_vllm: bool) -> Iterator[Finding]:
-    """`expandable_segments` has no handles to share; published weights are allocated outside of torch's pool."""
-    setting = env.get("PYTORCH_ALLOC_CONF") or env.get("PYTORCH_CUDA_ALLOC_CONF") or ""
-    if "expandable_segments:true" not in setting.replace(" ", "").lower():
-        yield ok("allocator", setting or "torch's default")
-    elif has_vllm:
-        yield warning(
-            "allocator",
-            f"{setting}: shared weights do not mind, but vLLM's sleep mode refuses expandable_segments",
-            "unset PYTORCH_CUDA_ALLOC_CONF where vLLM runs.",
-        )
-    else:
-        yield ok("allocator", f"{setting}; shared weights do not mind (they are allocated outside of torch's pool)")
 
 
 def _cuda(number: int) -> str:

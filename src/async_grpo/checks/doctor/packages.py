@@ -1,11 +1,10 @@
-"""Which packages are here, against the tested set and what we and they ask for. Imports none of them."""
+"""Which packages are installed, against what Async-GRPO needs and the tested set. Imports none of them."""
 
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Callable, Iterator
-from importlib import metadata, resources, util
+from importlib import metadata, resources
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -14,7 +13,7 @@ from packaging.version import Version
 from async_grpo.checks.doctor.finding import Finding, error, ok, warning
 from async_grpo.version import __version__
 
-ENGINES = ("vllm", "unsloth", "bitsandbytes")
+ENGINES = {"vllm": "vllm", "unsloth": "unsloth", "bitsandbytes": "qlora"}  # distribution -> our extra
 MAIN = (
     *("torch", "transformers", "trl", "datasets", "accelerate", "peft", "tokenizers", "numpy", "safetensors"),
     *("huggingface_hub", "tensorboard", "loguru", "filelock", "psutil", "rich", "pyarrow"),
@@ -35,18 +34,21 @@ def installed(name: str) -> str | None:
 
 def tested_set() -> dict[str, str]:
     """Name -> version, of the constraints that the tests ran with."""
-    lines = _CONSTRAINTS.read_text(encoding="utf-8").splitlines()
-    pins = (re.fullmatch(r"([\w.-]+)==(\S+)", line.strip()) for line in lines)
-    return {canonicalize_name(pin[1]): pin[2] for pin in pins if pin}
+    lines = (line.strip() for line in _CONSTRAINTS.read_text(encoding="utf-8").splitlines())
+    pins = (line.partition("==") for line in lines if not line.startswith("#"))
+    return {canonicalize_name(name): version for name, equal, version in pins if equal}
 
 
-def needed() -> list[Requirement]:
-    """What Async-GRPO itself asks for, without extras; empty where it runs without being installed."""
-    return _requirements("async-grpo")
+def needed(extra: str = "") -> list[Requirement]:
+    """What Async-GRPO itself needs, or needs with an extra; empty where it runs without being installed."""
+    if installed("async-grpo") is None:
+        return []
+    every = map(Requirement, metadata.requires("async-grpo") or [])
+    return [each for each in every if each.marker is None or each.marker.evaluate({"extra": extra})]
 
 
 def packages(version_of: Installed = installed) -> Iterator[Finding]:
-    """The main packages: missing or out of range is an error, another version than tested a warning."""
+    """A main package that is missing or out of range is an error, another version than tested a warning."""
     python = platform.python_version()
     yield ok("async-grpo", f"{__version__} on Python {python}, {platform.system()} {platform.release()}")
     for requirement in needed():
@@ -60,62 +62,24 @@ def packages(version_of: Installed = installed) -> Iterator[Finding]:
 
 def _against_tested(version_of: Installed) -> Finding:
     tested = tested_set()
-    others, here = [], 0
-    for name in MAIN:
-        have, pinned = version_of(name), tested.get(canonicalize_name(name))
-        if have is None or pinned is None:
-            continue
-        here += 1
-        if Version(have).public != Version(pinned).public:
-            others.append(f"{name} {have} (tested: {pinned})")
+    both = [(name, have, tested[canonicalize_name(name)]) for name in MAIN if (have := version_of(name))]
+    others = [f"{name} {have} (tested: {pin})" for name, have, pin in both if Version(have).public != pin]
     if others:
         return warning("versions", f"not those that were tested: {', '.join(others)}", f"If it fails: {_INSTALL}")
     shown = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformers", "trl"))
-    return ok("versions", f"{here} packages, all in the tested version: {shown}, ...")
+    return ok("versions", f"{len(both)} packages, all in the tested version: {shown}, ...")
 
 
 def engines(version_of: Installed = installed) -> Iterator[Finding]:
-    """The optional engines: whether they are here, can be found, and get along with what else is here."""
-    tested = tested_set()
+    """The optional engines, against the versions that our extras ask for. For their own needs there is `pip check`."""
+    for name, extra in ENGINES.items():
+        have = version_of(name)
+        wanted = [each for each in needed(extra) if each.name == name]
+        if have is not None and not all(each.specifier.contains(have, prereleases=True) for each in wanted):
+            fix = f"If it fails: pip install 'async-grpo[{extra}]', in an environment of its own."
+            yield warning(name, f"{have} (tested: {', '.join(map(str, wanted))})", fix)
+        elif have is not None:
+            yield ok(name, f"{have}; found, not imported")
     absent = [name for name in ENGINES if version_of(name) is None]
     if absent:
         yield ok("engines", f"not installed, and not needed: {', '.join(absent)}")
-    for name in ENGINES:
-        have = version_of(name)
-        if have is None:
-            continue
-        if util.find_spec(name) is None:
-            yield warning(
-                name, f"{have} is listed as installed, but Python finds no module {name}", f"pip install {name}"
-            )
-        elif unmet := unmet_requirements(name, version_of):
-            yield warning(
-                name,
-                f"{have} asks for other versions than there are: {', '.join(unmet)}",
-                f"pip install -c {_CONSTRAINTS} 'async-grpo[{name}]', in an environment of its own if need be.",
-            )
-        else:
-            pinned = tested.get(name)
-            note = f" (tested: {pinned})" if pinned and pinned != have else ""
-            yield ok(name, f"{have}{note}; found, not imported")
-
-
-def unmet_requirements(name: str, version_of: Installed = installed) -> list[str]:
-    """What an installed distribution asks for and does not get, of the main packages."""
-    main = {canonicalize_name(package) for package in MAIN}
-    return [
-        f"{requirement.name}{requirement.specifier} (there is {have})"
-        for requirement in _requirements(name)
-        if canonicalize_name(requirement.name) in main
-        and (have := version_of(requirement.name)) is not None
-        and not requirement.specifier.contains(have, prereleases=True)
-    ]
-
-
-def _requirements(name: str) -> list[Requirement]:
-    try:
-        lines = metadata.requires(name) or []
-    except metadata.PackageNotFoundError:
-        return []
-    every = map(Requirement, lines)
-    return [each for each in every if each.marker is None or each.marker.evaluate({"extra": ""})]

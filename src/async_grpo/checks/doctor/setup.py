@@ -29,7 +29,7 @@ def setup_file(config: Path, *, gpus: int, memory: int) -> Iterator[Finding]:
     try:
         check_setup_file(config)
     except SetupFileError as refusal:
-        yield error("setup file", _first_line(str(refusal)), "Give a Python file with get_trainer().")
+        yield error("setup file", str(refusal).splitlines()[0], "Give a Python file with get_trainer().")
         return
     device = "0" if gpus else CPU
     settings = TrainingSettings()
@@ -43,17 +43,20 @@ def judge(look: Look, gpus: int, memory: int) -> Iterator[Finding]:
             yield _batch(look.batch)
         else:
             yield error(
-                "get_trainer()", look.error, "The last lines of the message say what failed; mend the setup file."
+                "get_trainer()", look.error, "The last lines of the message say what failed; fix the setup file."
             )
         return
-    facts = look.facts
+    facts, parameters = look.facts, look.facts.parameters
     name = f" ({facts.model_name})" if facts.model_name else ""
-    yield ok(
-        "get_trainer()", f"returns a {facts.trainer} of {facts.model}{name}, {facts.parameters.count:,} parameters"
-    )
+    built = f"returns a {facts.trainer} of {facts.model}{name}, {parameters.count:,} parameters"
+    if parameters.trained == 0:
+        yield error("get_trainer()", f"{built}, none of which is trained", "Set requires_grad, or give a peft_config.")
+    else:
+        trained = "all" if parameters.trained == parameters.count else f"{parameters.trained:,}"
+        yield ok("get_trainer()", f"{built}, {trained} trained")
     if look.error:
         yield error("distributed", look.error, _HINT)
-    yield from (_batch(facts.batch), _dataset(facts), _tokens(facts), _lengths(facts), _model(facts))
+    yield from (_batch(facts.batch), _dataset(facts), _tokens(facts), _lengths(facts))
     yield from (_precision(facts, gpus), _memory(facts, gpus, memory), _pace(facts), _checkpoints(facts))
 
 
@@ -89,13 +92,6 @@ def _tokens(facts: TrainerFacts) -> Finding:
         )
     if padding is None:
         return error("tokenizer", "it has no padding token", "Set tokenizer.pad_token (not to the end-of-text token).")
-    if padding == end:
-        return warning(
-            "tokenizer",
-            f"padding and end of text are one token, {end!r}",
-            "It works: masks come from lengths. But a model that is also fine-tuned may unlearn to end; give it a "
-            "padding token of its own if you can.",
-        )
     return ok("tokenizer", f"padding {padding!r}, end of text {end!r}")
 
 
@@ -116,15 +112,6 @@ def _lengths(facts: TrainerFacts) -> Finding:
     return ok("lengths", f"{found}; the model's context is {context}")
 
 
-def _model(facts: TrainerFacts) -> Finding:
-    parameters = facts.parameters
-    if parameters.trained == 0:
-        return error("model", "none of its parameters is trained", "Set requires_grad, or give a peft_config.")
-    trained = "all" if parameters.trained == parameters.count else f"{parameters.trained:,}"
-    place = facts.model_name or "made in code"
-    return ok("model", f"{place}; trained: {trained} of {parameters.count:,} parameters")
-
-
 def _precision(facts: TrainerFacts, gpus: int) -> Finding:
     types = ", ".join(facts.parameters.dtypes)
     found = f"{facts.precision}, weights in {types}"
@@ -136,10 +123,6 @@ def _precision(facts: TrainerFacts, gpus: int) -> Finding:
     if gpus and facts.precision == "fp32" and "float32" in facts.parameters.dtypes:
         return warning(
             "precision", f"{found} on a GPU is several times slower than bf16", "bf16=True in the GRPOConfig."
-        )
-    if not gpus and facts.precision != "fp32":
-        return warning(
-            "precision", f"{found} on a CPU is mostly slower than fp32", "bf16=False, fp16=False in the GRPOConfig."
         )
     return ok("precision", found)
 
@@ -153,8 +136,6 @@ def _memory(facts: TrainerFacts, gpus: int, available: int) -> Finding:
             f"{found}, and {size(available)} are available",
             "A smaller model, LoRA, or an 8-bit optimizer.",
         )
-    if need.optimizer > need.weights and facts.parameters.count > 500_000_000 and gpus:
-        return ok("model memory", f"{found}; adamw_8bit would save {size(need.optimizer * 3 / 4)}")
     return ok("model memory", f"{found} (`train --dry-run` has the parts)")
 
 
@@ -181,13 +162,9 @@ def _checkpoints(facts: TrainerFacts) -> Finding:
     if facts.save_strategy == "no":
         return warning(
             "checkpoints",
-            "none are saved (save_strategy='no'): a run that is stopped saves one, one that is killed starts anew",
+            "none are saved (save_strategy='no'): a run that is killed starts again from step 0",
             "save_strategy='steps', save_steps=50",
         )
     place = Path(facts.output_dir)
     shown = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
     return ok("checkpoints", f"{shown}, save_strategy={facts.save_strategy}")
-
-
-def _first_line(text: str) -> str:
-    return text.splitlines()[0]
