@@ -47,8 +47,8 @@ chaos: venv-test
 	$(BIN)/python -m pytest -m slow tests/chaos tests/integration --timeout 3600
 
 docs: $(VENV)/.installed-docs
-	@# Without --quiet, with which mkdocs counts no warnings, so that --strict lets every broken link pass.
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python scripts/site_pages.py
+	$(BIN)/zensical build --strict --clean
 	@echo "site/index.html; with search: $(BIN)/python -m http.server -d site"
 
 # Which of benchmarks/*.py to run, one after another on a quiet machine, e.g. make bench BENCH=staleness

@@ -1,8 +1,9 @@
-"""Hooks of mkdocs: pages that are not in docs/, and links that hold on a code host and on the site.
+"""Write the pages of the site into build/pages, from which `zensical build` makes it (`make docs` runs both).
 
-The README is the first page. A file outside docs/ that a page links to becomes a page under source/, so that the site
-is whole without a code host. A link to nothing is left to mkdocs, for which `--strict` makes it an error. The options
-in configuration.md come from the commands' own parsers.
+The README becomes the first page. A file outside docs/ that a page links to becomes a page under source/, so that the
+site is complete without a code host. The options in configuration.md come from the commands' own parsers.
+A link to a file, an image or a page of the navigation that does not exist is an error here; a broken anchor and an
+unknown name in api.md are errors with `zensical build --strict`.
 """
 
 from __future__ import annotations
@@ -11,53 +12,55 @@ import argparse
 import importlib
 import posixpath
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = ROOT / "build" / "pages"
 ALWAYS = ("examples/README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")  # in the navigation
 OPTIONS = "<!-- the options of every command -->"
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".yml": "yaml", ".yaml": "yaml", ".json": "json"}
 LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(\))")
 
 
-def on_files(files: Files, config: Any) -> Files:
-    """Add the README and every file outside docs/ that is linked to from a page, or from such a file."""
-    waiting = ["README.md", *ALWAYS]
-    for file in files.documentation_pages():
-        waiting += links_out(f"docs/{file.src_uri}", (ROOT / "docs" / file.src_uri).read_text())
-    added = set()
+def write_pages(folder: Path) -> None:
+    """Make `folder`, anew, of everything in docs/, the README, and every file that one of these pages links to."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", folder)
+    waiting = ["README.md", *ALWAYS, *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
+    written = set()
     while waiting:
         path = waiting.pop()
-        if path not in added and not path.startswith("docs/"):
-            added.add(path)
-            text = page_text(path)
-            files.append(File.generated(config, page_of(path), content=text))
-            if path.endswith(".md"):
-                waiting += links_out(path, text)
-    return files
+        if path in written:
+            continue
+        written.add(path)
+        text = page_text(path)
+        target = folder / page_of(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(for_site(path, text))
+        if path.endswith(".md"):
+            waiting += links_out(path, text)
+    for page in re.findall(r": (\S+\.md)$|- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE):
+        if not (folder / "".join(page)).is_file():
+            sys.exit(f"mkdocs.yml has a page in its navigation that does not exist: {''.join(page)}")
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links to files of the repository into links to their pages."""
-    here = page.file.src_uri
-    path = path_of(here)
-    markdown = markdown.replace(OPTIONS, "\n".join(options_of_every_command()))
+def for_site(path: str, text: str) -> str:
+    """The text of the file at `path`, with links to files of the repository turned into links to their pages."""
     if not path.endswith(".md"):
-        return markdown
+        return text
+    text = text.replace(OPTIONS, "\n".join(options_of_every_command())) if OPTIONS in text else text
+    here = posixpath.dirname(page_of(path)) or "."
 
     def to_page(match: re.Match[str]) -> str:
         target = resolved(path, match[2])
         if target is None:
             return match[0]
-        link = posixpath.relpath(page_of(target), posixpath.dirname(here) or ".")
-        return f"{match[1]}{link}{match[3] or ''}{match[4]}"
+        return f"{match[1]}{posixpath.relpath(page_of(target), here)}{match[3] or ''}{match[4]}"
 
-    return LINK.sub(to_page, markdown)
+    return LINK.sub(to_page, text)
 
 
 def links_out(path: str, text: str) -> Iterator[str]:
@@ -69,13 +72,15 @@ def links_out(path: str, text: str) -> Iterator[str]:
 
 
 def resolved(path: str, link: str) -> str | None:
-    """The file of the repository that `link` in the file at `path` means; None if it is of another kind, or broken."""
+    """The file of the repository that `link` in the file at `path` means; None for a link of another kind."""
     if not link or ":" in link or link.startswith("/"):
         return None
     target = posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
     if (ROOT / target).is_dir():
         target += "/README.md"
-    return target if (ROOT / target).is_file() else None
+    if not (ROOT / target).is_file():
+        sys.exit(f"{path} has a link to a file that does not exist: {link}")
+    return target
 
 
 def page_of(path: str) -> str:
@@ -85,16 +90,6 @@ def page_of(path: str) -> str:
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"source/{path}" if path.endswith(".md") else f"source/{path}.md"
-
-
-def path_of(page: str) -> str:
-    """The file of the repository that a page of the site shows."""
-    if page == "index.md":
-        return "README.md"
-    if not page.startswith("source/"):
-        return f"docs/{page}"
-    path = page.removeprefix("source/")
-    return path if (ROOT / path).is_file() else path.removesuffix(".md")
 
 
 def page_text(path: str) -> str:
@@ -163,3 +158,7 @@ def examples(parser: argparse.ArgumentParser) -> str:
     shown, _, rest = (parser.epilog or "").removeprefix("examples:\n").partition("\n\n")
     lines = (line.removeprefix("  ") for line in shown.splitlines())
     return "\n".join(["```bash", *lines, "```", "", rest])
+
+
+if __name__ == "__main__":
+    write_pages(PAGES)
