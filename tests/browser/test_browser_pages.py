@@ -87,7 +87,7 @@ def test_tensorboard_shows_the_reward_of_a_live_run_and_ends_with_ctrl_c(browser
         assert (tmp_path / "board.png").stat().st_size > 10_000
 
         run.use(4, [6])
-        served.said("added 1 steps and 1 logged lines")
+        served.said("added 1 step and 1 logged line")
         tags = f"{url}data/plugin/scalars/tags"
         assert "rewards/total" in page.request.get(tags).json()["run"]
         points = f"{url}data/plugin/scalars/scalars?run=run&tag=rewards%2Ftotal"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from async_grpo.cli import options
 from async_grpo.errors import DiskFullError
+from async_grpo.formatting import counted
 from async_grpo.rundir.paths import RunDir
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = options.parser(
         "board",
         "Make TensorBoard event files of a run's archived groups and metrics: rewards, advantages, lengths, staleness, "
-        "timing, workers, sample completions. Calling it again adds what is new.",
+        "timing, workers, sample completions. Calling it again makes them again.",
         EXAMPLES,
     )
     parser.add_argument("directory", type=Path, nargs="?", default=options.DEFAULT_RUN_DIR, help="default: worker/")
@@ -44,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
     if _is_log_directory(directory):
         if args.serve:
             return _serve(directory, args.port, None)
-        print(f"{directory} is no run directory, but holds event files. To see them:\n  {_command(directory)} --serve")
+        print(
+            f"{directory} is not a run directory, but holds event files. To see them:\n  {_command(directory)} --serve"
+        )
         return 0
 
     from async_grpo.reports.board import Board, BoardKeptError
@@ -73,20 +76,21 @@ def _is_log_directory(directory: Path) -> bool:
 
 
 def _report(board: Board, added: Added, *, again: bool) -> None:
-    """Say what was added; while serving, only if it is something."""
+    """Say what was written; while serving, only if it is something."""
     if added.steps or added.logged:
-        print(f"{board.folder}: added {added.steps} steps and {added.logged} logged lines", flush=True)
+        print(f"{board.folder}: {'added ' if again else ''}{_counted(added)}", flush=True)
     elif not again:
-        has_some = any(board.folder.glob("*/events.out.tfevents.*"))
-        print(
-            f"{board.folder}: " + ("nothing new" if has_some else "nothing yet, no training step is done"), flush=True
-        )
+        print(f"{board.folder}: nothing yet, no training step is done", flush=True)
     if added.missing:
         print(
-            f"{added.missing} groups of these steps have no usable file, or made room (--keep-done): curves lack them"
+            f"{added.missing} groups of these steps were trimmed (--keep-done) or have no usable file: curves lack them"
         )
     options.print_left_out(board.skipped)
     board.skipped.clear()
+
+
+def _counted(added: Added) -> str:
+    return f"{counted(added.steps, 'step')} and {counted(added.logged, 'logged line')}"
 
 
 def _serve(folder: Path, port: int, board: Board | None) -> int:

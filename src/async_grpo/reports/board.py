@@ -1,11 +1,10 @@
-"""TensorBoard event files of a run, made from its archived groups and its `metrics.jsonl`.
+"""TensorBoard event files of a run, made whole from its archived groups and its `metrics.jsonl`.
 
     board/run/events.out.tfevents.*   everything, by optimizer step
     board/dev1/ board/dev2/ …         the same few series of each worker: TensorBoard draws them over each other
-    board/state.json                  how far the run's files have been read, and how long the event files are then:
-                                      the next look cuts off what a crash left beyond that, and adds what is new
 
-`series.py` has the series; here a run's files are read on from where the last look ended.
+Each `Board` writes new files and empties those of the board before it; within its life, `update()` adds what is new.
+`series.py` has the series. The run itself logs to `tensorboard/`, by transformers' own callback.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping
-from contextlib import closing
-from dataclasses import asdict, dataclass, field, fields
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -32,13 +30,11 @@ from async_grpo.errors import DiskFullError, RunDirError
 from async_grpo.reports import series
 from async_grpo.rundir.files import LineReader
 from async_grpo.rundir.locks import KernelLock
-from async_grpo.rundir.paths import write_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-FORMAT = 1  # of state.json
 _RUN = "run"  # the folder of what is not one worker's
 
 
@@ -51,41 +47,7 @@ class Added(NamedTuple):
 
     steps: int  # of the archive
     logged: int  # lines of metrics.jsonl
-    missing: int  # groups of those steps whose files made room, or cannot be used
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a look has come: `state.json`."""
-
-    format: int = FORMAT
-    run_id: str
-    record: int = 0  # bytes of consumed.jsonl
-    metrics: int = 0  # bytes of metrics.jsonl
-    described: bool = False  # whether the settings are shown
-    dropped: int = 0  # groups, so far
-    sizes: dict[str, int] = field(default_factory=dict)  # bytes of each folder's event file
-    step: int = 0  # the last one of which a group was there
-    time: float  # of that step, wall clock
-
-    @staticmethod
-    def read(path: Path, *, run_id: str, began: float) -> Progress:
-        """Nothing, of a run that began at that time, where there is no such file.
-
-        Raises:
-            RunDirError: the file cannot be used.
-        """
-        try:
-            state = json.loads(path.read_text())
-        except FileNotFoundError:
-            return Progress(run_id=run_id, time=began)
-        except ValueError:
-            state = None
-        if not isinstance(state, dict) or state.keys() != {entry.name for entry in fields(Progress)}:
-            raise RunDirError(f"{path} is broken, or of another version. Move {path.parent} away and start again.")
-        if (state["format"], state["run_id"]) != (FORMAT, run_id):
-            raise RunDirError(f"{path.parent} is the board of another run. Move it away and start again.")
-        return Progress(**state)
+    missing: int  # groups of those steps that were trimmed (`--keep-done`), or cannot be used
 
 
 class Board:
@@ -99,20 +61,17 @@ class Board:
         self.run, state = open_run(root)
         self._run_id = state.run_id
         self.folder = self.run.board
-        self._progress_file = self.folder / "state.json"
         self._lock = self._locked()
-        began = self.run.state_file.stat().st_mtime
-        try:
-            seen = Progress.read(self._progress_file, run_id=self._run_id, began=began)
-        except RunDirError:
-            self._lock.release()
-            raise
-        self._groups = FinishedGroups(root, position=seen.record)
-        self._metrics = LineReader(self.run.metrics, seen.metrics)
-        self._described = seen.described
-        self._dropped = seen.dropped
-        self._sizes = seen.sizes
-        self._times = {0: began, seen.step: seen.time}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is written yet, and nothing read."""
+        self._groups = FinishedGroups(self.run.root)
+        self._metrics = LineReader(self.run.metrics)
+        self._files: EventFiles | None = None
+        self._described = False  # whether the settings are shown
+        self._dropped = 0  # groups, so far
+        self._times = {0: self.run.state_file.stat().st_mtime}  # of each step of which a group was there
 
     def _locked(self) -> KernelLock:
         try:
@@ -132,6 +91,8 @@ class Board:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._files is not None:
+            self._files.close()
         self._lock.release()
 
     @property
@@ -144,37 +105,30 @@ class Board:
         return self._groups.is_live()
 
     def update(self) -> Added:
-        """Add what is new. `DiskFullError` if there is no room: call again, nothing is lost."""
+        """Write everything, or in later calls what is new.
+
+        Raises:
+            DiskFullError: there is no room. Call again: the files are then made whole again.
+            RunDirError: the directory holds another run by now.
+        """
         state = self.run.read_state()
         if state is None or state.run_id != self._run_id:
             raise RunDirError(f"{self.run.root} holds another run now. Start again.")
         try:
-            with EventFiles(self.folder, self._sizes) as files:
-                steps, missing = self._add_groups(files)
-                logged = self._add_metrics(files)
-                self._describe(files)
+            if self._files is None:
+                self._files = EventFiles(self.folder)
+            steps, missing = self._add_groups(self._files)
+            logged = self._add_metrics(self._files)
+            self._describe(self._files)
+            self._files.flush()
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
+            if self._files is not None:
+                self._files.close()
+            self._begin()
             raise DiskFullError(f"The disk is full: no room for {self.folder}.") from error
-        if files.sizes != self._sizes:
-            self._sizes = files.sizes
-            self._write_progress()
         return Added(steps, logged, missing)
-
-    def _write_progress(self) -> None:
-        last = max(self._times)
-        progress = Progress(
-            run_id=self._run_id,
-            record=self._groups.position,
-            metrics=self._metrics.position,
-            described=self._described,
-            dropped=self._dropped,
-            sizes=self._sizes,
-            step=last,
-            time=self._times[last],
-        )
-        write_json(self._progress_file, asdict(progress))
 
     def _describe(self, files: EventFiles) -> None:
         if not self._described and self._groups.hyperparameters:
@@ -236,31 +190,29 @@ class Board:
 
 
 class EventFiles:
-    """One event file for each folder below `root`, open from its first event to the end of the `with` block.
+    """One new event file in each folder below `root`, from its first event on. Empties those of an earlier board."""
 
-    Args:
-        sizes: of each folder's file, in bytes, when the last look was done. What a file has beyond that was left by a
-            crash, and is cut off.
-    """
-
-    def __init__(self, root: Path, sizes: Mapping[str, int]) -> None:
+    def __init__(self, root: Path) -> None:
         self._root = root
-        self._before = sizes
         self._files: dict[str, BinaryIO] = {}
-        self.sizes = dict(sizes)  # after this look, once it is closed
+        for old in root.glob("*/events.out.tfevents.*.async-grpo"):
+            if old.is_symlink() or old.stat().st_size == 0:
+                old.unlink()
+            else:
+                os.truncate(old, 0)  # a TensorBoard that reads it would not go on from a deleted file to the next
 
-    def __enter__(self) -> EventFiles:
-        return self
+    def flush(self) -> None:
+        for file in self._files.values():
+            file.flush()
 
-    def __exit__(self, *exc: object) -> None:
-        for folder, file in self._files.items():
-            with closing(file):
-                file.flush()
-                self.sizes[folder] = file.tell()
+    def close(self) -> None:
+        for file in self._files.values():
+            with suppress(OSError):  # of a full disk, which was reported
+                file.close()
 
     def restart(self, step: int) -> None:
         """TensorBoard forgets what it has of this step and later ones."""
-        for folder in sorted({*self._before, *self._files}):
+        for folder in self._files:
             self._add(folder, _session_starts(step))
 
     def scalar(self, folder: str, tag: str, value: float, step: int, at: float) -> None:
@@ -283,18 +235,14 @@ class EventFiles:
 
     def _open(self, folder: str) -> BinaryIO:
         (self._root / folder).mkdir(mode=0o700, exist_ok=True)
-        path = self._root / folder / "events.out.tfevents.0000000000.async-grpo"
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+b")
-        known = self._before.get(folder, 0)
-        if file.seek(0, os.SEEK_END) != known:
-            file.truncate(known)
-            file.seek(known)
-        if known == 0:
-            for event in (Event(file_version="brain.Event:2"), _session_starts(0)):
-                RecordWriter(file).write(event.SerializeToString())
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)  # TensorBoard reads files in the order of their names
+        path = self._root / folder / f"events.out.tfevents.{seconds:010}.{nanoseconds:09}.async-grpo"
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+        for event in (Event(file_version="brain.Event:2"), _session_starts(0)):  # TensorBoard forgets an earlier board
+            RecordWriter(file).write(event.SerializeToString())
         return file
 
 
 def _session_starts(step: int) -> Event:
-    """The second of these and later ones make TensorBoard drop what it has from this step on."""
+    """Of this step and later ones, TensorBoard drops what it has read before this event."""
     return Event(step=step, session_log=SessionLog(status=SessionLog.START))

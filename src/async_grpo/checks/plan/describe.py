@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -20,7 +19,7 @@ from async_grpo.setup.generator_choice import VLLM_SERVER, choose_generator, ref
 
 if TYPE_CHECKING:
     from torch import nn
-    from trl import GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer
 
 PROMPTS_MEASURED = 64
 
@@ -28,42 +27,56 @@ PROMPTS_MEASURED = 64
 def main(request: dict[str, Any]) -> None:
     settings = TrainingSettings(**request["settings"])
     answer: dict[str, Any] = {"facts": None, "error": "", "exit_code": 0, "batch": None}
+    made = _watch_configurations()
     try:
         check_torch_sees(request["device"])
+        _save_nothing()
         if request["accelerate_config"]:
             _count_processes(request["accelerate_config"])
-        with _no_new_folders():
-            trainer = _build(Path(request["config"]), settings)
+        trainer = _build(Path(request["config"]), settings)
         answer["facts"] = describe(trainer, settings, request["sharing"]).as_json()
         if request["distributed"]:
-            from async_grpo.training.loop import refuse
-
-            refuse(trainer, settings)
-            on_gpu = request["device"] != CPU
-            generator = choose_generator(request["generator"], trainer, on_gpu=on_gpu)
-            if generator == VLLM_SERVER:
-                refuse_with_server(workers=request["workers"], deterministic=settings.deterministic)
-            answer["facts"]["generator"] = generator
-            if settings.resume:
-                answer["facts"]["resumes_from"] = _checkpoint(trainer, Path(request["run_dir"]))
+            answer["facts"].update(_distributed(trainer, settings, request))
     except AsyncGRPOError as error:
         answer.update(error=str(error), exit_code=error.exit_code)
-        if isinstance(error, SetupFileError):
-            answer["batch"] = _batch_refused_by_trl(error)
+        if isinstance(error, SetupFileError) and made:
+            answer["batch"] = _numbers(made[-1])
     Path(request["answer"]).write_text(json.dumps(answer))
 
 
 def _build(config: Path, settings: TrainingSettings) -> GRPOTrainer:
-    from transformers import Trainer
-
     from async_grpo.roles.parameter_server import apply_overrides
     from async_grpo.setup.setup_file import check_setup_file, load_trainer
 
     check_setup_file(config)
-    Trainer.init_hf_repo = lambda self, token=None: None  # a plan makes no repository for push_to_hub
     trainer = load_trainer(config, engine_here=False)
     apply_overrides(trainer, steps=settings.steps, seed=settings.seed)
     return trainer
+
+
+def _distributed(trainer: GRPOTrainer, settings: TrainingSettings, request: dict[str, Any]) -> dict[str, str]:
+    """What only a distributed run decides. Raises where its start would refuse."""
+    from async_grpo.training.loop import refuse
+
+    refuse(trainer, settings)
+    generator = choose_generator(request["generator"], trainer, on_gpu=request["device"] != CPU)
+    if generator == VLLM_SERVER:
+        refuse_with_server(workers=request["workers"], deterministic=settings.deterministic)
+    return {
+        "generator": generator,
+        "resumes_from": _checkpoint(trainer, Path(request["run_dir"])) if settings.resume else "",
+    }
+
+
+# Three changes to classes of transformers and TRL, in this process only, which ends with its answer.
+
+
+def _save_nothing() -> None:
+    """A trainer that saves nothing makes no `output_dir`, and no repository for `push_to_hub`."""
+    from transformers import Trainer, TrainingArguments
+
+    TrainingArguments.should_save = property(lambda self: False)
+    Trainer.init_hf_repo = lambda self, token=None: None
 
 
 def _count_processes(accelerate_config: str) -> None:
@@ -75,6 +88,26 @@ def _count_processes(accelerate_config: str) -> None:
     TrainingArguments.world_size = property(lambda self: processes)
 
 
+def _watch_configurations() -> list[GRPOConfig]:
+    """Every GRPOConfig that is made from now on, those included whose numbers TRL refuses."""
+    from trl import GRPOConfig
+
+    made = []
+    check = GRPOConfig.__post_init__
+
+    def watch(self: GRPOConfig) -> None:
+        made.append(self)
+        check(self)
+
+    GRPOConfig.__post_init__ = watch
+    return made
+
+
+def _numbers(config: GRPOConfig) -> dict[str, int] | None:
+    """Of a configuration that was refused; None where it was for something else, before these were set."""
+    return asdict(_batch(config)) if config.steps_per_generation and config.generation_batch_size else None
+
+
 def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | None = None) -> TrainerFacts:
     """The facts of a built trainer. Changes nothing about it.
 
@@ -83,7 +116,7 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | No
     """
     from async_grpo.training.loop import schedule_of
     from async_grpo.training.schedule import Lookahead
-    from async_grpo.training.trl_trainer import groups_per_round, is_adapter
+    from async_grpo.training.trl_trainer import groups_per_round
     from async_grpo.training.weight_publisher import slots_for
 
     args = trainer.args
@@ -96,7 +129,6 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | No
         trainer=type(trainer).__name__,
         model=type(model).__name__,
         model_name=str(getattr(model.config, "_name_or_path", "") or ""),
-        adapter=is_adapter(model),
         parameters=parameters_of(model),
         reference_bytes=parameters_of(trainer.ref_model).nbytes if trainer.ref_model is not None else 0,
         slots=slots_for(model, max_staleness=settings.max_staleness, sharing=sharing),
@@ -142,9 +174,6 @@ def parameters_of(model: nn.Module) -> Parameters:
         trained=sum(p.numel() for p in trained),
         nbytes=sum(p.nbytes for p in every),
         trained_bytes=sum(p.nbytes for p in trained),
-        factored=sum(
-            p.numel() if p.dim() < 2 else p.numel() // p.shape[-1] + p.numel() // p.shape[-2] for p in trained
-        ),
         dtypes=dtypes,
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
     )
@@ -162,36 +191,20 @@ def _batch(args: Any) -> BatchFacts:
     )
 
 
-def _batch_refused_by_trl(error: SetupFileError) -> dict[str, int] | None:
-    """The numbers of the GRPOConfig that refused them: it was never returned, but its frame is in the traceback."""
-    from trl import GRPOConfig
-
-    trace = error.__cause__.__traceback__ if error.__cause__ is not None else None
-    while trace is not None:
-        config = trace.tb_frame.f_locals.get("self")
-        if isinstance(config, GRPOConfig) and trace.tb_frame.f_code.co_name == "__post_init__":
-            with suppress(AttributeError, TypeError):
-                facts = _batch(config)
-                return asdict(facts) if facts.steps_per_generation and facts.generation_batch_size else None
-        trace = trace.tb_next
-    return None
-
-
 def _longest_prompt(trainer: GRPOTrainer, tokenizer: Any) -> tuple[int | None, int]:
     """In tokens, of the first rows; (None, 0) where prompts cannot be measured so simply."""
-    longest, measured = None, 0
+    lengths = []
     for row in islice(trainer.train_dataset, PROMPTS_MEASURED):
-        prompt = row.get("prompt")
         with suppress(Exception):  # a template that wants more than messages: the trainer will say, this is a hint
-            ids = (
-                tokenizer(prompt)["input_ids"]
-                if isinstance(prompt, str)
-                else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)[
-                    "input_ids"
-                ]
-            )
-            longest, measured = max(longest or 0, len(ids)), measured + 1
-    return longest, measured
+            lengths.append(_tokens(row.get("prompt"), tokenizer))
+    return max(lengths, default=None), len(lengths)
+
+
+def _tokens(prompt: Any, tokenizer: Any) -> int:
+    if isinstance(prompt, str):
+        return len(tokenizer(prompt)["input_ids"])
+    ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return len(ids["input_ids"])
 
 
 def _checkpoint(trainer: GRPOTrainer, run_dir: Path) -> str:
@@ -204,29 +217,6 @@ def _checkpoint(trainer: GRPOTrainer, run_dir: Path) -> str:
     if found and found[1].passes_done:
         partial_batch.check_ranks(found[0], trainer.args.world_size)
     return str(found[0]) if found else ""
-
-
-@contextmanager
-def _no_new_folders() -> Iterator[None]:
-    """Folders that are made in the block go at its end if nothing is in them: transformers makes `output_dir` with
-    the trainer, and a plan leaves nothing behind.
-    """
-    made: list[Path] = []
-    mkdir = os.mkdir
-
-    def remember(path: Any, *args: Any, **kwargs: Any) -> None:
-        mkdir(path, *args, **kwargs)
-        if "dir_fd" not in kwargs:
-            made.append(Path(os.fsdecode(path)).absolute())
-
-    os.mkdir = remember
-    try:
-        yield
-    finally:
-        os.mkdir = mkdir
-        for folder in reversed(made):
-            with suppress(OSError):
-                folder.rmdir()
 
 
 if __name__ == "__main__":

@@ -53,7 +53,6 @@ class Parameters:
     trained: int
     nbytes: int  # of all, as they are
     trained_bytes: int
-    factored: int  # numbers that Adafactor keeps of the trained ones: a row and a column of each matrix
     dtypes: dict[str, int]  # e.g. {"bfloat16": bytes}
     buffer_bytes: int = 0
 
@@ -65,7 +64,6 @@ class TrainerFacts:
     trainer: str  # class
     model: str  # class
     model_name: str  # path or hub name; empty for one that was made in code
-    adapter: bool
     parameters: Parameters
     reference_bytes: int  # of the reference model, 0 without one
     slots: int  # versions of the published weights, at a time
