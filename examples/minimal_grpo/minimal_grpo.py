@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 LETTERS = "abcdefgh"  # a letter's token id is its place
 EOS = len(LETTERS)  # ends a completion
-PAD = EOS + 1  # fills up what comes after it
+PAD = EOS + 1  # padding after the end token
 
 PROMPTS = 8  # prompts a batch
 GROUP = 8  # completions a prompt: they are compared with each other
@@ -118,7 +118,7 @@ def grpo_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def train(model: PreTrainedModel, steps: int) -> Iterator[tuple[Batch, float]]:
-    """Train for so many optimizer steps; yields the batch and the loss of each."""
+    """Train for `steps` optimizer steps; yields the batch and the loss of each."""
     reference = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=ADAM_EPSILON, weight_decay=0)
     for step in range(steps):
