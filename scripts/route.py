@@ -5,14 +5,14 @@
     python scripts/route.py --check   fail when the way is longer than the limits below
 
 The script runs a parameter server and one worker on the CPU (a random model, a real queue directory, real shared
-weights, default settings except `--max-staleness 0`), records every call with `sys.setprofile`, and follows the prompt
-group of the third round. By then all caches are warm, and it is the only group under way.
+weights, default settings except `--max-staleness 0`), records every call with `sys.setprofile`, and follows the groups
+of some rounds in the middle, each the only group under way. Functions that all of these groups pass count, in the order
+of the first group; what a process does only now and then, such as to look whether the run has ended, does not count.
 
 The first part, "the rollout", has
 * the function that creates the `Job`, and every call that it makes (to submit the job, for example);
 * the worker's loop, and every call from the one that claims the job to the rename that publishes the finished group:
-  those of the worker's thread, and those of the thread that calls the reward functions. Calls by which the loop only
-  looks around (which it also makes while it has no job) do not count. Neither do threads that only watch.
+  those of the worker's thread, and those of the thread that calls the reward functions.
 The second part, "the trainer", has the call that issues the job and the call that takes the group, each with every call
 that it makes: the outermost ones, directly beneath the function that runs the whole training.
 
@@ -49,10 +49,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src"
 PAGE = ROOT / "docs" / "design.md"
 MOST_FUNCTIONS, MOST_FILES = 80, 22
-STEPS = 4
-FOLLOWED = 2  # sequence number: one group a round
+STEPS = 9
+FOLLOWED = range(2, 8)  # sequence numbers: one group a round
 DEADLINE_S = 240.0
-REWARD_S = 0.2  # longer than the worker's loop takes to come round
+REWARD_S = 0.05  # longer than the worker's loop takes to come round
 
 CREATED, SUBMITTED, CLAIMED, REWARDED, PUBLISHED, TAKEN = (
     "created", "submitted", "claimed", "rewarded", "published", "taken"
@@ -76,7 +76,7 @@ class Function(NamedTuple):
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
-    recorder.mark(REWARDED, FOLLOWED)
+    recorder.mark(REWARDED, 0)
     time.sleep(REWARD_S)
     return [float(len(completion)) for completion in completions]
 
@@ -252,7 +252,7 @@ class Process:
             else:
                 self._moments.setdefault((event, about), []).append(Moment(at, thread, innermost))
 
-    def first(self, name: str, seq: int = FOLLOWED, after: int = 0) -> Moment:
+    def first(self, name: str, seq: int, after: int = 0) -> Moment:
         """Raises `SystemExit`: it did not happen."""
         for moment in self._moments.get((name, seq), []):
             if moment.at >= after:
@@ -269,39 +269,33 @@ def around(moment: Moment, still_open_at: int) -> Call:
     return call
 
 
-def rollout(server: Process, worker: Process) -> list[Function]:
-    creation = server.first(CREATED).within
-    return in_order([*creation.tree(), *in_worker(worker)])
+def rollout(server: Process, worker: Process, seq: int) -> list[Function]:
+    creation = server.first(CREATED, seq).within
+    return in_order([*creation.tree(), *in_worker(worker, seq)])
 
 
-def in_worker(worker: Process) -> list[Call]:
+def in_worker(worker: Process, seq: int) -> list[Call]:
     """The calls of the worker from the claim to the publication."""
-    claimed, published = worker.first(CLAIMED), worker.first(PUBLISHED)
-    before = worker.first(PUBLISHED, FOLLOWED - 1)
+    claimed, published = worker.first(CLAIMED, seq), worker.first(PUBLISHED, seq)
     loop = around(claimed, published.at)
-    idle = {call.function for call in loop.calls if before.at < call.begin and call.end < claimed.at}
-    calls = [call for call in loop.calls if call.end > claimed.at and call.begin < published.at]
-    turns = next((n for n, call in enumerate(calls) if is_idle(call, idle, claimed, published)), len(calls))
-    rewarded = worker.first(REWARDED, after=claimed.at)
-    elsewhere = [
-        call
-        for call in worker.calls
-        if call.thread == rewarded.thread != loop.thread and claimed.at < call.begin < published.at
+    threads = (loop.thread, worker.first(REWARDED, 0, after=claimed.at).thread)
+    first = next(call for call in loop.calls if call.has(claimed))
+    return [
+        loop,
+        *(call for call in worker.calls if call.thread in threads and first.begin <= call.begin < published.at),
     ]
-    rest = [call for call in calls[turns:] if not is_idle(call, idle, claimed, published)]
-    found = [loop, *whole(calls[:turns]), *elsewhere, *whole(rest)]
-    return [call for call in found if call.begin < published.at]
 
 
-def is_idle(call: Call, idle: set[Function], *moments: Moment) -> bool:
-    return call.function in idle and not any(call.has(moment) for moment in moments)
-
-
-def trainer(server: Process) -> list[Function]:
-    created = server.first(CREATED)
-    taken = server.first(TAKEN)
+def trainer(server: Process, seq: int) -> list[Function]:
+    created = server.first(CREATED, seq)
+    taken = server.first(TAKEN, seq)
     training = around(created, taken.at)
     return in_order(whole(call for call in training.calls if call.has(created) or call.has(taken)))
+
+
+def common(ways: list[list[Function]]) -> list[Function]:
+    """The functions that are in all ways, in the order of the first."""
+    return [function for function in ways[0] if all(function in way for way in ways)]
 
 
 def whole(calls: Iterable[Call]) -> list[Call]:
@@ -358,9 +352,9 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         server, worker = map(Process, run_and_record(Path(folder)))
-    way = rollout(server, worker)
+    way = common([rollout(server, worker, seq) for seq in FOLLOWED])
     print(report("The rollout", way))
-    print(report("The trainer", trainer(server)))
+    print(report("The trainer", common([trainer(server, seq) for seq in FOLLOWED])))
     if args.write:
         PAGE.write_text(written(PAGE.read_text(), way))
     if args.check and (len(way) > MOST_FUNCTIONS or len(by_file(way)) > MOST_FILES):
