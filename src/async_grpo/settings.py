@@ -51,6 +51,7 @@ DEFAULT_LIMIT = ArchiveLimit(10_000)
 GENERATORS = ("hf", "vllm")
 CORRECTIONS = ("bypass", "decoupled", "tis", "icepop", "none")
 STALL_WARNING_S = 60.0
+STOP_GRACE_S = 9.0  # a run ends within 10 s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from async_grpo.cli import options
 from async_grpo.errors import UsageError
+from async_grpo.settings import STOP_GRACE_S
 from async_grpo.setup.devices import CPU, check_torch_sees, hold_to_device, parse_device, visible_gpus
 from async_grpo.setup.generator_choice import choose_generator
 
@@ -67,8 +68,16 @@ def build_parser() -> argparse.ArgumentParser:
         type=options.positive_seconds,
         default=600.0,
         metavar="S",
-        help="a worker that decodes no token and scores no group for S seconds is killed and started again "
+        help="a worker with a job that decodes no token and scores no group for S seconds is killed and started again "
         "(default: 600)",
+    )
+    group.add_argument(
+        "--stop-grace",
+        type=options.positive_seconds,
+        default=STOP_GRACE_S,
+        metavar="S",
+        help="after Ctrl-C or SIGTERM the server has S seconds to finish its step and write a checkpoint; then it is "
+        "killed (default: 9)",
     )
     group.add_argument("--quiet", "-q", action="store_true", help="show only warnings, errors and the table at the end")
     options.add_worker_options(group)
@@ -134,6 +143,7 @@ def _distributed(args: argparse.Namespace) -> int:
         work=options.worker_settings(args),
         overwrite=args.overwrite,
         worker_timeout_s=args.worker_timeout,
+        stop_grace_s=args.stop_grace,
         log_level=options.log_level(args),
         quiet=args.quiet,
     )

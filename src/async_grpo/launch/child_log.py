@@ -1,49 +1,50 @@
-"""Follows a child's log file, for the launcher's screen."""
+"""Reads a child's log file, for the launcher's screen."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from async_grpo.formatting import printable
+from async_grpo.rundir.files import LineReader
 
-_OURS = re.compile(r"^\d\d:\d\d:\d\d (DEBUG|INFO|SUCCESS|WARNING|ERROR|CRITICAL) ")
+_LINE = re.compile(r"(\d\d:\d\d:\d\d) ([A-Z]+) +(.*)")  # as `setup.process.LOG_FORMAT` writes it
 _LAST_WORDS = 30  # lines
 
 
-class LogTail:
-    """Shows the lines that our own log wrote; what libraries print stays in the file.
+class LogLine(NamedTuple):
+    """A message of a child."""
 
-    Errors may quote what a model wrote, which must not steer the terminal: only printable characters are shown.
+    name: str  # of the child
+    time: str
+    level: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"[{self.name}] {self.time} {self.level:<7} {self.text}"
+
+
+class LogTail:
+    """Follows the messages of our own log; what libraries print stays in the file.
+
+    Messages may quote what a model wrote, which must not steer the terminal: only printable characters are returned.
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        self.path = path
-        self._prefix = f"[{name}] "
-        self._position = path.stat().st_size if path.exists() else 0
-        self._start = self._position
-        self._rest = b""
+        self.path, self._name = path, name
+        self._start = path.stat().st_size if path.exists() else 0
+        self._reader = LineReader(path, self._start)
 
-    def new_lines(self) -> list[str]:
-        """Whole lines since the last call, with the child's name in front."""
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self._position)
-            data = self._rest + file.read()
-            self._position = file.tell()
-        *lines, self._rest = data.split(b"\n")
-        texts = (printable(line.decode(errors="replace")) for line in lines)
-        return [self._prefix + text for text in texts if _OURS.match(text)]
+    def new_lines(self) -> list[LogLine]:
+        """The messages since the last call."""
+        matches = map(_LINE.fullmatch, map(printable, self._reader.new_lines()))
+        return [LogLine(self._name, *match.groups()) for match in matches if match]
 
     def last_words(self) -> str:
         """What the process said of its failure: from its last `error:` or traceback on, else its last lines."""
         if not self.path.exists():
             return "(it wrote nothing)"
-        with self.path.open("rb") as file:
-            file.seek(self._start)
-            lines = list(map(printable, file.read().decode(errors="replace").splitlines()))
-        for index in range(len(lines) - 1, -1, -1):
-            if lines[index].startswith(("error: ", "Traceback (most recent call last)")):
-                return "\n".join(lines[index:][-2 * _LAST_WORDS :])
-        return "\n".join(lines[-_LAST_WORDS:])
+        lines = printable(self.path.read_bytes()[self._start :].decode(errors="replace")).splitlines()
+        starts = [index for index, line in enumerate(lines) if line.startswith(("error: ", "Traceback (most recent"))]
+        return "\n".join(lines[starts[-1] :][-2 * _LAST_WORDS :] if starts else lines[-_LAST_WORDS:])

@@ -19,7 +19,7 @@ from async_grpo.setup.devices import check_torch_sees
 from async_grpo.setup.process import StopRequest, log_to, make_deterministic, own_compile_cache, write_stacks_on_signal
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.activity import ENDING, LOADING, activity
-from async_grpo.telemetry.stalls import StallWarning
+from async_grpo.telemetry.stalls import StallReporter
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -83,7 +83,7 @@ def _train(options: ServerOptions, run: RunDir, stop: StopRequest) -> str:
         state=LOADING,
         stall_after_s=options.settings.stall_warning,
     )
-    StallWarning(activity, run.root, options.settings.stall_warning).start()
+    StallReporter(activity, run.root, options.settings.stall_warning).start()
     logger.info("parameter server on {}: loading {}", options.device, options.config)
     trainer = _load(options)
 

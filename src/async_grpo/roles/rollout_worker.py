@@ -32,7 +32,7 @@ from async_grpo.setup.process import (
 )
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.activity import ENDING, LOADING, activity
-from async_grpo.telemetry.stalls import StallWarning
+from async_grpo.telemetry.stalls import StallReporter
 from async_grpo.telemetry.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def run_worker(options: WorkerOptions) -> None:
 
 def _work(options: WorkerOptions, stop: StopRequest) -> None:
     run = RunDir(options.run_dir)
-    StallWarning(activity, run.root, options.settings.stall_warning).start()
+    StallReporter(activity, run.root, options.settings.stall_warning).start()
     state = _wait_for_run(run)
     with closing(WorkerQueue.open(run.root, options.worker_id, options.device)) as queue:
         write_stacks_on_signal(run.worker_stacks(queue.id))

@@ -189,7 +189,11 @@ class Activity:
         """A worker has these groups, and they are in this phase from now on."""
         now = time.monotonic()
         with self._lock:
-            self._jobs.update((seq, JobActivity(seq, phase, now)) for seq in seqs)
+            jobs = {seq: JobActivity(seq, phase, now) for seq in seqs}
+            is_news = not jobs.keys() <= self._jobs.keys()
+            self._jobs.update(jobs)
+            if is_news:  # a worker that hangs from here on must be known to have a job
+                self._write()
 
     def no_longer_has(self, seq: int, *, done: bool = False, failed: bool = False) -> None:
         """A group was handed back to the queue: generated and scored, failed, or as it was."""

@@ -16,6 +16,9 @@ from loguru import logger
 from async_grpo.formatting import eta
 from async_grpo.rundir.files import LineFile
 
+STEP = "STEP"  # level of the step lines: as severe as INFO
+logger.level(STEP, no=logger.level("INFO").no)
+
 
 class RunLog:
     """Writes metrics and the step line, and remembers what the summary quotes.
@@ -47,7 +50,7 @@ class RunLog:
         if _is_training_step(logs):
             if self._first_step is None:
                 self._first_step, self._started = step, time.monotonic()
-            logger.info("step {}/{} {}", step, self._total_steps, self._step_line(step, logs))
+            logger.log(STEP, "step {}/{} {}", step, self._total_steps, self._step_line(step, logs))
         elif "eval_reward" in logs:
             logger.info("evaluation at step {}: reward {:.3f}", step, logs["eval_reward"])
 

@@ -17,7 +17,15 @@ from loguru import logger
 from async_grpo.formatting import for_people
 from async_grpo.records import WorkerId
 from async_grpo.rundir.paths import activity_file
-from async_grpo.telemetry.activity import LOADING, WAITING, Activity, ActivityRecord, read_all, read_count
+from async_grpo.telemetry.activity import (
+    LOADING,
+    WAITING,
+    Activity,
+    ActivityRecord,
+    read_activity,
+    read_all,
+    read_count,
+)
 
 LOOK_S = 1.0
 LOADING_S = 240.0  # counts as progress
@@ -59,7 +67,7 @@ def explain(name: str, records: Mapping[str, ActivityRecord], now: float) -> str
     return "; ".join(parts)
 
 
-class StallWarning:
+class StallReporter:
     """A thread that warns once in each stall, and again each time it has lasted twice as long.
 
     It also keeps the record of `activity` fresh. It runs while the main thread hangs in the user's code or in C code
@@ -74,9 +82,9 @@ class StallWarning:
         self._activity, self._root, self._after_s = activity, root, after_s
         self._next_s = after_s
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="stall-warning", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="stall-reporter", daemon=True)
 
-    def start(self) -> StallWarning:
+    def start(self) -> StallReporter:
         self._thread.start()
         return self
 
@@ -104,30 +112,32 @@ class StallWarning:
             logger.warning("no progress for {}: {}", for_people(stalled_s), explain(own.name, records, now))
 
 
-class StallWatch:
-    """The watcher's side, for one worker.
+class HangDetector:
+    """Tells when a worker hangs: it has a job, and for `timeout_s` nothing of it has moved.
 
-    Args:
-        timeout_s: so long without any progress, while it has a job, means hung.
+    A worker that loads, or waits for a job, has none.
     """
 
     def __init__(self, root: Path, worker: WorkerId, timeout_s: float) -> None:
-        self.worker = worker
-        self._queue = root / "queue"
-        self._claims = f"*_processing_by_{worker}.safetensors"
         self._file = activity_file(root, str(worker))
         self._timeout_s = timeout_s
         self._seen: bytes | None = None
         self._since = time.monotonic()
 
-    def count(self) -> bytes | None:
-        """What the worker, or an earlier one of its number, has counted so far."""
+    def progress(self) -> bytes | None:
+        """What the worker, or an earlier one of its name, has counted so far."""
         return read_count(self._file)
 
-    def is_hung(self) -> bool:
-        """Look once. A worker without a job is idle, not hung, whatever its counter says."""
-        now = time.monotonic()
-        count = self.count()
-        if count != self._seen or not any(self._queue.glob(self._claims)):
+    def hang(self, pid: int) -> str:
+        """Why the worker with this pid counts as hung; empty if it does not."""
+        now, count = time.monotonic(), self.progress()
+        if count != self._seen:
             self._seen, self._since = count, now
-        return now - self._since > self._timeout_s
+        if now - self._since <= self._timeout_s:
+            return ""
+        record = read_activity(self._file)
+        if record is None or record.pid != pid or not record.jobs:
+            return ""
+        if now - min(job.since_s for job in record.jobs) <= self._timeout_s:
+            return ""
+        return f"no progress for {self._timeout_s:g} s; it was {describe(record, now)}"

@@ -13,6 +13,8 @@ from async_grpo.telemetry.activity import activity
 
 SAY_EVERY_S = 10.0
 NAME_EVERY_S = 0.5  # naming what is waited for may cost a look at the queue, which a short wait need not pay
+WAIT = "WAIT"  # level of the messages about waits: as severe as INFO
+logger.level(WAIT, no=logger.level("INFO").no)
 T = TypeVar("T")
 
 
@@ -50,7 +52,7 @@ class Reminder:
             activity.waits(self._what(), self._on())
         if now - self._said >= SAY_EVERY_S:
             self._said = now
-            logger.info("waiting for {} ({:.0f} s so far)", self._what(), now - self._started)
+            logger.log(WAIT, "waiting for {} ({:.0f} s so far)", self._what(), now - self._started)
 
 
 def wait_until(

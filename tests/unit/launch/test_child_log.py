@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from loguru import logger
 
-from async_grpo.launch.child_log import LogTail
+from async_grpo.launch.child_log import LogLine, LogTail
+from async_grpo.setup.process import LOG_FORMAT
+from async_grpo.telemetry.run_log import STEP
 
 LINE = "12:00:00 INFO    "
 
@@ -25,7 +28,7 @@ def test_our_lines_are_shown_once_with_the_child_s_name_and_library_noise_is_not
     tail = LogTail(log, "worker 1")
     assert tail.new_lines() == []
     append(log, f"{LINE}hello\nDownloading shards: 100%\n  warnings.warn(\n12:00:01 WARNING slow\n")
-    assert tail.new_lines() == [f"[worker 1] {LINE}hello", "[worker 1] 12:00:01 WARNING slow"]
+    assert [str(line) for line in tail.new_lines()] == [f"[worker 1] {LINE}hello", "[worker 1] 12:00:01 WARNING slow"]
     assert tail.new_lines() == []
 
 
@@ -34,20 +37,20 @@ def test_a_line_is_shown_when_it_is_whole(log: Path) -> None:
     append(log, f"{LINE}snow".encode() + "☃".encode()[:1])
     assert tail.new_lines() == []
     append(log, "☃".encode()[1:] + b"man\n")
-    assert tail.new_lines() == [f"[w] {LINE}snow☃man"]
+    assert [str(line) for line in tail.new_lines()] == [f"[w] {LINE}snow☃man"]
 
 
 def test_bytes_that_are_no_text_do_not_break_it(log: Path) -> None:
     tail = LogTail(log, "w")
     append(log, LINE.encode() + b"\xff\xfe\n")
-    assert tail.new_lines() == [f"[w] {LINE}��"]
+    assert [str(line) for line in tail.new_lines()] == [f"[w] {LINE}��"]
 
 
 def test_what_an_earlier_run_wrote_is_not_shown(log: Path) -> None:
     append(log, f"{LINE}old\nerror: old\n")
     tail = LogTail(log, "w")
     append(log, f"{LINE}new\n")
-    assert tail.new_lines() == [f"[w] {LINE}new"]
+    assert [str(line) for line in tail.new_lines()] == [f"[w] {LINE}new"]
     assert tail.last_words() == f"{LINE}new"
 
 
@@ -80,5 +83,18 @@ def test_a_child_that_wrote_nothing(log: Path) -> None:
 def test_what_a_model_wrote_does_not_steer_the_terminal(log: Path) -> None:
     tail = LogTail(log, "w")
     append(log, f"{LINE}bad answer \x1b]0;hi\x07\nerror: \x1b[2J gone\n")
-    assert tail.new_lines() == [f"[w] {LINE}bad answer \\x1b]0;hi\\x07"]
+    assert [str(line) for line in tail.new_lines()] == [f"[w] {LINE}bad answer \\x1b]0;hi\\x07"]
     assert tail.last_words() == "error: \\x1b[2J gone"
+
+
+def test_what_the_log_writes_is_read_with_its_level(log: Path) -> None:
+    tail = LogTail(log, "server")
+    sink = logger.add(log, format=LOG_FORMAT, level="INFO")
+    try:
+        logger.log(STEP, "step 1/2")
+        logger.warning("two\nlines")
+    finally:
+        logger.remove(sink)
+    first, second = tail.new_lines()
+    assert first == LogLine("server", first.time, "STEP", "step 1/2")
+    assert (second.level, second.text) == ("WARNING", "two")

@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from test_launcher import FOLLOW_THE_RUN, LAUNCH, Stage, eventually, is_gone
+from stage import FOLLOW_THE_RUN, LAUNCH, REAL_PYTHON, Stage, launch_env
 
 from async_grpo.launch import screen as screen_module
+from async_grpo.launch.child_log import LogLine, LogTail
 from async_grpo.launch.screen import LineFilter, PanelScreen, Screen
 from async_grpo.rundir import paths as runs
 from pseudo_terminal import HIDE_CURSOR, PseudoTerminal, plain
 
-STEP = "[server] 12:00:{:02d} INFO    step {}/100 ETA 9 s  reward 0.5"
+
+def step(second: int, number: int) -> LogLine:
+    return LogLine("server", f"12:00:0{second}", "STEP", f"step {number}/100 ETA 9 s  reward 0.5")
 
 
-def shown(lines: LineFilter, *said: str, now: float) -> list[str]:
+def shown(lines: LineFilter, *said: LogLine, now: float) -> list[LogLine]:
     return list(lines.choose(said, now))
 
 
 def test_fast_steps_are_thinned_and_the_last_is_always_shown() -> None:
     lines = LineFilter()
-    assert shown(lines, STEP.format(0, 1), STEP.format(0, 2), now=100.0) == ["12:00:00 step 1/100 ETA 9 s  reward 0.5"]
-    assert shown(lines, STEP.format(1, 3), now=101.0) == []
-    assert shown(lines, STEP.format(2, 4), now=102.1) == ["12:00:02 step 4/100 ETA 9 s  reward 0.5"]
-    assert shown(lines, STEP.format(3, 5), now=103.0) == []
-    assert shown(lines, now=105.0) == ["12:00:03 step 5/100 ETA 9 s  reward 0.5"], "steps pause: no news is withheld"
-    assert shown(lines, STEP.format(6, 99), STEP.format(6, 100), now=106.0) == []
-    evaluation = "[server] 12:00:07 INFO    evaluation at step 100: reward 0.9"
-    assert shown(lines, evaluation, now=106.5) == ["12:00:06 step 100/100 ETA 9 s  reward 0.5", evaluation]
+    assert shown(lines, step(0, 1), step(0, 2), now=100.0) == [step(0, 2)]
+    assert shown(lines, step(1, 3), now=101.0) == []
+    assert shown(lines, step(2, 4), now=102.1) == [step(2, 4)]
+    assert shown(lines, step(3, 5), now=103.0) == []
+    assert shown(lines, now=105.0) == [step(3, 5)], "steps pause: no news is withheld"
+    assert shown(lines, step(6, 99), step(6, 100), now=106.0) == []
+    evaluation = LogLine("server", "12:00:07", "INFO", "evaluation at step 100: reward 0.9")
+    assert shown(lines, evaluation, now=106.5) == [step(6, 100), evaluation]
     assert list(lines.rest(107.0)) == []
 
 
-WARNING, INFO, DETAIL = "[worker 1] 1:0 WARNING w", "[server] 1:0 INFO    i", "[worker 1] 1:0 INFO    d"
-WAITS = "[server] 1:0 INFO    waiting for 2 groups (10 s so far)"
+WARNING, INFO = LogLine("worker 1", "1:0", "WARNING", "w"), LogLine("server", "1:0", "INFO", "i")
+DETAIL = LogLine("worker 1", "1:0", "INFO", "d")
+WAITS = LogLine("server", "1:0", "WAIT", "waiting for 2 groups (10 s so far)")
 
 
 @pytest.mark.parametrize(
@@ -50,8 +53,8 @@ WAITS = "[server] 1:0 INFO    waiting for 2 groups (10 s so far)"
         ({"quiet": True}, [WARNING]),
     ],
 )
-def test_warnings_always_and_the_rest_where_it_matters(options: dict[str, bool], chosen: list[str]) -> None:
-    assert shown(LineFilter(**options), WARNING, INFO, DETAIL, WAITS, "noise", now=0.0) == chosen
+def test_warnings_always_and_the_rest_where_it_matters(options: dict[str, bool], chosen: list[LogLine]) -> None:
+    assert shown(LineFilter(**options), WARNING, INFO, DETAIL, WAITS, now=0.0) == chosen
 
 
 def test_without_a_terminal_a_run_that_loads_long_says_so(
@@ -76,9 +79,11 @@ def test_without_a_terminal_a_run_that_loads_long_says_so(
 def test_the_panel_stays_under_lines_that_scroll(tmp_path: Path, width: int) -> None:
     runs.prepare(tmp_path / "worker", config=tmp_path / "x.py")
     console = Console(file=StringIO(), width=width, force_terminal=True, highlight=False)
-    with PanelScreen(tmp_path / "worker", console=console) as screen:
+    log = tmp_path / "log.txt"
+    with PanelScreen(tmp_path / "worker", [LogTail(log, "server")], console=console) as screen:
         screen.refresh()
-        screen.show([f"{STEP.format(0, 1)}{'  more' * 40}"])
+        log.write_text(f"12:00:00 STEP    step 1/100{'  more' * 40}\n")
+        screen.refresh()
         screen.warn("a long [markup] sentence " * 10)
     text = plain(console.file.getvalue())  # type: ignore[attr-defined]
     assert "╭─ run " in text and "starting" in text
@@ -103,25 +108,16 @@ def test_a_run_that_cannot_be_shown_goes_on(tmp_path: Path, monkeypatch: pytest.
 # --- a terminal
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    stage = Stage(tmp_path)
-    runs.prepare(stage.run.root, config=tmp_path / "x.py")
-    stage.run.update_state(state=runs.FINISHED)
-    yield stage
-    eventually(lambda: all(map(is_gone, stage.pids())))
+@contextmanager
+def terminal(*command: str, cwd: Path) -> Iterator[PseudoTerminal]:
+    terminal = PseudoTerminal([REAL_PYTHON, "-c", *command], cwd=cwd, env=launch_env())
+    try:
+        yield terminal
+    finally:
+        terminal.close()
 
 
-@pytest.fixture
-def terminal(stage: Stage) -> Iterator[PseudoTerminal]:
-    command = [sys.executable, "-c", LAUNCH, str(stage.folder), str(Path(__file__).parent)]
-    path = os.pathsep.join((str(Path(__file__).parents[3] / "src"), str(Path(__file__).parents[2])))
-    terminal = PseudoTerminal(command, cwd=stage.folder, env={**os.environ, "PYTHONPATH": path})
-    yield terminal
-    terminal.close()
-
-
-def test_ctrl_c_leaves_a_clean_terminal(stage: Stage, request: pytest.FixtureRequest) -> None:
+def test_ctrl_c_leaves_a_clean_terminal(stage: Stage) -> None:
     stage.children_are(
         server="""
             def stop(*_):
@@ -132,35 +128,36 @@ def test_ctrl_c_leaves_a_clean_terminal(stage: Stage, request: pytest.FixtureReq
         """,
         worker=FOLLOW_THE_RUN,
     )
-    terminal: PseudoTerminal = request.getfixturevalue("terminal")
-    terminal.read_until(lambda: "╭─ run " in terminal.text and stage.starts("worker2"), "panel")
-    assert not terminal.is_clean()
-    terminal.press_ctrl_c()
-    assert terminal.wait() == 0
-    assert HIDE_CURSOR in terminal.written and terminal.is_clean()
-    assert "[launcher] stopping: a checkpoint is written, then everything ends" in terminal.text
-    assert "^C" not in terminal.text
+    with terminal(LAUNCH, str(stage.folder), cwd=stage.folder) as screen:
+        screen.read_until(lambda: "╭─ run " in screen.text and stage.starts("worker2"), "panel")
+        assert not screen.is_clean()
+        screen.press_ctrl_c()
+        assert screen.wait() == 0
+        assert HIDE_CURSOR in screen.written and screen.is_clean()
+        assert "[launcher] stopping: a checkpoint is written, then everything ends" in screen.text
+        assert screen.written.partition(b"^C")[2].startswith(b"\r\x1b[2K"), "the echo stays behind the panel, as a part"
 
 
-def test_a_crash_leaves_a_clean_terminal(stage: Stage, request: pytest.FixtureRequest) -> None:
+def test_a_crash_leaves_a_clean_terminal(stage: Stage) -> None:
     stage.children_are(
         server='until(lambda: started("worker2")); print("error: no memory", file=sys.stderr); sys.exit(3)',
         worker=FOLLOW_THE_RUN,
     )
-    terminal: PseudoTerminal = request.getfixturevalue("terminal")
-    terminal.wait()
-    assert HIDE_CURSOR in terminal.written and terminal.is_clean()
-    assert terminal.text.rstrip().endswith("error: no memory")
+    with terminal(LAUNCH, str(stage.folder), cwd=stage.folder) as screen:
+        screen.wait()
+        assert HIDE_CURSOR in screen.written and screen.is_clean()
+        assert screen.text.rstrip().endswith("error: no memory")
 
 
 IN_BACKGROUND = """
 import os, signal, sys
 from pathlib import Path
+from rich.console import Console
 from async_grpo.launch.screen import PanelScreen
 child = os.fork()
 if child == 0:
     os.setpgid(0, 0)
-    with PanelScreen(Path(sys.argv[1])) as screen:
+    with PanelScreen(Path(sys.argv[1]), console=Console()) as screen:
         screen.say("it goes on")
     os._exit(0)
 _, status = os.waitpid(child, os.WUNTRACED)
@@ -174,11 +171,6 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 def test_in_the_background_of_a_terminal_a_run_goes_on(tmp_path: Path) -> None:
     """`async-grpo train … &`: who changes a terminal's settings from there is stopped by the kernel."""
-    path = str(Path(__file__).parents[3] / "src")
-    command = [sys.executable, "-c", IN_BACKGROUND, str(tmp_path)]
-    terminal = PseudoTerminal(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
-    try:
-        assert terminal.wait() == 0, terminal.text
-        assert "[launcher] it goes on" in terminal.text and terminal.is_clean()
-    finally:
-        terminal.close()
+    with terminal(IN_BACKGROUND, str(tmp_path), cwd=tmp_path) as screen:
+        assert screen.wait() == 0, screen.text
+        assert "[launcher] it goes on" in screen.text and screen.is_clean()

@@ -1,4 +1,4 @@
-"""What a process says of itself, and when its silence counts as a stalls."""
+"""What a process says of itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from loguru import logger
 from async_grpo.formatting import for_people
 from async_grpo.rundir.paths import activity_file
 from async_grpo.telemetry import activity as activity_module
-from async_grpo.telemetry import stalls, waiting
+from async_grpo.telemetry import waiting
 from async_grpo.telemetry.activity import (
     GENERATING,
     LOADING,
@@ -29,7 +29,6 @@ from async_grpo.telemetry.activity import (
     read_activity,
     read_all,
 )
-from async_grpo.telemetry.stalls import StallWarning, describe, last_progress_s
 from async_grpo.telemetry.waiting import Reminder, wait_until
 
 
@@ -62,15 +61,18 @@ def seen(root: Path, name: str = "dev1") -> ActivityRecord:
     return record
 
 
-def test_a_change_of_state_is_seen_at_once_and_the_rest_with_it(tmp_path: Path, clock: SimpleNamespace) -> None:
+def test_a_change_of_state_and_a_new_job_are_seen_at_once_and_the_rest_with_them(
+    tmp_path: Path, clock: SimpleNamespace
+) -> None:
     writer = worker(tmp_path)
     assert (seen(tmp_path).name, seen(tmp_path).pid, seen(tmp_path).state) == ("dev1", os.getpid(), LOADING)
     clock.now += 5
     writer.has_jobs([7, 8], GENERATING)
-    assert seen(tmp_path).jobs == ()
+    assert [job.seq for job in seen(tmp_path).jobs] == [7, 8]
     writer.doing(GENERATING, version=3)
     clock.now += 2
     writer.has_jobs([7], SCORING)
+    assert [job.phase for job in seen(tmp_path).jobs] == [GENERATING, GENERATING]
     writer.no_longer_has(8, done=True)
     writer.doing(SCORING)
     record = seen(tmp_path)
@@ -172,84 +174,6 @@ def test_a_wait_that_ends_with_an_error_has_ended(tmp_path: Path, here: Activity
         reminder.tick()
         raise KeyError
     assert seen(tmp_path).state == TRAINING
-
-
-# --- stalls
-
-
-def record(name: str, progress_s: float, *waits_on: str, **more: object) -> ActivityRecord:
-    state = WAITING if waits_on else GENERATING
-    return ActivityRecord(name=name, progress_s=progress_s, state=state, waits_on=waits_on, **more)  # type: ignore[arg-type]
-
-
-def test_who_waits_for_somebody_that_gets_things_done_is_not_stalled() -> None:
-    records = {
-        "server": record("server", 10.0, "dev1"),
-        "dev1": record("dev1", 95.0),
-        "dev2": record("dev2", 20.0, "server"),
-        "dev3": record("dev3", 30.0, "dev4"),
-    }
-    assert last_progress_s("dev2", records) == 95.0, "through the server"
-    assert last_progress_s("dev3", records) == 30.0, "nobody knows dev4"
-    records["dev1"] = record("dev1", 40.0, "server")
-    assert last_progress_s("dev2", records) == 40.0, "a circle ends"
-
-
-def test_a_stall_is_told_once_and_again_when_it_has_lasted_twice_as_long(
-    tmp_path: Path, clock: SimpleNamespace, messages: list[str]
-) -> None:
-    writer = worker(tmp_path)
-    warning = StallWarning(writer, tmp_path, 60.0)
-    writer.has_jobs([13, 14], SCORING)
-    writer.doing(SCORING)
-
-    def lasts(seconds: int) -> list[str]:
-        messages.clear()
-        for _ in range(seconds):
-            clock.now += 1
-            warning.look(clock.now)
-        return list(messages)
-
-    assert lasts(59) == []
-    assert lasts(1) == ["no progress for 60 s: scoring 2 groups for 60 s"]
-    assert lasts(59) == []
-    assert lasts(1) == ["no progress for 2 min: scoring 2 groups for 2 min"]
-    writer.progress()
-    assert lasts(59) == []
-    assert len(lasts(1)) == 1, "another stall"
-
-
-def test_the_warning_names_what_is_waited_for_and_what_the_others_do(
-    tmp_path: Path, clock: SimpleNamespace, messages: list[str]
-) -> None:
-    worker(tmp_path, "dev1", state=LOADING)
-    server = worker(tmp_path, "server")
-    server.waits("4 more groups from 1 worker", ["dev1"])
-    clock.now += 61
-    StallWarning(server, tmp_path, 60.0).look(clock.now)
-    assert messages == [], "loading takes its time"
-    clock.now += stalls.LOADING_S
-    StallWarning(server, tmp_path, 60.0).look(clock.now)
-    [message] = messages
-    assert message.startswith(
-        "no progress for 61 s: waiting 5 min for 4 more groups from 1 worker; dev1 is loading for"
-    )
-
-
-def test_the_thread_looks_by_itself(tmp_path: Path, messages: list[str]) -> None:
-    writer = worker(tmp_path, state=GENERATING)
-    warning = StallWarning(writer, tmp_path, 0.05).start()
-    try:
-        wait_until(lambda: messages or None, what="a warning", timeout_s=60, poll_s=0.01)
-    finally:
-        warning.close()
-    assert messages[0].startswith("no progress for 0.")
-
-
-def test_a_state_without_jobs_and_one_with_jobs_of_another_phase() -> None:
-    assert describe(ActivityRecord(state=LOADING, since_s=10.0), 12.0) == "loading for 2.0 s"
-    jobs = (activity_module.JobActivity(5, SCORING, 10.0),)
-    assert describe(ActivityRecord(state=GENERATING, jobs=jobs), 22.0) == "scoring group 5 for 12 s"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,36 @@
+"""The launcher's surroundings, for the tests of this folder; `stage.py` is beside it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stage import Stage, is_gone
+
+from async_grpo.launch import supervisor
+
+
+@pytest.fixture
+def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    """At the end no child may be left behind."""
+    stage = Stage(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(stage.python))
+    monkeypatch.setattr(supervisor, "POLL_S", 0.01)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield stage
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    left_behind = [pid for pid in stage.pids() if not is_gone(pid)]
+    for pid in left_behind:
+        os.kill(pid, signal.SIGKILL)
+    assert left_behind == []
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarts follow in a moment. A real pause is a second or more."""
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.005)

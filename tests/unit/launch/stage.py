@@ -1,0 +1,125 @@
+"""A launcher with children that are a few lines long, in place of servers and workers that load a model."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent, indent
+from typing import Any
+
+import psutil
+
+from async_grpo.launch.launcher import LaunchOptions
+from async_grpo.rundir.files import LineReader
+from async_grpo.rundir.paths import RunDir
+from async_grpo.settings import TrainingSettings, WorkerSettings
+
+DEADLINE_S = 60.0
+REAL_PYTHON = sys.executable
+
+# Takes the place of the interpreter: it is called as `PYTHON -m async_grpo.cli server --config …`.
+FAKE_PYTHON = """\
+#!{python} {flags}
+import json, os, signal, sys, time
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROLE = sys.argv[3] if sys.argv[3] == "server" else "worker" + sys.argv[sys.argv.index("--id") + 1]
+RUN = Path(sys.argv[sys.argv.index("--run-dir") + 1])
+with (HERE / ("starts_" + ROLE)).open("a") as file:
+    file.write(json.dumps([os.getpid(), sys.argv[3:], dict(os.environ)]) + "\\n")
+
+def state():
+    return json.loads((RUN / "run.json").read_text())["state"]
+
+def end_run(as_state):
+    data = json.loads((RUN / "run.json").read_text())
+    new = RUN / "run.json.new"
+    new.write_text(json.dumps({{**data, "state": as_state, "step": 3}}))
+    new.replace(RUN / "run.json")
+
+def until(condition):
+    while not condition():
+        time.sleep(0.02)
+
+def started(role):
+    path = HERE / ("starts_" + role)
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+if ROLE == "server":
+{server}
+else:
+{worker}
+"""
+
+FOLLOW_THE_RUN = 'until(lambda: state() != "running")'
+FINISH_WHEN_ALL_ARE_THERE = 'until(lambda: started("worker1") and started("worker2")); end_run("finished")'
+FOR_EVER = "until(lambda: False)"
+
+# A launcher in a process of its own: `PYTHON -c LAUNCH STAGE_FOLDER` with `launch_env()`.
+LAUNCH = """
+import sys
+from pathlib import Path
+from stage import Stage
+from async_grpo.launch.launcher import launch
+stage = Stage(Path(sys.argv[1]))
+sys.executable = str(stage.python)
+launch(stage.options())
+"""
+
+
+def launch_env() -> dict[str, str]:
+    """So that `LAUNCH` finds this module and the package under test."""
+    here = Path(__file__).parent
+    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(here.parents[2] / "src"), str(here)))}
+
+
+class Stage:
+    """A launcher's surroundings: the fake children's code, and what became of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.python = folder / "python"
+        self.run = RunDir(folder / "run")
+
+    def children_are(self, *, server: str, worker: str, flags: str = "-S") -> None:
+        bodies = {"server": indent(dedent(server), "    "), "worker": indent(dedent(worker), "    ")}
+        self.python.write_text(FAKE_PYTHON.format(python=REAL_PYTHON, flags=flags, **bodies))
+        self.python.chmod(0o755)
+
+    def options(self, **changes: Any) -> LaunchOptions:
+        fields: dict[str, Any] = {
+            "config": self.folder / "my_trainer.py",
+            "run_dir": self.run.root,
+            "master_device": "cpu",
+            "worker_devices": ("cpu", "cpu"),
+            "training": TrainingSettings(),
+            "work": WorkerSettings(),
+        }
+        return LaunchOptions(**{**fields, **changes})
+
+    def starts(self, role: str) -> list[tuple[int, list[str], dict[str, str]]]:
+        """What has started in that role so far; a child may be writing its line just now."""
+        lines = LineReader(self.folder / f"starts_{role}").new_lines()
+        return [tuple(json.loads(line)) for line in lines]
+
+    def pids(self) -> list[int]:
+        return [start[0] for role in ("server", "worker1", "worker2") for start in self.starts(role)]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)

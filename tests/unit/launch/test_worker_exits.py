@@ -1,0 +1,151 @@
+"""What the exit of a worker means for the run: started again, given up, or the end of the run."""
+
+from __future__ import annotations
+
+import pytest
+from stage import FOLLOW_THE_RUN, FOR_EVER, Stage
+
+from async_grpo.launch.launcher import launch
+
+pytestmark = pytest.mark.usefixtures("short_pauses")
+
+
+def test_a_worker_that_dies_is_started_again_while_the_run_goes_on(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.children_are(
+        server=f"""
+            summary = {{"server_pid": os.getpid(), "state": "finished", "run_id": "x"}}
+            (RUN / "summary.json").write_text(json.dumps(summary))
+            until(lambda: started("worker1") == 3)
+            {"end_run('finished')"}
+        """,
+        worker=f"""
+            if ROLE == "worker1" and started(ROLE) < 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            {FOLLOW_THE_RUN}
+        """,
+    )
+    assert launch(stage.options()) == 0
+    assert len(stage.starts("worker2")) == 1
+    assert capsys.readouterr().out.count("worker 1 ended (killed by SIGKILL); starting it again") == 2
+    assert '"worker_restarts": 2' in stage.run.summary.read_text()
+
+
+def test_workers_that_keep_dying_are_given_up_after_five_restarts_with_their_last_words(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.children_are(server=FOR_EVER, worker='sys.exit("error: no model")')
+    assert launch(stage.options()) == 1
+    assert len(stage.starts("worker1")) == len(stage.starts("worker2")) == 1 + 5
+    captured = capsys.readouterr()
+    assert "gave up: every worker failed 6 times in a row. The last words of log_worker_1.txt" in captured.out
+    assert captured.err == "error: no model\n"
+
+
+def test_a_worker_that_refuses_its_setup_ends_the_run_at_once_with_its_words_and_a_checkpoint(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.children_are(
+        server="""
+            def stop(*_):
+                (RUN / "checkpoint").touch()
+                end_run("stopped")
+                sys.exit(0)
+            signal.signal(signal.SIGTERM, stop)
+            (HERE / "ready").touch()
+            until(lambda: False)
+        """,
+        worker="""
+            if ROLE == "worker1": until(lambda: False)
+            until((HERE / "ready").exists)
+            print("noise\\nerror: use_vllm=True: vLLM is not installed here", file=sys.stderr)
+            sys.exit(2)
+        """,
+    )
+    assert launch(stage.options()) == 2
+    assert (stage.run.root / "checkpoint").exists()
+    assert len(stage.starts("worker2")) == 1, "it would say the same again"
+    captured = capsys.readouterr()
+    assert "worker 2 refused its setup, and would again: everything ends" in captured.out
+    assert "Fix the error reported by worker 2, then go on: " in captured.out and "--resume" in captured.out
+    assert captured.err == "error: use_vllm=True: vLLM is not installed here\n"
+
+
+def test_a_refusal_before_training_is_told_to_start_again(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    stage.children_are(
+        server="""
+            def stop(*_):
+                data = json.loads((RUN / "run.json").read_text())
+                (RUN / "run.json").write_text(json.dumps({**data, "state": "stopped"}))
+                sys.exit(0)
+            signal.signal(signal.SIGTERM, stop)
+            (HERE / "ready").touch()
+            until(lambda: False)
+        """,
+        worker='until((HERE / "ready").exists)\nsys.exit(2)',
+    )
+    assert launch(stage.options()) == 2
+    assert ", then start again\n" in capsys.readouterr().out
+
+
+def test_what_a_worker_minds_that_has_run_before_may_pass(stage: Stage) -> None:
+    """It was killed, and then the model could not be fetched for a moment."""
+    stage.children_are(
+        server='until(lambda: started("worker1") == 3); end_run("finished")',
+        worker=f"""
+            if ROLE == "worker1" and started(ROLE) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if ROLE == "worker1" and started(ROLE) == 2:
+                sys.exit(2)
+            {FOLLOW_THE_RUN}
+        """,
+    )
+    assert launch(stage.options()) == 0
+    assert len(stage.starts("worker1")) == 3
+
+
+def test_one_worker_that_is_given_up_does_not_end_the_run_of_the_others(stage: Stage) -> None:
+    stage.children_are(
+        server='until(lambda: started("worker1") == 6); time.sleep(0.2); end_run("finished")',
+        worker=f'if ROLE == "worker1": sys.exit(1)\n{FOLLOW_THE_RUN}',
+    )
+    assert launch(stage.options()) == 0
+    assert len(stage.starts("worker1")) == 6
+
+
+def test_a_worker_that_hangs_on_a_job_is_killed_and_started_again(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.children_are(
+        server='until(lambda: started("worker1") == 2); end_run("finished")',
+        worker=f"""
+            if started(ROLE) == 1:
+                from async_grpo.telemetry.activity import activity
+                activity.publish(RUN, "dev1", device="cpu", run_id="x", state="loading")
+                activity.has_jobs([1], "generating")
+                until(lambda: False)
+            {FOLLOW_THE_RUN}
+        """,
+    )
+    assert launch(stage.options(worker_devices=("cpu",), worker_timeout_s=0.2)) == 0
+    out = capsys.readouterr().out
+    assert "killing worker 1: no progress for 0.2 s; it was generating group 1 for 0." in out
+    assert "worker 1 ended (killed by SIGKILL); starting it again" in out
+
+
+def test_no_worker_is_started_again_when_the_server_has_said_that_the_run_is_over(stage: Stage) -> None:
+    stage.children_are(
+        server="""
+            until(lambda: started("worker1") and started("worker2"))
+            end_run("finished")
+            (HERE / "said").touch()
+            for role in ("worker1", "worker2"):
+                pid = json.loads((HERE / ("starts_" + role)).read_text())[0]
+                until(lambda: not Path(f"/proc/{pid}").exists())
+            time.sleep(0.2)
+        """,
+        worker='until((HERE / "said").exists); sys.exit(1)',
+    )
+    assert launch(stage.options()) == 0
+    assert len(stage.starts("worker1")) == len(stage.starts("worker2")) == 1

@@ -1,0 +1,195 @@
+"""When silence counts as a stall of this process, and when as a hang of a worker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from loguru import logger
+
+from async_grpo.records import WorkerId
+from async_grpo.rundir.paths import activity_file
+from async_grpo.telemetry import activity as activity_module
+from async_grpo.telemetry import stalls
+from async_grpo.telemetry.activity import (
+    GENERATING,
+    LOADING,
+    SCORING,
+    WAITING,
+    Activity,
+    ActivityRecord,
+    read_count,
+)
+from async_grpo.telemetry.stalls import HangDetector, StallReporter, describe, last_progress_s
+from async_grpo.telemetry.waiting import wait_until
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    clock = SimpleNamespace(now=1000.0)
+    for module in (activity_module, stalls):
+        time = SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None)
+        monkeypatch.setattr(module, "time", time)
+    return clock
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    yield lines
+    logger.remove(sink)
+
+
+def worker(root: Path, name: str = "dev1", state: str = LOADING) -> Activity:
+    writer = Activity()
+    writer.publish(root, name, device="cpu", run_id="run", state=state)
+    return writer
+
+
+def record(name: str, progress_s: float, *waits_on: str, **more: object) -> ActivityRecord:
+    state = WAITING if waits_on else GENERATING
+    return ActivityRecord(name=name, progress_s=progress_s, state=state, waits_on=waits_on, **more)  # type: ignore[arg-type]
+
+
+def test_who_waits_for_somebody_that_gets_things_done_is_not_stalled() -> None:
+    records = {
+        "server": record("server", 10.0, "dev1"),
+        "dev1": record("dev1", 95.0),
+        "dev2": record("dev2", 20.0, "server"),
+        "dev3": record("dev3", 30.0, "dev4"),
+    }
+    assert last_progress_s("dev2", records) == 95.0, "through the server"
+    assert last_progress_s("dev3", records) == 30.0, "nobody knows dev4"
+    records["dev1"] = record("dev1", 40.0, "server")
+    assert last_progress_s("dev2", records) == 40.0, "a circle ends"
+
+
+def test_a_stall_is_told_once_and_again_when_it_has_lasted_twice_as_long(
+    tmp_path: Path, clock: SimpleNamespace, messages: list[str]
+) -> None:
+    writer = worker(tmp_path)
+    warning = StallReporter(writer, tmp_path, 60.0)
+    writer.has_jobs([13, 14], SCORING)
+    writer.doing(SCORING)
+
+    def lasts(seconds: int) -> list[str]:
+        messages.clear()
+        for _ in range(seconds):
+            clock.now += 1
+            warning.look(clock.now)
+        return list(messages)
+
+    assert lasts(59) == []
+    assert lasts(1) == ["no progress for 60 s: scoring 2 groups for 60 s"]
+    assert lasts(59) == []
+    assert lasts(1) == ["no progress for 2 min: scoring 2 groups for 2 min"]
+    writer.progress()
+    assert lasts(59) == []
+    assert len(lasts(1)) == 1, "another stall"
+
+
+def test_the_warning_names_what_is_waited_for_and_what_the_others_do(
+    tmp_path: Path, clock: SimpleNamespace, messages: list[str]
+) -> None:
+    worker(tmp_path, "dev1", state=LOADING)
+    server = worker(tmp_path, "server")
+    server.waits("4 more groups from 1 worker", ["dev1"])
+    clock.now += 61
+    StallReporter(server, tmp_path, 60.0).look(clock.now)
+    assert messages == [], "loading takes its time"
+    clock.now += stalls.LOADING_S
+    StallReporter(server, tmp_path, 60.0).look(clock.now)
+    [message] = messages
+    assert message.startswith(
+        "no progress for 61 s: waiting 5 min for 4 more groups from 1 worker; dev1 is loading for"
+    )
+
+
+def test_the_thread_looks_by_itself(tmp_path: Path, messages: list[str]) -> None:
+    writer = worker(tmp_path, state=GENERATING)
+    warning = StallReporter(writer, tmp_path, 0.05).start()
+    try:
+        wait_until(lambda: messages or None, what="a warning", timeout_s=60, poll_s=0.01)
+    finally:
+        warning.close()
+    assert messages[0].startswith("no progress for 0.")
+
+
+def test_a_state_without_jobs_and_one_with_jobs_of_another_phase() -> None:
+    assert describe(ActivityRecord(state=LOADING, since_s=10.0), 12.0) == "loading for 2.0 s"
+    jobs = (activity_module.JobActivity(5, SCORING, 10.0),)
+    assert describe(ActivityRecord(state=GENERATING, jobs=jobs), 22.0) == "scoring group 5 for 12 s"
+
+
+# --- hangs
+
+
+class Watch:
+    """Looks at worker dev1 with a timeout of a minute."""
+
+    def __init__(self, root: Path, clock: SimpleNamespace) -> None:
+        self.clock = clock
+        self.detector = HangDetector(root, WorkerId(1), timeout_s=60.0)
+
+    def hang_after(self, seconds: float, pid: int = os.getpid()) -> str:
+        self.clock.now += seconds
+        return self.detector.hang(pid)
+
+
+@pytest.fixture
+def watch(tmp_path: Path, clock: SimpleNamespace) -> Watch:
+    return Watch(tmp_path, clock)
+
+
+def test_a_worker_with_a_job_that_does_not_move_is_hung(tmp_path: Path, watch: Watch) -> None:
+    assert not watch.hang_after(1000), "it has not even begun: it may be loading a large model"
+    process = worker(tmp_path)
+    assert not watch.hang_after(1000), "it has no job: idle"
+    process.has_jobs([1], GENERATING)
+    assert not watch.hang_after(59)
+    process.progress()
+    assert not watch.hang_after(59)
+    process.waits("a version of the weights")
+    assert not watch.hang_after(59), "slow, and not hung"
+    assert watch.hang_after(61) == "no progress for 60 s; it was waiting 2 min for a version of the weights"
+    process.no_longer_has(1, failed=True)
+    process.flush()
+    assert not watch.hang_after(61), "its job is gone"
+    assert not watch.hang_after(61)
+
+
+def test_the_clock_of_a_job_starts_with_it_however_long_the_worker_was_silent_before(
+    tmp_path: Path, watch: Watch
+) -> None:
+    process = worker(tmp_path)
+    assert not watch.hang_after(1190)
+    process.has_jobs([1], GENERATING)
+    assert not watch.hang_after(10)
+    assert watch.hang_after(51)
+
+
+def test_what_an_earlier_worker_of_the_same_name_has_left_is_no_hang(tmp_path: Path, watch: Watch) -> None:
+    worker(tmp_path).has_jobs([1], GENERATING)
+    assert not watch.hang_after(0)
+    assert not watch.hang_after(1000, pid=os.getpid() + 1), "the new one has not said anything yet"
+    assert watch.hang_after(0), "the one that has said it"
+
+
+def test_another_worker_s_job_is_no_sign_of_life_or_death(tmp_path: Path, watch: Watch) -> None:
+    worker(tmp_path, "dev11").has_jobs([1], GENERATING)
+    assert not watch.hang_after(1000)
+
+
+def test_a_restarted_worker_goes_on_counting(tmp_path: Path) -> None:
+    counts = []
+    for _ in range(2):
+        process = worker(tmp_path)
+        counts.append(read_count(activity_file(tmp_path, "dev1")))
+        process.progress()
+        counts.append(read_count(activity_file(tmp_path, "dev1")))
+    assert counts[1] == counts[2], "starting is no progress"
+    assert len(set(counts)) == 3
