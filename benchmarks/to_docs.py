@@ -7,6 +7,7 @@ python benchmarks/to_docs.py
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TITLES = {
     "weights": ("Sharing weights", "Figures called *raw* are a plain copy of the same bytes in the same run."),
-    "job_queue": ("The job queue", "Beside other queues for one machine, in one run."),
+    "job_queue": ("The job queue", "Compared with other queues for one machine, in one run."),
     "chaos": ("Faults", "Every row is a test that kills, stops or corrupts; the figures are what it counted."),
     "generators": (
         "Generators",
@@ -26,8 +27,9 @@ TITLES = {
 }
 HEAD = """# Benchmarks
 
-Made by the scripts in `benchmarks/`; this page by `benchmarks/to_docs.py` from their results. A target that was missed
-says `no`, and stays. The figures are of one machine and move from run to run: the spread is there to be read.
+The scripts in `benchmarks/` measure these figures; `benchmarks/to_docs.py` makes this page from their
+results. A missed target says `no`, and stays. The figures are from one machine and vary from run to
+run, so read the spread too.
 """
 
 
@@ -42,10 +44,14 @@ def main() -> None:
 
 def section(title: str, text: str, name: str, result: dict[str, Any]) -> str:
     machine = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
-    lines = [f"## {title}", "", text, "", f"`benchmarks/{name}.py`. Machine: {machine}.", ""]
+    lines = [f"## {title}", "", wrapped(text), "", wrapped(f"`benchmarks/{name}.py`. Machine: {machine}."), ""]
     lines += ["| what | value | target | reached | min, median, max |", "|---|---|---|---|---|"]
     lines += [line(row) for row in result["rows"]]
     return "\n".join([*lines, ""])
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def line(row: dict[str, Any]) -> str:

@@ -1,8 +1,10 @@
-"""What the docs list is what there is."""
+"""The pages of the docs agree with the code, and have the form that CONTRIBUTING asks for."""
 
 from __future__ import annotations
 
 import re
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,14 @@ import pytest
 from async_grpo.rundir import paths
 
 ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+        *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    ]
+)
+WIDTH = 100
 
 
 def test_every_file_of_a_run_directory_is_on_its_page() -> None:
@@ -39,3 +49,48 @@ def test_the_listings_are_there(listing: str) -> None:
 def test_no_page_has_a_path_of_the_machine_that_it_was_made_on() -> None:
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
     assert not [page.name for page in pages if str(ROOT) in page.read_text()]
+
+
+def prose(page: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a page with their numbers, without code, tables, pictures, and what scripts put between marks."""
+    outside = True
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if line.lstrip().startswith("```") or line.startswith(("<!-- begin:", "<!-- end:")):
+            outside = not outside
+        elif outside and not line.startswith(("|", "![", "    ")):
+            yield number, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_prose_is_wrapped(page: Path) -> None:
+    too_long = [f"{page.name}:{number}" for number, line in prose(page) if len(line) > WIDTH and " " in line.strip()]
+    assert not too_long
+
+
+def test_the_glossary_has_at_most_twenty_terms() -> None:
+    rows = (ROOT / "docs" / "glossary.md").read_text().split("|---|---|\n")[1].strip().splitlines()
+    assert 10 <= len(rows) <= 20
+
+
+def test_the_layers_on_the_page_are_those_that_are_checked() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
+    page = (ROOT / "docs" / "design.md").read_text()
+    assert "```text\n" + "\n".join(layers) + "\n```" in page
+
+
+def test_every_room_is_on_the_page_and_begins_where_it_says() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .* \| `([\w/]+)` \|$", page, re.MULTILINE)
+    package = ROOT / "src" / "async_grpo"
+    assert {room for room, _ in rows} == {path.parent.name for path in package.glob("*/__init__.py")}
+    assert not [f"{room}/{start}" for room, start in rows if not (package / room / f"{start}.py").is_file()]
+
+
+def test_every_place_to_look_is_where_the_table_says() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| Where .* \| `(.*)` \| `(\w+)` \|$", page, re.MULTILINE)
+    assert len(rows) == 9
+    for file, name in rows:
+        defined = rf"^\s*(?:def|class) {name}\b|^{name}(?::.*)? = "
+        assert re.search(defined, (ROOT / file).read_text(), re.MULTILINE), f"{file} does not define {name}"
