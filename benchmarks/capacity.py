@@ -20,9 +20,13 @@ from pathlib import Path
 import numpy as np
 from benchmarks.processes import running
 
+from async_grpo.archive.history import ConsumptionRecord
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
 from async_grpo.records import Job, RolloutGroup
+from async_grpo.settings import DEFAULT_LIMIT
+from async_grpo.training.checkpoints import UsedGroups
+from async_grpo.training.job_issuer import JobIssuer
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource
 from async_grpo.training.schedule import Schedule
@@ -70,24 +74,30 @@ def _capacity(step: Callable[[], None], seconds: float) -> Capacity:
 
 @contextmanager
 def _source(folder: Path) -> Iterator[RolloutSource]:
-    rows = itertools.repeat(ROW)
+    history = ConsumptionRecord(
+        folder / "consumed.jsonl", run_id=RUN_ID, resumed_from=None, max_staleness=MAX_STALENESS
+    )
     queue = ServerQueue.open(folder, RUN_ID)
     try:
         source = RolloutSource(
             queue=queue,
-            prompts=lambda start: rows,
+            issuer=JobIssuer(
+                queue,
+                itertools.repeat(ROW),
+                run_id=RUN_ID,
+                seed=0,
+                num_generations=GENERATIONS,
+                archive=UsedGroups(queue, folder / "done", DEFAULT_LIMIT),
+            ),
             schedule=Schedule(
                 groups_per_round=GROUPS_PER_STEP,
                 micro_steps_per_round=1,
                 micro_steps_per_version=1,
                 max_staleness=MAX_STALENESS,
             ),
-            run_id=RUN_ID,
-            seed=0,
-            num_generations=GENERATIONS,
+            publisher=_AlwaysTheFirst(),  # type: ignore[arg-type]
+            history=history,
             metrics=RolloutMetrics(lambda name, value: None),
-            published_version=lambda: 0,
-            keep_publishing=lambda: None,
             should_stop=lambda: False,
             max_wait_s=60.0,
         )
@@ -95,6 +105,16 @@ def _source(folder: Path) -> Iterator[RolloutSource]:
         yield source
     finally:
         queue.close()
+        history.close()
+
+
+class _AlwaysTheFirst:
+    """A publisher of one version."""
+
+    version = 0
+
+    def retry(self) -> None:
+        """There is nothing to publish."""
 
 
 def _work(numbers: Sequence[int], folder: Path) -> None:

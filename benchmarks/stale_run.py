@@ -9,22 +9,20 @@ from typing import Any
 
 import torch
 from benchmarks.setups.sums import held_out_accuracy, tiny
-from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 
 from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.rollout.trl_trainer import make_rollout_trainer, to_record
 from async_grpo.setup.trl_compat import repair_trl
-from async_grpo.training import trl_trainer
-from async_grpo.training.correction import Correction
+from async_grpo.training.job_issuer import sampling_seed
 from async_grpo.training.prompts import prompt_rows
-from async_grpo.training.rollout_source import sampling_seed
+from async_grpo.training.trl_trainer import TrainingEvents, fit, groups_per_round, make_async
 
 Weights = dict[str, torch.Tensor]
 
 
-class StaleRun:
+class StaleRun(TrainingEvents):
     """Trains the demo's task with rollouts that are exactly `staleness` versions old once there are so many."""
 
     def __init__(self, *, staleness: int, correction: str, seed: int, steps: int, output_dir: Path) -> None:
@@ -38,33 +36,28 @@ class StaleRun:
         self._rows = prompt_rows(self._trainer)
         self._issued = 0
         self._versions: deque[tuple[int, Weights]] = deque(maxlen=staleness + 1)  # oldest first
-        trl_trainer.make_async(
-            self._trainer,
-            take_groups=self._take_groups,
-            correct=Correction(
-                correction,
-                self._trainer.args.loss_type,
-                log_pi_old=lambda batch: trl_trainer.log_pi_old(self._trainer, batch),
-                append=lambda name, value: trl_trainer.append_metric(self._trainer, name, value),
-            ),
-            after_checkpoint=lambda step: None,
-        )
-        self._trainer.add_callback(_AfterStep(self.keep_version))
+        make_async(self._trainer, self, correction=correction)
 
     def train(self) -> float:
         """Returns the held-out accuracy after the last step."""
-        self.keep_version(0)
-        self._trainer.train()
+        fit(self._trainer, resume_from=None)
         return held_out_accuracy(self._trainer.model, self._trainer.processing_class)
 
-    def keep_version(self, version: int) -> None:
+    def training_begins(self) -> None:
+        self._keep_version(0)
+
+    def step_done(self) -> bool:
+        self._keep_version(self._trainer.state.global_step)
+        return True
+
+    def _keep_version(self, version: int) -> None:
         weights = self._trainer.model.state_dict()
         self._versions.append((version, {name: tensor.clone() for name, tensor in weights.items()}))
 
-    def _take_groups(self, version: int) -> Sequence[RolloutGroup]:
+    def take_groups(self, version: int) -> Sequence[RolloutGroup]:
         generated_by, weights = self._versions[0]
         self._worker.model.load_state_dict(weights)
-        jobs = [self._next_job(version) for _ in range(trl_trainer.groups_per_round(self._trainer))]
+        jobs = [self._next_job(version) for _ in range(groups_per_round(self._trainer))]
         with torch.random.fork_rng(devices=[]):  # a worker's randomness is not the trainer's
             torch.manual_seed(jobs[0].seed)
             generated = self._worker.generate_groups([job.row for job in jobs], self._trainer.num_generations)
@@ -93,14 +86,6 @@ class StaleRun:
             born_version=version,
             min_version=0,
         )
-
-
-class _AfterStep(TrainerCallback):
-    def __init__(self, keep_version: Any) -> None:
-        self._keep_version = keep_version
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._keep_version(state.global_step)
 
 
 def _build_trainer(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,9 @@ from async_grpo.queue.codec import decode_group, encode_group
 from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.rollout.trl_trainer import make_rollout_trainer, to_record
 from async_grpo.setup.trl_compat import repair_trl
-from async_grpo.training.correction import Correction
 from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.rollout_metrics import RolloutMetrics
-from async_grpo.training.trl_trainer import append_metric, groups_per_round, log_pi_old, make_async
+from async_grpo.training.trl_trainer import TrainingEvents, append_metric, groups_per_round, make_async
 
 repair_trl()
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -171,7 +171,7 @@ QWEN3_CHAT_TEMPLATE = qwen3_chat_template
 # --- The run ----------------------------------------------------------------------------------------------
 
 
-class InProcessRun:
+class InProcessRun(TrainingEvents):
     """A trainer that takes its rollouts from workers, and one worker that works whenever it is asked to.
 
     Args:
@@ -195,26 +195,16 @@ class InProcessRun:
         if generator is not None:
             self.worker.generator = generator
         self._fresh_every = fresh_every
-        self._metrics = RolloutMetrics(self._append)
-        self._correction = Correction(
-            correction,
-            self.trainer.args.loss_type,
-            log_pi_old=lambda batch: log_pi_old(self.trainer, batch),
-            append=self._append,
-        )
+        self._metrics = RolloutMetrics(partial(append_metric, self.trainer))
         self._rows = prompt_rows(self.trainer)
         self._version = 0
         self._seq = 0
         self.batches: list[list[RolloutGroup]] = []  # what the trainer took, batch by batch
         self.inputs: list[dict[str, Any]] = []  # what the loss consumes, batch by batch
         self.versions: list[int] = []  # the trainer's, when it took the batch
-        self.checkpoints: list[int] = []
-        make_async(
-            self.trainer,
-            take_groups=self._take_groups,
-            correct=self._correct,
-            after_checkpoint=self.checkpoints.append,
-        )
+        self.checkpoints: list[str] = []
+        make_async(self.trainer, self, correction=correction)
+        self._correct, self.trainer.correct = self.trainer.correct, self._correct_and_keep
 
     def train(self) -> InProcessRun:
         self.trainer.train()
@@ -229,7 +219,10 @@ class InProcessRun:
     def groups(self) -> list[RolloutGroup]:
         return [group for batch in self.batches for group in batch]
 
-    def _take_groups(self, version: int) -> Sequence[RolloutGroup]:
+    def checkpoint_written(self, checkpoint: Path) -> None:
+        self.checkpoints.append(checkpoint.name)
+
+    def take_groups(self, version: int) -> Sequence[RolloutGroup]:
         if len(self.batches) % self._fresh_every == 0:
             copy_weights(self.trainer, self.worker)
             self._version = version
@@ -276,12 +269,9 @@ class InProcessRun:
             min_version=0,
         )
 
-    def _correct(self, batch: dict[str, Any]) -> None:
-        self._correction(batch)
+    def _correct_and_keep(self, batch: dict[str, Any]) -> None:
+        self._correct(batch)
         self.inputs.append(dict(batch))
-
-    def _append(self, name: str, value: float) -> None:
-        append_metric(self.trainer, name, value)
 
 
 def copy_weights(source: GRPOTrainer, target: GRPOTrainer) -> None:

@@ -12,8 +12,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from async_grpo.telemetry.run_log import RunLog
-from async_grpo.training import trl_trainer
-from async_grpo.training.callbacks import CurvesCallback, LogCallback
+from async_grpo.training.reporting import CurvesCallback, report
 
 pytestmark = pytest.mark.integration
 
@@ -40,7 +39,7 @@ def callback(run: InProcessRun, kind: type[Any]) -> list[Any]:
 
 def test_what_report_to_names_is_told_everything(run: InProcessRun, tmp_path: Path) -> None:
     log = RunLog(tmp_path / "metrics.jsonl")
-    trl_trainer.use_callbacks(run.trainer, LogCallback(log), tensorboard=tmp_path / "tensorboard")
+    report(run.trainer, log, tmp_path / "tensorboard")
     run.train()
     log.close()
     (tracker,) = callback(run, Tracker)
@@ -57,7 +56,7 @@ def test_a_tensorboard_of_the_users_is_the_only_one(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "mine"))
     run = InProcessRun(lambda: build_trainer(tmp_path / "outputs", report_to=["tensorboard"]))
     log = RunLog(tmp_path / "metrics.jsonl")
-    trl_trainer.use_callbacks(run.trainer, LogCallback(log), tensorboard=tmp_path / "tensorboard")
+    report(run.trainer, log, tmp_path / "tensorboard")
     run.train()
     log.close()
     assert callback(run, CurvesCallback) == []

@@ -76,7 +76,7 @@ def test_evaluation_generates_in_the_trainer(tmp_path: Path) -> None:
 
 def test_checkpoints_are_told_and_rotated(tmp_path: Path) -> None:
     run = InProcessRun(settings(tmp_path, save_strategy="steps", save_steps=1, save_total_limit=1, max_steps=3)).train()
-    assert run.checkpoints == [1, 2, 3]
+    assert run.checkpoints == ["checkpoint-1", "checkpoint-2", "checkpoint-3"]
     assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
     assert run.trainer.args.save_total_limit == 1
 

@@ -11,6 +11,7 @@ import numpy as np
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import DiskFullError
 from async_grpo.records import Job, RolloutGroup, Timings
+from async_grpo.training.job_issuer import JobIssuer
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource
 from async_grpo.training.schedule import Schedule
@@ -22,6 +23,37 @@ class Counts(NamedTuple):
     pending: int
     processing: int
     complete: int
+
+
+class FakePublisher:
+    """`version` is what the workers can see."""
+
+    def __init__(self) -> None:
+        self.version: int | None = 0
+        self.retries = 0
+
+    def retry(self) -> None:
+        self.retries += 1
+
+
+class FakeHistory:
+    """Remembers the groups that are not used, and why."""
+
+    def __init__(self) -> None:
+        self.left_out: list[tuple[int, str]] = []
+
+    def dropped(self, seq: int, reason: str) -> None:
+        self.left_out.append((seq, reason))
+
+
+class FakeArchive:
+    """Counts how often room was asked for."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def make_room(self) -> None:
+        self.asked += 1
 
 
 class GivenUp(NamedTuple):
@@ -130,7 +162,7 @@ def schedule(B: int = 2, K: int = 4, per_round: int = 1, per_version: int = 1) -
 
 
 class Bench:
-    """A `RolloutSource` on a fake queue, with its metrics at hand. `published` is what the workers can see."""
+    """A `RolloutSource` on a fake queue, with everything around it at hand."""
 
     def __init__(
         self,
@@ -141,37 +173,38 @@ class Bench:
         **options: Any,
     ) -> None:
         self.queue = FakeQueue()
-        self.published: int | None = 0
-        self.publications = 0
+        self.publisher = FakePublisher()
+        self.history = FakeHistory()
+        self.archive = FakeArchive()
         self.stopping = False
-        self.dropped: list[tuple[int, str]] = []
         self.logged: dict[str, list[float]] = {}
         self.metrics = RolloutMetrics(lambda name, value: self.logged.setdefault(name, []).append(value))
         self.source = RolloutSource(
-            queue=self.queue,  # type: ignore[arg-type]  # a fake has only what is used
-            prompts=_rows,
+            queue=self.queue,  # type: ignore[arg-type]  # fakes have only what is used
+            issuer=JobIssuer(
+                self.queue,  # type: ignore[arg-type]
+                _rows(resume_from.consumed_below if resume_from else 0),
+                run_id=RUN,
+                seed=seed,
+                num_generations=2,
+                archive=self.archive,  # type: ignore[arg-type]
+                resume_from=resume_from,
+            ),
             schedule=plan,
-            run_id=RUN,
-            seed=seed,
-            num_generations=2,
+            publisher=self.publisher,  # type: ignore[arg-type]
+            history=self.history,  # type: ignore[arg-type]
             metrics=self.metrics,
-            published_version=lambda: self.published,
-            keep_publishing=self._count_publication,
             should_stop=lambda: self.stopping,
             resume_from=resume_from,
             max_wait_s=max_wait_s,
-            on_drop=lambda seq, reason: self.dropped.append((seq, reason)),
             **options,
         )
 
     def step_done(self, version: int) -> None:
         """What happens after every optimizer step."""
         self.source.trained()
-        self.published = version
+        self.publisher.version = version
         self.source.advance(version)
-
-    def _count_publication(self) -> None:
-        self.publications += 1
 
 
 def _rows(start: int) -> Iterator[dict[str, Any]]:

@@ -115,12 +115,9 @@ def _single(args: argparse.Namespace) -> int:
     own_compile_cache("single", os.environ)
     check_torch_sees(device)
 
-    from async_grpo.roles.parameter_server import apply_overrides
     from async_grpo.setup.setup_file import load_trainer
 
-    trainer = load_trainer(args.config.absolute())
-    apply_overrides(trainer, steps=args.steps, seed=args.seed)
-    trainer.train()
+    load_trainer(args.config.absolute(), steps=args.steps, seed=args.seed).train()
     return 0
 
 

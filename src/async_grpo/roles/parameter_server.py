@@ -69,21 +69,15 @@ def run_parameter_server(options: ServerOptions) -> str:
 
 
 def _train(options: ServerOptions, run: RunDir, stop: StopRequest) -> str:
+    started = time.monotonic()
     state = run.read_state()
     if state is None:
         raise RunDirError(f"{run.root} holds no run: prepare one first.")
-    started = time.monotonic()
     if options.log_level is not None:
         log_to(run.server_log, options.log_level)
-    activity.publish(
-        run.root,
-        SERVER,
-        device=options.device,
-        run_id=state.run_id,
-        state=LOADING,
-        stall_after_s=options.settings.stall_warning,
-    )
-    StallReporter(activity, run.root, options.settings.stall_warning).start()
+    stall_s = options.settings.stall_warning
+    activity.publish(run.root, SERVER, device=options.device, run_id=state.run_id, state=LOADING, stall_after_s=stall_s)
+    StallReporter(activity, run.root, stall_s).start()
     logger.info("parameter server on {}: loading {}", options.device, options.config)
     trainer = _load(options)
 
@@ -97,7 +91,7 @@ def _train(options: ServerOptions, run: RunDir, stop: StopRequest) -> str:
             result = runs.FINISHED if training.train() else runs.STOPPED
         finally:
             activity.doing(ENDING)
-            _sum_up(run, result, _figures(training, state, time.monotonic() - started))
+            _sum_up(run, result, _figures(training, run, state, time.monotonic() - started))
     if ranks is not None:
         ranks.wait_for_all()  # one that left early would look as if it had died
     return result
@@ -125,9 +119,8 @@ def _load(options: ServerOptions) -> GRPOTrainer:
     check_torch_sees(options.device)
     if options.settings.deterministic:
         make_deterministic()
-    trainer = load_trainer(options.config, engine_here=False)
-    apply_overrides(trainer, steps=options.settings.steps, seed=options.settings.seed)
-    return trainer
+    settings = options.settings
+    return load_trainer(options.config, engine_here=False, steps=settings.steps, seed=settings.seed)
 
 
 def _ranks(trainer: GRPOTrainer) -> Ranks | None:
@@ -141,18 +134,7 @@ def _ranks(trainer: GRPOTrainer) -> Ranks | None:
     return Ranks()
 
 
-def apply_overrides(trainer: GRPOTrainer, *, steps: int | None, seed: int | None) -> None:
-    """Let the command line's `--steps` and `--seed` win over the setup file."""
-    if steps is not None:
-        trainer.args.max_steps = steps
-    if seed is not None:
-        from transformers import set_seed
-
-        trainer.args.seed = seed
-        set_seed(seed)
-
-
-def _figures(training: AsyncTraining, state: RunState, wall_s: float) -> dict[str, Any]:
+def _figures(training: AsyncTraining, run: RunDir, state: RunState, wall_s: float) -> dict[str, Any]:
     return {
         "steps": training.step,
         "wall_seconds": round(wall_s, 1),
@@ -160,7 +142,7 @@ def _figures(training: AsyncTraining, state: RunState, wall_s: float) -> dict[st
         **training.log.quotes(),
         "run_id": state.run_id,
         "checkpoints": str(training.output_dir),
-        "tensorboard": str(training.tensorboard),
+        "tensorboard": str(run.tensorboard),
     }
 
 

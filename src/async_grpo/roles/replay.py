@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loguru import logger
 
+from async_grpo.archive.history import UsedBatch, final_history
 from async_grpo.errors import RunDirError, UsageError
+from async_grpo.queue.codec import decode_group
 from async_grpo.queue.names import COMPLETE, parse_name
-from async_grpo.roles.parameter_server import apply_overrides
-from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.records import RolloutGroup
+from async_grpo.rundir.paths import RunDir
 from async_grpo.setup.process import make_deterministic
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.run_log import RunLog
-
-if TYPE_CHECKING:
-    from async_grpo.archive.history import UsedBatch
-    from async_grpo.records import RolloutGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,78 +50,72 @@ def run_replay(options: ReplayOptions) -> Replayed:
 
     Raises:
         RunDirError: the directory holds no run, or groups of it are no longer in its archive.
+        UsageError: more steps were asked for than the run has.
     """
     run = RunDir(options.run_dir)
     state = run.read_state()
     if state is None or not run.consumption.exists():
         raise RunDirError(f"{run.root} holds no run that has trained. Give a run directory, such as worker/.")
-    make_deterministic()
-    trainer = load_trainer(Path(state.config), engine_here=False)
-
-    from async_grpo.archive.history import final_history
-    from async_grpo.training import correction, trl_trainer
-    from async_grpo.training.callbacks import LogCallback
-
-    history = [batch for _, batch in final_history(run.consumption)]
+    history = list(final_history(run.consumption))
     if not history:
         raise RunDirError(f"{run.root} has not finished a training step, so there is nothing to replay.")
-    groups = ArchivedGroups(run, state, history)
-    done = max(state.step, *(step for step, _ in final_history(run.consumption)))  # a batch may serve several steps
+    files = archived_files(run, [seq for _, batch in history for seq in batch.seqs])
+    done = max(state.step, *(step for step, _ in history))  # a batch may serve several steps
     if options.steps is not None and options.steps > done:
         raise UsageError(f"--steps {options.steps}: the run has only {done} steps to replay.")
-    apply_overrides(trainer, steps=options.steps or done, seed=state.seed)
+
+    make_deterministic()
+    trainer = load_trainer(Path(state.config), engine_here=False, steps=options.steps or done, seed=state.seed)
     trainer.args.output_dir = str(options.output_dir)
     trainer.args.save_strategy = "no"
     if options.loss_type is not None:
         trainer.args.loss_type = trainer.loss_type = options.loss_type
-    name = options.correction or state.correction
-    correction.check(name, trainer)
-    trl_trainer.make_async(
-        trainer,
-        take_groups=groups.take,
-        correct=correction.Correction(
-            name,
-            trainer.args.loss_type,
-            log_pi_old=lambda batch: trl_trainer.log_pi_old(trainer, batch),
-            append=lambda metric, value: trl_trainer.append_metric(trainer, metric, value),
-        ),
-    )
-    log = RunLog(_fresh(options.output_dir / "metrics.jsonl"))
-    trl_trainer.use_callbacks(trainer, LogCallback(log), tensorboard=options.output_dir / "tensorboard")
-    logger.info("replaying {} steps of run {} with {} / {}", done, state.run_id, trainer.args.loss_type, name)
-    trainer.train()
-    log.close()
-    trainer.save_model(str(options.output_dir))
+    correction = options.correction or state.correction
+    logger.info("replaying {} steps of run {} with {} / {}", done, state.run_id, trainer.args.loss_type, correction)
+    _train(trainer, _groups_of(history, files, state.run_id), correction, options.output_dir)
     return _outcome(trainer, options.output_dir, Path(state.output_dir))
 
 
-class ArchivedGroups:
-    """Serves the batches of a run once more, in order, out of `done/`."""
+def archived_files(run: RunDir, seqs: Iterable[int]) -> dict[int, Path]:
+    """The file in `done/` of each finished group. Raises `RunDirError` when one of `seqs` is missing."""
+    files: dict[int, Path] = {}
+    for path in sorted((run.root / "done").glob("*/*.safetensors")):
+        name = parse_name(path.name)
+        if name is not None and name.state == COMPLETE:
+            files[name.seq] = path
+    missing = [seq for seq in seqs if seq not in files]
+    if missing:
+        raise RunDirError(
+            f"{len(missing)} groups of the run are no longer in {run.root / 'done'} (the first is {missing[0]}). "
+            "A run that is to be replayed needs a larger --keep-done."
+        )
+    return files
 
-    def __init__(self, run: RunDir, state: RunState, history: list[UsedBatch]) -> None:
-        self._run_id = state.run_id
-        self._batches = iter(history)
-        self._files: dict[int, Path] = {}
-        for path in sorted((run.root / "done").glob("*/*.safetensors")):
-            name = parse_name(path.name)
-            if name is not None and name.state == COMPLETE:
-                self._files[name.seq] = path
-        missing = [seq for batch in history for seq in batch.seqs if seq not in self._files]
-        if missing:
-            raise RunDirError(
-                f"{len(missing)} groups of the run are no longer in {run.root / 'done'} (the first is {missing[0]}). "
-                "A run that is to be replayed needs a larger --keep-done."
-            )
 
-    def take(self, version: int) -> list[RolloutGroup]:
-        """The batch that the run used next."""
-        return list(self._read(next(self._batches).seqs))
+def _groups_of(
+    history: Iterable[tuple[int, UsedBatch]], files: Mapping[int, Path], run_id: str
+) -> Iterator[list[RolloutGroup]]:
+    """The batches of the run, in the order in which it used them."""
+    for _, batch in history:
+        yield [decode_group(files[seq].read_bytes(), expect_seq=seq, expect_run=run_id) for seq in batch.seqs]
 
-    def _read(self, seqs: list[int]) -> Iterator[RolloutGroup]:
-        from async_grpo.queue.codec import decode_group
 
-        for seq in seqs:
-            yield decode_group(self._files[seq].read_bytes(), expect_seq=seq, expect_run=self._run_id)
+def _train(trainer: Any, batches: Iterator[list[RolloutGroup]], correction: str, output_dir: Path) -> None:
+    """Train `trainer` on `batches`; its weights, curves and metrics are in `output_dir` afterwards."""
+    from async_grpo.training import trl_trainer
+    from async_grpo.training.correction import check
+    from async_grpo.training.reporting import report
+
+    class Replay(trl_trainer.TrainingEvents):
+        def take_groups(self, version: int) -> list[RolloutGroup]:
+            return next(batches)
+
+    check(correction, trainer)
+    trl_trainer.make_async(trainer, Replay(), correction=correction)
+    with closing(RunLog(_fresh(output_dir / "metrics.jsonl"))) as log:
+        report(trainer, log, output_dir / "tensorboard")
+        trl_trainer.fit(trainer, resume_from=None)
+    trainer.save_model(str(output_dir))
 
 
 def _fresh(file: Path) -> Path:

@@ -18,7 +18,7 @@ import torch
 from async_grpo.errors import UnsupportedError
 from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.rollout.engines.transformers import Generator, OnGroups, Sampled, TransformersGenerator
-from async_grpo.setup.generator_choice import engine_inside
+from async_grpo.setup.generator_choice import engine_inside, refuse_late_vllm
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -263,8 +263,8 @@ def make_rollout_trainer(trainer: GRPOTrainer) -> None:
     with_engine = engine_inside(trainer.model) is not None
     if with_engine:  # Unsloth has set it; the engine is fed by us
         trainer.args.use_vllm = trainer.use_vllm = False
-    elif trainer.args.use_vllm:
-        raise UnsupportedError("use_vllm=True was set after the trainer was built: give it to the GRPOConfig.")
+    else:
+        refuse_late_vllm(trainer)
     trainer.trl_generates = all(
         getattr(user_class, name) is getattr(TRLTrainer, name)
         for name in ("_generate", "_generate_and_score_completions")

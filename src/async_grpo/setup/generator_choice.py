@@ -1,7 +1,7 @@
-"""Which engine the workers generate with, and how a file that asks TRL for vLLM is read.
+"""Choose the engine that the workers generate with, and build a trainer whose setup file asks TRL for vLLM.
 
-A setup file with `use_vllm=True` means an engine inside the trainer. In a distributed run the workers generate, so no
-engine may start in the server, nor a second one in a worker: the wish is noted, and its settings go to the workers.
+A setup file with `use_vllm=True` means an engine inside the trainer. In a distributed run the workers generate, so the
+server starts no engine and a worker starts no second one: the request is noted, and its settings go to the workers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 HF, VLLM, VLLM_SERVER = "hf", "vllm", "vllm server"
-_WISH = "async_grpo_wants_vllm"  # on the trainer: its file said use_vllm=True
+_REQUEST = "async_grpo_wants_vllm"  # attribute of the trainer: its file said use_vllm=True
 
 
 @contextmanager
@@ -31,12 +31,12 @@ def engines_left_to_workers() -> Iterator[None]:
 
     def build_without_engine(self: Any, *args: Any, **kwargs: Any) -> None:
         config: Any = signature.bind(self, *args, **kwargs).arguments.get("args")
-        wish = bool(config and config.use_vllm)
-        if wish:
+        requested = bool(config and config.use_vllm)
+        if requested:
             config.use_vllm = False
         build(self, *args, **kwargs)
-        if wish:
-            setattr(self, _WISH, True)
+        if requested:
+            setattr(self, _REQUEST, True)
 
     GRPOTrainer.__init__ = build_without_engine
     try:
@@ -47,13 +47,19 @@ def engines_left_to_workers() -> Iterator[None]:
 
 def wants_vllm(trainer: GRPOTrainer | None) -> bool:
     """Whether the setup file said `use_vllm=True`."""
-    return bool(getattr(trainer, _WISH, False))
+    return bool(getattr(trainer, _REQUEST, False))
+
+
+def refuse_late_vllm(trainer: GRPOTrainer) -> None:
+    """Raise `UnsupportedError` where `use_vllm=True` was set too late to be noted."""
+    if trainer.args.use_vllm:
+        raise UnsupportedError("use_vllm=True was set after the trainer was built: give it to the GRPOConfig.")
 
 
 def installed(package: str) -> bool:
-    """Whether a package can be imported; it is not."""
+    """Whether a package is there, without importing it."""
     spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None  # a folder of that name is no package
+    return spec is not None and spec.origin is not None  # without an origin it is a folder of that name
 
 
 def engine_inside(model: Any) -> Any | None:
@@ -62,13 +68,10 @@ def engine_inside(model: Any) -> Any | None:
 
 
 def refuse_with_server(*, workers: int, deterministic: bool) -> None:
-    """Raise for what a vLLM server as the generator excludes.
+    """Raise `UnsupportedError` for settings that exclude a vLLM server as the generator.
 
     Args:
-        workers: how many will be started; 0 where nobody knows.
-
-    Raises:
-        UnsupportedError: several workers, or a run that is to be the same again.
+        workers: how many will be started; 0 where that is unknown.
     """
     if workers > 1:
         raise UnsupportedError(
@@ -84,15 +87,15 @@ def refuse_with_server(*, workers: int, deterministic: bool) -> None:
 
 
 def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: bool) -> str:
-    """What the command line asks for, else what the setup file does, else vLLM where it can shine.
+    """Choose `HF`, `VLLM` (an engine in the worker) or `VLLM_SERVER` (the setup file names a server).
 
-    Returns one of `HF`, `VLLM` (an engine in the worker) and `VLLM_SERVER` (the setup file names a server).
+    The command line decides, else the setup file, else the machine: vLLM on a GPU where it is installed.
 
     Args:
         trainer: what the setup file made; None before it is loaded.
 
     Raises:
-        UsageError: vLLM is wanted and not installed, or `hf` for a model that generates with an engine of its own.
+        UsageError: vLLM is not installed, or `hf` for a model that generates with an engine of its own.
     """
     if trainer is not None and engine_inside(trainer.model) is not None:
         if asked == HF:

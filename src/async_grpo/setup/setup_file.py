@@ -51,15 +51,19 @@ def _binds(node: ast.stmt | ast.ExceptHandler, name: str) -> bool:
     return any(_binds(child, name) for child in ast.iter_child_nodes(node) if isinstance(child, inner))
 
 
-def load_trainer(path: Path, *, engine_here: bool = True) -> GRPOTrainer:
+def load_trainer(
+    path: Path, *, engine_here: bool = True, steps: int | None = None, seed: int | None = None
+) -> GRPOTrainer:
     """Run the file and return what its `get_trainer()` returns.
 
     Args:
         engine_here: let TRL start vLLM where the file says `use_vllm=True`; else only note the wish.
+        steps: overrides the file's `max_steps`.
+        seed: overrides the file's seed.
 
     Raises:
         SetupFileError: the file or `get_trainer()` raises (its traceback is in the text, from the user's file on),
-            or the result is no `trl.GRPOTrainer`.
+            or the result is not a `trl.GRPOTrainer`.
     """
     check_setup_file(path)
     module = _run_file(path)
@@ -83,7 +87,18 @@ def load_trainer(path: Path, *, engine_here: bool = True) -> GRPOTrainer:
             f"get_trainer() in {path} must return a trl.GRPOTrainer, but returned {_described(trainer)}."
         )
     repair_trl()
+    _override(trainer, steps, seed)
     return trainer
+
+
+def _override(trainer: GRPOTrainer, steps: int | None, seed: int | None) -> None:
+    if steps is not None:
+        trainer.args.max_steps = steps
+    if seed is not None:
+        from transformers import set_seed
+
+        trainer.args.seed = seed
+        set_seed(seed)
 
 
 def _run_file(path: Path) -> ModuleType:

@@ -1,10 +1,12 @@
-"""Lets TRL 1.15 train without a GPU.
+"""Train with TRL 1.15 on a CPU, and what both sides of a run ask about a trainer's model.
 
 TRL 1.15 computes log-probabilities with a Triton kernel only; TRL 1.16 has the same function in plain torch for
-machines without one. Here is ours for 1.15, in its place: the one private name is `_ChunkedLogProbFunction`.
+machines without a GPU. `TorchLogProbs` does it for 1.15. The one private name is `_ChunkedLogProbFunction`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +15,13 @@ from torch.nn.functional import linear
 FIXED_IN = "1.16"
 
 
+def is_adapter(model: Any) -> bool:
+    """Whether the model is PEFT's, so that only an adapter of it is trained and saved."""
+    return hasattr(model, "peft_config")
+
+
 def repair_trl() -> bool:
-    """Put the torch version in place where this TRL needs it; returns whether it did. Harmless to call twice."""
+    """Put `TorchLogProbs` in place where this TRL needs it; returns whether it did. Harmless to call twice."""
     import trl
     from packaging.version import Version
     from trl.trainer import utils

@@ -30,15 +30,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from async_grpo.errors import PeerDiedError
 from async_grpo.queue.codec import decode_group, encode_group
 from async_grpo.records import RolloutGroup
 from async_grpo.settings import TrainingSettings
-from async_grpo.training import correction, partial_batch, trl_trainer
-from async_grpo.training.partial_batch import BatchInUse
+from async_grpo.setup.process import StopRequest
+from async_grpo.training import checkpoints, correction, trl_trainer
+from async_grpo.training.checkpoints import BatchInUse
 from async_grpo.training.rollout_source import StopTraining
+from async_grpo.training.trl_trainer import TrainingEvents
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -131,9 +132,6 @@ def _is_gone(process: psutil.Process) -> bool:
         return True
 
 
-_LENGTH = struct.Struct("<Q")
-
-
 class Leader:
     """Rank 0's side. Without other ranks every method does nothing, or only rank 0's own part.
 
@@ -141,16 +139,23 @@ class Leader:
         PeerDiedError: from every method, when a rank is gone.
     """
 
-    def __init__(self, trainer: GRPOTrainer, ranks: Ranks | None) -> None:
+    def __init__(self, trainer: GRPOTrainer, ranks: Ranks | None, stop: StopRequest) -> None:
         self._trainer = trainer
         self._ranks = ranks
+        self._stop = stop
 
     @property
     def alone(self) -> bool:
         return self._ranks is None
 
-    def start(self, checkpoint: str | None) -> None:
-        self._tell(Word.START, (checkpoint or "").encode())
+    def should_stop(self) -> bool:
+        """Whether the run was asked to end."""
+        if self._ranks is not None:
+            self._ranks.check_alive()
+        return bool(self._stop)
+
+    def start(self, checkpoint: Path | None) -> None:
+        self._tell(Word.START, str(checkpoint or "").encode())
 
     def gather(self, into: Mapping[str, torch.Tensor]) -> None:
         """Fill `into` with parameters that are sharded over the ranks."""
@@ -173,10 +178,6 @@ class Leader:
         if self._ranks is not None:
             self._ranks.wait_for_all()
 
-    def check_alive(self) -> None:
-        if self._ranks is not None:
-            self._ranks.check_alive()
-
     def blame(self) -> None:
         """Raise `PeerDiedError` where an error of the training comes from the death of a rank."""
         if self._ranks is not None:
@@ -187,7 +188,7 @@ class Leader:
             self._ranks.tell(word, payload)
 
 
-class Follower:
+class Follower(TrainingEvents):
     """Any other rank: trains on its share of what rank 0 hands out, and knows nothing of queue, files and workers."""
 
     def __init__(self, trainer: GRPOTrainer, ranks: Ranks, settings: TrainingSettings) -> None:
@@ -196,49 +197,36 @@ class Follower:
         self._trainer = trainer
         self._ranks = ranks
         self._batch: BatchInUse | None = None  # that the checkpoint was written in the middle of
-        trl_trainer.make_async(
-            trainer,
-            take_groups=lambda version: unpack(self._until(Word.BATCH)),
-            correct=correction.Correction(
-                settings.correction,
-                trainer.args.loss_type,
-                log_pi_old=lambda batch: trl_trainer.log_pi_old(trainer, batch),
-                append=lambda metric, value: trl_trainer.append_metric(trainer, metric, value),
-            ),
-            before_checkpoint=self._wait_for_leader,
-            after_checkpoint=self._complete_checkpoint,
-        )
-        trl_trainer.use_callbacks(trainer, _FollowerEvents(self), tensorboard=None)
+        trl_trainer.make_async(trainer, self, correction=settings.correction)
 
     def train(self) -> None:
         """Train as long as rank 0 does."""
-        checkpoint = self._until(Word.START).decode() or None
-        if checkpoint is not None and partial_batch.path_in(Path(checkpoint)).exists():
-            partial_batch.check_ranks(Path(checkpoint), self._trainer.args.world_size)
-            self._batch = partial_batch.load(Path(checkpoint), self._trainer.accelerator.device, self._ranks.rank)
-        try:
-            self._trainer.train(resume_from_checkpoint=checkpoint)
-        except StopTraining:
-            trl_trainer.save_and_end(self._trainer)
+        told = self._until(Word.START).decode()
+        checkpoint = Path(told) if told else None
+        if checkpoint is not None and checkpoints.batch_file(checkpoint).exists():
+            checkpoints.check_ranks(checkpoint, self._trainer.args.world_size)
+            self._batch = checkpoints.load_batch(checkpoint, self._trainer.accelerator.device, self._ranks.rank)
+        trl_trainer.fit(self._trainer, resume_from=checkpoint)
 
     def training_begins(self) -> None:
         if self._batch is not None:
             trl_trainer.go_on_with(self._trainer, self._batch)
-        self._wait_for_leader()
+        self._until(Word.GO)
 
-    def may_go_on(self) -> bool:
-        """Wait for rank 0 to go on; False: to a last checkpoint only."""
+    def take_groups(self, version: int) -> list[RolloutGroup]:
+        return unpack(self._until(Word.BATCH))
+
+    def step_done(self) -> bool:
         return self._until(Word.GO) != b"stop"
 
-    def _complete_checkpoint(self, step: int) -> None:
-        batch = trl_trainer.batch_in_use(self._trainer)
-        if batch is not None:
-            checkpoint = Path(self._trainer.args.output_dir) / f"checkpoint-{step}"
-            partial_batch.save(checkpoint, batch, self._ranks.rank)
-        self._ranks.wait_for_all()
-
-    def _wait_for_leader(self) -> None:
+    def before_checkpoint(self) -> None:
         self._until(Word.GO)
+
+    def checkpoint_written(self, checkpoint: Path) -> None:
+        batch = self._trainer.batch_after_step
+        if batch is not None:
+            checkpoints.save_batch(checkpoint, batch, self._ranks.rank)
+        self._ranks.wait_for_all()
 
     def _until(self, awaited: Word) -> bytes:
         while True:
@@ -252,28 +240,11 @@ class Follower:
             gather(self._trainer.model, names, self._trainer.accelerator.device)
 
 
-class _FollowerEvents(TrainerCallback):
-    def __init__(self, follower: Follower) -> None:
-        self._follower = follower
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._follower.training_begins()
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if not self._follower.may_go_on():
-            end_with_a_checkpoint(control)
-
-
-def end_with_a_checkpoint(control: TrainerControl) -> None:
-    """Let transformers' training loop end after this step."""
-    control.should_training_stop = True
-    control.should_save = True
+_LENGTH = struct.Struct("<Q")
 
 
 def pack(groups: Sequence[RolloutGroup]) -> bytes:
-    """The bytes of their job files, each after its length."""
+    """Join the groups' job files, each after its length."""
     files = [encode_group(group) for group in groups]
     return b"".join(part for file in files for part in (_LENGTH.pack(len(file)), file))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from async_grpo.records import RolloutGroup, Timings
 
@@ -40,14 +41,18 @@ class RolloutMetrics:
     def workers_alive(self, count: int) -> None:
         self._workers = count
 
-    def waited(self, seconds: float) -> None:
-        """The trainer was in a wait for rollouts for so long."""
+    def waited(self, seconds: float, *, busy: float = 0.0) -> None:
+        """The trainer waited for rollouts, `busy` seconds of it with the queue's files."""
         self.wait_s += seconds
         self._last_wait_s = seconds
+        self._server_overhead_s += busy
 
-    def overhead(self, seconds: float) -> None:
-        """The trainer's process was busy for so long with queue, files and weights, and not with training."""
-        self._server_overhead_s += seconds
+    @contextmanager
+    def server_is_busy(self) -> Iterator[None]:
+        """The trainer's process handles queue, files and weights, and does not train."""
+        started = time.monotonic()
+        yield
+        self._server_overhead_s += time.monotonic() - started
 
     def batch_taken(self, batch: Sequence[RolloutGroup], version: int) -> None:
         now = time.monotonic()

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
-from async_grpo.archive.history import UsedBatch
-from async_grpo.archive.rollout_state import RolloutState, SeqSet
-from async_grpo.errors import AllGroupsFailedError, DiskFullError, WaitTimeoutError
+from async_grpo.archive.history import ConsumptionRecord, UsedBatch
+from async_grpo.archive.rollout_state import RolloutState, SeqSet, pack_consumed
+from async_grpo.errors import AllGroupsFailedError, WaitTimeoutError
 from async_grpo.formatting import counted
 from async_grpo.queue import ServerQueue
-from async_grpo.records import Job, RolloutGroup
+from async_grpo.records import RolloutGroup
 from async_grpo.telemetry.activity import activity
 from async_grpo.telemetry.waiting import Reminder
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.schedule import Lookahead, Schedule
+
+if TYPE_CHECKING:
+    from async_grpo.training.job_issuer import JobIssuer
+    from async_grpo.training.weight_publisher import WeightPublisher
 
 UNIFORM_ROUNDS = 10  # so many rounds of groups with equal rewards in a row, and they are used all the same
 WAKE_S = 0.5  # a wait on the queue looks at everything else at least this often
@@ -35,14 +37,9 @@ class RolloutSource:
     """The trainer's view of the workers: `advance(version)` issues jobs, `take(version)` returns a batch.
 
     Args:
-        prompts: given a position, the dataset rows in the order of issue from there on, without end.
-        published_version: the newest policy version that workers can see, or None before the first.
-        keep_publishing: called while waiting; publishes a version that found no free slot before.
-        should_stop: True once the run was asked to end.
+        should_stop: whether the run was asked to end.
         in_order: use groups exactly in the order of issue, as far ahead as the bound admits, whoever is faster.
         is_uniform: a group for which it is true teaches nothing, and is replaced by a new one.
-        on_drop: told the sequence number of each group that is not used, and why.
-        make_room: called once when the disk is full; may delete what nobody will come back to.
         max_wait_s: how long one batch may take; no worker, or workers that deliver nothing, end the run then.
     """
 
@@ -50,76 +47,73 @@ class RolloutSource:
         self,
         *,
         queue: ServerQueue,
-        prompts: Callable[[int], Iterator[dict[str, Any]]],
+        issuer: JobIssuer,
         schedule: Schedule,
-        run_id: str,
-        seed: int,
-        num_generations: int,
+        publisher: WeightPublisher,
+        history: ConsumptionRecord,
         metrics: RolloutMetrics,
-        published_version: Callable[[], int | None],
-        keep_publishing: Callable[[], None],
         should_stop: Callable[[], bool],
         in_order: bool = False,
         is_uniform: Callable[[RolloutGroup], bool] | None = None,
-        on_drop: Callable[[int, str], None] = lambda seq, reason: None,
-        make_room: Callable[[], None] = lambda: None,
         resume_from: RolloutState | None = None,
         max_wait_s: float = 1800.0,
     ) -> None:
         self._queue = queue
-        self._schedule = schedule
+        self._issuer = issuer
+        self._schedule = schedule.resumed(resume_from) if resume_from else schedule
         self._lookahead = Lookahead(schedule.groups_per_round, schedule.groups_ahead)
-        self._run_id = run_id
-        self._seed = seed
-        self._num_generations = num_generations
+        self._publisher = publisher
+        self._history = history
         self._metrics = metrics
-        self._published_version = published_version
-        self._keep_publishing = keep_publishing
         self._should_stop = should_stop
         self._in_order = in_order
         self._is_uniform = is_uniform
-        self._on_drop = on_drop
-        self._make_room = make_room
         self._max_wait_s = max_wait_s
 
-        self.next_seq = 0
-        self.rounds = 0  # batches trained on
-        self.consumed = SeqSet()  # sequence numbers trained on
-        self.unusable: list[int] = []  # in order: set aside for good, or dropped; others take their places
+        self.rounds = resume_from.rounds if resume_from else 0  # batches trained on
+        self.consumed = SeqSet(resume_from.consumed_set() if resume_from else ())  # sequence numbers trained on
+        self.unusable = sorted(resume_from.unusable) if resume_from else []  # set aside for good, or dropped
         self._taken: list[UsedBatch] = []  # handed out since the last optimizer step
-        self._held_back: Job | None = None  # drawn, and not submitted for want of room
-        self._disk_full = False
+        self._open: dict[int, int] = {}  # issued and not taken -> no older version can have generated it
+        self._ready: dict[int, RolloutGroup] = {}  # those of them that are finished
         self._slept_s = 0.0  # in the wait for the current batch
         self._uniform_in_a_row = 0  # groups with equal rewards since the last useful one
         self._failed_in_a_row = 0  # since the last group that came back
-        self._done = SeqSet()  # consumed or unusable before this process started
-        self._at_least: dict[int, int] = {}  # open job -> a lower bound of the version that generates it
-        self._ready: dict[int, RolloutGroup] = {}  # finished groups that wait for their batch
-        if resume_from is not None:
-            self._restore(resume_from)
-        self._prompts = prompts(self.next_seq)
 
-    def _restore(self, state: RolloutState) -> None:
-        """Go on after a checkpoint: everything that it does not have is issued again, and the queue gives back what
-        was generated of it."""
-        self.rounds = state.rounds
-        self.consumed = SeqSet(state.consumed_set())
-        self.unusable = sorted(state.unusable)
-        self._done = self.consumed.union(self.unusable)
-        self.next_seq = state.consumed_below
-        left = self._schedule.micro_steps_per_round - state.passes_done if state.passes_done else 0
-        self._schedule = replace(
-            self._schedule, first_round=state.rounds, first_version=state.step, micro_steps_before=left
+    def state_at(self, step: int, passes_done: int) -> RolloutState:
+        """What a checkpoint of optimizer step `step` says of the rollouts.
+
+        Args:
+            passes_done: forward passes on the last batch, 0 if all of them are done.
+        """
+        below, above = pack_consumed(self.consumed, self.unusable)
+        return RolloutState(
+            run_id=self._issuer.run_id,
+            step=step,
+            next_seq=self._issuer.next_seq,
+            rounds=self.rounds,
+            unusable=self.unusable,
+            consumed_below=below,
+            consumed=above,
+            passes_done=passes_done,
         )
+
+    @property
+    def used_or_unusable(self) -> SeqSet:
+        """Every sequence number that the run will not come back to."""
+        return self.consumed.union(self.unusable)
 
     def advance(self, version: int) -> None:
         """Issue every job that may be issued while the trainer is at `version`."""
         most = self._schedule.groups_ahead if self._in_order else self._lookahead.groups
-        while self._submit_held_back() and len(self._at_least) < most:
-            position = self.next_seq - bisect_left(self.unusable, self.next_seq)
-            if not self._schedule.is_admissible(position, version, open_jobs=len(self._at_least) - len(self._ready)):
+        while self._issuer.submit_held_back() and len(self._open) < most:
+            position = self._issuer.next_seq - bisect_left(self.unusable, self._issuer.next_seq)
+            if not self._schedule.is_admissible(position, version, open_jobs=len(self._open) - len(self._ready)):
                 return
-            self._submit(version, self._schedule.oldest_version_for(position))
+            oldest_version = self._schedule.oldest_version_for(position)
+            seq = self._issuer.issue(version, oldest_version)
+            if seq is not None:
+                self._open[seq] = oldest_version
 
     def take(self, version: int) -> list[RolloutGroup]:
         """One generation batch of groups, those of the oldest weights first, none over `max_staleness` versions old.
@@ -130,13 +124,12 @@ class RolloutSource:
             WaitTimeoutError: the batch was not complete after `max_wait_s`.
         """
         started, self._slept_s = time.monotonic(), 0.0
-        self._keep_publishing()
+        self._publisher.retry()
         try:
             batch = self._wait_for_batch(version)
         finally:
             seconds = time.monotonic() - started
-            self._metrics.waited(seconds)
-            self._metrics.overhead(seconds - self._slept_s)
+            self._metrics.waited(seconds, busy=seconds - self._slept_s)
         self._taken.append(
             UsedBatch(
                 version_used=version,
@@ -165,53 +158,19 @@ class RolloutSource:
             self.consumed.update(batch.seqs)
         return used
 
-    def _submit(self, version: int, oldest_version: int) -> None:
-        seq = self.next_seq
-        row = next(self._prompts)
-        self.next_seq += 1
-        if seq in self._done:
-            return
-        job = Job(
-            run_id=self._run_id,
-            seq=seq,
-            row=row,
-            num_generations=self._num_generations,
-            seed=sampling_seed(self._seed, seq),
-            born_version=version,
-            min_version=oldest_version,
-        )
-        self._at_least[seq] = oldest_version
-        self._held_back = job
-        self._submit_held_back()
-
-    def _submit_held_back(self) -> bool:
-        """Submit the job that found no room on the disk, if there is one; False when there is still none."""
-        if self._held_back is None:
-            return True
-        try:
-            self._queue.submit(self._held_back)
-        except DiskFullError as error:
-            if not self._disk_full:
-                logger.warning("{} No more jobs are issued until there is room.", error)
-                self._make_room()
-            self._disk_full = True
-            return False
-        self._held_back, self._disk_full = None, False
-        return True
-
     def _complete_batch(self, version: int) -> list[RolloutGroup] | None:
         self._collect(version)
         self.advance(version)
-        by_age = sorted(self._at_least, key=lambda seq: (0 if self._in_order else self._at_least[seq], seq))
+        by_age = sorted(self._open, key=lambda seq: (0 if self._in_order else self._open[seq], seq))
         candidates = by_age[: self._schedule.groups_per_round] if self._in_order else by_age
         chosen = [seq for seq in candidates if seq in self._ready][: self._schedule.groups_per_round]
         if len(chosen) < self._schedule.groups_per_round:
             return None
-        left = [(self._at_least[seq], seq in self._ready) for seq in by_age if seq not in chosen]
+        left = [(self._open[seq], seq in self._ready) for seq in by_age if seq not in chosen]
         if self._schedule.must_wait(left, self.rounds + len(self._taken), version):
             return None
         for seq in chosen:
-            self._at_least.pop(seq)
+            self._open.pop(seq)
         return [self._ready.pop(seq) for seq in sorted(chosen)]
 
     def _collect(self, version: int) -> None:
@@ -226,21 +185,21 @@ class RolloutSource:
                 self._leave_out(group, "equal rewards")
                 continue
             self._ready[group.job.seq] = group
-            self._at_least[group.job.seq] = group.policy_version
+            self._open[group.job.seq] = group.policy_version
         self._drop_over_age(version)
         for seq, given_up in self._queue.given_up.items():
-            if seq in self._at_least:
+            if seq in self._open:
                 self._set_aside(seq, given_up.reason)
         self._note_unclaimed()
 
     def _note_unclaimed(self) -> None:
         """A job that no worker has claimed yet will be generated by what is published now, or by something newer."""
-        published = self._published_version()
+        published = self._publisher.version
         if published is None:
             return
         for seq in self._queue.unclaimed():
-            if seq in self._at_least:
-                self._at_least[seq] = max(self._at_least[seq], published)
+            if seq in self._open:
+                self._open[seq] = max(self._open[seq], published)
 
     def _usable_again(self, seq: int) -> None:
         """It was given up before, and an operator had it tried once more."""
@@ -269,9 +228,9 @@ class RolloutSource:
     def _leave_out(self, group: RolloutGroup, reason: str) -> None:
         """The group is not trained on; another takes its place."""
         self._metrics.group_dropped(group)
-        self._at_least.pop(group.job.seq, None)
+        self._open.pop(group.job.seq, None)
         insort(self.unusable, group.job.seq)
-        self._on_drop(group.job.seq, reason)
+        self._history.dropped(group.job.seq, reason)
 
     def finish_open(self, version: int) -> None:
         """Wait until every job that was issued is finished or given up.
@@ -281,7 +240,7 @@ class RolloutSource:
         deadline = time.monotonic() + self._max_wait_s
         self._collect(version)
         with Reminder(self._waiting_for, self._waiting_on) as reminder:
-            while any(seq not in self._ready for seq in self._at_least):
+            while any(seq not in self._ready for seq in self._open):
                 self._wait(deadline, reminder)
                 self._collect(version)
 
@@ -294,10 +253,10 @@ class RolloutSource:
         started = time.monotonic()
         self._queue.wait(WAKE_S)
         self._slept_s += time.monotonic() - started
-        self._keep_publishing()
+        self._publisher.retry()
 
     def _set_aside(self, seq: int, reason: str) -> None:
-        self._at_least.pop(seq, None)
+        self._open.pop(seq, None)
         insort(self.unusable, seq)
         self._failed_in_a_row += 1
         self._metrics.job_quarantined()
@@ -314,7 +273,7 @@ class RolloutSource:
         return self._queue.claimants() or [worker.name for worker in self._queue.workers()]
 
     def _waiting_for(self) -> str:
-        if self._disk_full:
+        if self._issuer.disk_full:
             return "room on the disk for new jobs"
         counts = self._queue.counts()
         workers = len(self._queue.workers())
@@ -325,9 +284,3 @@ class RolloutSource:
             f"{counted(missing, 'more group')} from {counted(workers, 'worker')} "
             f"({counts.pending} pending, {counts.processing} in process)"
         )
-
-
-def sampling_seed(run_seed: int, seq: int) -> int:
-    """The seed that samples group `seq`: the same in every run of the same seed, whoever generates it."""
-    digest = hashlib.blake2b(f"{run_seed}:{seq}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # torch takes 63 bits

@@ -14,7 +14,9 @@ waits, because a group that lies finished grows stale for nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from async_grpo.archive.rollout_state import RolloutState
 
 HARD_CAP = 256  # open job files; one directory read stays consistent up to here
 CALM_BATCHES = 8  # in a row, none of which workers ran dry for, after which a round less is kept under way
@@ -31,6 +33,11 @@ class Schedule:
     first_round: int = 0  # that this process takes: a resumed run may begin in the middle of the one before
     first_version: int = 0  # of this process
     micro_steps_before: int = 0  # that are left of the round before `first_round`
+
+    def resumed(self, state: RolloutState) -> Schedule:
+        """The schedule of a process that goes on from this checkpoint."""
+        left = self.micro_steps_per_round - state.passes_done if state.passes_done else 0
+        return replace(self, first_round=state.rounds, first_version=state.step, micro_steps_before=left)
 
     def version_of_round(self, round_index: int) -> int:
         """The policy version at which round `round_index` starts."""

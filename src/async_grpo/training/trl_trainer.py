@@ -1,5 +1,6 @@
-"""Every private name of TRL's and transformers' trainers that the trainer side touches, and nothing else.
+"""The adapter to TRL: its trainer calls `TrainingEvents` in place of its own generation and around each step.
 
+Every private name of TRL's and transformers' trainers that the training side touches is here, and only here.
 `tests/integration/test_trl_contract.py` fails with the name of the hook that moved when TRL changes one of them.
 """
 
@@ -7,15 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.training.correction import report_ratio
-from async_grpo.training.partial_batch import BatchInUse
+from async_grpo.setup.generator_choice import refuse_late_vllm
+from async_grpo.setup.trl_compat import is_adapter
+from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
+from async_grpo.training.checkpoints import BatchInUse
+from async_grpo.training.correction import Correction, report_ratio
+from async_grpo.training.rollout_source import StopTraining
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -39,23 +46,52 @@ HOOKS = (
 )
 
 
+class TrainingEvents:
+    """What happens around TRL's optimizer steps, in the order in which TRL calls it.
+
+    Any event may raise `StopTraining`: `fit` then saves a checkpoint and returns.
+    """
+
+    def training_begins(self) -> None:
+        """The model is on its device and the checkpoint is loaded. No batch has been taken."""
+
+    def take_groups(self, version: int) -> Sequence[RolloutGroup]:
+        """Return one generation batch of groups for the trainer at policy version `version`."""
+        raise NotImplementedError
+
+    def step_done(self) -> bool:
+        """An optimizer step has ended and is not logged yet. Return False to save a checkpoint and end."""
+        return True
+
+    def evaluation_goes_on(self) -> None:
+        """One batch of an evaluation has been generated."""
+
+    def ends_early(self) -> None:
+        """`StopTraining` was raised. A last checkpoint follows."""
+
+    def before_checkpoint(self) -> None:
+        """Return when the checkpoint may be written."""
+
+    def checkpoint_written(self, checkpoint: Path) -> None:
+        """transformers has written its part of `checkpoint`. Older checkpoints are deleted afterwards."""
+
+
 class AsyncGRPOMixin(UserTrainer):
     """Put before the user's trainer class: finished rollouts of workers take the place of TRL's own generation.
 
     TRL still computes advantages, masks, losses and its metrics. Evaluation stays wholly TRL's: it generates here.
     """
 
-    take_groups: Callable[[int], Sequence[RolloutGroup]]  # version -> one generation batch of groups
-    correct: Callable[[dict[str, Any]], None]  # sets the off-policy correction on the loss's inputs
-    before_checkpoint: Callable[[], None]  # returns when there is room for one
-    after_checkpoint: Callable[[int], None]  # step -> None, called when a checkpoint is complete
+    events: TrainingEvents
+    correct: Correction
+    batch_after_step: BatchInUse | None = None  # that the last optimizer step left unfinished
     _log_pi: torch.Tensor  # [B, C], of the last forward pass, for the metrics
     _serving: Sequence[RolloutGroup] | None = None  # the groups of the batch that TRL is assembling
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
-        groups = self.take_groups(self.state.global_step)
+        groups = self.events.take_groups(self.state.global_step)
         with _serving(self, groups):
             rows = [_with_prompt(group.job.row) for group in groups for _ in range(group.job.num_generations)]
             output: dict[str, Any] = super()._generate_and_score_completions(own_share(self, rows))
@@ -67,7 +103,7 @@ class AsyncGRPOMixin(UserTrainer):
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         loss = super()._compute_loss(model, inputs)
         if "staleness" in inputs:
-            report_ratio(inputs, self._log_pi, lambda name, value: append_metric(self, name, value))
+            report_ratio(inputs, self._log_pi, partial(append_metric, self))
         return loss
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -103,14 +139,14 @@ class AsyncGRPOMixin(UserTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """As TRL does, but old checkpoints go only once the new one is complete with its rollout state."""
-        self.before_checkpoint()
+        self.events.before_checkpoint()
         args = self.args
         limit, args.save_total_limit = args.save_total_limit, None
         try:
             super()._save_checkpoint(model, trial)
         finally:
             args.save_total_limit = limit
-        self.after_checkpoint(self.state.global_step)
+        self.events.checkpoint_written(Path(args.output_dir).absolute() / f"checkpoint-{self.state.global_step}")
         if limit is not None and args.should_save:
             from transformers.trainer_utils import rotate_checkpoints
 
@@ -178,26 +214,64 @@ def _cut(flat: list[Any], lengths: Iterable[int]) -> list[list[Any]]:
     return pieces
 
 
-def make_async(
-    trainer: GRPOTrainer,
-    *,
-    take_groups: Callable[[int], Sequence[RolloutGroup]],
-    correct: Callable[[dict[str, Any]], None],
-    before_checkpoint: Callable[[], None] = lambda: None,
-    after_checkpoint: Callable[[int], None] = lambda step: None,
-) -> None:
-    """Give this very trainer object a class that takes its rollouts from workers."""
+def make_async(trainer: GRPOTrainer, events: TrainingEvents, *, correction: str) -> None:
+    """Give this very trainer object a class that takes its rollouts from `events`.
+
+    Our callback is called first, so that the logs and the checkpoint of a step see it counted. transformers' own
+    progress bar and printer give way to the run's step line.
+    """
     user_class = type(trainer)
     trainer.__class__ = type(f"Async{user_class.__name__}", (AsyncGRPOMixin, user_class), {})
-    trainer.take_groups = take_groups
-    trainer.correct = correct
-    trainer.before_checkpoint = before_checkpoint
-    trainer.after_checkpoint = after_checkpoint
+    trainer.events = events
+    trainer.correct = Correction(
+        correction,
+        trainer.args.loss_type,
+        log_pi_old=partial(log_pi_old, trainer),
+        append=partial(append_metric, trainer),
+    )
+    trainer.remove_callback(ProgressCallback)
+    trainer.remove_callback(PrinterCallback)
+    trainer.callback_handler.callbacks.insert(0, _EventsCallback(trainer))
+
+
+class _EventsCallback(TrainerCallback):
+    """Passes transformers' callbacks on to the trainer's `events`."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.events.training_begins()
+
+    def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+        activity.progress()  # a micro-batch of a step that accumulates gradients
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        self.trainer.batch_after_step = _batch_in_use(self.trainer)
+        if not self.trainer.events.step_done():
+            control.should_training_stop = control.should_save = True
+
+    def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
+        activity.doing(EVALUATING)
+        activity.progress()
+        self.trainer.events.evaluation_goes_on()
+
+    def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        activity.doing(TRAINING)
+
+
+def fit(trainer: GRPOTrainer, resume_from: Path | None) -> None:
+    """Train to the last step, or until an event raises `StopTraining`: then save a checkpoint and return."""
+    try:
+        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+    except StopTraining:  # raised in the middle of a step, so TRL's own loop saves nothing
+        trainer.events.ends_early()
+        trainer._save_checkpoint(trainer.model, trial=None)
+        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
 
 
 def refuse_unsupported(trainer: GRPOTrainer) -> None:
     """Raise `UnsupportedError`, with the way out, for what cannot run distributed yet."""
-    args = trainer.args
     if trainer.is_deepspeed_enabled:
         raise UnsupportedError(
             "DeepSpeed cannot run distributed yet. Use FSDP2 instead, which shards weights as ZeRO-3 does: "
@@ -208,8 +282,7 @@ def refuse_unsupported(trainer: GRPOTrainer) -> None:
             "FSDP of version 1 cannot run distributed: its weights have no names of their own to publish. Set "
             "`fsdp_version: 2` in the accelerate configuration or in `fsdp_config`."
         )
-    if args.use_vllm:
-        raise UnsupportedError("use_vllm=True was set after the trainer was built: give it to the GRPOConfig.")
+    refuse_late_vllm(trainer)
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise UnsupportedError(
             "The model has no parameter that trains. If it is an adapter that was loaded, load it with "
@@ -274,17 +347,12 @@ def checkpoint_bytes(trainer: GRPOTrainer) -> int:
     return saved + 2 * trained + 1_000_000
 
 
-def is_adapter(model: Any) -> bool:
-    """Whether only an adapter of the model is saved."""
-    return hasattr(model, "peft_config")
-
-
 def append_metric(trainer: GRPOTrainer, name: str, value: float) -> None:
     """Add a value to TRL's training metrics, which are averaged over a logging interval."""
     trainer._metrics["train"][name].append(value)
 
 
-def batch_in_use(trainer: GRPOTrainer) -> BatchInUse | None:
+def _batch_in_use(trainer: GRPOTrainer) -> BatchInUse | None:
     """The generation batch that TRL is in the middle of, None between two."""
     passes = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations)
     return BatchInUse(passes, trainer._buffered_inputs) if passes else None
@@ -293,28 +361,4 @@ def batch_in_use(trainer: GRPOTrainer) -> BatchInUse | None:
 def go_on_with(trainer: GRPOTrainer, batch: BatchInUse) -> None:
     """Have TRL go on in the middle of a batch, before the first step of a resumed run."""
     trainer._step, trainer._buffered_inputs = batch.passes_done, list(batch.inputs)
-
-
-def use_callbacks(trainer: GRPOTrainer, events: Any, tensorboard: Path | None) -> None:
-    """Add our callback first, so that logs and checkpoints of a step see it counted; log to TensorBoard by default.
-
-    transformers' own progress bar and printer give way to the run's step line.
-    """
-    from transformers import PrinterCallback, ProgressCallback
-    from transformers.integrations import TensorBoardCallback
-
-    trainer.remove_callback(ProgressCallback)
-    trainer.remove_callback(PrinterCallback)
-    handler = trainer.callback_handler
-    logs_already = any(isinstance(callback, TensorBoardCallback) for callback in handler.callbacks)
-    if tensorboard is not None and not logs_already:
-        from async_grpo.training.callbacks import CurvesCallback
-
-        trainer.add_callback(CurvesCallback(tensorboard))
-    handler.callbacks.insert(0, events)
-
-
-def save_and_end(trainer: GRPOTrainer) -> None:
-    """Write a checkpoint outside the training loop, and tell the callbacks that training has ended."""
-    trainer._save_checkpoint(trainer.model, trial=None)
-    trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+    trainer.batch_after_step = batch

@@ -37,7 +37,7 @@ def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None) -> i
     return min(LEAST_SLOTS + max(0, extra), MAX_SLOTS)
 
 
-class WeightPublication:
+class WeightPublisher:
     """The newest policy version, for the workers to adopt.
 
     While every other slot is being read a version cannot be published; it is tried again before the next wait for

@@ -7,7 +7,8 @@ from unit_fakes import RUN, Bench, schedule, seqs
 
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import AllGroupsFailedError, WaitTimeoutError
-from async_grpo.training.rollout_source import StopTraining, sampling_seed
+from async_grpo.training.job_issuer import sampling_seed
+from async_grpo.training.rollout_source import StopTraining
 
 
 def resumed(**changes: object) -> RolloutState:
@@ -157,13 +158,12 @@ def test_a_group_that_an_operator_tried_once_more_is_used_after_all() -> None:
 
 
 def test_a_full_disk_holds_jobs_back_and_loses_none() -> None:
-    asked: list[bool] = []
-    bench = Bench(schedule(B=2, K=0), make_room=lambda: asked.append(True))
+    bench = Bench(schedule(B=2, K=0))
     bench.queue.disk_full = True
     bench.source.advance(0)
     bench.source.advance(0)
     assert bench.queue.submitted == []
-    assert asked == [True], "once, and not at every look"
+    assert bench.archive.asked == 1, "once, and not at every look"
 
     def room_again() -> None:
         if bench.queue.disk_full:
@@ -189,7 +189,7 @@ def test_groups_that_teach_nothing_are_replaced_until_the_batch_is_full() -> Non
     bench.queue.on_wait = lambda: bench.queue.finish(*bench.queue.unclaimed(), version=0)
     assert seqs(bench.source.take(0)) == [1, 3]
     assert bench.source.unusable == [0, 2]
-    assert bench.dropped == [(0, "equal rewards"), (2, "equal rewards")]
+    assert bench.history.left_out == [(0, "equal rewards"), (2, "equal rewards")]
 
 
 def test_when_no_group_teaches_anything_they_are_used_all_the_same() -> None:
@@ -289,7 +289,7 @@ def test_a_version_that_could_not_be_published_is_tried_again_before_and_during_
     bench.queue.on_wait = lambda: bench.queue.finish(bench.queue.unclaimed()[0], version=0)
     bench.source.take(0)
     assert bench.queue.waits == 2
-    assert bench.publications == 1 + 2
+    assert bench.publisher.retries == 1 + 2
 
 
 def test_a_batch_counts_as_consumed_only_after_its_optimizer_step() -> None:
@@ -325,14 +325,14 @@ def test_resuming_issues_exactly_what_the_checkpoint_does_not_have() -> None:
 
 def test_groups_from_before_the_interruption_that_are_over_age_are_dropped_and_replaced() -> None:
     bench = Bench(schedule(B=2, K=1), resume_from=resumed())
-    bench.published = 2
+    bench.publisher.version = 2
     bench.source.advance(2)
     bench.queue.finish(4, version=0)
     bench.queue.finish(5, 6, version=2)
     assert seqs(bench.source.take(2)) == [5, 6]
     assert bench.metrics.dropped == 1
     assert bench.source.unusable == [4]
-    assert bench.dropped == [(4, "over age")]
+    assert bench.history.left_out == [(4, "over age")]
     bench.step_done(3)
     assert 4 not in bench.queue.jobs
 

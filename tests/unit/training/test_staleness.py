@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from unit_fakes import Bench, schedule, seqs
 
-from async_grpo.archive.rollout_state import RolloutState, pack_consumed
+from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.training.schedule import CALM_BATCHES, HARD_CAP, Lookahead, Schedule
 
 
@@ -57,7 +57,7 @@ class Simulation:
 
     def run(self) -> Simulation:
         world, source = self.world, self.bench.source
-        self.bench.published = self.version
+        self.bench.publisher.version = self.version
         source.advance(self.version)
         begin = self.passes_done
         for micro in range(begin, begin + world.rounds * world.per_round):
@@ -174,17 +174,7 @@ def test_a_resumed_run_goes_on_within_the_bound(world: World, stop_after: int) -
     """Also from a checkpoint in the middle of a round, of which the rest comes first."""
     first = Simulation(World(**{**world.__dict__, "rounds": stop_after + 1})).run()
     source = first.bench.source
-    below, above = pack_consumed(source.consumed, source.unusable)
-    state = RolloutState(
-        run_id="run-1",
-        step=first.version,
-        next_seq=source.next_seq,
-        rounds=source.rounds,
-        unusable=source.unusable,
-        consumed_below=below,
-        consumed=above,
-        passes_done=first.passes_done,
-    )
+    state = source.state_at(first.version, passes_done=first.passes_done)
     second = Simulation(world, resume_from=state).run()
     assert max(second.staleness) <= world.K
     assert not set(second.used) & set(source.consumed), "trained on twice"

@@ -13,7 +13,7 @@ from loguru import logger
 from torch import nn
 
 from async_grpo.training import weight_publisher
-from async_grpo.training.weight_publisher import SAY_AFTER_S, WeightPublication, slots_for
+from async_grpo.training.weight_publisher import SAY_AFTER_S, WeightPublisher, slots_for
 from async_grpo_ipc import WeightExporter, open_remote_memory
 from async_grpo_ipc.control import MAX_SLOTS
 
@@ -49,7 +49,7 @@ def test_a_version_without_a_slot_is_tried_again_and_told_when_that_lasts(
     clock: SimpleNamespace, warnings: list[str]
 ) -> None:
     exporter = FakeExporter()
-    publication = WeightPublication(lambda: exporter)  # type: ignore[arg-type,return-value]  # a fake has what is used
+    publication = WeightPublisher(lambda: exporter)  # type: ignore[arg-type,return-value]  # a fake has what is used
     publication.publish(0)
     exporter.free = False
     publication.publish(1)

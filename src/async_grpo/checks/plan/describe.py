@@ -16,6 +16,7 @@ from async_grpo.errors import AsyncGRPOError, SetupFileError
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
 from async_grpo.setup.generator_choice import VLLM_SERVER, choose_generator, refuse_with_server, wants_vllm
+from async_grpo.setup.setup_file import load_trainer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +34,7 @@ def main(request: dict[str, Any]) -> None:
         _save_nothing()
         if request["accelerate_config"]:
             _count_processes(request["accelerate_config"])
-        trainer = _build(Path(request["config"]), settings)
+        trainer = load_trainer(Path(request["config"]), engine_here=False, steps=settings.steps, seed=settings.seed)
         answer["facts"] = describe(trainer, settings, request["sharing"]).as_json()
         if request["distributed"]:
             answer["facts"].update(_distributed(trainer, settings, request))
@@ -42,16 +43,6 @@ def main(request: dict[str, Any]) -> None:
         if isinstance(error, SetupFileError) and made:
             answer["batch"] = _numbers(made[-1])
     Path(request["answer"]).write_text(json.dumps(answer))
-
-
-def _build(config: Path, settings: TrainingSettings) -> GRPOTrainer:
-    from async_grpo.roles.parameter_server import apply_overrides
-    from async_grpo.setup.setup_file import check_setup_file, load_trainer
-
-    check_setup_file(config)
-    trainer = load_trainer(config, engine_here=False)
-    apply_overrides(trainer, steps=settings.steps, seed=settings.seed)
-    return trainer
 
 
 def _distributed(trainer: GRPOTrainer, settings: TrainingSettings, request: dict[str, Any]) -> dict[str, str]:
@@ -210,12 +201,12 @@ def _tokens(prompt: Any, tokenizer: Any) -> int:
 def _checkpoint(trainer: GRPOTrainer, run_dir: Path) -> str:
     from async_grpo.archive import rollout_state
     from async_grpo.rundir.paths import RunDir
-    from async_grpo.training import partial_batch
+    from async_grpo.training.checkpoints import check_ranks
 
     state = RunDir(run_dir).read_state()
     found = rollout_state.latest(Path(trainer.args.output_dir).absolute(), state.run_id) if state else None
     if found and found[1].passes_done:
-        partial_batch.check_ranks(found[0], trainer.args.world_size)
+        check_ranks(found[0], trainer.args.world_size)
     return str(found[0]) if found else ""
 
 

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer.record_writer import RecordWriter
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from async_grpo.training.callbacks import CurvesCallback
+from async_grpo.training.reporting import CurvesCallback
 
 
 @pytest.fixture

@@ -1,0 +1,162 @@
+"""What a checkpoint holds beside transformers' files, and how a resumed run reads it.
+
+    checkpoint-N/
+        model.safetensors, optimizer.pt, …   transformers
+        rollout_batch.safetensors            the generation batch that the checkpoint is in the middle of, if any
+        rollout_state.json                   which groups are consumed; written last, so it makes a checkpoint complete
+
+TRL trains several optimizer steps on one generation batch when `num_iterations > 1` or `steps_per_generation >
+gradient_accumulation_steps`. A checkpoint between them carries the batch as TRL holds it (masked, advantages and
+corrections computed, shuffled), so that the resumed run takes the remaining steps on exactly the same tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from loguru import logger
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from async_grpo.archive import rollout_state
+from async_grpo.archive.rollout_state import RolloutState, SeqSet
+from async_grpo.errors import DiskFullError, RunDirError, UnsupportedError
+from async_grpo.formatting import counted
+from async_grpo.queue import ServerQueue
+from async_grpo.rundir.paths import RunDir
+from async_grpo.settings import ArchiveLimit
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+    from async_grpo.training.distributed import Leader
+
+
+@dataclass(frozen=True, slots=True)
+class BatchInUse:
+    """A generation batch, cut into the inputs of its `steps_per_generation` forward passes."""
+
+    passes_done: int  # forward passes on it so far, at least one
+    inputs: Sequence[dict[str, Any]]  # tensors, or values that JSON can hold
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """The checkpoint that a run goes on from."""
+
+    path: Path
+    state: RolloutState
+    batch: BatchInUse | None  # that the checkpoint is in the middle of
+
+
+def resume(trainer: GRPOTrainer, output_dir: Path, run_id: str, leader: Leader) -> Resumed | None:
+    """Read the newest complete checkpoint of the run, None if it has none yet."""
+    found = rollout_state.latest(output_dir, run_id)
+    if found is None:
+        logger.info("resuming from the start: the run has no complete checkpoint yet")
+        return None
+    checkpoint, state = found
+    logger.info("resuming from {}", checkpoint)
+    if not state.passes_done:
+        return Resumed(path=checkpoint, state=state, batch=None)
+    try:
+        check_ranks(checkpoint, trainer.args.world_size)
+    except UnsupportedError:
+        leader.start(checkpoint)  # the other ranks then refuse it too, and do not wait for this one
+        raise
+    return Resumed(path=checkpoint, state=state, batch=load_batch(checkpoint, trainer.accelerator.device))
+
+
+def complete(checkpoint: Path, state: RolloutState, batch: BatchInUse | None, run: RunDir) -> None:
+    """Add what the rollouts need to a checkpoint that transformers has written."""
+    if batch is not None:
+        save_batch(checkpoint, batch)
+    rollout_state.save(checkpoint, state)
+    with suppress(DiskFullError):  # for people only: a resumed run reads the checkpoint
+        run.update_state(step=state.step)
+
+
+class UsedGroups:
+    """The archive of used groups, `done/`, trimmed to `--keep-done`.
+
+    Groups that the last checkpoint does not count as used are never deleted: a resumed run needs them.
+    """
+
+    def __init__(self, queue: ServerQueue, done: Path, keep: ArchiveLimit) -> None:
+        self._queue = queue
+        self._done = done
+        self._keep = keep
+        self._in_checkpoint = SeqSet()
+
+    def checkpointed(self, seqs: SeqSet) -> None:
+        """The last checkpoint counts `seqs` as used: trim the archive."""
+        self._in_checkpoint = seqs
+        self._trim(self._keep)
+
+    def make_room(self) -> None:
+        """The disk is full: delete every group that may go."""
+        self._trim(ArchiveLimit(0))
+
+    def _trim(self, limit: ArchiveLimit) -> None:
+        removed = self._queue.trim_done(limit.groups(self._done), self._in_checkpoint)
+        if removed:
+            logger.debug("removed {} of the oldest groups from done/", removed)
+
+
+def batch_file(checkpoint: Path, rank: int = 0) -> Path:
+    """The file of a rank's share of the batch."""
+    return checkpoint / ("rollout_batch.safetensors" if rank == 0 else f"rollout_batch.rank{rank}.safetensors")
+
+
+def check_ranks(checkpoint: Path, ranks: int) -> None:
+    """Raise `UnsupportedError` unless as many ranks go on with the batch in `checkpoint` as have shares in it."""
+    shares = len(list(checkpoint.glob("rollout_batch*.safetensors")))
+    if ranks == shares:
+        return
+    raise UnsupportedError(
+        f"{checkpoint} was written in the middle of a generation batch by a trainer of {counted(shares, 'rank')}, and "
+        f"this one has {ranks}: each must go on with its own share of that batch. Resume with {shares} (num_processes "
+        f"of the accelerate configuration; 1: no --accelerate-config), or move {checkpoint} away to resume from an "
+        "older checkpoint."
+    )
+
+
+def save_batch(checkpoint: Path, batch: BatchInUse, rank: int = 0) -> None:
+    """Add the batch to a checkpoint. `UnsupportedError` names an input that cannot be saved."""
+    tensors: dict[str, torch.Tensor] = {}
+    others: list[dict[str, Any]] = []
+    for index, inputs in enumerate(batch.inputs):
+        kept = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        tensors |= {f"{index}.{name}": value.detach().cpu().clone() for name, value in kept.items()}
+        others.append({name: value for name, value in inputs.items() if name not in kept})
+    try:
+        told = json.dumps({"passes_done": batch.passes_done, "others": others})
+    except TypeError as error:
+        raise UnsupportedError(
+            f"A checkpoint between the steps of one generation batch cannot hold this batch: {error}. Set save_steps "
+            "so that checkpoints fall between batches."
+        ) from error
+    save_file(tensors, batch_file(checkpoint, rank), metadata={"batch": told})
+
+
+def load_batch(checkpoint: Path, device: torch.device, rank: int = 0) -> BatchInUse:
+    """The batch that `save_batch` wrote; `RunDirError` if it cannot be read."""
+    path = batch_file(checkpoint, rank)
+    try:
+        with safe_open(path, "pt", device=str(device)) as file:
+            told = json.loads(file.metadata()["batch"])
+            inputs: list[dict[str, Any]] = told["others"]
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                index, _, name = key.partition(".")
+                inputs[int(index)][name] = file.get_tensor(key)
+            return BatchInUse(told["passes_done"], inputs)
+    except (OSError, SafetensorError, ValueError, TypeError, LookupError) as error:
+        raise RunDirError(
+            f"{path} cannot be read ({error}). Move {checkpoint} away to resume from an older checkpoint."
+        ) from error

@@ -1,0 +1,90 @@
+"""Turns the prompts of a run into jobs, in order, and waits with them while the disk is full."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+
+from async_grpo.archive.rollout_state import RolloutState
+from async_grpo.errors import DiskFullError
+from async_grpo.queue import ServerQueue
+from async_grpo.records import Job
+
+if TYPE_CHECKING:
+    from async_grpo.training.checkpoints import UsedGroups
+
+
+class JobIssuer:
+    """Submits one job after the other to `queue`.
+
+    Args:
+        prompts: dataset rows in the order of issue, without end, from the first that is not consumed.
+        archive: makes room when the disk is full.
+        resume_from: everything that this checkpoint does not have is issued again, and the queue gives back what was
+            generated of it.
+    """
+
+    def __init__(
+        self,
+        queue: ServerQueue,
+        prompts: Iterator[dict[str, Any]],
+        *,
+        run_id: str,
+        seed: int,
+        num_generations: int,
+        archive: UsedGroups,
+        resume_from: RolloutState | None = None,
+    ) -> None:
+        self._queue = queue
+        self._prompts = prompts
+        self.run_id = run_id
+        self._seed = seed
+        self._num_generations = num_generations
+        self._archive = archive
+        self.next_seq = resume_from.consumed_below if resume_from else 0
+        self._done = resume_from.done_set() if resume_from else set()
+        self._held_back: Job | None = None  # drawn, and not submitted for want of room
+        self.disk_full = False
+
+    def issue(self, version: int, oldest_version: int) -> int | None:
+        """Submit the next job; returns its sequence number, None if the checkpoint has that group already."""
+        seq = self.next_seq
+        row = next(self._prompts)
+        self.next_seq += 1
+        if seq in self._done:
+            return None
+        self._held_back = Job(
+            run_id=self.run_id,
+            seq=seq,
+            row=row,
+            num_generations=self._num_generations,
+            seed=sampling_seed(self._seed, seq),
+            born_version=version,
+            min_version=oldest_version,
+        )
+        self.submit_held_back()
+        return seq
+
+    def submit_held_back(self) -> bool:
+        """Submit the job that found no room on the disk, if there is one; False when there is still none."""
+        if self._held_back is None:
+            return True
+        try:
+            self._queue.submit(self._held_back)
+        except DiskFullError as error:
+            if not self.disk_full:
+                logger.warning("{} No more jobs are issued until there is room.", error)
+                self._archive.make_room()
+            self.disk_full = True
+            return False
+        self._held_back, self.disk_full = None, False
+        return True
+
+
+def sampling_seed(run_seed: int, seq: int) -> int:
+    """The seed that samples group `seq`: the same in every run of the same seed, whichever worker generates it."""
+    digest = hashlib.blake2b(f"{run_seed}:{seq}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # torch takes 63 bits

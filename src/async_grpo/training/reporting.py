@@ -1,0 +1,118 @@
+"""What a training reports: step lines, `metrics.jsonl`, TensorBoard's curves and `hyperparameters.json`.
+
+A full disk may cost points of a curve, but never the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import TensorBoardCallback
+
+from async_grpo.redaction import MASK, names_a_secret
+from async_grpo.settings import TrainingSettings
+from async_grpo.telemetry.run_log import RunLog
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+
+def report(trainer: GRPOTrainer, log: RunLog, tensorboard: Path) -> None:
+    """Write what `trainer` logs to `log`, and to TensorBoard unless the setup file already does."""
+    callbacks = trainer.callback_handler.callbacks
+    if not any(isinstance(callback, TensorBoardCallback) for callback in callbacks):
+        trainer.add_callback(CurvesCallback(tensorboard))
+    callbacks.insert(0, LogCallback(log))
+
+
+class LogCallback(TrainerCallback):
+    """Step lines on the screen, and `metrics.jsonl`."""
+
+    def __init__(self, log: RunLog) -> None:
+        self._log = log
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._log.training_begins(state.max_steps)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._log.logged(state.global_step, logs or {})
+
+
+class CurvesCallback(TensorBoardCallback):
+    """transformers' own callback, with a new writer after a failure: the thread of the old one has ended."""
+
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._open: Callable[[], Any] = partial(SummaryWriter, log_dir=str(folder))
+        self._failing = False
+        super().__init__(self._open())
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._attempt(super().on_train_begin, *args, **kwargs)
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        self._attempt(super().on_log, *args, **kwargs)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self._attempt(super().on_train_end, *args, **kwargs)
+
+    def _attempt(self, write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        try:
+            if self._failing:
+                self.tb_writer = self._open()
+            write(*args, **kwargs)
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                logger.warning("no curves for TensorBoard until they can be written again: {}", error)
+            self._failing = True
+
+
+def hyperparameters(trainer: GRPOTrainer, settings: TrainingSettings) -> dict[str, Any]:
+    """The contents of `hyperparameters.json`: JSON values only, and no secrets."""
+    model = trainer.model
+    return {
+        "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "reward_functions": list(trainer.reward_func_names),
+        "reward_weights": [float(f"{float(weight):.6g}") for weight in trainer.reward_weights],
+        "scale_rewards": str(trainer.scale_rewards),
+        "multi_objective_aggregation": str(trainer.multi_objective_aggregation),
+        "num_generations": int(trainer.num_generations),
+        "run": _plain({name: value for name, value in asdict(settings).items() if name != "keep_done"}),
+        "trainer": _plain({name: value for name, value in trainer.args.to_dict().items() if value is not None}),
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): MASK if _is_secret(str(name), it) else _plain(it) for name, it in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
+
+
+def _is_secret(name: str, value: Any) -> bool:
+    """Names decide; a number or a switch, as in `max_tokens`, is none."""
+    harmless = value is None or isinstance(value, (bool, int, float)) or name.lower().endswith("tokens")
+    return names_a_secret(name) and not harmless
