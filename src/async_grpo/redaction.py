@@ -11,10 +11,10 @@ _SECRET_NAME = re.compile(
     r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|_KEY$|^KEY$|AUTH|COOKIE|DSN|WEBHOOK",
     re.IGNORECASE,
 )
-_CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/\s:@'\"]*:[^/\s@'\"]+(?=@)")
+_CREDENTIALS_IN_URL = re.compile(r"(?<=://)(?:[^/\s'\"]*:[^\s'\"]*|[^/\s'\"]+)(?=@)")  # user:password, or a token alone
 _HEADER = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}")
 _KNOWN_SHAPES = re.compile(
-    r"\b(?:hf_\w{8,}|api_org_\w{8,}|sk-[\w-]{12,}|gh[pousr]_\w{12,}|github_pat_\w{12,}|glpat-[\w-]{12,}"
+    r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_\w{8,}|sk-[\w-]{12,}|gh[pousr]_\w{12,}|github_pat_\w{12,}|glpat-[\w-]{12,}"
     r"|xox[abeprs]-[\w-]{8,}|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{20,}|pypi-[\w-]{16,}|wandb_v\d_\w{8,}"
     r"|eyJ[\w-]{8,}\.[\w-]{4,}(?:\.[\w-]*)?|[0-9a-f]{40,})\b"
 )

@@ -204,7 +204,7 @@ class InProcessRun(TrainingEvents):
         self.versions: list[int] = []  # the trainer's, when it took the batch
         self.checkpoints: list[str] = []
         make_async(self.trainer, self, correction=correction)
-        self._correct, self.trainer.correct = self.trainer.correct, self._correct_and_keep
+        self._correction, self.trainer.correct = self.trainer.correct, self._correct
 
     def train(self) -> InProcessRun:
         self.trainer.train()
@@ -269,8 +269,8 @@ class InProcessRun(TrainingEvents):
             min_version=0,
         )
 
-    def _correct_and_keep(self, batch: dict[str, Any]) -> None:
-        self._correct(batch)
+    def _correct(self, batch: dict[str, Any]) -> None:
+        self._correction(batch)
         self.inputs.append(dict(batch))
 
 

@@ -50,7 +50,7 @@ class SharedWeightsRun(InProcessRun):
         self.remote.close()
         self.exporter.close()
 
-    def _take_groups(self, version: int) -> Sequence[RolloutGroup]:
+    def take_groups(self, version: int) -> Sequence[RolloutGroup]:
         self.exporter.publish(version)
         assert self.policy.adopt(10) == version
         self.memory = {p.untyped_storage().data_ptr() for p in self.worker.model.parameters()}

@@ -169,10 +169,13 @@ def test_advantages_of_an_archive_are_those_of_trl(tmp_path: Path, changes: dict
 
 
 def test_hyperparameters_hold_no_secret(tmp_path: Path) -> None:
-    private = {"api_key": "secret", "passphrase": "secret", "max_tokens": 3}
-    trainer = build_trainer(tmp_path, hub_token="hf_secret", model_init_kwargs=private)
+    private = {"api_key": "secret", "passphrase": "secret", "max_tokens": 3, "proxies": ["http://me:secret@proxy:80"]}
+    trainer = build_trainer(
+        tmp_path, hub_token="hf_secret", model_init_kwargs=private, run_name="https://me:secret@host.example/project"
+    )
     told = json.dumps(hyperparameters(trainer, TrainingSettings()))
     assert "secret" not in told and '"max_tokens": 3' in told
+    assert "host.example/project" in told and str(tmp_path) in told
 
 
 # --- Engines ----------------------------------------------------------------------------------------------

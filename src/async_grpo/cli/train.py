@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _single(args: argparse.Namespace) -> int:
-    from async_grpo.setup.process import keep_freed_memory, own_compile_cache, set_up_log
+    from async_grpo.setup.process import gc_paused, keep_freed_memory, own_compile_cache, set_up_log
 
     device = options.device(args.device)
     if args.dry_run:
@@ -117,7 +117,9 @@ def _single(args: argparse.Namespace) -> int:
 
     from async_grpo.setup.setup_file import load_trainer
 
-    load_trainer(args.config.absolute(), steps=args.steps, seed=args.seed).train()
+    with gc_paused():
+        trainer = load_trainer(args.config.absolute(), steps=args.steps, seed=args.seed)
+    trainer.train()
     return 0
 
 

@@ -16,7 +16,14 @@ from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import check_torch_sees
-from async_grpo.setup.process import StopRequest, log_to, make_deterministic, own_compile_cache, write_stacks_on_signal
+from async_grpo.setup.process import (
+    StopRequest,
+    gc_paused,
+    log_to,
+    make_deterministic,
+    own_compile_cache,
+    write_stacks_on_signal,
+)
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.activity import ENDING, LOADING, activity
 from async_grpo.telemetry.stalls import StallReporter
@@ -79,9 +86,9 @@ def _train(options: ServerOptions, run: RunDir, stop: StopRequest) -> str:
     activity.publish(run.root, SERVER, device=options.device, run_id=state.run_id, state=LOADING, stall_after_s=stall_s)
     StallReporter(activity, run.root, stall_s).start()
     logger.info("parameter server on {}: loading {}", options.device, options.config)
-    trainer = _load(options)
-
-    from async_grpo.training.loop import AsyncTraining
+    with gc_paused():
+        trainer = _load(options)
+        from async_grpo.training.loop import AsyncTraining
 
     ranks = _ranks(trainer)
     with AsyncTraining(trainer, run=run, state=state, settings=options.settings, stop=stop, ranks=ranks) as training:
@@ -99,16 +106,16 @@ def _train(options: ServerOptions, run: RunDir, stop: StopRequest) -> str:
 
 def _follow(options: ServerOptions) -> str:
     """Train as a rank beside the parameter server's; returns once rank 0 has ended the training."""
-    trainer = _load(options)
+    with gc_paused():
+        trainer = _load(options)
+        from async_grpo.training.distributed import Follower
+
     ranks = _ranks(trainer)
     if ranks is None:
         raise UsageError(
             f"This process is rank {options.rank} of a distributed launch, but the trainer in {options.config} spans "
             "one process only. Start it without `accelerate launch`."
         )
-
-    from async_grpo.training.distributed import Follower
-
     Follower(trainer, ranks, options.settings).train()
     ranks.wait_for_all()
     return runs.FINISHED

@@ -17,7 +17,7 @@ from async_grpo.queue.codec import decode_group
 from async_grpo.queue.names import COMPLETE, parse_name
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.paths import RunDir
-from async_grpo.setup.process import make_deterministic
+from async_grpo.setup.process import gc_paused, make_deterministic
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.run_log import RunLog
 
@@ -65,7 +65,8 @@ def run_replay(options: ReplayOptions) -> Replayed:
         raise UsageError(f"--steps {options.steps}: the run has only {done} steps to replay.")
 
     make_deterministic()
-    trainer = load_trainer(Path(state.config), engine_here=False, steps=options.steps or done, seed=state.seed)
+    with gc_paused():
+        trainer = load_trainer(Path(state.config), engine_here=False, steps=options.steps or done, seed=state.seed)
     trainer.args.output_dir = str(options.output_dir)
     trainer.args.save_strategy = "no"
     if options.loss_type is not None:

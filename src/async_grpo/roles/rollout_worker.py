@@ -24,6 +24,7 @@ from async_grpo.setup.devices import CPU, check_torch_sees
 from async_grpo.setup.generator_choice import HF, VLLM_SERVER, choose_generator, engine_inside, refuse_with_server
 from async_grpo.setup.process import (
     StopRequest,
+    gc_paused,
     leave_at_once,
     log_to,
     make_deterministic,
@@ -93,9 +94,10 @@ def _work(options: WorkerOptions, stop: StopRequest) -> None:
         check_torch_sees(options.device)
         if state.deterministic:
             make_deterministic()
-        trainer = load_trainer(options.config or Path(state.config), engine_here=False)
+        with gc_paused():
+            trainer = load_trainer(options.config or Path(state.config), engine_here=False)
+            from async_grpo.rollout.trl_trainer import make_rollout_trainer
 
-        from async_grpo.rollout.trl_trainer import make_rollout_trainer
         from async_grpo_ipc import AttachError, IPCError, MismatchError, open_remote_memory
 
         make_rollout_trainer(trainer)

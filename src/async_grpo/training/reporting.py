@@ -16,7 +16,7 @@ from loguru import logger
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
-from async_grpo.redaction import MASK, names_a_secret
+from async_grpo.redaction import MASK, Redactor, names_a_secret
 from async_grpo.settings import TrainingSettings
 from async_grpo.telemetry.run_log import RunLog
 
@@ -85,11 +85,14 @@ class CurvesCallback(TensorBoardCallback):
             self._failing = True
 
 
+_redact = Redactor()
+
+
 def hyperparameters(trainer: GRPOTrainer, settings: TrainingSettings) -> dict[str, Any]:
     """The contents of `hyperparameters.json`: JSON values only, and no secrets."""
     model = trainer.model
     return {
-        "model": str(getattr(model.config, "_name_or_path", "") or type(model).__name__),
+        "model": _redact(str(getattr(model.config, "_name_or_path", "") or type(model).__name__)),
         "parameters": sum(p.numel() for p in model.parameters()),
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "reward_functions": list(trainer.reward_func_names),
@@ -107,12 +110,12 @@ def _plain(value: Any) -> Any:
         return {str(name): MASK if _is_secret(str(name), it) else _plain(it) for name, it in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if value is None or isinstance(value, (str, int, float, bool)) else str(value)
+    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return _redact(str(value))
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    """Names decide; a number or a switch, as in `max_tokens`, is none."""
+    """Whether a value is a secret by its name. A number or a switch, as in `max_tokens`, never is."""
     harmless = value is None or isinstance(value, (bool, int, float)) or name.lower().endswith("tokens")
     return names_a_secret(name) and not harmless

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from async_grpo.training.job_issuer import JobIssuer
     from async_grpo.training.weight_publisher import WeightPublisher
 
-UNIFORM_ROUNDS = 10  # so many rounds of groups with equal rewards in a row, and they are used all the same
+UNIFORM_ROUNDS = 10  # rounds of groups with equal rewards in a row; then train on them anyway
 WAKE_S = 0.5  # a wait on the queue looks at everything else at least this often
-FEWEST_FAILURES = 8  # in a row that end a run: with small batches a whole one may fail by chance
+MIN_FAILURES = 8  # in a row that end a run: a whole small batch may fail by chance
 
 
 class StopTraining(Exception):  # no error: the run was asked to end
@@ -80,29 +80,6 @@ class RolloutSource:
         self._uniform_in_a_row = 0  # groups with equal rewards since the last useful one
         self._failed_in_a_row = 0  # since the last group that came back
 
-    def state_at(self, step: int, passes_done: int) -> RolloutState:
-        """What a checkpoint of optimizer step `step` says of the rollouts.
-
-        Args:
-            passes_done: forward passes on the last batch, 0 if all of them are done.
-        """
-        below, above = pack_consumed(self.consumed, self.unusable)
-        return RolloutState(
-            run_id=self._issuer.run_id,
-            step=step,
-            next_seq=self._issuer.next_seq,
-            rounds=self.rounds,
-            unusable=self.unusable,
-            consumed_below=below,
-            consumed=above,
-            passes_done=passes_done,
-        )
-
-    @property
-    def used_or_unusable(self) -> SeqSet:
-        """Every sequence number that the run will not come back to."""
-        return self.consumed.union(self.unusable)
-
     def advance(self, version: int) -> None:
         """Issue every job that may be issued while the trainer is at `version`."""
         most = self._schedule.groups_ahead if self._in_order else self._lookahead.groups
@@ -140,6 +117,49 @@ class RolloutSource:
         self._metrics.batch_taken(batch, version)
         return batch
 
+    def finish_open(self, version: int) -> None:
+        """Wait until every job that was issued is finished or given up.
+
+        Raises what `take` raises.
+        """
+        deadline = time.monotonic() + self._max_wait_s
+        self._collect(version)
+        with Reminder(self._waiting_for, self._waiting_on) as reminder:
+            while any(seq not in self._ready for seq in self._open):
+                self._wait(deadline, reminder)
+                self._collect(version)
+
+    def trained(self) -> list[UsedBatch]:
+        """An optimizer step is done: what was taken for it counts as consumed, and a checkpoint may say so."""
+        used, self._taken = self._taken, []
+        for batch in used:
+            self.rounds += 1
+            self.consumed.update(batch.seqs)
+        return used
+
+    def state_at(self, step: int, passes_done: int) -> RolloutState:
+        """What a checkpoint of optimizer step `step` says of the rollouts.
+
+        Args:
+            passes_done: forward passes on the last batch, 0 if all of them are done.
+        """
+        below, above = pack_consumed(self.consumed, self.unusable)
+        return RolloutState(
+            run_id=self._issuer.run_id,
+            step=step,
+            next_seq=self._issuer.next_seq,
+            rounds=self.rounds,
+            unusable=self.unusable,
+            consumed_below=below,
+            consumed=above,
+            passes_done=passes_done,
+        )
+
+    @property
+    def used_or_unusable(self) -> SeqSet:
+        """Every sequence number that the run will not come back to."""
+        return self.consumed.union(self.unusable)
+
     def _wait_for_batch(self, version: int) -> list[RolloutGroup]:
         deadline = time.monotonic() + self._max_wait_s
         starved = False
@@ -149,14 +169,6 @@ class RolloutSource:
                 self._wait(deadline, reminder)
         self._lookahead.batch_taken(starved=starved)
         return batch
-
-    def trained(self) -> list[UsedBatch]:
-        """An optimizer step is done: what was taken for it counts as consumed, and a checkpoint may say so."""
-        used, self._taken = self._taken, []
-        for batch in used:
-            self.rounds += 1
-            self.consumed.update(batch.seqs)
-        return used
 
     def _complete_batch(self, version: int) -> list[RolloutGroup] | None:
         self._collect(version)
@@ -176,42 +188,29 @@ class RolloutSource:
     def _collect(self, version: int) -> None:
         for entry in self._queue.finished():
             group = self._queue.take(entry)
-            if group is None:
-                continue
-            activity.progress()
-            self._failed_in_a_row = 0
-            self._usable_again(group.job.seq)
-            if self._teaches_nothing(group):
-                self._leave_out(group, "equal rewards")
-                continue
-            self._ready[group.job.seq] = group
-            self._open[group.job.seq] = group.policy_version
+            if group is not None:
+                self._came_back(group)
         self._drop_over_age(version)
         for seq, given_up in self._queue.given_up.items():
             if seq in self._open:
                 self._set_aside(seq, given_up.reason)
         self._note_unclaimed()
 
-    def _note_unclaimed(self) -> None:
-        """A job that no worker has claimed yet will be generated by what is published now, or by something newer."""
-        published = self._publisher.version
-        if published is None:
-            return
-        for seq in self._queue.unclaimed():
-            if seq in self._open:
-                self._open[seq] = max(self._open[seq], published)
+    def _came_back(self, group: RolloutGroup) -> None:
+        activity.progress()
+        self._failed_in_a_row = 0
+        self._usable_again(group.job.seq)
+        if self._teaches_nothing(group):
+            self._leave_out(group, "equal rewards")
+        else:
+            self._ready[group.job.seq] = group
+            self._open[group.job.seq] = group.policy_version
 
     def _usable_again(self, seq: int) -> None:
-        """It was given up before, and an operator had it tried once more."""
+        """The job had failed for good, and an operator had it tried once more."""
         at = bisect_left(self.unusable, seq)
         if self.unusable[at : at + 1] == [seq]:
             del self.unusable[at]
-
-    def _drop_over_age(self, version: int) -> None:
-        """Only a resumed run has such groups: those that were generated before it was interrupted."""
-        over_age = self._schedule.is_over_age
-        for seq in [seq for seq, group in self._ready.items() if over_age(group.policy_version, version)]:
-            self._leave_out(self._ready.pop(seq), "over age")
 
     def _teaches_nothing(self, group: RolloutGroup) -> bool:
         if self._is_uniform is None or not self._is_uniform(group):
@@ -225,35 +224,18 @@ class RolloutSource:
             )
         return self._uniform_in_a_row < limit
 
+    def _drop_over_age(self, version: int) -> None:
+        """Only a resumed run has such groups: those that were generated before it was interrupted."""
+        over_age = self._schedule.is_over_age
+        for seq in [seq for seq, group in self._ready.items() if over_age(group.policy_version, version)]:
+            self._leave_out(self._ready.pop(seq), "over age")
+
     def _leave_out(self, group: RolloutGroup, reason: str) -> None:
         """The group is not trained on; another takes its place."""
         self._metrics.group_dropped(group)
         self._open.pop(group.job.seq, None)
         insort(self.unusable, group.job.seq)
         self._history.dropped(group.job.seq, reason)
-
-    def finish_open(self, version: int) -> None:
-        """Wait until every job that was issued is finished or given up.
-
-        Raises what `take` raises.
-        """
-        deadline = time.monotonic() + self._max_wait_s
-        self._collect(version)
-        with Reminder(self._waiting_for, self._waiting_on) as reminder:
-            while any(seq not in self._ready for seq in self._open):
-                self._wait(deadline, reminder)
-                self._collect(version)
-
-    def _wait(self, deadline: float, reminder: Reminder) -> None:
-        if self._should_stop():
-            raise StopTraining
-        if time.monotonic() > deadline:
-            raise WaitTimeoutError(f"Waited {self._max_wait_s:.0f} s for {self._waiting_for()}, in vain.")
-        reminder.tick()
-        started = time.monotonic()
-        self._queue.wait(WAKE_S)
-        self._slept_s += time.monotonic() - started
-        self._publisher.retry()
 
     def _set_aside(self, seq: int, reason: str) -> None:
         self._open.pop(seq, None)
@@ -262,14 +244,34 @@ class RolloutSource:
         self._metrics.job_quarantined()
         last_line = reason.strip().rsplit("\n", 1)[-1]
         logger.warning("prompt group {} failed for good and is set aside in quarantine/: {}", seq, last_line)
-        if self._failed_in_a_row >= max(self._schedule.groups_per_round, FEWEST_FAILURES):
+        if self._failed_in_a_row >= max(self._schedule.groups_per_round, MIN_FAILURES):
             raise AllGroupsFailedError(
                 f"The last {self._failed_in_a_row} prompt groups all failed, so there is nothing to train on. "
                 f"The last one failed with:\n{reason.strip()}"
             )
 
+    def _note_unclaimed(self) -> None:
+        """A job that no worker has claimed yet will be generated by what is published now, or by something newer."""
+        published = self._publisher.version
+        if published is None:
+            return
+        for seq in self._queue.unclaimed():
+            if seq in self._open:
+                self._open[seq] = max(self._open[seq], published)
+
+    def _wait(self, deadline: float, reminder: Reminder) -> None:
+        if self._should_stop():
+            raise StopTraining
+        if time.monotonic() > deadline:
+            raise WaitTimeoutError(f"Timed out after {self._max_wait_s:.0f} s waiting for {self._waiting_for()}.")
+        reminder.tick()
+        started = time.monotonic()
+        self._queue.wait(WAKE_S)
+        self._slept_s += time.monotonic() - started
+        self._publisher.retry()
+
     def _waiting_on(self) -> list[str]:
-        """Those who have the groups that are missing; while nobody has any, every worker may take them."""
+        """The workers that have claimed jobs; if none has, every worker, since each may claim one."""
         return self._queue.claimants() or [worker.name for worker in self._queue.workers()]
 
     def _waiting_for(self) -> str:

@@ -220,3 +220,30 @@ def test_freed_memory_is_kept_and_not_cleared_by_the_kernel_again_and_again() ->
 
 def test_the_users_own_settings_of_malloc_are_left_alone() -> None:
     assert page_faults("keep", MALLOC_MMAP_THRESHOLD_="100000") > 5000
+
+
+def test_loading_is_not_interrupted_by_the_collector_which_spares_what_was_loaded() -> None:
+    code = """
+        import gc, weakref
+        from async_grpo.setup.process import gc_paused
+
+        class Node:  # refers to itself, so that only the collector can free it
+            def __init__(self):
+                self.me = self
+
+        try:
+            with gc_paused():
+                raise ValueError("no trainer")
+        except ValueError:
+            assert gc.isenabled() and gc.get_freeze_count() == 0, "after a failed load all is as before"
+        with gc_paused():
+            assert not gc.isenabled()
+            dropped, kept = weakref.ref(Node()), Node()
+            assert dropped() is not None
+        assert gc.isenabled()
+        assert dropped() is None, "garbage of loading would stay for good"
+        assert not any(thing is kept for thing in gc.get_objects()), "the collector still scans what was loaded"
+        print("done")
+    """
+    with child(code) as process:
+        says(process, "done")

@@ -1,0 +1,67 @@
+"""When TRL's trainer calls what happens around its optimizer steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import InProcessRun, build_trainer
+
+from async_grpo.training.rollout_source import StopTraining
+from async_grpo.training.trl_trainer import fit
+
+pytestmark = pytest.mark.integration
+
+
+class NotedRun(InProcessRun):
+    """Writes down what it is called for; asked for batch number `stop_at` it stops the training."""
+
+    def __init__(self, *args: Any, stop_at: int = 1000, **options: Any) -> None:
+        self.noted: list[str] = []
+        self._stop_at = stop_at
+        super().__init__(*args, **options)
+
+    def training_begins(self) -> None:
+        self.noted.append("begins")
+
+    def take_groups(self, version: int) -> Any:
+        if len(self.batches) == self._stop_at:
+            raise StopTraining
+        self.noted.append(f"take {version}")
+        return super().take_groups(version)
+
+    def step_done(self) -> bool:
+        self.noted.append(f"step {self.trainer.state.global_step}")
+        return self.trainer.state.global_step < 3
+
+    def ends_early(self) -> None:
+        self.noted.append("ends early")
+
+    def before_checkpoint(self) -> None:
+        self.noted.append("room")
+
+    def checkpoint_written(self, checkpoint: Path) -> None:
+        assert (checkpoint / "trainer_state.json").exists()
+        self.noted.append(checkpoint.name)
+
+
+def test_the_order_of_events_and_a_step_that_asks_to_end_after_a_checkpoint(tmp_path: Path) -> None:
+    run = NotedRun(lambda: build_trainer(tmp_path, max_steps=5, save_strategy="steps", save_steps=2))
+    fit(run.trainer, resume_from=None)
+    first, second = ["take 0", "step 1"], ["take 1", "step 2", "room", "checkpoint-2"]
+    assert run.noted == ["begins", *first, *second, "take 2", "step 3", "room", "checkpoint-3"]
+
+
+def test_a_stop_in_the_middle_of_a_step_saves_the_batch_that_the_last_step_left_unfinished(tmp_path: Path) -> None:
+    """Two passes on each batch, three to a step: step 1 ends in the middle of batch 1, step 2 begins with its rest."""
+    shape = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "gradient_accumulation_steps": 3}
+    run = NotedRun(lambda: build_trainer(tmp_path, max_steps=5, **shape), stop_at=2)
+    fit(run.trainer, resume_from=None)
+    assert run.noted == ["begins", "take 0", "take 0", "step 1", "ends early", "room", "checkpoint-1"]
+    unfinished = run.trainer.batch_after_step
+    assert unfinished.passes_done == 1
+    advantages = [inputs["advantages"] for inputs in unfinished.inputs]
+    assert sorted(value for part in advantages for value in part.tolist()) == sorted(
+        run.inputs[1]["advantages"].tolist()
+    )
