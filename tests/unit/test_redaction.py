@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_grpo.checks.bug_report.dump import secrets_of, told_environment
+from async_grpo.checks.bug_report import dump
 from async_grpo.redaction import MASK, Redactor
 
 
@@ -56,13 +56,14 @@ def test_what_a_report_is_made_of_stays(text: str) -> None:
 
 def test_values_of_secret_variables_are_removed_wherever_they_are() -> None:
     environment = {"MY_TOKEN": "swordfish", "WANDB_API_KEY": "swordfish-longer", "HOME": "/home/me", "X_KEY": "short"}
-    redact = Redactor(secrets_of(environment))
+    redact = Redactor(dump.secrets_of(environment))
     assert (
         redact("a swordfish and a swordfish-longer in /home/me, short") == f"a {MASK} and a {MASK} in /home/me, short"
     )
 
 
-def test_only_listed_variables_are_told() -> None:
-    environment = {"HF_TOKEN": "x", "OMP_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "false", "EDITOR": "vi"}
-    assert told_environment(environment) == {"OMP_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "false"}
-    assert secrets_of({"TOKENIZERS_PARALLELISM": "falsefalse"}) == set()
+def test_only_listed_variables_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"HF_TOKEN": "x", "OMP_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "false", "EDITOR": "vi"}
+    monkeypatch.setattr(dump.os, "environ", given)
+    assert set(dump._environments([])) == {"== doctor", "OMP_NUM_THREADS=4", "TOKENIZERS_PARALLELISM=false"}
+    assert dump.secrets_of({"TOKENIZERS_PARALLELISM": "falsefalse"}) == set()
