@@ -1,17 +1,26 @@
-"""The vocabulary: what travels between the parameter server and the rollout workers.
+"""The records that travel between the parameter server and the rollout workers, and how a queue file holds them.
 
-A `Job` is one prompt group to generate. A `RolloutGroup` is that group, generated and scored.
+A `Job` is one prompt group to generate. A `RolloutGroup` is that group, generated and scored. Each field declares once
+how it is stored; `queue/schema.py` derives reading, writing and checking from that, and `scripts/record_format.py` the
+tables in docs/queue.md. A new field names the format that introduces it (`since`) and has a default, which is its value
+in older files.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 if TYPE_CHECKING:  # numpy costs a tenth of a second that `--help` and `status` need not pay
     import numpy as np
     from numpy.typing import NDArray
+
+FORMAT = 3  # of the queue files that this version writes
+OLDEST_FORMAT = 2  # that it reads
+
+Purpose = Literal["train", "eval", "generate"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -32,16 +41,63 @@ class WorkerId:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """How a queue file holds a field."""
+
+    place: Literal["header", "texts", "tensor"]  # `texts`: JSON too, but outside the header, where it is not escaped
+    kind: str | type  # dtype of a tensor; else a kind of JSON value (see `queue/schema.py`) or a nested record
+    meaning: str
+    shape: tuple[str, ...] = ()  # of a tensor, see `RolloutGroup`
+    least: int | None = None
+    most: int | None = None
+    nan: bool = False  # whether a floating-point tensor may hold NaN; infinity is refused everywhere
+    choices: tuple[str, ...] = ()
+    item: str = ""  # what an entry of free JSON is called in an error; JSON must hold such entries exactly
+    since: int = OLDEST_FORMAT
+
+
+def header(kind: str | type, meaning: str, **details: Any) -> Mapping[str, Stored]:
+    """Metadata of a field in the JSON header."""
+    return {"stored": Stored(place="header", kind=kind, meaning=meaning, **details)}
+
+
+def texts(kind: str, meaning: str, **details: Any) -> Mapping[str, Stored]:
+    """Metadata of a field with long texts."""
+    return {"stored": Stored(place="texts", kind=kind, meaning=meaning, **details)}
+
+
+def tensor(dtype: str, *shape: str, meaning: str, **details: Any) -> Mapping[str, Stored]:
+    """Metadata of an array. A field whose default is None may be absent."""
+    return {"stored": Stored(place="tensor", kind=dtype, shape=shape, meaning=meaning, **details)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One prompt group to generate and score, e.g. `Job(run_id="5f0c…", seq=42, row={"prompt": "2+2="}, …)`."""
 
-    run_id: str  # the run that issued it; files of another run are refused
-    seq: int  # position in the order of submission, from 0; names the job
-    row: dict[str, Any]  # the dataset row, JSON values only
-    num_generations: int  # G, completions to sample for the prompt
-    seed: int  # seeds the sampling of this group
-    born_version: int  # the trainer's version when the job was submitted
-    min_version: int  # the oldest policy version that may generate it
+    run_id: str = field(metadata=header("text", "the run that issued it; files of another run are refused"))
+    seq: int = field(metadata=header("integer", "position in the order of submission; names the job", least=0))
+    row: dict[str, Any] = field(metadata=header("object", "the dataset row", item="dataset column"))
+    num_generations: int = field(metadata=header("integer", "G, completions to sample for the prompt", least=1))
+    seed: int = field(metadata=header("integer", "seeds the sampling of this group"))
+    born_version: int = field(metadata=header("integer", "the trainer's version when the job was submitted"))
+    min_version: int = field(metadata=header("integer", "the oldest policy version that may generate it"))
+    purpose: Purpose = field(
+        default="train",
+        metadata=header(
+            "text",
+            "what the group is for; only groups for `train` reach the trainer",
+            choices=get_args(Purpose),
+            since=3,
+        ),
+    )
+    sampling: dict[str, Any] = field(
+        default_factory=dict,
+        metadata=header(
+            "object", "sampling settings of this job; empty: the trainer's", item="sampling setting", since=3
+        ),
+    )
+    task: str = field(default="", metadata=header("text", "name of the task that the prompt belongs to", since=3))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,32 +107,70 @@ class Timings:
     Durations, never wall-clock times. Summed over groups they are the time for which the workers were busy.
     """
 
-    adopt_s: float = 0.0  # adopting the newest weights
-    generate_s: float = 0.0  # sampling
-    score_s: float = 0.0  # the reward functions
-    queue_s: float = 0.0  # claiming jobs, and handing back the group before this one
+    adopt_s: float = field(default=0.0, metadata=header("number", "adopting the newest weights"))
+    generate_s: float = field(default=0.0, metadata=header("number", "sampling"))
+    score_s: float = field(default=0.0, metadata=header("number", "the reward functions"))
+    queue_s: float = field(
+        default=0.0, metadata=header("number", "claiming jobs, and handing back the group before this one")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutGroup:
-    """One prompt group, generated and scored. G completions, F reward functions.
+    """One prompt group, generated and scored.
 
-    The completions of a group are stored back to back; `completion_lengths` says where each ends.
+    Dimensions: P tokens of the prompt, G completions, N tokens of all completions, F reward functions, T turns of all
+    completions. The completions of a group are stored back to back; `completion_lengths` [G] says where each ends.
     """
 
-    job: Job
-    attempt: int  # 0 for the first try
-    worker: str  # who generated it, e.g. "dev1"
-    policy_version: int  # version of the weights that sampled its tokens; the oldest, where `token_versions` has more
-    reward_names: tuple[str, ...]  # [F]
-    prompt_ids: NDArray[np.int32]  # [P]
-    completion_lengths: NDArray[np.int32]  # [G]
-    completion_ids: NDArray[np.int32]  # [sum of lengths]
-    sampling_logprobs: NDArray[np.float32]  # [sum of lengths], natural log, at the sampling temperature
-    tool_mask: NDArray[np.uint8] | None  # [sum of lengths], 0 = token of a tool or an environment
-    rewards: NDArray[np.float32]  # [G, F], NaN where a function returned None
-    completions: list[Any]  # [G], text or messages, as TRL hands them to reward functions
-    metrics: dict[str, list[float]] = field(default_factory=dict)  # `log_metric` of the reward functions
-    extra_columns: dict[str, list[Any]] = field(default_factory=dict)  # `log_extra` of the reward functions
-    timings: Timings = field(default_factory=Timings)
-    token_versions: NDArray[np.int32] | None = None  # [sum of lengths], with `--in-flight-update on`
+    job: Job = field(metadata=header(Job, "the job as it was claimed"))
+    attempt: int = field(metadata=header("integer", "0 for the first try"))
+    worker: str = field(metadata=header("text", "the worker that generated it, e.g. dev1"))
+    policy_version: int = field(
+        metadata=header("integer", "version of the weights that sampled it; the oldest of `token_versions`")
+    )
+    reward_names: tuple[str, ...] = field(metadata=header("list of text", "names of the F reward functions"))
+    metrics: dict[str, list[float]] = field(
+        default_factory=dict, metadata=header("object of lists of numbers", "`log_metric` of the reward functions")
+    )
+    timings: Timings = field(default_factory=Timings, metadata=header(Timings, "seconds of the worker's time"))
+    node: str = field(default="", metadata=header("text", "the machine that generated it", since=3))
+
+    prompt_ids: NDArray[np.int32] = field(metadata=tensor("int32", "P", meaning="tokens of the prompt", least=0))
+    completion_lengths: NDArray[np.int32] = field(
+        metadata=tensor("int32", "G", meaning="tokens of each completion", least=0)
+    )
+    completion_ids: NDArray[np.int32] = field(
+        metadata=tensor("int32", "N", meaning="tokens of the completions", least=0)
+    )
+    sampling_logprobs: NDArray[np.float32] = field(
+        metadata=tensor("float32", "N", meaning="natural log of each token's probability, at the sampling temperature")
+    )
+    rewards: NDArray[np.float32] = field(
+        metadata=tensor("float32", "G", "F", meaning="NaN where a function returned None", nan=True)
+    )
+    turn_counts: NDArray[np.int32] | None = field(
+        default=None, metadata=tensor("int32", "G", meaning="turns of each completion", least=0, since=3)
+    )
+    turn_rewards: NDArray[np.float32] | None = field(
+        default=None,
+        metadata=tensor(
+            "float32", "T", meaning="reward of each turn, completion after completion; NaN: none", nan=True, since=3
+        ),
+    )
+    token_versions: NDArray[np.int32] | None = field(
+        default=None,
+        metadata=tensor("int32", "N", meaning="version that sampled each token, with `--in-flight-update on`"),
+    )
+    tool_mask: NDArray[np.uint8] | None = field(
+        default=None,
+        metadata=tensor("uint8", "N", meaning="0 for tokens of a tool or an environment", least=0, most=1),
+    )
+
+    completions: list[Any] = field(
+        metadata=texts("list", "G texts or lists of messages, as TRL hands them to reward functions", item="completion")
+    )
+    extra_columns: dict[str, list[Any]] = field(
+        default_factory=dict,
+        metadata=texts("object of lists", "`log_extra` of the reward functions", item="log_extra column"),
+    )

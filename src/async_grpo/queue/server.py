@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -39,7 +39,7 @@ from async_grpo.queue.names import (
 )
 from async_grpo.queue.transitions import DEFAULT_MAX_ATTEMPTS, Moves, reason_of
 from async_grpo.queue.wakeups import IN_MOVED_TO, DirectoryWatch, JobPipe, sleep_until
-from async_grpo.records import Job, RolloutGroup
+from async_grpo.records import Job, Purpose, RolloutGroup
 from async_grpo.rundir.locks import describe_holder
 
 MAX_OPEN = 256  # more files than one read of a directory returns, and a listing may miss one
@@ -156,10 +156,10 @@ class ServerQueue:
         self._open[job.seq], self._attempts[job.seq] = job, attempt
         self._highest = max(self._highest, job.seq)
 
-    def finished(self) -> list[JobName]:
-        """Finished groups of open jobs, oldest first, one a job.
+    def finished(self, purpose: Purpose = "train") -> list[JobName]:
+        """Finished groups of open jobs for this purpose, oldest first, one a job.
 
-        Mends what the look at the directory shows.
+        Jobs whose files are broken or missing are issued again.
         """
         if self._reaper is not None:
             self._reaper.raise_error()
@@ -176,21 +176,18 @@ class ServerQueue:
             elif name.seq not in self._left:
                 self._refuse(name)
         self._seen = set(results.values())
-        return list(results.values())
+        return [name for seq, name in results.items() if self._job_of(seq).purpose == purpose]
 
     def take(self, entry: JobName) -> RolloutGroup | None:
-        """A finished group, archived and checked: it is the trainer's now, and no other result of the job
-        will be.
+        """Check and archive a finished group, and close its job; later results of the job are archived unused.
 
-        None if there is nothing to have: the file was unusable (set aside; its job is issued again) or a
-        duplicate.
+        None if the file was unusable (set aside; its job is issued again) or a duplicate.
         """
-        job = self._open.get(entry.seq) or (self.given_up[entry.seq].job if entry.seq in self.given_up else None)
-        if job is None:
+        if entry.seq not in self._open and entry.seq not in self.given_up:
             self._refuse(entry)
             return None
         try:
-            group = self._read_group(entry, job)
+            group = self._read_group(entry, self._job_of(entry.seq))
         except FileNotFoundError:
             return None
         except BadFileError as error:
@@ -316,6 +313,10 @@ class ServerQueue:
             return self._moves.move(left, f"queue/{left.rpartition('/')[2]}")
         return True  # a claim or a result: if it is gone by now, it went on to another state
 
+    def _job_of(self, seq: int) -> Job:
+        """An open job, or one that was given up, of which a late result may still arrive."""
+        return self._open[seq] if seq in self._open else self.given_up[seq].job
+
     def _read_group(self, entry: JobName, job: Job) -> RolloutGroup:
         group = decode_group(
             self._moves.files.read(f"queue/{entry}"),
@@ -324,11 +325,8 @@ class ServerQueue:
             expect_attempt=entry.attempt,
             expect_worker=str(entry.worker),
         )
-        made, issued = group.job, job
-        if (made.seed, made.num_generations) != (issued.seed, issued.num_generations) or not _same(
-            made.row, issued.row
-        ):
-            raise BadFileError("it answers another prompt, seed or group size than the job that was issued")
+        if not _asks_the_same(group.job, job):
+            raise BadFileError("it answers another job than the one that was issued, e.g. another prompt or seed")
         return group
 
     def _refuse(self, name: JobName) -> None:
@@ -396,5 +394,7 @@ class ServerQueue:
         return any(name.seq in self._open and name not in self._seen for name in names)
 
 
-def _same(made: dict[str, object], issued: dict[str, object]) -> bool:
-    return made == issued or json.dumps(made) == json.dumps(issued)  # the second because NaN is not NaN
+def _asks_the_same(made: Job, issued: Job) -> bool:
+    """Whether two jobs agree in all but their versions, which a resumed run sets anew."""
+    made = replace(made, born_version=issued.born_version, min_version=issued.min_version)
+    return made == issued or json.dumps(asdict(made)) == json.dumps(asdict(issued))  # NaN does not equal NaN

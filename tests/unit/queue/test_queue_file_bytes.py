@@ -83,14 +83,21 @@ def test_a_column_that_json_cannot_hold_is_named_with_its_type(value: Any, type_
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"sampling_logprobs": np.full(7, np.nan, np.float32)}, "log-probability is not finite"),
-        ({"rewards": np.full((2, 2), np.inf, np.float32)}, "reward is infinite"),
-        ({"rewards": np.zeros((2, 1), np.float32)}, "rewards have shape"),
-        ({"completion_lengths": np.array([3, 5], np.int32)}, "sum to 8"),
-        ({"completion_ids": np.zeros(7, np.int64)}, "completion_ids must be I32"),
-        ({"completion_ids": np.full(7, -1, np.int32)}, "negative"),
-        ({"tool_mask": np.full(7, 2, np.uint8)}, "tool mask"),
+        ({"sampling_logprobs": np.full(7, np.nan, np.float32)}, "sampling_logprobs holds a value that is not finite"),
+        ({"rewards": np.full((2, 2), np.inf, np.float32)}, "rewards holds a value that is infinite"),
+        ({"rewards": np.zeros((2, 1), np.float32)}, "rewards has shape"),
+        ({"completion_lengths": np.array([3, 5], np.int32)}, r"completion_ids has shape \(7,\), not \(8,\)"),
+        ({"completion_ids": np.zeros(7, np.int64)}, "completion_ids must be int32"),
+        ({"completion_ids": np.full(7, -1, np.int32)}, "completion_ids holds a value below 0"),
+        ({"tool_mask": np.full(7, 2, np.uint8)}, "tool_mask holds a value above 1"),
         ({"completions": ["one"]}, "1 completions"),
+        ({"completion_lengths": np.array([-1, 8], np.int32)}, "completion_lengths holds a value below 0"),
+        ({"token_versions": np.full(7, 2, np.int32)}, "a token version is older"),
+        ({"turn_counts": np.array([1, 1], np.int32)}, "must be given together"),
+        (
+            {"turn_counts": np.array([1, 1], np.int32), "turn_rewards": np.zeros(3, np.float32)},
+            "turn_rewards has shape",
+        ),
     ],
 )
 def test_a_group_that_contradicts_itself_is_not_written(changes: dict[str, Any], reason: str) -> None:
@@ -112,9 +119,9 @@ def test_a_foreign_group_is_refused(expected: dict[str, Any], reason: str) -> No
         decode_group(encode_group(make_group(make_job(1))), **expected)
 
 
-def test_a_file_of_an_older_format_is_refused_by_name() -> None:
-    older = encode_job(make_job(1)).replace(b"async-grpo-job/2", b"async-grpo-job/1")
-    with pytest.raises(BadFileError, match="its format is 'async-grpo-job/1', not 'async-grpo-job/2'"):
+def test_a_file_of_an_unknown_format_is_refused_by_name() -> None:
+    older = encode_job(make_job(1)).replace(b"async-grpo-job/3", b"async-grpo-job/1")
+    with pytest.raises(BadFileError, match="its format is 'async-grpo-job/1', not 'async-grpo-job/3' or"):
         decode_job(older)
 
 

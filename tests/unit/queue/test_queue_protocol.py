@@ -251,7 +251,7 @@ def test_a_result_for_another_prompt_is_refused(server: ServerQueue, worker: Wor
     [claim] = worker.claim(1)
     worker.complete(claim, make_group(make_job(0, prompt="something else")))
     assert take_all(server) == []
-    assert "another prompt" in quarantined(server.root)[0].reason
+    assert "another job" in quarantined(server.root)[0].reason
 
 
 def test_a_job_whose_file_vanished_is_issued_again_and_counted(server: ServerQueue) -> None:

@@ -1,0 +1,171 @@
+"""The fields of `Job` and `RolloutGroup` in files of one format, worked out from what `records.py` declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.records import Stored
+
+
+class Dtype(NamedTuple):
+    """A dtype of tensors, as others name it."""
+
+    safetensors: str
+    numpy: str
+    item_bytes: int
+
+
+DTYPES = {"int32": Dtype("I32", "<i4", 4), "float32": Dtype("F32", "<f4", 4), "uint8": Dtype("U8", "|u1", 1)}
+
+
+class _Kind(NamedTuple):
+    """A kind of JSON value: its type, what else must hold, and how it is made of the record's value and back."""
+
+    type: type
+    is_sound: Callable[[Any], bool] | None = None
+    write: Callable[[Any], Any] | None = None
+    read: Callable[[Any], Any] | None = None
+
+
+def _all_are(kind: type, values: Iterable[object]) -> bool:
+    return all(type(value) is kind for value in values)
+
+
+_KINDS = {
+    "text": _Kind(str),
+    "integer": _Kind(int),
+    "number": _Kind(float, write=float),
+    "object": _Kind(dict),
+    "list": _Kind(list),
+    "list of text": _Kind(list, lambda names: _all_are(str, names), write=list, read=tuple),
+    "object of lists": _Kind(dict, lambda lists: _all_are(list, lists.values())),
+    "object of lists of numbers": _Kind(
+        dict,
+        lambda lists: all(type(values) is list and _all_are(float, values) for values in lists.values()),
+        write=lambda lists: {name: [float(value) for value in values] for name, values in lists.items()},
+    ),
+}
+
+
+def _kind(about: Stored) -> _Kind:
+    return _KINDS[about.kind] if isinstance(about.kind, str) else _KINDS["object"]
+
+
+class Values:
+    """The JSON values of a record: those in the header of a file, or its texts."""
+
+    def __init__(self, record: type, number: int, place: str) -> None:
+        self.record = record
+        self.columns = {name: about for name, about in columns(record, number).items() if about.place == place}
+        kinds = {name: _kind(about) for name, about in self.columns.items()}
+        self._names, self._types = list(kinds), [kind.type for kind in kinds.values()]
+        self._free = [(name, about.item) for name, about in self.columns.items() if about.item]
+        self._checked = [(name, kind.is_sound) for name, kind in kinds.items() if kind.is_sound]
+        self._written = [(name, kind.write) for name, kind in kinds.items() if kind.write]
+        self._read = [(name, kind.read) for name, kind in kinds.items() if kind.read]
+        self._least = [(name, about.least) for name, about in self.columns.items() if about.least is not None]
+        self._chosen = [(name, about.choices) for name, about in self.columns.items() if about.choices]
+        self._nested = [
+            (name, Values(about.kind, number, place))
+            for name, about in self.columns.items()
+            if isinstance(about.kind, type)
+        ]
+
+    def of(self, record: Any) -> dict[str, Any]:
+        """What a file holds of `record`. `UnsupportedError` names what JSON cannot hold exactly."""
+        values = {name: getattr(record, name) for name in self.columns}
+        for name, item in self._free:
+            _require_exact_json(values[name], item)
+        for name, nested in self._nested:
+            values[name] = nested.of(values[name])
+        for name, write in self._written:
+            values[name] = write(values[name])
+        return values
+
+    def misfit(self, values: dict[str, Any]) -> str | None:
+        """Why `values` are not valid, or None."""
+        if list(values) != self._names:
+            return f"the {self.record.__name__} has fields {str(list(values))[:200]}, not {self._names}"
+        if list(map(type, values.values())) != self._types:
+            name = next(n for n, kind in zip(self._names, self._types, strict=True) if type(values[n]) is not kind)
+            return f"{name} is of type {type(values[name]).__name__}, not {_kind(self.columns[name]).type.__name__}"
+        for name, is_sound in self._checked:
+            if not is_sound(values[name]):
+                return f"{name} is not of kind {self.columns[name].kind}"
+        for name, least in self._least:
+            if values[name] < least:
+                return f"{name} is {values[name]}, less than {least}"
+        for name, choices in self._chosen:
+            if values[name] not in choices:
+                return f"{name} is {values[name][:40]!r}, not one of {', '.join(choices)}"
+        for name, nested in self._nested:
+            if reason := nested.misfit(values[name]):
+                return reason
+        return None
+
+    def fields(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Turn valid `values` into the record's fields."""
+        for name, nested in self._nested:
+            values[name] = nested.record(**nested.fields(values[name]))
+        for name, read in self._read:
+            values[name] = read(values[name])
+        return values
+
+
+class Schema:
+    """What files of a record hold in one format. Its parts are worked out once, at import."""
+
+    def __init__(self, record: type, number: int) -> None:
+        self.header, self.texts = Values(record, number, "header"), Values(record, number, "texts")
+        self.arrays = {name: about for name, about in columns(record, number).items() if about.place == "tensor"}
+        self.dtypes = {name: DTYPES[str(about.kind)] for name, about in self.arrays.items()}
+        self.dimensions = {name: len(about.shape) for name, about in self.arrays.items()}
+        if self.texts.columns:
+            self.dtypes["texts"], self.dimensions["texts"] = DTYPES["uint8"], 1
+        self.required = self.dtypes.keys() - {field.name for field in fields(record) if field.default is None}
+
+
+def columns(record: type, number: int) -> dict[str, Stored]:
+    """How files of format `number` hold the fields of a record, in the order of their declaration."""
+    declared: dict[str, Stored] = {field.name: field.metadata["stored"] for field in fields(record)}
+    return {name: about for name, about in declared.items() if about.since <= number}
+
+
+def _require_exact_json(values: dict[str, Any] | list[Any], what: str) -> None:
+    """Refuse what JSON would change or cannot hold. NaN and infinity are written and read back."""
+    for name, value in values.items() if type(values) is dict else enumerate(values):
+        if type(value) is str and type(name) in (str, int):
+            continue  # nearly always
+        if type(name) not in (str, int):
+            raise UnsupportedError(f"A {what} is named by a {type(name).__name__}; only text names can be sent.")
+        found = _inexact(value, depth=0)
+        if found:
+            raise UnsupportedError(
+                f"The {what} {name!r} holds {found}, which cannot be sent to workers exactly: a queue file "
+                "holds JSON values (text, numbers, true, false, null, lists, objects with text keys). "
+                "Convert it or leave it out."
+            )
+
+
+def _inexact(value: Any, depth: int) -> str | None:
+    """The first thing in `value` that JSON cannot hold exactly, in words, or None."""
+    kind = type(value)
+    if kind in (str, float, bool) or value is None:
+        return None
+    if kind is int:
+        return None if value.bit_length() < 4096 else "an integer of over 1,000 digits"
+    if depth > 100:
+        return "over 100 levels of nesting"
+    if kind is dict:
+        for key in value:
+            if type(key) is not str:
+                return f"an object with a key of type {type(key).__name__}"
+        inner = value.values()
+    elif kind is list:
+        inner = value
+    else:
+        return f"a value of type {kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
+    return next((found for item in inner if (found := _inexact(item, depth + 1))), None)

@@ -1,0 +1,184 @@
+"""The record format: every declared field round-trips, the page equals the declaration, format 2 is still read."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from contextlib import closing
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from crc32c import crc32c
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from queue_samples import RUN, answer, make_group, make_job, same_group
+
+from async_grpo.errors import BadFileError, QueueError
+from async_grpo.queue import ServerQueue, WorkerQueue, quarantined
+from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
+from async_grpo.records import Job, Purpose, RolloutGroup, Timings
+
+ROOT = Path(__file__).parents[3]
+FORMAT_2 = Path(__file__).parent / "format_2"
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+counts = st.integers(0, 2**62)
+texts = st.text(max_size=20)
+seconds = st.floats(0, 1e6)
+ids = st.integers(0, 2**31 - 1)
+
+
+def arrays(dtype: Any, shape: Any, **elements: Any) -> st.SearchStrategy[Any]:
+    return hnp.arrays(dtype, shape, elements=elements) if elements else hnp.arrays(dtype, shape)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    values = {
+        "run_id": texts,
+        "seq": counts,
+        "row": st.dictionaries(texts, json_values, max_size=4),
+        "num_generations": st.integers(1, 4),
+        "seed": counts,
+        "born_version": counts,
+        "min_version": counts,
+        "purpose": st.sampled_from(["train", "eval", "generate"]),
+        "sampling": st.dictionaries(texts, json_values, max_size=3),
+        "task": texts,
+    }
+    assert list(values) == [field.name for field in fields(Job)], "a field of Job is not tried"
+    return Job(**{name: draw(strategy) for name, strategy in values.items()})
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> RolloutGroup:
+    job = draw(jobs())
+    lengths, turns = (draw(arrays(np.int32, job.num_generations, min_value=0, max_value=5)) for _ in range(2))
+    tokens, names = int(lengths.sum()), draw(st.lists(texts, max_size=3))
+    version = draw(st.integers(0, 1000))
+    nan_or_finite = {"allow_infinity": False}
+    has_turns = draw(st.booleans())
+    values: dict[str, Any] = {
+        "job": job,
+        "attempt": draw(counts),
+        "worker": draw(texts),
+        "policy_version": version,
+        "reward_names": tuple(names),
+        "metrics": draw(st.dictionaries(texts, st.lists(st.floats(allow_nan=False), max_size=3), max_size=3)),
+        "timings": Timings(**{field.name: draw(seconds) for field in fields(Timings)}),
+        "node": draw(texts),
+        "prompt_ids": draw(arrays(np.int32, st.integers(0, 5), min_value=0)),
+        "completion_lengths": lengths,
+        "completion_ids": draw(arrays(np.int32, tokens, min_value=0)),
+        "sampling_logprobs": draw(arrays(np.float32, tokens, min_value=-50, max_value=0)),
+        "rewards": draw(arrays(np.float32, (job.num_generations, len(names)), **nan_or_finite)),
+        "turn_counts": turns if has_turns else None,
+        "turn_rewards": draw(arrays(np.float32, int(turns.sum()), **nan_or_finite)) if has_turns else None,
+        "token_versions": draw(st.none() | arrays(np.int32, tokens, min_value=version, max_value=2**31 - 1)),
+        "tool_mask": draw(st.none() | arrays(np.uint8, tokens, min_value=0, max_value=1)),
+        "completions": draw(st.lists(json_values, min_size=job.num_generations, max_size=job.num_generations)),
+        "extra_columns": draw(st.dictionaries(texts, st.lists(json_values, max_size=3), max_size=2)),
+    }
+    assert list(values) == [field.name for field in fields(RolloutGroup)], "a field of RolloutGroup is not tried"
+    return RolloutGroup(**values)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(job=jobs())
+def test_every_field_of_a_job_comes_back(job: Job) -> None:
+    assert decode_job(encode_job(job)) == job
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(group=groups())
+def test_every_field_of_a_group_comes_back(group: RolloutGroup) -> None:
+    assert same_group(group, decode_group(encode_group(group)))
+
+
+def test_the_page_equals_the_declaration() -> None:
+    spec = importlib.util.spec_from_file_location("record_format", ROOT / "scripts" / "record_format.py")
+    assert spec is not None and spec.loader is not None
+    script: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    page = script.PAGE.read_text()
+    assert page == script.page_with_tables(page), "run: python scripts/record_format.py --write"
+    for record in (Job, Timings, RolloutGroup):
+        assert all(f"| `{field.name}` |" in page for field in fields(record))
+
+
+def test_an_unknown_purpose_is_neither_written_nor_read() -> None:
+    job = make_job(1)
+    with pytest.raises(QueueError, match="purpose is 'other', not one of train, eval, generate"):
+        encode_job(replace(job, purpose=cast("Purpose", "other")))
+    data = encode_job(job).replace(b"train", b"trail")
+    before, after = data[:37], data[45:]
+    with pytest.raises(BadFileError, match="purpose is 'trail', not one of train"):
+        decode_job(before + b"%08x" % crc32c(after, crc32c(before)) + after)
+
+
+def old_group() -> RolloutGroup:
+    mask, versions = np.array([0, 1, 1, 0, 0, 1, 1], np.uint8), np.array([3, 3, 3, 3, 4, 4, 4], np.int32)
+    return make_group(make_job(5), tool_mask=mask, token_versions=versions)
+
+
+def test_files_of_format_2_are_read() -> None:
+    job, group = (FORMAT_2 / "job.safetensors").read_bytes(), (FORMAT_2 / "group.safetensors").read_bytes()
+    assert b"async-grpo-job/2" in job and b"async-grpo-group/2" in group
+    assert decode_job(job, expect_seq=5, expect_run=RUN) == make_job(5)
+    back = decode_group(group, expect_seq=5, expect_run=RUN, expect_attempt=0, expect_worker="dev1")
+    assert same_group(back, old_group())
+
+
+@pytest.mark.parametrize("where", ["queue/{}", "done/0000000/{}"])
+def test_a_finished_group_of_format_2_is_given_back_to_a_resumed_run(where: str, tmp_path: Path) -> None:
+    ServerQueue.open(tmp_path, RUN, watch_workers=False).close()
+    path = tmp_path / where.format("0000000005.a00_complete_from_dev1.safetensors")
+    path.parent.mkdir(exist_ok=True)
+    shutil.copy(FORMAT_2 / "group.safetensors", path)
+    with closing(ServerQueue.open(tmp_path, RUN, watch_workers=False)) as server:
+        server.submit(make_job(5))
+        [entry] = server.finished()
+        group = server.take(entry)
+    assert group is not None and same_group(group, old_group())
+
+
+@pytest.mark.parametrize("state", ["pending", "processing_by_dev1"])
+def test_an_open_job_of_format_2_can_be_finished(state: str, tmp_path: Path) -> None:
+    ServerQueue.open(tmp_path, RUN, watch_workers=False).close()
+    shutil.copy(FORMAT_2 / "job.safetensors", tmp_path / "queue" / f"0000000005.a00_{state}.safetensors")
+    with closing(ServerQueue.open(tmp_path, RUN, watch_workers=False)) as server:
+        server.submit(make_job(5))
+        with closing(WorkerQueue.open(tmp_path, 1, "cpu")) as worker:
+            [claim] = worker.claim(1)
+            worker.complete(claim, answer(claim))
+        assert [group.job.seq for entry in server.finished() if (group := server.take(entry))] == [5]
+
+
+@pytest.mark.parametrize("purpose", ["eval", "generate"])
+def test_a_group_of_another_purpose_is_never_handed_to_training(purpose: Purpose, tmp_path: Path) -> None:
+    with closing(ServerQueue.open(tmp_path, RUN, watch_workers=False)) as server:
+        server.submit(replace(make_job(0), purpose=purpose))
+        server.submit(make_job(1))
+        with closing(WorkerQueue.open(tmp_path, 1, "cpu")) as worker:
+            for claim in worker.claim(2):
+                worker.complete(claim, answer(claim))
+        assert [entry.seq for entry in server.finished()] == [1]
+        assert [entry.seq for entry in server.finished(purpose)] == [0]
+
+
+def test_a_group_of_another_purpose_does_not_answer_a_job_for_training(tmp_path: Path) -> None:
+    with closing(ServerQueue.open(tmp_path, RUN, watch_workers=False)) as server:
+        server.submit(make_job(0))
+        with closing(WorkerQueue.open(tmp_path, 1, "cpu")) as worker:
+            [claim] = worker.claim(1)
+            worker.complete(claim, make_group(replace(claim.job, purpose="eval")))
+        assert [server.take(entry) for entry in server.finished()] == [None]
+        assert "another job" in quarantined(tmp_path)[0].reason
