@@ -1,4 +1,4 @@
-"""A reward that runs the code which the model wrote: 1 if it prints the right number, else 0.
+"""A reward that runs the code in a completion: 1 if it prints the right number, else 0.
 
 Copy `printed_the_answer` into your setup file and give it to the trainer: `reward_funcs=[printed_the_answer]`. The
 dataset needs a column `answer` with a number. Start the run with `ASYNC_GRPO_RUN_MODEL_CODE=1`; without it, or where
@@ -32,7 +32,7 @@ def printed_the_answer(completions: Sequence[Any], answer: Sequence[float | str]
 
 
 def _printed_number(text: str) -> float | None:
-    """What the last code block in `text` prints, if that is one number and nothing else."""
+    """The output of the last code block in `text`, if it is exactly one number."""
     blocks = _CODE_BLOCK.findall(text)
     if not blocks:
         return None
@@ -41,7 +41,7 @@ def _printed_number(text: str) -> float | None:
 
 
 def parse_number(text: str) -> float | None:
-    """One finite JSON number of bounded length, or None: the program decides what it prints, so trust no more."""
+    """One finite JSON number of bounded length, or None: the program decides what it prints."""
     text = text.strip()
     if len(text) > LONGEST_NUMBER:
         return None

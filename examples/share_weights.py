@@ -36,7 +36,7 @@ def train(steps: int = 400) -> None:
 
 
 def run() -> None:
-    """Show what the newest weights make of sin(1), until the trainer ends."""
+    """Print the newest weights' value of sin(1), until the trainer ends."""
     with torch.device("meta"):
         model = build_model()  # no memory of its own: it gets the trainer's
     with open_remote_memory(HANDLE, timeout_s=60) as remote:
@@ -46,7 +46,7 @@ def run() -> None:
                 print(f"version {version:>3}: sin(1) = {model(torch.ones(1, 1)).item():.3f}, should be 0.841")
             remote.release()  # idle: the trainer may have the slot
             time.sleep(0.5)
-            version = remote.refresh()  # a swap of pointers
+            version = remote.refresh()  # only swaps pointers
 
 
 if __name__ == "__main__":

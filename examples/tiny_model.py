@@ -1,6 +1,6 @@
-"""A random model of 20,000 parameters and its tokenizer, so that the examples beside this file need no download.
+"""A random model of 20,000 parameters and its tokenizer, so that the examples need no download.
 
-In a setup file of your own, `model="Qwen/Qwen3-0.6B"` takes the place of both.
+In a setup file of your own, `model="Qwen/Qwen3-0.6B"` replaces both.
 """
 
 import torch
@@ -12,7 +12,7 @@ CHARACTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789 .,?!+-=:\n"]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; what is none of `CHARACTERS` becomes a question mark."""
+    """One token a character; a character that is not in `CHARACTERS` becomes a question mark."""
     vocabulary = {token: index for index, token in enumerate([*CHARACTERS, "<pad>", "<eos>"])}
     characters = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

@@ -27,7 +27,7 @@ def right_letters(completions: list[str], wanted: list[str], log_metric, **_) ->
 
 
 async def judge(prompts: list[str], completions: list[str], **_) -> list[float | None]:
-    """A judge behind a network, which takes its time. None: no verdict, the other rewards decide."""
+    """A slow judge behind a network. None: no verdict, only the other rewards count."""
 
     async def ask(completion: str) -> float | None:
         await asyncio.sleep(0.05)  # yours: await client.post(...)

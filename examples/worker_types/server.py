@@ -1,4 +1,4 @@
-"""The server's setup file: it trains. Its rewards are never called, so they need no judge; only their names matter."""
+"""The server's setup file. The server never calls its rewards, so they need no judge; only their names matter."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from tiny_model import build_model, build_tokenizer, small_config
 
 
 class Judge:
-    """Stands for a reward that only workers can compute: a judge model, a sandbox, a licence."""
+    """A placeholder for a reward that only workers can compute: a judge model, a sandbox, a licence."""
 
     def score(self, text: str) -> float:
         return sum(character.isalpha() for character in text) / max(1, len(text))

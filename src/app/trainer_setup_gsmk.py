@@ -1,4 +1,4 @@
-"""Recipe: GRPO with LoRA on GSM8K, grade school maths in words. Copy it, then change it.
+"""Recipe: GRPO with LoRA on GSM8K, grade school word problems. Copy it, then change it.
 
 The model works the problem out between tags and gives the answer in another pair:
 
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 if torch.cuda.is_available() and importlib.util.find_spec("unsloth"):
-    from unsloth import FastLanguageModel  # it patches TRL, so it has to come before it
+    from unsloth import FastLanguageModel  # it patches TRL, so it must be imported first
 else:
     FastLanguageModel = None
 
@@ -62,7 +62,7 @@ PLAIN_CHAT_TEMPLATE = (
     "{% endfor %}"
 )
 
-# The whole answer: work, one solution, end of text (whose token decoding usually skips).
+# The whole answer: work, one solution, end of text (decoding usually skips its token).
 ANSWER = re.compile(
     rf"{WORK_END}.*?{SOLUTION_START}((?:(?!</?SOLUTION>).)+){SOLUTION_END}\s*(?:<\|\w+\|>)?\s*\Z", re.DOTALL
 )
@@ -70,12 +70,12 @@ NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|[-+]?\.\d+
 
 
 def as_number(text: str) -> float | None:
-    """`"1,000"` -> 1000.0; None for what is not one number and nothing else."""
+    """`"1,000"` -> 1000.0; None for any text that is not exactly one number."""
     return float(text.strip().replace(",", "")) if NUMBER.fullmatch(text.strip()) else None
 
 
 def texts(completions: list[list[dict[str, str]]]) -> list[str]:
-    """What the model wrote, of completions in TRL's conversational form."""
+    """The texts of completions in TRL's conversational form."""
     return [completion[-1]["content"] for completion in completions]
 
 
@@ -83,18 +83,18 @@ def texts(completions: list[list[dict[str, str]]]) -> list[str]:
 
 
 def match_format_exactly(completions, **_) -> list[float]:
-    """3 points if work, solution and nothing more follow the prompt."""
+    """3 points if the completion is work and solution, and nothing else."""
     return [3.0 if ANSWER.search(text) else 0.0 for text in texts(completions)]
 
 
 def match_format_approximately(completions, **_) -> list[float]:
-    """For each of the three tags half a point if it is there exactly once, else minus one."""
+    """For each of the three tags half a point if it occurs exactly once, else minus one."""
     tags = (WORK_END, SOLUTION_START, SOLUTION_END)
     return [sum(0.5 if text.count(tag) == 1 else -1.0 for tag in tags) for text in texts(completions)]
 
 
 def check_answer(completions, answer, **_) -> list[float]:
-    """Points for the solution, if the format is right: 5 for the right one, fewer for a near one."""
+    """Points for the solution, if the format is right: 5 for the exact one, fewer for a close one."""
     return [score_solution(ANSWER.search(text), gold) for text, gold in zip(texts(completions), answer)]
 
 
@@ -116,7 +116,7 @@ def score_solution(found: re.Match | None, gold: str) -> float:
 
 
 def check_numbers(completions, answer, **_) -> list[float]:
-    """Points for the first number after the solution's tag, whatever the rest looks like."""
+    """Points for the first number after the solution's tag, independently of the format."""
     return [score_first_number(text, gold) for text, gold in zip(texts(completions), answer)]
 
 
@@ -145,7 +145,7 @@ def read_rows(folder: Path, split: str) -> list[dict[str, str]]:
     file = folder / f"{split}.jsonl"
     if not file.is_file():
         raise FileNotFoundError(
-            f"GSM8K file not found: {file}. Let GSM8K_PATH name a directory with train.jsonl and test.jsonl, "
+            f"GSM8K file not found: {file}. Set GSM8K_PATH to a directory with train.jsonl and test.jsonl, "
             f"or unset it to load {HUB_DATASET} from the Hugging Face hub."
         )
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -166,7 +166,7 @@ def as_example(question: str, worked_answer: str) -> dict:
 
 
 def load_model():
-    """The model, its tokenizer, and the LoRA configuration that TRL has yet to apply (None: Unsloth did)."""
+    """The model, its tokenizer, and the LoRA configuration for TRL to apply (None: Unsloth has applied it)."""
     name = os.environ.get("MODEL_PATH") or DEFAULT_MODEL
     check_model_path(name)
     if FastLanguageModel is not None:
@@ -201,7 +201,7 @@ def load_with_unsloth(name: str):
 
 
 def check_model_path(name: str) -> None:
-    """A hub name is `model` or `owner/model`: anything else has to be a directory with a model in it."""
+    """A hub name is `model` or `owner/model`; any other name must be a directory with a model in it."""
     looks_like_hub_name = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", name)
     if Path(name).is_dir():
         problem = None if (Path(name) / "config.json").is_file() else "that directory has no config.json"
@@ -209,7 +209,7 @@ def check_model_path(name: str) -> None:
         problem = None if looks_like_hub_name else "there is no such directory"
     if problem:
         raise FileNotFoundError(
-            f"MODEL_PATH is {name!r}, but {problem}. Let it name a directory with a model, "
+            f"MODEL_PATH is {name!r}, but {problem}. Set it to a directory with a model, "
             f"or a model on the Hugging Face hub such as {DEFAULT_MODEL}."
         )
 
@@ -225,8 +225,8 @@ def can_use_bf16() -> bool:
 def with_working_out(tokenizer) -> str:
     """The chat template with the tag that starts the work at the end of the prompt.
 
-    A base model may come with a template whose turns do not end with its end of text; it would never stop.
-    Like a model without a template, it gets the plain one.
+    The turns of a base model's template may not end with its end-of-text token; such a model would never stop.
+    It gets the plain template, like a model without one.
     """
     template = tokenizer.chat_template or ""
     if WORK_START in template:

@@ -4,13 +4,13 @@ The task: sums of two numbers below 50, in fixed width. The prompt is `07+41=`, 
 
 The model: Qwen3 architecture, about 0.2 M parameters, one token a character, nothing to download.
 
-The warm start: GRPO can only reinforce what a model already does now and then, so the model first learns
-from a teacher: long from one who makes no errors, then from one who writes more and more wrong tens, up to
-70 % of them. That leaves a model whose likeliest answer is right, but which mostly answers wrongly when it is
-sampled. It takes seconds, happens once, and is then read from the user's cache directory.
+The warm start: GRPO can only reinforce answers that a model already gives sometimes. So the model is first
+trained on correct answers, and then on answers with more and more wrong tens, up to 70 % of them. The likeliest
+answer of the resulting model is right, but most of its sampled answers are wrong. The warm start takes seconds,
+happens once, and is then read from the user's cache directory.
 
-What GRPO does here: it sharpens. The reward says only "right" or "wrong", and sampled accuracy rises from
-about 0.3 to about 0.95, on 300 problems that neither the teacher nor GRPO ever showed.
+GRPO sharpens this policy. The reward is only "right" or "wrong", and sampled accuracy rises from about 0.3 to
+about 0.95, on 300 problems that neither the warm start nor GRPO trained on.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-# The cached warm start is named after these constants: change one, and it is trained anew.
+# The cached warm start is named after these constants. If one changes, it is trained again.
 TASK = {"numbers_below": 50, "held_out": 300, "split_seed": 0}
 MODEL = {
     "hidden_size": 96,
@@ -59,7 +59,7 @@ ANSWER_DIGITS = 3
 
 
 def split_problems() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Training and held-out problems (a, b). `b+a` is held out along with `a+b`: it gives the answer away."""
+    """Training and held-out problems (a, b). `b+a` is held out along with `a+b`, because it has the same answer."""
     numbers = range(TASK["numbers_below"])
     ascending = [(a, b) for a in numbers for b in numbers if a < b]
     chosen = random.Random(TASK["split_seed"]).sample(ascending, TASK["held_out"] // 2)
@@ -69,12 +69,12 @@ def split_problems() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
 
 
 def as_dataset(problems: list[tuple[int, int]]) -> Dataset:
-    """Rows of `prompt`, which the model sees, and `answer`, which TRL hands to the reward function."""
+    """Rows of `prompt`, which the model sees, and `answer`, which TRL passes to the reward function."""
     return Dataset.from_list([{"prompt": f"{a:02}+{b:02}=", "answer": f"{a + b:03}"} for a, b in problems])
 
 
 def accuracy(completions: list[str], answer: list[str], **_) -> list[float]:
-    """The only reward: 1 for exactly the right digits, else 0."""
+    """1 for exactly the right digits, else 0."""
     return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
 
 
@@ -112,7 +112,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
 
 
 def load_warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Set the weights from the cache; where it has none yet, one process trains and the others wait."""
+    """Load the weights from the cache. If it has none, one process trains them and the others wait."""
     folder = warm_start_folder()
     folder.mkdir(parents=True, exist_ok=True)
     weights = folder / "model.safetensors"
@@ -139,7 +139,7 @@ def warm_start_folder() -> Path:
 
 
 def wait_for(lock: FileLock, say_every_s: float = 10, at_most_s: float = 600) -> None:
-    """Take the lock, saying meanwhile what is waited for. A process that dies gives its lock back."""
+    """Take the lock, and print what the process waits for. The kernel releases the lock of a process that dies."""
     started = time.monotonic()
     while True:
         try:
@@ -157,7 +157,7 @@ def wait_for(lock: FileLock, say_every_s: float = 10, at_most_s: float = 600) ->
 
 
 def train_warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Supervised learning on the answers' tokens: first the teacher without errors, then the noisy one."""
+    """Supervised learning on the answers' tokens: first on correct answers, then on noisy ones."""
     phases = [
         (WARM_START["clean_steps"], WARM_START["clean_learning_rate"], 0.0),
         (WARM_START["noisy_steps"], WARM_START["noisy_learning_rate"], WARM_START["wrong_answers"]),
@@ -199,7 +199,7 @@ def teacher_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, to
 
 
 def with_errors(answers: torch.Tensor, wrong_answers: float, randomness: torch.Generator) -> torch.Tensor:
-    """The answers, of which the given share is wrong: their tens are any other digit, the rest is right."""
+    """The answers, with wrong tens in the given share of them."""
     tens = answers[:, -3]
     errs = torch.rand(tens.shape, generator=randomness) < wrong_answers
     shifts = torch.randint(1, 10, tens.shape, generator=randomness)
@@ -229,7 +229,7 @@ def get_trainer() -> GRPOTrainer:
             num_generations=8,
             max_completion_length=ANSWER_DIGITS + 1,
             temperature=1.0,
-            # 3e-4 is slower, 1e-3 noisier; this one also held with rollouts from 8 versions ago.
+            # 3e-4 is slower, 1e-3 noisier; this one is also stable at a staleness of 8.
             learning_rate=4e-4,
             lr_scheduler_type="linear",
             warmup_steps=5,
