@@ -16,17 +16,17 @@ from async_grpo.records import OLDEST_FORMAT, Job, RolloutGroup, Stored, Timings
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "queue.md"
 BEGIN, END = "<!-- record format -->\n", "<!-- end of record format -->\n"
-DIMENSIONS = (
-    "P tokens of the prompt, G completions, N tokens of all completions, F reward functions, T turns of all "
-    "completions. What is stored as `texts` is JSON in a tensor of that name, outside the header."
-)
+DIMENSIONS = """\
+P tokens of the prompt, G completions, N tokens of all completions, F reward functions, T turns of
+all completions. What is stored in `texts` is JSON in a tensor of that name, outside the header.
+"""
 
 
 def tables() -> str:
     parts = [
         table("A job", Job),
         table("A finished group", RolloutGroup),
-        DIMENSIONS + "\n",
+        DIMENSIONS,
         table("Its timings", Timings),
     ]
     return "\n".join(["", *parts, ""])
