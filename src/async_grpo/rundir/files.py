@@ -1,9 +1,11 @@
-"""A text file that grows by whole lines, whatever happens to the disk or to the process."""
+"""Text files that grow by whole lines, whatever happens to the disk or to the process; and full disks."""
 
 from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from loguru import logger
@@ -11,6 +13,17 @@ from loguru import logger
 from async_grpo.errors import DiskFullError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def room_for(path: Path) -> Iterator[None]:
+    """Raise `DiskFullError` where the block finds no room for `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise DiskFullError(f"The disk is full: no room for {path}. Make room, then go on with --resume.") from error
 
 
 class LineFile:

@@ -8,16 +8,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import RunDirError
 from async_grpo.queue.listing import OpenGroups, given_up, open_groups, quarantined
-from async_grpo.rundir.paths import RUNNING, SERVER, RunDir, RunState
+from async_grpo.rundir.paths import RUNNING, SERVER, RunDir
 from async_grpo.status import diagnosis
-from async_grpo.status.processes import Holder, ProcessView, look_at_processes
+from async_grpo.status.processes import Processes, ProcessView, look_at_processes
 from async_grpo.telemetry import run_log
 from async_grpo.telemetry.activity import ENDING, TRAINING, ActivityRecord
 from async_grpo.telemetry.run_log import Rates
@@ -95,13 +94,12 @@ def _look(run: RunDir, *, details: bool) -> RunView:
     now = time.monotonic()
     processes = look_at_processes(run, state.run_id, now)
     condition = diagnosis.condition(state, processes)
-    server = processes.records.get(SERVER)
-    summary = _read_json(run.summary) if state.state != RUNNING else None
-    step, total = _progress(state, server, summary)
-    rates = shares = None
-    if condition == TRAINING and server is not None:
-        rates = run_log.rates(run_log.last_steps(run.metrics, now, server.began_s), now)
-        shares = diagnosis.measure(processes)
+    training = condition == TRAINING
+    server = processes.records.get(SERVER, ActivityRecord())
+    summary = _read_summary(run) if state.state != RUNNING else None
+    step = summary.get("steps", state.step) if summary else state.step if server.step is None else server.step
+    rates = run_log.rates(run_log.last_steps(run.metrics, now, server.began_s), now) if training else None
+    shares = diagnosis.measure(processes) if training else None
     return RunView(
         run_dir=str(run.root),
         run_id=state.run_id,
@@ -111,34 +109,22 @@ def _look(run: RunDir, *, details: bool) -> RunView:
         started=state.started,
         num_workers=state.num_workers,
         step=step,
-        total_steps=total,
-        eta_s=_eta_s(step, total, rates),
+        total_steps=server.total_steps,
+        eta_s=_eta_s(step, server.total_steps, rates),
         server=processes.server,
         workers=processes.workers,
         queue=open_groups(run.root),
-        weight_version=server.version if server is not None else None,
-        slots=_slots(run, processes.alive) if details and condition in (TRAINING, ENDING) else (),
+        weight_version=server.version,
+        slots=_slots(run, processes) if details and condition in (TRAINING, ENDING) else (),
         rates=rates,
         trainer_waits=shares.trainer_waits if shares else None,
         workers_busy=shares.workers_busy if shares else None,
-        bottleneck=diagnosis.verdict(processes, shares) if condition == TRAINING else "",
+        bottleneck=diagnosis.bottleneck(processes, shares) if training else "",
         stalls=processes.stalls(),
         jobs_quarantined=given_up(run.root),
         quarantined=_quarantined(run) if details else (),
         summary=summary,
     )
-
-
-def _progress(
-    state: RunState, record: ActivityRecord | None, summary: Mapping[str, Any] | None
-) -> tuple[int, int | None]:
-    """Optimizer steps done, and to do in all as far as that is known."""
-    total = record.total_steps if record is not None else None
-    if summary is not None and isinstance(summary.get("steps"), int):
-        return summary["steps"], total
-    if record is not None and record.step is not None:
-        return record.step, total
-    return state.step, total
 
 
 def _eta_s(step: int, total: int | None, rates: Rates | None) -> float | None:
@@ -147,13 +133,12 @@ def _eta_s(step: int, total: int | None, rates: Rates | None) -> float | None:
     return (total - step) / rates.steps_per_second
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """An object that was written whole, or None."""
+def _read_summary(run: RunDir) -> dict[str, Any] | None:
     try:
-        data = json.loads(path.read_text())
+        summary = json.loads(run.summary.read_text())
     except (FileNotFoundError, ValueError):
         return None
-    return data if isinstance(data, dict) else None
+    return summary if isinstance(summary, dict) else None
 
 
 def _quarantined(run: RunDir) -> tuple[dict[str, Any], ...]:
@@ -165,10 +150,10 @@ def _quarantined(run: RunDir) -> tuple[dict[str, Any], ...]:
     )
 
 
-def _slots(run: RunDir, alive: Mapping[str, Holder]) -> tuple[SlotView, ...]:
+def _slots(run: RunDir, processes: Processes) -> tuple[SlotView, ...]:
     from async_grpo_ipc.report import look_at_slots
 
-    names = {holder.pid: name for name, holder in alive.items()}
+    names = {view.pid: view.name for view in (processes.server, *processes.workers) if view is not None and view.alive}
     try:
         slots = look_at_slots(run.weights_handle, list(names))
     except IPCError:  # nothing is published yet, or no more

@@ -13,7 +13,6 @@ They say for how long something goes on. Who is alive is never read from here: t
 
 from __future__ import annotations
 
-import errno
 import json
 import mmap
 import os
@@ -27,9 +26,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from async_grpo.errors import DiskFullError
 from async_grpo.records import WorkerId
+from async_grpo.rundir.files import room_for
 from async_grpo.rundir.paths import SERVER, activity_file
+from async_grpo_ipc.handle import boot_id
 
 STARTING, LOADING, WAITING, ENDING = "starting", "loading", "waiting", "ending"
 TRAINING, PUBLISHING, EVALUATING, SAVING = "training", "publishing", "evaluating", "saving"  # the server
@@ -61,7 +61,6 @@ class Sample(NamedTuple):
 
     at_s: float
     spent_s: dict[str, float]
-    jobs_done: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +86,7 @@ class ActivityRecord:
     max_staleness: int | None = None
     stall_after_s: float = 60.0  # so long without progress counts as a stall
     spent_s: dict[str, float] = field(default_factory=dict)  # seconds in each state, up to `since_s`
-    minute_ago: Sample = field(default=Sample(0.0, {}, 0))  # as it was SAMPLE_AGE_S ago, or when it began
+    minute_ago: Sample = field(default=Sample(0.0, {}))  # as it was SAMPLE_AGE_S ago, or when it began
     progress_s: float = 0.0
 
     def spent(self, now: float) -> dict[str, float]:
@@ -109,46 +108,36 @@ class ActivityRecord:
 class Activity:
     """The writer: `activity`, one for each process. It counts in memory until it is given a file.
 
-    A change of state is written at once, everything else with it or by `flush()`, which the stall watch calls.
+    A change of state and a new job are written at once, everything else with them or by `flush()`.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._file: mmap.mmap | bytearray = bytearray(FILE_BYTES)
         self._count = 0
-        now = time.monotonic()
-        self._now = ActivityRecord(pid=os.getpid(), began_s=now, since_s=now, minute_ago=Sample(now, {}, 0))
+        self._begin(state=STARTING)
+
+    def _begin(self, **fields: Any) -> None:
+        now = self.progress_s = time.monotonic()
+        self._samples = [Sample(now, {})]
+        self._now = ActivityRecord(
+            pid=os.getpid(), began_s=now, since_s=now, minute_ago=self._samples[0], boot_id=boot_id(), **fields
+        )
         self._jobs: dict[int, JobActivity] = {}
-        self._samples: list[Sample] = []
-        self.progress_s = now
 
     def publish(
         self, root: Path, name: str, *, device: str, run_id: str, state: str, stall_after_s: float = 60.0
     ) -> None:
-        """Write to `alive/NAME.status` from now on, and begin anew: a process has one life."""
+        """Write to `alive/NAME.status` from now on, and start over: a process has one life."""
         path = activity_file(root, name)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         mapped = _map(path)
         with self._lock:
-            (self._count,) = struct.unpack_from("<Q", mapped)  # whoever watched an earlier one sees a change
+            (self._count,) = struct.unpack_from("<Q", mapped)  # goes on from that of an earlier process
             self._file = mapped
-            now = self.progress_s = time.monotonic()
-            self._now = ActivityRecord(
-                name=name,
-                pid=os.getpid(),
-                device=device,
-                run_id=run_id,
-                boot_id=boot_id(),
-                began_s=now,
-                state=state,
-                since_s=now,
-                stall_after_s=stall_after_s,
-                minute_ago=Sample(now, {}, 0),
-            )
-            self._jobs.clear()
-            self._samples = [self._now.minute_ago]
+            self._begin(name=name, device=device, run_id=run_id, state=state, stall_after_s=stall_after_s)
             self._write()
-            struct.pack_into("<d", mapped, COUNT_BYTES, now)
+            struct.pack_into("<d", mapped, COUNT_BYTES, self.progress_s)
 
     @property
     def state(self) -> str:
@@ -157,8 +146,7 @@ class Activity:
     def record(self) -> ActivityRecord:
         """As others see it."""
         with self._lock:
-            jobs = tuple(sorted(self._jobs.values(), key=lambda job: job.since_s)[:MAX_JOBS])
-            return replace(self._now, jobs=jobs, progress_s=self.progress_s)
+            return replace(self._now, jobs=self._oldest_jobs(), progress_s=self.progress_s)
 
     def progress(self) -> None:
         """Something was done: a token was decoded, a group scored, a step taken."""
@@ -211,8 +199,8 @@ class Activity:
         """Write what has changed, and remember how it was, so that rates over the last minute can be had."""
         now = time.monotonic()
         with self._lock:
-            if not self._samples or now - self._samples[-1].at_s >= SAMPLE_EVERY_S:
-                self._samples.append(Sample(now, self._now.spent(now), self._now.jobs_done))
+            if now - self._samples[-1].at_s >= SAMPLE_EVERY_S:
+                self._samples.append(Sample(now, self._now.spent(now)))
             while len(self._samples) > 1 and now - self._samples[1].at_s >= SAMPLE_AGE_S:
                 self._samples.pop(0)
             self._now.minute_ago = self._samples[0]
@@ -223,7 +211,7 @@ class Activity:
             now = time.monotonic()
             self._now.spent_s = self._now.spent(now)
             if self._now.state == LOADING:  # rates are about what comes after it
-                self._samples = [Sample(now, self._now.spent_s, self._now.jobs_done)]
+                self._samples = [Sample(now, self._now.spent_s)]
                 self._now.minute_ago = self._samples[0]
             self._now.state, self._now.since_s = state, now
 
@@ -231,8 +219,11 @@ class Activity:
         self._count += 1
         _TICK.pack_into(self._file, 0, self._count, self.progress_s)
 
+    def _oldest_jobs(self) -> tuple[JobActivity, ...]:
+        return tuple(sorted(self._jobs.values(), key=lambda job: job.since_s)[:MAX_JOBS])
+
     def _write(self) -> None:
-        self._now.jobs = tuple(sorted(self._jobs.values(), key=lambda job: job.since_s)[:MAX_JOBS])
+        self._now.jobs = self._oldest_jobs()
         record = {name: getattr(self._now, name) for name in _WRITTEN}
         data = json.dumps({"format": FORMAT, **record}, separators=(",", ":")).encode()
         if len(data) > FILE_BYTES - _HEAD.size:  # a very long text; what it waits for is in the log, too
@@ -280,18 +271,13 @@ def read_all(root: Path) -> dict[str, ActivityRecord]:
     return {name: record for name, record in found.items() if record is not None}
 
 
-def boot_id() -> str:
-    """Changes when the machine is restarted, and with it where CLOCK_MONOTONIC begins."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
 def _parse(body: bytes, progress_s: float) -> ActivityRecord | None:
     try:
         data: dict[str, Any] = json.loads(body)
         if data.pop("format") != FORMAT:
             return None
         data["jobs"] = tuple(JobActivity(*job) for job in data["jobs"])
-        data["minute_ago"] = Sample(*data["minute_ago"])
+        data["minute_ago"] = Sample(*data["minute_ago"][:2])
         data["waits_on"] = tuple(data["waits_on"])
         return ActivityRecord(**data, progress_s=progress_s)
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -312,11 +298,8 @@ def _read(path: Path, at_most: int) -> bytes:
 def _map(path: Path) -> mmap.mmap:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, FILE_BYTES)  # a full disk is an error here, not a SIGBUS later
-        return mmap.mmap(descriptor, FILE_BYTES)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise DiskFullError(f"The disk is full: no room for {path}. Make room, then start again.") from error
+        with room_for(path):
+            os.posix_fallocate(descriptor, 0, FILE_BYTES)  # a full disk is an error here, not a SIGBUS later
+            return mmap.mmap(descriptor, FILE_BYTES)
     finally:
         os.close(descriptor)

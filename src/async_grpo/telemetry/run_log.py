@@ -1,10 +1,9 @@
-"""The run's own records: one line a logging step in `metrics.jsonl`, and `summary.json` at the end."""
+"""`metrics.jsonl`, one line a logging step: the writer, with the step line of the log, and rates read from its end."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,27 +13,36 @@ from typing import Any
 from loguru import logger
 
 from async_grpo.formatting import eta
-from async_grpo.rundir.files import LineFile
+from async_grpo.rundir.files import LineFile, LineReader
 
 STEP = "STEP"  # level of the step lines: as severe as INFO
 logger.level(STEP, no=logger.level("INFO").no)
+
+WINDOW_S = 60.0  # that rates are over
+TAIL_BYTES = 256 * 1024  # a minute of all but the fastest runs
+
+_STEP_LINE = (  # each part with the metrics it needs; left out where one is missing
+    ("reward {:.3f}", "reward"),
+    ("{:.0f} rollouts/s", "async/rollouts_per_second"),
+    ("staleness {:.1f}", "async/staleness_mean"),
+    ("queue {:.0f}/{:.0f}/{:.0f}", "async/queue_pending", "async/queue_processing", "async/queue_complete"),
+    ("trainer waits {:.0%}", "async/trainer_wait_fraction"),
+    ("workers busy {:.0%}", "async/worker_busy_fraction"),
+)
 
 
 class RunLog:
     """Writes metrics and the step line, and remembers what the summary quotes.
 
     Args:
-        path: `metrics.jsonl`; a resumed run goes on in it.
+        path: `metrics.jsonl`; a resumed run appends to it.
     """
 
     def __init__(self, path: Path) -> None:
         self._total_steps = 0
-        self._started = time.monotonic()
         self._first_step: int | None = None
-        self.reward_first: float | None = None
-        self.reward_last: float | None = None
-        self.accuracy_before: float | None = None
-        self.accuracy_after: float | None = None
+        self._first_step_at = 0.0
+        self._quotes: dict[str, float] = {}
         self._file = LineFile(path)
         for line in path.read_text().splitlines():
             self._remember(json.loads(line))
@@ -48,9 +56,13 @@ class RunLog:
         self._file.append(json.dumps({"step": step, **when, **_json_values(logs)}, default=str))
         self._remember(logs)
         if _is_training_step(logs):
-            if self._first_step is None:
-                self._first_step, self._started = step, time.monotonic()
-            logger.log(STEP, "step {}/{} {}", step, self._total_steps, self._step_line(step, logs))
+            parts = [f"ETA {self._eta(step)}"]
+            parts += [
+                text.format(*(logs[name] for name in names))
+                for text, *names in _STEP_LINE
+                if all(logs.get(name) is not None for name in names)
+            ]
+            logger.log(STEP, "step {}/{} {}", step, self._total_steps, "  ".join(parts))
         elif "eval_reward" in logs:
             logger.info("evaluation at step {}: reward {:.3f}", step, logs["eval_reward"])
 
@@ -59,48 +71,22 @@ class RunLog:
 
     def quotes(self) -> dict[str, float]:
         """The summary's figures about learning; only those that the run has."""
-        named = {
-            "reward_first": self.reward_first,
-            "reward_last": self.reward_last,
-            "accuracy_before": self.accuracy_before,
-            "accuracy_after": self.accuracy_after,
-        }
-        return {name: round(value, 4) for name, value in named.items() if value is not None}
+        return {name: round(value, 4) for name, value in self._quotes.items()}
 
     def _remember(self, logs: dict[str, Any]) -> None:
         if _is_training_step(logs):
-            self.reward_last = logs["reward"]
-            self.reward_first = self.reward_last if self.reward_first is None else self.reward_first
-        accuracy = logs.get("eval_rewards/accuracy/mean")
-        if accuracy is None:
-            return
-        if self.accuracy_before is None:
-            self.accuracy_before = accuracy
-        else:
-            self.accuracy_after = accuracy
-
-    def _step_line(self, step: int, logs: dict[str, Any]) -> str:
-        parts = [f"ETA {self._eta(step)}", f"reward {logs['reward']:.3f}"]
-        shown = (
-            ("async/rollouts_per_second", "{:.0f} rollouts/s"),
-            ("async/staleness_mean", "staleness {:.1f}"),
-        )
-        parts += [text.format(logs[name]) for name, text in shown if logs.get(name) is not None]
-        queue = [logs.get(f"async/queue_{state}") for state in ("pending", "processing", "complete")]
-        if None not in queue:
-            parts.append("queue " + "/".join(f"{count:.0f}" for count in queue))
-        if logs.get("async/trainer_wait_fraction") is not None:
-            parts.append(f"trainer waits {logs['async/trainer_wait_fraction']:.0%}")
-        if logs.get("async/worker_busy_fraction") is not None:
-            parts.append(f"workers busy {logs['async/worker_busy_fraction']:.0%}")
-        return "  ".join(parts)
+            self._quotes.setdefault("reward_first", logs["reward"])
+            self._quotes["reward_last"] = logs["reward"]
+        if (accuracy := logs.get("eval_rewards/accuracy/mean")) is not None:
+            self._quotes["accuracy_after" if "accuracy_before" in self._quotes else "accuracy_before"] = accuracy
 
     def _eta(self, step: int) -> str:
-        assert self._first_step is not None
-        done = step - self._first_step
-        if done == 0:
+        if self._first_step is None:
+            self._first_step, self._first_step_at = step, time.monotonic()
+        if step == self._first_step:
             return "?"
-        return eta((self._total_steps - step) * (time.monotonic() - self._started) / done)
+        seconds_per_step = (time.monotonic() - self._first_step_at) / (step - self._first_step)
+        return eta((self._total_steps - step) * seconds_per_step)
 
 
 def _json_values(logs: dict[str, Any]) -> dict[str, Any]:
@@ -112,13 +98,9 @@ def _is_training_step(logs: dict[str, Any]) -> bool:
     return "loss" in logs and logs.get("reward") is not None
 
 
-WINDOW_S = 60.0
-TAIL_BYTES = 256 * 1024  # a minute of all but the fastest runs
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What the steps of the last minute say, or the last two steps where one takes longer."""
+    """Of the steps of the last minute, or of the last two steps where one takes longer."""
 
     window_s: float  # from the first of these steps until now
     steps_per_second: float
@@ -129,15 +111,15 @@ class Rates:
 
 
 def last_steps(path: Path, now: float, since: float) -> list[dict[str, Any]]:
-    """The logged training steps of the last minute, oldest first; at least two, where there are two.
+    """The training steps that were logged in the last minute, oldest first, but at least two if there are two.
 
-    `since`: when the process that writes them began; what an earlier one wrote is left out. A line that is written
-    just now, and lines that are no JSON, are skipped.
+    Args:
+        since: when the process that writes them began; lines of an earlier one are left out.
     """
+    position = max(0, path.stat().st_size - TAIL_BYTES) if path.exists() else 0
     found: list[dict[str, Any]] = []
-    for line in reversed(_lines_from_end(path)):
-        entry = _parse(line)
-        if entry is None:
+    for line in reversed(LineReader(path, position).new_lines()[position > 0 :]):
+        if (entry := _parse(line)) is None:
             continue
         when = entry["monotonic_s"]
         if when < since or when > now + WINDOW_S or (when < now - WINDOW_S and len(found) >= 2):
@@ -164,7 +146,7 @@ def rates(steps: list[dict[str, Any]], now: float) -> Rates | None:
 
 
 def _mean_over_time(steps: list[dict[str, Any]], name: str) -> float | None:
-    """Each value weighed by the time since the step before."""
+    """The mean of a metric, each value weighted by the time since the step before."""
     total = weight = 0.0
     for before, step in pairwise(steps):
         if step.get(name) is not None:
@@ -173,22 +155,10 @@ def _mean_over_time(steps: list[dict[str, Any]], name: str) -> float | None:
     return total / weight if weight else None
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: str) -> dict[str, Any] | None:
     try:
         entry = json.loads(line)
     except ValueError:
         return None
     is_step = isinstance(entry, dict) and "loss" in entry and isinstance(entry.get("step"), int)
     return entry if is_step and isinstance(entry.get("monotonic_s"), float) else None
-
-
-def _lines_from_end(path: Path) -> list[bytes]:
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            data = file.read()
-    except FileNotFoundError:
-        return []
-    lines = data.split(b"\n")
-    return lines[1 if size > TAIL_BYTES else 0 : -1]

@@ -127,6 +127,7 @@ def test_a_worker_that_hangs_on_a_job_is_killed_and_started_again(
                 until(lambda: False)
             {FOLLOW_THE_RUN}
         """,
+        flags="",
     )
     assert launch(stage.options(worker_devices=("cpu",), worker_timeout_s=0.2)) == 0
     out = capsys.readouterr().out
