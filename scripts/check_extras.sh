@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Proves that every set of extras resolves together with constraints.txt, without installing anything.
+# Checks that every set of extras resolves together with constraints.txt, without installing anything.
 # usage: scripts/check_extras.sh [EXTRAS ...]      default: the sets that the README names
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs what needs a GPU and writes a report in Markdown. Each part ends within 10 minutes; one that fails says so, and
-# the others go on.
+# Runs everything that needs a GPU and writes a report in Markdown. Each part ends within 10 minutes; after a failure
+# the other parts still run.
 #
 # usage: scripts/gpu_check.sh [PART ...] [--report FILE] [--wheels FOLDER] [--dry-run]
 #   PART       tests, weights, async, gsm8k; all by default

@@ -1,4 +1,4 @@
-"""Run the demo and show what the README shows of its output: the first lines, a step in the middle, the end.
+"""Run the demo and print the part of its output that is in the README: the first lines, a step in the middle, the end.
 
 python scripts/show_demo.py            print it
 python scripts/show_demo.py --write    put it into the README
@@ -20,7 +20,7 @@ DEMO = ("src/app/trainer_setup_tiny.py", "--distributed", "--num-workers", "2")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run the demo and show what the README shows of its output.")
+    parser = argparse.ArgumentParser(description="Print the part of the demo's output that is in the README.")
     parser.add_argument("--write", action="store_true", help="put it into the README")
     write = parser.parse_args().write
     shown = excerpt(output())

@@ -3,7 +3,7 @@
     python scripts/show_run_directory.py           print them
     python scripts/show_run_directory.py --write   put them into the page
 
-The run has two workers, a prompt whose reward always fails, a stop in the middle, and is gone on with by --resume.
+The run has two workers, a prompt whose reward always fails, a stop in the middle, and is continued with --resume.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes (or mends) a virtual environment with vLLM's CPU build and this package's tests: scripts/vllm_cpu_env.sh DIR
+# Creates (or repairs) a virtual environment with vLLM's CPU build and this package's tests: scripts/vllm_cpu_env.sh DIR
 # vLLM asks for torchvision, torchaudio and torchcodec, which text models never import; they are left out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
