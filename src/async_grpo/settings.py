@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from argparse import ArgumentTypeError
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ _LIMIT = re.compile(r"(\d+)\s*(KB|MB|GB|TB)?", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class ArchiveLimit:
-    """Keep the newest so many groups, or so many bytes of them."""
+    """Keep at most this many groups, or this many bytes of them, the newest first."""
 
     amount: int
     in_bytes: bool = False
@@ -54,41 +55,113 @@ STALL_WARNING_S = 60.0
 STOP_GRACE_S = 9.0  # a run ends within 10 s
 
 
+def positive(text: str) -> int:
+    return _at_least(text, 1)
+
+
+def not_negative(text: str) -> int:
+    return _at_least(text, 0)
+
+
+def positive_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ArgumentTypeError(f"must be a positive number of seconds, got {text!r}")
+    return seconds
+
+
+def _at_least(text: str, least: int) -> int:
+    if not text.lstrip("-").isdecimal() or int(text) < least:
+        raise ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
+    return int(text)
+
+
+def setting(default: Any, help: str, **argument: Any) -> Any:
+    """A field with its flag: `argument` and the help are for `argparse.add_argument`."""
+    return field(default=default, metadata={"help": help, **argument})
+
+
+def stall_warning() -> Any:
+    what = "a process without progress for S seconds logs what it waits for, since when and on which process"
+    return setting(STALL_WARNING_S, f"{what} (default: 60)", type=positive_seconds, metavar="S")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSettings:
-    """For the parameter server. Field names are the flags' names."""
+    """For the parameter server. Each field is a flag of the same name."""
 
-    steps: int | None = None  # overrides max_steps of the setup file
-    seed: int | None = None  # overrides its seed
-    max_staleness: int = 4  # in policy versions
-    correction: str = "bypass"  # one of CORRECTIONS
-    filter_zero_variance: bool = False  # replace groups whose rewards are all equal
-    deterministic: bool = False  # the same seed gives the same run, bit for bit
-    max_attempts: int = 3  # tries of a job before it is set aside
-    keep_done: ArchiveLimit = DEFAULT_LIMIT  # of the archive of used groups
-    resume: bool = False
-    stall_warning: float = STALL_WARNING_S  # so long without progress is told, with what is waited for
+    steps: int | None = setting(None, "optimizer steps; overrides max_steps of the setup file", type=positive)
+    seed: int | None = setting(None, "overrides the seed of the setup file", type=int)
+    max_staleness: int = setting(
+        4,
+        "maximum age of a rollout in policy versions when it is trained on; 0 is the synchronous schedule (default: 4)",
+        type=not_negative,
+        metavar="K",
+    )
+    correction: str = setting(
+        "bypass",
+        "how the loss corrects for stale rollouts (default: bypass, PPO's clip against the sampler)",
+        choices=CORRECTIONS,
+    )
+    filter_zero_variance: bool = setting(
+        False, "replace groups whose rewards are all equal by new ones until the batch is full (DAPO)"
+    )
+    deterministic: bool = setting(False, "the same seed gives the same run on this machine, bit for bit")
+    max_attempts: int = setting(
+        3, "attempts at a failing job before it is set aside (default: 3)", type=positive, metavar="N"
+    )
+    keep_done: ArchiveLimit = setting(  # noqa: RUF009, it is frozen
+        DEFAULT_LIMIT,
+        "keep at most N used groups, or at most this many bytes of them (2GB), in done/ (default: 10000)",
+        type=ArchiveLimit.parse,
+        metavar="N",
+    )
+    resume: bool = setting(False, "continue the unfinished run in --run-dir")
+    stall_warning: float = stall_warning()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """For a rollout worker. Field names are the flags' names."""
+    """For a rollout worker. Each field is a flag of the same name."""
 
-    groups_per_claim: int | None = None  # None: an even share of what is pending
-    score_concurrency: int = 4  # groups that are scored while the next ones are generated
-    stall_warning: float = STALL_WARNING_S  # as in `TrainingSettings`
-    generator: str | None = None  # one of GENERATORS; None: what the setup file and the machine suggest
-    in_flight_update: str = "off"  # on: new weights are adopted while groups are generated
+    groups_per_claim: int | None = setting(
+        None,
+        "prompt groups that a worker generates in one batch (default: auto, an even share of what is pending)",
+        type=lambda text: None if text == "auto" else positive(text),
+        metavar="auto|N",
+    )
+    score_concurrency: int = setting(
+        4, "groups that a worker scores while it generates the next ones (default: 4)", type=positive, metavar="N"
+    )
+    stall_warning: float = stall_warning()
+    generator: str | None = setting(
+        None,
+        "what the workers generate with: transformers, or vLLM with continuous batching (default: vllm where the "
+        "setup file says use_vllm=True, or it is installed and there is a GPU; else hf)",
+        choices=GENERATORS,
+    )
+    in_flight_update: str = setting(
+        "off",
+        "vllm only. off: groups are finished with the weights that began them; on: they continue with new weights "
+        "as soon as there are any (default: off)",
+        choices=("off", "on"),
+    )
 
 
 def as_flags(settings: TrainingSettings | WorkerSettings) -> list[str]:
     """`TrainingSettings(seed=3, resume=True, …)` -> `["--seed", "3", "--resume", …]`."""
     flags: list[str] = []
-    for field in fields(settings):
-        value: Any = getattr(settings, field.name)
-        flag = f"--{field.name.replace('_', '-')}"
+    for setting in fields(settings):
+        value: Any = getattr(settings, setting.name)
         if value is True:
-            flags.append(flag)
+            flags.append(flag_name(setting.name))
         elif value is not None and value is not False:
-            flags += [flag, str(value)]
+            flags += [flag_name(setting.name), str(value)]
     return flags
+
+
+def flag_name(setting: str) -> str:
+    return f"--{setting.replace('_', '-')}"

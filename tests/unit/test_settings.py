@@ -1,13 +1,16 @@
-"""How much of the archive of used groups stays."""
+"""Settings: their flags, and how much of the archive of used groups stays."""
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from async_grpo.cli import options, server, worker
 from async_grpo.errors import UsageError
-from async_grpo.settings import ArchiveLimit
+from async_grpo.settings import ArchiveLimit, TrainingSettings, WorkerSettings, as_flags
 
 
 @pytest.mark.parametrize(
@@ -37,3 +40,38 @@ def test_a_size_keeps_the_newest_groups_that_fit(tmp_path: Path) -> None:
         (folder / f"{number:010d}.a00_complete").write_bytes(bytes(1000))
     kept = {size: ArchiveLimit(size, in_bytes=True).groups(tmp_path) for size in (0, 999, 2000, 2999, 10**9)}
     assert kept == {0: 0, 999: 0, 2000: 2, 2999: 2, 10**9: 6}
+
+
+OTHER_TRAINING = TrainingSettings(
+    steps=3,
+    seed=7,
+    max_staleness=0,
+    correction="tis",
+    filter_zero_variance=True,
+    deterministic=True,
+    max_attempts=5,
+    keep_done=ArchiveLimit(2 * 10**9, in_bytes=True),
+    resume=True,
+    stall_warning=1.5,
+)
+OTHER_WORK = WorkerSettings(
+    groups_per_claim=2, score_concurrency=1, stall_warning=0.5, generator="hf", in_flight_update="on"
+)
+
+
+def parsed(settings: TrainingSettings | WorkerSettings) -> TrainingSettings | WorkerSettings:
+    if isinstance(settings, TrainingSettings):
+        return options.training_settings(server.build_parser().parse_args(as_flags(settings)))
+    return options.worker_settings(worker.build_parser().parse_args(as_flags(settings)))
+
+
+@pytest.mark.parametrize("changed", [OTHER_TRAINING, OTHER_WORK])
+def test_the_flags_of_settings_are_read_back_as_the_same_settings(changed: Any) -> None:
+    default = type(changed)()
+    assert parsed(default) == default
+    assert parsed(changed) == changed
+    for field in fields(changed):
+        value = getattr(changed, field.name)
+        assert value != field.default, f"{field.name} is not tried"
+        one = replace(default, **{field.name: value})
+        assert parsed(one) == one

@@ -13,6 +13,7 @@ from async_grpo.cli import options
 from async_grpo.errors import DiskFullError
 from async_grpo.formatting import counted
 from async_grpo.rundir.paths import RunDir
+from async_grpo.settings import not_negative
 
 if TYPE_CHECKING:
     from async_grpo.reports.board import Added, Board
@@ -36,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--serve", action="store_true", help="open TensorBoard on this machine only; Ctrl-C ends it, not the run"
     )
-    parser.add_argument("--port", type=options.not_negative, default=6006, help="default: 6006; 0: any free one")
+    parser.add_argument("--port", type=not_negative, default=6006, help="default: 6006; 0: any free one")
     return parser
 
 

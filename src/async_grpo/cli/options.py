@@ -10,11 +10,12 @@ from dataclasses import fields
 from pathlib import Path
 
 from async_grpo.errors import UsageError
-from async_grpo.settings import CORRECTIONS, GENERATORS, STALL_WARNING_S, ArchiveLimit, TrainingSettings, WorkerSettings
+from async_grpo.settings import TrainingSettings, WorkerSettings, flag_name
 from async_grpo.setup.devices import CPU, hold_to_device, parse_device, threads_per_process, visible_gpus
 
 DEFAULT_CONFIG = Path("src/app/trainer_setup_gsmk.py")
 DEFAULT_RUN_DIR = Path("worker")
+SHORT_FLAGS = {"steps": ("-s",)}
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -35,14 +36,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="queue, logs and metrics of the run (default: worker/)",
     )
     add_log_level_option(parser)
-    parser.add_argument(
-        "--stall-warning",
-        type=positive_seconds,
-        default=STALL_WARNING_S,
-        metavar="S",
-        help="a process that makes no progress for S seconds says what it waits for, since when and for whom "
-        "(default: 60)",
-    )
+    add_settings(parser, TrainingSettings, "stall_warning")
 
 
 def add_log_level_option(parser: argparse.ArgumentParser) -> None:
@@ -54,52 +48,28 @@ def add_device_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", "-d", help="GPU index or 'cpu' (default: GPU 0 where there is one)")
 
 
+def add_settings(parser: argparse._ActionsContainer, settings: type, *names: str) -> None:
+    """Add the flags of these fields of `TrainingSettings` or `WorkerSettings`, as their metadata describes them."""
+    declared = {field.name: field for field in fields(settings)}
+    for name in names:
+        field = declared[name]
+        flags = [flag_name(name), *SHORT_FLAGS.get(name, ())]
+        if field.default is False:
+            parser.add_argument(*flags, action="store_true", **field.metadata)
+        else:
+            parser.add_argument(*flags, default=field.default, **field.metadata)
+
+
 def add_training_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", "-s", type=positive, help="optimizer steps; overrides max_steps of the setup file")
-    parser.add_argument("--seed", type=int, help="overrides the seed of the setup file")
+    add_settings(parser, TrainingSettings, "steps", "seed")
 
 
 def add_distributed_options(parser: argparse.ArgumentParser) -> None:
     """What the parameter server takes besides `add_training_options`."""
-    default = TrainingSettings()
-    parser.add_argument(
-        "--max-staleness",
-        type=not_negative,
-        default=default.max_staleness,
-        metavar="K",
-        help="no rollout is trained on that is more than K policy versions old; 0 is the synchronous schedule "
-        "(default: 4)",
-    )
-    parser.add_argument(
-        "--correction",
-        choices=CORRECTIONS,
-        default=default.correction,
-        help="how the loss corrects for stale rollouts (default: bypass, PPO's clip against the sampler)",
-    )
-    parser.add_argument(
-        "--filter-zero-variance",
-        action="store_true",
-        help="replace groups whose rewards are all equal by new ones until the batch is full (DAPO)",
-    )
-    parser.add_argument(
-        "--deterministic", action="store_true", help="the same seed gives the same run on this machine, bit for bit"
-    )
-    parser.add_argument(
-        "--max-attempts",
-        type=positive,
-        default=default.max_attempts,
-        metavar="N",
-        help="tries of a failing job before it is set aside (default: 3)",
-    )
-    parser.add_argument(
-        "--keep-done",
-        type=ArchiveLimit.parse,
-        default=default.keep_done,
-        metavar="N",
-        help="keep so many used groups, or so many bytes of them (2GB), in done/ (default: 10000)",
-    )
+    elsewhere = ("steps", "seed", "stall_warning", "resume")
+    add_settings(parser, TrainingSettings, *(f.name for f in fields(TrainingSettings) if f.name not in elsewhere))
     unfinished = parser.add_mutually_exclusive_group()
-    unfinished.add_argument("--resume", action="store_true", help="go on with the unfinished run in --run-dir")
+    add_settings(unfinished, TrainingSettings, "resume")
     unfinished.add_argument(
         "--overwrite", action="store_true", help="delete the unfinished run in --run-dir (checkpoints stay)"
     )
@@ -107,35 +77,7 @@ def add_distributed_options(parser: argparse.ArgumentParser) -> None:
 
 def add_worker_options(parser: argparse._ActionsContainer) -> None:
     """What a worker takes, and `train` passes on to its workers."""
-    default = WorkerSettings()
-    parser.add_argument(
-        "--groups-per-claim",
-        type=groups_per_claim,
-        default=default.groups_per_claim,
-        metavar="auto|N",
-        help="prompt groups that a worker generates in one batch (default: auto, an even share of what is pending)",
-    )
-    parser.add_argument(
-        "--score-concurrency",
-        type=positive,
-        default=default.score_concurrency,
-        metavar="N",
-        help="groups that a worker scores while it generates the next ones (default: 4)",
-    )
-    parser.add_argument(
-        "--generator",
-        choices=GENERATORS,
-        default=default.generator,
-        help="what the workers generate with: transformers, or vLLM with continuous batching (default: vllm where the "
-        "setup file says use_vllm=True, or it is installed and there is a GPU; else hf)",
-    )
-    parser.add_argument(
-        "--in-flight-update",
-        choices=("off", "on"),
-        default=default.in_flight_update,
-        help="vllm only. off: groups are finished with the weights that began them; on: they go on with new weights "
-        "as soon as there are any (default: off)",
-    )
+    add_settings(parser, WorkerSettings, *(f.name for f in fields(WorkerSettings) if f.name != "stall_warning"))
 
 
 def training_settings(args: argparse.Namespace) -> TrainingSettings:
@@ -144,34 +86,6 @@ def training_settings(args: argparse.Namespace) -> TrainingSettings:
 
 def worker_settings(args: argparse.Namespace) -> WorkerSettings:
     return WorkerSettings(**{field.name: getattr(args, field.name) for field in fields(WorkerSettings)})
-
-
-def groups_per_claim(text: str) -> int | None:
-    return None if text == "auto" else _at_least(text, 1)
-
-
-def positive(text: str) -> int:
-    return _at_least(text, 1)
-
-
-def not_negative(text: str) -> int:
-    return _at_least(text, 0)
-
-
-def positive_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text!r}")
-    return seconds
-
-
-def _at_least(text: str, least: int) -> int:
-    if not text.lstrip("-").isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
-    return int(text)
 
 
 def log_level(args: argparse.Namespace) -> str:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from async_grpo.cli import options
-from async_grpo.settings import CORRECTIONS
+from async_grpo.settings import CORRECTIONS, positive
 
 LOSS_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 EXAMPLES = """\
@@ -21,7 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("run", type=Path, nargs="?", default=options.DEFAULT_RUN_DIR, help="default: worker/")
     parser.add_argument("--correction", choices=CORRECTIONS, help="default: the run's")
     parser.add_argument("--loss-type", choices=LOSS_TYPES, help="default: the setup file's")
-    parser.add_argument("--steps", "-s", type=options.positive, help="default: as many as the run did")
+    parser.add_argument("--steps", "-s", type=positive, help="default: as many as the run did")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/replay"), help="default: outputs/replay")
     options.add_device_option(parser)
     options.add_log_level_option(parser)

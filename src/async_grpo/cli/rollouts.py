@@ -13,6 +13,7 @@ from async_grpo.cli import options
 from async_grpo.cli.queue import group_number
 from async_grpo.errors import UsageError
 from async_grpo.rundir.paths import RUNNING
+from async_grpo.settings import positive
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -43,10 +44,10 @@ def build_parser() -> argparse.ArgumentParser:
     order.add_argument("--worst", action="store_true", help="the lowest rewards first")
     order.add_argument("--best", action="store_true", help="the highest rewards first")
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("--step", type=options.positive, metavar="N", help="only what optimizer step N used")
+    one.add_argument("--step", type=positive, metavar="N", help="only what optimizer step N used")
     one.add_argument("--job", type=group_number, metavar="ID", help="only this prompt group, in full")
     parser.add_argument(
-        "--limit", type=options.positive, metavar="N", help=f"completions (default: {SHOWN}; of a page {SHOWN_AS_PAGE})"
+        "--limit", type=positive, metavar="N", help=f"completions (default: {SHOWN}; of a page {SHOWN_AS_PAGE})"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page instead")
     return parser

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from async_grpo.cli import options
 from async_grpo.errors import UsageError
-from async_grpo.settings import STOP_GRACE_S
+from async_grpo.settings import STOP_GRACE_S, positive, positive_seconds
 from async_grpo.setup.devices import CPU, check_torch_sees, hold_to_device, parse_device, visible_gpus
 from async_grpo.setup.generator_choice import choose_generator
 
@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--num-workers",
         "-n",
-        type=options.positive,
+        type=positive,
         help="default: one for each GPU besides the server's, 2 on a CPU",
     )
     group.add_argument(
@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--worker-timeout",
-        type=options.positive_seconds,
+        type=positive_seconds,
         default=600.0,
         metavar="S",
         help="a worker with a job that decodes no token and scores no group for S seconds is killed and started again "
@@ -73,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument(
         "--stop-grace",
-        type=options.positive_seconds,
+        type=positive_seconds,
         default=STOP_GRACE_S,
         metavar="S",
         help="after Ctrl-C or SIGTERM the server has S seconds to finish its step and write a checkpoint; then it is "

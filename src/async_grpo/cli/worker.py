@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from async_grpo.cli import options
+from async_grpo.settings import positive
 from async_grpo.setup.devices import CPU
 from async_grpo.setup.generator_choice import HF, choose_generator, installed
 
@@ -24,9 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", "-d", help="GPU index or 'cpu' (default: $WORKER_DEVICE, else GPU 1, else cpu)")
     parser.add_argument("--config", type=Path, help="setup file (default: the parameter server's)")
-    parser.add_argument(
-        "--id", type=options.positive, help="the worker's number in file names (default: the first free one)"
-    )
+    parser.add_argument("--id", type=positive, help="the worker's number in file names (default: the first free one)")
     options.add_worker_options(parser)
     options.add_run_options(parser)
     options.add_launched_option(parser)
