@@ -48,7 +48,7 @@ def trainer_of(hidden: int = 128, layers: int = 4) -> Any:
     import qwen3_1m
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from async_grpo.rollout.trl_trainer import make_rollout_trainer
+    from async_grpo.rollout.trl_trainer import RolloutTrainer
 
     os.environ["TEST_TOKENS"] = str(TOKENS)
     trainer = qwen3_1m.get_trainer()
@@ -62,7 +62,7 @@ def trainer_of(hidden: int = 128, layers: int = 4) -> Any:
     trainer.args.generation_kwargs = {"min_new_tokens": TOKENS}
     trainer.generation_config.min_new_tokens = TOKENS
     trainer.args.generation_batch_size = max(BATCHES)
-    make_rollout_trainer(trainer)
+    RolloutTrainer(trainer)
     return trainer
 
 
@@ -75,12 +75,22 @@ def prompts_for(trainer: Any, batch: int) -> list[list[int]]:
 
 
 def transformers_side(trainer: Any) -> Callable[[int], float]:
+    from async_grpo.records import Job
+    from async_grpo.rollout.engines import PreparedGroup
+    from async_grpo.rollout.engines.choice import transformers_engine
+    from async_grpo.rollout.trl_trainer import RolloutTrainer
+
+    engine = transformers_engine(RolloutTrainer(trainer))
+
     def seconds(batch: int) -> float:
-        prompts = prompts_for(trainer, batch)
+        job = Job(run_id="", seq=0, row={}, num_generations=batch, seed=0, born_version=0, min_version=0)
+        group = PreparedGroup(job=job, version=0, prompt_ids=prompts_for(trainer, batch))
         started = time.perf_counter()
-        ids, _ = trainer.generator.generate(prompts)
+        sampled = engine.sample([group])
+        while not sampled:
+            sampled = engine.sample([])
         took = time.perf_counter() - started
-        assert all(len(completion) == TOKENS for completion in ids)
+        assert all(len(completion) == TOKENS for completion in sampled[0].token_ids)
         return took
 
     return seconds
@@ -136,7 +146,9 @@ def worker_side(trainer: Any, engine: VLLMEngine, weights: Any, folder: Path) ->
 
     from async_grpo.queue import ServerQueue, WorkerQueue
     from async_grpo.records import Job
-    from async_grpo.rollout.streaming_worker import StreamingWorker
+    from async_grpo.rollout.engines.continuous import ContinuousEngine
+    from async_grpo.rollout.trl_trainer import RolloutTrainer
+    from async_grpo.rollout.worker import Worker, WorkerContext
     from async_grpo.settings import WorkerSettings
 
     server = ServerQueue.open(folder, "bench")
@@ -152,17 +164,16 @@ def worker_side(trainer: Any, engine: VLLMEngine, weights: Any, folder: Path) ->
 
     queue.complete = count_down  # type: ignore[method-assign]
     state = SimpleNamespace(state="running")
-    worker = StreamingWorker(
-        engine=engine,
-        in_flight_update=False,
-        trainer=trainer,
+    context = WorkerContext(
+        trl=RolloutTrainer(trainer),
         queue=queue,
         weights=weights,
-        run=SimpleNamespace(root=folder, read_state=lambda: state),
+        run=SimpleNamespace(root=folder, read_state=lambda: state),  # type: ignore[arg-type]
         stop=_When(lambda: left[0] == 0),  # type: ignore[arg-type]
         settings=WorkerSettings(),
         deterministic=False,
     )
+    worker = Worker(context, ContinuousEngine(engine, group_size=GROUP))
 
     def seconds(batch: int) -> float:
         for index in range(batch // GROUP):
@@ -180,7 +191,7 @@ def worker_side(trainer: Any, engine: VLLMEngine, weights: Any, folder: Path) ->
             )
         left[0] = batch // GROUP
         started = time.perf_counter()
-        worker.work()
+        worker.run()
         took = last[0] - started  # then it looks for more jobs
         for entry in list(server.finished()):
             server.take(entry)

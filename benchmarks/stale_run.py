@@ -13,7 +13,9 @@ from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 
 from async_grpo.records import Job, RolloutGroup, Timings
-from async_grpo.rollout.trl_trainer import make_rollout_trainer, to_record
+from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.engines.choice import transformers_engine
+from async_grpo.rollout.trl_trainer import RolloutTrainer, to_record
 from async_grpo.setup.trl_compat import repair_trl
 from async_grpo.training.job_issuer import sampling_seed
 from async_grpo.training.prompts import prompt_rows
@@ -31,7 +33,8 @@ class StaleRun(TrainingEvents):
         torch.manual_seed(seed)
         self._trainer = _build_trainer(output_dir, seed, steps)
         self._worker: Any = _build_trainer(output_dir, seed, steps)
-        make_rollout_trainer(self._worker)
+        self._trl = RolloutTrainer(self._worker)
+        self._engine = transformers_engine(self._trl)
         self._seed = seed
         self._rows = prompt_rows(self._trainer)
         self._issued = 0
@@ -59,21 +62,24 @@ class StaleRun(TrainingEvents):
         self._worker.model.load_state_dict(weights)
         jobs = [self._next_job(version) for _ in range(groups_per_round(self._trainer))]
         with torch.random.fork_rng(devices=[]):  # a worker's randomness is not the trainer's
-            torch.manual_seed(jobs[0].seed)
-            generated = self._worker.generate_groups([job.row for job in jobs], self._trainer.num_generations)
+            sampled = self._sample(self._trl.prepare(jobs, generated_by))
         return [
             to_record(
-                job,
                 group,
-                self._worker.score(group),
+                self._trl.score(group),
                 attempt=0,
                 worker="dev0",
-                policy_version=generated_by,
                 reward_names=self._worker.reward_func_names,
                 timings=Timings(),
             )
-            for job, group in zip(jobs, generated, strict=True)
+            for group in self._trl.finish(sampled)
         ]
+
+    def _sample(self, prepared: Sequence[PreparedGroup]) -> list[SampledGroup]:
+        sampled = self._engine.sample(prepared)
+        while len(sampled) < len(prepared):
+            sampled += self._engine.sample([])
+        return sorted(sampled, key=lambda group: group.prepared.job.seq)
 
     def _next_job(self, version: int) -> Job:
         seq, self._issued = self._issued, self._issued + 1

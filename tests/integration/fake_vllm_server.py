@@ -18,7 +18,9 @@ import safetensors.torch
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from async_grpo.rollout.engines.transformers import TransformersGenerator
+from async_grpo.records import Job
+from async_grpo.rollout.engines import PreparedGroup
+from async_grpo.rollout.engines.transformers import TransformersEngine
 
 DEADLINE_S = 60.0
 
@@ -100,10 +102,19 @@ class FakeVLLMServer(ThreadingHTTPServer):
             pad_token_id=self.model.config.pad_token_id,
             top_k=None,
         )
-        generator = TransformersGenerator(
-            self.model, config=config, pad_token_id=self.model.config.pad_token_id, autocast=nullcontext
+        engine = TransformersEngine(
+            self.model,
+            config=config,
+            pad_token_id=self.model.config.pad_token_id,
+            autocast=nullcontext,
+            most_groups=1,
         )
-        completions, logprobs = generator.generate(prompts)
+        seed = len(self.asked)
+        job = Job(run_id="", seq=0, row={}, num_generations=len(prompts), seed=seed, born_version=0, min_version=0)
+        sampled = engine.sample([PreparedGroup(job=job, version=0, prompt_ids=prompts)])
+        while not sampled:
+            sampled = engine.sample([])
+        completions, logprobs = sampled[0].token_ids, sampled[0].logprobs
         return [
             {
                 "prompt_token_ids": prompt,

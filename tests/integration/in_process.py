@@ -7,7 +7,8 @@ bytes of a job file on their way. Everything of a test's setup is here, too: tin
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,11 @@ from trl.chat_template_utils import qwen3_chat_template
 
 from async_grpo.queue.codec import decode_group, encode_group
 from async_grpo.records import Job, RolloutGroup, Timings
-from async_grpo.rollout.trl_trainer import make_rollout_trainer, to_record
+from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
+from async_grpo.rollout.engines.batch import BatchEngine, Decoding
+from async_grpo.rollout.engines.choice import transformers_engine
+from async_grpo.rollout.trl_trainer import GeneratedGroup, RolloutTrainer, to_record
+from async_grpo.rollout.turns import Turns
 from async_grpo.setup.trl_compat import repair_trl
 from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.rollout_metrics import RolloutMetrics
@@ -33,6 +38,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 transformers_logging.set_verbosity_error()
 
 GROUP_SIZE = 2
+DEADLINE_S = 120.0
 TIMES = ("step_time",)  # of TRL's metrics, those that are no function of what was trained on
 LAST_ENTRY = "train_runtime"  # a key of the last entry of a trainer's log history only
 
@@ -171,13 +177,59 @@ QWEN3_CHAT_TEMPLATE = qwen3_chat_template
 # --- The run ----------------------------------------------------------------------------------------------
 
 
+class InProcessWorker:
+    """The four calls of a worker, without its queue and its weights.
+
+    Args:
+        engine: samples in place of the trainer's own model.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, engine: Engine | None = None) -> None:
+        self.trl = RolloutTrainer(trainer)
+        engine = engine or transformers_engine(self.trl)
+        turns = None if self.trl.samples_whole else Turns(self.trl, engine)
+        self.calls: RolloutTrainer | Turns = turns or self.trl
+        self.engine: Engine = turns or engine
+
+    def sample(self, prepared: Sequence[PreparedGroup]) -> list[SampledGroup]:
+        """Step the engine until all groups have ended."""
+        deadline = time.monotonic() + DEADLINE_S
+        sampled = self.engine.sample(prepared)
+        while len(sampled) < len(prepared):
+            assert time.monotonic() < deadline, "the engine does not come to an end"
+            sampled += self.engine.sample([])
+        for group in sampled:
+            if group.error is not None:
+                raise group.error
+        return sorted(sampled, key=lambda group: group.prepared.job.seq)
+
+    def generate(self, jobs: Sequence[Job], version: int = 0) -> list[GeneratedGroup]:
+        """The groups of the jobs, not scored yet."""
+        return self.calls.finish(self.sample(self.calls.prepare(jobs, version)))
+
+    def rollouts(self, jobs: Sequence[Job], version: int = 0) -> list[RolloutGroup]:
+        names = self.trl.trainer.reward_func_names
+        return [
+            to_record(group, self.calls.score(group), attempt=0, worker="dev0", reward_names=names, timings=Timings())
+            for group in self.generate(jobs, version)
+        ]
+
+
+def jobs_of(rows: Iterable[dict[str, Any]], group_size: int = GROUP_SIZE) -> list[Job]:
+    """A job for each row, numbered and seeded from 0."""
+    return [
+        Job(run_id="test", seq=seq, row=dict(row), num_generations=group_size, seed=seq, born_version=0, min_version=0)
+        for seq, row in enumerate(rows)
+    ]
+
+
 class InProcessRun(TrainingEvents):
     """A trainer that takes its rollouts from workers, and one worker that works whenever it is asked to.
 
     Args:
         get_trainer: the user's.
         fresh_every: the worker adopts the newest weights for every so many batches; 1 is the synchronous schedule.
-        generator: tokens come from this instead of from the model.
+        engine: samples in place of the worker's model.
         correction: what is done about stale groups.
     """
 
@@ -186,14 +238,12 @@ class InProcessRun(TrainingEvents):
         get_trainer: Callable[[], GRPOTrainer],
         *,
         fresh_every: int = 1,
-        generator: Any = None,
+        engine: Engine | None = None,
         correction: str = "bypass",
     ) -> None:
         self.trainer = get_trainer()
         self.worker: Any = get_trainer()
-        make_rollout_trainer(self.worker)
-        if generator is not None:
-            self.worker.generator = generator
+        self._working = InProcessWorker(self.worker, engine)
         self._fresh_every = fresh_every
         self._metrics = RolloutMetrics(partial(append_metric, self.trainer))
         self._rows = prompt_rows(self.trainer)
@@ -237,25 +287,8 @@ class InProcessRun(TrainingEvents):
 
     def _generate(self) -> list[RolloutGroup]:
         jobs = [self._next_job() for _ in range(groups_per_round(self.trainer))]
-        self.worker.state.global_step = self._version
-        generated = self.worker.generate_groups([job.row for job in jobs], self.trainer.num_generations)
-        return [
-            decode_group(
-                encode_group(
-                    to_record(
-                        job,
-                        group,
-                        self.worker.score(group),
-                        attempt=0,
-                        worker="dev0",
-                        policy_version=self._version,
-                        reward_names=self.worker.reward_func_names,
-                        timings=Timings(),
-                    )
-                )
-            )
-            for job, group in zip(jobs, generated, strict=True)
-        ]
+        groups = self._working.rollouts(jobs, self._version)
+        return [decode_group(encode_group(group)) for group in groups]
 
     def _next_job(self) -> Job:
         self._seq += 1
@@ -264,7 +297,7 @@ class InProcessRun(TrainingEvents):
             seq=self._seq - 1,
             row=next(self._rows),
             num_generations=self.trainer.num_generations,
-            seed=0,
+            seed=self._seq,
             born_version=self._version,
             min_version=0,
         )
@@ -316,7 +349,6 @@ class ScriptedGenerator:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, reply: Callable[[str, int], str]) -> None:
         self._tokenizer = tokenizer
         self._reply = reply
-        self.on_step: Callable[[], None] = lambda: None
 
     def generate(self, prompt_ids: Sequence[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
         texts = [
@@ -325,3 +357,19 @@ class ScriptedGenerator:
         ]
         completion_ids = [self._tokenizer(text)["input_ids"] for text in texts]
         return completion_ids, [[-3.0] * len(ids) for ids in completion_ids]
+
+
+class ScriptedEngine(BatchEngine):
+    """Samples what a `ScriptedGenerator` writes."""
+
+    def __init__(self, script: ScriptedGenerator) -> None:
+        super().__init__(most_groups=8)
+        self._script = script
+
+    def follow(self, weights: Any) -> Any:
+        raise AssertionError("nobody asks for weights")
+
+    def _decode(self, groups: Sequence[PreparedGroup]) -> Decoding:
+        for group in groups:
+            ids, logprobs = self._script.generate(group.prompt_ids)
+            yield [SampledGroup(prepared=group, token_ids=ids, logprobs=logprobs)]

@@ -1,82 +1,63 @@
-"""Groups that leave TRL before the others, and groups that are made in two halves, are the groups that TRL makes."""
+"""Groups that are prepared, sampled and finished one by one are the groups that TRL makes in one go."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-import torch
-from in_process import build_trainer, chat_rows, plain_rows
+from in_process import InProcessWorker, build_trainer, chat_rows, jobs_of, plain_rows
 from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
-from async_grpo.rollout.trl_trainer import GeneratedGroup, make_rollout_trainer
+from async_grpo.errors import UnsupportedError
+from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.trl_trainer import RolloutTrainer
 
 GROUP_SIZE = 2
 TOKENS = 200
+FIELDS = ("rows", "prompts", "completions", "prompt_ids", "completion_ids", "logprobs", "metrics")
 
 
 @pytest.mark.parametrize("chat_template", [None, qwen3_chat_template], ids=["text", "chat"])
-def test_early_groups_are_the_groups_that_come_back(chat_template: str | None, tmp_path: Path) -> None:
-    rows = plain_rows() if chat_template is None else chat_rows()
-    worker: Any = build_trainer(tmp_path, chat_template=chat_template, max_completion_length=TOKENS)
-    make_rollout_trainer(worker)
-    early: dict[int, GeneratedGroup] = {}
-    tokens, told_at = [0], []
-    worker.generator.on_step = lambda: tokens.__setitem__(0, tokens[0] + 1)
-
-    def hand_over(groups: dict[int, GeneratedGroup]) -> None:
-        assert not early.keys() & groups.keys(), "each of them once"
-        told_at.append(tokens[0])
-        early.update(groups)
-
-    torch.manual_seed(0)
-    groups = worker.generate_groups(list(rows), GROUP_SIZE, hand_over)
-    assert len(groups) == len(rows)
-    assert 0 < len(early) < len(groups), "the last to end are not early"
-    assert told_at[0] < tokens[0]
-    for index, group in early.items():
-        last = groups[index]
-        assert (group.rows, group.prompts, group.completions) == (last.rows, last.prompts, last.completions)
-        assert (group.prompt_ids, group.completion_ids, group.logprobs) == (
-            last.prompt_ids,
-            last.completion_ids,
-            last.logprobs,
-        )
-        assert worker.score(group).rewards.tolist() == worker.score(last).rewards.tolist()
-        longest = max(map(len, group.completion_ids))
-        assert longest in told_at, "handed over with the last token of its last completion"
-
-
-def test_nobody_asks_for_early_groups_and_none_are_made(tmp_path: Path) -> None:
-    worker: Any = build_trainer(tmp_path, max_completion_length=TOKENS)
-    make_rollout_trainer(worker)
-    torch.manual_seed(0)
-    first = worker.generate_groups(list(plain_rows()), GROUP_SIZE)
-    torch.manual_seed(0)
-    second = worker.generate_groups(list(plain_rows()), GROUP_SIZE, lambda groups: None)
-    assert [group.completion_ids for group in first] == [group.completion_ids for group in second]
-
-
-@pytest.mark.parametrize("chat_template", [None, qwen3_chat_template], ids=["text", "chat"])
-def test_two_halves_make_the_same_groups(chat_template: str | None, tmp_path: Path) -> None:
+def test_groups_are_those_that_trl_makes_of_the_same_tokens(chat_template: str | None, tmp_path: Path) -> None:
     rows = list(plain_rows() if chat_template is None else chat_rows())
-    worker: Any = build_trainer(tmp_path, chat_template=chat_template, max_completion_length=TOKENS)
-    make_rollout_trainer(worker)
-    assert worker.samples_whole
-    generator = worker.generator
-    torch.manual_seed(0)
-    whole = worker.generate_groups(rows, GROUP_SIZE)
-    prepared = worker.prepare_groups(rows, GROUP_SIZE)
-    assert [one.prompt_ids for one in prepared] == [group.prompt_ids for group in whole]
-    torch.manual_seed(0)
-    ids, logprobs = generator.generate([ids for one in prepared for ids in one.prompt_ids])
-    parts = [slice(start, start + GROUP_SIZE) for start in range(0, len(ids), GROUP_SIZE)]
-    halves = worker.finish_groups(prepared, [(ids[part], logprobs[part]) for part in parts])
-    for one, other in zip(whole, halves, strict=True):
-        for field in ("rows", "prompts", "completions", "prompt_ids", "completion_ids", "logprobs", "metrics"):
-            assert getattr(one, field) == getattr(other, field)
+    worker = InProcessWorker(build_trainer(tmp_path, chat_template=chat_template, max_completion_length=TOKENS))
+    assert worker.trl.samples_whole
+    jobs = jobs_of(rows, GROUP_SIZE)
+    sampled = worker.sample(worker.calls.prepare(jobs, 3))
+    together = worker.calls.finish(sampled)
+
+    def sample(prompt_ids: list[list[int]]) -> Any:
+        assert prompt_ids == [ids for group in sampled for ids in group.prepared.prompt_ids]
+        return [ids for one in sampled for ids in one.token_ids], [row for one in sampled for row in one.logprobs]
+
+    in_trl = worker.trl.fork().generate(jobs, 3, sample)
+    alone = [group for one in sampled for group in worker.calls.finish([one])]
+    for expected, *others in zip(in_trl, together, alone, strict=True):
+        for group in others:
+            for field in FIELDS:
+                assert getattr(group, field) == getattr(expected, field), field
+            assert (group.job, group.version, group.state.global_step) == (expected.job, 3, 3)
+            assert worker.calls.score(group).rewards.tolist() == worker.calls.score(expected).rewards.tolist()
+
+
+def test_groups_end_one_by_one(tmp_path: Path) -> None:
+    worker = InProcessWorker(build_trainer(tmp_path, max_completion_length=TOKENS))
+    prepared = worker.calls.prepare(jobs_of(plain_rows(), GROUP_SIZE), 0)
+    sampled: list[SampledGroup] = []
+    new: list[PreparedGroup] = prepared
+    steps, first = 0, 0
+    while len(sampled) < len(prepared):
+        steps += 1
+        ended = worker.engine.sample(new)
+        new = []
+        for group in ended:
+            assert max(map(len, group.token_ids)) == steps, "with the last token of its last completion"
+        first = first or (steps if ended else 0)
+        sampled += ended
+    assert first < steps
+    assert {group.prepared for group in sampled} == set(prepared), "each of them once"
 
 
 class Counting(GRPOTrainer):
@@ -92,12 +73,25 @@ class Counting(GRPOTrainer):
 
 def test_prompts_are_made_once(tmp_path: Path) -> None:
     """A template may ask for the time of day: what is handed back is what was sampled from."""
-    worker: Any = build_trainer(tmp_path, trainer_class=Counting, max_completion_length=TOKENS)
-    make_rollout_trainer(worker)
-    prepared = worker.prepare_groups([plain_rows()[0]], GROUP_SIZE)
-    (group,) = worker.finish_groups(prepared, [([[5]] * GROUP_SIZE, [[-1.0]] * GROUP_SIZE)])
-    assert worker.asked == 1
+    trl = RolloutTrainer(build_trainer(tmp_path, trainer_class=Counting, max_completion_length=TOKENS))
+    [prepared] = trl.prepare(jobs_of([plain_rows()[0]], GROUP_SIZE), 0)
+    sampled = SampledGroup(prepared=prepared, token_ids=[[5]] * GROUP_SIZE, logprobs=[[-1.0]] * GROUP_SIZE)
+    [group] = trl.finish([sampled])
+    assert trl.trainer.asked == 1
     assert [ids[0] for ids in group.prompt_ids] == [1] * GROUP_SIZE
+
+
+def test_a_prompt_that_a_method_changes_stays_the_datasets(tmp_path: Path) -> None:
+    class Changing(GRPOTrainer):
+        def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+            for prompt in prompts:
+                prompt[0]["content"] = "changed"
+            return super()._tokenize_prompts(prompts)
+
+    trainer = build_trainer(tmp_path, trainer_class=Changing, chat_template=qwen3_chat_template)
+    jobs = jobs_of(chat_rows(), GROUP_SIZE)
+    groups = InProcessWorker(trainer).generate(jobs)
+    assert groups[0].prompts[0][0]["content"] == chat_rows()[0]["prompt"][0]["content"]
 
 
 class OwnLoop(GRPOTrainer):
@@ -112,15 +106,29 @@ class OwnLoop(GRPOTrainer):
 class OwnBatch(GRPOTrainer):
     """Sees every batch, and may count them."""
 
+    batches: ClassVar[list[int]] = []
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
+        self.batches.append(len(inputs))
         return super()._generate_and_score_completions(inputs)
 
 
 @pytest.mark.parametrize("kind", [OwnLoop, OwnBatch])
-def test_a_loop_of_the_users_own_is_left_alone(kind: type[GRPOTrainer], tmp_path: Path) -> None:
-    worker: Any = build_trainer(tmp_path, trainer_class=kind, max_completion_length=TOKENS)
-    make_rollout_trainer(worker)
-    assert not worker.samples_whole
-    early: list[Any] = []
-    assert len(worker.generate_groups(list(plain_rows()), GROUP_SIZE, early.append)) == len(plain_rows())
-    assert early == [], "what is sampled first may be a part of the completion"
+def test_a_loop_of_the_users_own_runs_as_it_is(kind: type[GRPOTrainer], tmp_path: Path) -> None:
+    worker = InProcessWorker(build_trainer(tmp_path, trainer_class=kind, max_completion_length=TOKENS))
+    assert not worker.trl.samples_whole
+    OwnBatch.batches.clear()
+    jobs = jobs_of(plain_rows(), GROUP_SIZE)
+    assert [group.job for group in worker.generate(jobs)] == jobs
+    assert OwnBatch.batches == ([len(jobs) * GROUP_SIZE] if kind is OwnBatch else [])
+
+
+class NoGeneration(GRPOTrainer):
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
+        return {}
+
+
+def test_a_trainer_that_generates_without_trl_is_refused(tmp_path: Path) -> None:
+    worker = InProcessWorker(build_trainer(tmp_path, trainer_class=NoGeneration))
+    with pytest.raises(UnsupportedError, match=r"without GRPOTrainer\._generate"):
+        worker.generate(jobs_of(plain_rows(1), GROUP_SIZE))

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from in_process import QWEN3_CHAT_TEMPLATE, build_tokenizer, build_trainer, chat_rows, letters
+from in_process import (
+    QWEN3_CHAT_TEMPLATE,
+    InProcessWorker,
+    build_tokenizer,
+    build_trainer,
+    chat_rows,
+    jobs_of,
+    letters,
+)
 
-from async_grpo.rollout.group_threads import GroupThreads
-from async_grpo.rollout.in_flight import GroupInFlight, Turn, versions_of_tokens
-from async_grpo.rollout.trl_trainer import make_rollout_trainer
+from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 
 pytestmark = pytest.mark.integration
 GROUPS = 3
@@ -32,6 +38,9 @@ class Adder:
         """
         self.total += number
         return self.total
+
+    def get_reward(self) -> float:
+        return float(self.total)
 
 
 def multiply(a: int, b: int) -> int:
@@ -61,41 +70,56 @@ def test_groups_with_tools_are_in_flight_together(kind: str, tmp_path: Path) -> 
         reward_funcs=[letters],
         max_completion_length=300,
     )
-    make_rollout_trainer(trainer)
-    tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
-    threads = GroupThreads(trainer, lambda trainer, group: None)
-    for seq in range(GROUPS):
-        row = dict(trainer.train_dataset[seq])
-        threads.start([SimpleNamespace(job=SimpleNamespace(seq=seq, row=row, num_generations=2))], version=4)  # type: ignore[list-item]
-    ended: list[GroupInFlight] = []
-    first_turns: list[Turn] = []
-    while len(ended) < GROUPS:
-        events = threads.events(60.0)
-        assert events, "nothing happened"
-        for event in events:
-            if isinstance(event, GroupInFlight):
-                ended.append(event)
-            elif event.number == 0:
-                first_turns.append(event)
-                if len(first_turns) == GROUPS:  # all are in flight before any gets a token
-                    for turn in first_turns:
-                        answer(turn, tokenizer, [CALLS[kind], "no tool"], version=4)
-            else:
-                answer(event, tokenizer, ["done"], version=5)
-    for group in ended:
-        assert group.error is None, group.traceback
-        assert group.group is not None
-        roles = [[message["role"] for message in completion] for completion in group.group.completions]
+    engine = Played(build_tokenizer(QWEN3_CHAT_TEMPLATE), CALLS[kind])
+    worker = InProcessWorker(trainer, engine)
+    rows = list(trainer.train_dataset)[:GROUPS]
+    groups = worker.generate(jobs_of(rows, group_size=2), version=4)
+    assert engine.most == GROUPS, "all were in flight before any got a token"
+    for group in groups:
+        roles = [[message["role"] for message in completion] for completion in group.completions]
         assert roles == [["assistant", "tool", "assistant"], ["assistant"]]
-        assert group.group.completions[0][1]["content"] == ("12" if kind == "tools" else "3")
-        versions = versions_of_tokens(group.group, group.turns, group.oldest_version())
-        assert [len(row) for row in versions] == [len(ids) for ids in group.group.completion_ids]
-        assert versions[0][-1] == 5, "the last turn was sampled by newer weights"
-        assert set(versions[1]) == {4}
+        assert group.completions[0][1]["content"] == ("12" if kind == "tools" else "3")
+        assert group.token_versions is not None
+        assert [len(row) for row in group.token_versions] == [len(ids) for ids in group.completion_ids]
+        assert group.token_versions[0][-1] == 5, "the last turn was sampled by newer weights"
+        assert set(group.token_versions[1]) == {4}
+        assert group.version == 4
+        rewards = worker.calls.score(group).rewards
+        if kind == "environments":
+            assert rewards[:, 1].tolist() == [3.0, 0.0], "each group's rewards are of its own environments"
 
 
-def answer(turn: Turn, tokenizer: Any, texts: list[str], version: int) -> None:
-    assert len(texts) == len(turn.prompt_ids)
-    for place, text in enumerate(texts):
-        ids = tokenizer(text + tokenizer.eos_token)["input_ids"]
-        turn.add(place, ids, [-1.0] * len(ids), version, finished=True)
+class Played:
+    """Answers first turns with a call in the first place, as version 4, and later turns as version 5."""
+
+    joins, most_groups = True, GROUPS
+
+    def __init__(self, tokenizer: Any, call: str) -> None:
+        self._tokenizer = tokenizer
+        self._answers = [[call, "no tool"], ["done"]]
+        self._first: list[PreparedGroup] = []
+        self.most = 0
+
+    def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
+        self._first += [turn for turn in new if turn.turn == 0]
+        ended = [self._answer(turn) for turn in new if turn.turn]
+        if len(self._first) == GROUPS:
+            self.most = len(self._first)
+            ended += [self._answer(turn) for turn in self._first]
+            self._first = []
+        return ended
+
+    def follow(self, weights: Any) -> Any: ...
+
+    def close(self) -> None: ...
+
+    def _answer(self, turn: PreparedGroup) -> SampledGroup:
+        texts = self._answers[turn.turn]
+        assert len(texts) == len(turn.prompt_ids)
+        ids = [self._tokenizer(text + self._tokenizer.eos_token)["input_ids"] for text in texts]
+        return SampledGroup(
+            prepared=turn,
+            token_ids=ids,
+            logprobs=[[-1.0] * len(row) for row in ids],
+            versions=[[4 + turn.turn] * len(row) for row in ids],
+        )

@@ -60,10 +60,10 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "_pending_metrics": (ROLLOUT,),
     "_pending_extra_logs": (ROLLOUT,),
     "environments": (TRAINING, ROLLOUT),
-    "environment_factories": (TRAINING,),
-    "rollout_func": (TRAINING,),
-    "tools": (TRAINING,),
-    "generation_config": (ROLLOUT,),
+    "environment_factories": (TRAINING, ROLLOUT),
+    "rollout_func": (TRAINING, ROLLOUT),
+    "tools": (TRAINING, ROLLOUT),
+    "generation_config": ("async_grpo.rollout.engines.choice",),
     "eos_token_ids": (ROLLOUT,),
     "reward_func_names": ("async_grpo.rollout.worker",),
     "ref_model": (ROLLOUT,),
@@ -75,7 +75,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "is_fsdp_enabled": (TRAINING,),
     "callback_handler": (TRAINING,),
     "accelerator": (TRAINING, ROLLOUT),
-    "state": (TRAINING, "async_grpo.rollout.batch_worker"),
+    "state": (TRAINING, ROLLOUT),
 }
 
 WITH_ENVIRONMENTS = {"_environment_pool": ROLLOUT}

@@ -21,7 +21,7 @@ from in_process import (
 from trl import GRPOTrainer
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.trl_trainer import make_rollout_trainer
+from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.training.prompts import prompt_rows, refuse_images
 from async_grpo.training.trl_trainer import refuse_unsupported
 
@@ -128,7 +128,7 @@ def test_a_worker_refuses_vllm_that_is_asked_for_too_late(tmp_path: Path) -> Non
     trainer = build_trainer(tmp_path)
     trainer.args.use_vllm = True
     with pytest.raises(UnsupportedError, match=r"use_vllm=True.*give it to the GRPOConfig"):
-        make_rollout_trainer(trainer)
+        RolloutTrainer(trainer)
 
 
 @pytest.mark.parametrize("column", ["image", "images"])

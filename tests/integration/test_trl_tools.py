@@ -12,6 +12,7 @@ from datasets import Dataset
 from in_process import (
     QWEN3_CHAT_TEMPLATE,
     InProcessRun,
+    ScriptedEngine,
     ScriptedGenerator,
     build_tokenizer,
     chat_rows,
@@ -66,7 +67,7 @@ def plain_scripted(get_trainer: Callable[..., GRPOTrainer], reply: Callable[[str
 
 def scripted(get_trainer: Callable[..., GRPOTrainer], reply: Callable[[str, int], str]) -> InProcessRun:
     tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
-    return InProcessRun(get_trainer, generator=ScriptedGenerator(tokenizer, reply)).train()
+    return InProcessRun(get_trainer, engine=ScriptedEngine(ScriptedGenerator(tokenizer, reply))).train()
 
 
 def says_twelve(completions: list[Any], **_: Any) -> list[float]:

@@ -16,7 +16,7 @@ from runs import DEADLINE_S, SETUP, command, steps_logged
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.engines import vllm
-from async_grpo.rollout.trl_trainer import make_rollout_trainer
+from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.setup.generator_choice import VLLM, choose_generator
 
 pytestmark = pytest.mark.integration
@@ -45,7 +45,7 @@ def test_a_model_with_an_engine_of_its_own_generates_with_it(tmp_path: Path) -> 
     trainer.model.vllm_engine = object()  # what `fast_inference=True` leaves there
     trainer.args.use_vllm = trainer.use_vllm = True  # what Unsloth's trainer then sets
     del trainer.generation_config  # and so TRL does not make
-    make_rollout_trainer(trainer)
+    RolloutTrainer(trainer)
     assert not trainer.args.use_vllm
     assert not trainer.use_vllm, "TRL would correct for its own engine"
     assert choose_generator(None, trainer, on_gpu=True) == VLLM

@@ -11,22 +11,23 @@ import json
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_vllm_server import FakeVLLMServer, serving
-from in_process import build_model, build_tokenizer, build_trainer
+from in_process import build_model, build_tokenizer, build_trainer, jobs_of
 from peft import LoraConfig
 from runs import SETUP, command, steps_logged
 from trl.generation.vllm_client import VLLMClient
 
 from async_grpo.errors import GeneratorError, UnsupportedError, UsageError
-from async_grpo.rollout.engines import vllm_server
+from async_grpo.rollout.engines import PreparedGroup, vllm_server
 from async_grpo.rollout.engines.vllm_server import ServedPolicy, VLLMServer
 from async_grpo.rollout.policy import PolicyWeights
-from async_grpo.rollout.trl_trainer import make_rollout_trainer
+from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir
 from async_grpo.setup.generator_choice import VLLM_SERVER, choose_generator, engines_left_to_workers
@@ -74,8 +75,25 @@ def worker_trainer(tmp_path: Path, url: str, **changes: Any) -> Any:
             vllm_server_timeout=changes.pop("vllm_server_timeout", 20.0),
             **changes,
         )
-    make_rollout_trainer(trainer)
+    RolloutTrainer(trainer)
     return trainer
+
+
+def group(prompts: list[list[int]], seq: int = 0) -> PreparedGroup:
+    [job] = jobs_of([{}], group_size=len(prompts))
+    return PreparedGroup(job=replace(job, seq=seq), version=0, prompt_ids=prompts)
+
+
+def sample(engine: VLLMServer, *groups: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
+    """Tokens and log-probabilities of all prompts."""
+    prepared = [group(prompts, seq) for seq, prompts in enumerate(groups)]
+    sampled = engine.sample(prepared)
+    while len(sampled) < len(prepared):
+        sampled += engine.sample([])
+    for one in sampled:
+        if one.error is not None:
+            raise one.error
+    return [ids for one in sampled for ids in one.token_ids], [row for one in sampled for row in one.logprobs]
 
 
 def logprobs_of(model: Any, prompt: list[int], ids: list[int], temperature: float = 1.0) -> torch.Tensor:
@@ -94,7 +112,7 @@ def test_it_generates_with_the_weights_that_it_was_sent(server: FakeVLLMServer, 
     trainer = worker_trainer(tmp_path, server.url, temperature=0.7)
     engine = VLLMServer(trainer)
     engine.load()
-    completions, logprobs = engine.generate([PROMPT] * 2 + [OTHER] * 2, group_size=2)
+    completions, logprobs = sample(engine, [PROMPT] * 2, [OTHER] * 2)
     assert len(completions) == len(logprobs) == 4
     for prompt, ids, values in zip([PROMPT, PROMPT, OTHER, OTHER], completions, logprobs, strict=True):
         expected = logprobs_of(trainer.model, prompt, ids, temperature=0.7)
@@ -114,7 +132,7 @@ def test_sampling_parameters_go_as_trl_sends_them(server: FakeVLLMServer, tmp_pa
     changes = {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "temperature": 0.8}
     kwargs = {"stop_strings": ["</a>"], "frequency_penalty": 0.5}
     trainer = worker_trainer(tmp_path, server.url, **changes, generation_kwargs=kwargs)
-    VLLMServer(trainer).generate([PROMPT] * 3, group_size=3)
+    sample(VLLMServer(trainer), [PROMPT] * 3)
     (body,) = server.bodies("/v1/completions")
     expected = {**changes, "n": 3, "max_tokens": 8, "stop": ["</a>"], "frequency_penalty": 0.5, "logprobs": 0}
     assert {name: body[name] for name in expected} == expected
@@ -137,12 +155,12 @@ def test_each_version_is_sent_once(server: FakeVLLMServer, tmp_path: Path) -> No
         exporter.publish(1)
         with open_remote_memory(tmp_path / "handle.json") as remote:
             policy = ServedPolicy(remote, PolicyWeights(remote, trainer.model), VLLMServer(trainer))
-            assert [policy.adopt(10), policy.adopt(10)] == [1, 1]
+            assert [policy.adopt(), policy.adopt()] == [1, 1]
             assert server.updates == 1
             with torch.no_grad():
                 trained.model.norm.weight.fill_(0.5)
             exporter.publish(2)
-            assert policy.adopt(10) == 2
+            assert policy.adopt() == 2
             assert server.updates == 2
             for (name, ours), theirs in zip(trained.named_parameters(), server.model.parameters(), strict=True):
                 torch.testing.assert_close(theirs, ours, msg=name)
@@ -157,7 +175,7 @@ def test_an_adapter_is_merged_into_what_is_sent(server: FakeVLLMServer, tmp_path
     before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
     engine = VLLMServer(trainer)
     engine.load()
-    completions, logprobs = engine.generate([PROMPT] * 4)
+    completions, logprobs = sample(engine, [PROMPT] * 4)
     for ids, values in zip(completions, logprobs, strict=True):
         expected = logprobs_of(trainer.model, PROMPT, ids)
         torch.testing.assert_close(torch.tensor(values), expected, atol=1e-5, rtol=0)
@@ -197,10 +215,10 @@ def test_a_refused_prompt_is_the_jobs_fault_and_an_error_is_the_servers(server: 
     engine = VLLMServer(worker_trainer(tmp_path, server.url))
     server.answers["/v1/completions"] = (400, {"error": "the prompt is too long"})
     with pytest.raises(ValueError, match="too long"):
-        engine.generate([PROMPT])
+        sample(engine, [PROMPT])
     server.answers["/v1/completions"] = (500, {"error": "EngineDeadError"})
     with pytest.raises(GeneratorError, match="EngineDeadError"):
-        engine.generate([PROMPT])
+        sample(engine, [PROMPT])
     assert len(server.bodies("/v1/completions")) == 2, "no request is sent again"
 
 
@@ -212,22 +230,15 @@ def test_a_server_that_dies_while_it_generates_is_noticed(
     server.hold.clear()
     server.answers["/health"] = (503, {})
     with pytest.raises(GeneratorError, match="is gone"):
-        engine.generate([PROMPT])
+        sample(engine, [PROMPT])
 
 
-def test_generating_can_be_broken_off(server: FakeVLLMServer, tmp_path: Path) -> None:
-    class Stop(Exception):
-        pass
-
-    def stop() -> None:
-        if server.bodies("/v1/completions"):
-            raise Stop
-
+def test_a_worker_is_not_held_up_by_a_server_that_generates(server: FakeVLLMServer, tmp_path: Path) -> None:
     engine = VLLMServer(worker_trainer(tmp_path, server.url))
     server.hold.clear()
-    engine.on_step = stop
-    with pytest.raises(Stop):
-        engine.generate([PROMPT])
+    assert engine.sample([group([PROMPT])]) == []
+    assert engine.sample([]) == []
+    engine.close()
 
 
 def test_a_wait_has_an_end(server: FakeVLLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,21 +246,21 @@ def test_a_wait_has_an_end(server: FakeVLLMServer, tmp_path: Path, monkeypatch: 
     engine = VLLMServer(worker_trainer(tmp_path, server.url))
     server.hold.clear()
     with pytest.raises(GeneratorError, match="1 completions of the vLLM server"):
-        engine.generate([PROMPT])
+        sample(engine, [PROMPT])
 
 
 def test_one_worker_feeds_a_server(server: FakeVLLMServer, tmp_path: Path) -> None:
-    from async_grpo.roles.rollout_worker import _connect
+    from async_grpo.rollout.engines.choice import connect
 
     trainer = worker_trainer(tmp_path, server.url)
     assert choose_generator(None, trainer, on_gpu=True) == VLLM_SERVER
     lock = KernelLock(RunDir(tmp_path).generator_lock)
     assert lock.try_acquire()
     with pytest.raises(UsageError, match="Another worker feeds the vLLM server"):
-        _connect(RunDir(tmp_path), trainer, in_flight_update=False)
+        connect(RunDir(tmp_path), trainer, in_flight_update=False)
     lock.release()
     with pytest.raises(UsageError, match="in-flight-update"):
-        _connect(RunDir(tmp_path), trainer, in_flight_update=True)
+        connect(RunDir(tmp_path), trainer, in_flight_update=True)
 
 
 def test_trls_client_is_as_we_know_it() -> None:

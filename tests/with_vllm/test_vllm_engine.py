@@ -15,8 +15,9 @@ import qwen3_1m
 from trl import GRPOTrainer
 
 from async_grpo.rollout.engines import vllm
-from async_grpo.rollout.engines.vllm import Chunk, VLLMEngine
-from async_grpo.rollout.trl_trainer import make_rollout_trainer
+from async_grpo.rollout.engines.continuous import Chunk
+from async_grpo.rollout.engines.vllm import VLLMEngine
+from async_grpo.rollout.trl_trainer import RolloutTrainer
 
 PROMPTS = [qwen3_1m.build_tokenizer()(text)["input_ids"] for text in ("1+1=", "7+3=", "a", "hello world", "0123456789")]
 CLOSE = 1e-4
@@ -26,7 +27,7 @@ def rollout_trainer(**changes: Any) -> GRPOTrainer:
     trainer = qwen3_1m.get_trainer()
     for name, value in changes.items():
         setattr(trainer.args, name, value)
-    make_rollout_trainer(trainer)
+    RolloutTrainer(trainer)
     trainer.model.eval()
     return trainer
 

@@ -21,7 +21,7 @@ from test_vllm_engine import CLOSE, PROMPTS, change, finish, logprobs_of, publis
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.engines.vllm import ENVIRONMENT, VLLMEngine
-from async_grpo.rollout.trl_trainer import make_rollout_trainer
+from async_grpo.rollout.trl_trainer import RolloutTrainer
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         enforce_eager=True,
     )
     made.args.use_vllm = made.use_vllm = True
-    make_rollout_trainer(made)
+    RolloutTrainer(made)
     made.model.eval()
     yield made
     made.model.vllm_engine.llm_engine.engine_core.shutdown()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,14 +13,26 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
-from in_process import QWEN3_CHAT_TEMPLATE, build_model, build_tokenizer, build_trainer, chat_rows
+from in_process import (
+    QWEN3_CHAT_TEMPLATE,
+    InProcessWorker,
+    ScriptedEngine,
+    ScriptedGenerator,
+    build_model,
+    build_tokenizer,
+    build_trainer,
+    chat_rows,
+    jobs_of,
+)
 from trl import GRPOTrainer
 
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup
+from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.engines.continuous import ContinuousEngine
 from async_grpo.rollout.engines.vllm import VLLMEngine
-from async_grpo.rollout.streaming_worker import StreamingWorker
-from async_grpo.rollout.trl_trainer import make_rollout_trainer
+from async_grpo.rollout.trl_trainer import RolloutTrainer
+from async_grpo.rollout.worker import Worker, WorkerContext
 from async_grpo.settings import WorkerSettings
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
@@ -67,18 +79,25 @@ def says_done(completions: list[Any], **_: Any) -> list[float]:
     return [float(completion[-1]["content"] == "done") for completion in completions]
 
 
-class Scripted:
+class Scripted(ScriptedEngine):
     """Answers with a call, then with "done", and keeps what it was asked."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.answers = [tokenizer(text + tokenizer.eos_token)["input_ids"] for text in (CALL, "done")]
-        self.turns: list[tuple[list[int], list[int]]] = []
-        self.on_step = lambda: None
+        answers = iter([CALL, "done"])
+        answer = [""]
 
-    def generate(self, prompt_ids: list[list[int]]) -> tuple[list[list[int]], list[list[float]]]:
-        ids = self.answers[len(self.turns)]
-        self.turns.append((prompt_ids[0], ids))
-        return [ids] * len(prompt_ids), [[-1.0] * len(ids)] * len(prompt_ids)
+        def reply(prompt: str, place: int) -> str:
+            if place == 0:
+                answer[0] = next(answers)
+            return answer[0]
+
+        super().__init__(ScriptedGenerator(tokenizer, reply))
+        self.turns: list[tuple[list[int], list[int]]] = []
+
+    def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
+        sampled = super().sample(new)
+        self.turns += [(turn.prepared.prompt_ids[0], turn.token_ids[0]) for turn in sampled]
+        return sampled
 
 
 def teach(model: Any, turns: list[tuple[list[int], list[int]]]) -> None:
@@ -138,9 +157,8 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> GRPOTrainer:
         max_completion_length=300,
         generation_kwargs={"do_sample": False},
     )
-    make_rollout_trainer(trainer)
-    scripted = trainer.generator = Scripted(tokenizer)
-    trainer.generate_groups([ROW], GROUP_SIZE)
+    scripted = Scripted(tokenizer)
+    InProcessWorker(trainer, scripted).generate(jobs_of([ROW], GROUP_SIZE))
     trainer.model.train()
     teach(trainer.model, scripted.turns)
     trainer.model.eval()
@@ -156,18 +174,17 @@ def served(trainer: Any, folder: Path) -> list[RolloutGroup]:
             Job(run_id="run", seq=seq, row=ROW, num_generations=GROUP_SIZE, seed=seq, born_version=0, min_version=0)
         )
     engine = VLLMEngine(trainer, seed=0)
+    context = WorkerContext(
+        trl=RolloutTrainer(trainer),
+        queue=queue,
+        weights=OwnWeights(trainer.model),  # type: ignore[arg-type]
+        run=SimpleNamespace(root=folder, read_state=lambda: SimpleNamespace(state="running")),  # type: ignore[arg-type]
+        stop=UntilDone(server),  # type: ignore[arg-type]
+        settings=WorkerSettings(),
+        deterministic=False,
+    )
     try:
-        StreamingWorker(
-            engine=engine,
-            in_flight_update=False,
-            trainer=trainer,
-            queue=queue,
-            weights=OwnWeights(trainer.model),  # type: ignore[arg-type]
-            run=SimpleNamespace(root=folder, read_state=lambda: SimpleNamespace(state="running")),  # type: ignore[arg-type]
-            stop=UntilDone(server),  # type: ignore[arg-type]
-            settings=WorkerSettings(),
-            deterministic=False,
-        ).work()
+        Worker(context, ContinuousEngine(engine, group_size=GROUP_SIZE)).run()
     finally:
         engine.close()
     groups = [server.take(entry) for entry in server.finished()]

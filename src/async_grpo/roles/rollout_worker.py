@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from loguru import logger
 
-from async_grpo.errors import PeerDiedError, UnsupportedError, UsageError, WeightsError
+from async_grpo.errors import PeerDiedError, UnsupportedError, WeightsError
 from async_grpo.queue import WorkerQueue
 from async_grpo.rollout.threads import wait_for_tasks
-from async_grpo.rollout.worker import SERVER_WAIT_S, WEIGHTS_WAIT_S, check_server, server_lives
+from async_grpo.rollout.worker import (
+    SERVER_WAIT_S,
+    WEIGHTS_WAIT_S,
+    Worker,
+    WorkerContext,
+    check_server,
+    server_lives,
+)
 from async_grpo.rundir import paths as runs
-from async_grpo.rundir.locks import KernelLock, describe_holder
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
-from async_grpo.setup.generator_choice import HF, VLLM_SERVER, choose_generator, engine_inside, refuse_with_server
 from async_grpo.setup.process import (
     StopRequest,
     gc_paused,
@@ -37,10 +40,7 @@ from async_grpo.telemetry.stalls import StallReporter
 from async_grpo.telemetry.waiting import wait_until
 
 if TYPE_CHECKING:
-    from trl import GRPOTrainer
-
-    from async_grpo.rollout.engines.vllm_server import VLLMServer
-    from async_grpo.rollout.worker import Worker
+    from async_grpo.rollout.trl_trainer import RolloutTrainer
 
 
 ENDING_S = 2.0  # that a worker which ends gives to rewards and tools that still run
@@ -78,120 +78,87 @@ def _work(options: WorkerOptions, stop: StopRequest) -> None:
     StallReporter(activity, run.root, options.settings.stall_warning).start()
     state = _wait_for_run(run)
     with closing(WorkerQueue.open(run.root, options.worker_id, options.device)) as queue:
-        write_stacks_on_signal(run.worker_stacks(queue.id))
-        if options.log_level is not None:
-            log_to(run.worker_log(queue.id), options.log_level)
-        activity.publish(
-            run.root,
-            queue.name,
-            device=options.device,
-            run_id=state.run_id,
-            state=LOADING,
-            stall_after_s=options.settings.stall_warning,
-        )
-        own_compile_cache(queue.name, os.environ)
-        logger.info("worker {} on {} serves run {} in {}", queue.name, options.device, state.run_id, run.root)
-        check_torch_sees(options.device)
-        if state.deterministic:
-            make_deterministic()
+        _begin(options, run, state, queue)
         with gc_paused():
-            trainer = load_trainer(options.config or Path(state.config), engine_here=False)
-            from async_grpo.rollout.trl_trainer import make_rollout_trainer
+            trl = _load(options.config or Path(state.config))
+            from async_grpo_ipc import AttachError, IPCError, MismatchError
 
-        from async_grpo_ipc import AttachError, IPCError, MismatchError, open_remote_memory
-
-        make_rollout_trainer(trainer)
-        make_worker = _worker_for(options, trainer, state, engine_folder=run.worker_engine(queue.id))
         try:
-            wait_until(
-                lambda: run.weights_handle.exists() or None,
-                what=f"weights from the parameter server ({run.weights_handle})",
-                timeout_s=SERVER_WAIT_S,
-                on=[SERVER],
-                check_peer=lambda: check_server(run),
-            )
-            with open_remote_memory(run.weights_handle, timeout_s=WEIGHTS_WAIT_S) as weights:
-                stop.defer()
-                worker = make_worker(
-                    trainer=trainer,
-                    queue=queue,
-                    weights=weights,
-                    run=run,
-                    stop=stop,
-                    settings=options.settings,
-                    deterministic=state.deterministic,
-                )
-                try:
-                    worker.work()
-                finally:
-                    activity.doing(ENDING)
-                    logger.info("worker {} ends: {}", queue.name, worker.statistics.report())
+            _serve(trl, options, run, state, queue, stop)
         except (IPCError, PeerDiedError) as error:
             if _is_over(run):
                 logger.info("worker {} ends: the run was over before it could join", queue.name)
-                return
-            if isinstance(error, PeerDiedError):
+            elif isinstance(error, PeerDiedError):
                 raise
-            for_good = isinstance(error, (AttachError, MismatchError))  # the next worker would find the same
-            kind = UnsupportedError if for_good else WeightsError
-            raise kind(f"The weights could not be adopted: {error}") from error
+            else:
+                for_good = isinstance(error, (AttachError, MismatchError))  # the next worker would find the same
+                kind = UnsupportedError if for_good else WeightsError
+                raise kind(f"The weights could not be adopted: {error}") from error
+
+
+def _begin(options: WorkerOptions, run: RunDir, state: RunState, queue: WorkerQueue) -> None:
+    """Make the process known, and set what has to be set before the trainer is loaded."""
+    write_stacks_on_signal(run.worker_stacks(queue.id))
+    if options.log_level is not None:
+        log_to(run.worker_log(queue.id), options.log_level)
+    activity.publish(
+        run.root,
+        queue.name,
+        device=options.device,
+        run_id=state.run_id,
+        state=LOADING,
+        stall_after_s=options.settings.stall_warning,
+    )
+    own_compile_cache(queue.name, os.environ)
+    logger.info("worker {} on {} serves run {} in {}", queue.name, options.device, state.run_id, run.root)
+    check_torch_sees(options.device)
+    if state.deterministic:
+        make_deterministic()
+
+
+def _load(setup_file: Path) -> RolloutTrainer:
+    trainer = load_trainer(setup_file, engine_here=False)
+    from async_grpo.rollout.trl_trainer import RolloutTrainer
+
+    return RolloutTrainer(trainer)
+
+
+def _serve(
+    trl: RolloutTrainer, options: WorkerOptions, run: RunDir, state: RunState, queue: WorkerQueue, stop: StopRequest
+) -> None:
+    from async_grpo.rollout.engines.choice import make_engine
+    from async_grpo_ipc import open_remote_memory
+
+    engine = make_engine(trl, options.settings, run, state, worker=queue.id, on_gpu=options.device != CPU)
+    wait_until(
+        lambda: run.weights_handle.exists() or None,
+        what=f"weights from the parameter server ({run.weights_handle})",
+        timeout_s=SERVER_WAIT_S,
+        on=[SERVER],
+        check_peer=lambda: check_server(run),
+    )
+    with open_remote_memory(run.weights_handle, timeout_s=WEIGHTS_WAIT_S) as weights:
+        stop.defer()
+        context = WorkerContext(
+            trl=trl,
+            queue=queue,
+            weights=weights,
+            run=run,
+            stop=stop,
+            settings=options.settings,
+            deterministic=state.deterministic,
+        )
+        worker = Worker(context, engine)
+        try:
+            worker.run()
+        finally:
+            activity.doing(ENDING)
+            logger.info("worker {} ends: {}", queue.name, worker.statistics.report())
 
 
 def _is_over(run: RunDir) -> bool:
     state = run.read_state()
     return state is not None and state.state != runs.RUNNING
-
-
-def _worker_for(
-    options: WorkerOptions, trainer: GRPOTrainer, state: RunState, engine_folder: Path
-) -> Callable[..., Worker]:
-    """The kind of worker that suits the engine; with vLLM the engine is started here."""
-    chosen = choose_generator(options.settings.generator, trainer, on_gpu=options.device != CPU)
-    in_flight_update = options.settings.in_flight_update == "on"
-    if chosen in (HF, VLLM_SERVER):
-        from async_grpo.rollout.batch_worker import BatchWorker
-
-        if chosen == HF:
-            return BatchWorker
-        refuse_with_server(workers=state.num_workers, deterministic=state.deterministic)
-        return partial(
-            BatchWorker, server=_connect(RunDir(options.run_dir), trainer, in_flight_update=in_flight_update)
-        )
-
-    from async_grpo.rollout.engines.vllm import VLLMEngine
-    from async_grpo.rollout.streaming_worker import StreamingWorker
-
-    if state.deterministic and in_flight_update:
-        raise UsageError("--in-flight-update on depends on who is faster, so it cannot be --deterministic.")
-    if engine_inside(trainer.model) is None:  # else its weights are the engine's own
-        trainer.model.to("meta")  # the engine will have the weights
-    seed = 0 if state.deterministic else int.from_bytes(os.urandom(4), "big")  # no two workers may draw the same
-    engine = VLLMEngine(
-        trainer,
-        seed=seed,
-        in_flight_update=in_flight_update,
-        deterministic=state.deterministic,
-        folder=engine_folder,
-    )
-    return partial(StreamingWorker, engine=engine, in_flight_update=in_flight_update)
-
-
-def _connect(run: RunDir, trainer: GRPOTrainer, *, in_flight_update: bool) -> VLLMServer:
-    """The vLLM server that the setup file names, ready for this worker alone."""
-    from async_grpo.rollout.engines.vllm_server import VLLMServer
-
-    if in_flight_update:
-        raise UsageError(
-            "--in-flight-update on needs an engine in the worker: a vLLM server does not say which weights sampled a "
-            'token. Leave it off, or set vllm_mode="colocate".'
-        )
-    lock = KernelLock(run.generator_lock)  # held as long as the process lives
-    if not lock.try_acquire({"role": "feeds the vLLM server"}):
-        raise UsageError(
-            f"Another worker feeds the vLLM server already ({describe_holder(lock.holder())}). One is enough: the "
-            "server has the GPUs for generating. End this one, or start the run with --num-workers 1."
-        )
-    return VLLMServer(trainer)
 
 
 def _wait_for_run(run: RunDir) -> RunState:

@@ -1,12 +1,14 @@
-"""Keeps a worker's model at the newest policy version."""
+"""Keeps a worker's engine at the newest policy version: the seam `Policy`, and the one of a model in this process."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from async_grpo.errors import PeerDiedError, UnsupportedError
+from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo_ipc import ExporterDiedError
 
 if TYPE_CHECKING:
@@ -15,8 +17,37 @@ if TYPE_CHECKING:
     from async_grpo_ipc import RemoteWeights
 
 
+WEIGHTS_WAIT_S = 600.0  # for a version that the trainer has announced
+
+
+class Policy(Protocol):
+    """How an engine gets the newest policy version."""
+
+    def adopt(self, in_use: Collection[int] = ()) -> int | None:
+        """Take on the newest version and return it: it samples the groups that start now.
+
+        Args:
+            in_use: versions of the groups that are being sampled.
+
+        Returns:
+            None where the newest version has to wait until those groups have ended. New groups wait, too.
+
+        Raises:
+            PeerDiedError: nothing is published, and nobody will.
+        """
+        ...
+
+    def release(self) -> None:
+        """No group is being sampled: the trainer may write over the adopted version."""
+        ...
+
+
 class PolicyWeights:
-    """The published weights, adopted by one model: as views where they lie on its device, else as a copy."""
+    """The published weights, adopted by one model: as views where they lie on its device, else as a copy.
+
+    Raises:
+        UnsupportedError: from `adopt`: the model is quantised, and differently from the trainer's.
+    """
 
     def __init__(self, remote: RemoteWeights, model: nn.Module) -> None:
         self._remote = remote
@@ -26,46 +57,45 @@ class PolicyWeights:
         self._checked = False
         self._pulled: tuple[str, int] | None = None  # generation and version of the copy
 
-    def adopt(self, timeout_s: float) -> int:
-        """Move the model to the newest version, which stays readable until `release()`; returns the version.
-
-        Raises:
-            PeerDiedError: nothing is published, and nobody will.
-            UnsupportedError: the model is quantised, and differently from the trainer's.
-        """
+    def adopt(self, in_use: Collection[int] = ()) -> int | None:
+        if in_use:
+            return None
+        activity.doing(ADOPTING)
         try:
             if not self._checked:
-                check_same_base(self._model, self._remote, timeout_s)
+                check_same_base(self._model, self._remote, WEIGHTS_WAIT_S)
                 self._checked = True
-            if self._aliased:
-                return self._remote.refresh(timeout_s)
-            if self._remote.can_alias(self._model):
-                version = self._remote.alias(self._model, timeout_s)
-                self._aliased = True
-                return version
-            return self._pull(timeout_s)
+            return self._adopt_newest()
         except ExporterDiedError as error:
             raise PeerDiedError(str(error)) from error
 
     def release(self) -> None:
-        """Let the trainer write over the version: the model is not read until the next `adopt()`."""
         self._remote.release()
 
-    def _pull(self, timeout_s: float) -> int:
+    def _adopt_newest(self) -> int:
+        if self._aliased:
+            return self._remote.refresh(WEIGHTS_WAIT_S)
+        if not self._remote.can_alias(self._model):
+            return self._pull()
+        version = self._remote.alias(self._model, WEIGHTS_WAIT_S)
+        self._aliased = True
+        return version
+
+    def _pull(self) -> int:
         if self._pulled is None or self._pulled != (self._remote.generation, self._remote.version):
-            version = self._remote.pull(self._model, timeout_s)
+            version = self._remote.pull(self._model, WEIGHTS_WAIT_S)
             self._pulled = (self._remote.generation, version)
         return self._pulled[1]
 
 
-_PACKS_ANEW = "support_avx512bf16_for_cpu"  # of bitsandbytes' Linear4bit
+_REPACKS = "support_avx512bf16_for_cpu"  # of bitsandbytes' Linear4bit
 
 
 def keep_layout(model: nn.Module) -> None:
-    """Keep bitsandbytes from packing weights anew for this CPU with the first use: the published ones are not."""
+    """Keep bitsandbytes from repacking weights for this CPU at their first use: the published ones are not repacked."""
     for module in model.modules():
-        if hasattr(module, _PACKS_ANEW):
-            setattr(module, _PACKS_ANEW, False)
+        if hasattr(module, _REPACKS):
+            setattr(module, _REPACKS, False)
 
 
 def check_same_base(model: nn.Module, remote: RemoteWeights, timeout_s: float) -> None:

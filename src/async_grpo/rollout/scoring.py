@@ -1,4 +1,4 @@
-"""Scores groups beside generation, so that a slow reward (a judge, a sandbox, an API) does not stall the engine."""
+"""Scores groups in threads of their own, so that a slow reward (a judge, a sandbox) does not stall the engine."""
 
 from __future__ import annotations
 
@@ -9,41 +9,40 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from async_grpo.rollout.threads import KeptThreads
 
 if TYPE_CHECKING:
     from async_grpo.rollout.trl_trainer import GeneratedGroup, Scores
 
-Key = TypeVar("Key")
-
 
 @dataclass(frozen=True, slots=True)
-class Scored(Generic[Key]):
+class Scored:
     """One group's outcome: scores, or the traceback of what a reward function raised."""
 
-    key: Key
     group: GeneratedGroup
     scores: Scores | None
     error: str
     seconds: float
 
 
-class Scoring(Generic[Key]):
+class Scoring:
     """Up to `at_most` groups at a time, each in a thread of its own; they come back as they are done.
 
     Asynchronous reward functions of all groups share TRL's one event loop.
+
+    Args:
+        at_most: 0 scores each group in the caller's thread, in order.
     """
 
     def __init__(self, score: Callable[[GeneratedGroup], Scores], at_most: int) -> None:
         self._score = score
         self._at_most = at_most
-        self._waiting: deque[tuple[Key, GeneratedGroup]] = deque()
+        self._waiting: deque[GeneratedGroup] = deque()
         self._running = 0
         self._threads = KeptThreads()
-        self._done: SimpleQueue[Scored[Key]] = SimpleQueue()
-        self.on_done: Callable[[], None] = lambda: None  # called in a scoring thread: an outcome can be had
+        self._done: SimpleQueue[Scored] = SimpleQueue()
 
     @property
     def backlog(self) -> int:
@@ -52,17 +51,21 @@ class Scoring(Generic[Key]):
 
     @property
     def busy(self) -> bool:
-        """Whether any group is waiting or being scored."""
+        """Whether any group is waiting, being scored, or scored and not taken from `finished` yet."""
         return bool(self._waiting) or self._running > 0
 
-    def start(self, key: Key, group: GeneratedGroup) -> None:
-        """Have `group` scored; its outcome comes out of `finished` with `key`."""
-        self._waiting.append((key, group))
+    def start(self, group: GeneratedGroup) -> None:
+        """Have `group` scored; its outcome comes out of `finished`."""
+        if self._at_most == 0:
+            self._running += 1
+            self._run(group)
+            return
+        self._waiting.append(group)
         self._fill()
 
-    def finished(self, timeout_s: float) -> list[Scored[Key]]:
+    def finished(self, timeout_s: float) -> list[Scored]:
         """What is done by now; waits up to `timeout_s` for the first."""
-        outcomes: list[Scored[Key]] = []
+        outcomes: list[Scored] = []
         try:
             while True:
                 outcomes.append(self._done.get(timeout=0 if outcomes else timeout_s))
@@ -73,21 +76,14 @@ class Scoring(Generic[Key]):
 
     def _fill(self) -> None:
         while self._waiting and self._running < self._at_most:
-            key, group = self._waiting.popleft()
             self._running += 1
-            self._threads.run(partial(self._run, key, group), name="scoring")
+            self._threads.run(partial(self._run, self._waiting.popleft()), name="scoring")
 
-    def _run(self, key: Key, group: GeneratedGroup) -> None:
-        self._done.put(score_one(self._score, key, group))
-        self.on_done()
-
-
-def score_one(score: Callable[[GeneratedGroup], Scores], key: Key, group: GeneratedGroup) -> Scored[Key]:
-    """Score one group here and now; whatever the user's reward functions raise becomes the outcome's `error`."""
-    started = time.monotonic()
-    scores, error = None, ""
-    try:
-        scores = score(group)
-    except Exception:  # noqa: BLE001  # the user's reward functions: whatever they raise belongs to the job
-        error = traceback.format_exc()
-    return Scored(key, group, scores, error, time.monotonic() - started)
+    def _run(self, group: GeneratedGroup) -> None:
+        started = time.monotonic()
+        scores, error = None, ""
+        try:
+            scores = self._score(group)
+        except Exception:  # noqa: BLE001  # the user's reward functions: whatever they raise belongs to the job
+            error = traceback.format_exc()
+        self._done.put(Scored(group, scores, error, time.monotonic() - started))

@@ -1,5 +1,6 @@
-"""Every private name of TRL's trainer that the worker side touches, and nothing else.
+"""The user's trainer as a worker uses it: prepare prompts, finish groups, score them.
 
+Every private name of TRL's trainer that the worker side touches is in this file.
 `tests/integration/test_trl_contract.py` fails with the name of the hook that moved when TRL changes one of them.
 """
 
@@ -9,7 +10,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -17,14 +18,11 @@ import torch
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.records import Job, RolloutGroup, Timings
-from async_grpo.rollout.engines.transformers import Generator, OnGroups, Sampled, TransformersGenerator
+from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.setup.generator_choice import engine_inside, refuse_late_vllm
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
-    from trl import GRPOTrainer as UserTrainer
-else:  # the class of the user takes this place at run time
-    UserTrainer = object
 
 
 HOOKS = (
@@ -36,17 +34,22 @@ HOOKS = (
 )
 _COUNTED_BY_TRL_ON_THE_TRAINER = ("completions/", "num_tokens", "reward", "frac_reward_zero_std")
 
+Tokens = tuple[list[list[int]], list[list[float]]]  # token ids and their log-probabilities, for each prompt
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class GeneratedGroup:
     """The G completions of one prompt group, not scored yet, as TRL made them."""
 
+    job: Job
+    version: int  # policy version that sampled the tokens; the oldest, where `token_versions` has more
     rows: list[dict[str, Any]]  # [G], the group's dataset row, once per completion
     prompts: list[Any]  # [G]
     completions: list[Any]  # [G], text or messages
     prompt_ids: list[list[int]]  # [G]
     completion_ids: list[list[int]]  # [G]
     logprobs: list[list[float]]  # [G]
+    token_versions: list[list[int]] | None  # [G], where weights change while a group is sampled
     tool_masks: list[list[int]] | None  # [G]
     environments: list[Any] | None  # [G]
     state: Any  # what reward functions see as `trainer_state`: global_step is the version that generated
@@ -55,176 +58,130 @@ class GeneratedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What the reward functions said of one group."""
+    """What the reward functions returned for one group."""
 
     rewards: torch.Tensor  # [G, F], NaN for None
     metrics: dict[str, list[float]]  # `log_metric`
     extra_columns: dict[str, list[Any]]  # `log_extra`
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedGroup:
-    """A prompt as TRL would have it completed."""
+class RolloutTrainer:
+    """Calls the user's trainer for everything but sampling and training.
 
-    row: dict[str, Any]
-    prompt_ids: list[list[int]]  # [G]
+    Raises:
+        UnsupportedError: `use_vllm` was set after the trainer was built.
+    """
 
-
-HandOver = Callable[[dict[int, GeneratedGroup]], None]
-
-
-class RolloutMixin(UserTrainer):
-    """Put before the user's trainer class: TRL prepares prompts, runs tools and environments; tokens come from
-    `generator`; scoring is left to `score()`, so that it can be done group by group."""
-
-    generator: Generator
-    trl_generates: bool  # and no method of the user's
-    _rows: Sequence[dict[str, Any]]  # of the groups that are being generated
-    _hand_over: HandOver | None = None
-    _preparing: bool = False
-    _prepared: Sequence[PreparedGroup] = ()
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        if engine_inside(trainer.model) is not None:  # Unsloth has set it; this worker feeds the engine
+            trainer.args.use_vllm = trainer.use_vllm = False
+        else:
+            refuse_late_vllm(trainer)
+        trainer.ref_model = None  # its log-probabilities are the training side's
+        trainer.model.eval()  # no dropout while sampling
+        trainer.model.training = True  # the top level only: TRL reads it as "this is a training batch"
+        self.trainer: Any = trainer
 
     @property
     def samples_whole(self) -> bool:
-        """Whether what TRL asks a generator for is always a whole completion, and asked for once."""
-        return self.trl_generates and not self.tools and self.environment_factories is None and not self.rollout_func
+        """Whether TRL asks for whole completions, once: no code runs between the tokens of a group."""
+        from trl import GRPOTrainer as TRLTrainer
 
-    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if self._hand_over is None or not self.samples_whole:
-            return self.generator.generate(prompt_ids)
-        return self.generator.generate(prompt_ids, len(prompt_ids) // len(self._rows), self._hand_over_early)
-
-    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[Any, ...]:
-        if self._prepared:
-            return [ids for group in self._prepared for ids in group.prompt_ids], None, {}  # images were refused
-        tokenized: tuple[Any, ...] = super()._tokenize_prompts(prompts)
-        if self._preparing:
-            raise _Tokenized(tokenized[0])
-        return tokenized
-
-    def prepare_groups(self, rows: Sequence[dict[str, Any]], group_size: int) -> list[PreparedGroup]:
-        """The first half of `generate_groups`, where the trainer `samples_whole`: up to the tokens that are wanted."""
-        self._preparing = True
-        try:
-            self.generate_groups(rows, group_size)
-        except _Tokenized as prompts:
-            ids = prompts.prompt_ids
-            return [PreparedGroup(row, ids[i * group_size : (i + 1) * group_size]) for i, row in enumerate(rows)]
-        finally:
-            self._preparing = False
-        raise AssertionError("TRL made completions without tokenizing prompts")
-
-    def finish_groups(self, prepared: Sequence[PreparedGroup], sampled: Sequence[Sampled]) -> list[GeneratedGroup]:
-        """The second half: with the tokens and log-probabilities that were sampled for each group."""
-        ids = [row for ids, _ in sampled for row in ids]
-        self.generator = _AlreadySampled((ids, [row for _, logprobs in sampled for row in logprobs]))
-        self._prepared = prepared
-        try:
-            return self.generate_groups([group.row for group in prepared], len(prepared[0].prompt_ids))
-        finally:
-            self._prepared = ()
-
-    def _hand_over_early(self, groups: list[int], sampled: Sampled) -> None:
-        """Let TRL finish these groups now, as a batch of their own; the others are still being generated."""
-        assert self._hand_over is not None
-        part = self.fork()
-        part.generator = _AlreadySampled(sampled)
-        group_size = len(sampled[0]) // len(groups)
-        self._hand_over(
-            dict(zip(groups, part.generate_groups([self._rows[i] for i in groups], group_size), strict=True))
+        trainer = self.trainer
+        own_generation = any(
+            getattr(type(trainer), name) is not getattr(TRLTrainer, name)
+            for name in ("_generate", "_generate_and_score_completions")
         )
+        return not (own_generation or trainer.tools or trainer.environment_factories or trainer.rollout_func)
 
-    def _generate(self, prompts: list[Any]) -> NoReturn:
-        raise _Generated(prompts, super()._generate(prompts))
+    @property
+    def pad_token_id(self) -> int:
+        return int(self.trainer._tokenizer.pad_token_id)
 
-    def fork(self) -> Any:
-        """A copy that generates other groups at the same time: the same settings, its own environments and counts."""
-        fork = copy.copy(self)
-        fork.state = copy.copy(self.state)
-        fork._metrics = {mode: defaultdict(list) for mode in self._metrics}
-        if self.environment_factories is not None:
-            fork._environment_pool = defaultdict(list)
-        return fork
+    def prepare(self, jobs: Sequence[Job], version: int) -> list[PreparedGroup]:
+        """Turn the rows of the jobs into prompts, as token ids, to be sampled by this policy version."""
+        prompt_ids, *_ = self.trainer._tokenize_prompts(copy.deepcopy(_prompts(jobs)))  # images were refused
+        return [
+            PreparedGroup(job=job, version=version, prompt_ids=prompt_ids[rows])
+            for job, rows in zip(jobs, _rows_of(jobs), strict=True)
+        ]
 
-    def generate_groups(
-        self, rows: Sequence[dict[str, Any]], group_size: int, hand_over: HandOver | None = None
-    ) -> list[GeneratedGroup]:
-        """Sample `group_size` completions for each row, all in one batch.
-
-        Args:
-            hand_over: given groups, by their index, that are done while others are still being generated. All come
-                back in the end, these too.
-        """
-        self._rows, self._hand_over = rows, hand_over
-        batch = [dict(row) for row in rows for _ in range(group_size)]
-        _clear_metrics(self)
-        try:
-            super()._generate_and_score_completions(batch)
-        except _Generated as generated:
-            prompts, result = generated.prompts, generated.result
-            _, _, _, _, _, extra_fields, *_ = result
-        else:
-            raise UnsupportedError(
-                f"{type(self).__name__} makes completions without GRPOTrainer._generate, so workers cannot have them. "
-                "Train in one process (without --distributed), or let rollout_func make them."
-            )
-        metrics = _own_metrics(self)
-        _merge_extra_fields(batch, extra_fields)
-        ends = range(group_size, len(batch) + 1, group_size)
-        return [self._group(slice(end - group_size, end), batch, prompts, result, metrics) for end in ends]
-
-    def _group(
-        self,
-        part: slice,
-        rows: list[dict[str, Any]],
-        prompts: list[Any],
-        result: tuple[Any, ...],
-        metrics: dict[str, list[float]],
-    ) -> GeneratedGroup:
-        prompt_ids, completion_ids, tool_masks, completions, logprobs, *_ = result
-        if logprobs is None:
-            raise UnsupportedError("rollout_func returned no log-probabilities ('logprobs'); they are needed here.")
-        environments = self.environments
-        return GeneratedGroup(
-            rows=rows[part],
-            prompts=prompts[part],
-            completions=completions[part],
-            prompt_ids=prompt_ids[part],
-            completion_ids=completion_ids[part],
-            logprobs=logprobs[part],
-            tool_masks=tool_masks[part] if tool_masks is not None else None,
-            environments=environments[part] if environments is not None else None,
-            state=copy.copy(self.state),
-            metrics=metrics,
-        )
+    def finish(self, sampled: Sequence[SampledGroup]) -> list[GeneratedGroup]:
+        """Let TRL make completions of sampled tokens: text, or messages."""
+        jobs = [group.prepared.job for group in sampled]
+        prompts = _prompts(jobs)
+        prompt_ids = [ids for group in sampled for ids in group.prepared.prompt_ids]
+        tokens = [ids for group in sampled for ids in group.token_ids]
+        logprobs = [row for group in sampled for row in group.logprobs]
+        trainer = self._copy()
+        trainer._tokenize_prompts = lambda prompts: (prompt_ids, None, {})
+        trainer._generate_single_turn = lambda *args, **kwargs: (tokens, logprobs)
+        made = _Made(trainer, _repeated(jobs), prompts, trainer._generate(prompts))
+        return [
+            made.group(group.prepared.job, rows, group.prepared.version, group.versions)
+            for group, rows in zip(sampled, _rows_of(jobs), strict=True)
+        ]
 
     def score(self, group: GeneratedGroup) -> Scores:
         """Call the reward functions on one group, exactly as TRL would."""
-        scorer = copy.copy(self)  # its own environments and pending logs, so that groups cannot mix
+        scorer = copy.copy(self.trainer)  # its own environments and pending logs, so that groups cannot mix
         scorer.environments = group.environments
         scorer.state = group.state
         scorer._pending_metrics = defaultdict(list)
         scorer._pending_extra_logs = defaultdict(list)
-        rewards = super(RolloutMixin, scorer)._calculate_rewards(
-            group.rows, group.prompts, group.completions, group.completion_ids
-        )
+        rewards = scorer._calculate_rewards(group.rows, group.prompts, group.completions, group.completion_ids)
         return Scores(
             rewards=rewards.float().cpu(),
             metrics=dict(scorer._pending_metrics),
             extra_columns=dict(scorer._pending_extra_logs),
         )
 
+    def fork(self) -> RolloutTrainer:
+        """A copy that generates other groups at the same time: the same settings, its own environments and counts."""
+        fork = copy.copy(self)
+        fork.trainer = self._copy()
+        fork.trainer.state = copy.copy(self.trainer.state)
+        if self.trainer.environment_factories is not None:
+            fork.trainer._environment_pool = defaultdict(list)
+        return fork
 
-class _Tokenized(BaseException):  # no `Exception`: the user's trainer may catch those
-    """Leaves TRL once it has the prompts' tokens."""
+    def generate(
+        self, jobs: Sequence[Job], version: int, sample: Callable[[list[list[int]]], Tokens]
+    ) -> list[GeneratedGroup]:
+        """Run TRL's whole generation: with tools, environments or code of the user's between the tokens.
 
-    def __init__(self, prompt_ids: list[list[int]]) -> None:
-        super().__init__()
-        self.prompt_ids = prompt_ids
+        Args:
+            sample: called whenever TRL wants one completion of each of these prompts.
+        """
+        trainer = self.trainer
+        trainer.state.global_step = version  # what tools and reward functions see as `trainer_state`
+        trainer._metrics["train"].clear()
+        generate = type(trainer)._generate
+
+        def leave_with(prompts: list[Any]) -> NoReturn:
+            raise _Generated(prompts, generate(trainer, prompts))
+
+        trainer._generate = leave_with
+        trainer._generate_single_turn = lambda prompt_ids, *args, **kwargs: sample(prompt_ids)
+        rows = _repeated(jobs)
+        try:
+            trainer._generate_and_score_completions(rows)
+        except _Generated as generated:
+            made = _Made(trainer, rows, generated.prompts, generated.result)
+            return [made.group(job, rows, version) for job, rows in zip(jobs, _rows_of(jobs), strict=True)]
+        raise UnsupportedError(
+            f"{type(trainer).__name__} makes completions without GRPOTrainer._generate, so workers cannot have them. "
+            "Train in one process (without --distributed), or let rollout_func make them."
+        )
+
+    def _copy(self) -> Any:
+        trainer = copy.copy(self.trainer)
+        trainer._metrics = {mode: defaultdict(list) for mode in self.trainer._metrics}
+        return trainer
 
 
-class _Generated(BaseException):
-    """Leaves TRL once it has the tokens: what it does next, padding, masks and advantages, is the training side's."""
+class _Generated(BaseException):  # not an `Exception`: the user's trainer may catch those
+    """Leaves TRL once it has the completions of `generate`: padding, masks and advantages are the training side's."""
 
     def __init__(self, prompts: list[Any], result: tuple[Any, ...]) -> None:
         super().__init__()
@@ -232,60 +189,61 @@ class _Generated(BaseException):
         self.result = result  # of `GRPOTrainer._generate`
 
 
+class _Made:
+    """A result of `GRPOTrainer._generate`, to be divided into groups."""
+
+    def __init__(self, trainer: Any, rows: list[dict[str, Any]], prompts: list[Any], result: tuple[Any, ...]) -> None:
+        self.trainer, self.rows, self.prompts = trainer, rows, prompts
+        self.prompt_ids, self.ids, self.tool_masks, self.completions, self.logprobs, extra_fields, *_ = result
+        if self.logprobs is None:
+            raise UnsupportedError("rollout_func returned no log-probabilities ('logprobs'); they are needed here.")
+        _merge_extra_fields(rows, extra_fields)
+
+    def group(
+        self, job: Job, rows: slice, version: int, token_versions: list[list[int]] | None = None
+    ) -> GeneratedGroup:
+        environments = self.trainer.environments
+        state = copy.copy(self.trainer.state)
+        state.global_step = version
+        return GeneratedGroup(
+            job=job,
+            version=min(chain.from_iterable(token_versions or ()), default=version),
+            rows=self.rows[rows],
+            prompts=self.prompts[rows],
+            completions=self.completions[rows],
+            prompt_ids=self.prompt_ids[rows],
+            completion_ids=self.ids[rows],
+            logprobs=self.logprobs[rows],
+            token_versions=token_versions,
+            tool_masks=self.tool_masks[rows] if self.tool_masks is not None else None,
+            environments=environments[rows] if environments is not None else None,
+            state=state,
+            metrics=_own_metrics(self.trainer),
+        )
+
+
+def _repeated(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    return [dict(job.row) for job in jobs for _ in range(job.num_generations)]
+
+
+def _prompts(jobs: Sequence[Job]) -> list[Any]:
+    return [job.row["prompt"] for job in jobs for _ in range(job.num_generations)]
+
+
+def _rows_of(jobs: Sequence[Job]) -> list[slice]:
+    """Where each job's completions are in a batch of all of them."""
+    ends = accumulate(job.num_generations for job in jobs)
+    return [slice(end - job.num_generations, end) for job, end in zip(jobs, ends, strict=True)]
+
+
 def _merge_extra_fields(rows: list[dict[str, Any]], fields: dict[str, Any] | None) -> None:
-    """Put what `rollout_func` returned beside tokens into the rows, where reward functions find it, as TRL does."""
+    """Put the other fields that `rollout_func` returned into the rows for the reward functions, as TRL does."""
     for name, values in (fields or {}).items():
         for index, row in enumerate(rows):
             if not isinstance(values, list):
                 row[name] = values
             elif index < len(values):
                 row[name] = values[index]
-
-
-class _AlreadySampled:
-    """A `Generator` that gives what another one has sampled."""
-
-    def __init__(self, sampled: Sampled) -> None:
-        self.sampled = sampled
-        self.on_step: Callable[[], None] = lambda: None
-
-    def generate(
-        self, prompt_ids: Sequence[list[int]], group_size: int = 1, on_groups: OnGroups | None = None
-    ) -> Sampled:
-        return self.sampled
-
-
-def make_rollout_trainer(trainer: GRPOTrainer) -> None:
-    """Give this very trainer object a class that generates and scores, and never trains."""
-    from trl import GRPOTrainer as TRLTrainer
-
-    user_class = type(trainer)
-    with_engine = engine_inside(trainer.model) is not None
-    if with_engine:  # Unsloth has set it; the engine is fed by us
-        trainer.args.use_vllm = trainer.use_vllm = False
-    else:
-        refuse_late_vllm(trainer)
-    trainer.trl_generates = all(
-        getattr(user_class, name) is getattr(TRLTrainer, name)
-        for name in ("_generate", "_generate_and_score_completions")
-    )
-    trainer.__class__ = type(f"Rollout{user_class.__name__}", (RolloutMixin, user_class), {})
-    trainer.ref_model = None  # its log-probabilities are the training side's
-    model = trainer.model
-    model.eval()  # no dropout while sampling
-    model.training = True  # the top level only: TRL reads it as "this is a training batch"
-    if with_engine:
-        return  # TRL has made no `generation_config`, and nobody generates with transformers
-    trainer.generator = TransformersGenerator(
-        model,
-        config=trainer.generation_config,
-        pad_token_id=trainer._tokenizer.pad_token_id,
-        autocast=trainer.accelerator.autocast,
-    )
-
-
-def _clear_metrics(trainer: Any) -> None:
-    trainer._metrics["train"].clear()
 
 
 def _own_metrics(trainer: Any) -> dict[str, list[float]]:
@@ -298,34 +256,24 @@ def _own_metrics(trainer: Any) -> dict[str, list[float]]:
 
 
 def to_record(
-    job: Job,
-    generated: GeneratedGroup,
-    scores: Scores,
-    *,
-    attempt: int,
-    worker: str,
-    policy_version: int,
-    token_versions: list[list[int]] | None = None,
-    reward_names: list[str],
-    timings: Timings,
+    group: GeneratedGroup, scores: Scores, *, attempt: int, worker: str, reward_names: Sequence[str], timings: Timings
 ) -> RolloutGroup:
     """The finished group. Token ids as int32, log-probabilities as float32, all completions back to back."""
-    masks = generated.tool_masks
     return RolloutGroup(
-        job=job,
+        job=group.job,
         attempt=attempt,
         worker=worker,
-        policy_version=policy_version,
+        policy_version=group.version,
         reward_names=tuple(reward_names),
-        prompt_ids=np.asarray(generated.prompt_ids[0], dtype=np.int32),
-        completion_lengths=np.asarray([len(ids) for ids in generated.completion_ids], dtype=np.int32),
-        completion_ids=_flat(generated.completion_ids, np.int32),
-        sampling_logprobs=_flat(generated.logprobs, np.float32),
-        tool_mask=_flat(masks, np.uint8) if masks is not None else None,
-        token_versions=_flat(token_versions, np.int32) if token_versions is not None else None,
+        prompt_ids=np.asarray(group.prompt_ids[0], dtype=np.int32),
+        completion_lengths=np.asarray([len(ids) for ids in group.completion_ids], dtype=np.int32),
+        completion_ids=_flat(group.completion_ids, np.int32),
+        sampling_logprobs=_flat(group.logprobs, np.float32),
+        tool_mask=_flat(group.tool_masks, np.uint8) if group.tool_masks is not None else None,
+        token_versions=_flat(group.token_versions, np.int32) if group.token_versions is not None else None,
         rewards=scores.rewards.numpy().astype(np.float32),
-        completions=generated.completions,
-        metrics={**generated.metrics, **scores.metrics},
+        completions=group.completions,
+        metrics={**group.metrics, **scores.metrics},
         extra_columns=scores.extra_columns,
         timings=timings,
     )

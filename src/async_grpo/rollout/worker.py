@@ -1,32 +1,38 @@
-"""What every worker does with jobs, whatever engine generates: claim, have scored, hand back, fail, wait."""
+"""The loop of a rollout worker, the same for every engine.
+
+    claim -> adopt -> prepare -> sample -> finish -> score -> publish
+
+`Worker.run` has it in this order. One thread does all of it but the reward functions.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 import traceback
-from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 from loguru import logger
 
-from async_grpo.errors import DiskFullError, PeerDiedError, UnsupportedError
+from async_grpo.errors import DiskFullError, PeerDiedError, UnsupportedError, WaitTimeoutError
 from async_grpo.queue import Claim, WorkerQueue
 from async_grpo.records import Timings
+from async_grpo.rollout.statistics import WorkerStatistics
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import KernelLock
-from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.paths import SERVER, RunDir
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.process import StopRequest
 from async_grpo.telemetry.activity import GENERATING, SCORING, activity
 from async_grpo.telemetry.waiting import Reminder
 
 if TYPE_CHECKING:
+    from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
     from async_grpo.rollout.scoring import Scored
-    from async_grpo.rollout.trl_trainer import GeneratedGroup
+    from async_grpo.rollout.trl_trainer import GeneratedGroup, RolloutTrainer
     from async_grpo_ipc import RemoteWeights
 
 
@@ -37,158 +43,274 @@ SAY_AT_MOST = 3  # failures of the same text that are shown
 DISK_FULL_RETRY_S = 1.0
 SCORING_WAKE_S = 0.02  # a worker that has groups being scored looks for new jobs this often
 IDLE_WAKE_S = 0.5  # an idle worker looks at the run's state this often
+LOOK_S = 0.02  # a worker that is sampling looks for jobs and weights this often
+WEIGHTS_POLL_S = 0.002  # a worker that has nothing to do but wait for weights looks for them this often
+ISSUING_S = 0.002  # longer than the server takes to issue the next job of a round
+A = TypeVar("A")
+B = TypeVar("B")
 
 
-class StopWorking(Exception):  # no error: the worker was asked to end
-    """Raised inside generation when the worker was asked to stop; its jobs go back to the queue."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerContext:
+    """What a worker works with, whatever its engine."""
+
+    trl: RolloutTrainer
+    queue: WorkerQueue
+    weights: RemoteWeights
+    run: RunDir
+    stop: StopRequest
+    settings: WorkerSettings
+    deterministic: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """What a generated group keeps while it is scored."""
+@dataclass(slots=True)
+class _InFlight:
+    """A claimed job that is being sampled or scored."""
 
     claim: Claim
-    version: int
-    share: Timings
-    token_versions: list[list[int]] | None = None  # [G][tokens], where weights change while a group is generated
+    version: int  # policy version that it was started with
+    adopt_s: float  # its share of the time for adopting weights
+    started: float
+    busy_s: float  # its share of the engine's time; until it has ended, less the worker's clock at its start
 
 
-class Worker(ABC):
-    """The loop of one worker, with everything that it needs at hand. A subclass decides how groups are generated."""
+class Worker:
+    """Serves jobs until the run has ended or the process was asked to stop."""
 
-    def __init__(
-        self,
-        *,
-        trainer: Any,
-        queue: WorkerQueue,
-        weights: RemoteWeights,
-        run: RunDir,
-        stop: StopRequest,
-        settings: WorkerSettings,
-        deterministic: bool,
-    ) -> None:
+    def __init__(self, context: WorkerContext, engine: Engine) -> None:
         from async_grpo.rollout.scoring import Scoring
+        from async_grpo.rollout.turns import Turns
 
-        self._trainer = trainer
-        self._queue = queue
-        self._weights = weights
-        self._run = run
-        self._stop = stop
-        self._groups_per_round = trainer.args.generation_batch_size // trainer.num_generations
-        self._groups_per_claim = settings.groups_per_claim
-        self._deterministic = deterministic
-        self._scoring: Scoring[Rollout] = Scoring(trainer.score, settings.score_concurrency)
-        # An environment is used again for the next batch, so its rewards must be had before that.
-        self._score_beside = not deterministic and trainer.environment_factories is None
+        turns = None if context.trl.samples_whole else Turns(context.trl, engine)
+        self._trl = turns or context.trl
+        self._engine = turns or engine
+        self._queue, self._run_dir, self._stop = context.queue, context.run, context.stop
+        self._weights = context.weights
+        self._policy = engine.follow(context.weights)
+        self._groups_per_claim, self._deterministic = context.settings.groups_per_claim, context.deterministic
+        self._reward_names = context.trl.trainer.reward_func_names
+        # Rewards in another order may draw other random numbers.
+        self._scoring = Scoring(self._trl.score, 0 if context.deterministic else context.settings.score_concurrency)
+        self._held: deque[Claim] = deque()  # claimed, and waiting for weights
+        self._held_since = 0.0
+        self._started: dict[int, _InFlight] = {}  # by the job's seq, until it is handed back or has failed
+        self._sampling: dict[int, _InFlight] = {}  # those of them that the engine has
+        self._version: int | None = None  # that groups can start with now; None: they wait for those being sampled
+        self._adopt_s = 0.0  # spent on adopting since a group was started
+        self._busy_clock = 0.0  # grows by an engine step's seconds, divided by the groups that shared it
+        self._look_at = self._check_run_at = 0.0
         self._failed_here: dict[int, float] = {}  # job that failed on this worker -> when (monotonic seconds)
-        self._said: Counter[str] = Counter()  # what jobs failed with
+        self._messages: Counter[str] = Counter()  # what jobs failed with
         self._queue_s = 0.0  # spent on the queue since the last group was handed back
         self._server_died_at: float | None = None
         self.statistics = WorkerStatistics()
 
-    def work(self) -> None:
-        """Serve jobs until the run has ended or the process was asked to stop."""
-        with suppress(StopWorking):
-            self._work()
+    def run(self) -> None:
+        reminder = self._new_reminder()
+        try:
+            while not self._stop and self._run_goes_on():
+                if self._time_to_look():
+                    self._claim()
+                    self._adopt()
+                prepared = self._prepare()
+                sampled = self._sample(prepared)
+                for group in self._finish(sampled):
+                    self._score(group)
+                self._publish_scored()
+                if self._sampling or self._scoring.busy:
+                    reminder = self._new_reminder()
+                else:
+                    self._wait(reminder)
+        finally:
+            self._engine.close()  # the queue hands the jobs back when it is closed
 
-    @abstractmethod
-    def _work(self) -> None: ...
+    # Jobs and weights: a job is never sampled by weights that are older than the newest when it was claimed
 
-    @abstractmethod
-    def _room(self) -> int:
-        """How many groups to claim now."""
+    def _time_to_look(self) -> bool:
+        """Whether to look for jobs and weights: at every step while nothing is sampled, else now and then."""
+        now = time.monotonic()
+        if self._sampling and (not self._engine.joins or now < self._look_at):
+            return False
+        self._look_at = now + LOOK_S
+        return True
 
-    def _claim(self) -> list[Claim]:
-        if self._server_died_at is not None or self._scoring.backlog:
-            return []
+    def _claim(self) -> None:
         started = time.monotonic()
-        if not (room := self._room()):
-            return []
+        if self._server_died_at is not None or self._scoring.backlog or not (room := self._room()):
+            return
         try:
             claims = self._queue.claim(room, skip=self._better_left_to_others())
         except DiskFullError as error:  # a broken file could not be set aside; its job waits with us
             logger.warning("{} Waiting for room.", error)
             time.sleep(DISK_FULL_RETRY_S)
-            return []
+            return
         if claims:
             activity.has_jobs((claim.job.seq for claim in claims), GENERATING)
             self._queue_s += time.monotonic() - started
-        return claims
+            if not self._held:
+                self._held_since = started
+            self._held += claims
 
-    def _score(self, rollout: Rollout, group: GeneratedGroup) -> None:
-        activity.has_jobs([rollout.claim.job.seq], SCORING)
-        if self._score_beside:
-            self._scoring.start(rollout, group)
-        else:
-            from async_grpo.rollout.scoring import score_one
+    def _room(self) -> int:
+        """An even share of what is pending or in flight here, as far as the engine has room for it."""
+        if self._sampling and self._version is None:  # new weights wait until the engine is empty
+            return 0
+        mine = len(self._sampling) + len(self._held)
+        most = self._groups_per_claim or self._engine.most_groups
+        if self._deterministic:
+            most = 1  # what shares a batch changes the bits
+        if mine >= most or (mine and not self._engine.joins):
+            return 0
+        if not self._engine.joins and self._groups_per_claim:
+            return most - mine
+        pending = self._queue.pending() if self._engine.joins else once_issued(self._queue.pending, most)
+        share = math.ceil((pending + mine) / max(1, self._queue.alive_workers()))
+        return max(0 if self._engine.joins else 1, min(most, share) - mine)
 
+    def _adopt(self) -> None:
+        """Take on the newest weights, as far as the groups in flight allow it."""
+        if self._server_died_at is not None:
+            self._hand_back_held()
+        if not (self._held or self._sampling) or self._weights.version is None:
+            return
+        started, before = time.monotonic(), self._version
+        try:
+            self._version = self._policy.adopt({flight.version for flight in self._sampling.values()})
+        except PeerDiedError:
+            self._hand_back_held()
+            self._check_run_at = 0.0  # now: `_run_goes_on` waits for another server
+            return
+        self._adopt_s += time.monotonic() - started
+        if self._version is not None and self._version != before:
+            activity.doing(GENERATING, version=self._version)
+            self.statistics.add("weight adoption", time.monotonic() - started)
+
+    # The four calls
+
+    def _prepare(self) -> list[PreparedGroup]:
+        """Start the claimed jobs that the adopted version may sample."""
+        version = self._version
+        ready = [claim for claim in self._held if version is not None and claim.job.min_version <= version]
+        if not ready or (len(ready) < len(self._held) and not self._engine.joins):  # a batch is not divided
+            self._check_patience()
+            return []
+        assert version is not None
+        adopt_s, self._adopt_s, now = self._adopt_s / len(ready), 0.0, time.monotonic()
+        for claim in ready:
+            self._held.remove(claim)
+            flight = _InFlight(claim, version, adopt_s, started=now, busy_s=-self._busy_clock)
+            self._started[claim.job.seq] = self._sampling[claim.job.seq] = flight
+        jobs = [claim.job for claim in ready]
+        return at_once(lambda jobs: self._trl.prepare(jobs, version), jobs, lambda job, e: self._failed(job.seq, e))
+
+    def _sample(self, prepared: Sequence[PreparedGroup]) -> list[SampledGroup]:
+        """Have the engine sample one token more of every group; returns the groups that have ended."""
+        sampled: list[SampledGroup] = []
+        if self._sampling:
+            activity.doing(GENERATING)
+            started, groups = time.monotonic(), len(self._sampling)
+            sampled = self._engine.sample(prepared)
+            self._busy_clock += (time.monotonic() - started) / groups
+            activity.progress()
+            for group in sampled:
+                self._sampled(group)
+        if not self._sampling:
+            self._policy.release()
+        return [group for group in sampled if group.error is None]
+
+    def _sampled(self, group: SampledGroup) -> None:
+        flight = self._sampling.pop(group.prepared.job.seq)
+        flight.busy_s += self._busy_clock
+        self.statistics.add("generation", time.monotonic() - flight.started)
+        if group.error is not None:
+            self._failed(group.prepared.job.seq, "".join(traceback.format_exception(group.error)))
+
+    def _finish(self, sampled: Sequence[SampledGroup]) -> list[GeneratedGroup]:
+        return at_once(self._trl.finish, sampled, lambda group, error: self._failed(group.prepared.job.seq, error))
+
+    def _score(self, group: GeneratedGroup) -> None:
+        activity.has_jobs([group.job.seq], SCORING)
+        if self._deterministic:
             activity.doing(SCORING)
-            self._publish(score_one(self._trainer.score, rollout, group))
+        self._scoring.start(group)
 
-    def _publish_scored(self, timeout_s: float) -> None:
-        for outcome in self._scoring.finished(timeout_s):
+    # Jobs that are done, and jobs that failed
+
+    def _publish_scored(self) -> None:
+        """Publish what is scored by now; a worker with nothing else to do waits a moment for it."""
+        idle = not self._sampling and self._scoring.busy
+        if idle:
+            activity.doing(SCORING)
+        for outcome in self._scoring.finished(SCORING_WAKE_S if idle else 0):
             self._publish(outcome)
 
-    def _publish(self, outcome: Scored[Rollout]) -> None:
+    def _publish(self, outcome: Scored) -> None:
         """Hand a scored group back, or its job where scoring failed."""
         from async_grpo.rollout.trl_trainer import to_record
 
         activity.progress()
-        started = time.monotonic()
-        claim = outcome.key.claim
         if outcome.scores is None:
-            self._failed(claim, outcome.error)
+            self._failed(outcome.group.job.seq, outcome.error)
             return
+        started, flight = time.monotonic(), self._started[outcome.group.job.seq]
+        claim = flight.claim
+        timings = Timings(
+            adopt_s=flight.adopt_s, generate_s=flight.busy_s, score_s=outcome.seconds, queue_s=self._queue_s
+        )
         try:
             group = to_record(
-                claim.job,
                 outcome.group,
                 outcome.scores,
                 attempt=claim.attempt,
                 worker=self._queue.name,
-                policy_version=outcome.key.version,
-                token_versions=outcome.key.token_versions,
-                reward_names=self._trainer.reward_func_names,
-                timings=replace(outcome.key.share, score_s=outcome.seconds, queue_s=self._queue_s),
+                reward_names=self._reward_names,
+                timings=timings,
             )
-            self._when_there_is_room(lambda: self._queue.complete(claim, group))
-            self._queue_s = time.monotonic() - started
+            done = self._when_there_is_room(lambda: self._queue.complete(claim, group))
         except UnsupportedError:  # the user's `log_extra` or completions hold what no file can
-            self._failed(claim, traceback.format_exc())
+            self._failed(claim.job.seq, traceback.format_exc())
             return
-        self.statistics.add("scoring", outcome.seconds)
-        self.statistics.jobs += 1
-        activity.no_longer_has(claim.job.seq, done=True)
+        if done:
+            del self._started[claim.job.seq]
+            self._queue_s = time.monotonic() - started
+            self.statistics.add("scoring", outcome.seconds)
+            self.statistics.jobs += 1
+            activity.no_longer_has(claim.job.seq, done=True)
 
-    def _failed(self, claim: Claim, error: str) -> None:
+    def _failed(self, seq: int, error: str) -> None:
+        self._sampling.pop(seq, None)
+        claim = self._started.pop(seq).claim
         self.statistics.failed += 1
-        self._failed_here[claim.job.seq] = time.monotonic()
+        self._failed_here[seq] = time.monotonic()
         last_line = error.strip().rsplit("\n", 1)[-1]
-        self._said[last_line] += 1
-        level = "WARNING" if self._said[last_line] <= SAY_AT_MOST else "DEBUG"
-        more = "; more of the same are not shown" if self._said[last_line] == SAY_AT_MOST else ""
-        logger.log(level, "prompt group {} (attempt {}) failed: {}{}", claim.job.seq, claim.attempt, last_line, more)
-        self._when_there_is_room(lambda: self._queue.fail(claim, error))
-        activity.no_longer_has(claim.job.seq, failed=True)
+        self._messages[last_line] += 1
+        level = "WARNING" if self._messages[last_line] <= SAY_AT_MOST else "DEBUG"
+        more = "; more of the same are not shown" if self._messages[last_line] == SAY_AT_MOST else ""
+        logger.log(level, "prompt group {} (attempt {}) failed: {}{}", seq, claim.attempt, last_line, more)
+        if self._when_there_is_room(lambda: self._queue.fail(claim, error)):
+            activity.no_longer_has(seq, failed=True)
 
-    def _when_there_is_room(self, write: Callable[[], None]) -> None:
-        """Write to the queue; on a full disk keep the claim and wait until there is room."""
-        said = False
-        with Reminder(lambda: f"room on the disk of {self._run.root}") as reminder:
+    def _when_there_is_room(self, write: Callable[[], None]) -> bool:
+        """Write to the queue; on a full disk keep the claim and wait for room. False: asked to stop meanwhile."""
+        warned = False
+        with Reminder(lambda: f"room on the disk of {self._run_dir.root}") as reminder:
             while True:
                 try:
-                    return write()
+                    write()
                 except DiskFullError as error:
-                    if not said:
+                    if not warned:
                         logger.warning("{} Keeping the job and waiting for room.", error)
-                    said = True
+                    warned = True
+                else:
+                    return True
                 if self._stop:
-                    raise StopWorking
+                    return False
                 reminder.tick()
                 time.sleep(DISK_FULL_RETRY_S)
 
-    def _hand_back(self, claims: list[Claim]) -> None:
-        for claim in claims:
+    def _hand_back_held(self) -> None:
+        while self._held:
+            claim = self._held.popleft()
             self._queue.hand_back(claim)
             activity.no_longer_has(claim.job.seq)
 
@@ -199,22 +321,72 @@ class Worker(ABC):
         now = time.monotonic()
         return {seq for seq, when in self._failed_here.items() if now - when < HEAD_START_S}
 
+    # Waiting
+
     def _run_goes_on(self) -> bool:
-        state = self._run.read_state()
+        now = time.monotonic()
+        if now < self._check_run_at:
+            return True
+        self._check_run_at = now + (IDLE_WAKE_S if self._sampling else 0)
+        state = self._run_dir.read_state()
         if state is None or state.state != runs.RUNNING:
             return False
         if self._weights.exporter_alive():
             self._server_died_at = None
             return True
         if self._server_died_at is None:
-            self._server_died_at = time.monotonic()
+            self._server_died_at = now
             logger.warning("the parameter server is gone; waiting for it to come back (--resume)")
-        return time.monotonic() - self._server_died_at < SERVER_WAIT_S
+        return now - self._server_died_at < SERVER_WAIT_S
+
+    def _wait(self, reminder: Reminder) -> None:
+        """Wait a moment for a job, or for the weights that a claimed job needs."""
+        reminder.tick()
+        if self._held:
+            time.sleep(WEIGHTS_POLL_S)
+        else:
+            self._queue.wait(IDLE_WAKE_S, skip=self._better_left_to_others())
+
+    def _check_patience(self) -> None:
+        if self._sampling:
+            self._held_since = time.monotonic()
+        elif self._held and time.monotonic() - self._held_since > WEIGHTS_WAIT_S:
+            raise WaitTimeoutError(f"Timed out after {WEIGHTS_WAIT_S:.0f} s waiting for {self._waiting_for()}.")
+
+    def _new_reminder(self) -> Reminder:
+        return Reminder(self._waiting_for, lambda: [SERVER])
 
     def _waiting_for(self) -> str:
+        if self._held:
+            return f"version {max(claim.job.min_version for claim in self._held)} of the weights"
         if self._server_died_at is not None:
             return "the parameter server to come back"
         return "jobs: the trainer has issued as many as the staleness bound admits"
+
+
+def at_once(work: Callable[[Sequence[A]], list[B]], items: Sequence[A], failed: Callable[[A, str], None]) -> list[B]:
+    """Do `work` for all items together, or for each alone where that fails: an error costs one item."""
+    if not items:
+        return []
+    try:
+        return work(items)
+    except Exception:  # noqa: BLE001  # a row or a template that TRL cannot take: it belongs to one of the items
+        if len(items) == 1:
+            failed(items[0], traceback.format_exc())
+            return []
+    return [result for item in items for result in at_once(work, [item], failed)]
+
+
+def once_issued(pending: Callable[[], int], enough: int) -> int:
+    """How many jobs are pending when there are `enough`, or no more of them are being issued.
+
+    The server issues a round job by job, and a batch of its first few takes nearly as long as one of them all.
+    """
+    before, now = 0, pending()
+    while before < now < enough:
+        time.sleep(ISSUING_S)
+        before, now = now, pending()
+    return now
 
 
 def server_lives(run: RunDir) -> bool:
@@ -225,45 +397,3 @@ def check_server(run: RunDir) -> None:
     """Raise `PeerDiedError` when nobody serves the run any more."""
     if not server_lives(run):
         raise PeerDiedError(f"The parameter server of {run.root} is gone. Start it again with --resume.")
-
-
-@dataclass(slots=True)
-class Spread:
-    """Least, mean and most of what was added, without keeping it: a worker may run for weeks."""
-
-    count: int = 0
-    total: float = 0.0
-    least: float = float("inf")
-    most: float = 0.0
-
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.total += value
-        self.least = min(self.least, value)
-        self.most = max(self.most, value)
-
-    def __str__(self) -> str:
-        return f"{self.least:.4f}/{self.total / self.count:.4f}/{self.most:.4f}"
-
-
-@dataclass(slots=True)
-class WorkerStatistics:
-    """Counts jobs and keeps the spread of every batch's phases, in seconds."""
-
-    jobs: int = 0
-    failed: int = 0
-    phases: dict[str, Spread] = field(
-        default_factory=lambda: {name: Spread() for name in ("generation", "scoring", "weight adoption")}
-    )
-    _started: float = field(default_factory=time.monotonic)
-
-    def add(self, phase: str, seconds: float) -> None:
-        self.phases[phase].add(seconds)
-
-    def report(self) -> str:
-        """`42 jobs (1 failed), 3.1 jobs/s; generation 0.10/0.12/0.31 s, … (least/mean/most)`."""
-        elapsed = max(time.monotonic() - self._started, 1e-9)
-        failed = f" ({self.failed} failed)" if self.failed else ""
-        phases = [f"{name} {spread} s" for name, spread in self.phases.items() if spread.count]
-        tail = f"; {', '.join(phases)} (least/mean/most)" if phases else ""
-        return f"{self.jobs} jobs{failed}, {self.jobs / elapsed:.2f} jobs/s{tail}"

@@ -369,3 +369,10 @@ def _until(condition: Callable[[], bool]) -> None:
 def test_results_tell_whether_all_is_well() -> None:
     assert SandboxResult(outcome="exited", exit_code=0, stdout="", stderr="", wall_s=0.1).ok
     assert not SandboxResult(outcome="timed out", exit_code=0, stdout="", stderr="", wall_s=0.1).ok
+
+
+def test_files_that_import_it_from_its_former_place_find_it() -> None:
+    from async_grpo.rollout import sandbox as former
+
+    assert (former.run_code, former.Limits, former.SandboxResult) == (run_code, Limits, SandboxResult)
+    assert (former.SandboxError, former.SWITCH) == (SandboxError, SWITCH)

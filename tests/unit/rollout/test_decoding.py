@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from engines import sample
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -23,7 +25,7 @@ from transformers.cache_utils import DynamicLayer
 
 from async_grpo.rollout.engines import decoding
 from async_grpo.rollout.engines.decoding import ROOM, RoomyLayer, SamplingLoop
-from async_grpo.rollout.engines.transformers import TransformersGenerator
+from async_grpo.rollout.engines.transformers import TransformersEngine
 
 PAD, EOS = 0, 1
 VOCABULARY = 24
@@ -79,25 +81,49 @@ def padded(prompts: list[list[int]]) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids), (torch.tensor(ids) != PAD).long()
 
 
+def inputs_of(prompts: list[list[int]], lengths: tuple[int, ...] | None = None, **settings: Any) -> dict[str, Any]:
+    """What is given to `generate`."""
+    ids, mask = padded(prompts)
+    processors = LogitsProcessorList([EndsByRow(ids.shape[1], len(ids), lengths)] if lengths else [])
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "generation_config": config(**settings),
+        "logits_processor": processors,
+    }
+
+
+def begin(model: PreTrainedModel, inputs: dict[str, Any], group_size: int = 1) -> SamplingLoop:
+    sizes = [group_size] * (len(inputs["input_ids"]) // group_size)
+    make = partial(SamplingLoop, temperature=1.0, pad_token_id=PAD, group_sizes=sizes)
+    loop = model.generate(**inputs, custom_generate=make)
+    assert isinstance(loop, SamplingLoop)
+    return loop
+
+
+def run(loop: SamplingLoop) -> list[tuple[int, list[int]]]:
+    """Decode to the end; returns each group that ended with the lengths of its completions, in that order."""
+    told: list[tuple[int, list[int]]] = []
+    with torch.no_grad():
+        while not loop.ended:
+            told += [(group, loop.lengths_B[rows].tolist()) for group, rows in loop.step().items()]
+    return told
+
+
+def completions(loop: SamplingLoop) -> Tensor:
+    """All that was sampled, `[B, longest]`."""
+    return loop.completions_BC[:, : int(loop.lengths_B.max())]
+
+
 def both(
     model: PreTrainedModel, prompts: list[list[int]], lengths: tuple[int, ...] | None = None, **settings: Any
 ) -> tuple[Tensor, Tensor, SamplingLoop]:
-    """What transformers' own loop generates, what ours does, and our loop."""
-    ids, mask = padded(prompts)
-
-    def generate(**custom: Any) -> Tensor:
-        processors = LogitsProcessorList([EndsByRow(ids.shape[1], len(ids), lengths)] if lengths else [])
-        with torch.no_grad():
-            return model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                generation_config=config(**settings),
-                logits_processor=processors,
-                **custom,
-            )
-
-    loop = SamplingLoop(temperature=1.0, pad_token_id=PAD, on_step=lambda: None)
-    return generate(), generate(custom_generate=loop), loop
+    """What transformers' own loop samples, what ours does, and our loop."""
+    with torch.no_grad():
+        theirs = model.generate(**inputs_of(prompts, lengths, **settings))
+    loop = begin(model, inputs_of(prompts, lengths, **settings))
+    run(loop)
+    return theirs[:, max(map(len, prompts)) :], completions(loop), loop
 
 
 @pytest.mark.parametrize("make_model", [plain, with_sliding_window])
@@ -105,8 +131,7 @@ def both(
 def test_greedy_tokens_are_those_of_transformers(make_model: Any, lengths: tuple[int, ...] | None) -> None:
     theirs, ours, loop = both(make_model(), GROUPS, lengths)
     assert theirs.tolist() == ours.tolist()
-    completions = ours[:, max(map(len, PROMPTS)) :].tolist()
-    ends = [ids.index(EOS) + 1 if EOS in ids else len(ids) for ids in completions]
+    ends = [ids.index(EOS) + 1 if EOS in ids else len(ids) for ids in ours.tolist()]
     assert loop.lengths_B.tolist() == ends
 
 
@@ -119,40 +144,37 @@ def test_rows_that_end_between_two_looks_get_nothing_more(
     monkeypatch.setattr(decoding, "steps_between_looks", lambda device: 8)
     theirs, ours, loop = both(make_model(), GROUPS, lengths)
     width = theirs.shape[1]
-    assert ours[:, :width].tolist() == theirs.tolist()
-    assert set(ours[:, width:].flatten().tolist()) <= {PAD}, "steps up to the look at which all had ended"
+    assert ours.tolist() == theirs.tolist()
+    assert set(loop.completions_BC[:, width:].flatten().tolist()) <= {PAD}, "steps up to the look at which all ended"
     assert loop.lengths_B.tolist() == [lengths[row % len(lengths)] for row in range(len(GROUPS))]
 
 
 @pytest.mark.parametrize("look_every", [1, 8])
 def test_groups_are_told_once_with_all_that_was_sampled(look_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "steps_between_looks", lambda device: look_every)
-    ids, mask = padded(GROUPS)
-    told: list[tuple[int, list[int]]] = []
-
-    def on_groups(groups: list[int]) -> None:
-        told.extend((group, loop.lengths_B[4 * group : 4 * group + 4].tolist()) for group in groups)
-
-    loop = SamplingLoop(temperature=1.0, pad_token_id=PAD, on_step=lambda: None, group_size=4, on_groups=on_groups)
     lengths = (2, 3, 2, 3, 20, 1, 1, 1, 5, 6, 7, 9)
-    plain().generate(
-        input_ids=ids,
-        attention_mask=mask,
-        generation_config=config(),
-        logits_processor=LogitsProcessorList([EndsByRow(ids.shape[1], len(ids), lengths)]),
-        custom_generate=loop,
-    )
-    assert told == [(0, [2, 3, 2, 3]), (2, [5, 6, 7, 9])], "the group that ends last is only returned"
+    loop = begin(plain(), inputs_of(GROUPS, lengths), group_size=4)
+    told = run(loop)
+    assert told == [(0, [2, 3, 2, 3]), (2, [5, 6, 7, 9]), (1, [20, 1, 1, 1])]
     assert loop.lengths_B.tolist() == list(lengths)
+
+
+def test_groups_may_differ_in_size() -> None:
+    loop = plain().generate(
+        **inputs_of(GROUPS[:6], (2, 3, 20, 1, 1, 4)),
+        custom_generate=partial(SamplingLoop, temperature=1.0, pad_token_id=PAD, group_sizes=[1, 3, 2]),
+    )
+    assert run(loop) == [(0, [2]), (2, [1, 4]), (1, [3, 20, 1])]
 
 
 def test_a_prompt_that_begins_with_the_padding_token_is_no_shorter_prompt() -> None:
     model = plain()
     ids = torch.tensor([[PAD, 5, 6], [PAD, 5, 6]])
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
-    loop = SamplingLoop(temperature=1.0, pad_token_id=PAD, on_step=lambda: None)
     inputs = {"input_ids": ids, "attention_mask": mask, "generation_config": config()}
-    assert model.generate(**inputs).tolist() == model.generate(**inputs, custom_generate=loop).tolist()
+    theirs = model.generate(**inputs)
+    run(loop := begin(model, inputs))
+    assert theirs[:, 3:].tolist() == completions(loop).tolist()
     assert not torch.equal(loop.logprobs_BC[0], loop.logprobs_BC[1])
 
 
@@ -200,27 +222,17 @@ def test_rows_that_have_ended_are_not_decoded_any_more() -> None:
     model.register_forward_pre_hook(
         lambda module, args, kwargs: batches.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    ids, mask = padded(GROUPS)
-    model.generate(
-        input_ids=ids,
-        attention_mask=mask,
-        generation_config=config(),
-        logits_processor=LogitsProcessorList([EndsByRow(ids.shape[1], len(ids), (3, 3, 20))]),
-        custom_generate=SamplingLoop(temperature=1.0, pad_token_id=PAD, on_step=lambda: None),
-    )
+    run(begin(model, inputs_of(GROUPS, (3, 3, 20))))
     assert batches[0] == (len(PROMPTS), 5), "each prompt once"
     assert batches[1:] == [(12, 1)] * 2 + [(4, 1)] * 17
 
 
 def test_log_probabilities_are_right_after_others_have_left() -> None:
     model = plain()
-    generator = TransformersGenerator(
-        model, config=config(do_sample=True, temperature=1.3, top_k=0, max_new_tokens=60), pad_token_id=PAD,
-        autocast=nullcontext,
-    )  # fmt: skip
-    torch.manual_seed(4)
+    sampling = config(do_sample=True, temperature=1.3, top_k=0, max_new_tokens=60)
+    engine = TransformersEngine(model, config=sampling, pad_token_id=PAD, autocast=nullcontext, most_groups=8)
     prompts = PROMPTS * 10
-    completions, logprobs = generator.generate(prompts)
+    completions, logprobs = sample(engine, prompts, seed=4)
     assert len({len(ids) for ids in completions}) > 5, "the seed shows many lengths"
     for prompt, ids, sampled in zip(prompts, completions, logprobs, strict=True):
         with torch.no_grad():

@@ -19,14 +19,14 @@ def test_on_its_own_device_it_moves_no_byte(tmp_path: Path) -> None:
         exporter.publish(1)
         with open_remote_memory(tmp_path / "handle.json") as remote:
             policy = PolicyWeights(remote, worker)
-            assert policy.adopt(10) == 1
+            assert policy.adopt() == 1
             torch.testing.assert_close(worker.weight, trained.weight)
             first = worker.weight.data_ptr()
             policy.release()
             with torch.no_grad():
                 trained.weight.fill_(7.0)
             exporter.publish(2)
-            assert policy.adopt(10) == 2
+            assert policy.adopt() == 2
             assert worker.weight.data_ptr() != first, "another slot"
             assert worker.weight.eq(7.0).all()
 
@@ -47,9 +47,9 @@ def test_from_another_device_it_copies_each_version_once(tmp_path: Path, monkeyp
         exporter.publish(1)
         with open_remote_memory(tmp_path / "handle.json") as remote:
             policy = PolicyWeights(remote, worker)
-            assert [policy.adopt(10), policy.adopt(10)] == [1, 1]
+            assert [policy.adopt(), policy.adopt()] == [1, 1]
             exporter.publish(2)
-            assert policy.adopt(10) == 2
+            assert policy.adopt() == 2
     assert pulls == [1, 2]
     assert worker.weight.data_ptr() == own_memory
     torch.testing.assert_close(worker.weight, trained.weight)
@@ -61,4 +61,4 @@ def test_a_dead_trainer_is_told(tmp_path: Path) -> None:
     with open_remote_memory(tmp_path / "handle.json") as remote:
         exporter.close()
         with pytest.raises(PeerDiedError):
-            PolicyWeights(remote, worker).adopt(10)
+            PolicyWeights(remote, worker).adopt()

@@ -13,8 +13,8 @@ DEADLINE_S = 60.0
 AT_MOST = 2
 
 
-def wait_for(score: Scoring[int], wanted: int) -> list[Scored[int]]:
-    outcomes: list[Scored[int]] = []
+def wait_for(score: Scoring, wanted: int) -> list[Scored]:
+    outcomes: list[Scored] = []
     while len(outcomes) < wanted:
         found = score.finished(DEADLINE_S)
         assert found, "nothing came back"
@@ -28,22 +28,22 @@ def test_what_a_reward_raises_is_the_groups() -> None:
             raise RuntimeError("no reward")
         return "scores"
 
-    score: Scoring[int] = Scoring(rewards, AT_MOST)
+    score: Scoring = Scoring(rewards, AT_MOST)
     for key in range(3):
-        score.start(key, key)  # type: ignore[arg-type]
-    outcomes = {outcome.key: outcome for outcome in wait_for(score, 3)}
+        score.start(key)  # type: ignore[arg-type]
+    outcomes = {outcome.group: outcome for outcome in wait_for(score, 3)}
     assert [outcomes[key].scores for key in range(3)] == ["scores", None, "scores"]
     assert "no reward" in outcomes[1].error
 
 
 def test_a_reward_that_hangs_holds_up_its_own_group() -> None:
     go_on = threading.Event()
-    score: Scoring[int] = Scoring(lambda group: group or go_on.wait(DEADLINE_S), AT_MOST)  # type: ignore[arg-type, return-value]
+    score: Scoring = Scoring(lambda group: group or go_on.wait(DEADLINE_S), AT_MOST)  # type: ignore[arg-type, return-value]
     for key in range(5):
-        score.start(key, key)  # type: ignore[arg-type]
-    assert sorted(outcome.key for outcome in wait_for(score, 4)) == [1, 2, 3, 4]
+        score.start(key)  # type: ignore[arg-type]
+    assert sorted(outcome.group for outcome in wait_for(score, 4)) == [1, 2, 3, 4]
     go_on.set()
-    assert [outcome.key for outcome in wait_for(score, 1)] == [0]
+    assert [outcome.group for outcome in wait_for(score, 1)] == [0]
 
 
 def test_so_many_groups_are_scored_at_a_time_and_the_others_wait() -> None:
@@ -58,23 +58,25 @@ def test_so_many_groups_are_scored_at_a_time_and_the_others_wait() -> None:
         with lock:
             running[0] -= 1
 
-    score: Scoring[int] = Scoring(rewards, AT_MOST)
+    score: Scoring = Scoring(rewards, AT_MOST)
     for key in range(5):
-        score.start(key, key)  # type: ignore[arg-type]
+        score.start(key)  # type: ignore[arg-type]
     assert (score.backlog, score.busy) == (3, True)
     until(lambda: running[0] == AT_MOST)
     go_on.set()
-    assert sorted(outcome.key for outcome in wait_for(score, 5)) == list(range(5))
+    assert sorted(outcome.group for outcome in wait_for(score, 5)) == list(range(5))
     assert (most[0], score.backlog, score.busy) == (AT_MOST, 0, False)
 
 
-def test_who_asks_is_told_when_an_outcome_can_be_had() -> None:
-    told = threading.Event()
-    score: Scoring[int] = Scoring(lambda group: None, AT_MOST)  # type: ignore[arg-type, return-value]
-    score.on_done = told.set
-    score.start(1, None)  # type: ignore[arg-type]
-    assert told.wait(DEADLINE_S)
-    assert [outcome.key for outcome in score.finished(0)] == [1]
+def test_in_the_callers_thread_groups_are_scored_in_order() -> None:
+    threads: list[threading.Thread] = []
+    score = Scoring(lambda group: threads.append(threading.current_thread()), 0)  # type: ignore[arg-type, return-value]
+    for key in (2, 1):
+        score.start(key)  # type: ignore[arg-type]
+    assert score.busy
+    assert [outcome.group for outcome in score.finished(0)] == [2, 1]
+    assert threads == [threading.current_thread()] * 2
+    assert not score.busy
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -6,9 +6,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from engines import group, run, sample
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
-from async_grpo.rollout.engines.transformers import TransformersGenerator
+from async_grpo.rollout.engines.transformers import TransformersEngine
 
 PAD, EOS, OTHER_END = 0, 1, 2
 PROMPTS = [[5, 6, 7, 8, 9], [10], [11, 12, 13]]  # of different lengths, so that two are padded
@@ -33,13 +34,14 @@ def model() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config).eval()
 
 
-def generator(model: Qwen3ForCausalLM, tokens: int = 12, **sampling: float) -> TransformersGenerator:
+def engine_of(model: Qwen3ForCausalLM, tokens: int = 12, **sampling: float) -> TransformersEngine:
     settings = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "do_sample": True, **sampling}
-    return TransformersGenerator(
+    return TransformersEngine(
         model,
         config=GenerationConfig(max_new_tokens=tokens, pad_token_id=PAD, eos_token_id=[EOS, OTHER_END], **settings),
         pad_token_id=PAD,
         autocast=nullcontext,
+        most_groups=8,
     )
 
 
@@ -54,9 +56,8 @@ def forward_logprobs(
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
 def test_log_probabilities_are_those_of_a_forward_pass(model: Qwen3ForCausalLM, temperature: float) -> None:
-    torch.manual_seed(1)
     prompts = PROMPTS * 4
-    completions, logprobs = generator(model, temperature=temperature).generate(prompts)
+    completions, logprobs = sample(engine_of(model, temperature=temperature), prompts, seed=1)
     assert len(completions) == len(logprobs) == len(prompts)
     for prompt, ids, sampled in zip(prompts, completions, logprobs, strict=True):
         assert len(sampled) == len(ids)
@@ -66,14 +67,12 @@ def test_log_probabilities_are_those_of_a_forward_pass(model: Qwen3ForCausalLM, 
 
 
 def test_they_are_of_the_full_distribution_even_when_sampling_truncates_it(model: Qwen3ForCausalLM) -> None:
-    torch.manual_seed(1)
-    [ids], [sampled] = generator(model, temperature=0.7, top_k=2).generate([PROMPTS[0]])
+    [ids], [sampled] = sample(engine_of(model, temperature=0.7, top_k=2), [PROMPTS[0]], seed=1)
     torch.testing.assert_close(torch.tensor(sampled), forward_logprobs(model, PROMPTS[0], ids, 0.7), atol=1e-5, rtol=0)
 
 
 def test_a_completion_ends_with_its_first_end_token_and_has_no_padding(model: Qwen3ForCausalLM) -> None:
-    torch.manual_seed(2)
-    completions, logprobs = generator(model, tokens=40, temperature=2.0).generate(PROMPTS * 8)
+    completions, logprobs = sample(engine_of(model, tokens=40, temperature=2.0), PROMPTS * 8, seed=2)
     ended = [ids for ids in completions if ids[-1] in (EOS, OTHER_END)]
     assert {ids[-1] for ids in ended} == {EOS, OTHER_END}, "the seed shows both"
     assert len({len(ids) for ids in completions}) > 1
@@ -84,40 +83,52 @@ def test_a_completion_ends_with_its_first_end_token_and_has_no_padding(model: Qw
 
 
 def test_padding_does_not_change_what_is_sampled(model: Qwen3ForCausalLM) -> None:
-    greedy = generator(model, do_sample=False)
-    together, _ = greedy.generate(PROMPTS)
-    alone = [greedy.generate([prompt])[0][0] for prompt in PROMPTS]
+    greedy = engine_of(model, do_sample=False)
+    together, _ = sample(greedy, PROMPTS)
+    alone = [sample(greedy, [prompt])[0][0] for prompt in PROMPTS]
     assert together == alone
 
 
 def test_the_same_seed_samples_the_same(model: Qwen3ForCausalLM) -> None:
-    results = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        results.append(generator(model).generate(PROMPTS))
-    assert results[0] == results[1]
+    engine = engine_of(model)
+    first, other, again = (sample(engine, PROMPTS, seed=seed) for seed in (3, 4, 3))
+    assert first == again != other
 
 
-def test_generation_can_be_broken_off_between_tokens(model: Qwen3ForCausalLM) -> None:
-    class Stop(Exception):
-        pass
-
-    steps = []
-
-    def on_step() -> None:
-        steps.append(True)
-        if len(steps) == 3:
-            raise Stop
-
-    breakable = generator(model)
-    breakable.on_step = on_step
-    with pytest.raises(Stop):
-        breakable.generate(PROMPTS)
-    assert len(steps) == 3
-    breakable.on_step = lambda: None
-    assert len(breakable.generate(PROMPTS)[0]) == 3, "and it works again afterwards"
+def test_groups_come_back_with_their_last_completion(model: Qwen3ForCausalLM) -> None:
+    engine = engine_of(model, tokens=40, temperature=2.0)
+    groups = [group([prompt] * 2, seq) for seq, prompt in enumerate(PROMPTS * 3)]
+    took, steps = {}, 0
+    new = groups
+    while len(took) < len(groups):
+        steps += 1
+        for sampled in engine.sample(new):
+            took[sampled.prepared] = steps
+            assert max(map(len, sampled.token_ids)) == steps
+        new = []
+    assert len(set(took.values())) > 1, "the seed shows groups of different lengths"
 
 
-def test_nothing_of_it_asks_for_gradients(model: Qwen3ForCausalLM) -> None:
-    generator(model).generate(PROMPTS)
-    assert all(parameter.grad is None for parameter in model.parameters())
+def test_a_batch_can_be_dropped_between_tokens(model: Qwen3ForCausalLM) -> None:
+    engine = engine_of(model)
+    for _ in range(3):
+        assert engine.sample([group(PROMPTS)]) == []
+    engine.close()
+    assert engine.sample([]) == []
+    assert len(sample(engine, PROMPTS)[0]) == 3, "and it works again afterwards"
+
+
+def test_work_between_tokens_is_not_done_in_the_samplers_precision(model: Qwen3ForCausalLM) -> None:
+    engine = engine_of(model)
+    engine._autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # type: ignore[assignment, return-value]
+    engine.sample([group(PROMPTS)])
+    assert torch.is_grad_enabled()
+    assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    engine.close()
+
+
+def test_an_error_costs_one_group_of_a_batch(model: Qwen3ForCausalLM) -> None:
+    groups = [group([PROMPTS[0]] * 2), group([[99]] * 2, 1), group([PROMPTS[2]] * 2, 2)]  # there is no token 99
+    sampled = {one.prepared.job.seq: one for one in run(engine_of(model), groups)}
+    assert isinstance(sampled[1].error, IndexError)
+    assert [len(sampled[seq].token_ids) for seq in (0, 2)] == [2, 2]

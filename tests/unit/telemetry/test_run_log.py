@@ -13,7 +13,7 @@ from loguru import logger
 from unit_fakes import make_group, make_job
 
 from async_grpo.records import Timings
-from async_grpo.rollout.worker import WorkerStatistics
+from async_grpo.rollout.statistics import WorkerStatistics
 from async_grpo.telemetry import run_log as metrics_module
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training import rollout_metrics as rollout_metrics_module
@@ -133,7 +133,7 @@ def test_a_worker_sums_up_what_it_did() -> None:
     for seconds in (0.1, 0.4, 0.1):
         statistics.add("generation", seconds)
     assert "3 jobs (1 failed)" in statistics.report()
-    assert "generation 0.1000/0.2000/0.4000 s (least/mean/most)" in statistics.report()
+    assert "generation 0.1000/0.2000/0.4000 s (min/mean/max)" in statistics.report()
     assert "scoring" not in statistics.report()
 
 

@@ -1,4 +1,73 @@
-"""The engines that sample tokens: transformers' `generate`, vLLM within the worker, a vLLM server.
+"""The engines that sample tokens: transformers, vLLM within the worker, a vLLM server. `Engine` is what they share.
 
 What surrounds sampling (claims, prompts, rewards) is in `async_grpo.rollout`. Private names of vLLM live in `vllm`.
+Start with `choice`, which makes the engine of a worker.
 """
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from async_grpo.records import Job
+    from async_grpo.rollout.policy import Policy
+    from async_grpo_ipc import RemoteWeights
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class PreparedGroup:
+    """The prompts of one group, as token ids."""
+
+    job: Job
+    version: int  # policy version that samples it, or begins to where weights change meanwhile
+    prompt_ids: list[list[int]]  # [G]
+    turn: int = 0  # of several in which the same job asks for tokens
+
+    @property
+    def seed(self) -> int:
+        """Seed of this turn: the job's own for the first."""
+        return self.seed_of("") if self.turn else self.job.seed
+
+    def seed_of(self, place: int | str) -> int:
+        """Seed of one completion, the same for every worker that samples the job."""
+        text = f"{self.job.seed}:{self.turn}:{place}"
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class SampledGroup:
+    """The completions that an engine sampled for a prepared group, or the error that it ended with."""
+
+    prepared: PreparedGroup
+    token_ids: list[list[int]] = field(default_factory=list)  # [G], the end token included
+    logprobs: list[list[float]] = field(default_factory=list)  # [G], natural log, at the sampling temperature
+    versions: list[list[int]] | None = None  # [G], of each token, where weights change while a group is sampled
+    error: BaseException | None = None
+
+
+class Engine(Protocol):
+    """Samples completions. Every method is called by the worker's thread."""
+
+    joins: bool  # groups can join while others are being sampled
+    most_groups: int  # that are sampled together
+
+    def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
+        """Take in the groups `new`, sample one more token of all groups, and return the groups that have ended.
+
+        An error that belongs to a group ends that group alone.
+
+        Raises:
+            GeneratorError: the engine is broken; no group is to blame.
+        """
+        ...
+
+    def follow(self, weights: RemoteWeights) -> Policy:
+        """How this engine adopts new versions of `weights`."""
+        ...
+
+    def close(self) -> None:
+        """Drop the groups that are being sampled."""
+        ...

@@ -1,8 +1,9 @@
-"""The loop that samples tokens, for `generate(custom_generate=...)` of transformers, which prepares everything else.
+"""The loop that samples tokens. `generate(custom_generate=...)` of transformers prepares everything else.
 
-It differs from transformers' own loop in three things, and in none of the results:
+It gives the results of transformers' own loop, and differs from it in four things:
 
-* A row that has ended leaves the batch, so that the longest answer is decoded alone and not beside finished ones.
+* It is stepped from outside, so that its caller can do other work between two tokens.
+* A row that has ended leaves the batch, so that the longest answer is decoded alone.
 * The completions of one prompt share its prefill.
 * Keys and values are written into a buffer that has room, instead of being copied for every token.
 
@@ -11,7 +12,8 @@ Shapes: B rows were asked for, b of them are still decoded; P prompt tokens, V t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,83 +31,95 @@ def steps_between_looks(device: torch.device) -> int:
 
 
 class SamplingLoop:
-    """Samples one continuation of each row; afterwards `logprobs_BC` and `lengths_B` tell about what it returned.
+    """Samples one continuation of each row, one token a `step`.
+
+    Made by `generate(custom_generate=partial(SamplingLoop, ...))`, which prepares all arguments but the keywords:
 
     Args:
         temperature: of the log-probabilities, which are natural logs of the full softmax.
-        on_step: called before each token; may raise to break off.
-        group_size: rows that belong together.
-        on_groups: told which groups have ended while others go on, by their index; the last ones are returned only.
+        group_sizes: numbers of neighbouring rows that belong together.
     """
 
-    sequences_BL: Tensor  # prompts, tokens sampled so far, padding
+    completions_BC: Tensor  # tokens sampled so far, then padding
     logprobs_BC: Tensor  # of the sampled tokens; what lies behind a row's length means nothing
     lengths_B: Tensor  # tokens sampled, the end token included
 
     def __init__(
-        self,
-        *,
-        temperature: float,
-        pad_token_id: int,
-        on_step: Callable[[], None],
-        group_size: int = 1,
-        on_groups: Callable[[list[int]], None] = lambda groups: None,
-    ) -> None:
-        self._temperature = temperature
-        self._pad = pad_token_id
-        self._on_step = on_step
-        self._group_size = group_size
-        self._on_groups = on_groups
-
-    def __call__(
         self,
         model: PreTrainedModel,
         input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
+        *,
+        temperature: float,
+        pad_token_id: int,
+        group_sizes: Sequence[int],
         **model_kwargs: Any,
-    ) -> Tensor:
-        """What `generate` calls: prompts `[B, P]` in, prompts with completions out, padded to the longest."""
-        rows, prompt_length = input_ids.shape
-        longest = int(generation_config.max_length)
-        self.sequences_BL = sequences_BL = input_ids.new_full((rows, longest), self._pad)
-        sequences_BL[:, :prompt_length] = input_ids
-        self.logprobs_BC = torch.zeros(rows, longest - prompt_length, device=input_ids.device)
+    ) -> None:
+        rows, self._prompt_length = input_ids.shape
+        self._place = self._prompt_length
+        self._longest = int(generation_config.max_length)
+        self._processors, self._criteria = logits_processor, stopping_criteria
+        self._do_sample, self._temperature, self._pad = generation_config.do_sample, temperature, pad_token_id
+        self._look_every = steps_between_looks(input_ids.device)
+        self._sequences_BL = input_ids.new_full((rows, self._longest), pad_token_id)
+        self._sequences_BL[:, : self._place] = input_ids
+        self.completions_BC = self._sequences_BL[:, self._place :]
+        self.logprobs_BC = torch.zeros(self.completions_BC.shape, device=input_ids.device)
         self.lengths_B = input_ids.new_zeros(rows)
-        going_B = torch.ones(rows, dtype=torch.bool, device=input_ids.device)
-        look_every = steps_between_looks(input_ids.device)
-        before, going = going_B.clone(), rows
+        self._going_B = torch.ones(rows, dtype=torch.bool, device=input_ids.device)
+        self._going = rows  # at the last look
+        self._open = _slices(group_sizes)  # groups that have not ended, by index
+        self._batch = _Batch(model, input_ids, model_kwargs)
 
-        batch = _Batch(model, input_ids, model_kwargs)
-        for place in range(prompt_length, longest):
-            self._on_step()
-            logprobs_bV = torch.log_softmax(batch.logits_bV / self._temperature, dim=-1)
-            scores_bV = logprobs_bV
-            if logits_processor:
-                scores_bV = _processed(logits_processor, sequences_BL[:, :place], batch)
-            sampled_b = _choose(scores_bV, generation_config.do_sample)
-            self.logprobs_BC[batch.rows_b, place - prompt_length] = logprobs_bV.gather(1, sampled_b[:, None])[:, 0]
-            sampled_b = torch.where(going_B[batch.rows_b], sampled_b, self._pad)
-            sequences_BL[batch.rows_b, place] = sampled_b
-            self.lengths_B += going_B
-            going_B &= ~stopping_criteria(sequences_BL[:, : place + 1], None)
-            if place + 1 == longest:
-                break
-            if (place + 1) % look_every == 0 and (now := int(going_B.sum())) < going:
-                if now == 0:
-                    break
-                self._tell_of_groups(before, going_B)
-                before, going = going_B.clone(), now
-                sampled_b = batch.without_ended(going_B, sampled_b)
-            batch.step(sampled_b, sequences_BL[:, : place + 1])
-        return sequences_BL[:, : place + 1]
+    @property
+    def ended(self) -> bool:
+        return not self._open
 
-    def _tell_of_groups(self, before_B: Tensor, now_B: Tensor) -> None:
-        was_going, is_going = (going_B.view(-1, self._group_size).any(dim=1) for going_B in (before_B, now_B))
-        ended = (was_going & ~is_going).nonzero()[:, 0].tolist()
-        if ended:
-            self._on_groups(ended)
+    def step(self) -> dict[int, slice]:
+        """Sample one token of each row; returns the groups that have ended, by index, and their rows."""
+        sampled_b = self._sample()
+        self._place += 1
+        ended: dict[int, slice] = {}
+        if self._place == self._longest:
+            ended, self._open = self._open, {}
+            return ended
+        if self._place % self._look_every == 0 and (now := int(self._going_B.sum())) < self._going:
+            self._going = now
+            ended = self._close_groups()
+            if self.ended:
+                return ended
+            sampled_b = self._batch.without_ended(self._going_B, sampled_b)
+        self._batch.step(sampled_b, self._sequences_BL[:, : self._place])
+        return ended
+
+    def _close_groups(self) -> dict[int, slice]:
+        """Close the groups of which no row goes on."""
+        going = self._going_B.tolist()
+        ended = {index: rows for index, rows in self._open.items() if not any(going[rows])}
+        self._open = {index: rows for index, rows in self._open.items() if index not in ended}
+        return ended
+
+    def _sample(self) -> Tensor:
+        """One token for each row of the batch, written where it belongs; padding for rows that have ended."""
+        rows_b, column = self._batch.rows_b, self._place - self._prompt_length
+        logprobs_bV = torch.log_softmax(self._batch.logits_bV / self._temperature, dim=-1)
+        scores_bV = logprobs_bV
+        if self._processors:
+            scores_bV = _processed(self._processors, self._sequences_BL[:, : self._place], self._batch)
+        sampled_b = _choose(scores_bV, self._do_sample)
+        self.logprobs_BC[rows_b, column] = logprobs_bV.gather(1, sampled_b[:, None])[:, 0]
+        sampled_b = torch.where(self._going_B[rows_b], sampled_b, self._pad)
+        self.completions_BC[rows_b, column] = sampled_b
+        self.lengths_B += self._going_B
+        self._going_B &= ~self._criteria(self._sequences_BL[:, : self._place + 1], None)
+        return sampled_b
+
+
+def _slices(sizes: Sequence[int]) -> dict[int, slice]:
+    ends = list(accumulate(sizes))
+    return {index: slice(end - size, end) for index, (size, end) in enumerate(zip(sizes, ends, strict=True))}
 
 
 class _Batch:

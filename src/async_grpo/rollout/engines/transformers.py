@@ -1,42 +1,30 @@
-"""Where tokens come from: the seam between the rollout trainer and an inference engine."""
+"""The engine that samples with the worker's own model, through `generate` of transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.engines.decoding import SamplingLoop
+from async_grpo.rollout.policy import PolicyWeights
 
-Sampled = tuple[list[list[int]], list[list[float]]]  # token ids and log-probabilities, for each prompt
-OnGroups = Callable[[list[int], Sampled], None]  # indices of groups, and what was sampled for all their prompts
-
-
-class Generator(Protocol):
-    """Samples one completion for each prompt."""
-
-    on_step: Callable[[], None]
-
-    def generate(
-        self, prompt_ids: Sequence[list[int]], group_size: int = 1, on_groups: OnGroups | None = None
-    ) -> Sampled:
-        """Returns token ids (the end token included) and their log-probabilities, for each prompt.
-
-        The log-probabilities are natural logs of the full softmax at the sampling temperature, which is what TRL's
-        trainer computes for the same tokens.
-
-        Args:
-            group_size: so many neighbours belong together.
-            on_groups: given the groups that are done while others go on; all come back in the end, these too.
-        """
-        ...
+if TYPE_CHECKING:
+    from async_grpo_ipc import RemoteWeights
 
 
-class TransformersGenerator:
-    """`model.generate` of transformers with our loop, which keeps the log-probability of every sampled token.
+class TransformersEngine(BatchEngine):
+    """`generate` of transformers prepares a batch, `SamplingLoop` decodes it token by token.
+
+    Log-probabilities are natural logs of the full softmax at the sampling temperature, which is what TRL's trainer
+    computes for the same tokens.
 
     Args:
         config: sampling parameters, as TRL built them from the user's `GRPOConfig`.
@@ -50,45 +38,51 @@ class TransformersGenerator:
         config: GenerationConfig,
         pad_token_id: int,
         autocast: Callable[[], AbstractContextManager[None]],
+        most_groups: int,
     ) -> None:
+        super().__init__(most_groups)
         self._model = model
         self._config = config
         self._pad_token_id = pad_token_id
         self._autocast = autocast
-        self.on_step: Callable[[], None] = lambda: None  # called before each token; may raise to break off
 
-    def generate(
-        self, prompt_ids: Sequence[list[int]], group_size: int = 1, on_groups: OnGroups | None = None
-    ) -> Sampled:
-        input_ids, attention_mask = self._left_padded(prompt_ids)
+    def follow(self, weights: RemoteWeights) -> PolicyWeights:
+        return PolicyWeights(weights, self._model)
 
-        def sampled(rows: list[int]) -> Sampled:
-            lengths = loop.lengths_B[rows].tolist()
-            completions_bC = loop.sequences_BL[rows, input_ids.shape[1] :][:, : max(lengths)]
-            return _cut(completions_bC, lengths), _cut(loop.logprobs_BC[rows, : max(lengths)], lengths)
+    def _decode(self, groups: Sequence[PreparedGroup]) -> Decoding:
+        torch.manual_seed(groups[0].seed)
+        with torch.autocast(self._model.device.type, enabled=False):  # casts of the weights are kept until its end
+            loop = self._begin(groups)
+            while not loop.ended:
+                with self._inference():
+                    ended = loop.step()
+                yield [_completions(groups[index], loop, rows) for index, rows in ended.items()]
 
-        def tell(groups: list[int]) -> None:
-            if on_groups is not None:
-                rows = [row for group in groups for row in range(group * group_size, (group + 1) * group_size)]
-                on_groups(groups, sampled(rows))
-
-        loop = SamplingLoop(
+    def _begin(self, groups: Sequence[PreparedGroup]) -> SamplingLoop:
+        """Have `generate` prepare everything up to its decoding loop, and return the loop instead of running it."""
+        input_ids, attention_mask = self._left_padded([ids for group in groups for ids in group.prompt_ids])
+        loop = partial(
+            SamplingLoop,
             temperature=self._config.temperature or 1.0,
             pad_token_id=self._pad_token_id,
-            on_step=self.on_step,
-            group_size=group_size,
-            on_groups=tell,
+            group_sizes=[len(group.prompt_ids) for group in groups],
         )
-        with torch.no_grad(), self._autocast():
-            self._model.generate(
+        with self._inference():
+            begun = self._model.generate(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 generation_config=self._config,
                 custom_generate=loop,
             )
-        return sampled(list(range(len(prompt_ids))))
+        assert isinstance(begun, SamplingLoop)
+        return begun
 
-    def _left_padded(self, prompt_ids: Sequence[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        with torch.no_grad(), self._autocast():
+            yield
+
+    def _left_padded(self, prompt_ids: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
         longest = max(len(ids) for ids in prompt_ids)
         padded = [[self._pad_token_id] * (longest - len(ids)) + list(ids) for ids in prompt_ids]
         mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompt_ids]
@@ -96,5 +90,14 @@ class TransformersGenerator:
         return torch.tensor(padded, device=device), torch.tensor(mask, device=device)
 
 
-def _cut(padded_BC: torch.Tensor, lengths: Sequence[int]) -> list[list[Any]]:
+def _completions(group: PreparedGroup, loop: SamplingLoop, rows: slice) -> SampledGroup:
+    lengths = loop.lengths_B[rows].tolist()
+    return SampledGroup(
+        prepared=group,
+        token_ids=_cut(loop.completions_BC[rows, : max(lengths)], lengths),
+        logprobs=_cut(loop.logprobs_BC[rows, : max(lengths)], lengths),
+    )
+
+
+def _cut(padded_BC: Tensor, lengths: Sequence[int]) -> list[list[Any]]:
     return [row[:length] for row, length in zip(padded_BC.tolist(), lengths, strict=True)]

@@ -5,7 +5,7 @@ model's own: then only the adapter is taken on.
 
 The engine core runs in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), so its model's parameters are at hand: new
 weights are copied from the mapped memory straight into them, the first time by the model's own `load_weights`, which
-knows how q, k and v, or gate and up, are fused, and from then on as it was seen to do it (`copy_plan`).
+knows how q, k and v, or gate and up, are fused, and from then on by the same copies (`vllm_weights`).
 `tests/with_vllm/test_vllm_engine.py` names the private name that moved.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -23,6 +22,7 @@ from torch import Tensor
 from transformers import set_seed
 
 from async_grpo.errors import UnsupportedError
+from async_grpo.rollout.engines.continuous import Chunk
 from async_grpo.rollout.engines.vllm_options import adapter_of, engine_options, needs_text, sampling_options
 from async_grpo.rollout.engines.vllm_weights import CopyPlan, watch
 from async_grpo.rundir.paths import fresh_folder
@@ -51,16 +51,6 @@ ENVIRONMENT = {
 PROCESSED = "processed_logprobs"  # of the distribution that is sampled from, after temperature, top_p, ...
 ADAPTERS_AT_ONCE = 2  # old groups finish under the old adapter while new ones start under the new
 _OFF = "Load the model with fast_inference=False (the setup file can read FAST_INFERENCE: set it to 0)."
-
-
-@dataclass(slots=True)
-class Chunk:
-    """New tokens of one request, in the order of sampling."""
-
-    request_id: str
-    token_ids: list[int]
-    logprobs: list[float]  # natural log, of the distribution that was sampled from
-    finished: bool
 
 
 class VLLMEngine:

@@ -11,11 +11,11 @@ checkpoint has, with a LoRA adapter merged into them one by one, and then genera
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import requests
 import torch
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from trl.generation.vllm_client import VLLMClient
 
 from async_grpo.errors import GeneratorError, UnsupportedError, WaitTimeoutError
-from async_grpo.rollout.engines.transformers import OnGroups, Sampled
+from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.engines.vllm_options import adapter_of, sampling_options
 from async_grpo.rollout.policy import PolicyWeights
 from async_grpo.telemetry.waiting import SAY_EVERY_S, wait_until
@@ -40,16 +41,16 @@ DISTRIBUTION = "processed_logprobs"  # of the distribution that was sampled from
 T = TypeVar("T")
 
 
-class VLLMServer:
-    """A `Generator` that asks a vLLM server for completions, and sends it new weights.
+class VLLMServer(BatchEngine):
+    """Asks a vLLM server for completions, and sends it new weights.
 
     Raises:
-        GeneratorError: the server cannot be reached, or does not do as it is asked.
+        GeneratorError: the server cannot be reached, or rejects a request that is not a group's fault.
         UnsupportedError: it was not started as this needs it, or the model cannot be sent.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self.on_step: Callable[[], None] = lambda: None  # called while the server generates; may raise to break off
+        super().__init__(trainer.args.generation_batch_size // trainer.num_generations)
         self._model: nn.Module = trainer.model
         _refuse_what_cannot_be_sent(self._model)
         self._options = sampling_options(trainer)
@@ -72,24 +73,34 @@ class VLLMServer:
                 f'vllm_mode="server": {error} Give the worker a GPU, or take --generator hf.'
             ) from error
 
-    def generate(
-        self, prompt_ids: Sequence[list[int]], group_size: int = 1, on_groups: OnGroups | None = None
-    ) -> Sampled:
-        """As `Generator` says. All completions come in one answer, so `on_groups` is never called.
+    def follow(self, weights: RemoteWeights) -> ServedPolicy:
+        return ServedPolicy(weights, PolicyWeights(weights, self._model), self)
+
+    def _decode(self, groups: Sequence[PreparedGroup]) -> Decoding:
+        """All completions come in one answer.
 
         Raises:
             ValueError: the server refuses the prompts, for example one that is too long for its model.
-            GeneratorError: it does not answer any more.
+            GeneratorError: it does not answer.
         """
-        prompts = [list(ids) for ids in prompt_ids[::group_size]]
-        answer = self._wait_for(
-            partial(self._client.generate, prompts, n=group_size, logprobs=0, generation_kwargs=self._options),
-            f"{len(prompt_ids)} completions of the vLLM server",
+        prompts, copies = _each_once([group.prompt_ids for group in groups])
+        request = _Call(
+            self._client,
+            partial(self._client.generate, prompts, n=copies, logprobs=0, generation_kwargs=self._options),
+            f"{len(prompts) * copies} completions of the vLLM server",
             GENERATION_S,
-            meanwhile=self.on_step,
         )
-        sampled_logprobs = [[logprob for (logprob,) in positions] for positions in answer["logprobs"]]
-        return answer["completion_ids"], sampled_logprobs
+        while not request.done():
+            yield []
+        answer = request.result()
+        logprobs = [[logprob for (logprob,) in positions] for positions in answer["logprobs"]]
+        sampled, start = [], 0
+        for group in groups:
+            rows = slice(start, start := start + len(group.prompt_ids))
+            sampled.append(
+                SampledGroup(prepared=group, token_ids=answer["completion_ids"][rows], logprobs=logprobs[rows])
+            )
+        yield sampled
 
     def load(self) -> None:
         """Send the model's parameters as they are now; nothing may be generated meanwhile."""
@@ -104,25 +115,43 @@ class VLLMServer:
         )
         wait_until(self._client.drops_prefixes, what="the vLLM server to drop cached prefixes", timeout_s=CACHE_S)
 
-    def _wait_for(
-        self, call: Callable[[], T], what: str, timeout_s: float, meanwhile: Callable[[], None] | None = None
-    ) -> T:
-        """Run `call` in a thread of its own, as neither HTTP nor NCCL can be broken off, and look whether the server
-        lives meanwhile. When this raises, the thread is left behind and the process is to end."""
-        outcome: Future[T] = Future()
-        Thread(target=_settle, args=(outcome, call), name="vllm-server", daemon=True).start()
-        started = looked = time.monotonic()
-        while not wait([outcome], POLL_S).done:
-            if meanwhile is not None:
-                meanwhile()
-            now = time.monotonic()
-            if now - started > timeout_s:
-                raise GeneratorError(f"Waited {timeout_s:.0f} s for {what}, in vain. {self._client.how_to_start}")
-            if now - looked > SAY_EVERY_S:
-                looked = now
-                self._client.require_alive()
-                logger.info("waiting for {} ({:.0f} s so far)", what, now - started)
-        return outcome.result()
+    def _wait_for(self, call: Callable[[], T], what: str, timeout_s: float) -> T:
+        running = _Call(self._client, call, what, timeout_s)
+        while not running.done():
+            pass
+        return running.result()
+
+
+class _Call(Generic[T]):
+    """A call in a thread of its own, as neither HTTP nor NCCL can be interrupted.
+
+    When `done` raises, the thread is left behind and the process is to end.
+    """
+
+    def __init__(self, client: _Client, call: Callable[[], T], what: str, timeout_s: float) -> None:
+        self._client, self._what, self._timeout_s = client, what, timeout_s
+        self._outcome: Future[T] = Future()
+        self._started = self._looked = time.monotonic()
+        Thread(target=_settle, args=(self._outcome, call), name="vllm-server", daemon=True).start()
+
+    def done(self) -> bool:
+        """Wait a moment for the end of the call; check from time to time that the server is alive."""
+        if wait([self._outcome], POLL_S).done:
+            return True
+        now = time.monotonic()
+        waited = now - self._started
+        if waited > self._timeout_s:
+            raise GeneratorError(
+                f"Timed out after {self._timeout_s:.0f} s waiting for {self._what}. {self._client.how_to_start}"
+            )
+        if now - self._looked > SAY_EVERY_S:
+            self._looked = now
+            self._client.require_alive()
+            logger.info("waiting for {} ({:.0f} s so far)", self._what, waited)
+        return False
+
+    def result(self) -> T:
+        return self._outcome.result()
 
 
 class ServedPolicy:
@@ -134,9 +163,10 @@ class ServedPolicy:
         self._server = server
         self._sent: tuple[str, int] | None = None  # generation and version that the server has
 
-    def adopt(self, timeout_s: float) -> int:
-        """Bring the server to the newest version and return it."""
-        version = self._policy.adopt(timeout_s)
+    def adopt(self, in_use: Collection[int] = ()) -> int | None:
+        version = self._policy.adopt(in_use)
+        if version is None:
+            return None
         try:
             newest = (self._remote.generation, version)
             if newest != self._sent:
@@ -147,7 +177,7 @@ class ServedPolicy:
         return version
 
     def release(self) -> None:
-        """The trainer may write over the version already: the server has a copy."""
+        """The server has a copy; nothing is held."""
 
 
 class _Client(VLLMClient):
@@ -223,6 +253,14 @@ class _Client(VLLMClient):
         if response.status_code == 404:
             raise UnsupportedError(f"{told}\n{self.how_to_start}")
         raise GeneratorError(told)
+
+
+def _each_once(groups: Sequence[list[list[int]]]) -> tuple[list[list[int]], int]:
+    """The prompts to send and how many completions to ask of each: a prompt that all of its group share goes once."""
+    copies = len(groups[0])
+    if all(len(prompts) == copies and all(ids == prompts[0] for ids in prompts) for prompts in groups):
+        return [prompts[0] for prompts in groups], copies
+    return [ids for prompts in groups for ids in prompts], 1
 
 
 def _settle(outcome: Future[T], call: Callable[[], T]) -> None:

@@ -1,9 +1,9 @@
-"""The loop of a worker with continuous batching, with an engine that writes one token a step."""
+"""The loop of a worker, with an engine that writes one token a step."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from engines import job as make_job
 
 from async_grpo.queue import Claim
 from async_grpo.queue.names import PROCESSING, JobName
 from async_grpo.records import Job, RolloutGroup, WorkerId
-from async_grpo.rollout.engines.vllm import Chunk
-from async_grpo.rollout.streaming_worker import StreamingWorker
+from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.engines.continuous import Chunk, ContinuousEngine
 from async_grpo.rollout.trl_trainer import GeneratedGroup, Scores
+from async_grpo.rollout.worker import Worker, WorkerContext, once_issued
 from async_grpo.settings import WorkerSettings
 
 TOKENS = 6  # of a completion; a prompt [n] may ask for more
 ENDLESS = 10**9
+REWRITTEN = [7]  # prompt of a group whose completions the user's code changes
 
 
 class FakeEngine:
@@ -124,55 +127,63 @@ class FakeQueue:
         return False
 
 
-class FakeTrainer:
-    num_generations = 2
-    environment_factories = None
-    reward_func_names = ("reward",)
-    args = SimpleNamespace(generation_batch_size=8)
+class FakeTRL:
+    """The prompts are in the row; `samples_whole` decides whether TRL asks for their tokens itself."""
 
     def __init__(self, *, samples_whole: bool) -> None:
         self.samples_whole = samples_whole
-        self.generator: Any = None
-        self.state = SimpleNamespace(global_step=0)
+        self.trainer = SimpleNamespace(reward_func_names=("reward",), environment_factories=None)
+        self.finish_each: Callable[[SampledGroup], None] = lambda sampled: None
 
-    def fork(self) -> FakeTrainer:
+    def fork(self) -> FakeTRL:
         return copy.copy(self)
 
-    def prepare_groups(self, rows: list[dict[str, Any]], group_size: int) -> list[Any]:
-        return [SimpleNamespace(row=row, prompt_ids=[list(row["ids"])] * group_size) for row in rows]
+    def prepare(self, jobs: Sequence[Job], version: int) -> list[PreparedGroup]:
+        return [PreparedGroup(job=job, version=version, prompt_ids=prompts_of(job)) for job in jobs]
 
-    def finish_groups(self, prepared: list[Any], sampled: list[Any]) -> list[GeneratedGroup]:
+    def finish(self, sampled: Sequence[SampledGroup]) -> list[GeneratedGroup]:
+        for group in sampled:
+            self.finish_each(group)
+        return [made(one.prepared.job, one.prepared.version, one.token_ids, one.versions) for one in sampled]
+
+    def generate(self, jobs: Sequence[Job], version: int, sample: Any) -> list[GeneratedGroup]:
         groups = []
-        for one, given in zip(prepared, sampled, strict=True):
-            self.generator = SimpleNamespace(generate=lambda prompt_ids, given=given: given)
-            groups += self.generate_groups([one.row], len(one.prompt_ids))
+        for job in jobs:
+            ids, _ = sample(prompts_of(job))
+            if job.row["ids"] == REWRITTEN:
+                ids[0][0] = 99
+            groups.append(made(job, version, ids, None))
         return groups
-
-    def generate_groups(self, rows: list[dict[str, Any]], group_size: int) -> list[GeneratedGroup]:
-        prompts = [list(rows[0]["ids"])] * group_size
-        ids, logprobs = self.generator.generate(prompts)
-        return [
-            GeneratedGroup(
-                rows=rows * group_size,
-                prompts=["p"] * group_size,
-                completions=["c"] * group_size,
-                prompt_ids=prompts,
-                completion_ids=ids,
-                logprobs=logprobs,
-                tool_masks=None,
-                environments=None,
-                state=self.state,
-                metrics={},
-            )
-        ]
 
     def score(self, group: GeneratedGroup) -> Scores:
         return Scores(rewards=torch.zeros(2, 1), metrics={}, extra_columns={})
 
 
+def prompts_of(job: Job) -> list[list[int]]:
+    return [list(job.row["ids"]) for _ in range(job.num_generations)]
+
+
+def made(job: Job, version: int, ids: list[list[int]], versions: list[list[int]] | None) -> GeneratedGroup:
+    size = job.num_generations
+    return GeneratedGroup(
+        job=job,
+        version=min((number for row in versions or () for number in row), default=version),
+        rows=[job.row] * size,
+        prompts=["p"] * size,
+        completions=["c"] * size,
+        prompt_ids=prompts_of(job),
+        completion_ids=ids,
+        logprobs=[[-0.5] * len(row) for row in ids],
+        token_versions=versions,
+        tool_masks=None,
+        environments=None,
+        state=None,
+        metrics={},
+    )
+
+
 def job(seq: int, tokens: int = TOKENS, min_version: int = 0) -> Job:
-    row = {"ids": [tokens]}
-    return Job(run_id="r", seq=seq, row=row, num_generations=2, seed=seq, born_version=0, min_version=min_version)
+    return make_job(seq, row={"ids": [tokens]}, min_version=min_version)
 
 
 class Setting:
@@ -187,16 +198,26 @@ class Setting:
         self.queue.on_idle = self.end
         state = SimpleNamespace(state="running")
         settings = WorkerSettings(groups_per_claim=options.pop("groups_per_claim", None))
-        self.worker = StreamingWorker(
-            engine=engine,  # type: ignore[arg-type]
-            in_flight_update=options.pop("in_flight_update", False),
-            trainer=FakeTrainer(samples_whole=self.samples_whole),
-            queue=self.queue,
-            weights=self.weights,
-            run=SimpleNamespace(root=tmp_path, read_state=lambda: state if self.goes_on else None),
+        deterministic = options.pop("deterministic", False)
+        self.trl = FakeTRL(samples_whole=self.samples_whole)
+        context = WorkerContext(
+            trl=self.trl,  # type: ignore[arg-type]
+            queue=self.queue,  # type: ignore[arg-type]
+            weights=self.weights,  # type: ignore[arg-type]
+            run=SimpleNamespace(root=tmp_path, read_state=lambda: state if self.goes_on else None),  # type: ignore[arg-type]
             stop=options.pop("stop", False),
             settings=settings,
-            deterministic=options.pop("deterministic", False),
+            deterministic=deterministic,
+        )
+        in_flight_update = options.pop("in_flight_update", False)
+        self.worker = Worker(
+            context,
+            ContinuousEngine(
+                engine,
+                group_size=2,
+                in_flight_update=in_flight_update,
+                deterministic=deterministic,
+            ),
         )
 
     def end(self) -> None:
@@ -209,13 +230,13 @@ class Setting:
                 state[1] = 0
 
     def run(self) -> dict[int, RolloutGroup]:
-        self.worker.work()
+        self.worker.run()
         return {group.job.seq: group for group in self.queue.completed}
 
 
 @pytest.fixture(autouse=True)
 def always_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_grpo.rollout.streaming_worker.LOOK_S", 0.0)
+    monkeypatch.setattr("async_grpo.rollout.worker.LOOK_S", 0.0)
 
 
 @pytest.fixture(autouse=True, params=["whole", "in threads"])
@@ -266,23 +287,29 @@ def test_on_goes_on_with_new_weights_and_every_token_knows_its_version(tmp_path:
     assert set(group.token_versions.tolist()) == {0, 1, 2, 3}
 
 
-def test_a_completion_that_does_not_continue_its_prompts_costs_its_own_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_completion_that_does_not_continue_its_prompts_costs_its_own_group(tmp_path: Path) -> None:
     """A tool loop of the user's may write what the engine was not asked for: no version can be told then."""
-    generate = FakeTrainer.generate_groups
-
-    def rewrite(self: FakeTrainer, rows: list[dict[str, Any]], group_size: int) -> list[GeneratedGroup]:
-        [group] = generate(self, rows, group_size)
-        if rows[0]["ids"] == [7]:
-            group.completion_ids[0][0] = 99
-        return [group]
-
-    monkeypatch.setattr(FakeTrainer, "generate_groups", rewrite)
-    jobs = [job(0), job(1, tokens=7), job(2)]
+    jobs = [job(0), job(1, tokens=REWRITTEN[0]), job(2)]
     setting = Setting(tmp_path, jobs, FakeEngine(delta=True), in_flight_update=True)
+    if setting.trl.samples_whole:
+        pytest.skip("no code of the user's runs between the tokens")
     assert sorted(setting.run()) == [0, 2]
     assert [seq for seq, _ in setting.queue.failed] == [1]
+
+
+def test_a_completion_that_trl_cannot_finish_costs_its_own_group(tmp_path: Path) -> None:
+    setting = Setting(tmp_path, [job(0), job(1), job(2)], FakeEngine())
+    if not setting.trl.samples_whole:
+        pytest.skip("finished by TRL in the middle of its function")
+
+    def fail(sampled: SampledGroup) -> None:
+        if sampled.prepared.job.seq == 1:
+            raise RuntimeError("no such text")
+
+    setting.trl.finish_each = fail
+    assert sorted(setting.run()) == [0, 2]
+    ((seq, error),) = setting.queue.failed
+    assert seq == 1 and "no such text" in error
 
 
 def test_adapters_need_no_pause(tmp_path: Path) -> None:
@@ -334,7 +361,6 @@ def test_a_fair_share_is_left_to_other_workers(tmp_path: Path) -> None:
     setting = Setting(tmp_path, [job(seq) for seq in range(4)], FakeEngine())
     setting.queue.workers = 2
     setting.engine.before_step = lambda step: setattr(setting, "goes_on", False)
-    setting.worker._check_run_at = 0.0
     assert setting.worker._room() == 2
 
 
@@ -360,3 +386,21 @@ def test_a_stop_breaks_off_what_is_in_flight(tmp_path: Path) -> None:
     assert setting.run() == {}
     assert not setting.engine.open
     assert setting.queue.failed == []
+
+
+@pytest.mark.parametrize(
+    ("looks", "found"),
+    [
+        ([0], 0),  # nothing to wait for
+        ([16], 16),
+        ([20], 20),
+        ([3, 9, 16], 16),  # a round is being issued
+        ([3, 9, 14, 14], 14),  # a part of one
+        ([3, 3], 3),
+        ([3, 1], 1),  # another worker was there
+    ],
+)
+def test_a_round_that_is_being_issued_is_waited_for(looks: list[int], found: int) -> None:
+    left = iter(looks)
+    assert once_issued(lambda: next(left), enough=16) == found
+    assert list(left) == [], "looked as often as there was reason to"

@@ -1,0 +1,98 @@
+"""Makes the engine of a worker: the one function that knows all of them."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.errors import UsageError
+from async_grpo.rundir.locks import KernelLock, describe_holder
+from async_grpo.setup.generator_choice import HF, VLLM_SERVER, choose_generator, engine_inside, refuse_with_server
+
+if TYPE_CHECKING:
+    from async_grpo.records import WorkerId
+    from async_grpo.rollout.engines import Engine
+    from async_grpo.rollout.engines.continuous import ContinuousEngine
+    from async_grpo.rollout.engines.transformers import TransformersEngine
+    from async_grpo.rollout.engines.vllm_server import VLLMServer
+    from async_grpo.rollout.trl_trainer import RolloutTrainer
+    from async_grpo.rundir.paths import RunDir, RunState
+    from async_grpo.settings import WorkerSettings
+
+
+def make_engine(
+    trl: RolloutTrainer, settings: WorkerSettings, run: RunDir, state: RunState, *, worker: WorkerId, on_gpu: bool
+) -> Engine:
+    """The engine that the command line or the setup file asks for; one of vLLM in this process is started.
+
+    Args:
+        worker: whose engine it is.
+
+    Raises:
+        UsageError: it cannot be had with the other options.
+        UnsupportedError: it does not suit the trainer or the run.
+    """
+    chosen = choose_generator(settings.generator, trl.trainer, on_gpu=on_gpu)
+    in_flight_update = settings.in_flight_update == "on"
+    if chosen == HF:
+        return transformers_engine(trl)
+    if chosen == VLLM_SERVER:
+        refuse_with_server(workers=state.num_workers, deterministic=state.deterministic)
+        return connect(run, trl.trainer, in_flight_update=in_flight_update)
+    if state.deterministic and in_flight_update:
+        raise UsageError("--in-flight-update on depends on timing, so it cannot be combined with --deterministic.")
+    return _vllm_engine(trl.trainer, run, worker, in_flight_update=in_flight_update, deterministic=state.deterministic)
+
+
+def transformers_engine(trl: RolloutTrainer) -> TransformersEngine:
+    from async_grpo.rollout.engines.transformers import TransformersEngine
+
+    trainer = trl.trainer
+    return TransformersEngine(
+        trainer.model,
+        config=trainer.generation_config,
+        pad_token_id=trl.pad_token_id,
+        autocast=trainer.accelerator.autocast,
+        most_groups=trainer.args.generation_batch_size // trainer.num_generations,
+    )
+
+
+def connect(run: RunDir, trainer: Any, *, in_flight_update: bool) -> VLLMServer:
+    """The vLLM server that the setup file names, for this worker alone."""
+    from async_grpo.rollout.engines.vllm_server import VLLMServer
+
+    if in_flight_update:
+        raise UsageError(
+            "--in-flight-update on needs an engine in the worker: a vLLM server does not say which weights sampled a "
+            'token. Leave it off, or set vllm_mode="colocate".'
+        )
+    lock = KernelLock(run.generator_lock)  # held as long as the process lives
+    if not lock.try_acquire({"role": "feeds the vLLM server"}):
+        raise UsageError(
+            f"Another worker feeds the vLLM server already ({describe_holder(lock.holder())}). One is enough: the "
+            "server has the GPUs for generating. End this one, or start the run with --num-workers 1."
+        )
+    return VLLMServer(trainer)
+
+
+def _vllm_engine(
+    trainer: Any, run: RunDir, worker: WorkerId, *, in_flight_update: bool, deterministic: bool
+) -> ContinuousEngine:
+    from async_grpo.rollout.engines.continuous import ContinuousEngine
+    from async_grpo.rollout.engines.vllm import VLLMEngine
+
+    if engine_inside(trainer.model) is None:  # else its weights are the engine's own
+        trainer.model.to("meta")  # the engine will have the weights
+    engine = VLLMEngine(
+        trainer,
+        seed=0 if deterministic else int.from_bytes(os.urandom(4), "big"),  # two workers must not draw the same
+        in_flight_update=in_flight_update,
+        deterministic=deterministic,
+        folder=run.worker_engine(worker),
+    )
+    return ContinuousEngine(
+        engine,
+        group_size=trainer.num_generations,
+        in_flight_update=in_flight_update,
+        deterministic=deterministic,
+    )

@@ -1,0 +1,46 @@
+"""Engines in tests: jobs for them, and running them to the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from async_grpo.records import Job
+from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
+
+DEADLINE_S = 60.0
+
+
+def job(seq: int = 0, *, row: Any = None, seed: int | None = None, size: int = 2, min_version: int = 0) -> Job:
+    return Job(
+        run_id="r",
+        seq=seq,
+        row=row,  # type: ignore[arg-type]
+        num_generations=size,
+        seed=seq if seed is None else seed,
+        born_version=0,
+        min_version=min_version,
+    )
+
+
+def group(prompts: Sequence[list[int]], seq: int = 0, seed: int | None = None) -> PreparedGroup:
+    return PreparedGroup(job=job(seq, seed=seed, size=len(prompts)), version=0, prompt_ids=list(prompts))
+
+
+def run(engine: Engine, groups: Sequence[PreparedGroup]) -> list[SampledGroup]:
+    """Step the engine until all groups have ended; in the order in which they do."""
+    deadline = time.monotonic() + DEADLINE_S
+    sampled = engine.sample(groups)
+    while len(sampled) < len(groups):
+        assert time.monotonic() < deadline, "the engine does not come to an end"
+        sampled += engine.sample([])
+    return sampled
+
+
+def sample(engine: Engine, prompts: Sequence[list[int]], seed: int = 0) -> tuple[list[list[int]], list[list[float]]]:
+    """One completion of each prompt: tokens and log-probabilities."""
+    [sampled] = run(engine, [group(prompts, seed=seed)])
+    if sampled.error is not None:
+        raise sampled.error
+    return sampled.token_ids, sampled.logprobs

@@ -1,0 +1,269 @@
+"""Groups on their way through TRL, with a trainer that only asks for tokens and an engine played by the test."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engines import DEADLINE_S, job
+
+from async_grpo.records import Job
+from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.turns import Turns, versions_of_tokens
+
+Code = Callable[[Any, Any], Any]  # what a group does: (sample, row) -> its group
+
+
+class FakeTRL:
+    """Runs the test's code in place of TRL's."""
+
+    def __init__(self, code: Code, *, environments: bool = False) -> None:
+        self.code = code
+        self.trainer = SimpleNamespace(environment_factories=environments or None)
+        self.forks = 0
+        self.used: list[FakeTRL] = []
+
+    def fork(self) -> FakeTRL:
+        self.forks += 1
+        return copy.copy(self)
+
+    def generate(self, jobs: Sequence[Job], version: int, sample: Any) -> list[Any]:
+        self.used.append(self)
+        return [Made(self.code(sample, job.row), version) for job in jobs]
+
+    def score(self, group: Any) -> Any:
+        return group.tokens
+
+
+class Made:
+    def __init__(self, tokens: Any, version: int) -> None:
+        self.tokens, self.version = tokens, version
+
+
+class PlayedEngine:
+    """Completes each turn when the test says so; at once where it says nothing."""
+
+    most_groups = 8
+
+    def __init__(self, *, joins: bool = True, at_once: bool = True) -> None:
+        self.joins, self.at_once = joins, at_once
+        self.turns: list[PreparedGroup] = []  # that wait
+        self.batches: list[int] = []  # turns that came together
+        self.seen: list[PreparedGroup] = []
+        self.done: list[SampledGroup] = []
+        self.closed = False
+
+    def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
+        if new:
+            self.batches.append(len(new))
+        self.turns += new
+        self.seen += new
+        if self.at_once:
+            for turn in list(self.turns):
+                self.complete(turn)
+        done, self.done = self.done, []
+        return done
+
+    def complete(self, turn: PreparedGroup, error: Exception | None = None) -> None:
+        self.turns.remove(turn)
+        ids = [[prompt[0] + 100] for prompt in turn.prompt_ids]
+        logprobs = [[-1.0] for _ in ids]
+        self.done.append(SampledGroup(prepared=turn, token_ids=ids, logprobs=logprobs, error=error))
+
+    def follow(self, weights: Any) -> Any: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def one_turn(sample: Any, row: Any) -> Any:
+    return sample([[row], [row + 1]])
+
+
+def turns_of(code: Code, engine: PlayedEngine | None = None, **options: bool) -> Turns:
+    return Turns(FakeTRL(code, **options), engine or PlayedEngine())  # type: ignore[arg-type]
+
+
+def prepared(turns: Turns, rows: Sequence[Any], version: int = 0) -> list[PreparedGroup]:
+    return turns.prepare([job(seq, row=row) for seq, row in enumerate(rows)], version)
+
+
+def ended(turns: Turns, groups: Sequence[PreparedGroup], wanted: int | None = None) -> dict[Any, SampledGroup]:
+    """Start the groups and return those that have ended, once there are enough, by row."""
+    found = turns.sample(groups)
+    step_until(turns, lambda: len(found) >= (len(groups) if wanted is None else wanted), found)
+    return {group.prepared.job.row: group for group in found}  # type: ignore[misc]
+
+
+def step_until(turns: Turns, condition: Callable[[], bool], found: list[SampledGroup]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        found += turns.sample([])
+
+
+def text(sampled: SampledGroup) -> str:
+    return str(sampled.error)
+
+
+both = pytest.mark.parametrize("joins", [True, False], ids=["a thread each", "one for all"])
+
+
+@both
+def test_a_group_waits_for_its_tokens_and_gets_them(joins: bool) -> None:
+    engine = PlayedEngine(joins=joins, at_once=False)
+    turns = turns_of(one_turn, engine)
+    found = turns.sample(prepared(turns, [10], version=3))
+    step_until(turns, lambda: len(engine.turns) == 1, found)
+    assert engine.turns[0].prompt_ids == [[10], [11]]
+    assert (engine.turns[0].version, engine.turns[0].turn) == (3, 0)
+    assert found == turns.sample([]) == []
+    engine.complete(engine.turns[0])
+    step_until(turns, lambda: len(found) == 1, found)
+    [group] = turns.finish(found)
+    assert group.tokens == ([[110], [111]], [[-1.0], [-1.0]])  # type: ignore[attr-defined]
+
+
+def test_turns_are_numbered_and_seeded_each(joins: bool = True) -> None:
+    def three(sample: Any, row: Any) -> Any:
+        return [sample([[row]]) for _ in range(3)]
+
+    engine = PlayedEngine()
+    turns = turns_of(three, engine)
+    ended(turns, prepared(turns, [10]))
+    assert [turn.turn for turn in engine.seen] == [0, 1, 2]
+    assert len({turn.seed for turn in engine.seen}) == 3
+
+
+def test_groups_wait_side_by_side_and_copies_are_used_again() -> None:
+    engine = PlayedEngine(at_once=False)
+    turns = turns_of(one_turn, engine)
+    trl: Any = turns._trl
+    found = turns.sample(prepared(turns, [10, 20]))
+    step_until(turns, lambda: len(engine.turns) == 2, found)
+    assert trl.forks == 1
+    for turn in list(engine.turns):
+        engine.complete(turn)
+    step_until(turns, lambda: len(found) == 2, found)
+    engine.at_once = True
+    ended(turns, prepared(turns, [30]))
+    assert trl.forks == 1
+
+
+def test_groups_of_a_batch_engine_go_through_trl_together() -> None:
+    calls: list[int] = []
+    turns = turns_of(one_turn, PlayedEngine(joins=False))
+    trl: Any = turns._trl
+    generate = trl.generate
+    trl.generate = lambda jobs, *rest: calls.append(len(jobs)) or generate(jobs, *rest)
+    groups = ended(turns, prepared(turns, [10, 20, 30]))
+    assert calls == [3]
+    made = turns.finish([groups[row] for row in (10, 20, 30)])
+    assert [group.tokens[0] for group in made] == [[[row + 100], [row + 101]] for row in (10, 20, 30)]  # type: ignore[attr-defined]
+
+
+@both
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_an_error_costs_one_group_of_those_that_go_together(joins: bool, place: str) -> None:
+    def code(sample: Any, row: int) -> Any:
+        if place == "before" and row == 20:
+            raise RuntimeError("the tool broke")
+        made = one_turn(sample, row)
+        if row == 20:
+            raise RuntimeError("the tool broke")
+        return made
+
+    turns = turns_of(code, PlayedEngine(joins=joins))
+    groups = ended(turns, prepared(turns, [10, 20, 30]))
+    assert {row: group.error is None for row, group in groups.items()} == {10: True, 20: False, 30: True}
+    assert "the tool broke" in text(groups[20])
+
+
+def test_only_one_group_runs_code_at_a_time() -> None:
+    running: list[int] = []
+    most: list[int] = []
+
+    def code(sample: Any, row: int) -> Any:
+        for _ in range(20):
+            running.append(row)
+            most.append(len(running))
+            threading.Event().wait(0.001)
+            running.remove(row)
+        return sample([[row]])
+
+    turns = turns_of(code)
+    ended(turns, prepared(turns, list(range(4))))
+    assert max(most) == 1
+
+
+@both
+def test_an_error_of_the_engine_reaches_the_group(joins: bool) -> None:
+    engine = PlayedEngine(joins=joins, at_once=False)
+    turns = turns_of(one_turn, engine)
+    found = turns.sample(prepared(turns, [1]))
+    step_until(turns, lambda: len(engine.turns) == 1, found)
+    engine.complete(engine.turns[0], error=ValueError("the prompt is too long"))
+    step_until(turns, lambda: len(found) == 1, found)
+    assert "the prompt is too long" in text(found[0])
+
+
+def test_environments_are_used_again_once_their_group_is_scored() -> None:
+    turns = turns_of(one_turn, environments=True)
+    trl: Any = turns._trl
+    first = ended(turns, prepared(turns, [10]))
+    second = ended(turns, prepared(turns, [20]))
+    assert trl.forks == 1, "the first group's environments are still in use"
+    made = turns.finish([first[10], second[20]])
+    assert [turns.score(group)[0][0] for group in made] == [[110], [120]]  # type: ignore[index]
+    ended(turns, prepared(turns, [30]))
+    assert trl.forks == 1
+
+
+def test_closing_ends_what_waits_for_tokens() -> None:
+    engine = PlayedEngine(at_once=False)
+    outcomes: list[str] = []
+
+    def code(sample: Any, row: Any) -> Any:
+        try:
+            return one_turn(sample, row)
+        except Exception as error:
+            outcomes.append(str(error))
+            raise
+
+    turns = turns_of(code, engine)
+    step_until(turns, lambda: len(engine.turns) == 2, turns.sample(prepared(turns, [10, 20])))
+    turns.close()
+    assert engine.closed
+    assert outcomes == ["The worker ends."] * 2
+
+
+def sampled_turn(prompts: list[list[int]], ids: list[list[int]], versions: list[list[int]]) -> SampledGroup:
+    turn = PreparedGroup(job=job(), version=0, prompt_ids=prompts)
+    return SampledGroup(prepared=turn, token_ids=ids, logprobs=[], versions=versions)
+
+
+def test_every_token_knows_its_version_through_a_tool_loop() -> None:
+    prompt = [1, 2]
+    # The second row calls a tool, which writes 90; the third does, too, and is cut to its limit.
+    group: Any = SimpleNamespace(
+        prompt_ids=[prompt] * 3,
+        completion_ids=[[10, 11], [20, 90, 21, 22], [30, 90, 31]],
+    )
+    first = sampled_turn([prompt] * 3, [[10, 11], [20], [30]], [[4, 5], [4], [4]])
+    second = sampled_turn([[1, 2, 20, 90], [1, 2, 30, 90]], [[21, 22], [31, 32]], [[5, 6], [6, 7]])
+    assert versions_of_tokens(group, [first, second], default=4) == [[4, 5], [4, 4, 5, 6], [4, 4, 6]]
+
+
+def test_a_group_that_waits_says_who_died(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_grpo.rollout.turns.LOOK_S", 0.01)
+    turns = turns_of(one_turn, PlayedEngine(at_once=False))
+    turns._worker_thread = threading.Thread(target=lambda: None)
+    turns._worker_thread.start()
+    turns._worker_thread.join()
+    groups = ended(turns, prepared(turns, [1]))
+    assert "worker's thread has ended" in text(groups[1])
