@@ -44,7 +44,7 @@ class Turns:
     """
 
     def __init__(self, trl: RolloutTrainer, engine: Engine) -> None:
-        self.joins, self.most_groups = engine.joins, engine.most_groups
+        self.joins = engine.joins
         self._trl = trl
         self._engine = engine
         self._keeps_environments = trl.trainer.environment_factories is not None
@@ -59,6 +59,12 @@ class Turns:
         self._made: dict[PreparedGroup, GeneratedGroup] = {}  # to be finished
         self._unscored: dict[int, _Conversation] = {}  # by id of the group, whose environments are still in use
         self._code_since = 0.0  # when some code last began to run (monotonic seconds)
+
+    @property
+    def most_groups(self) -> int:
+        """No more than the engine has room for, less those whose environments are not free for another group yet."""
+        left = self._engine.most_groups - len(self._unscored)
+        return left if self.joins or not self._unscored else 0
 
     # The four calls
 

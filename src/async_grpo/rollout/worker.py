@@ -155,10 +155,11 @@ class Worker:
         """An even share of what is pending or in flight here, as far as the engine has room for it."""
         if self._sampling and self._version is None:  # new weights wait until the engine is empty
             return 0
-        mine = len(self._sampling) + len(self._held)
-        most = self._groups_per_claim or self._engine.most_groups
-        if self._deterministic:
+        mine, most = len(self._sampling) + len(self._held), self._engine.most_groups
+        if most and self._deterministic:
             most = 1  # what shares a batch changes the bits
+        elif most and self._groups_per_claim:
+            most = self._groups_per_claim
         if mine >= most or (mine and not self._engine.joins):
             return 0
         if not self._engine.joins and self._groups_per_claim:

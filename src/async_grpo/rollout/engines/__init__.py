@@ -52,7 +52,11 @@ class Engine(Protocol):
     """Samples completions. Every method is called by the worker's thread."""
 
     joins: bool  # groups can join while others are being sampled
-    most_groups: int  # that are sampled together
+
+    @property
+    def most_groups(self) -> int:
+        """How many groups it samples together at most."""
+        ...
 
     def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
         """Take in the groups `new`, sample one more token of all groups, and return the groups that have ended.
