@@ -19,7 +19,7 @@ import pytest
 from archived_run import HOSTILE, ArchivedRun, three_steps
 
 from async_grpo.cli import main
-from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.locks import server_lock
 
 DEADLINE_S = 120.0
 
@@ -76,7 +76,7 @@ def children(pid: int) -> list[int]:
 
 def test_tensorboard_shows_the_reward_of_a_live_run_and_ends_with_ctrl_c(browser: Any, tmp_path: Path) -> None:
     run = three_steps(tmp_path, state="running")
-    server = KernelLock(run.run.lock)
+    server = server_lock(run.run.root)
     assert server.try_acquire({"role": "parameter server"})
     with serve(run.root, tmp_path / "output.txt") as served:
         url = served.said(r"http://127\.0\.0\.1:\d+/")

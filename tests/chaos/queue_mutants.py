@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from async_grpo.queue import GivenUp, ServerQueue, WorkerQueue, codec, liveness
+from async_grpo.queue import JobName, ServerQueue, WorkerQueue, codec, recovery, transitions
 from async_grpo.queue import server as queue_server
 from async_grpo.queue import worker as queue_worker
 from async_grpo.queue.names import COMPLETE, reason_name, set_aside_name
@@ -43,40 +43,39 @@ def leftovers_of_a_restarted_worker_stay() -> None:
 
 
 def jobs_taken_from_the_living() -> None:
-    def recover_dead(root: Any, moves: Any, max_attempts: int) -> list[int]:
+    def recover_dead(root: Any, moves: Any, max_attempts: int, *, counts: bool = True) -> list[int]:
         return [
             seq
             for worker in moves.claimants()
-            for seq in moves.release_claims(worker, max_attempts, counts=True, reason="dead?")
+            for seq in moves.release_claims(worker, max_attempts, counts=counts, reason="dead?")
         ]
 
     queue_server.recover_dead = recover_dead
-    liveness.recover_dead = recover_dead
+    recovery.recover_dead = recover_dead
 
 
 def results_not_deduplicated() -> None:
-    close = ServerQueue._close_job
-
-    def close_job(self: Any, seq: int) -> None:
-        if seq in self._open:
-            self.reopened = {**getattr(self, "reopened", {}), seq: GivenUp(self._open[seq], 0, "")}
-        close(self, seq)
+    def taken(self: Any, entry: JobName) -> Any:
+        open_job = self._open.get(entry.seq)
+        group = take(self, entry)
+        if group is not None and open_job is not None:
+            self.reopened = {**getattr(self, "reopened", {}), entry.seq: open_job.job}
+        return group
 
     def finished(self: Any) -> Any:
         names = [name for name in sorted(self._moves.listing()) if name.state == COMPLETE]
         again = [name for name in names if name.seq in getattr(self, "reopened", {}) and name.seq not in self._open]
         for name in again:
-            self._open[name.seq] = self.reopened[name.seq].job
-            self._attempts[name.seq] = name.attempt
+            self._open[name.seq] = queue_server.OpenJob(self.reopened[name.seq], name.attempt)
         return original(self)
 
-    original = ServerQueue.finished
-    ServerQueue._close_job = close_job  # type: ignore[method-assign]
+    original, take = ServerQueue.finished, ServerQueue.take
+    ServerQueue.take = taken  # type: ignore[method-assign]
     ServerQueue.finished = finished  # type: ignore[method-assign]
 
 
 def consumed_groups_not_given_back() -> None:
-    queue_server.done_folders = lambda files: []
+    transitions.done_folders = lambda files: []
 
 
 def broken_and_missing_jobs_not_issued_again() -> None:

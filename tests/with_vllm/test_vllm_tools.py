@@ -126,9 +126,6 @@ class OwnWeights:
     def __init__(self, model: Any) -> None:
         self._tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
-    def exporter_alive(self) -> bool:
-        return True
-
     @contextmanager
     def lease(self) -> Iterator[Any]:
         yield SimpleNamespace(items=self._tensors.items, version=0, generation="one")

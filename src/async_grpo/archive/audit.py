@@ -20,7 +20,7 @@ from async_grpo.errors import RunDirError
 from async_grpo.queue.names import COMPLETE, DUPLICATE, FAILED, JobName
 from async_grpo.queue.server import MAX_OPEN
 from async_grpo.rundir import paths as runs
-from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RunDir
 
 LOOKS, PAUSE_S = 3, 0.1  # what only some looks show was a file on its way from one name to the next
@@ -97,7 +97,7 @@ def audit(root: Path, *, sleep: Callable[[float], None] = time.sleep) -> Audit:
     if state is None:
         raise RunDirError(f"{root} is no run directory: it has no run.json.")
     reader = Reader(run, state)
-    live = KernelLock(run.lock).is_held()
+    live = server_alive(run.root)
     report, anomalies = None, None
     for look in range(LOOKS):
         if look:

@@ -22,7 +22,7 @@ from async_grpo.queue.listing import done_folders
 from async_grpo.queue.names import COMPLETE, JobName, parse_name, shard
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.files import LineReader
-from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RUNNING, RunDir, RunState
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class FinishedGroups:
 
     def is_live(self) -> bool:
         """Whether a parameter server runs."""
-        return KernelLock(self.run.lock).is_held()
+        return server_alive(self.run.root)
 
     def condition(self) -> str:
         """The run's state: running, finished, stopped, failed, or interrupted, which no process could write down."""

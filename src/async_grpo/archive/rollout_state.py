@@ -16,7 +16,7 @@ from pathlib import Path
 from loguru import logger
 
 from async_grpo.errors import RunDirError
-from async_grpo.rundir.paths import write_json
+from async_grpo.rundir.files import write_json
 from async_grpo.telemetry.waiting import Reminder
 
 FILE_NAME = "rollout_state.json"

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from async_grpo.cli import options
 from async_grpo.errors import BadFileError, UsageError
 from async_grpo.formatting import as_text, for_people, printable
-from async_grpo.queue.names import FAILED, PROCESSING, parse_name, reason_name, shard
-from async_grpo.rundir.locks import KernelLock
+from async_grpo.queue.names import FAILED, PROCESSING, reason_name, shard
+from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RunDir
 
 if TYPE_CHECKING:
@@ -65,8 +65,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _ls(root: Path) -> Iterator[str]:
     from async_grpo.queue import live_workers
+    from async_grpo.queue.listing import open_jobs
 
-    names = sorted(filter(None, (parse_name(path.name) for path in (root / "queue").iterdir())))
+    names = open_jobs(root)
     alive = {worker.id for worker in live_workers(root)} if (root / "alive").is_dir() else set()
     yield f"{'group':>10}  try  {'state':<11}{'worker':<18}file changed"
     for name in names:
@@ -102,7 +103,7 @@ def _requeue(root: Path, seq: int) -> Iterator[str]:
     from async_grpo.queue import quarantined, retry_given_up
 
     run = RunDir(root)
-    if not KernelLock(run.lock).is_held():
+    if not server_alive(run.root):
         raise UsageError(
             f"No parameter server is alive in {run.root}, so nobody would wait for the result. Go on with the "
             "run (--resume): what was given up after its last checkpoint gets one more try by that alone."

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     device = options.device(args.device)
     by_hand = args.launched_by is None
     if by_hand and rank == 0:
-        from async_grpo.rundir.paths import prepare
+        from async_grpo.rundir.lifecycle import prepare
         from async_grpo.setup.setup_file import check_setup_file
 
         check_setup_file(args.config)

@@ -22,7 +22,8 @@ from async_grpo.launch.supervisor import MAX_RESTARTS_IN_A_ROW, Child, Exit, Exi
 from async_grpo.records import WorkerId
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir import summary
-from async_grpo.rundir.paths import SERVER, RunDir, prepare
+from async_grpo.rundir.lifecycle import prepare
+from async_grpo.rundir.paths import SERVER, RunDir
 from async_grpo.settings import STOP_GRACE_S, TrainingSettings, WorkerSettings, as_flags
 from async_grpo.setup.devices import CPU, threads_per_process
 from async_grpo.setup.process import path_to_us

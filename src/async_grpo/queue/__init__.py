@@ -28,12 +28,14 @@ Why a poison job takes no others along. A job that failed before is claimed alon
 No operation waits, no wall clock is read. Files are checked by `codec`; nothing is unpickled.
 """
 
-from async_grpo.queue.listing import Quarantined, QueueCounts, quarantined, queue_counts, retry_given_up
+from async_grpo.queue.listing import Quarantined, QueueCounts, quarantined, queue_counts
 from async_grpo.queue.liveness import WorkerState, live_workers
 from async_grpo.queue.names import JobName
+from async_grpo.queue.recovery import retry_given_up
 from async_grpo.queue.server import MAX_OPEN, GivenUp, Healing, ServerQueue
+from async_grpo.queue.source import Claim, JobSource
 from async_grpo.queue.transitions import DEFAULT_MAX_ATTEMPTS
-from async_grpo.queue.worker import Claim, WorkerQueue
+from async_grpo.queue.worker import WorkerQueue
 
 __all__ = [
     "DEFAULT_MAX_ATTEMPTS",
@@ -42,6 +44,7 @@ __all__ = [
     "GivenUp",
     "Healing",
     "JobName",
+    "JobSource",
     "Quarantined",
     "QueueCounts",
     "ServerQueue",

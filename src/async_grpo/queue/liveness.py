@@ -9,15 +9,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from async_grpo.errors import DiskFullError, QueueError
-from async_grpo.queue.transitions import Moves
+from async_grpo.errors import QueueError
 from async_grpo.queue.wakeups import IN_CREATE, IN_MODIFY, DirectoryWatch
 from async_grpo.records import WorkerId
-from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.locks import KernelLock, server_lock
 
 PROBE_S = 0.05  # between looks at a worker whose death cannot be an event (other pid namespace, old kernel)
 LOOK_S = 1.0  # between looks at everything, in case an event went missing
@@ -41,10 +39,6 @@ def worker_lock(root: Path, worker: WorkerId) -> KernelLock:
     return KernelLock(root / "alive" / f"{worker}.lock")
 
 
-def server_lock(root: Path) -> KernelLock:
-    return KernelLock(root / "alive" / "server.lock")
-
-
 def live_workers(root: Path) -> list[WorkerState]:
     """Workers that are alive now, by number.
 
@@ -60,25 +54,6 @@ def live_workers(root: Path) -> list[WorkerState]:
         note = {key: str(holder.get(key, "")) for key in ("host", "since", "torch_device")}
         states.append(WorkerState(worker, int(holder["pid"]), **note))
     return sorted(states)
-
-
-def recover_dead(root: Path, moves: Moves, max_attempts: int) -> list[int]:
-    """The jobs of dead workers are pending again; returns their sequence numbers.
-
-    Never takes from a live process.
-    """
-    recovered: list[int] = []
-    for worker in moves.claimants():
-        lock = worker_lock(root, worker)
-        if not lock.try_acquire():
-            continue
-        try:
-            reason = f"Worker {worker} died while it had this job."
-            with suppress(DiskFullError):  # no room for a reason: the claim stays, the next look tries again
-                recovered += moves.release_claims(worker, max_attempts, counts=True, reason=reason)
-        finally:
-            lock.release()
-    return recovered
 
 
 class Reaper:

@@ -1,4 +1,4 @@
-"""The parameter server's side of the queue. The protocol is told in `job_queue`."""
+"""The parameter server's side of the queue. `async_grpo.queue` describes the protocol."""
 
 from __future__ import annotations
 
@@ -13,16 +13,8 @@ from typing import NamedTuple, Self
 from async_grpo.errors import BadFileError, QueueError, RunDirError
 from async_grpo.queue.codec import decode_group, encode_job
 from async_grpo.queue.filesystem import Files, OsFiles, prepare_root
-from async_grpo.queue.listing import QueueCounts, counts_of, done_folders
-from async_grpo.queue.liveness import (
-    LOOK_S,
-    Reaper,
-    WorkerState,
-    live_workers,
-    recover_dead,
-    server_lock,
-    worker_lock,
-)
+from async_grpo.queue.listing import QueueCounts, counts_of, reason_of, set_aside_files
+from async_grpo.queue.liveness import LOOK_S, Reaper, WorkerState, live_workers
 from async_grpo.queue.names import (
     BROKEN,
     COMPLETE,
@@ -30,17 +22,15 @@ from async_grpo.queue.names import (
     FAILED,
     PENDING,
     PROCESSING,
-    RETRIED,
     JobName,
-    parse_name,
-    parse_set_aside,
     reason_name,
     set_aside_name,
 )
-from async_grpo.queue.transitions import DEFAULT_MAX_ATTEMPTS, Moves, reason_of
+from async_grpo.queue.recovery import Inheritance, recover_dead
+from async_grpo.queue.transitions import DEFAULT_MAX_ATTEMPTS, Done, Moves
 from async_grpo.queue.wakeups import IN_MOVED_TO, DirectoryWatch, JobPipe, sleep_until
 from async_grpo.records import Job, Purpose, RolloutGroup
-from async_grpo.rundir.locks import describe_holder
+from async_grpo.rundir.locks import KernelLock, describe_holder, server_lock
 
 MAX_OPEN = 256  # more files than one read of a directory returns, and a listing may miss one
 _LOOKS_BEFORE_MISSING = 3
@@ -48,7 +38,7 @@ _LOOKS_BEFORE_MISSING = 3
 
 @dataclass(slots=True)
 class Healing:
-    """What should not have happened and was mended. All zero in a run whose files nobody damaged."""
+    """What should not have happened and was repaired. All zero in a run whose files nobody damaged."""
 
     broken: int = 0  # unusable files; their jobs were issued again
     missing: int = 0  # jobs whose file vanished, issued again
@@ -64,26 +54,37 @@ class GivenUp(NamedTuple):
     reason: str  # e.g. the traceback
 
 
+@dataclass(slots=True)
+class OpenJob:
+    """A job that is issued, and neither taken nor given up."""
+
+    job: Job
+    attempt: int  # the highest that this server issued
+    missed_looks: int = 0  # looks at the directory in a row that did not show it
+
+
 class ServerQueue:
     """The parameter server's side.
 
     Methods are for one thread, except `recover_dead`, `workers` and `counts`.
     """
 
-    def __init__(self, root: Path, run_id: str, max_attempts: int, max_open: int, files: Files) -> None:
+    def __init__(
+        self, root: Path, run_id: str, max_attempts: int, max_open: int, files: Files, lock: KernelLock
+    ) -> None:
         self.root, self.run_id = root, run_id
         self.healing = Healing()
         self.given_up: dict[int, GivenUp] = {}  # in the order in which it was noticed
         self._max_attempts, self._max_open = max_attempts, max_open
         self._pipe = JobPipe(root)
         self._moves = Moves(files, "server", self._pipe)
-        self._lock = server_lock(root)
-        self._open: dict[int, Job] = {}
-        self._attempts: dict[int, int] = {}  # highest attempt that this server issued of an open job
-        self._looks: dict[int, int] = {}  # looks at the directory that did not show an open job
-        self._left: dict[int, str] = {}  # files of an earlier server, for `submit` to adopt
-        self._next_attempt: dict[int, int] = {}  # of jobs of which an earlier server knew more tries
+        self._lock = lock
+        self._lock_is_ours = not lock.held_here
+        self._serves = False  # whether the lock's note says so
+        self._open: dict[int, OpenJob] = {}
         self._highest = -1
+        self._done: Done
+        self._left: Inheritance
         self._seen: set[JobName] = set()  # finished groups that `finished` returned
         self._watch = DirectoryWatch({root / name: IN_MOVED_TO for name in ("queue", "quarantine")})
         self._death = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -100,6 +101,7 @@ class ServerQueue:
         consumed: Container[int] = frozenset(),
         watch_workers: bool = True,
         files: Files | None = None,
+        lock: KernelLock | None = None,
     ) -> Self:
         """Become the one server of the queue in `root`; `RunDirError` names the one that is there already.
 
@@ -108,17 +110,21 @@ class ServerQueue:
             others again: what an earlier server left of them is adopted, generated groups are given back.
         watch_workers: recover the jobs of a dead worker in a thread, within milliseconds. Without it call
             `recover_dead` yourself.
+        lock: the server's lock (`rundir.locks.server_lock`), if the caller holds it already and will release it.
         """
         root = Path(root)
         prepare_root(root)
-        queue = cls(root, run_id, max_attempts, max_open, files or OsFiles(root))
-        if not queue._lock.try_acquire({"run_id": run_id, "max_attempts": max_attempts}):
+        queue = cls(root, run_id, max_attempts, max_open, files or OsFiles(root), lock or server_lock(root))
+        if not queue._lock.try_acquire({"role": "parameter server"}):
             raise RunDirError(
                 f"The queue in {root} has a server: {describe_holder(queue._lock.holder())}. "
                 "One run directory has one parameter server; stop that one or choose another --run-dir."
             )
         try:
-            queue._inherit(consumed)
+            queue._done = Done(queue._moves)
+            queue._left = Inheritance(queue._moves, queue._done, consumed)
+            queue._left.sort(root, max_attempts)
+            queue._highest = queue._left.highest
             if watch_workers:
                 queue._reaper = Reaper(root, queue.recover_dead, lambda: os.eventfd_write(queue._death, 1))
         except BaseException:
@@ -135,7 +141,8 @@ class ServerQueue:
         self._watch.close()
         os.close(self._death)
         self._death = -1
-        self._lock.release()
+        if self._lock_is_ours:
+            self._lock.release()
         self._pipe.close()
         self._moves.files.close()
 
@@ -150,10 +157,13 @@ class ServerQueue:
             )
         if len(self._open) >= self._max_open:
             raise QueueError(f"{self._max_open} jobs are open, which is the bound: take finished groups first.")
-        attempt = self._next_attempt.pop(job.seq, 0)
-        if not self._adopt(job.seq):
+        if not self._serves:  # the first job: from now on workers may claim
+            self._lock.add_to_note(run_id=self.run_id, max_attempts=self._max_attempts)
+            self._serves = True
+        attempt = self._left.first_attempt(job.seq)
+        if not self._left.adopt(job.seq):
             self._moves.publish(encode_job(job), f"queue/{JobName(job.seq, attempt, PENDING)}")
-        self._open[job.seq], self._attempts[job.seq] = job, attempt
+        self._open[job.seq] = OpenJob(job, attempt)
         self._highest = max(self._highest, job.seq)
 
     def finished(self, purpose: Purpose = "train") -> list[JobName]:
@@ -165,15 +175,16 @@ class ServerQueue:
             self._reaper.raise_error()
         names = self._moves.listing()
         visible = {name.seq for name in names}
-        for seq in [seq for seq in self._open if seq not in visible]:
-            self._look_for(seq)
-        for seq in self._looks.keys() & visible:
-            del self._looks[seq]
+        for seq, open_job in list(self._open.items()):
+            if seq in visible:
+                open_job.missed_looks = 0
+            else:
+                self._look_for(seq)
         results: dict[int, JobName] = {}
         for name in sorted(name for name in names if name.state == COMPLETE):
             if name.seq in self._open or name.seq in self.given_up:
                 results.setdefault(name.seq, name)
-            elif name.seq not in self._left:
+            elif not self._left.has(name.seq):
                 self._refuse(name)
         self._seen = set(results.values())
         return [name for seq, name in results.items() if self._job_of(seq).purpose == purpose]
@@ -195,9 +206,9 @@ class ServerQueue:
             if entry.seq in self._open:  # nobody waits for what is given up
                 self._look_for(entry.seq)
             return None
-        if not self._moves.archive(entry):
+        if not self._done.add(entry):
             return None
-        self._close_job(entry.seq)
+        self._open.pop(entry.seq, None)
         self.given_up.pop(entry.seq, None)
         return group
 
@@ -234,7 +245,7 @@ class ServerQueue:
         return sorted(pending & self._open.keys())
 
     def counts(self) -> QueueCounts:
-        return counts_of(self._moves.files)
+        return counts_of(self._moves.listing(), set_aside_files(self._moves.files))
 
     def claimants(self) -> list[str]:
         """Names of the workers that have a job now, dead ones included until their jobs are pending again."""
@@ -244,78 +255,16 @@ class ServerQueue:
         return live_workers(self.root)
 
     def trim_done(self, keep: int, consumed: Container[int]) -> int:
-        """Delete the oldest archived groups but `keep`; returns how many.
+        """Delete the oldest archived groups beyond `keep`; returns how many.
 
-        Only groups that are in `consumed`, the set that the last durable checkpoint carries: the others would
-        be given back on resume.
+        Only groups that are in `consumed`, the set that the last durable checkpoint carries: the others would be given
+        back on resume.
         """
-        files = self._moves.files
-        folders = [(folder, sorted(files.names(folder))) for folder in done_folders(files)]
-        excess = sum(len(entries) for _, entries in folders) - keep
-        removed = 0
-        for folder, entries in folders:
-            for entry in entries:
-                name = parse_name(entry)
-                if removed >= excess:
-                    return removed
-                if name is not None and (name.state == DUPLICATE or name.seq in consumed):
-                    self._moves.drop(f"{folder}/{entry}")
-                    removed += 1
-        return removed
-
-    def _inherit(self, consumed: Container[int]) -> None:
-        """Sort what an earlier server left: what is consumed goes to done/, the rest waits for `submit`."""
-        moves = self._moves
-        moves.clear_temporaries("server")
-        for folder in done_folders(moves.files):
-            for name in filter(None, map(parse_name, moves.files.names(folder))):
-                self._highest = max(self._highest, name.seq)
-                if name.state == COMPLETE and name.seq not in consumed:
-                    self._left[name.seq] = f"{folder}/{name}"
-        for aside in filter(None, map(parse_set_aside, moves.files.names("quarantine"))):
-            self._highest = max(self._highest, aside.seq)
-            if aside.seq not in consumed:  # resuming is one more try
-                self._next_attempt[aside.seq] = max(self._next_attempt.get(aside.seq, 0), aside.attempt + 1)
-                if aside.kind == FAILED:  # it is open again: nobody shall take it for given up
-                    retried = set_aside_name(JobName(aside.seq, aside.attempt, PENDING), RETRIED)
-                    moves.move(f"quarantine/{reason_name(aside.name)}", f"quarantine/{reason_name(retried)}")
-                    moves.move(f"quarantine/{aside.name}", f"quarantine/{retried}")
-        for worker in moves.claimants():
-            lock = worker_lock(self.root, worker)
-            if lock.try_acquire():  # while the run was down, the death of a worker is no attempt
-                try:
-                    moves.release_claims(worker, self._max_attempts, counts=False, reason="")
-                finally:
-                    lock.release()
-        for name in sorted(moves.listing()):
-            self._highest = max(self._highest, name.seq)
-            if name.seq in consumed:
-                self._inherit_consumed(name)
-            elif name.state == PENDING and moves.drop(
-                f"queue/{name}"
-            ):  # `submit` writes it anew, with today's versions
-                self._next_attempt[name.seq] = max(self._next_attempt.get(name.seq, 0), name.attempt)
-            elif name.state == COMPLETE or name.seq not in self._left:
-                self._left[name.seq] = f"queue/{name}"
-
-    def _inherit_consumed(self, name: JobName) -> None:
-        if name.state == COMPLETE:
-            self._moves.archive(name)
-        elif name.state == PENDING:  # given up, and tried once more by hand: nobody waits for it any more
-            self._moves.set_aside(name, FAILED, f"{name}: the run was restarted before its next try.\n")
-
-    def _adopt(self, seq: int) -> bool:
-        """Make the file that an earlier server left of this job the one of this server."""
-        left = self._left.pop(seq, None)
-        if left is None:
-            return False
-        if left.startswith("done/"):
-            return self._moves.move(left, f"queue/{left.rpartition('/')[2]}")
-        return True  # a claim or a result: if it is gone by now, it went on to another state
+        return self._done.trim(keep, consumed)
 
     def _job_of(self, seq: int) -> Job:
         """An open job, or one that was given up, of which a late result may still arrive."""
-        return self._open[seq] if seq in self._open else self.given_up[seq].job
+        return self._open[seq].job if seq in self._open else self.given_up[seq].job
 
     def _read_group(self, entry: JobName, job: Job) -> RolloutGroup:
         group = decode_group(
@@ -334,28 +283,29 @@ class ServerQueue:
         if name.seq > self._highest:
             self.healing.unknown += 1
             self._moves.set_aside(name, BROKEN, f"{name}: no job {name.seq} was issued by run {self.run_id}.\n")
-        elif self._moves.archive(name, DUPLICATE):
+        elif self._done.add(name, DUPLICATE):
             self.healing.duplicates += 1
 
     def _look_for(self, seq: int) -> None:
         """Find out why an open job is in no state that `finished` saw: given up, unusable, or really gone."""
-        entries = map(parse_set_aside, self._moves.files.names("quarantine"))
-        aside = [entry for entry in entries if entry and entry.seq == seq and entry.attempt >= self._attempts[seq]]
+        open_job, files = self._open[seq], self._moves.files
+        aside = [entry for entry in set_aside_files(files) if entry.seq == seq and entry.attempt >= open_job.attempt]
         last = max(aside, key=lambda entry: (entry.attempt, entry.kind == FAILED), default=None)
         if last is not None and last.kind == FAILED:
-            self._give_up(seq, last.attempt, reason_of(self._moves.files, last.name))
+            self._give_up(seq, last.attempt, reason_of(files, last.name))
         elif last is not None:
-            self._issue_again(seq, last.attempt + 1, reason_of(self._moves.files, last.name))
+            self._issue_again(seq, last.attempt + 1, reason_of(files, last.name))
             self.healing.broken += 1
         else:
-            self._looks[seq] = self._looks.get(seq, 0) + 1
-            if self._looks[seq] >= _LOOKS_BEFORE_MISSING and not self._exists_anywhere(seq):
-                self._issue_again(seq, self._attempts[seq] + 1, None)
+            open_job.missed_looks += 1
+            if open_job.missed_looks >= _LOOKS_BEFORE_MISSING and not self._exists_anywhere(seq):
+                self._issue_again(seq, open_job.attempt + 1, None)
                 self.healing.missing += 1
 
     def _issue_again(self, seq: int, attempt: int, broken: str | None) -> None:
         """Publish an open job once more. A job whose files are `broken` time and again is given up."""
-        data = encode_job(self._open[seq])
+        open_job = self._open[seq]
+        data = encode_job(open_job.job)
         if broken is not None and attempt >= self._max_attempts:
             name = set_aside_name(JobName(seq, attempt - 1, PENDING), FAILED)
             self._moves.publish(broken.encode(), f"quarantine/{reason_name(name)}")
@@ -363,27 +313,23 @@ class ServerQueue:
             self._give_up(seq, attempt - 1, broken)
             return
         self._moves.publish(data, f"queue/{JobName(seq, attempt, PENDING)}")
-        self._attempts[seq] = attempt
-        self._looks.pop(seq, None)
+        open_job.attempt, open_job.missed_looks = attempt, 0
 
     def _give_up(self, seq: int, attempt: int, reason: str) -> None:
-        self.given_up[seq] = GivenUp(self._open[seq], attempt, reason)
-        self._close_job(seq)
-
-    def _close_job(self, seq: int) -> None:
-        for book in (self._open, self._attempts, self._looks):
-            book.pop(seq, None)
+        self.given_up[seq] = GivenUp(self._open.pop(seq).job, attempt, reason)
 
     def _exists_anywhere(self, seq: int) -> bool:
         """By direct looks at every name that the job can have.
 
         Twice, because it may move from one to another meanwhile.
         """
-        workers = [worker.id for worker in self.workers()]
-        attempts = range(self._attempts[seq], self._attempts[seq] + self._max_attempts + 1)
+        first = self._open[seq].attempt
+        attempts = range(first, first + self._max_attempts + 1)
         names = [JobName(seq, attempt, PENDING) for attempt in attempts]
-        for state in (PROCESSING, COMPLETE):
-            names += [JobName(seq, attempt, state, worker) for attempt in attempts for worker in workers]
+        for worker in self.workers():
+            names += [
+                JobName(seq, attempt, state, worker.id) for attempt in attempts for state in (PROCESSING, COMPLETE)
+            ]
         failed = [f"quarantine/{set_aside_name(JobName(seq, attempt, PENDING), FAILED)}" for attempt in attempts]
         paths = [f"queue/{name}" for name in names] + failed
         return any(map(self._moves.files.exists, paths * 2))

@@ -5,18 +5,20 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+from collections.abc import Container
 from contextlib import suppress
 
 from async_grpo.errors import DiskFullError
 from async_grpo.queue.filesystem import Files
+from async_grpo.queue.listing import done_folders, job_files
 from async_grpo.queue.names import (
     BROKEN,
     COMPLETE,
+    DUPLICATE,
     FAILED,
     PENDING_END,
     PROCESSING,
     JobName,
-    parse_name,
     reason_name,
     set_aside_name,
     shard,
@@ -44,8 +46,8 @@ class Moves:
         self._made: set[str] = set()  # folders that are there
 
     def listing(self) -> list[JobName]:
-        """Every job file in queue/, in no order; other files are not ours and are ignored."""
-        return [name for entry in self.files.names("queue") if (name := parse_name(entry)) is not None]
+        """Every job file in queue/, in no order."""
+        return job_files(self.files)
 
     def publish(self, data: bytes, to: str, *, durable: bool = False) -> None:
         """Make a file appear whole. On an error nothing of it is left.
@@ -65,7 +67,7 @@ class Moves:
             with suppress(OSError):
                 self.files.unlink(temporary)
             raise _named(error, to) from error
-        self._tell(to)
+        self._announce(to)
         if durable:
             self.files.sync(to.rpartition("/")[0])
 
@@ -77,7 +79,7 @@ class Moves:
             return False
         except OSError as error:
             raise _named(error, to) from error
-        self._tell(to)
+        self._announce(to)
         return True
 
     def drop(self, path: str) -> bool:
@@ -93,16 +95,6 @@ class Moves:
         folder = f"tmp/{owner}"
         for entry in self.files.names(folder) if self.files.exists(folder) else ():
             self.drop(f"{folder}/{entry}")
-
-    def archive(self, name: JobName, state: str = COMPLETE) -> bool:
-        """Move a finished group from queue/ to its folder of done/."""
-        folder = shard(name.seq)
-        self._make(folder)
-        target = f"{folder}/{name.becomes(state, name.worker)}"
-        if self.move(f"queue/{name}", target):
-            return True
-        self._make(folder, again=True)
-        return self.move(f"queue/{name}", target)
 
     def set_aside(self, name: JobName, kind: str, reason: str) -> bool:
         """Move a file to quarantine/. The reason is there first, so nothing is ever set aside without one."""
@@ -147,20 +139,20 @@ class Moves:
         return released
 
     def _create(self, folder: str, path: str, data: bytes) -> None:
-        self._make(folder)
+        self.make_folder(folder)
         try:
             self.files.create(path, data)
         except FileNotFoundError:
-            self._make(folder, again=True)
+            self.make_folder(folder, again=True)
             self.files.create(path, data)
 
-    def _make(self, folder: str, *, again: bool = False) -> None:
-        """again: somebody who tidied up may have deleted it."""
+    def make_folder(self, folder: str, *, again: bool = False) -> None:
+        """Make a folder once. `again`: also if this process made it before, as a person may have deleted it."""
         if again or folder not in self._made:
             self.files.make_folder(folder)
             self._made.add(folder)
 
-    def _tell(self, path: str) -> None:
+    def _announce(self, path: str) -> None:
         if path.startswith("queue/") and path.endswith(PENDING_END):
             self._pipe.announce([path.removeprefix("queue/").removesuffix(PENDING_END)])
 
@@ -171,12 +163,38 @@ class Moves:
         return any(map(self.files.exists, (f"queue/{result}", f"{shard(claim.seq)}/{result}", broken)))
 
 
-def reason_of(files: Files, set_aside: str) -> str:
-    """The text that says why a file is in quarantine/."""
-    try:
-        return files.read(f"quarantine/{reason_name(set_aside)}").decode(errors="replace")
-    except FileNotFoundError:
-        return "no reason was written"
+class Done:
+    """The archive, done/: listed once, and known from then on by what the server moves."""
+
+    def __init__(self, moves: Moves) -> None:
+        self._moves = moves
+        self.names = [name for folder in done_folders(moves.files) for name in job_files(moves.files, folder)]
+
+    def add(self, name: JobName, state: str = COMPLETE) -> bool:
+        """Move a finished group here from queue/; False if it is gone."""
+        folder, kept = shard(name.seq), name.becomes(state, name.worker)
+        for again in (False, True):
+            self._moves.make_folder(folder, again=again)
+            if self._moves.move(f"queue/{name}", f"{folder}/{kept}"):
+                self.names.append(kept)
+                return True
+        return False
+
+    def give_back(self, name: JobName) -> bool:
+        """Move a group back to queue/; False if it is gone."""
+        self.names.remove(name)
+        return self._moves.move(f"{shard(name.seq)}/{name}", f"queue/{name}")
+
+    def trim(self, keep: int, consumed: Container[int]) -> int:
+        """Delete the oldest groups beyond `keep` that are duplicates or in `consumed`; returns how many."""
+        self.names.sort()
+        excess = max(0, len(self.names) - keep)
+        removable = [name for name in self.names if name.state == DUPLICATE or name.seq in consumed][:excess]
+        for name in removable:
+            self._moves.drop(f"{shard(name.seq)}/{name}")
+        removed = set(removable)
+        self.names = [name for name in self.names if name not in removed]
+        return len(removable)
 
 
 def _limited(reason: str) -> bytes:
@@ -186,7 +204,7 @@ def _limited(reason: str) -> bytes:
 
 
 def _named(error: OSError, path: str) -> OSError | DiskFullError:
-    """The error to raise instead: a full disk in words, any other as it is."""
+    """A full disk in words; any other error as it is."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return error
-    return DiskFullError(f"The disk is full: no room for {path}. Nothing is lost; make room and it goes on.")
+    return DiskFullError(f"The disk is full: no room for {path}. Nothing is lost; work continues once there is room.")

@@ -1,4 +1,4 @@
-"""Names of new jobs, told to whichever worker is free: a named pipe beside the queue.
+"""What wakes workers and the server: a named pipe with the names of new jobs, and watches of directories.
 
 A directory can be watched, but then every rename in it wakes every idle worker, three times a job, for one of
 them to have it. Whoever makes a job pending writes its name into the pipe as well: that wakes one worker
@@ -43,7 +43,7 @@ class JobPipe:
 
     def announce(self, names: Iterable[str]) -> None:
         """Wake a sleeper for each of these. A pipe that is full, with 4,096, is told no more."""
-        self._mend()
+        self._reopen_if_deleted()
         if self._fd >= 0:
             with suppress(OSError):
                 for name in names:  # one by one, as the kernel wakes one sleeper a write
@@ -60,7 +60,7 @@ class JobPipe:
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until there is a name to take. False when the time is over, or earlier where there is no pipe."""
-        self._mend()
+        self._reopen_if_deleted()
         if self._fd < 0:
             time.sleep(min(timeout_s, BLIND_LOOK_S))
             return False
@@ -88,8 +88,8 @@ class JobPipe:
             if not stat.S_ISFIFO(found.st_mode) or found.st_uid != os.geteuid():
                 self.close()
 
-    def _mend(self) -> None:
-        """If somebody deleted the pipe, those who started since then have another; a full disk may have room now."""
+    def _reopen_if_deleted(self) -> None:
+        """Processes that started after the pipe was deleted have another. A disk that was full may have room now."""
         if self._fd < 0 or os.fstat(self._fd).st_nlink == 0:
             self.close()
             self._open()

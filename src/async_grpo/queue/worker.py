@@ -1,35 +1,26 @@
-"""A worker's side of the queue. The protocol is told in `job_queue`."""
+"""A worker's side of the queue. `async_grpo.queue` describes the protocol."""
 
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Any, Self
 
 from async_grpo.errors import BadFileError, DiskFullError, QueueError
 from async_grpo.queue.codec import decode_job, encode_group
 from async_grpo.queue.filesystem import Files, OsFiles, prepare_root
-from async_grpo.queue.listing import counts_of
-from async_grpo.queue.liveness import LOOK_S, live_workers, server_lock, worker_lock
-from async_grpo.queue.names import BROKEN, COMPLETE, PENDING_END, PROCESSING, JobName, parse_name
+from async_grpo.queue.liveness import LOOK_S, live_workers, worker_lock
+from async_grpo.queue.names import BROKEN, COMPLETE, PENDING, PENDING_END, PROCESSING, JobName, parse_name
+from async_grpo.queue.source import Claim
 from async_grpo.queue.transitions import DEFAULT_MAX_ATTEMPTS, Moves
 from async_grpo.queue.wakeups import EVERYTHING, JobPipe, sleep_until
-from async_grpo.records import Job, RolloutGroup, WorkerId
-from async_grpo.rundir.locks import describe_holder
+from async_grpo.records import RolloutGroup, WorkerId
+from async_grpo.rundir.locks import describe_holder, served_run, server_lock
 
-_BELIEVE_S = 0.05  # how long a worker goes by the pipe alone: an older job that is not in it must not wait behind newer
+_PIPE_TRUST_S = 0.05  # for this long only the pipe is read: an older job that is missing in it must not wait longer
 _COUNT_S = 1.0
-_TAKEOVER_S = 5.0  # how long a starting worker waits while the server tidies up after its predecessor
-
-
-class Claim(NamedTuple):
-    """A job that this worker has, until it completes, fails or hands it back."""
-
-    job: Job
-    attempt: int
-    name: JobName
+_TAKEOVER_S = 5.0  # how long a starting worker waits while the server releases its predecessor's jobs
 
 
 class WorkerQueue:
@@ -47,7 +38,7 @@ class WorkerQueue:
         self._claims: dict[int, Claim] = {}
         self._look_at = 0.0  # when to look at the directory although the pipe is not empty (monotonic seconds)
         self._counted, self._counted_until = 0, 0.0
-        self._server: dict[str, object] = {}
+        self._server: dict[str, Any] = {}  # the note of the server that was heard of last
 
     @classmethod
     def open(
@@ -98,7 +89,7 @@ class WorkerQueue:
             time.sleep(0.002)  # the server is making our predecessor's jobs pending
         self._learn_server()
         reason = f"Worker {self.name} died while it had this job."
-        self._moves.release_claims(self.id, self._max_attempts, counts=self.server_alive(), reason=reason)
+        self._moves.release_claims(self.id, self._max_attempts, counts=self.served(), reason=reason)
         return True
 
     @property
@@ -123,33 +114,10 @@ class WorkerQueue:
         `DiskFullError` if the oldest file is unusable and there is no room to say so: nothing was claimed.
         """
         self._lock.require()
-        looked = time.monotonic() >= self._look_at
-        jobs = self._look(skip) if looked else deque[str]()
         claims: list[Claim] = []
-        try:
-            while len(claims) < limit:
-                if not jobs and not looked:
-                    jobs = self._told(limit - len(claims), skip)
-                    if not jobs and not claims:
-                        jobs, looked = self._look(skip), True
-                if not jobs:
-                    break
-                name = parse_name(jobs[0] + PENDING_END)
-                if claims and name and name.attempt:
-                    break
-                jobs.popleft()
-                claim = self._claim(name) if name else None
-                if claim is not None:
-                    claims.append(claim)
-                    self._claims[claim.job.seq] = claim
-                    if claim.attempt:
-                        break
-        except DiskFullError:
-            if not claims:
-                raise
-        finally:
-            self._pipe.announce(jobs)
-        return claims
+        if time.monotonic() < self._look_at:
+            claims = self._claim_among(self._take_announced(limit, skip), limit)
+        return claims or self._claim_among(self._look(skip), limit)
 
     def complete(self, claim: Claim, group: RolloutGroup) -> None:
         """Publish the result, then drop the claim. `DiskFullError`.
@@ -184,8 +152,8 @@ class WorkerQueue:
         """Sleep until there may be a job that is not in `skip`; False when the time is over."""
         deadline = time.monotonic() + timeout_s
         while True:
-            if jobs := self._look(skip):
-                self._pipe.announce(jobs)
+            if names := self._look(skip):
+                self._announce(names)
                 return True
             if time.monotonic() >= deadline:
                 return False
@@ -193,8 +161,8 @@ class WorkerQueue:
                 return True
 
     def pending(self) -> int:
-        """Jobs that want a worker."""
-        return counts_of(self._moves.files).pending
+        """Jobs that no worker has."""
+        return sum(name.state == PENDING for name in self._moves.listing())
 
     def alive_workers(self) -> int:
         """Workers that are alive, this one included; may be a second old, as every look opens each one's lock."""
@@ -203,30 +171,57 @@ class WorkerQueue:
             self._counted_until = time.monotonic() + _COUNT_S
         return self._counted
 
-    def server_alive(self) -> bool:
-        return server_lock(self.root).is_held()
+    def served(self) -> bool:
+        """Whether a live server issues jobs here. One that is still loading does not yet."""
+        return served_run(server_lock(self.root).holder()) is not None
 
     @property
     def _max_attempts(self) -> int:
-        told = self._server.get("max_attempts")
-        return told if isinstance(told, int) else DEFAULT_MAX_ATTEMPTS
+        return int(self._server.get("max_attempts", DEFAULT_MAX_ATTEMPTS))
 
     def _learn_server(self) -> None:
-        """The server's lock file says which run it serves and how often a job may be tried."""
-        self._server = dict(server_lock(self.root).last_owner())
+        """The server's note says which run it serves and how often a job may be tried.
 
-    def _told(self, limit: int, skip: Collection[int]) -> deque[str]:
-        """Up to `limit` jobs of the pipe, those that were announced first."""
+        A server that issues no jobs yet has not said so: what its predecessor said is still good.
+        """
+        note = server_lock(self.root).last_owner()
+        if served_run(note) is not None:
+            self._server = note
+
+    def _take_announced(self, limit: int, skip: Collection[int]) -> list[JobName]:
+        """Up to `limit` jobs of the pipe, the oldest first. Another worker may have them by now."""
         return _oldest_first(self._pipe.take(limit), skip)
 
-    def _look(self, skip: Collection[int]) -> deque[str]:
-        """Every pending job, the oldest first. None is in the pipe any more: announce those that others may have."""
+    def _look(self, skip: Collection[int]) -> list[JobName]:
+        """Every pending job, the oldest first. Announce those that are left to others: none is in the pipe any more."""
         self._pipe.take(EVERYTHING)  # before the look, so that nothing falls between the two
-        self._look_at = time.monotonic() + _BELIEVE_S
-        entries = [entry for entry in self._moves.files.names("queue") if entry.endswith(PENDING_END)]
-        return _oldest_first([entry.removesuffix(PENDING_END) for entry in entries if parse_name(entry)], skip)
+        self._look_at = time.monotonic() + _PIPE_TRUST_S
+        entries = self._moves.files.names("queue")
+        return _oldest_first((entry[: -len(PENDING_END)] for entry in entries if entry.endswith(PENDING_END)), skip)
 
-    def _claim(self, name: JobName) -> Claim | None:
+    def _announce(self, names: Iterable[JobName]) -> None:
+        self._pipe.announce(name.job for name in names)
+
+    def _claim_among(self, names: list[JobName], limit: int) -> list[Claim]:
+        """Claim up to `limit` of these jobs in their order, and leave the others to the workers that it wakes."""
+        claims: list[Claim] = []
+        for index, name in enumerate(names):
+            alone = bool(claims) and max(name.attempt, claims[-1].attempt) > 0
+            if len(claims) == limit or alone:
+                self._announce(names[index:])
+                break
+            try:
+                claim = self._try_claim(name)
+            except DiskFullError:
+                if not claims:
+                    raise
+                break
+            if claim is not None:
+                claims.append(claim)
+                self._claims[claim.job.seq] = claim
+        return claims
+
+    def _try_claim(self, name: JobName) -> Claim | None:
         """One rename.
 
         None if another worker was faster, or the file is unusable (set aside for the server to see).
@@ -236,10 +231,11 @@ class WorkerQueue:
             return None
         try:
             job = decode_job(self._moves.files.read(f"queue/{mine}"), expect_seq=name.seq)
-            if job.run_id != self._server.get("run_id"):
+            if job.run_id != served_run(self._server):
                 self._learn_server()
-            if job.run_id != self._server.get("run_id"):
-                raise BadFileError(f"it is a job of run {job.run_id!r}, this is run {self._server.get('run_id')!r}")
+            run = served_run(self._server) or job.run_id  # unknown after a full disk; the server checks the result
+            if job.run_id != run:
+                raise BadFileError(f"it is a job of run {job.run_id!r}, this is run {run!r}")
         except FileNotFoundError:
             return None
         except BadFileError as error:
@@ -252,7 +248,6 @@ class WorkerQueue:
         return Claim(job, name.attempt, mine)
 
 
-def _oldest_first(jobs: list[str], skip: Collection[int]) -> deque[str]:
-    if skip:
-        jobs = [job for job in jobs if (name := parse_name(job + PENDING_END)) and name.seq not in skip]
-    return deque(sorted(jobs))
+def _oldest_first(jobs: Iterable[str], skip: Collection[int]) -> list[JobName]:
+    names = (parse_name(job + PENDING_END) for job in jobs)
+    return sorted(name for name in names if name is not None and name.seq not in skip)

@@ -12,7 +12,9 @@ from loguru import logger
 
 from async_grpo.errors import RunDirError, UsageError
 from async_grpo.rundir import paths as runs
-from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.files import write_json
+from async_grpo.rundir.lifecycle import in_use
+from async_grpo.rundir.locks import KernelLock, server_lock
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import check_torch_sees
@@ -59,12 +61,12 @@ def run_parameter_server(options: ServerOptions) -> str:
         write_stacks_on_signal(RunDir(options.run_dir).rank_stacks(options.rank))
         return _follow(options)
     run = RunDir(options.run_dir)
-    lock = KernelLock(run.lock)
+    lock = server_lock(run.root)
     if not lock.try_acquire({"role": "parameter server"}):
-        raise RunDirError(runs.in_use(run))
+        raise RunDirError(in_use(run))
     write_stacks_on_signal(run.server_stacks)
     try:
-        return _train(options, run, stop)
+        return _train(options, run, stop, lock)
     except BaseException as error:
         state = run.read_state()
         if state is not None and state.state == runs.RUNNING:  # it ended before there was a training to sum up
@@ -75,7 +77,7 @@ def run_parameter_server(options: ServerOptions) -> str:
         lock.release()
 
 
-def _train(options: ServerOptions, run: RunDir, stop: StopRequest) -> str:
+def _train(options: ServerOptions, run: RunDir, stop: StopRequest, lock: KernelLock) -> str:
     started = time.monotonic()
     state = run.read_state()
     if state is None:
@@ -91,7 +93,9 @@ def _train(options: ServerOptions, run: RunDir, stop: StopRequest) -> str:
         from async_grpo.training.loop import AsyncTraining
 
     ranks = _ranks(trainer)
-    with AsyncTraining(trainer, run=run, state=state, settings=options.settings, stop=stop, ranks=ranks) as training:
+    with AsyncTraining(
+        trainer, run=run, state=state, settings=options.settings, stop=stop, ranks=ranks, lock=lock
+    ) as training:
         result = runs.FAILED
         stop.defer()
         try:
@@ -155,5 +159,5 @@ def _figures(training: AsyncTraining, run: RunDir, state: RunState, wall_s: floa
 
 def _sum_up(run: RunDir, state: str, figures: dict[str, Any]) -> None:
     """Write `summary.json`, then `run.json`, which tells the workers that the run has ended."""
-    runs.write_json(run.summary, {"state": state, "server_pid": os.getpid(), "worker_restarts": 0, **figures})
+    write_json(run.summary, {"state": state, "server_pid": os.getpid(), "worker_restarts": 0, **figures})
     run.update_state(state=state, step=figures["steps"])

@@ -19,9 +19,9 @@ from async_grpo.rollout.worker import (
     Worker,
     WorkerContext,
     check_server,
-    server_lives,
 )
 from async_grpo.rundir import paths as runs
+from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
@@ -166,6 +166,6 @@ def _wait_for_run(run: RunDir) -> RunState:
 
     def live_run() -> RunState | None:
         state = run.read_state()
-        return state if state is not None and state.state == runs.RUNNING and server_lives(run) else None
+        return state if state is not None and state.state == runs.RUNNING and server_alive(run.root) else None
 
     return wait_until(live_run, what=f"a parameter server in {run.root}", timeout_s=SERVER_WAIT_S)

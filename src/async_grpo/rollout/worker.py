@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, TypeVar
 from loguru import logger
 
 from async_grpo.errors import DiskFullError, PeerDiedError, UnsupportedError, WaitTimeoutError
-from async_grpo.queue import Claim, WorkerQueue
+from async_grpo.queue import Claim, JobSource
 from async_grpo.records import Timings
 from async_grpo.rollout.statistics import WorkerStatistics
 from async_grpo.rundir import paths as runs
-from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import SERVER, RunDir
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.process import StopRequest
@@ -55,7 +55,7 @@ class WorkerContext:
     """What a worker works with, whatever its engine."""
 
     trl: RolloutTrainer
-    queue: WorkerQueue
+    queue: JobSource
     weights: RemoteWeights
     run: RunDir
     stop: StopRequest
@@ -332,12 +332,13 @@ class Worker:
         state = self._run_dir.read_state()
         if state is None or state.state != runs.RUNNING:
             return False
-        if self._weights.exporter_alive():
+        if self._queue.served():
             self._server_died_at = None
             return True
         if self._server_died_at is None:
             self._server_died_at = now
-            logger.warning("the parameter server is gone; waiting for it to come back (--resume)")
+            if not server_alive(self._run_dir.root):
+                logger.warning("the parameter server is gone; waiting for it to come back (--resume)")
         return now - self._server_died_at < SERVER_WAIT_S
 
     def _wait(self, reminder: Reminder) -> None:
@@ -390,11 +391,7 @@ def once_issued(pending: Callable[[], int], enough: int) -> int:
     return now
 
 
-def server_lives(run: RunDir) -> bool:
-    return KernelLock(run.lock).is_held()
-
-
 def check_server(run: RunDir) -> None:
     """Raise `PeerDiedError` when nobody serves the run any more."""
-    if not server_lives(run):
+    if not server_alive(run.root):
         raise PeerDiedError(f"The parameter server of {run.root} is gone. Start it again with --resume.")

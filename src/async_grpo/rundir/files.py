@@ -1,14 +1,15 @@
-"""Text files that grow by whole lines, whatever happens to the disk or to the process; and full disks."""
+"""Files that are whole at every moment, whatever happens to the disk or to the process: of lines, and of JSON."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from loguru import logger
+from uuid import uuid4
 
 from async_grpo.errors import DiskFullError
 
@@ -24,6 +25,30 @@ def room_for(path: Path) -> Iterator[None]:
         if error.errno not in _FULL:
             raise
         raise DiskFullError(f"The disk is full: no room for {path}. Make room, then go on with --resume.") from error
+
+
+def write_json(path: Path, data: object) -> None:
+    """Write a JSON file that appears whole or not at all. `DiskFullError` if there is no room for it."""
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}")
+    try:
+        with room_for(path):
+            temporary.write_text(json.dumps(data, indent=2) + "\n")
+            temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def fresh_folder(path: Path) -> Iterator[Path]:
+    """An empty folder for as long as the block lasts. What a killed process left there before is removed, too."""
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(mode=0o700, parents=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
 
 
 class LineFile:
@@ -52,12 +77,12 @@ class LineFile:
 
     def close(self) -> None:
         if not self._file.closed and not self._write():
-            logger.warning("the disk is full: {} lines of {} are lost", len(self._waiting), self._path)
+            _warn(f"the disk is full: {len(self._waiting)} lines of {self._path} are lost")
         self._file.close()
 
     def _write(self) -> bool:
         """Write what waits; False if there is no room for all of it."""
-        told = len(self._waiting) > 1
+        warned = len(self._waiting) > 1
         while self._waiting:
             try:
                 written = self._file.write(self._waiting[0])
@@ -67,8 +92,8 @@ class LineFile:
                 written = 0
             if written < len(self._waiting[0]):
                 self._file.truncate(self._end)
-                if not told:
-                    logger.warning("the disk is full: {} goes on when there is room", self._path)
+                if not warned:
+                    _warn(f"the disk is full: {self._path} grows again when there is room")
                 return False
             self._end += written
             self._waiting.pop(0)
@@ -99,3 +124,9 @@ class LineReader:
         whole = data[: data.rfind(b"\n") + 1]
         self.position += len(whole)
         return whole.decode(errors="replace").split("\n")[:-1]
+
+
+def _warn(text: str) -> None:
+    from loguru import logger  # `--help` gets here and must not need it
+
+    logger.warning("{}", text)

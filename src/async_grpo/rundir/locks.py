@@ -1,14 +1,22 @@
-"""A lock that the kernel keeps: it is free the moment its holder is dead, however it died.
+"""Locks that the kernel frees the moment their holder is dead, however it died. They say which processes live.
 
-POSIX record locks (`lockf`), not `flock`: a `flock` belongs to the open file, so a forked grandchild of a
-killed worker would hold it on. The price is that a record lock is lost when its process closes *any*
-descriptor of that file, and does not exclude within one process. So every lock of this process is in `_held`,
-the file of a held lock is never opened a second time, and `require()` takes it again (a no-op of a
-microsecond) before it is relied upon.
+`RUN_DIR/server.lock` is the one lock that means "the parameter server lives". The server takes it when it starts and
+holds it to its end; nothing else decides whether the server lives. A server that dies frees it, so that another can
+take over; no two can hold it. The holder's note in the file says who it is, and `served_run` whether it has begun to
+issue jobs: a server that is still loading lives, but serves nobody. Each worker holds `alive/NAME.lock` likewise.
+
+Why two kinds of lock. These are POSIX record locks (`lockf`), not `flock`: a `flock` belongs to the open file, so a
+forked grandchild of a killed worker, such as a reward's subprocess, would keep it held. The price is that a record lock
+is lost when its process closes *any* descriptor of the file, and that it does not exclude within one process. So every
+lock of this process is in `_held`, the file of a held lock is never opened a second time, and `require()` takes it
+again (a no-op of a microsecond) before it is relied upon. The weights have open-file-description locks instead
+(`async_grpo_ipc.locks`), because exporters and readers of one process must exclude each other there. They are about
+slots of memory and know of no run: no process asks them whether the server lives.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -20,7 +28,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from async_grpo.errors import QueueError
+from async_grpo.errors import DiskFullError, QueueError
+from async_grpo.rundir.paths import SERVER_LOCK
 
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, pid
 _OWNER_BYTES = 4096
@@ -68,8 +77,21 @@ class KernelLock:
             self._owner = {"pid": self._pid}
             _held[_inode(fd)] = self
             if owner_info is not None:
-                self._write_owner(owner_info)
+                since = datetime.now(UTC).isoformat(timespec="seconds")  # for people: nothing compares it
+                self._owner |= {"host": socket.gethostname(), "since": since, **owner_info}
+                with suppress(OSError):  # a full disk costs the note, not the lock
+                    self._write_note()
             return True
+
+    def add_to_note(self, **info: object) -> None:
+        """Say more about the holder. `DiskFullError` if there is no room; call again then."""
+        self._owner |= info
+        try:
+            self._write_note()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise DiskFullError(f"The disk is full: no room for {self.path}.") from error
 
     def release(self) -> None:
         """Give the lock back; nothing happens if it is not held. The file stays."""
@@ -151,14 +173,25 @@ class KernelLock:
             return None
         return status.st_dev, status.st_ino
 
-    def _write_owner(self, info: dict[str, Any]) -> None:
-        """`since` is for people: nothing ever compares it."""
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        self._owner = {"pid": self._pid, "host": socket.gethostname(), "since": since, **info}
+    def _write_note(self) -> None:
         note = json.dumps(self._owner).encode()[:_OWNER_BYTES]
-        with suppress(OSError):  # a full disk costs the note, not the lock
-            os.pwrite(self._fd, note, 0)
-            os.ftruncate(self._fd, len(note))
+        os.pwrite(self._fd, note, 0)
+        os.ftruncate(self._fd, len(note))
+
+
+def server_lock(root: Path) -> KernelLock:
+    """The lock that the parameter server of the run in `root` holds as long as it lives."""
+    return KernelLock(root / SERVER_LOCK)
+
+
+def server_alive(root: Path) -> bool:
+    """Whether the run in `root` has a live parameter server."""
+    return server_lock(root).is_held()
+
+
+def served_run(holder: dict[str, Any] | None) -> str | None:
+    """The id of the run whose jobs the holder of the server's lock issues; None before its first job."""
+    return (holder or {}).get("run_id")
 
 
 def describe_holder(holder: dict[str, Any] | None) -> str:

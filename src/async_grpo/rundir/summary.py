@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.rundir import paths as runs
-from async_grpo.rundir.paths import RunDir, write_json
+from async_grpo.rundir.files import write_json
+from async_grpo.rundir.paths import RunDir
 
 
 def add(path: Path, *, server_pid: int, **figures: object) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from async_grpo.formatting import for_people
 from async_grpo.queue.liveness import live_workers
 from async_grpo.records import WorkerId
-from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.locks import server_lock
 from async_grpo.rundir.paths import SERVER, RunDir
 from async_grpo.telemetry import stalls
 from async_grpo.telemetry.activity import ENDING, LOADING, STARTING, WAITING, ActivityRecord, read_all
@@ -89,7 +89,7 @@ def look_at_processes(run: RunDir, run_id: str, now: float) -> Processes:
 def _alive(run: RunDir, now: float) -> dict[str, ActivityRecord]:
     """What the locks say of the processes that hold them, by name."""
     found: dict[str, ActivityRecord] = {}
-    holder = KernelLock(run.lock).holder()
+    holder = server_lock(run.root).holder()
     if holder is not None and holder.get("role") == "parameter server":
         found[SERVER] = ActivityRecord(name=SERVER, pid=int(holder["pid"]), since_s=now, progress_s=now)
     if (run.root / "alive").is_dir():

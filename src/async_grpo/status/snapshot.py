@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import RunDirError
-from async_grpo.queue.listing import OpenGroups, given_up, open_groups, quarantined
+from async_grpo.queue.listing import QueueCounts, open_jobs, quarantined, queue_counts
 from async_grpo.rundir.paths import RUNNING, SERVER, RunDir
 from async_grpo.status import diagnosis
 from async_grpo.status.processes import Processes, ProcessView, look_at_processes
@@ -34,6 +34,18 @@ class SlotView:
     version: int | None
     newest: bool
     held_by: tuple[str, ...]  # names of processes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenGroups:
+    """Prompt groups by state; `oldest_*` is about the open one with the lowest number."""
+
+    pending: int
+    processing: int
+    complete: int
+    oldest_group: int | None = None
+    oldest_state: str = ""
+    oldest_s: float | None = None  # since it was issued, or finished; by the file's time, for people
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +106,7 @@ def _look(run: RunDir, *, details: bool) -> RunView:
     now = time.monotonic()
     processes = look_at_processes(run, state.run_id, now)
     condition = diagnosis.condition(state, processes)
+    counts = queue_counts(run.root)
     training = condition == TRAINING
     server = processes.records.get(SERVER, ActivityRecord())
     summary = _read_summary(run) if state.state != RUNNING else None
@@ -113,7 +126,7 @@ def _look(run: RunDir, *, details: bool) -> RunView:
         eta_s=_eta_s(step, server.total_steps, rates),
         server=processes.server,
         workers=processes.workers,
-        queue=open_groups(run.root),
+        queue=_open_groups(run.root, counts),
         weight_version=server.version,
         slots=_slots(run, processes) if details and condition in (TRAINING, ENDING) else (),
         rates=rates,
@@ -121,10 +134,29 @@ def _look(run: RunDir, *, details: bool) -> RunView:
         workers_busy=shares.workers_busy if shares else None,
         bottleneck=diagnosis.bottleneck(processes, shares) if training else "",
         stalls=processes.stalls(),
-        jobs_quarantined=given_up(run.root),
+        jobs_quarantined=counts.quarantined,
         quarantined=_quarantined(run) if details else (),
         summary=summary,
     )
+
+
+def _open_groups(root: Path, counts: QueueCounts) -> OpenGroups:
+    oldest = next(iter(open_jobs(root)), None)
+    return OpenGroups(
+        pending=counts.pending,
+        processing=counts.processing,
+        complete=counts.complete,
+        oldest_group=oldest.seq if oldest else None,
+        oldest_state=oldest.state if oldest else "",
+        oldest_s=_age_s(root / "queue" / str(oldest)) if oldest else None,
+    )
+
+
+def _age_s(path: Path) -> float | None:
+    try:
+        return round(max(0.0, time.time() - path.stat(follow_symlinks=False).st_mtime), 3)
+    except FileNotFoundError:  # it was renamed meanwhile
+        return None
 
 
 def _eta_s(step: int, total: int | None, rates: Rates | None) -> float | None:

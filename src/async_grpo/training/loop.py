@@ -24,7 +24,9 @@ from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import UsageError
 from async_grpo.queue import ServerQueue
 from async_grpo.records import RolloutGroup
-from async_grpo.rundir.paths import RunDir, RunState, write_json
+from async_grpo.rundir.files import write_json
+from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest
 from async_grpo.telemetry.activity import PUBLISHING, SAVING, TRAINING, activity
@@ -62,6 +64,7 @@ class AsyncTraining(TrainingEvents):
         settings: TrainingSettings,
         stop: StopRequest,
         ranks: Ranks | None = None,
+        lock: KernelLock | None = None,  # the server's, where the caller holds it already
     ) -> None:
         refuse(trainer, settings)
         self.output_dir = Path(trainer.args.output_dir).absolute()
@@ -83,7 +86,9 @@ class AsyncTraining(TrainingEvents):
             max_staleness=settings.max_staleness,
         )
         done = used.done_set() if used else ()
-        self._queue = ServerQueue.open(run.root, state.run_id, max_attempts=settings.max_attempts, consumed=done)
+        self._queue = ServerQueue.open(
+            run.root, state.run_id, max_attempts=settings.max_attempts, consumed=done, lock=lock
+        )
         self._archive = UsedGroups(self._queue, run.root / "done", settings.keep_done)
         self._publisher = WeightPublisher(_exporter(trainer, self._leader, run, state, settings.max_staleness))
         self._rollouts = self._rollout_source(state.run_id, used)

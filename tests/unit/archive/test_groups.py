@@ -97,7 +97,7 @@ def test_every_group_with_its_fate_the_newest_first(tmp_path: Path) -> None:
     ("contents", "says"),
     [
         (None, "is no run directory"),
-        ("{", "is no JSON"),
+        ("{", "is not valid JSON"),
         ('{"format": 99}', "another version"),
     ],
 )

@@ -18,18 +18,19 @@ import pytest
 from async_grpo.checks.bug_report import dump
 from async_grpo.checks.bug_report.stacks import listens, run_processes, stacks_of
 from async_grpo.cli import main
-from async_grpo.rundir.paths import RunDir, prepare
+from async_grpo.rundir.lifecycle import prepare
+from async_grpo.rundir.paths import RunDir
 
 DEADLINE_S = 60.0
 SERVER = """
 import sys, time
 from pathlib import Path
-from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.locks import server_lock
 from async_grpo.setup.process import write_stacks_on_signal
 from async_grpo.rundir.paths import RunDir
 
 run = RunDir(Path(sys.argv[1]))
-lock = KernelLock(run.lock)
+lock = server_lock(run.root)
 assert lock.try_acquire({"role": "parameter server"})
 
 def hangs_here():

@@ -16,7 +16,7 @@ from async_grpo.cli import train as train_command
 from async_grpo.cli import worker as worker_command
 from async_grpo.cli.train import plan_devices
 from async_grpo.errors import UsageError
-from async_grpo.rundir.paths import prepare
+from async_grpo.rundir.lifecycle import prepare
 from async_grpo.setup import devices, process
 
 SRC = Path(__file__).parents[3] / "src"

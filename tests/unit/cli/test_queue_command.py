@@ -12,7 +12,6 @@ import pytest
 from async_grpo.cli import main
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup
-from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir, RunState
 
 RUN = "0123456789ab"
@@ -30,8 +29,6 @@ def root(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(root: Path) -> Iterator[ServerQueue]:
     """The queue of a live run: 0 is taken, 1 complete, 2 in process, 3 given up, 4 broken, 5 in process."""
-    lock = KernelLock(root / "server.lock")
-    assert lock.try_acquire()
     queue = ServerQueue.open(root, RUN, max_attempts=1, watch_workers=False)
     worker = WorkerQueue.open(root, 1, "cpu")
     for seq in range(6):
@@ -47,7 +44,6 @@ def server(root: Path) -> Iterator[ServerQueue]:
     yield queue
     worker.close()
     queue.close()
-    lock.release()
 
 
 @pytest.fixture

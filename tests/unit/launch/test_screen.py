@@ -15,6 +15,7 @@ from async_grpo.launch import screen as screen_module
 from async_grpo.launch.child_log import LogLine, LogTail
 from async_grpo.launch.screen import LineFilter, PanelScreen, Screen
 from async_grpo.rundir import paths as runs
+from async_grpo.rundir.lifecycle import prepare
 from pseudo_terminal import HIDE_CURSOR, PseudoTerminal, plain
 
 
@@ -61,7 +62,7 @@ def test_without_a_terminal_a_run_that_loads_long_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(screen_module, "LOADING_EVERY_S", 0.0)
-    runs.prepare(tmp_path / "worker", config=tmp_path / "x.py")
+    prepare(tmp_path / "worker", config=tmp_path / "x.py")
     with Screen(tmp_path / "worker") as screen:
         screen.refresh()
         assert "[launcher] the run is loading, 0.0 s so far: processes start\n" in capsys.readouterr().out
@@ -77,7 +78,7 @@ def test_without_a_terminal_a_run_that_loads_long_says_so(
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_panel_stays_under_lines_that_scroll(tmp_path: Path, width: int) -> None:
-    runs.prepare(tmp_path / "worker", config=tmp_path / "x.py")
+    prepare(tmp_path / "worker", config=tmp_path / "x.py")
     console = Console(file=StringIO(), width=width, force_terminal=True, highlight=False)
     log = tmp_path / "log.txt"
     with PanelScreen(tmp_path / "worker", [LogTail(log, "server")], console=console) as screen:

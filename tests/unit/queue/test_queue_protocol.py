@@ -385,6 +385,7 @@ def test_links_pipes_and_folders_are_refused_without_following_or_waiting(
 
 
 def test_a_job_of_another_run_is_refused(server: ServerQueue, worker: WorkerQueue) -> None:
+    server.submit(make_job(0))
     path = server.root / "queue" / "0000000000.a00_pending.safetensors"
     path.write_bytes(encode_job(make_job(0, run_id="other")))
     assert worker.claim(1) == []

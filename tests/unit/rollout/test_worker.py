@@ -84,9 +84,6 @@ class FakeWeights:
     def __init__(self) -> None:
         self.version: int | None = 0
 
-    def exporter_alive(self) -> bool:
-        return True
-
     @contextmanager
     def lease(self) -> Iterator[Any]:
         yield SimpleNamespace(items=dict, version=self.version, generation=self.generation)
@@ -118,6 +115,9 @@ class FakeQueue:
 
     def pending(self) -> int:
         return len(self.waiting)
+
+    def served(self) -> bool:
+        return True
 
     def alive_workers(self) -> int:
         return self.workers

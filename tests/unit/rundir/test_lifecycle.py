@@ -16,8 +16,10 @@ import pytest
 from async_grpo.errors import RunDirError
 from async_grpo.records import WorkerId
 from async_grpo.rundir import paths as runs
+from async_grpo.rundir.files import fresh_folder, write_json
+from async_grpo.rundir.lifecycle import Fate, prepare, preview
 from async_grpo.rundir.locks import KernelLock
-from async_grpo.rundir.paths import Fate, RunDir, RunState, fresh_folder, prepare, preview
+from async_grpo.rundir.paths import RunDir, RunState
 
 CONFIG = Path("my_trainer.py")
 HOLD_LOCK = """
@@ -184,7 +186,7 @@ def test_a_directory_that_is_no_run_directory_is_refused_even_with_overwrite(roo
     root.mkdir()
     (root / "thesis.tex").write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(RunDirError, match=r"is no run directory: it holds 'thesis\.tex' and no run\.json"):
+        with pytest.raises(RunDirError, match=r"is not a run directory: it holds 'thesis\.tex' and no run\.json"):
             prepare(root, config=CONFIG, overwrite=overwrite)
     assert everything(root) == {"thesis.tex": b"years of work"}
 
@@ -241,7 +243,7 @@ def test_a_state_of_another_version(root: Path, content: object) -> None:
 def test_a_state_that_is_no_json(root: Path, content: bytes) -> None:
     root.mkdir()
     (root / "run.json").write_bytes(content)
-    with pytest.raises(RunDirError, match=r"run\.json is no JSON .* another --run-dir"):
+    with pytest.raises(RunDirError, match=r"run\.json is not valid JSON .* another --run-dir"):
         prepare(root, config=CONFIG)
 
 
@@ -262,7 +264,7 @@ def test_a_state_that_vanishes_during_the_run_is_noticed(root: Path) -> None:
 
 def test_json_appears_whole_and_leaves_no_temporary_file(tmp_path: Path) -> None:
     for number in range(3):
-        runs.write_json(tmp_path / "a.json", {"number": number})
+        write_json(tmp_path / "a.json", {"number": number})
     assert everything(tmp_path) == {"a.json": b'{\n  "number": 2\n}\n'}
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir import summary
+from async_grpo.rundir.files import write_json
+from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
 
 FIGURES: dict[str, Any] = {
@@ -41,13 +43,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(shutil, "which", lambda name: name)  # as after an installation
-    runs.prepare(Path("worker"), config=Path("my_trainer.py"))
+    prepare(Path("worker"), config=Path("my_trainer.py"))
     return RunDir(Path("worker"))
 
 
 def shown(run: RunDir, capsys: pytest.CaptureFixture[str], **changes: Any) -> str:
     figures = {name: value for name, value in {**FIGURES, **changes}.items() if value is not None}
-    runs.write_json(run.summary, figures)
+    write_json(run.summary, figures)
     summary.show(run)
     return capsys.readouterr().out
 
@@ -93,7 +95,7 @@ def test_figures_that_a_run_does_not_have_are_left_out(run: RunDir, capsys: pyte
 
 
 def test_a_run_that_was_stopped_before_training_began(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    runs.write_json(run.summary, {"state": runs.STOPPED, "worker_restarts": 0, "steps": 0, "run_id": "abc"})
+    write_json(run.summary, {"state": runs.STOPPED, "worker_restarts": 0, "steps": 0, "run_id": "abc"})
     summary.show(run)
     assert capsys.readouterr().out == "run abc stopped before training began\n"
 
@@ -111,6 +113,6 @@ def test_paths_are_shown_as_they_are(run: RunDir, capsys: pytest.CaptureFixture[
 def test_the_launcher_adds_its_figures(run: RunDir) -> None:
     summary.add(run.summary, server_pid=4, worker_restarts=2)
     assert not run.summary.exists(), "the server wrote none, so there is nothing to add to"
-    runs.write_json(run.summary, {"server_pid": 4, "steps": 3, "worker_restarts": 0})
+    write_json(run.summary, {"server_pid": 4, "steps": 3, "worker_restarts": 0})
     summary.add(run.summary, server_pid=4, worker_restarts=2)
     assert json.loads(run.summary.read_text()) == {"server_pid": 4, "steps": 3, "worker_restarts": 2}

@@ -22,6 +22,8 @@ from async_grpo.errors import RunDirError
 from async_grpo.queue.liveness import worker_lock
 from async_grpo.records import WorkerId
 from async_grpo.rundir import paths as runs
+from async_grpo.rundir.files import write_json
+from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir, activity_file
 from async_grpo.status import diagnosis
@@ -59,7 +61,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    runs.prepare(tmp_path / "worker", config=tmp_path / "my_trainer.py", num_workers=2)
+    prepare(tmp_path / "worker", config=tmp_path / "my_trainer.py", num_workers=2)
     return RunDir(tmp_path / "worker")
 
 
@@ -178,7 +180,7 @@ def test_a_run_whose_server_was_killed(run: RunDir, start: Callable[..., Any], c
 
 @pytest.mark.parametrize(("state", "code"), [(runs.FINISHED, 0), (runs.STOPPED, 0), (runs.FAILED, 1)])
 def test_a_run_that_has_ended(run: RunDir, state: str, code: int, capsys: Any) -> None:
-    runs.write_json(run.summary, {"state": state, "steps": 12, "wall_seconds": 90.0, "rollouts": 768})
+    write_json(run.summary, {"state": state, "steps": 12, "wall_seconds": 90.0, "rollouts": 768})
     run.update_state(state=state, step=12)
     assert (look(run.root).state, look(run.root).step) == (state, 12)
     assert main(["status", str(run.root), "--watch"]) == code, "a watch ends with the run"
@@ -209,7 +211,7 @@ def test_a_run_that_is_resumed_starts_and_is_not_dead(run: RunDir, start: Callab
         earlier.kill()
         earlier.wait()
     assert look(run.root).state == DEAD
-    runs.prepare(run.root, config=Path("my_trainer.py"), resume=True)
+    prepare(run.root, config=Path("my_trainer.py"), resume=True)
     view = look(run.root)
     assert (view.state, view.live, view.workers) == (STARTING, True, ())
 
@@ -230,11 +232,11 @@ def test_what_is_no_run_is_refused_with_a_sentence_and_exit_code_2(tmp_path: Pat
     assert "is a file" in refusal(tmp_path / "file")
     assert "no run.json" in refusal(tmp_path / "folder")
     (tmp_path / "folder" / "run.json").write_text('{"format": 1, "run_')
-    assert "is no JSON" in refusal(tmp_path / "folder")
+    assert "is not valid JSON" in refusal(tmp_path / "folder")
     (tmp_path / "folder" / "run.json").write_text('{"format": 99}')
     assert "another version" in refusal(tmp_path / "folder")
     (tmp_path / "folder" / "run.json").write_text('{"format": 1, "surprise": 2}')
-    assert "no record of a run" in refusal(tmp_path / "folder")
+    assert "not the record of a run" in refusal(tmp_path / "folder")
 
 
 def test_workers_that_wait_where_no_run_is_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import psutil  # type: ignore[import-untyped]
 
 from async_grpo.formatting import size
 from async_grpo.queue.liveness import live_workers, worker_lock
-from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.locks import KernelLock, server_lock
 from async_grpo.rundir.paths import RunDir
 from async_grpo.setup.process import STACKS_SIGNAL
 
@@ -41,9 +41,9 @@ class RunProcess:
 
 def run_processes(run: RunDir) -> Iterator[RunProcess]:
     """The parameter server, its other ranks, and each worker."""
-    holder = KernelLock(run.lock).holder()
-    if holder is not None:
-        yield _holder("server", int(holder["pid"]), KernelLock(run.lock), run.server_stacks)
+    server = server_lock(run.root)
+    if (holder := server.holder()) is not None:
+        yield _holder("server", int(holder["pid"]), server, run.server_stacks)
     for path in sorted((run.root / "alive").glob("rank*.stacks")):
         for pid in psutil.pids():  # sorted: the oldest first, as far as numbers tell
             if _has_open(pid, path):

@@ -13,7 +13,7 @@ from async_grpo.checks.plan.memory import MemoryEstimate, estimate
 from async_grpo.formatting import counted, size
 from async_grpo.launch.launcher import LaunchOptions
 from async_grpo.queue.filesystem import check_place
-from async_grpo.rundir.paths import Fate, preview
+from async_grpo.rundir.lifecycle import Fate, preview
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU
 from async_grpo.setup.generator_choice import HF, VLLM, VLLM_SERVER

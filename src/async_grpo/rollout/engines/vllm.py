@@ -25,7 +25,7 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.engines.continuous import Chunk
 from async_grpo.rollout.engines.vllm_options import adapter_of, engine_options, needs_text, sampling_options
 from async_grpo.rollout.engines.vllm_weights import CopyPlan, watch
-from async_grpo.rundir.paths import fresh_folder
+from async_grpo.rundir.files import fresh_folder
 from async_grpo.setup.generator_choice import engine_inside
 
 if TYPE_CHECKING:

@@ -1,0 +1,184 @@
+"""Who may use a run directory when, and what becomes of the run that a start finds in it.
+
+`prepare` does what `preview` says. Both raise `RunDirError` with the same sentences.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from async_grpo.errors import RunDirError
+from async_grpo.rundir.locks import server_alive, server_lock
+from async_grpo.rundir.paths import (
+    ENTRIES,
+    FINISHED,
+    RUNNING,
+    SERVER,
+    SERVER_LOCK,
+    RunDir,
+    RunState,
+    activity_file,
+)
+
+
+def prepare(
+    root: Path,
+    *,
+    config: Path,
+    resume: bool = False,
+    overwrite: bool = False,
+    num_workers: int = 0,
+    workers_sharing: int = 0,
+    deterministic: bool = False,
+) -> RunState:
+    """Make `root` ready for a run and return its state, which is the old one's under `resume`.
+
+    A finished run, or one that ended before its first step, is moved aside. An unfinished one is never touched
+    unless the caller says how.
+
+    Raises:
+        RunDirError: the directory is in use, is not a run directory, or holds an unfinished run.
+    """
+    run = RunDir(root)
+    settings: dict[str, Any] = {
+        "state": RUNNING,
+        "config": str(config.absolute()),
+        "num_workers": num_workers,
+        "workers_sharing": workers_sharing,
+        "deterministic": deterministic,
+    }
+    if run.root.exists():
+        _refuse_foreign(run)
+        with _not_in_use(run):
+            fate = _fate(run, resume=resume, overwrite=overwrite)
+            if fate is Fate.RESUMED:
+                # Out of date: by it `status` would call the run dead until the next server starts.
+                activity_file(run.root, SERVER).unlink(missing_ok=True)
+                return run.update_state(**settings)
+            if fate is Fate.MOVED_ASIDE:
+                run.root.rename(_place_aside(run))
+            elif fate is Fate.OVERWRITTEN:
+                _delete_run(run)
+    else:
+        _fate(run, resume=resume, overwrite=overwrite)
+    run.root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    run.root.chmod(0o700)
+    state = RunState(run_id=uuid4().hex[:12], started=time.strftime("%Y-%m-%d %H:%M:%S"), **settings)
+    run.write_state(state)
+    return state
+
+
+class Fate(Enum):
+    """What a start does with the run directory that it finds."""
+
+    NEW = auto()
+    RESUMED = auto()
+    MOVED_ASIDE = auto()
+    OVERWRITTEN = auto()
+
+
+def preview(root: Path, *, resume: bool = False, overwrite: bool = False) -> tuple[Fate, Path]:
+    """What `prepare` would do with the directory, and where its present contents would be then. Changes nothing.
+
+    Raises:
+        RunDirError: where `prepare` would, with the same text.
+    """
+    run = RunDir(root)
+    if run.root.exists():
+        _refuse_foreign(run)
+        if server_alive(run.root):
+            raise RunDirError(in_use(run))
+    fate = _fate(run, resume=resume, overwrite=overwrite)
+    return fate, _place_aside(run) if fate is Fate.MOVED_ASIDE else run.root
+
+
+def _fate(run: RunDir, *, resume: bool, overwrite: bool) -> Fate:
+    if resume and not run.root.exists():
+        raise RunDirError(f"Nothing to resume: {run.root} does not exist. Start without --resume.")
+    old = run.read_state()
+    if resume:
+        if old is None:
+            raise RunDirError(f"Nothing to resume: {run.root} holds no run. Start without --resume.")
+        return Fate.RESUMED
+    if old is None:
+        return Fate.NEW
+    if old.state == FINISHED or (old.state != RUNNING and old.step == 0):
+        return Fate.MOVED_ASIDE
+    if overwrite:
+        return Fate.OVERWRITTEN
+    raise RunDirError(_unfinished(run, old))
+
+
+@contextmanager
+def _not_in_use(run: RunDir) -> Iterator[None]:
+    """Hold the server's lock while the directory is changed. `RunDirError` names the process that has it."""
+    lock = server_lock(run.root)
+    if not lock.try_acquire({"role": "preparing a run"}):
+        raise RunDirError(in_use(run))
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def in_use(run: RunDir) -> str:
+    """A sentence that names who holds the run directory."""
+    holder = server_lock(run.root).holder() or {}
+    who = ", ".join(f"{key} {holder[key]}" for key in ("pid", "host", "since") if key in holder)
+    return (
+        f"{run.root} is in use by a live parameter server ({who or 'holder unknown'}). "
+        "Wait for it, stop it, or choose another --run-dir."
+    )
+
+
+def _refuse_foreign(run: RunDir) -> None:
+    if not run.root.is_dir() or run.root.is_symlink():
+        raise RunDirError(f"{run.root} is not a plain directory. Choose another --run-dir.")
+    if run.state_file.exists():
+        return
+    strangers = [p.name for p in run.root.iterdir() if p.name not in ENTRIES and not p.name.startswith("log_")]
+    if strangers:
+        raise RunDirError(
+            f"{run.root} is not a run directory: it holds {sorted(strangers)[0]!r} and no run.json. "
+            "Choose another --run-dir; nothing was changed."
+        )
+
+
+def _unfinished(run: RunDir, old: RunState) -> str:
+    return (
+        f"{run.root} holds an unfinished run ({old.run_id}, {old.state}, step {old.step}, started {old.started}).\n"
+        "Three ways out:\n"
+        "  --resume          continue it\n"
+        "  --run-dir OTHER   leave it alone and run elsewhere\n"
+        "  --overwrite       delete its queue, logs and metrics (checkpoints stay) and start again"
+    )
+
+
+def _place_aside(run: RunDir) -> Path:
+    """A free name beside the run directory, with the time of its last state."""
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.localtime(run.state_file.stat().st_mtime))
+    target = run.root.with_name(f"{run.root.name}-{stamp}")
+    number = 1
+    while target.exists():
+        number += 1
+        target = run.root.with_name(f"{run.root.name}-{stamp}-{number}")
+    return target
+
+
+def _delete_run(run: RunDir) -> None:
+    logs = [path.name for path in run.root.glob("log_*.txt")]
+    for name in (*ENTRIES, *logs):
+        path = run.root / name
+        if name == SERVER_LOCK:  # we hold it; without the file two servers could start
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
