@@ -1,46 +1,101 @@
-"""Asks a process of its own for facts, so that a crash or a hang there is a line and no crash here."""
+"""Asks a process of its own for facts, so that a crash or a hang there is a sentence here.
+
+The module that is asked ends with `if __name__ == "__main__": probe.answer(function)`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from async_grpo.setup.process import path_to_us
+from async_grpo.setup.process import leave_at_once, path_to_us
 
-LAST_LINES = 3
+POLL_S = 0.05
+_LAST_LINES = 20
 
 
 class ChildFailed(Exception):
-    """The process gave no answer; the text says how it ended and what it said last."""
+    """The process gave no answer.
+
+    Attributes:
+        how: how it ended, e.g. "was killed by SIGKILL".
+        said: the last lines of its output.
+    """
+
+    def __init__(self, how: str, said: list[str]) -> None:
+        self.how = how
+        self.said = said
+
+    def __str__(self) -> str:
+        return f"it {self.how}: {' / '.join(self.said[-3:]) or 'it said nothing'}"
 
 
-def start(module: str, arguments: Sequence[str] = (), cwd: Path | None = None) -> subprocess.Popen[str]:
-    """`python -m MODULE ARGUMENTS` with pipes on all three sides."""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": path_to_us(os.environ)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def ask(module: str, question: dict[str, Any], *, timeout_s: float, env: Mapping[str, str] = os.environ) -> Any:
+    """Run `python -m MODULE` and return what it answers. Whatever it started in its session ends with it.
+
+    Raises:
+        ChildFailed: it ended without an answer, or gave none in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="async-grpo-") as scratch:
+        answer, said = Path(scratch) / "answer.json", Path(scratch) / "output.txt"
+        with said.open("wb") as output:
+            child = subprocess.Popen(
+                [sys.executable, "-m", module, json.dumps(question), str(answer)],
+                env={**env, "PYTHONPATH": path_to_us(env)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+            try:
+                in_time = _ends_within(timeout_s, child)
+            finally:
+                _end_family(child)
+        if not in_time or child.returncode != 0:
+            how = _how_it_ended(child.returncode) if in_time else f"did not answer in {timeout_s:g} s"
+            raise ChildFailed(how, said.read_text(errors="replace").splitlines()[-_LAST_LINES:])
+        return json.loads(answer.read_text())
 
 
-def answer(process: subprocess.Popen[str], timeout_s: float) -> Any:
-    """The JSON of its last line, once it has ended. Kills it after `timeout_s`."""
-    try:
-        output, errors = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        raise ChildFailed(f"no answer in {timeout_s:g} s") from None
-    if process.returncode != 0 or not output.strip():
-        last = " / ".join(errors.strip().splitlines()[-LAST_LINES:]) or "it said nothing"
-        raise ChildFailed(f"it ended with code {process.returncode}: {last}")
-    return json.loads(output.strip().splitlines()[-1])
+def answer(function: Callable[[dict[str, Any]], Any]) -> NoReturn:
+    """In the process that is asked: answer, and leave at once, whatever its other threads do."""
+    question, path = sys.argv[1:]
+    text = json.dumps(function(json.loads(question)))
+    Path(path).write_text(text)
+    leave_at_once(0)
+
+
+def _end_family(child: subprocess.Popen[bytes]) -> None:
+    """The child and what it started in its session; nothing else has its session before it is waited for.
+
+    What outlives a child that has ended may be tidying up after it, so that is asked, not killed.
+    """
+    os.killpg(child.pid, signal.SIGTERM if _has_ended(child) else signal.SIGKILL)
+    child.wait()
+
+
+def _ends_within(timeout_s: float, child: subprocess.Popen[bytes]) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not _has_ended(child):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def _has_ended(child: subprocess.Popen[bytes]) -> bool:
+    """Does not wait for it, so its number stays its own."""
+    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _how_it_ended(code: int) -> str:
+    hint = " (the system kills what takes more memory than there is)" if code == -signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}" if code < 0 else f"ended with exit code {code}"

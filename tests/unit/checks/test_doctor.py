@@ -248,11 +248,11 @@ def test_facts_survive_json() -> None:
 
 def test_a_driver_that_crashes_who_asks_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def crash() -> GpuFacts:
-        raise probe.ChildFailed("it ended with code -11: Segmentation fault")
+        raise probe.ChildFailed("was killed by SIGSEGV", ["Segmentation fault"])
 
     monkeypatch.setattr(gpu, "look", crash)
     [finding] = checkup._devices(DRIVER)
-    assert finding.level is Level.ERROR and "code -11" in finding.found
+    assert finding.level is Level.ERROR and "killed by SIGSEGV: Segmentation fault" in finding.found
 
 
 # --- weights between processes

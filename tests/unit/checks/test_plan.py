@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from async_grpo.checks import probe
 from async_grpo.checks.plan import dry_run
-from async_grpo.checks.plan import facts as facts_module
 from async_grpo.checks.plan.batch_arithmetic import misfit, optimizer_steps, rounds_of, what_to_set
 from async_grpo.checks.plan.facts import BatchFacts, Look, Parameters, TrainerFacts, look_at_trainer
 from async_grpo.checks.plan.memory import estimate
@@ -198,9 +198,9 @@ def test_a_setup_file_that_never_returns_is_a_sentence_and_leaves_no_process(
     hangs = tmp_path / "python"  # in place of the interpreter, which would take long to import what get_trainer needs
     hangs.write_text(f"#!/bin/sh\nsleep 1000 &\necho $$ $! > {tmp_path}/pids\nsleep 1000\n")
     hangs.chmod(0o700)
-    monkeypatch.setattr(facts_module, "sys", SimpleNamespace(executable=str(hangs)))
+    monkeypatch.setattr(probe, "sys", SimpleNamespace(executable=str(hangs)))
     look = look_at_trainer(tmp_path / "setup.py", device="cpu", settings=TrainingSettings(), timeout_s=5)
-    assert "did not return in 5 s" in look.error
+    assert "did not answer in 5 s" in look.error
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 2
     deadline = time.monotonic() + 60
@@ -215,7 +215,7 @@ def test_what_a_setup_file_started_does_not_outlive_the_look_at_it(
     returns = tmp_path / "python"
     returns.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/pid\nexit 3\n")
     returns.chmod(0o700)
-    monkeypatch.setattr(facts_module, "sys", SimpleNamespace(executable=str(returns)))
+    monkeypatch.setattr(probe, "sys", SimpleNamespace(executable=str(returns)))
     look = look_at_trainer(tmp_path / "setup.py", device="cpu", settings=TrainingSettings())
     assert "ended with exit code 3" in look.error
     pid = (tmp_path / "pid").read_text().strip()

@@ -69,7 +69,7 @@ def presence(found: Driver, env: Mapping[str, str] = os.environ) -> Iterator[Fin
 
 def look() -> GpuFacts:
     """Raises `ChildFailed`."""
-    return GpuFacts.from_json(probe.answer(probe.start("async_grpo.checks.doctor.gpu_probe"), FACTS_TIMEOUT_S))
+    return GpuFacts.from_json(probe.ask("async_grpo.checks.doctor.gpu_probe", {}, timeout_s=FACTS_TIMEOUT_S))
 
 
 def fit(found: Driver, facts: GpuFacts, version_of: packages.Installed = packages.installed) -> Iterator[Finding]:

@@ -1,13 +1,14 @@
-"""`python -m async_grpo.checks.doctor.gpu_probe`: what torch and cupy say of the GPUs, as JSON.
+"""`python -m async_grpo.checks.doctor.gpu_probe`: answers what torch and cupy say of the GPUs.
 
 A process of its own, because a driver that does not match can end the process that asks.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from async_grpo.checks import probe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,4 +96,4 @@ def _cupy() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(gather())))
+    probe.answer(lambda question: asdict(gather()))

@@ -1,7 +1,6 @@
 """Weights from one process to another: a real round trip through `async_grpo_ipc`, every value compared.
 
-`python -m async_grpo.checks.doctor.weights export WRITER READER` publishes on one device and starts the process that
-reads on the other; its last line is what was measured, as JSON.
+`python -m async_grpo.checks.doctor.weights` is both of them: the one that publishes asks the one that reads.
 """
 
 from __future__ import annotations
@@ -9,11 +8,9 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
 
 NUMBERS = {"cpu": 16 << 20, "cuda": 64 << 20}  # of four bytes: more than caches hold
 REPEATS = 5
-TIMEOUT_S = 90.0
+TIMEOUT_S = 120.0
 _MODULE = "async_grpo.checks.doctor.weights"
 _SUBJECT = "weights"
 
@@ -50,7 +47,8 @@ def weight_sharing(devices: Sequence[str]) -> Iterator[Finding]:
 
 
 def _measure(writer: str, reader: str) -> dict[str, Any]:
-    found: dict[str, Any] = probe.answer(probe.start(_MODULE, ["export", writer, reader]), TIMEOUT_S)
+    question = {"role": "export", "writer": writer, "reader": reader}
+    found: dict[str, Any] = probe.ask(_MODULE, question, timeout_s=TIMEOUT_S)
     return found
 
 
@@ -73,23 +71,21 @@ def _judge(facts: dict[str, Any], writer: str, reader: str) -> Finding:
 
 
 def export(writer: str, reader: str) -> dict[str, Any]:
-    """Publish on `writer`, and return what a process on `reader` says of it."""
+    """Publish on `writer`, and ask a process that reads on `reader`."""
     from async_grpo_ipc import WeightExporter
 
     with tempfile.TemporaryDirectory(prefix="async-grpo-doctor-") as folder:
         handle = Path(folder) / "handle.json"
         with WeightExporter.from_tensors({"weights": _pattern(writer)}, handle) as exporter:
             exporter.publish(1)
-            command = [sys.executable, "-m", _MODULE, "read", str(handle), reader, str(os.getpid())]
-            reading = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-            if reading.returncode != 0:  # what it said went to the same stderr
-                sys.exit(f"the reading process ended with code {reading.returncode}")
-            return {**json.loads(reading.stdout.splitlines()[-1]), "memory": _memory_kind(handle)}
+            question = {"role": "read", "handle": str(handle), "reader": reader, "exporter": os.getpid()}
+            measured = probe.ask(_MODULE, question, timeout_s=TIMEOUT_S / 2)
+            return {**measured, "memory": json.loads(handle.read_text())["memory"]["kind"]}
 
 
-def read(handle: str, reader: str, exporter: str) -> dict[str, Any]:
+def read(handle: str, reader: str, exporter: int) -> dict[str, Any]:
     """Map what is published at `handle` and copy it to `reader`. Ends with the exporter."""
-    end_with_parent(int(exporter))
+    end_with_parent(exporter)
     import torch
 
     from async_grpo_ipc import open_remote_memory
@@ -108,10 +104,6 @@ def read(handle: str, reader: str, exporter: str) -> dict[str, Any]:
     return {"equal": equal, "read_gbps": own.nbytes / statistics.median(seconds[1:]) / 1e9}  # the first warms up
 
 
-def _memory_kind(handle: Path) -> str:
-    return str(json.loads(handle.read_text())["memory"]["kind"])
-
-
 def _pattern(device: str) -> Tensor:
     """A different value in each place, so that nothing can arrive in another place unnoticed."""
     import torch
@@ -119,6 +111,10 @@ def _pattern(device: str) -> Tensor:
     return torch.arange(NUMBERS[torch.device(device).type], dtype=torch.int32, device=device)
 
 
+def main(question: dict[str, Any]) -> dict[str, Any]:
+    roles: dict[str, Callable[..., dict[str, Any]]] = {"export": export, "read": read}
+    return roles[question.pop("role")](**question)
+
+
 if __name__ == "__main__":
-    role, *where = sys.argv[1:]
-    print(json.dumps((export if role == "export" else read)(*where)))
+    probe.answer(main)

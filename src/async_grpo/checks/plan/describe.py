@@ -1,16 +1,14 @@
-"""`python -m async_grpo.checks.plan.describe REQUEST`: builds a trainer and writes down what it is. See `facts`."""
+"""`python -m async_grpo.checks.plan.describe`: builds a trainer and answers what it is. `facts` asks."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.checks import probe
 from async_grpo.checks.plan.facts import BatchFacts, Parameters, TrainerFacts
 from async_grpo.errors import AsyncGRPOError, SetupFileError
 from async_grpo.settings import TrainingSettings
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 PROMPTS_MEASURED = 64
 
 
-def main(request: dict[str, Any]) -> None:
+def main(request: dict[str, Any]) -> dict[str, Any]:
     settings = TrainingSettings(**request["settings"])
     answer: dict[str, Any] = {"facts": None, "error": "", "exit_code": 0, "batch": None}
     made = _watch_configurations()
@@ -42,7 +40,7 @@ def main(request: dict[str, Any]) -> None:
         answer.update(error=str(error), exit_code=error.exit_code)
         if isinstance(error, SetupFileError) and made:
             answer["batch"] = _numbers(made[-1])
-    Path(request["answer"]).write_text(json.dumps(answer))
+    return answer
 
 
 def _distributed(trainer: GRPOTrainer, settings: TrainingSettings, request: dict[str, Any]) -> dict[str, str]:
@@ -211,6 +209,4 @@ def _checkpoint(trainer: GRPOTrainer, run_dir: Path) -> str:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
-    sys.stdout.flush()
-    os._exit(0)  # what get_trainer() has left running must not hold up an answer that is written
+    probe.answer(main)

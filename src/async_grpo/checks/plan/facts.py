@@ -6,25 +6,17 @@ a sentence here.
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from async_grpo.checks import probe
 from async_grpo.errors import AsyncGRPOError
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, hold_to_device
-from async_grpo.setup.process import path_to_us
 
 BUILD_TIMEOUT_S = 1800.0  # a large model is read from a slow disk
-POLL_S = 0.05
-_LAST_LINES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +139,7 @@ def look_at_trainer(
         workers: how many will be started; 0 where nobody knows.
         sharing: how many of them on the server's device; None where nobody knows.
     """
-    request = {
+    question = {
         "config": str(config.absolute()),
         "device": device,
         "generator": generator,
@@ -158,32 +150,17 @@ def look_at_trainer(
         "settings": _plain(settings),
         "distributed": distributed,
     }
-    with tempfile.TemporaryDirectory(prefix="async-grpo-plan-") as scratch:
-        answer, said = Path(scratch) / "answer.json", Path(scratch) / "output.txt"
-        request["answer"] = str(answer)
-        with said.open("wb") as output:
-            child = subprocess.Popen(
-                [sys.executable, "-m", "async_grpo.checks.plan.describe", json.dumps(request)],
-                env=_environment(device),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-            try:
-                in_time = _ends_within(timeout_s, child)
-            finally:
-                _end_family(child)
-        if not in_time:
-            return Look(error=f"get_trainer() in {config} did not return in {timeout_s:g} s.", exit_code=2)
-        if not answer.exists():
-            return Look(error=_died(config, child.returncode, said), exit_code=2)
-        data = json.loads(answer.read_text())
+    try:
+        found = probe.ask("async_grpo.checks.plan.describe", question, timeout_s=timeout_s, env=_environment(device))
+    except probe.ChildFailed as failure:
+        said = "\n".join(failure.said) or "(none)"
+        error = f"The process that called get_trainer() in {config} {failure.how}. Its last words:\n{said}"
+        return Look(error=error, exit_code=2)
     return Look(
-        facts=TrainerFacts.from_json(data["facts"]) if data["facts"] else None,
-        error=data["error"],
-        exit_code=data["exit_code"],
-        batch=BatchFacts(**data["batch"]) if data["batch"] else None,
+        facts=TrainerFacts.from_json(found["facts"]) if found["facts"] else None,
+        error=found["error"],
+        exit_code=found["exit_code"],
+        batch=BatchFacts(**found["batch"]) if found["batch"] else None,
     )
 
 
@@ -214,35 +191,4 @@ def _environment(device: str) -> dict[str, str]:
     env["PYTHONDONTWRITEBYTECODE"] = "1"
     env.setdefault("TOKENIZERS_PARALLELISM", "false")
     env.setdefault("TQDM_DISABLE", "1")
-    env["PYTHONPATH"] = path_to_us(env)
     return env
-
-
-def _end_family(child: subprocess.Popen[bytes]) -> None:
-    """The child and what get_trainer() started in its session; nothing else has its session before it is waited for.
-
-    What outlives a child that has ended may be tidying up after it, so that is asked, not killed.
-    """
-    os.killpg(child.pid, signal.SIGTERM if _has_ended(child) else signal.SIGKILL)
-    child.wait()
-
-
-def _ends_within(timeout_s: float, child: subprocess.Popen[bytes]) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not _has_ended(child):
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(POLL_S)
-    return True
-
-
-def _has_ended(child: subprocess.Popen[bytes]) -> bool:
-    """Does not wait for it, so its number stays its own."""
-    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def _died(config: Path, code: int, said: Path) -> str:
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    hint = " (the system kills what takes more memory than there is)" if code == -signal.SIGKILL else ""
-    last = "\n".join(said.read_text(errors="replace").splitlines()[-_LAST_LINES:])
-    return f"The process that called get_trainer() in {config} {how}{hint}. Its last words:\n{last or '(none)'}"
