@@ -33,15 +33,19 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 demo: venv
 	$(BIN)/python src/cli/train.py src/app/trainer_setup_tiny.py --distributed --num-workers 2
 
+# Tests that share one start name a group (xdist_group) and run in one process; a test waits as often as it computes.
+JOBS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
 LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 test: venv-test
 	$(LINT)
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-fast: venv-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
-	$(BIN)/python -m pytest tests/unit -x
+	$(PYTEST) tests/unit -x
 
 chaos: venv-test
 	$(BIN)/python -m pytest -m slow tests/chaos tests/integration --timeout 3600

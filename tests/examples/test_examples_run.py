@@ -8,8 +8,14 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+import datasets
 import pytest
+from in_process import InProcessRun
 from runs import ROOT, command, read, steps_logged
+from trl import GRPOTrainer
+
+from async_grpo.cli.train import build_parser
+from async_grpo.setup.setup_file import load_trainer
 
 pytestmark = pytest.mark.integration
 
@@ -23,12 +29,30 @@ def commands(folder: str) -> list[list[str]]:
     return [line.replace("examples/", f"{EXAMPLES}/").split() for line in block[1].splitlines()]
 
 
-@pytest.mark.parametrize("folder", ["custom_reward", "custom_dataset", "lora"])
-def test_it_trains_distributed(folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["custom_reward", "custom_dataset"])
+def test_the_setup_file_of_its_command_trains_with_the_rollouts_of_a_worker(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (line,) = commands(folder)
+    assert line[:2] == ["async-grpo", "train"]
+    setup = build_parser().parse_args(line[2:]).config
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+
+    def get_trainer() -> GRPOTrainer:
+        trainer = load_trainer(setup, engine_here=False)
+        trainer.args.max_steps = 2
+        return trainer
+
+    run = InProcessRun(get_trainer).train()
+    assert [entry["step"] for entry in run.logs] == [1, 2]
+
+
+def test_lora_trains_distributed(tmp_path: Path) -> None:
+    (line,) = commands("lora")
     assert line.pop(0) == "async-grpo"
     line[line.index("-n") + 1] = "1"
-    with command(*line, "--steps", "2", cwd=tmp_path, HF_HOME=str(tmp_path)) as run:
+    with command(*line, "--steps", "2", cwd=tmp_path) as run:
         assert run.wait() == 0, run.output
     assert steps_logged(tmp_path / "worker") == [1, 2]
     assert read(tmp_path / "worker" / "summary.json")["jobs_quarantined"] == 0

@@ -19,6 +19,8 @@ from async_grpo.rundir.files import LineReader
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = Path(__file__).parent / "setups" / "random_model.py"
 DEADLINE_S = 240.0
+IN_MID_BATCH = {"num_iterations": 3, "lr_scheduler_type": "constant"}
+"""Of the `GRPOConfig`: checkpoints 4, 8, 16 and 20 are between the optimizer steps of one generation batch."""
 
 
 class Command:
@@ -88,6 +90,13 @@ def command(*arguments: str, cwd: Path, **env: str) -> Iterator[Command]:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             running.process.wait()
+
+
+def finish(folder: Path, *options: str, setup: Path = SETUP, **env: str) -> str:
+    """Train to the end in `folder`; what was printed."""
+    with command("train", str(setup), *options, cwd=folder, **env) as run:
+        assert run.wait() == 0, run.output
+    return run.output
 
 
 def steps_logged(run_dir: Path) -> list[int]:

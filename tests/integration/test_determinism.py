@@ -7,27 +7,27 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import SETUP, Command, command, read, steps_logged
+from runs import IN_MID_BATCH, SETUP, Command, command, finish, read, steps_logged
 
 from async_grpo.roles.replay import weights_digest
 
 pytestmark = pytest.mark.integration
 
 STEPS = 24
-OPTIONS = ("--steps", str(STEPS), "--deterministic")
 
 
-def finish(folder: Path, *options: str, **env: str) -> None:
-    with command("train", str(SETUP), *OPTIONS, *options, cwd=folder, **env) as run:
-        assert run.wait() == 0, run.output
+def weights_of(folder: Path, step: int = STEPS) -> str:
+    return weights_digest(folder / "checkpoints" / f"checkpoint-{step}")
 
 
-def weights_of(folder: Path) -> str:
-    return weights_digest(folder / "checkpoints" / f"checkpoint-{STEPS}")
+def train(folder: Path, *options: str, **env: str) -> str:
+    return finish(folder, "--steps", str(STEPS), "--deterministic", *options, **env)
 
 
 def kill_the_server_at(step: int, folder: Path, *options: str, **env: str) -> None:
-    with command("train", str(SETUP), *OPTIONS, *options, cwd=folder, TEST_REWARD_S="0.1", **env) as run:
+    folder.mkdir(exist_ok=True)
+    arguments = ("train", str(SETUP), "--deterministic", *options)
+    with command(*arguments, cwd=folder, TEST_REWARD_S="0.1", **env) as run:
         run.wait_until(lambda: len(steps_logged(folder / "worker")) >= step, f"step {step}")
         server_of(run).kill()
         assert run.wait() != 0, run.output
@@ -37,67 +37,68 @@ def server_of(run: Command) -> psutil.Process:
     return next(child for child in run.children() if "server" in child.cmdline())
 
 
-def undisturbed(folder: Path, **env: str) -> str:
-    folder.mkdir()
-    finish(folder, "-n", "1", **env)
-    return weights_of(folder)
+def weights_after_a_replay(folder: Path, **env: str) -> str:
+    """What `replay` makes of the record, after `audit` found nothing wrong with it."""
+    for check in (("audit", "worker"), ("replay", "worker", "-d", "cpu")):
+        with command(*check, cwd=folder, **env) as run:
+            assert run.wait() == 0, run.output
+    assert "equal to" in run.output
+    return run.output.partition("SHA-256 ")[2].split()[0]
 
 
-def test_any_number_of_workers_and_any_death_give_the_same_weights_and_so_does_a_replay(tmp_path: Path) -> None:
-    expected = undisturbed(tmp_path / "one")
+@pytest.mark.xdist_group("undisturbed")
+def test_any_number_of_workers_and_any_death_give_the_same_weights_and_so_does_a_replay(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    """The server is killed after a checkpoint in the middle of a generation batch, and goes on from there."""
+    expected = weights_of(undisturbed, 23)
+    env = {"TEST_GRPO": json.dumps(IN_MID_BATCH)}
+    steps = ("--steps", "23")
+    kill_the_server_at(9, tmp_path, *steps, "-n", "3", **env)
+    assert (tmp_path / "checkpoints/checkpoint-8/rollout_batch.safetensors").exists()
+    output = finish(tmp_path, *steps, "-n", "1", "--deterministic", "--resume", **env)
+    assert "resuming from" in output
+    assert weights_of(tmp_path, 23) == expected
+    assert weights_after_a_replay(tmp_path, **env) == expected
+    assert read(tmp_path / "worker" / "run.json")["deterministic"] is True
 
-    disturbed = tmp_path / "three"
-    disturbed.mkdir()
-    kill_the_server_at(9, disturbed, "-n", "3")
-    finish(disturbed, "-n", "3", "--resume")
-    assert weights_of(disturbed) == expected
 
-    with command("audit", "worker", cwd=disturbed) as audit:
-        assert audit.wait() == 0, audit.output
-    with command("replay", "worker", "-d", "cpu", cwd=disturbed) as replay:
-        assert replay.wait() == 0, replay.output
-    assert f"SHA-256 {expected}" in replay.output
-    assert "equal to" in replay.output
-    assert read(disturbed / "worker" / "run.json")["deterministic"] is True
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
+        {},
         {"num_iterations": 2, "steps_per_generation": 3},
-        pytest.param({"num_iterations": 3}, marks=pytest.mark.slow),
-        pytest.param({"steps_per_generation": 3}, marks=pytest.mark.slow),
-        pytest.param({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+        {"steps_per_generation": 3},
+        {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
     ],
     ids=str,
 )
-def test_a_death_after_a_checkpoint_in_the_middle_of_a_batch(tmp_path: Path, arguments: dict[str, int]) -> None:
+def test_a_death_after_any_kind_of_checkpoint(tmp_path: Path, arguments: dict[str, int]) -> None:
     """Checkpoints are at steps 4, 8, …, so some lie between the optimizer steps of one generation batch.
 
     With `gradient_accumulation_steps` step 8 ends an epoch, and so a batch: there it is the checkpoint before.
     """
     saved = 4 if "gradient_accumulation_steps" in arguments else 8
     env = {"TEST_GRPO": json.dumps(arguments)}
-    expected = undisturbed(tmp_path / "one", **env)
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    kill_the_server_at(saved + 1, folder, "-n", "2", **env)
-    assert (folder / f"checkpoints/checkpoint-{saved}/rollout_batch.safetensors").exists()
-    finish(folder, "-n", "2", "--resume", **env)
-    assert weights_of(folder) == expected
-    for check in (("audit", "worker"), ("replay", "worker", "-d", "cpu")):
-        with command(*check, cwd=folder, **env) as run:
-            assert run.wait() == 0, run.output
-    assert f"SHA-256 {expected}" in run.output
+    one, killed = tmp_path / "one", tmp_path / "killed"
+    one.mkdir()
+    train(one, "-n", "1", **env)
+    kill_the_server_at(saved + 1, killed, "--steps", str(STEPS), "-n", "3", **env)
+    in_mid_batch = (killed / f"checkpoints/checkpoint-{saved}/rollout_batch.safetensors").exists()
+    assert in_mid_batch == bool(arguments)
+    train(killed, "-n", "2", "--resume", **env)
+    assert weights_of(killed) == weights_of(one) == weights_after_a_replay(killed, **env)
 
 
 @pytest.mark.slow
 def test_three_deaths_give_the_same_weights(tmp_path: Path) -> None:
-    expected = undisturbed(tmp_path / "undisturbed")
-    folder = tmp_path / "killed"
-    folder.mkdir()
-    kill_the_server_at(5, folder, "-n", "2")
-    kill_the_server_at(13, folder, "-n", "2", "--resume")
-    kill_the_server_at(20, folder, "-n", "2", "--resume")
-    finish(folder, "-n", "2", "--resume")
-    assert weights_of(folder) == expected
+    one, killed = tmp_path / "one", tmp_path / "killed"
+    one.mkdir()
+    train(one, "-n", "1")
+    steps = ("--steps", str(STEPS), "-n", "2")
+    kill_the_server_at(5, killed, *steps)
+    kill_the_server_at(13, killed, *steps, "--resume")
+    kill_the_server_at(20, killed, *steps, "--resume")
+    train(killed, "-n", "2", "--resume")
+    assert weights_of(killed) == weights_of(one)

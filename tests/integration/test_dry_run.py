@@ -66,14 +66,15 @@ def test_the_plan_of_a_trainer_in_two_processes_counts_both(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
-        ("trainer.args.use_vllm = True", "give it to the GRPOConfig."),
         ("trainer.args.top_k = 5", "Remove it from the GRPOConfig"),
-        ("raise RuntimeError('no such model')", "RuntimeError: no such model"),
+        ("raise FileNotFoundError('no model at /nowhere')", "FileNotFoundError: no model at /nowhere"),
     ],
+    ids=["a setting", "an exception"],
 )
 def test_a_dry_run_refuses_what_the_real_start_refuses_with_its_words(
     tmp_path: Path, lines: str, sentence: str
 ) -> None:
+    """One message without a traceback, although the server and the worker both read the file."""
     setup = tmp_path / "setup.py"
     setup.write_text(
         f"import sys\nsys.path.insert(0, {str(SETUP.parent)!r})\nimport random_model\n"
@@ -88,6 +89,9 @@ def test_a_dry_run_refuses_what_the_real_start_refuses_with_its_words(
     dry, real = (output[output.index("error: ") :].strip() for output in outputs)
     assert sentence in dry
     assert dry == real
+    assert outputs[1].count(sentence) == 1, outputs[1]
+    assert "Traceback" not in outputs[1]
+    assert ("get_trainer() in" in dry) == lines.startswith("raise")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from in_process import InProcessRun, build_model, build_tokenizer, build_trainer
 from peft import LoraConfig, PeftModel, get_peft_model
-from runs import DEADLINE_S, SETUP, command
+from runs import SETUP, command, finish
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl import GRPOTrainer
@@ -235,28 +235,21 @@ def test_a_base_that_was_quantised_differently_is_refused(base_on_disk: Path, tm
 # --- A run of processes ----------------------------------------------------------------------------------------
 
 
-def test_a_killed_run_goes_on_from_its_adapter(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("undisturbed_lora")
+def test_a_killed_run_goes_on_from_its_adapter(undisturbed_lora: Path, tmp_path: Path) -> None:
     """Killed after the checkpoint of step 4 and resumed: the checkpoints hold the adapter and nothing of the base."""
-    arguments = ["train", str(SETUP), "--distributed", "--num-workers", "1", "--deterministic"]
-    settings = {"TEST_MODEL": "lora"}
-    with command(*arguments, cwd=tmp_path, TEST_STEPS="8", TEST_REWARD_S="0.3", **settings) as run:
+    options = ("-n", "1", "--deterministic", "--steps", "8")
+    with command("train", str(SETUP), *options, cwd=tmp_path, TEST_MODEL="lora", TEST_REWARD_S="0.3") as run:
         run.wait_until(lambda: (tmp_path / "checkpoints/checkpoint-4/rollout_state.json").exists(), "a checkpoint")
         for process in [*run.children(), psutil.Process(run.process.pid)]:
             process.kill()
         run.process.wait()
-    with command(*arguments, "--resume", cwd=tmp_path, TEST_STEPS="8", **settings) as run:
-        assert run.process.wait(DEADLINE_S) == 0, run.output
-    assert "resuming from" in run.output
+    assert "resuming from" in finish(tmp_path, *options, "--resume", TEST_MODEL="lora")
     last = tmp_path / "checkpoints" / "checkpoint-8"
     assert not (last / "model.safetensors").exists()
     adapter = load_file(last / "adapter_model.safetensors")
     assert all("lora" in name for name in adapter)
     first = load_file(tmp_path / "checkpoints" / "checkpoint-4" / "adapter_model.safetensors")
     assert all(not adapter[name].equal(first[name]) for name in adapter)
-
-    uninterrupted = tmp_path / "uninterrupted"
-    uninterrupted.mkdir()
-    with command(*arguments, cwd=uninterrupted, TEST_STEPS="8", **settings) as run:
-        assert run.process.wait(DEADLINE_S) == 0, run.output
-    expected = load_file(uninterrupted / "checkpoints" / "checkpoint-8" / "adapter_model.safetensors")
+    expected = load_file(undisturbed_lora / "checkpoints" / "checkpoint-8" / "adapter_model.safetensors")
     assert all(adapter[name].equal(expected[name]) for name in expected)

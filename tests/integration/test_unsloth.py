@@ -27,17 +27,17 @@ FAKE = SETUP.parent / "fake_unsloth"
 def test_unsloth_comes_first_and_trains_through_its_own_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes = tmp_path / "notes.jsonl"
     setup = SETUP.with_name("unsloth_model.py")
-    arguments = ["train", str(setup), "--num-workers", "2"]
+    arguments = ["train", str(setup), "--num-workers", "1"]
     environment = {"FAKE_UNSLOTH_NOTES": str(notes), "TEST_STEPS": "3", "TEST_EXTRA_PATH": str(FAKE)}
     monkeypatch.delenv("FAST_INFERENCE", raising=False)
     with command(*arguments, cwd=tmp_path, **environment) as run:
         assert run.process.wait(DEADLINE_S) == 0, run.output
     assert steps_logged(tmp_path / "worker") == [1, 2, 3]
     imports = [json.loads(line) for line in notes.read_text().splitlines()]
-    assert [entry["imported_before"] for entry in imports] == [[]] * 3
-    assert [entry["FAST_INFERENCE"] for entry in imports] == ["0"] * 3
+    assert [entry["imported_before"] for entry in imports] == [[]] * 2
+    assert [entry["FAST_INFERENCE"] for entry in imports] == ["0"] * 2
     caches = {Path(entry["UNSLOTH_COMPILE_LOCATION"]).name for entry in imports}
-    assert caches == {"parameter_server", "dev1", "dev2"}
+    assert caches == {"parameter_server", "dev1"}
 
 
 def test_a_model_with_an_engine_of_its_own_generates_with_it(tmp_path: Path) -> None:

@@ -149,9 +149,9 @@ def _outcome(trainer: Any, saved: Path, checkpoints: Path) -> Replayed:
 
 
 def weights_digest(folder: Path) -> str:
-    """SHA-256 over the names and contents of the safetensors files in `folder`, hexadecimal."""
+    """SHA-256 over the names and contents of the files of weights in `folder`, hexadecimal."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(set(folder.glob("*.safetensors")) - set(folder.glob("rollout_batch*"))):
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

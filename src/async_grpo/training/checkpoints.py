@@ -149,12 +149,12 @@ def load_batch(checkpoint: Path, device: torch.device, rank: int = 0) -> BatchIn
     """The batch that `save_batch` wrote; `RunDirError` if it cannot be read."""
     path = batch_file(checkpoint, rank)
     try:
-        with safe_open(path, "pt", device=str(device)) as file:
+        with safe_open(path, "pt") as file:
             told = json.loads(file.metadata()["batch"])
             inputs: list[dict[str, Any]] = told["others"]
             for key in file.keys():  # noqa: SIM118 - not a dict
                 index, _, name = key.partition(".")
-                inputs[int(index)][name] = file.get_tensor(key)
+                inputs[int(index)][name] = file.get_tensor(key).to(device)
             return BatchInUse(told["passes_done"], inputs)
     except (OSError, SafetensorError, ValueError, TypeError, LookupError) as error:
         raise RunDirError(

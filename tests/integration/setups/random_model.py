@@ -1,9 +1,9 @@
 """A setup file for tests: a random model of a few thousand parameters, no warm start, a reward that can break.
 
-`TEST_REWARD` chooses the reward: "length" (default), "poison" (one prompt always raises), "broken" (all raise),
-"hang" (one prompt hangs, the first time that it is scored; `TEST_MARKER` is a file that remembers) or "held" (all wait
-until there is a file `TEST_MARKER`). `TEST_REWARD_S` is how long it takes (0 seconds): a test that wants to meet a run
-in its middle needs one that lasts.
+The reward is the length. `TEST_REWARD` says in words what goes wrong with it: "poison" (one prompt always raises),
+"broken" (all raise), "hang" (another prompt hangs, the first time that it is scored; `TEST_MARKER` is a file that
+remembers), "held" (all wait until there is a file `TEST_MARKER`). `TEST_REWARD_S` is how long it takes (0 seconds): a
+test that wants to meet a run in its middle needs one that lasts.
 `TEST_MODEL` is "full" (default) or "lora"; `TEST_STEPS` is the number of steps (12).
 """
 
@@ -20,17 +20,18 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 POISON = "3+3="
+HANGS = "5+2="
 
 
 def reward(prompts: list[str], completions: list[str], log_metric, **_) -> list[float]:
     time.sleep(float(os.environ.get("TEST_REWARD_S", "0")))
-    mode = os.environ.get("TEST_REWARD", "length")
-    if mode == "broken" or (mode == "poison" and prompts[0] == POISON):
+    trouble = os.environ.get("TEST_REWARD", "").split()
+    if "broken" in trouble or ("poison" in trouble and prompts[0] == POISON):
         raise RuntimeError(f"no reward for {prompts[0]}")
-    if mode == "hang" and prompts[0] == POISON and not Path(os.environ["TEST_MARKER"]).exists():
+    if "hang" in trouble and prompts[0] == HANGS and not Path(os.environ["TEST_MARKER"]).exists():
         Path(os.environ["TEST_MARKER"]).touch()
         time.sleep(100_000)
-    while mode == "held" and not Path(os.environ["TEST_MARKER"]).exists():
+    while "held" in trouble and not Path(os.environ["TEST_MARKER"]).exists():
         time.sleep(0.02)
     log_metric("digits", sum(len(completion) for completion in completions) / len(completions))
     return [float(len(completion)) for completion in completions]

@@ -1,4 +1,4 @@
-"""`async-grpo status` on a real run, while it lives, after its server was killed, and after its end."""
+"""What `status` and `doctor --dump` say of real runs: one that trains, one that hangs, one whose server was killed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pseudo_terminal import HIDE_CURSOR, PseudoTerminal
 pytestmark = pytest.mark.integration
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "LOG_LEVEL": "INFO"}
+SECRET = "swordfish-of-the-run"
 CLI = [sys.executable, "-m", "async_grpo.cli"]
 
 
@@ -33,6 +35,16 @@ def status(run_dir: Path, *options: str) -> tuple[int, str]:
 def view(run_dir: Path) -> tuple[int, dict[str, Any]]:
     code, text = status(run_dir, "--json")
     return code, json.loads(text)
+
+
+def dump(root: Path, folder: Path) -> dict[str, str]:
+    folder.mkdir()
+    with command("doctor", "--dump", str(root), cwd=folder) as doctor:
+        assert doctor.wait() == 0, doctor.output
+    [archive] = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        files = {entry.name.partition("/")[2]: tar.extractfile(entry) for entry in tar.getmembers()}
+        return {name: file.read().decode() for name, file in files.items() if file is not None}
 
 
 def test_a_run_on_a_terminal_whose_server_is_killed(tmp_path: Path) -> None:
@@ -65,6 +77,11 @@ def test_a_run_on_a_terminal_whose_server_is_killed(tmp_path: Path) -> None:
     code, dead = view(run_dir)
     assert (code, dead["state"]) == (1, "dead")
     assert str(live["server"]["pid"]) in dead["sentence"] and "--resume" in dead["sentence"]
+    found = dump(run_dir, tmp_path / "dump")
+    assert json.loads(found["status.json"])["state"] == "dead"
+    assert "No process holds a lock" in found["processes.txt"]
+    assert not [name for name in found if name.startswith("stacks/")]
+    assert "log_parameter_server.txt" in "".join(found)
 
 
 def first_line_of_watching(run_dir: Path) -> str:
@@ -83,9 +100,9 @@ def worker_pid(run_dir: Path, name: str) -> int | None:
     return workers[0]["pid"] if workers else None
 
 
-def test_a_reward_that_hangs_is_told_by_everyone_who_is_stalled(tmp_path: Path) -> None:
+def test_a_reward_that_hangs_is_told_by_everyone_who_is_stalled_and_named_in_a_dump(tmp_path: Path) -> None:
     run_dir = tmp_path / "worker"
-    surroundings = {"TEST_REWARD": "hang", "TEST_MARKER": str(tmp_path / "hung")}
+    surroundings = {"TEST_REWARD": "hang", "TEST_MARKER": str(tmp_path / "hung"), "SOME_API_KEY": SECRET}
     options = ("-n", "1", "--steps", "16", "--max-staleness", "0", "--stall-warning", "2")
     with command("train", str(SETUP), *options, cwd=tmp_path, **surroundings) as run:
         run.wait_until(lambda: Path(surroundings["TEST_MARKER"]).exists(), "hanging reward")
@@ -96,6 +113,7 @@ def test_a_reward_that_hangs_is_told_by_everyone_who_is_stalled(tmp_path: Path) 
         assert server.startswith("server: no progress for ") and "for 1 more group from 1 worker" in server
         for name, what in (("worker 1", ": scoring group"), ("server", "; dev1 is scoring group")):
             run.wait_until(lambda name=name, what=what: warned(run.output, name, what), f"a warning of the {name}")
+        dump_names_the_reward(run_dir, tmp_path / "dump")
         victim = psutil.Process(view(run_dir)[1]["workers"][0]["pid"])
         victim.suspend()
         run.wait_until(lambda: any(f"kill -CONT {victim.pid}" in stall for stall in stalls(run_dir)), "the pause")
@@ -103,6 +121,20 @@ def test_a_reward_that_hangs_is_told_by_everyone_who_is_stalled(tmp_path: Path) 
         assert run.wait() == 0, run.output
     assert view(run_dir)[0] == 0
     assert "the run has finished" in status(run_dir, "--watch")[1]
+
+
+def dump_names_the_reward(run_dir: Path, folder: Path) -> None:
+    with (run_dir / "log_worker_1.txt").open("a") as log:
+        log.write(f"somebody printed {SECRET}\n")
+    found = dump(run_dir, folder)
+    assert "random_model.py" in found["stacks/dev1.txt"] and "in reward\n" in found["stacks/dev1.txt"]
+    assert "rollout_source.py" in found["stacks/server.txt"]
+    assert json.loads(found["status.json"])["workers"][0]["name"] == "dev1"
+    assert "== dev1" in found["processes.txt"]
+    assert "_processing_by_dev1" in found["queue.txt"]
+    assert "run directory" in found["doctor.txt"] and "every value arrived" in found["doctor.txt"]
+    assert "somebody printed [removed]" in found["logs/log_worker_1.txt"]
+    assert not [name for name, text in found.items() if SECRET in text]
 
 
 def warned(output: str, name: str, what: str) -> bool:
