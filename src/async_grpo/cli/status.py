@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,56 +36,37 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    from async_grpo.status.diagnosis import DEAD
     from async_grpo.status.snapshot import look
 
-    if args.watch:
-        return _watch(args.run_dir, as_json=args.json)
-    view = look(args.run_dir)
-    if args.json:
-        print(json.dumps(view.to_json(), indent=2))
-    else:
-        from rich.console import Console
-
-        from async_grpo.status.render import report
-
-        Console(highlight=False).print(report(view))
-    return exit_code(view)
+    with _printer(as_json=args.json, watch=args.watch) as show:
+        while True:
+            view = look(args.run_dir)
+            show(view)
+            if not (args.watch and view.live):
+                return int(view.state in (FAILED, DEAD))
+            time.sleep(REFRESH_S)
 
 
-def exit_code(view: RunView) -> int:
-    from async_grpo.status.diagnosis import DEAD
-
-    return int(view.state in (FAILED, DEAD))
-
-
-def _watch(run_dir: Path, *, as_json: bool) -> int:
+@contextmanager
+def _printer(*, as_json: bool, watch: bool) -> Iterator[Callable[[RunView], object]]:
+    """What prints one look; on a terminal a watch refreshes in place."""
     if as_json:
-        for view in _views(run_dir):
-            print(json.dumps(view.to_json()), flush=True)
-        return exit_code(view)
-
+        yield lambda view: print(json.dumps(view.to_json(), indent=None if watch else 2), flush=True)
+        return
     from rich.console import Console
     from rich.live import Live
 
     from async_grpo.status.render import report
 
     console = Console(highlight=False)
-    if not console.is_terminal:  # nothing can be refreshed in place
-        for view in _views(run_dir):
-            console.print(report(view), end="\n\n")
-            console.file.flush()
-        return exit_code(view)
-    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
-        for view in _views(run_dir):
-            live.update(report(view), refresh=True)
-    return exit_code(view)
+    if watch and console.is_terminal:
+        with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
+            yield lambda view: live.update(report(view), refresh=True)
+        return
 
+    def show(view: RunView) -> None:
+        console.print(report(view), end="\n\n" if watch else "\n")
+        console.file.flush()
 
-def _views(run_dir: Path) -> Iterator[RunView]:
-    """One after another, until the run has ended."""
-    from async_grpo.status.snapshot import look
-
-    while (view := look(run_dir)).live:
-        yield view
-        time.sleep(REFRESH_S)
-    yield view
+    yield show

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from async_grpo.formatting import eta, for_people, printable
@@ -56,31 +56,23 @@ def _title(view: RunView) -> Text:
 def _progress(view: RunView) -> RenderableType:
     if not view.total_steps:
         return Text(view.sentence)
-    row = Table.grid(padding=(0, 1), expand=True)
-    row.add_column(no_wrap=True)
-    row.add_column(ratio=1)
-    row.add_column(no_wrap=True)
-    left = "ETA ?" if view.eta_s is None else f"ETA {eta(view.eta_s)}"
-    left = left if view.live else ""
+    row = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
+    left = f"ETA {'?' if view.eta_s is None else eta(view.eta_s)}" if view.live else ""
     row.add_row(f"step {view.step}/{view.total_steps}", ProgressBar(total=view.total_steps, completed=view.step), left)
     return row
 
 
 def _figures(view: RunView) -> str:
     """`reward 0.969 · 854 rollouts/s · staleness 1.0`."""
-    parts = []
-    if (rates := view.rates) is not None:
-        if rates.reward is not None:
-            parts.append(f"reward {rates.reward:.3f}")
-        if rates.rollouts_per_second is not None:
-            parts.append(f"{_short(rates.rollouts_per_second)} rollouts/s")
-        if rates.staleness_mean is not None:
-            parts.append(f"staleness {rates.staleness_mean:.1f}")
-    return " · ".join(parts)
-
-
-def _short(value: float) -> str:
-    return f"{value:.0f}" if value >= 9.95 else f"{value:.1f}"
+    if (rates := view.rates) is None:
+        return ""
+    per_second = rates.rollouts_per_second
+    parts = (
+        ("reward {:.3f}", rates.reward),
+        ("{:.0f} rollouts/s" if per_second and per_second >= 9.95 else "{:.1f} rollouts/s", per_second),
+        ("staleness {:.1f}", rates.staleness_mean),
+    )
+    return " · ".join(text.format(value) for text, value in parts if value is not None)
 
 
 def _queue(view: RunView) -> str:

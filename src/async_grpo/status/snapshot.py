@@ -1,4 +1,4 @@
-"""One look at a run, from its files and the kernel's locks alone: live, dead, finished, or none at all.
+"""One look at a run, live, dead or ended, from its files and the kernel's locks alone.
 
 Nothing here imports torch, waits, or changes anything.
 """
@@ -66,7 +66,7 @@ class RunView:
     workers: tuple[ProcessView, ...]
     queue: OpenGroups
     weight_version: int | None
-    slots: tuple[SlotView, ...]  # empty without details, and while nobody publishes
+    slots: tuple[SlotView, ...]  # empty without details, and while nothing is published
     rates: Rates | None
     trainer_waits: float | None  # share of the last minute
     workers_busy: float | None  # mean share of the last minute

@@ -1,14 +1,14 @@
-"""What each process of a run does right now, in a file that everybody can read while it runs, hangs or is dead.
+"""What each process of a run does now, in a file that others can read while it runs, hangs or is dead.
 
-Every process maps a small file, `alive/NAME.status`, and writes into the mapping: no system call, nothing that wakes
-who watches the directory, and what was written last is still there when the process hangs in C code or was killed.
+Every process maps a small file, `alive/NAME.status`, and writes into the mapping. That needs no system call, wakes no
+process that watches the directory, and stays when the process hangs in C code or is killed.
 
     0  u64 count       changes with everything that the process does, named waits included
     8  f64 progress    when it last got something done: a token, a group, a step
     16 u32 length, u32 CRC32, then the rest of `ActivityRecord` as JSON of that length
 
-Times are seconds of CLOCK_MONOTONIC, which all processes of a machine share until it is restarted (`boot_id` tells).
-They say for how long something goes on. Who is alive is never read from here: the kernel's locks say that.
+Times are seconds of CLOCK_MONOTONIC, which all processes of a machine share until it restarts (`boot_id`). Whether a
+process is alive is never read from here: the kernel's locks say that.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class ActivityRecord:
-    """What one process says of itself. Fields that it has nothing to say about keep their default."""
+    """What one process writes about itself. Fields that do not apply to it keep their default."""
 
     name: str = ""  # "server", "dev1"
     pid: int = 0
@@ -84,7 +84,7 @@ class ActivityRecord:
     step: int | None = None  # optimizer steps done; of the server
     total_steps: int | None = None
     max_staleness: int | None = None
-    stall_after_s: float = 60.0  # so long without progress counts as a stall
+    stall_after_s: float = 60.0  # seconds without progress that count as a stall
     spent_s: dict[str, float] = field(default_factory=dict)  # seconds in each state, up to `since_s`
     minute_ago: Sample = field(default=Sample(0.0, {}))  # as it was SAMPLE_AGE_S ago, or when it began
     progress_s: float = 0.0
@@ -165,7 +165,7 @@ class Activity:
             self._write()
 
     def waits(self, what: str, on: Sequence[str] = ()) -> None:
-        """The process waits for `what`, which the processes named by `on` could bring about. Not hung, no progress."""
+        """The process waits for `what`, which the processes named by `on` could provide. No progress, but no hang."""
         with self._lock:
             if (self._now.state, self._now.waits_for, self._now.waits_on) != (WAITING, what, tuple(on)):
                 self._enter(WAITING)
@@ -174,13 +174,13 @@ class Activity:
         self._tick()
 
     def has_jobs(self, seqs: Iterable[int], phase: str) -> None:
-        """A worker has these groups, and they are in this phase from now on."""
+        """A worker has these groups; they enter this phase now."""
         now = time.monotonic()
         with self._lock:
             jobs = {seq: JobActivity(seq, phase, now) for seq in seqs}
             is_news = not jobs.keys() <= self._jobs.keys()
             self._jobs.update(jobs)
-            if is_news:  # a worker that hangs from here on must be known to have a job
+            if is_news:  # if the worker hangs from here on, others must see that it has a job
                 self._write()
 
     def no_longer_has(self, seq: int, *, done: bool = False, failed: bool = False) -> None:
@@ -192,11 +192,11 @@ class Activity:
         self.progress()
 
     def trains(self, *, step: int, total_steps: int, max_staleness: int) -> None:
-        """How far the server is; written with the next change of state."""
+        """Set how far the server is; written with the next change of state."""
         self._now.step, self._now.total_steps, self._now.max_staleness = step, total_steps, max_staleness
 
     def flush(self) -> None:
-        """Write what has changed, and remember how it was, so that rates over the last minute can be had."""
+        """Write what has changed, and keep a sample for the shares of the last minute."""
         now = time.monotonic()
         with self._lock:
             if now - self._samples[-1].at_s >= SAMPLE_EVERY_S:
@@ -226,7 +226,7 @@ class Activity:
         self._now.jobs = self._oldest_jobs()
         record = {name: getattr(self._now, name) for name in _WRITTEN}
         data = json.dumps({"format": FORMAT, **record}, separators=(",", ":")).encode()
-        if len(data) > FILE_BYTES - _HEAD.size:  # a very long text; what it waits for is in the log, too
+        if len(data) > FILE_BYTES - _HEAD.size:  # a very long text, which is also in the log
             data = json.dumps({"format": FORMAT, **record, "waits_for": "", "waits_on": ()}).encode()
         self._file[_HEAD.size : _HEAD.size + len(data)] = data
         struct.pack_into("<II", self._file, _TICK.size, len(data), zlib.crc32(data))
@@ -238,13 +238,13 @@ activity = Activity()
 
 
 def read_count(path: Path) -> bytes | None:
-    """The counter as it is; None where there is no file. Only changes of it mean anything."""
+    """The counter; None if there is no file. Only changes of it mean anything."""
     data = _read(path, COUNT_BYTES)
     return data or None
 
 
 def read_activity(path: Path) -> ActivityRecord | None:
-    """What the process says, or said last; None where nothing whole, or nothing of this format, is there."""
+    """What the process wrote last; None if the file is missing, broken or of another format."""
     for _ in range(5):  # it may be written just now
         data = _read(path, FILE_BYTES)
         if len(data) < _HEAD.size:
@@ -258,9 +258,9 @@ def read_activity(path: Path) -> ActivityRecord | None:
 
 
 def read_all(root: Path) -> dict[str, ActivityRecord]:
-    """The records of every process that this run directory has seen, by name; dead ones are among them.
+    """The records of every process that has run in this directory, by name, dead ones included.
 
-    Files of other names (somebody's copies) are none of ours.
+    Files of other names, such as copies, are ignored.
     """
     try:
         entries = [entry for entry in os.scandir(root / "alive") if entry.is_file(follow_symlinks=False)]

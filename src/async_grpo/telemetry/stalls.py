@@ -1,8 +1,8 @@
-"""Says when a process makes no progress: what it waits for, since when, and for whom.
+"""Processes that make no progress: stalled ones, which say so themselves, and hung workers, which a launcher kills.
 
-Who waits for somebody that gets things done is not stalled. So a process counts as stalled only when neither it nor
-anyone that it waits for, directly or through others, has got anything done for a while. Loading a model or starting an
-engine takes minutes in which nothing can be told from outside, so a process that loads is given some more.
+A process is stalled if for a while neither it nor any process that it waits for, directly or through others, has got
+anything done. `StallReporter` warns about the stalls of its own process. A worker hangs if it has a job and nothing in
+it moves, not even a named wait: `HangDetector`. Processes that are loading a model get four extra minutes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ LOADING_S = 240.0  # counts as progress
 
 
 def last_progress_s(name: str, records: Mapping[str, ActivityRecord]) -> float:
-    """When `name` or somebody that it waits for last got something done, on the monotonic clock.
+    """When `name` or a process that it waits for last got something done, on the monotonic clock.
 
-    In the future, while loading counts as progress.
+    Loading counts as progress for four minutes, so this may lie in the future.
     """
     latest, to_ask, asked = 0.0, [name], set()
     while to_ask:
@@ -58,7 +58,7 @@ def describe(record: ActivityRecord, now: float) -> str:
 
 
 def explain(name: str, records: Mapping[str, ActivityRecord], now: float) -> str:
-    """What `name` does, and what those do that it waits for."""
+    """What `name` does, and what the processes do that it waits for."""
     record = records[name]
     parts = [describe(record, now)]
     if record.state == WAITING:
@@ -70,12 +70,12 @@ def explain(name: str, records: Mapping[str, ActivityRecord], now: float) -> str
 class StallReporter:
     """A thread that warns once in each stall, and again each time it has lasted twice as long.
 
-    It also keeps the record of `activity` fresh. It runs while the main thread hangs in the user's code or in C code
-    that gives up Python's lock; where nothing of the process can run, `status` still shows what it was doing.
+    It also writes the record of `activity` once a second. It runs while the main thread hangs in the user's code, or in
+    C code that releases the GIL.
 
     Args:
-        root: the run directory, for what the others do; None: there is none yet.
-        after_s: so long without progress is a stall.
+        root: the run directory, to read what the other processes do.
+        after_s: seconds without progress that count as a stall.
     """
 
     def __init__(self, activity: Activity, root: Path, after_s: float) -> None:

@@ -12,20 +12,20 @@ from async_grpo.errors import WaitTimeoutError
 from async_grpo.telemetry.activity import activity
 
 SAY_EVERY_S = 10.0
-NAME_EVERY_S = 0.5  # naming what is waited for may cost a look at the queue, which a short wait need not pay
+NAME_EVERY_S = 0.5  # what is waited for may take a look at the queue to name, too slow for short waits
 WAIT = "WAIT"  # level of the messages about waits: as severe as INFO
 logger.level(WAIT, no=logger.level("INFO").no)
 T = TypeVar("T")
 
 
 class Reminder:
-    """Tells others what this process waits for (`activity`), and the log every 10 seconds: no wait is silent.
+    """Writes what this process waits for into its activity, and into the log every 10 seconds.
 
     As a context manager it ends the wait: the process is then doing what it did before the first `tick`.
 
     Args:
         what: what is waited for, as in "waiting for WHAT".
-        on: names of the processes that could bring it about.
+        on: names of the processes that could provide it.
     """
 
     def __init__(self, what: Callable[[], str], on: Callable[[], Sequence[str]] = tuple) -> None:
@@ -68,8 +68,8 @@ def wait_until(
 
     Args:
         what: what is waited for, as in "waiting for WHAT".
-        on: names of the processes that could bring it about.
-        check_peer: raises when the one that is waited for can no longer deliver.
+        on: names of the processes that could provide it.
+        check_peer: raises when the process that is waited for can no longer provide it.
 
     Raises:
         WaitTimeoutError: `timeout_s` seconds went by.
@@ -80,7 +80,7 @@ def wait_until(
             if check_peer is not None:
                 check_peer()
             if time.monotonic() > deadline:
-                raise WaitTimeoutError(f"Waited {timeout_s:.0f} s for {what}, in vain.")
+                raise WaitTimeoutError(f"Timed out after {timeout_s:.0f} s waiting for {what}.")
             reminder.tick()
             time.sleep(poll_s)
     return result

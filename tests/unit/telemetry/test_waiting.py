@@ -26,7 +26,7 @@ def test_what_became_ready_is_returned_even_if_it_is_false() -> None:
 
 
 def test_the_deadline_names_what_was_waited_for() -> None:
-    with pytest.raises(WaitTimeoutError, match="Waited 0 s for version 3, in vain"):
+    with pytest.raises(WaitTimeoutError, match="Timed out after 0 s waiting for version 3"):
         wait_until(lambda: None, what="version 3", timeout_s=0, poll_s=0)
 
 
