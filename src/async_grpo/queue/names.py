@@ -35,6 +35,7 @@ _QUEUE_NAME = re.compile(
     rf"(?:(pending)|(processing)_by_({WorkerId.PATTERN})|(complete|duplicate)_from_({WorkerId.PATTERN}))\.safetensors"
 )
 _SET_ASIDE_NAME = re.compile(r"([0-9]{10})\.a([0-9]{2,3})_(failed|broken|retried)(_[a-z0-9_]+)?\.safetensors")
+_parse_worker = lru_cache(maxsize=256)(WorkerId.parse)
 
 
 class JobName(NamedTuple):
@@ -73,7 +74,7 @@ def parse_name(name: str) -> JobName | None:
     if match is None:
         return None
     seq, attempt, pending, processing, claimer, finished, maker = match.groups()
-    worker = WorkerId.parse(claimer or maker or "")
+    worker = _parse_worker(claimer or maker or "")
     return JobName(int(seq), int(attempt), pending or processing or finished, worker)
 
 

@@ -1,4 +1,4 @@
-"""Jobs and groups for the tests of the queue."""
+"""Jobs and groups for the tests of the queue, and what its processes do in them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.queue import Claim
+from async_grpo.queue import Claim, ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup, Timings
 
 RUN = "run-1"
@@ -61,3 +61,25 @@ def same_group(one: RolloutGroup, other: RolloutGroup) -> bool:
         elif mine != theirs:
             return False
     return True
+
+
+def names(server: ServerQueue, folder: str = "queue") -> list[str]:
+    return sorted(path.name for path in (server.root / folder).rglob("*") if path.is_file())
+
+
+def die(worker: WorkerQueue) -> None:
+    """What the kernel does for a killed process: its lock is free, its claims stay."""
+    worker._lock.release()
+
+
+def serve(worker: WorkerQueue, limit: int = 8) -> None:
+    for claim in worker.claim(limit):
+        worker.complete(claim, answer(claim, worker.name))
+
+
+def take_all(server: ServerQueue) -> list[int]:
+    return [group.job.seq for entry in server.finished() if (group := server.take(entry))]
+
+
+def die_as_server(server: ServerQueue) -> None:
+    server._lock.release()

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from queue_samples import RUN, answer, make_job
+from queue_samples import answer, make_job
 
 from async_grpo.queue import JobName, ServerQueue, WorkerQueue
 from async_grpo.queue import worker as queue_worker
@@ -24,12 +24,6 @@ LONG_S = 600.0
 def root(tmp_path: Path) -> Path:
     (tmp_path / "tmp").mkdir()
     return tmp_path
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerQueue]:
-    with closing(ServerQueue.open(tmp_path / "q", RUN, watch_workers=False)) as queue:
-        yield queue
 
 
 @pytest.fixture

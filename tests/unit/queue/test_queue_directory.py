@@ -1,0 +1,160 @@
+"""The queue's directory: whose files it takes, who may use it, how much it holds, and what is on the disk when."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from queue_samples import RUN, answer, make_job, names, serve, take_all
+
+from async_grpo.errors import QueueError, RunDirError
+from async_grpo.queue import ServerQueue, WorkerQueue, filesystem, quarantined, queue_counts
+from async_grpo.queue.codec import encode_job
+
+
+def test_one_server_and_one_worker_of_a_number(server: ServerQueue, worker: WorkerQueue) -> None:
+    with pytest.raises(RunDirError, match=f"process {os.getpid()}"):
+        ServerQueue.open(server.root, RUN)
+    with pytest.raises(QueueError, match=f"dev1 runs already: process {os.getpid()}"):
+        WorkerQueue.open(server.root, 1, "cpu")
+    assert [(state.name, state.pid) for state in server.workers()] == [("dev1", os.getpid())]
+
+
+def test_the_number_of_open_jobs_is_bounded(tmp_path: Path) -> None:
+    with closing(ServerQueue.open(tmp_path / "q", RUN, max_open=1, watch_workers=False)) as server:
+        server.submit(make_job(0))
+        with pytest.raises(QueueError, match="bound"):
+            server.submit(make_job(1))
+
+
+def test_files_that_are_not_ours_are_left_alone(server: ServerQueue, worker: WorkerQueue) -> None:
+    odd = [
+        "notes.txt",
+        "0000000000.a00_pending.safetensors.bak",
+        "x0000000000.a00_pending.safetensors",
+        "1_pending",
+    ]
+    for name in odd:
+        (server.root / "queue" / name).write_text("mine")
+    assert server.finished() == []
+    assert worker.claim(9) == []
+    assert names(server) == sorted(odd)
+
+
+def test_links_pipes_and_folders_are_refused_without_following_or_waiting(
+    server: ServerQueue, worker: WorkerQueue, tmp_path: Path
+) -> None:
+    (tmp_path / "secret").write_bytes(encode_job(make_job(0)))
+    (server.root / "queue" / "0000000000.a00_pending.safetensors").symlink_to(tmp_path / "secret")
+    os.mkfifo(server.root / "queue" / "0000000001.a00_pending.safetensors")
+    (server.root / "queue" / "0000000002.a00_pending.safetensors").mkdir()
+    assert worker.claim(9) == []
+    assert [aside.seq for aside in quarantined(server.root)] == [0, 1, 2]
+    assert (tmp_path / "secret").exists()
+
+
+def test_a_job_of_another_run_is_refused(server: ServerQueue, worker: WorkerQueue) -> None:
+    server.submit(make_job(0))
+    path = server.root / "queue" / "0000000000.a00_pending.safetensors"
+    path.write_bytes(encode_job(make_job(0, run_id="other")))
+    assert worker.claim(1) == []
+    assert "run 'other'" in quarantined(server.root)[0].reason
+
+
+def test_everything_is_private(server: ServerQueue, worker: WorkerQueue) -> None:
+    server.submit(make_job(0))
+    serve(worker)
+    take_all(server)
+    paths = [server.root, *server.root.rglob("*")]
+    assert {oct(path.stat().st_mode & 0o777) for path in paths} == {"0o700", "0o600"}
+
+
+def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "q").mkdir()
+    (tmp_path / "q").chmod(0o777)
+    with pytest.raises(RunDirError, match="chmod go-w"):
+        ServerQueue.open(tmp_path / "q", RUN)
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "real" / "queue").symlink_to(tmp_path)
+    with pytest.raises(RunDirError, match="links are not followed"):
+        ServerQueue.open(tmp_path / "real", RUN)
+
+
+def test_nfs_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filesystem, "network_file_system", lambda path: "NFS")
+    with pytest.raises(RunDirError, match="NFS a rename may report a failure"):
+        ServerQueue.open(tmp_path / "q", RUN)
+    assert 0x6969 in filesystem._NETWORK_FILE_SYSTEMS
+
+
+def test_the_kind_of_file_system_is_asked_of_the_kernel(tmp_path: Path) -> None:
+    assert filesystem.network_file_system(tmp_path) is None
+
+
+def test_counts_can_be_read_by_anyone(server: ServerQueue, worker: WorkerQueue) -> None:
+    for seq in range(3):
+        server.submit(make_job(seq))
+    worker.claim(1)
+    assert queue_counts(server.root) == (2, 1, 0, 0)
+    assert worker.pending() == 2
+    assert server.unclaimed() == [1, 2]
+    assert worker.alive_workers() == 1
+
+
+def test_a_forked_child_cannot_use_the_queue_of_its_parent(worker: WorkerQueue) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            worker.claim(1)
+        except QueueError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert worker._lock.held_here
+
+
+def test_a_worker_notices_that_its_lock_file_was_deleted(worker: WorkerQueue) -> None:
+    worker._lock.path.unlink()
+    with pytest.raises(QueueError, match="deleted or replaced"):
+        worker.claim(1)
+
+
+class RecordedFiles(filesystem.OsFiles):
+    """Says what was done to the disk, in order."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.done: list[str] = []
+
+    def create(self, path: str, data: bytes) -> None:
+        super().create(path, data)
+        self.done.append(f"write {path.partition('/')[0]}")
+
+    def rename(self, path: str, to: str) -> None:
+        super().rename(path, to)
+        self.done.append(f"rename {path.partition('/')[0]} to {to.partition('/')[0]}")
+
+    def sync(self, path: str) -> None:
+        super().sync(path)
+        self.done.append(f"sync {path.partition('/')[0]}")
+
+    def unlink(self, path: str) -> None:
+        super().unlink(path)
+        self.done.append(f"remove {path.partition('/')[0]}")
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_durable_result_is_on_the_disk_before_its_claim_is_dropped(server: ServerQueue, durable: bool) -> None:
+    server.submit(make_job(0))
+    files = RecordedFiles(server.root)
+    with closing(WorkerQueue.open(server.root, 1, "cpu", files=files, durable=durable)) as worker:
+        [claim] = worker.claim(1)
+        files.done.clear()
+        worker.complete(claim, answer(claim))
+        if durable:
+            assert files.done == ["write tmp", "sync tmp", "rename tmp to queue", "sync queue", "remove queue"]
+        else:
+            assert files.done == ["write tmp", "rename tmp to queue", "remove queue"]
+    assert take_all(server) == [0]

@@ -1,0 +1,175 @@
+"""What becomes of jobs when a worker or the server dies and another takes its place; and the archive kept for that."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+from queue_samples import RUN, answer, die, die_as_server, make_job, names, serve, take_all
+
+from async_grpo.queue import ServerQueue, WorkerQueue, filesystem, retry_given_up
+
+
+def test_jobs_of_a_dead_worker_are_pending_again_and_of_a_live_one_never(server: ServerQueue) -> None:
+    dead, live = (WorkerQueue.open(server.root, number, "cpu") for number in (1, 2))
+    for seq in range(2):
+        server.submit(make_job(seq))
+    dead.claim(1)
+    live.claim(1)
+    die(dead)
+    assert server.recover_dead() == [0]
+    assert names(server) == [
+        "0000000000.a01_pending.safetensors",
+        "0000000001.a00_processing_by_dev2.safetensors",
+    ]
+    live.close()
+
+
+def test_a_restarted_worker_frees_its_own_leftovers_first(server: ServerQueue) -> None:
+    first = WorkerQueue.open(server.root, 1, "cpu")
+    server.submit(make_job(0))
+    (server.root / "tmp" / "dev1").mkdir()
+    (server.root / "tmp" / "dev1" / "77.0").write_bytes(b"half")
+    first.claim(1)
+    die(first)
+    with closing(WorkerQueue.open(server.root, 1, "cpu")):
+        assert names(server) == ["0000000000.a01_pending.safetensors"]
+        assert names(server, "tmp/dev1") == []
+
+
+def test_a_worker_that_died_between_result_and_claim_leaves_the_result(server: ServerQueue) -> None:
+    worker = WorkerQueue.open(server.root, 1, "cpu")
+    server.submit(make_job(0))
+    [claim] = worker.claim(1)
+    claimed = (server.root / "queue" / str(claim.name)).read_bytes()
+    worker.complete(claim, answer(claim))
+    (server.root / "queue" / str(claim.name)).write_bytes(claimed)
+    for _ in range(2):  # before and after the server took it
+        die(worker)
+        assert server.recover_dead() == []
+        assert not any("pending" in name or "processing" in name for name in names(server))
+        take_all(server)
+        (server.root / "queue" / str(claim.name)).write_bytes(claimed)
+    assert server.healing.duplicates == 0
+
+
+def test_what_the_checkpoint_does_not_know_is_given_back(tmp_path: Path) -> None:
+    root = tmp_path / "q"
+    first = ServerQueue.open(root, RUN, watch_workers=False)
+    worker = WorkerQueue.open(root, 1, "cpu")
+    for seq in range(6):
+        first.submit(make_job(seq))
+    serve(worker, 4)
+    taken = [first.take(entry) for entry in first.finished()[:3]]
+    assert [group.job.seq for group in taken if group] == [0, 1, 2]
+    die_as_server(first)
+    with closing(ServerQueue.open(root, RUN, consumed={0, 1}, watch_workers=False)) as second:
+        for seq in range(2, 6):
+            second.submit(make_job(seq))
+        finished = second.finished()
+        assert [entry.seq for entry in finished] == [2, 3]  # given back from done/, adopted in queue/
+        assert second.counts() == (2, 0, 2, 0)
+        assert [group.job.seq for entry in finished if (group := second.take(entry))] == [2, 3]
+        assert second.healing == type(second.healing)()
+    worker.close()
+
+
+def test_a_restarted_server_adopts_claims_of_live_workers(tmp_path: Path) -> None:
+    first = ServerQueue.open(tmp_path / "q", RUN, watch_workers=False)
+    worker = WorkerQueue.open(first.root, 1, "cpu")
+    first.submit(make_job(0))
+    [claim] = worker.claim(1)
+    die_as_server(first)
+    with closing(ServerQueue.open(first.root, RUN, watch_workers=False)) as second:
+        second.submit(make_job(0))
+        assert second.counts() == (0, 1, 0, 0)
+        worker.complete(claim, answer(claim))
+        assert take_all(second) == [0]
+        assert second.healing == type(second.healing)()
+    worker.close()
+
+
+def test_deaths_while_the_run_was_down_cost_no_attempt(tmp_path: Path) -> None:
+    for order in ("server first", "worker first"):
+        root = tmp_path / order
+        first = ServerQueue.open(root, RUN, watch_workers=False)
+        worker = WorkerQueue.open(root, 1, "cpu")
+        first.submit(make_job(0))
+        worker.claim(1)
+        die_as_server(first)
+        die(worker)
+        if order == "worker first":
+            WorkerQueue.open(root, 1, "cpu").close()
+        with closing(ServerQueue.open(root, RUN, watch_workers=False)) as second:
+            second.submit(make_job(0))
+            assert names(second) == ["0000000000.a00_pending.safetensors"]
+
+
+def test_attempts_outlive_the_server(tmp_path: Path) -> None:
+    first = ServerQueue.open(tmp_path / "q", RUN, watch_workers=False)
+    worker = WorkerQueue.open(first.root, 1, "cpu")
+    first.submit(make_job(0))
+    worker.fail(worker.claim(1)[0], "no")
+    die_as_server(first)
+    with closing(ServerQueue.open(first.root, RUN, watch_workers=False)) as second:
+        second.submit(make_job(0))
+        assert names(second) == ["0000000000.a01_pending.safetensors"]
+    worker.close()
+
+
+def test_a_resumed_run_tries_a_given_up_job_once_more(tmp_path: Path) -> None:
+    first = ServerQueue.open(tmp_path / "q", RUN, watch_workers=False)
+    worker = WorkerQueue.open(first.root, 1, "cpu")
+    first.submit(make_job(0))
+    for _ in range(3):
+        worker._look_at = 0.0
+        worker.fail(worker.claim(1)[0], "no")
+    die_as_server(first)
+    with closing(ServerQueue.open(first.root, RUN, watch_workers=False)) as second:
+        second.submit(make_job(0))
+        assert names(second) == ["0000000000.a03_pending.safetensors"]
+        assert names(second, "quarantine") == ["0000000000.a02_retried.reason", "0000000000.a02_retried.safetensors"]
+        assert not retry_given_up(second.root, 0)  # it is not given up any more
+        assert second.counts().quarantined == 0
+    worker.close()
+
+
+def test_only_checkpointed_groups_are_trimmed(server: ServerQueue, worker: WorkerQueue) -> None:
+    for seq in range(6):
+        server.submit(make_job(seq))
+    serve(worker)
+    take_all(server)
+    assert server.trim_done(1, consumed={0, 1, 2}) == 3
+    assert [int(name[:10]) for name in names(server, "done")] == [3, 4, 5]
+    assert server.trim_done(1, consumed=range(6)) == 2
+    assert [int(name[:10]) for name in names(server, "done")] == [5]
+
+
+class CountedFiles(filesystem.OsFiles):
+    """Says which folders of the archive were listed."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.listed: list[str] = []
+
+    def names(self, folder: str) -> list[str]:
+        self.listed += [folder] if folder.startswith("done") else []
+        return super().names(folder)
+
+
+def test_the_archive_is_listed_once_by_each_server(tmp_path: Path) -> None:
+    filesystem.prepare_root(tmp_path / "q")
+    for consumed, seqs in (((), range(4)), (range(4), range(1004, 1008))):
+        files = CountedFiles(tmp_path / "q")
+        with closing(
+            ServerQueue.open(tmp_path / "q", RUN, consumed=consumed, watch_workers=False, files=files)
+        ) as server:
+            files.listed.clear()
+            with closing(WorkerQueue.open(server.root, 1, "cpu")) as worker:
+                for seq in seqs:
+                    server.submit(make_job(seq))
+                serve(worker)
+            take_all(server)
+            server.trim_done(3, consumed=range(2000))
+            assert files.listed == []
+    assert [int(name[:10]) for name in names(server, "done")] == [1005, 1006, 1007]
