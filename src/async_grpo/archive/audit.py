@@ -14,7 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from async_grpo.archive.audit_evidence import Evidence, Process, Reader
+from async_grpo.archive.audit_evidence import Evidence, Reader, Stored
+from async_grpo.archive.history import Process, final_history
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import RunDirError
 from async_grpo.queue.names import COMPLETE, DUPLICATE, FAILED, JobName
@@ -112,12 +113,12 @@ def audit(root: Path, *, sleep: Callable[[float], None] = time.sleep) -> Audit:
 
 
 def _judge(found: Evidence, state: runs.RunState, *, live: bool) -> Audit:
-    history = list(final_history(found.processes))
+    history = list(_uses(found.processes))
     uses: dict[int, list[Use]] = {}
     for use in history:
         uses.setdefault(use.seq, []).append(use)
     taken_back = [use for use in history if _is_taken_back(use, found.processes)]
-    groups = _groups(found, uses, state)
+    groups = _groups(found, uses)
     trimmed, vanished = _without_file(found, uses, finished=state.state == runs.FINISHED)
     anomalies = [
         *found.broken,
@@ -147,60 +148,93 @@ def _judge(found: Evidence, state: runs.RunState, *, live: bool) -> Audit:
     )
 
 
-def final_history(processes: Iterable[Process]) -> Iterator[Use]:
-    """What the weights of the last step were trained on: each process goes on from its checkpoint."""
-    history: list[Use] = []
-    for index, process in enumerate(processes):
-        history = [use for use in history if use.step <= (process.resumed_from or 0)]
-        for step, batch in process.batches:
-            for seq, version in zip(batch.seqs, batch.policy_versions, strict=True):
-                history.append(Use(seq, step, batch.version_used, version, index))
-    yield from history
+def _uses(processes: list[Process]) -> Iterator[Use]:
+    for process, (step, batch) in final_history(processes):
+        for seq, version in zip(batch.seqs, batch.policy_versions, strict=True):
+            yield Use(seq, step, batch.version_used, version, process)
 
 
-def _groups(found: Evidence, uses: dict[int, list[Use]], state: runs.RunState) -> list[Group]:
-    """Every sequence number up to the highest that any file knows."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Where each sequence number was found."""
+
+    uses: dict[int, list[Use]]
+    waiting: dict[int, list[JobName]]  # in queue/
+    archived: dict[int, list[JobName]]  # finished groups in done/
+    failed: dict[int, int]  # set aside in quarantine/ -> its last attempt
+    broken: dict[int, int]
+    dropped: set[int]
+    issued_below: int  # every sequence number below was issued
+
+    def highest(self) -> int:
+        places: tuple[Iterable[int], ...] = (self.uses, self.waiting, self.archived)
+        return max((seq for place in (*places, self.failed, self.broken, self.dropped) for seq in place), default=-1)
+
+
+def _places(found: Evidence, uses: dict[int, list[Use]]) -> _Places:
     waiting: dict[int, list[JobName]] = {}
     for name in found.queue:
         waiting.setdefault(name.seq, []).append(name)
-    failed = {aside.seq: aside.attempt for aside in found.set_aside if aside.kind == FAILED}
-    broken = {aside.seq: aside.attempt for aside in found.set_aside if aside.kind != FAILED}
-    dropped = {seq for process in found.processes for seq in process.dropped}
-    places: list[Iterable[int]] = [uses, waiting, found.done, failed, broken, dropped]
-    highest = max((seq for place in places for seq in place), default=-1)
-    issued_below = _surely_issued_below(found)
+    return _Places(
+        uses=uses,
+        waiting=waiting,
+        archived={seq: [name for name in names if name.state == COMPLETE] for seq, names in found.done.items()},
+        failed={aside.seq: aside.attempt for aside in found.set_aside if aside.kind == FAILED},
+        broken={aside.seq: aside.attempt for aside in found.set_aside if aside.kind != FAILED},
+        dropped={seq for process in found.processes for seq, _ in process.dropped},
+        issued_below=_surely_issued_below(found),
+    )
 
-    def group(seq: int) -> Group:
-        use = uses.get(seq, [None])[0]
-        archived = [name for name in found.done.get(seq, []) if name.state == COMPLETE]
-        made = [found.stored[name] for name in [*archived, *waiting.get(seq, [])] if name in found.stored]
-        if use is not None:
-            made = [stored for stored in made if stored.policy_version == use.policy_version] or made
-            where = USED
-        elif seq in waiting:
-            where = OPEN
-        elif seq in dropped:
-            where = DROPPED
-        elif archived:  # the trainer has it and no step is done yet; a resume gives it back
-            where = OPEN
-        elif seq in failed:
-            where = SET_ASIDE
-        elif seq in broken:  # about to be issued again
-            where = OPEN
-        else:
-            where = LOST if seq < issued_below else AGAIN
-        tries = [name.attempt for name in (*archived, *waiting.get(seq, []))]
-        tries += [book[seq] for book in (failed, broken) if seq in book]
-        return Group(
-            seq=seq,
-            state=where,
-            attempts=1 + (made[-1].name.attempt if use is not None and made else max(tries)) if tries else None,
-            worker=made[-1].worker if made else None,
-            policy_version=use.policy_version if use is not None else made[-1].policy_version if made else None,
-            step=use.step if use is not None else None,
-        )
 
-    return [group(seq) for seq in range(highest + 1)]
+def _groups(found: Evidence, uses: dict[int, list[Use]]) -> list[Group]:
+    """Every sequence number up to the highest that any file knows."""
+    places = _places(found, uses)
+    return [_group(seq, places, found) for seq in range(places.highest() + 1)]
+
+
+def _group(seq: int, places: _Places, found: Evidence) -> Group:
+    use = places.uses.get(seq, [None])[0]
+    names = [*places.archived.get(seq, []), *places.waiting.get(seq, [])]
+    made = _result([found.stored[name] for name in names if name in found.stored], use)
+    return Group(
+        seq=seq,
+        state=_state(seq, places),
+        attempts=_attempts(seq, names, made if use is not None else None, places),
+        worker=made.worker if made else None,
+        policy_version=use.policy_version if use is not None else made.policy_version if made else None,
+        step=use.step if use is not None else None,
+    )
+
+
+def _state(seq: int, places: _Places) -> str:
+    if seq in places.uses:
+        return USED
+    if seq in places.waiting:
+        return OPEN
+    if seq in places.dropped:
+        return DROPPED
+    if places.archived.get(seq):  # the trainer has it and no step is done yet; a resume gives it back
+        return OPEN
+    if seq in places.failed:
+        return SET_ASIDE
+    if seq in places.broken:  # about to be issued again
+        return OPEN
+    return LOST if seq < places.issued_below else AGAIN
+
+
+def _result(stored: list[Stored], use: Use | None) -> Stored | None:
+    """The result that was used, as far as the files show; else the newest."""
+    used = [one for one in stored if use is not None and one.policy_version == use.policy_version]
+    return (used or stored)[-1] if stored else None
+
+
+def _attempts(seq: int, names: list[JobName], used: Stored | None, places: _Places) -> int | None:
+    """Attempts until the result that was used, or until now; None if no file tells."""
+    if used is not None:
+        return 1 + used.name.attempt
+    attempts = [name.attempt for name in names]
+    attempts += [place[seq] for place in (places.failed, places.broken) if seq in place]
+    return 1 + max(attempts) if attempts else None
 
 
 def _surely_issued_below(found: Evidence) -> int:
@@ -253,7 +287,7 @@ def _is_taken_back(use: Use, processes: list[Process]) -> bool:
     before = processes[: use.process]
     if use.policy_version <= use.version_used or not before:
         return False
-    steps = [step for process in before for step, _ in process.batches]
+    steps = [step for process in before for step, _ in process.used]
     versions_a_line = max((later - step for step, later in pairwise(steps)), default=1)
     return use.policy_version <= max(process.last_step for process in before) + max(1, versions_a_line)
 
@@ -276,7 +310,7 @@ def _lost(groups: list[Group]) -> Iterator[str]:
 
 
 def _dropped_and_used(last: list[Process], uses: dict[int, list[Use]]) -> Iterator[str]:
-    for seq in sorted({seq for process in last for seq in process.dropped} & uses.keys()):
+    for seq in sorted({seq for process in last for seq, _ in process.dropped} & uses.keys()):
         yield f"Group {seq} was dropped, and used by step {uses[seq][0].step} all the same."
 
 

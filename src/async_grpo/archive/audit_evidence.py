@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from async_grpo.archive import rollout_state
-from async_grpo.archive.groups import finished_group
-from async_grpo.archive.history import Dropped, Started, UsedBatch, parse_entry
+from async_grpo.archive.groups import done_files, finished_group, job_files
+from async_grpo.archive.history import Process, read_record
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import BadFileError
 from async_grpo.queue.codec import decode_job
 from async_grpo.queue.filesystem import Files, OsFiles
-from async_grpo.queue.listing import done_folders
 from async_grpo.queue.names import (
     COMPLETE,
     DUPLICATE,
     FAILED,
     JobName,
     SetAside,
-    parse_name,
     parse_set_aside,
     reason_name,
 )
@@ -38,24 +36,6 @@ class Stored(NamedTuple):
     name: JobName
     worker: str
     policy_version: int
-
-
-@dataclass(slots=True)
-class Process:
-    """What one parameter server process wrote into the record, from its first line on."""
-
-    resumed_from: int | None  # step of its checkpoint
-    max_staleness: int
-    batches: list[tuple[int, UsedBatch]] = field(default_factory=list)  # (optimizer step, what it used)
-    dropped: list[int] = field(default_factory=list)
-
-    @property
-    def last_step(self) -> int:
-        return max((step for step, _ in self.batches), default=self.resumed_from or 0)
-
-    def seqs(self) -> set[int]:
-        """Every sequence number that it used or dropped."""
-        return {seq for _, batch in self.batches for seq in batch.seqs} | set(self.dropped)
 
 
 @dataclass(slots=True)
@@ -83,23 +63,22 @@ class Reader:
         found = Evidence()
         files = OsFiles(self._run.root)
         try:
-            for name in _job_names(files, "queue"):
+            for path, name in job_files(files, "queue"):
                 found.queue.append(name)
-                self._check(files, "queue", name, found)
-            for folder in done_folders(files) if files.exists("done") else []:
-                for name in _job_names(files, folder):
-                    if self._check(files, folder, name, found):
-                        found.done.setdefault(name.seq, []).append(name)
+                self._check(files, path, name, found)
+            for path, name in done_files(files):
+                if self._check(files, path, name, found):
+                    found.done.setdefault(name.seq, []).append(name)
             self._look_at_quarantine(files, found)
         finally:
             files.close()
         self._look_at_checkpoints(found)
-        self._look_at_record(found)
+        found.processes, broken = read_record(self._run.consumption, self._state.run_id)
+        found.broken += broken
         return found
 
-    def _check(self, files: Files, folder: str, name: JobName, found: Evidence) -> bool:
+    def _check(self, files: Files, path: str, name: JobName, found: Evidence) -> bool:
         """Read a file of queue/ or done/; False if it is not there any more."""
-        path = f"{folder}/{name}"
         if path not in self._sound:
             try:
                 self._sound[path] = _stored(files.read(path), name, self._state.run_id)
@@ -134,23 +113,6 @@ class Reader:
                 found.checkpoints.append(state)
         found.checkpoints.sort(key=lambda state: state.step)
 
-    def _look_at_record(self, found: Evidence) -> None:
-        try:
-            text = self._run.consumption.read_text(errors="replace")
-        except FileNotFoundError:
-            return
-        *lines, rest = text.split("\n")
-        for number, line in enumerate([*lines, rest] if rest else lines, start=1):
-            reason = _add_to_record(found.processes, line, self._state.run_id)
-            if reason:
-                found.broken.append(f"Line {number} of {self._run.consumption.name} is broken: {reason}.")
-
-
-def _job_names(files: Files, folder: str) -> list[JobName]:
-    if not files.exists(folder):
-        return []
-    return sorted(name for entry in files.names(folder) if (name := parse_name(entry)) is not None)
-
 
 def _stored(data: bytearray, name: JobName, run_id: str) -> Stored | None:
     """What a finished group's file tells, None for a job; `BadFileError` for what is neither."""
@@ -159,22 +121,3 @@ def _stored(data: bytearray, name: JobName, run_id: str) -> Stored | None:
         return None
     group = finished_group(data, name, run_id)
     return Stored(name, group.worker, group.policy_version)
-
-
-def _add_to_record(processes: list[Process], line: str, run_id: str) -> str | None:
-    """Take one line of the record in; what is wrong with it, or None."""
-    try:
-        entry = parse_entry(line)
-    except ValueError as error:
-        return str(error)
-    if isinstance(entry, Started):
-        if entry.run_id != run_id:
-            return f"it is of run {entry.run_id}, this is run {run_id}"
-        processes.append(Process(entry.resumed_from, entry.max_staleness))
-    elif not processes:
-        return "no line before it says which process wrote it"
-    elif isinstance(entry, Dropped):
-        processes[-1].dropped.append(entry.seq)
-    else:
-        processes[-1].batches.append((entry.step, entry.batch))
-    return None

@@ -1,7 +1,6 @@
 """The finished groups of one run, and what became of each; for people's tools, on a live run, a dead or a finished one.
 
-Reads files only and changes none. Remembers what it has read, so that looking again costs what is new. A file that
-cannot be used is left out and named in `skipped`.
+Reads files and changes none. A file that cannot be used is left out and named in `skipped`.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from async_grpo.archive.advantages import AdvantageRule
-from async_grpo.archive.history import Dropped, Started, Used, parse_entry
+from async_grpo.archive.history import Dropped, Started, Used, final_history, parse_entry, read_record
 from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.queue.codec import decode_group
-from async_grpo.queue.filesystem import OsFiles
+from async_grpo.queue.filesystem import Files, OsFiles
 from async_grpo.queue.listing import done_folders
 from async_grpo.queue.names import COMPLETE, JobName, parse_name, shard
 from async_grpo.records import RolloutGroup
@@ -77,25 +76,17 @@ class Resumed:
 class FinishedGroups:
     """The finished groups of the run in `root`.
 
-    Args:
-        position: where in `consumed.jsonl` `news()` goes on: an earlier object's `position`.
-
     Raises:
         RunDirError: there is no run, it is of another version, or it may not be read.
     """
 
-    def __init__(self, root: Path, *, position: int = 0) -> None:
+    def __init__(self, root: Path) -> None:
         self.run, self.state = open_run(root)
         self.hyperparameters: dict[str, Any] = {}
         self.rule = AdvantageRule()
         self._read_hyperparameters()
         self.skipped: dict[str, str] = {}  # file, or line of the record -> a sentence
-        self._record = LineReader(self.run.consumption, position)
-
-    @property
-    def position(self) -> int:
-        """How far `news()` has read `consumed.jsonl`."""
-        return self._record.position
+        self._record = LineReader(self.run.consumption)
 
     def is_live(self) -> bool:
         """Whether a parameter server runs."""
@@ -110,7 +101,7 @@ class FinishedGroups:
         begins = self._record.position == 0
         self._read_hyperparameters()
         with closing(OsFiles(self.run.root)) as files:
-            for entry in self._entries(self._record):
+            for entry in self._new_entries():
                 if isinstance(entry, Used):
                     yield self._used_step(files, entry)
                 elif isinstance(entry, Dropped):
@@ -122,26 +113,20 @@ class FinishedGroups:
     def all(self, fates: Mapping[int, Fate], *, only: Container[int] | None = None) -> Iterator[FinishedGroup]:
         """Every finished group that is there now, or `only` these jobs', the newest job first."""
         with closing(OsFiles(self.run.root)) as files:
-            for folder in reversed([*_done_folders(files), "queue"]):
-                for name in sorted(_finished_names(files, folder), reverse=True):
-                    if only is not None and name.seq not in only:
-                        continue
-                    found = self._read(files, f"{folder}/{name}", name, fates.get(name.seq, Fate(WAITING)))
+            for path, name in reversed([*done_files(files), *job_files(files, "queue")]):
+                if name.state == COMPLETE and (only is None or name.seq in only):
+                    found = self._read(files, path, name, fates.get(name.seq, Fate(WAITING)))
                     if found is not None:
                         yield found
 
     def fates(self) -> dict[int, Fate]:
         """What became of each group, by sequence number: what the weights of the last step were trained on."""
-        found: dict[int, Fate] = {}
-        for batch, entry in enumerate(self._entries(LineReader(self.run.consumption))):
-            if isinstance(entry, Dropped):
-                found[entry.seq] = Fate(DROPPED, reason=entry.reason)
-            elif isinstance(entry, Started):
-                kept = entry.resumed_from or 0
-                found = {seq: fate for seq, fate in found.items() if fate.step is None or fate.step <= kept}
-            else:
-                for seq, version in zip(entry.batch.seqs, entry.batch.policy_versions, strict=True):
-                    found[seq] = Fate(USED, entry.step, entry.batch.version_used, version, batch)
+        processes, broken = read_record(self.run.consumption, self.state.run_id)
+        self.skipped |= {sentence: sentence for sentence in broken}
+        found = {seq: Fate(DROPPED, reason=reason) for process in processes for seq, reason in process.dropped}
+        for number, (_, (step, batch)) in enumerate(final_history(processes)):
+            for seq, version in zip(batch.seqs, batch.policy_versions, strict=True):
+                found[seq] = Fate(USED, step, batch.version_used, version, number)
         return found
 
     def _read_hyperparameters(self) -> None:
@@ -153,8 +138,8 @@ class FinishedGroups:
             self.hyperparameters = found if isinstance(found, dict) else {}
             self.rule = AdvantageRule.from_record(self.hyperparameters)
 
-    def _entries(self, record: LineReader) -> Iterator[Started | Used | Dropped]:
-        for line in record.new_lines():
+    def _new_entries(self) -> Iterator[Started | Used | Dropped]:
+        for line in self._record.new_lines():
             try:
                 entry = parse_entry(line)
             except ValueError as error:
@@ -165,14 +150,15 @@ class FinishedGroups:
             yield entry
 
     def _used_step(self, files: OsFiles, entry: Used) -> UsedStep:
-        names: dict[int, list[tuple[str, JobName]]] = {}
+        paths: dict[int, list[tuple[str, JobName]]] = {}
         for folder in {shard(seq) for seq in entry.batch.seqs}:
-            for name in _finished_names(files, folder):
-                names.setdefault(name.seq, []).append((f"{folder}/{name}", name))
+            for path, name in job_files(files, folder):
+                if name.state == COMPLETE:
+                    paths.setdefault(name.seq, []).append((path, name))
         groups: list[FinishedGroup] = []
         for seq, version in zip(entry.batch.seqs, entry.batch.policy_versions, strict=True):
             fate = Fate(USED, entry.step, entry.batch.version_used, version)
-            read = (self._read(files, path, name, fate) for path, name in names.get(seq, []))
+            read = (self._read(files, path, name, fate) for path, name in paths.get(seq, []))
             groups += [found for found in read if found is not None][:1]
         return UsedStep(
             step=entry.step,
@@ -218,10 +204,13 @@ def finished_group(data: bytearray, name: JobName, run_id: str) -> RolloutGroup:
     )
 
 
-def _done_folders(files: OsFiles) -> list[str]:
-    return done_folders(files) if files.exists("done") else []
+def done_files(files: Files) -> Iterator[tuple[str, JobName]]:
+    """Path and name of every file in done/, the oldest job first."""
+    for folder in done_folders(files) if files.exists("done") else ():
+        yield from job_files(files, folder)
 
 
-def _finished_names(files: OsFiles, folder: str) -> list[JobName]:
+def job_files(files: Files, folder: str) -> list[tuple[str, JobName]]:
+    """Path and name of every job's file in a folder, the oldest job first; none if there is no such folder."""
     names = map(parse_name, files.names(folder)) if files.exists(folder) else ()
-    return [name for name in names if name is not None and name.state == COMPLETE]
+    return [(f"{folder}/{name}", name) for name in sorted(filter(None, names))]

@@ -7,8 +7,8 @@ after that one are history that the checkpoint does not have.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,12 +98,57 @@ def parse_entry(line: str) -> Started | Used | Dropped:
     return Used(step, batch)
 
 
-def final_history(path: Path) -> Iterator[tuple[int, UsedBatch]]:
-    """`(step, batch)` in the order of training, without what a later process did not go on from."""
-    history: list[tuple[int, UsedBatch]] = []
-    for entry in map(parse_entry, path.read_text().splitlines()):
-        if isinstance(entry, Started):
-            history = [used for used in history if used[0] <= (entry.resumed_from or 0)]
-        elif isinstance(entry, Used):
-            history.append((entry.step, entry.batch))
-    yield from history
+@dataclass(slots=True)
+class Process:
+    """What one parameter server process wrote into the record."""
+
+    resumed_from: int | None  # step of its checkpoint
+    max_staleness: int
+    used: list[Used] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+
+    @property
+    def last_step(self) -> int:
+        return max((step for step, _ in self.used), default=self.resumed_from or 0)
+
+    def seqs(self) -> set[int]:
+        """Every sequence number that it used or dropped."""
+        return {seq for _, batch in self.used for seq in batch.seqs} | {seq for seq, _ in self.dropped}
+
+
+def read_record(path: Path, run_id: str) -> tuple[list[Process], list[str]]:
+    """The processes of a run in the order in which they ran, and a sentence for each line that is not valid."""
+    processes: list[Process] = []
+    broken: list[str] = []
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else [""]
+    for number, line in enumerate(lines if lines[-1] else lines[:-1], start=1):
+        try:
+            _add(processes, parse_entry(line), run_id)
+        except ValueError as error:
+            broken.append(f"Line {number} of {path.name} is broken: {error}.")
+    return processes, broken
+
+
+def _add(processes: list[Process], entry: Started | Used | Dropped, run_id: str) -> None:
+    if isinstance(entry, Started):
+        if entry.run_id != run_id:
+            raise ValueError(f"it is of run {entry.run_id}, this is run {run_id}")
+        processes.append(Process(entry.resumed_from, entry.max_staleness))
+    elif not processes:
+        raise ValueError("no line before it says which process wrote it")
+    elif isinstance(entry, Used):
+        processes[-1].used.append(entry)
+    else:
+        processes[-1].dropped.append(entry)
+
+
+def final_history(processes: Iterable[Process]) -> list[tuple[int, Used]]:
+    """What the weights of the last step were trained on, in order, each with the index of its process.
+
+    A process continues from its checkpoint, so steps of earlier processes after that one do not count.
+    """
+    history: list[tuple[int, Used]] = []
+    for index, process in enumerate(processes):
+        history = [(earlier, used) for earlier, used in history if used.step <= (process.resumed_from or 0)]
+        history += [(index, used) for used in process.used]
+    return history

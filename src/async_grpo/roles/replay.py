@@ -11,10 +11,12 @@ from typing import Any
 
 from loguru import logger
 
-from async_grpo.archive.history import UsedBatch, final_history
+from async_grpo.archive.groups import done_files
+from async_grpo.archive.history import Used, final_history, read_record
 from async_grpo.errors import RunDirError, UsageError
 from async_grpo.queue.codec import decode_group
-from async_grpo.queue.names import COMPLETE, parse_name
+from async_grpo.queue.filesystem import OsFiles
+from async_grpo.queue.names import COMPLETE
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.paths import RunDir
 from async_grpo.setup.process import gc_paused, make_deterministic
@@ -56,7 +58,10 @@ def run_replay(options: ReplayOptions) -> Replayed:
     state = run.read_state()
     if state is None or not run.consumption.exists():
         raise RunDirError(f"{run.root} holds no run that has trained. Give a run directory, such as worker/.")
-    history = list(final_history(run.consumption))
+    processes, broken = read_record(run.consumption, state.run_id)
+    if broken:
+        raise RunDirError(f"{run.root} cannot be replayed. {broken[0]}")
+    history = [used for _, used in final_history(processes)]
     if not history:
         raise RunDirError(f"{run.root} has not finished a training step, so there is nothing to replay.")
     files = archived_files(run, [seq for _, batch in history for seq in batch.seqs])
@@ -79,11 +84,8 @@ def run_replay(options: ReplayOptions) -> Replayed:
 
 def archived_files(run: RunDir, seqs: Iterable[int]) -> dict[int, Path]:
     """The file in `done/` of each finished group. Raises `RunDirError` when one of `seqs` is missing."""
-    files: dict[int, Path] = {}
-    for path in sorted((run.root / "done").glob("*/*.safetensors")):
-        name = parse_name(path.name)
-        if name is not None and name.state == COMPLETE:
-            files[name.seq] = path
+    with closing(OsFiles(run.root)) as folder:
+        files = {name.seq: run.root / path for path, name in done_files(folder) if name.state == COMPLETE}
     missing = [seq for seq in seqs if seq not in files]
     if missing:
         raise RunDirError(
@@ -93,9 +95,7 @@ def archived_files(run: RunDir, seqs: Iterable[int]) -> dict[int, Path]:
     return files
 
 
-def _groups_of(
-    history: Iterable[tuple[int, UsedBatch]], files: Mapping[int, Path], run_id: str
-) -> Iterator[list[RolloutGroup]]:
+def _groups_of(history: Iterable[Used], files: Mapping[int, Path], run_id: str) -> Iterator[list[RolloutGroup]]:
     """The batches of the run, in the order in which it used them."""
     for _, batch in history:
         yield [decode_group(files[seq].read_bytes(), expect_seq=seq, expect_run=run_id) for seq in batch.seqs]
