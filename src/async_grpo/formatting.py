@@ -1,4 +1,8 @@
-"""What prompts and completions say, as text for people: plain text, or messages with tool calls and tool results."""
+"""How values are shown to people: durations, numbers of things, bytes, and what a model was told and wrote.
+
+Every command, log line and page uses these functions, so that one value looks the same everywhere. What a model wrote
+goes through `printable` before it reaches a terminal.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,47 @@ from typing import Any
 from unicodedata import category
 
 
+def for_people(seconds: float) -> str:
+    """A duration: `0.4 s`, `12 s`, `7 min`, `3 h 20 min`, `2 d 4 h`."""
+    seconds = max(0.0, seconds)
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def eta(seconds: float) -> str:
+    """An estimate of seconds: `4 s` where `for_people` writes `4.2 s`."""
+    return f"{max(0.0, seconds):.0f} s" if seconds < 10 else for_people(seconds)
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things: `no workers`, `1 worker`, `2 workers`."""
+    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
+
+
+def size(nbytes: float) -> str:
+    """Bytes: `1.5 GB`, in powers of ten."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes:.0f} bytes"
+
+
 def as_text(value: Any) -> str:
-    """Text as it is, messages as `[role] content`, the rest as Python writes it."""
+    """A prompt or a completion: text as it is, messages as `[role] content`, anything else as Python writes it."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value):
         return "\n".join(_message(item) for item in value)
     return repr(value)
-
-
-def printable(text: str) -> str:
-    """Text that steers nothing, be it a terminal or a page: control and formatting characters show as escapes.
-
-    Spaces of every width, and the joiners that emoji and several scripts need, stay.
-    """
-    if text.isascii() and text.replace("\n", "").isprintable():
-        return text
-    return "".join(char if _is_harmless(char) else repr(char)[1:-1] for char in text)
-
-
-def _is_harmless(char: str) -> bool:
-    return char.isprintable() or char in "\t\n\u200c\u200d" or category(char) == "Zs"
 
 
 def _message(message: dict[str, Any]) -> str:
@@ -46,7 +70,7 @@ def _message(message: dict[str, Any]) -> str:
 
 
 def _content(content: Any) -> str:
-    """Text, or the text parts of a list of parts; other parts are named by their type."""
+    """Text, or the text parts of a list of parts; other parts by their type, e.g. `<image>`."""
     if content is None:
         return ""
     if not isinstance(content, list):
@@ -55,35 +79,15 @@ def _content(content: Any) -> str:
     return "".join(str(part["text"]) if part.get("text") is not None else f"<{part.get('type')}>" for part in parts)
 
 
-def eta(seconds: float) -> str:
-    """A guess: `4 s` rather than `4.2 s`."""
-    return f"{max(0.0, seconds):.0f} s" if seconds < 10 else for_people(seconds)
+def printable(text: str) -> str:
+    """Text that is safe to show on a terminal or a page: control and formatting characters become escapes.
+
+    Spaces of every width, and the joiners that emoji and several scripts need, stay.
+    """
+    if text.isascii() and text.replace("\n", "").isprintable():
+        return text
+    return "".join(char if _is_harmless(char) else repr(char)[1:-1] for char in text)
 
 
-def for_people(seconds: float) -> str:
-    """`0.4 s`, `12 s`, `7 min`, `3 h 20 min`, `2 d 4 h`."""
-    seconds = max(0.0, seconds)
-    if seconds < 9.95:
-        return f"{seconds:.1f} s"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 120:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min"
-    return f"{hours // 24} d {hours % 24} h"
-
-
-def counted(count: int, what: str) -> str:
-    """`no workers`, `1 worker`, `2 workers`."""
-    return f"{count or 'no'} {what}{'' if count == 1 else 's'}"
-
-
-def size(nbytes: float) -> str:
-    """`1.5 GB`, in powers of ten as disks and GPUs are sold."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.1f} {unit}"
-    return f"{nbytes:.0f} bytes"
+def _is_harmless(char: str) -> bool:
+    return char.isprintable() or char in "\t\n\u200c\u200d" or category(char) == "Zs"

@@ -8,7 +8,7 @@
         remote.refresh()          # the same, moved on
         remote.pull(other_model)  # or copied into memory of its own
 
-docs/ipc.md has the protocol, the file format, and what is guaranteed when who dies.
+docs/ipc.md has the protocol, the file format, and the guarantees when a process dies.
 """
 
 import importlib

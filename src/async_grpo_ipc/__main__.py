@@ -18,10 +18,10 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     handle_help = "the handle file; by default CUDA_IPC_HANDLE_PATH, or worker/ps_ipc_handle.json"
     inspect = commands.add_parser(
-        "inspect", help="what is published: buckets, slots, sizes, versions, who holds leases"
+        "inspect", help="what is published: buckets, slots, sizes, versions, and the processes that hold leases"
     )
     inspect.add_argument("handle", nargs="?", type=Path, help=handle_help)
-    inspect.add_argument("--tensors", action="store_true", help="list every tensor, too")
+    inspect.add_argument("--tensors", action="store_true", help="also list every tensor")
     check = commands.add_parser("check", help="attach, verify a canary, measure bandwidth; say what is wrong, if it is")
     check.add_argument("handle", nargs="?", type=Path, help=handle_help)
     check.add_argument("--device", help="the device that will read, where the weights are on a GPU (cuda:1)")

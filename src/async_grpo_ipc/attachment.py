@@ -24,8 +24,8 @@ Stamp = tuple[int, int]
 
 
 class Attachment:
-    """Everything that a handle file names, mapped and checked. `stamp` tells whether the file has been
-    replaced since.
+    """Everything that a handle file names, mapped and checked. A changed `stamp` means that the file was
+    replaced.
     """
 
     def __init__(self, path: Path, device: torch.device | None = None) -> None:

@@ -6,7 +6,7 @@ A copy of 400 small tensors is bound by the cost of 400 calls, not by memory. So
 * on the CPU, runs of 4 MB and more are left to torch, whose threads share one copy; smaller ones are cut into pieces
   that torch copies in the calling thread, and a few threads take portions of 2 MB of them, one after the other, without
   the interpreter's lock (torch's threads would get equal shares of each tensor and wait for each other after it; on
-  2 cores beside two busy processes, 300 tensors of 1 MB take 28 ms this way, 144 ms by `_foreach_copy_`);
+  2 cores with two other busy processes, 300 tensors of 1 MB take 28 ms this way, 144 ms by `_foreach_copy_`);
 * with a GPU, one fused kernel copies all; between GPUs without peer access, see `staging`.
 """
 
@@ -155,7 +155,7 @@ def _is_plain_and_small(into: Tensor, out_of: Tensor) -> bool:
 class ThreadedCopy:
     """Copies contiguous CPU tensors: each thread takes the next portion as soon as it is done with one.
 
-    The caller copies, too, so that a helper which finds no core costs nothing.
+    The caller copies as well, so that a helper that finds no core costs nothing.
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""What can go wrong, each in words for the person who reads them: what, where, and what to do."""
+"""Errors of this package. Each message says what happened, where, and what to do."""
 
 
 class IPCError(Exception):

@@ -99,8 +99,8 @@ class WeightExporter:
             slots: Versions that exist at a time. 2 lets one be read while the next is written; each costs the
                 trainable bytes.
             dtype: Store floating-point tensors as this (an fp32 master published as bf16, say).
-            buffers: Publish the model's buffers, too.
-            frozen: What becomes of parameters without `requires_grad`: `"static"` copies them once, beside
+            buffers: Publish the model's buffers as well.
+            frozen: What becomes of parameters without `requires_grad`: `"static"` copies them once, outside
                 the slots; `"changing"` treats them like the others; `"skip"` leaves them to the readers.
             include: Publish only the parameters and buffers for which `include(name, tensor)` is true.
 
@@ -180,8 +180,8 @@ class WeightExporter:
         return True
 
     def close(self) -> None:
-        """Withdraw the handle file. Readers that are attached keep what they have mapped; new ones are told
-        that nobody publishes.
+        """Withdraw the handle file. Readers that are attached keep what they have mapped; new ones fail with
+        `HandleFileError`.
         """
         if self._owner.closed or not self._owner.is_own:
             return
@@ -240,7 +240,7 @@ class WeightExporter:
             self._warned_at = time.monotonic()
             logger.warning(
                 "Version %d was not published (%d in a row, %d in all): every slot but the newest is read, by %s. "
-                "Readers stay on version %s. If this goes on, look at those processes or use more slots.",
+                "Readers stay on version %s. If this continues, look at those processes or use more slots.",
                 version,
                 self._skipped_in_a_row,
                 self.skipped,

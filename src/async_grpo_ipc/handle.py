@@ -47,7 +47,7 @@ class Handle:
     generation: str  # 32 hex digits
     pid: int
     pid_namespace: str  # as in /proc/self/ns/pid
-    boot_id: str  # tells two machines, or two boots of one, apart
+    boot_id: str  # of this machine since it was started
     created: float  # seconds since the epoch
     slots: int
     control_fd: int
@@ -57,7 +57,7 @@ class Handle:
     slot: "Layout"  # blocks 1..slots: tensors of one version
     tied: Mapping[str, str]  # second name -> the name it is stored under
     complete: bool  # whether every parameter of the exporter's model is in here
-    buffers: bool  # whether the model's buffers are, too
+    buffers: bool  # whether the model's buffers are in here
 
     def specs_by_name(self) -> "dict[str, TensorSpec]":
         """Every published name, the tied ones included."""
@@ -161,7 +161,7 @@ def _read_trusted(path: Path) -> bytes:
         if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise HandleFileError(
                 f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}), so it may not "
-                f"be what the exporter wrote. Check who did that, then `chmod 600 {path}`."
+                f"be what the exporter wrote. Find out which process did that, then `chmod 600 {path}`."
             )
         return file.read()
 

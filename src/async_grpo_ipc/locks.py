@@ -1,4 +1,4 @@
-"""Locks of the kernel: who may write a slot, who is reading it, and whether the exporter lives.
+"""Locks of the kernel: which process may write a slot, which ones read it, and whether the exporter lives.
 
 Open-file-description locks (`F_OFD_SETLK`) on single bytes of the shared control file:
 
@@ -6,7 +6,7 @@ Open-file-description locks (`F_OFD_SETLK`) on single bytes of the shared contro
   counter in shared memory would leak with `kill -9`);
 * unlike `lockf`, they belong to the opened file, not to the process, so that an exporter and several readers
   in one process exclude each other, and closing one of them drops only its own;
-* unlike `flock`, one file has a lock per slot, and `F_OFD_GETLK` asks who holds one without taking it.
+* unlike `flock`, one file has a lock per slot, and `F_OFD_GETLK` tells whether one is held without taking it.
 
 The control file is a memfd, so that the file system of the run directory (NFS, FUSE) does not matter.
 

@@ -1,9 +1,9 @@
 """Anonymous shared memory: a memfd of the exporter, mapped by readers through `/proc/PID/fd/N`.
 
-Why not a file in /dev/shm: nobody has to remove it. The kernel frees a memfd when the last process that maps
+Unlike a file in /dev/shm, it never has to be removed. The kernel frees a memfd when the last process that maps
 it has gone, in whatever order and by whatever signal. It is not limited by the size of /dev/shm (64 MB in
 Docker), and no other user can guess its name. Readers that have it mapped keep it when the exporter dies; new
-ones cannot open it then, and are told so.
+ones cannot open it then, and get an error that says so.
 """
 
 import errno
@@ -20,7 +20,7 @@ _F_SEAL_FUTURE_WRITE = 0x0010  # linux/fcntl.h; Python 3.11 does not name it
 
 
 def create(name: str, nbytes: int) -> tuple[OwnedFd, mmap.mmap]:
-    """A zeroed, fully backed mapping of `nbytes`, that this process alone may write and nobody can resize."""
+    """A zeroed, fully backed mapping of `nbytes`, that only this process may write and no process can resize."""
     fd = OwnedFd(os.memfd_create(NAME_PREFIX + name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), f"shared memory {name}")
     try:
         os.posix_fallocate(fd.fileno(), 0, nbytes)  # a page that cannot be had fails here, not as SIGBUS later
@@ -28,7 +28,7 @@ def create(name: str, nbytes: int) -> tuple[OwnedFd, mmap.mmap]:
         if error.errno not in (errno.ENOSPC, errno.ENOMEM):
             raise
         raise IPCError(
-            f"There is no room for {nbytes / 2**30:.2f} GiB of shared memory ({error.strerror}). Publish "
+            f"Not enough memory for {nbytes / 2**30:.2f} GiB of shared memory ({error.strerror}). Publish "
             "with fewer slots, a smaller dtype, or fewer tensors, or raise the memory limit of this "
             "container."
         ) from error

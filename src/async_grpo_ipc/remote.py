@@ -117,7 +117,7 @@ class RemoteWeights:
 
         Raises:
             ShareTimeoutError: Nothing was published in time.
-            ExporterDiedError: Nothing is published and nobody will.
+            ExporterDiedError: Nothing is published, and no exporter lives.
         """
         lease = self._take_lease(timeout_s)
         view = WeightsView(dict(lease.tensors()), lease.version, self.generation)
@@ -162,7 +162,7 @@ class RemoteWeights:
         """
         lease = self._take_lease(timeout_s)
         try:
-            binding = self._bind_anew(model, lease)
+            binding = self._rebind(model, lease)
         except BaseException:
             lease.release()
             raise
@@ -233,7 +233,7 @@ class RemoteWeights:
             if binding.generation == lease.attachment.handle.generation and binding.is_current():
                 binding.move_to_slot(lease.slot)
             else:
-                self._aliased[index] = (model, self._bind_anew(model, lease))
+                self._aliased[index] = (model, self._rebind(model, lease))
         old = self._held
         self._held = lease
         if old is not None:
@@ -242,7 +242,7 @@ class RemoteWeights:
         return lease.version
 
     @staticmethod
-    def _bind_anew(model: nn.Module, lease: Lease) -> Binding:
+    def _rebind(model: nn.Module, lease: Lease) -> Binding:
         binding = lease.attachment.bind(model)
         binding.alias_slot(lease.slot)
         return binding

@@ -1,4 +1,4 @@
-"""What `inspect`, `check` and `async-grpo status` tell about weights that an exporter publishes.
+"""What `inspect`, `check` and `async-grpo status` report about the weights of an exporter.
 
 torch is imported only by `check` and where layouts are read: `look_at_slots`, for `status`, needs none.
 """
@@ -70,7 +70,7 @@ def _slots(control: Control, pids: Sequence[int] | None) -> list[Slot]:
 
 
 def inspect(path: Path | None, *, tensors: bool = False) -> str:
-    """What the handle file says and, where its exporter lives, what the slots hold and who reads them."""
+    """What the handle file says and, where its exporter lives, what the slots hold and which processes read them."""
     where = handle_path(path)
     handle = read_handle(where)
     lines = [f"{where}: generation {handle.generation}, written {_ago(handle.created)} by pid {handle.pid}"]

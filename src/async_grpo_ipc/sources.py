@@ -44,7 +44,7 @@ class ModelTensor:
         return self.places[0].tensor
 
     def tie(self, other: "ModelTensor") -> None:
-        """Treat the other's places as this one's, too."""
+        """Add the other's places to this one's."""
         self.names.extend(other.names)
         self.places.extend(other.places)
 
@@ -187,7 +187,7 @@ class Sources:
     complete: bool = False  # whether every parameter of a model is in here
     buffers: bool = False
     places: Places = field(default_factory=lambda: Places(None, ()))  # to notice a model that was rebuilt
-    write: Write | None = None  # fills the tensors that it is given, where nobody holds them whole
+    write: Write | None = None  # fills the given tensors, where no process holds them whole
     written_on: torch.device | None = None  # the device of what `write` fills
 
     @classmethod

@@ -17,20 +17,20 @@ BUFFER_BYTES = 16 << 20
 
 
 class Lane(Protocol):
-    """A stream: what it is told happens later, in this order."""
+    """A stream: what it is given happens later, in this order."""
 
     def copy(self, into: Tensor, out_of: Tensor) -> None: ...
 
     def mark(self) -> Any:
-        """Something that another lane can wait for: everything told so far has happened."""
+        """Something that another lane can wait for: everything given so far has happened."""
         ...
 
     def wait(self, mark: Any) -> None:
-        """What is told from now on happens after this mark of another lane."""
+        """What is given from now on happens after this mark of another lane."""
         ...
 
     def begin(self) -> None:
-        """What is told from now on happens after all that this process has told the GPU so far."""
+        """What is given from now on happens after all that this process has given the GPU so far."""
         ...
 
     def finish(self) -> None:

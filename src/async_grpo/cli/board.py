@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_log_directory(directory: Path) -> bool:
-    """Whether it is no run's, but somebody's TensorBoard logs all the same."""
+    """Whether it is not a run directory, but has TensorBoard logs."""
     with suppress(PermissionError):
         no_run = directory.is_dir() and not (directory / "run.json").exists()
         return no_run and any(directory.rglob("events.out.tfevents.*"))
@@ -101,7 +101,7 @@ def _serve(folder: Path, port: int, board: Board | None) -> int:
 
     stop = StopRequest().install()
     url = start(folder, port)
-    print(f"TensorBoard on {folder}: {url} (Ctrl-C ends it; the run goes on)", flush=True)
+    print(f"TensorBoard on {folder}: {url} (Ctrl-C ends it, not the run)", flush=True)
     stop.defer()
     live, looked = board is not None and board.run_is_live(), time.monotonic()
     while not stop:
@@ -114,7 +114,7 @@ def _serve(folder: Path, port: int, board: Board | None) -> int:
         except DiskFullError as error:
             print(error, flush=True)
         if was_live and not live:
-            print("the run has ended: this is all of it, unless it is resumed", flush=True)
+            print("the run has ended: this is everything, unless it is resumed", flush=True)
         looked = time.monotonic()
     return 0
 

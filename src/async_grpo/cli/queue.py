@@ -1,4 +1,4 @@
-"""`async-grpo queue RUN_DIR ...`: look at a run's queue and mend it by hand; safe on a live run."""
+"""`async-grpo queue RUN_DIR ...`: look at a run's queue and repair it by hand; safe on a live run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ID = re.compile(r"([0-9]{1,10})(\.a[0-9]{2,3}_\w+(\.safetensors|\.reason)?)?")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = options.parser("queue", "Look at a run's queue and mend it by hand. Safe while the run goes on.", EXAMPLES)
+    parser = options.parser("queue", "Look at a run's queue and repair it by hand. Safe on a live run.", EXAMPLES)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="e.g. worker/")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ls|show|requeue|quarantine")
     actions.add_parser("ls", help="open jobs, one a line")
@@ -51,7 +51,7 @@ def group_number(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     root: Path = args.run_dir
     if not (root / "queue").is_dir() or RunDir(root).read_state() is None:
-        raise UsageError(f"{root} is no run directory: it has no queue and run.json. Give one, such as worker/.")
+        raise UsageError(f"{root} is not a run directory: it has no queue or no run.json. Give one, such as worker/.")
     actions: dict[str, Callable[[], Iterator[str]]] = {
         "ls": lambda: _ls(root),
         "show": lambda: _show(root, args.id),
@@ -82,7 +82,7 @@ def _age(path: Path) -> str:
     try:
         seconds = time.time() - path.stat(follow_symlinks=False).st_ctime
     except FileNotFoundError:
-        return "just now: it went on"
+        return "just now: it was moved on"
     if seconds < 0:
         return "in the future, says the clock"
     return f"{for_people(seconds)} ago"
@@ -105,7 +105,7 @@ def _requeue(root: Path, seq: int) -> Iterator[str]:
     run = RunDir(root)
     if not server_alive(run.root):
         raise UsageError(
-            f"No parameter server is alive in {run.root}, so nobody would wait for the result. Go on with the "
+            f"No parameter server is alive in {run.root}, so nothing would wait for the result. Continue the "
             "run (--resume): what was given up after its last checkpoint gets one more try by that alone."
         )
     if not retry_given_up(root, seq):
@@ -118,7 +118,7 @@ def _requeue(root: Path, seq: int) -> Iterator[str]:
 
 
 def _show(root: Path, seq: int) -> Iterator[str]:
-    """Every file of a group. It may move while we look, so what is gone is looked for again."""
+    """Every file of a group. It may move meanwhile, so what is gone is looked for again."""
     for _ in range(3):
         found = [line for path in _files_of(root, seq) for line in _show_file(root, path)]
         if found:

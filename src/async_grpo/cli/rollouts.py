@@ -84,9 +84,9 @@ def _nothing(args: argparse.Namespace, groups: FinishedGroups) -> str:
         for aside in quarantined(root) if (root / "quarantine").is_dir() else []:
             if aside.seq == args.job:
                 return f"Group {args.job} is not finished: it is in quarantine/ ({aside.kind}).\n{aside.reason.strip()}"
-        return f"There is no finished group {args.job} in {root}: not issued or not finished yet, or it made room."
+        return f"There is no finished group {args.job} in {root}: not issued, not finished, or trimmed (`--keep-done`)."
     if args.step is not None:
-        return f"No group of step {args.step} is in {root}: the run is not there yet, or its groups made room."
+        return f"No group of step {args.step} is in {root}: the run has not reached it, or its groups were trimmed."
     if groups.skipped:
         why = next(iter(groups.skipped.values()))
         return f"None of the {len(groups.skipped)} finished groups in {root} can be used. The first: {why}"
@@ -160,7 +160,7 @@ def _lines(rollout: Rollout, console: Console, *, whole: bool) -> Iterator[Text]
         yield Text.assemble(head, "  ", lines[0])
     else:
         yield head
-        for line in Text("\n".join(lines)).wrap(console, console.width - 4):  # so that wrapped lines are indented, too
+        for line in Text("\n".join(lines)).wrap(console, console.width - 4):  # so that wrapped lines are indented
             line.rstrip()
             yield Text.assemble("    ", line)
     for name, values in group.extra_columns.items() if whole else ():

@@ -108,7 +108,7 @@ class Board:
         """Write everything, or in later calls what is new.
 
         Raises:
-            DiskFullError: there is no room. Call again: the files are then made whole again.
+            DiskFullError: the disk is full. The next call makes the files again.
             RunDirError: the directory holds another run by now.
         """
         state = self.run.read_state()
@@ -154,7 +154,7 @@ class Board:
         return steps, missing
 
     def _time_of(self, step: int) -> float:
-        """About when: TensorBoard draws series over relative time, too."""
+        """Approximate wall clock time of a step: TensorBoard also draws series over time."""
         return self._times[max(known for known in self._times if known <= step)]
 
     def _add_step(self, files: EventFiles, used: UsedStep) -> None:
@@ -199,7 +199,7 @@ class EventFiles:
             if old.is_symlink() or old.stat().st_size == 0:
                 old.unlink()
             else:
-                os.truncate(old, 0)  # a TensorBoard that reads it would not go on from a deleted file to the next
+                os.truncate(old, 0)  # TensorBoard would stop at a deleted file and not read the next
 
     def flush(self) -> None:
         for file in self._files.values():

@@ -1,4 +1,4 @@
-"""Picks what somebody wants to read of what a model wrote: the newest completions, the worst, the best, a step's."""
+"""Select completions to read: the newest, the worst, the best, those of a step or of a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Rollout:
 
     found: FinishedGroup
     index: int  # in its group
-    advantage: float | None  # None: it depends on groups of the batch whose files are gone
+    advantage: float | None  # None: groups of its batch were trimmed
 
     @property
     def total(self) -> float:
@@ -108,7 +108,7 @@ def _rollouts(groups: FinishedGroups, found: Iterable[FinishedGroup], fates: dic
             ):
                 yield from _of_group(member, advantages.tolist())
             del gathered[batch]
-    for together in gathered.values():  # some of their groups have made room
+    for together in gathered.values():  # some of their groups were trimmed
         for member in together:
             yield from _of_group(member, None)
 

@@ -34,13 +34,13 @@ def write_page(path: Path, groups: FinishedGroups, selection: Selection) -> int:
     """Write the page, in place of an older one; returns its size in bytes.
 
     Raises:
-        UsageError: the file exists and is none of ours, or cannot be written.
+        UsageError: the file exists and is not a page of rollouts, or cannot be written.
     """
     page = page_of(groups, selection).encode()
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         if path.exists() and not path.read_bytes()[: len(MARK)] == MARK.encode():
-            raise UsageError(f"{path} exists and is no page of rollouts: choose another file. Nothing was changed.")
+            raise UsageError(f"{path} exists and is not a page of rollouts: choose another file. Nothing was changed.")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
             file.write(page)

@@ -1,4 +1,4 @@
-"""Runs code that a model wrote, for rewards that need its output. Off until asked for, and it fails closed.
+"""Run code that a model wrote, for rewards that need its output. Off by default; without isolation nothing is run.
 
 The program is a new Python (`-I -S`, empty environment, no open files but its own three) in new namespaces: it sees
 Python and the system's libraries read-only, one small writable directory in memory, no network, no device, no process
@@ -33,7 +33,7 @@ EXITED, TIMED_OUT, TOO_MUCH_OUTPUT = "exited", "timed out", "too much output"
 
 _STAGE = Path(__file__).with_name("sandbox_stage.py")
 _SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
-_FIRST_UID = 1_000_000_000  # when we are root the program is nobody: a user of its own for each of our processes
+_FIRST_UID = 1_000_000_000  # root runs the program as an unprivileged user, a different one for each process of the run
 _START_S = 10.0  # for the namespaces to be there, on a busy machine
 _READY = b"ready"
 
@@ -44,7 +44,7 @@ class SandboxError(AsyncGRPOError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one program may use up."""
+    """Limits of one program."""
 
     wall_s: float = 5.0  # from its start to its end
     cpu_s: int = 5  # of each of its processes
@@ -63,7 +63,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """How a program ended. Everything in it was chosen by the program: believe none of it."""
+    """How a program ended. The program chose every value in it: do not trust them."""
 
     outcome: str  # exited, timed out, too much output
     exit_code: int  # its own; 128 + the signal that ended it; -1 if it was ended here
@@ -84,7 +84,7 @@ def run_code(source: str, *, stdin: str = "", limits: Limits | None = None) -> S
     """
     if os.environ.get(SWITCH) != "1":
         raise SandboxError(
-            f"Code written by a model is not run unless you say so: set {SWITCH}=1 for the workers. "
+            f"Code written by a model is not run by default: set {SWITCH}=1 for the workers. "
             "SECURITY.md says what the sandbox holds and what not."
         )
     limits = limits or Limits()
@@ -115,8 +115,8 @@ def _watch(process: subprocess.Popen[bytes], status_pipe: IO[bytes], limits: Lim
     """Read until the program and everything that it started is gone, or it goes over a limit."""
     assert process.stdout is not None
     assert process.stderr is not None
-    out, err, told = process.stdout.fileno(), process.stderr.fileno(), status_pipe.fileno()
-    read = {out: b"", err: b"", told: b""}
+    out, err, status = process.stdout.fileno(), process.stderr.fileno(), status_pipe.fileno()
+    read = {out: b"", err: b"", status: b""}
     started: float | None = None
     deadline = time.monotonic() + _START_S
     outcome = EXITED
@@ -129,17 +129,17 @@ def _watch(process: subprocess.Popen[bytes], status_pipe: IO[bytes], limits: Lim
                 read[key.fd] += data
                 if not data:
                     selector.unregister(key.fd)
-                elif key.fd == told and read[told] == _READY:
+                elif key.fd == status and read[status] == _READY:
                     started = time.monotonic()
                     deadline = started + limits.wall_s
-                elif key.fd != told and len(read[key.fd]) > limits.output_bytes:
+                elif key.fd != status and len(read[key.fd]) > limits.output_bytes:
                     outcome = TOO_MUCH_OUTPUT
             if time.monotonic() >= deadline and outcome == EXITED:
                 outcome = TIMED_OUT
     ended = time.monotonic()
     code = _end(process, outcome, deadline)
-    if read[told] != _READY or started is None:
-        raise _unavailable((read[told] or read[err]).decode(errors="replace").strip() or "it did not start")
+    if read[status] != _READY or started is None:
+        raise _unavailable((read[status] or read[err]).decode(errors="replace").strip() or "it did not start")
     stdout, stderr = (read[pipe][: limits.output_bytes].decode(errors="replace") for pipe in (out, err))
     if code is None:
         outcome, code = (TIMED_OUT if outcome == EXITED else outcome), -1
@@ -197,7 +197,7 @@ def _settings(limits: Limits, *, source_bytes: int, status_fd: int) -> dict[str,
 
 
 def _command(settings: dict[str, Any], limits: Limits) -> list[str]:
-    """The program that makes the namespaces, and dies with us."""
+    """The command that makes the namespaces; it ends with this process."""
     stage = [_python(), "-I", "-S", "-c", _STAGE.read_text(), json.dumps(settings)]
     bubblewrap = None if settings["build_root"] else _bubblewrap()
     if bubblewrap is not None:
@@ -237,5 +237,5 @@ def _unavailable(reason: str) -> SandboxError:
     return SandboxError(
         f"Code written by a model was not run, because it cannot be isolated here: {reason}. Isolation needs user "
         "namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu, or the package bubblewrap; in "
-        "containers the right to unshare). Without it there is no reward from running code."
+        "containers the right to unshare). Without isolation, rewards that run code are not available."
     )

@@ -1,6 +1,6 @@
 """Process 1 of a sandbox: makes the file system that the program sees, starts it with no rights, waits for it.
 
-Run as `python -I -S -c` with the text of this file, so it imports nothing of ours. Tells by one word on the status
+Run as `python -I -S -c` with the text of this file, so it imports nothing of Async-GRPO. Writes one word to the status
 pipe that the program is about to start; anything else there is the reason why it is not.
 """
 
@@ -41,7 +41,7 @@ def main() -> None:
         if program == 0:
             _become_program(settings, status)
         os.close(status)
-    except BaseException as error:  # noqa: BLE001 - told to the process outside
+    except BaseException as error:  # noqa: BLE001 - reported to the process outside
         os.write(status, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
     _, ending = os.waitpid(program, 0)
@@ -117,7 +117,7 @@ def _become_program(settings: dict[str, Any], status: int) -> None:
         os.write(status, b"ready")
         python = settings["python"]
         os.execve(python, [python, "-I", "-S", "-X", "utf8", f"{WORK}/main.py"], {})
-    except BaseException as error:  # noqa: BLE001 - told to the process outside
+    except BaseException as error:  # noqa: BLE001 - reported to the process outside
         os.write(status, f"{type(error).__name__}: {error}".encode())
     finally:
         os._exit(1)

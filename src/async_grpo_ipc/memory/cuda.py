@@ -23,7 +23,7 @@ from async_grpo_ipc.staging import Staging
 
 logger = logging.getLogger(__name__)
 
-# The driver packs smaller allocations together, and a handle would show the neighbours, too.
+# The driver packs smaller allocations together, and a handle would also show the neighbours.
 ALLOCATION_BYTES = 2 << 20
 NO_PEER = "_ASYNC_GRPO_IPC_NO_PEER"  # for our tests: a machine with one GPU has no peer to be denied
 

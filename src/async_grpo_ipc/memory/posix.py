@@ -49,7 +49,7 @@ class PosixExport:
             torch.cuda.synchronize(self._source_device)
 
     def close(self, *, readers_attached: bool) -> None:
-        """Readers keep their mapping, so that it does not matter who is attached."""
+        """Readers keep their mapping, so it does not matter which are attached."""
         self.blocks = []
         self._fd.close()
 

@@ -169,7 +169,7 @@ def test_a_group_without_a_file_is_an_error(command: Command, name: str) -> None
 
 def test_what_is_no_run_directory_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["queue", str(tmp_path), "ls"]) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["", "x", "-1", "42.a00", "12345678901", "42.safetensors; rm"])

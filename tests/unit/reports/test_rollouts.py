@@ -113,6 +113,6 @@ def test_a_page_of_the_newest_says_so_and_replaces_only_its_own_kind(
     shown(capsys, run.root, "--html", page)
     assert len(data_of(page)["rows"]) == 14
     page.write_text("mine")
-    assert "is no page of rollouts" in refused(capsys, run.root, "--html", page)
+    assert "is not a page of rollouts" in refused(capsys, run.root, "--html", page)
     assert page.read_text() == "mine"
     assert "cannot be written" in refused(capsys, run.root, "--html", tmp_path / "nowhere" / "page.html")

@@ -78,7 +78,7 @@ def write_dump(root: Path, folder: Path) -> tuple[Path, list[str]]:
                 entry.size, entry.mode, entry.mtime = len(data), 0o600, int(time.time())
                 archive.addfile(entry, io.BytesIO(data))
                 names.append(name)
-    except BaseException:  # Ctrl-C, too: half an archive looks like a whole one
+    except BaseException:  # also Ctrl-C: half an archive looks like a whole one
         target.unlink(missing_ok=True)
         raise
     return target, names
@@ -86,7 +86,7 @@ def write_dump(root: Path, folder: Path) -> tuple[Path, list[str]]:
 
 def _contents(run: RunDir, processes: list[RunProcess], when: str) -> Iterator[tuple[str, str]]:
     yield "README.txt", ABOUT.format(root=run.root, when=when)
-    yield "status.json", _status(run)  # first: the run goes on meanwhile
+    yield "status.json", _status(run)  # first: a live run changes meanwhile
     for process in processes:
         yield f"stacks/{process.name}.txt", stacks_of(process)
     yield "processes.txt", "\n".join(_kernel_views(processes))

@@ -26,7 +26,7 @@ from async_grpo.setup.process import STACKS_SIGNAL
 
 ANSWER_S = 3.0  # a process answers in milliseconds, or is stopped, or in the kernel
 _POLL_S = 0.02
-_QUIET_S = 0.2  # so long without another line: the writer has ended
+_QUIET_S = 0.2  # without another line for this long, the writer has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ def run_processes(run: RunDir) -> Iterator[RunProcess]:
         for pid in psutil.pids():  # sorted: the oldest first, as far as numbers tell
             if _has_open(pid, path):
                 yield RunProcess(path.stem, pid, partial(_has_open, pid, path), path)
-                break  # a child that it forked has the file open, too
+                break  # its forked children have the file open as well
     if (run.root / "alive").is_dir():
         for worker in live_workers(run.root):
             lock = worker_lock(run.root, worker.id)
@@ -69,7 +69,7 @@ def _has_open(pid: int, path: Path) -> bool:
 
 
 def stacks_of(process: RunProcess, timeout_s: float = ANSWER_S) -> str:
-    """Ask for the stacks of all threads; where there is no answer, a sentence that says why."""
+    """Ask for the stacks of all threads; without an answer, a sentence that says why."""
     try:
         pidfd = os.pidfd_open(process.pid)
     except OSError as error:
@@ -128,7 +128,7 @@ def _silence(process: RunProcess, timeout_s: float) -> str:
     except psutil.Error:
         state = "unknown"
     why = {
-        psutil.STATUS_STOPPED: "It is stopped (Ctrl-Z, SIGSTOP): kill -CONT lets it go on, and it writes its stacks",
+        psutil.STATUS_STOPPED: "It is stopped (Ctrl-Z, SIGSTOP): kill -CONT continues it, and it writes its stacks",
         psutil.STATUS_DISK_SLEEP: "It waits in the kernel, for a disk, a network file system or a driver",
         psutil.STATUS_ZOMBIE: "It has ended, and its parent has not noticed",
     }.get(state, "It may be in a call that no signal interrupts")

@@ -1,4 +1,4 @@
-"""GPUs: driver, CUDA and cupy, which must fit each other, and who reaches whose memory."""
+"""GPUs: driver, CUDA and cupy, which must fit each other, and peer access between GPUs."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _cupy(found: Driver, facts: GpuFacts, version_of: packages.Installed) -> Ite
 
 
 def devices(facts: GpuFacts) -> Iterator[Finding]:
-    """Each GPU, and which of them reach each other's memory."""
+    """Each GPU, and which of them have access to each other's memory."""
     for index, gpu in enumerate(facts.gpus):
         subject, about = f"GPU {index}", f"{gpu.name}, {size(gpu.free)} of {size(gpu.total)} free"
         if not gpu.supported:
@@ -141,7 +141,9 @@ def devices(facts: GpuFacts) -> Iterator[Finding]:
             )
         elif gpu.free < NEARLY_FULL * gpu.total:
             yield warning(
-                subject, f"{about}: others are using it", "nvidia-smi shows who; end them, or choose other GPUs."
+                subject,
+                f"{about}: other processes are using it",
+                "nvidia-smi shows who; end them, or choose other GPUs.",
             )
         elif gpu.why_no_ipc is not None and facts.cupy:
             yield warning(

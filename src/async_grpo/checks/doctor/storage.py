@@ -37,7 +37,7 @@ def room(run_dir: Path) -> Iterator[Finding]:
 
 
 def place(run_dir: Path) -> Iterator[Finding]:
-    """Whether the queue can be there: on a local disk, writable by this user and by nobody else."""
+    """Whether the queue can be there: on a local disk, writable by this user and by no other."""
     existing = nearest_existing(run_dir)
     fix = "Choose a --run-dir on a local disk (ext4, xfs, tmpfs) that only you can write to."
     try:

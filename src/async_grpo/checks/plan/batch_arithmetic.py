@@ -54,7 +54,7 @@ def optimizer_steps(batch: BatchFacts, *, max_steps: int, epochs: float, epoch_r
 
 
 def rounds_of(batch: BatchFacts, steps: int) -> int:
-    """Generation batches that so many optimizer steps consume."""
+    """Generation batches that this many optimizer steps consume."""
     passes = steps * batch.gradient_accumulation_steps
     return -(-passes // (batch.steps_per_generation * batch.num_iterations))
 

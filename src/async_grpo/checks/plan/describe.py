@@ -101,7 +101,7 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | No
     """The facts of a built trainer. Changes nothing about it.
 
     Args:
-        sharing: workers on the server's device; None: nobody knows.
+        sharing: workers on the server's device; None: unknown.
     """
     from async_grpo.training.loop import schedule_of
     from async_grpo.training.schedule import Lookahead

@@ -115,7 +115,7 @@ def _dtypes(facts: TrainerFacts) -> str:
 def _fate(root: Path, fate: Fate, place: Path) -> str:
     return {
         Fate.NEW: f"{root}: {'the run begins in it' if root.exists() else 'will be made'}",
-        Fate.RESUMED: f"{root}: the run in it goes on",
+        Fate.RESUMED: f"{root}: the run in it is resumed",
         Fate.MOVED_ASIDE: f"{root}: the ended run in it is moved to {place}",
         Fate.OVERWRITTEN: f"{root}: the queue, logs and metrics in it ARE DELETED (--overwrite); checkpoints stay",
     }[fate]

@@ -136,8 +136,8 @@ def look_at_trainer(
         run_dir: whose checkpoints `settings.resume` is about.
         accelerate_config: says of how many processes the trainer will be; it is built in one.
         generator: what the command line asks of the workers, if anything.
-        workers: how many will be started; 0 where nobody knows.
-        sharing: how many of them on the server's device; None where nobody knows.
+        workers: how many will be started; 0 where it is unknown.
+        sharing: how many of them on the server's device; None where it is unknown.
     """
     question = {
         "config": str(config.absolute()),

@@ -42,7 +42,7 @@ class MemoryEstimate:
 
 
 def estimate(facts: TrainerFacts) -> MemoryEstimate:
-    """What the server holds, and what each worker holds beside it."""
+    """What the server holds, and what each worker holds in addition."""
     parameters = facts.parameters
     optimizer, note = _optimizer(facts)
     weights = parameters.nbytes + parameters.buffer_bytes
