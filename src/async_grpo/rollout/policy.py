@@ -65,21 +65,18 @@ class PolicyWeights:
             if not self._checked:
                 check_same_base(self._model, self._remote, WEIGHTS_WAIT_S)
                 self._checked = True
-            return self._adopt_newest()
+            if self._aliased:
+                return self._remote.refresh(WEIGHTS_WAIT_S)
+            if not self._remote.can_alias(self._model):
+                return self._pull()
+            version = self._remote.alias(self._model, WEIGHTS_WAIT_S)
+            self._aliased = True
+            return version
         except ExporterDiedError as error:
             raise PeerDiedError(str(error)) from error
 
     def release(self) -> None:
         self._remote.release()
-
-    def _adopt_newest(self) -> int:
-        if self._aliased:
-            return self._remote.refresh(WEIGHTS_WAIT_S)
-        if not self._remote.can_alias(self._model):
-            return self._pull()
-        version = self._remote.alias(self._model, WEIGHTS_WAIT_S)
-        self._aliased = True
-        return version
 
     def _pull(self) -> int:
         if self._pulled is None or self._pulled != (self._remote.generation, self._remote.version):

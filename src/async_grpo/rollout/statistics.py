@@ -27,22 +27,20 @@ class Spread:
 
 @dataclass(slots=True)
 class WorkerStatistics:
-    """Counts jobs and keeps the spread of every batch's phases, in seconds."""
+    """Counts jobs and keeps the spread of each phase, in seconds."""
 
     jobs: int = 0
     failed: int = 0
-    phases: dict[str, Spread] = field(
-        default_factory=lambda: {name: Spread() for name in ("generation", "scoring", "weight adoption")}
-    )
+    generation: Spread = field(default_factory=Spread)  # of groups
+    scoring: Spread = field(default_factory=Spread)
+    adoption: Spread = field(default_factory=Spread)  # of new weights
     _started: float = field(default_factory=time.monotonic)
-
-    def add(self, phase: str, seconds: float) -> None:
-        self.phases[phase].add(seconds)
 
     def report(self) -> str:
         """`42 jobs (1 failed), 3.1 jobs/s; generation 0.10/0.12/0.31 s, … (min/mean/max)`."""
         elapsed = max(time.monotonic() - self._started, 1e-9)
         failed = f" ({self.failed} failed)" if self.failed else ""
-        phases = [f"{name} {spread} s" for name, spread in self.phases.items() if spread.count]
-        tail = f"; {', '.join(phases)} (min/mean/max)" if phases else ""
+        phases = {"generation": self.generation, "scoring": self.scoring, "weight adoption": self.adoption}
+        spreads = [f"{name} {spread} s" for name, spread in phases.items() if spread.count]
+        tail = f"; {', '.join(spreads)} (min/mean/max)" if spreads else ""
         return f"{self.jobs} jobs{failed}, {self.jobs / elapsed:.2f} jobs/s{tail}"

@@ -100,26 +100,29 @@ class RolloutTrainer:
 
     def prepare(self, jobs: Sequence[Job], version: int) -> list[PreparedGroup]:
         """Turn the rows of the jobs into prompts, as token ids, to be sampled by this policy version."""
-        prompt_ids, *_ = self.trainer._tokenize_prompts(copy.deepcopy(_prompts(jobs)))  # images were refused
+        prompts = copy.deepcopy([row["prompt"] for row in _rows(jobs)])
+        prompt_ids, *_ = self.trainer._tokenize_prompts(prompts)  # images were refused
         return [
-            PreparedGroup(job=job, version=version, prompt_ids=prompt_ids[rows])
-            for job, rows in zip(jobs, _rows_of(jobs), strict=True)
+            PreparedGroup(job=job, version=version, prompt_ids=prompt_ids[part])
+            for job, part in zip(jobs, _parts(jobs), strict=True)
         ]
 
     def finish(self, sampled: Sequence[SampledGroup]) -> list[GeneratedGroup]:
         """Let TRL make completions of sampled tokens: text, or messages."""
         jobs = [group.prepared.job for group in sampled]
-        prompts = _prompts(jobs)
         prompt_ids = [ids for group in sampled for ids in group.prepared.prompt_ids]
         tokens = [ids for group in sampled for ids in group.token_ids]
         logprobs = [row for group in sampled for row in group.logprobs]
-        trainer = self._copy()
+        trainer = copy.copy(self.trainer)
+        trainer._metrics = {mode: defaultdict(list) for mode in trainer._metrics}
         trainer._tokenize_prompts = lambda prompts: (prompt_ids, None, {})
         trainer._generate_single_turn = lambda *args, **kwargs: (tokens, logprobs)
-        made = _Made(trainer, _repeated(jobs), prompts, trainer._generate(prompts))
+        rows = _rows(jobs)
+        prompts = [row["prompt"] for row in rows]
+        made = _Batch(trainer, rows, prompts, trainer._generate(prompts), metrics={})
         return [
-            made.group(group.prepared.job, rows, group.prepared.version, group.versions)
-            for group, rows in zip(sampled, _rows_of(jobs), strict=True)
+            made.group(group.prepared.job, part, group.prepared.version, group.versions)
+            for group, part in zip(sampled, _parts(jobs), strict=True)
         ]
 
     def score(self, group: GeneratedGroup) -> Scores:
@@ -139,7 +142,8 @@ class RolloutTrainer:
     def fork(self) -> RolloutTrainer:
         """A copy that generates other groups at the same time: the same settings, its own environments and counts."""
         fork = copy.copy(self)
-        fork.trainer = self._copy()
+        fork.trainer = copy.copy(self.trainer)
+        fork.trainer._metrics = {mode: defaultdict(list) for mode in self.trainer._metrics}
         fork.trainer.state = copy.copy(self.trainer.state)
         if self.trainer.environment_factories is not None:
             fork.trainer._environment_pool = defaultdict(list)
@@ -163,21 +167,17 @@ class RolloutTrainer:
 
         trainer._generate = leave_with
         trainer._generate_single_turn = lambda prompt_ids, *args, **kwargs: sample(prompt_ids)
-        rows = _repeated(jobs)
+        rows = _rows(jobs)
         try:
             trainer._generate_and_score_completions(rows)
         except _Generated as generated:
-            made = _Made(trainer, rows, generated.prompts, generated.result)
-            return [made.group(job, rows, version) for job, rows in zip(jobs, _rows_of(jobs), strict=True)]
+            made = _Batch(trainer, rows, generated.prompts, generated.result, metrics=_own_metrics(trainer))
+            _merge_extra_fields(rows, generated.result[5])
+            return [made.group(job, part, version) for job, part in zip(jobs, _parts(jobs), strict=True)]
         raise UnsupportedError(
             f"{type(trainer).__name__} makes completions without GRPOTrainer._generate, so workers cannot have them. "
             "Train in one process (without --distributed), or let rollout_func make them."
         )
-
-    def _copy(self) -> Any:
-        trainer = copy.copy(self.trainer)
-        trainer._metrics = {mode: defaultdict(list) for mode in self.trainer._metrics}
-        return trainer
 
 
 class _Generated(BaseException):  # not an `Exception`: the user's trainer may catch those
@@ -189,48 +189,48 @@ class _Generated(BaseException):  # not an `Exception`: the user's trainer may c
         self.result = result  # of `GRPOTrainer._generate`
 
 
-class _Made:
+@dataclass(slots=True)
+class _Batch:
     """A result of `GRPOTrainer._generate`, to be divided into groups."""
 
-    def __init__(self, trainer: Any, rows: list[dict[str, Any]], prompts: list[Any], result: tuple[Any, ...]) -> None:
-        self.trainer, self.rows, self.prompts = trainer, rows, prompts
-        self.prompt_ids, self.ids, self.tool_masks, self.completions, self.logprobs, extra_fields, *_ = result
-        if self.logprobs is None:
-            raise UnsupportedError("rollout_func returned no log-probabilities ('logprobs'); they are needed here.")
-        _merge_extra_fields(rows, extra_fields)
+    trainer: Any
+    rows: list[dict[str, Any]]
+    prompts: list[Any]
+    result: tuple[Any, ...]
+    metrics: dict[str, list[float]]  # what TRL counted that the trainer side cannot count again
 
     def group(
-        self, job: Job, rows: slice, version: int, token_versions: list[list[int]] | None = None
+        self, job: Job, part: slice, version: int, token_versions: list[list[int]] | None = None
     ) -> GeneratedGroup:
+        prompt_ids, completion_ids, tool_masks, completions, logprobs, *_ = self.result
+        if logprobs is None:
+            raise UnsupportedError("rollout_func returned no log-probabilities ('logprobs'); they are needed here.")
         environments = self.trainer.environments
         state = copy.copy(self.trainer.state)
         state.global_step = version
         return GeneratedGroup(
             job=job,
             version=min(chain.from_iterable(token_versions or ()), default=version),
-            rows=self.rows[rows],
-            prompts=self.prompts[rows],
-            completions=self.completions[rows],
-            prompt_ids=self.prompt_ids[rows],
-            completion_ids=self.ids[rows],
-            logprobs=self.logprobs[rows],
+            rows=self.rows[part],
+            prompts=self.prompts[part],
+            completions=completions[part],
+            prompt_ids=prompt_ids[part],
+            completion_ids=completion_ids[part],
+            logprobs=logprobs[part],
             token_versions=token_versions,
-            tool_masks=self.tool_masks[rows] if self.tool_masks is not None else None,
-            environments=environments[rows] if environments is not None else None,
+            tool_masks=tool_masks[part] if tool_masks is not None else None,
+            environments=environments[part] if environments is not None else None,
             state=state,
-            metrics=_own_metrics(self.trainer),
+            metrics=self.metrics,
         )
 
 
-def _repeated(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+def _rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """Each job's row, once per completion."""
     return [dict(job.row) for job in jobs for _ in range(job.num_generations)]
 
 
-def _prompts(jobs: Sequence[Job]) -> list[Any]:
-    return [job.row["prompt"] for job in jobs for _ in range(job.num_generations)]
-
-
-def _rows_of(jobs: Sequence[Job]) -> list[slice]:
+def _parts(jobs: Sequence[Job]) -> list[slice]:
     """Where each job's completions are in a batch of all of them."""
     ends = accumulate(job.num_generations for job in jobs)
     return [slice(end - job.num_generations, end) for job, end in zip(jobs, ends, strict=True)]

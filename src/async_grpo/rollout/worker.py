@@ -106,7 +106,7 @@ class Worker:
         self.statistics = WorkerStatistics()
 
     def run(self) -> None:
-        reminder = self._new_reminder()
+        reminder = None  # of what the worker waits for, while it does
         try:
             while not self._stop and self._run_goes_on():
                 if self._time_to_look():
@@ -117,10 +117,8 @@ class Worker:
                 for group in self._finish(sampled):
                     self._score(group)
                 self._publish_scored()
-                if self._sampling or self._scoring.busy:
-                    reminder = self._new_reminder()
-                else:
-                    self._wait(reminder)
+                busy = self._sampling or self._scoring.busy
+                reminder = None if busy else self._wait(reminder)
         finally:
             self._engine.close()  # the queue hands the jobs back when it is closed
 
@@ -184,12 +182,14 @@ class Worker:
         self._adopt_s += time.monotonic() - started
         if self._version is not None and self._version != before:
             activity.doing(GENERATING, version=self._version)
-            self.statistics.add("weight adoption", time.monotonic() - started)
+            self.statistics.adoption.add(time.monotonic() - started)
 
     # The four calls
 
     def _prepare(self) -> list[PreparedGroup]:
         """Start the claimed jobs that the adopted version may sample."""
+        if not self._held:
+            return []
         version = self._version
         ready = [claim for claim in self._held if version is not None and claim.job.min_version <= version]
         if not ready or (len(ready) < len(self._held) and not self._engine.joins):  # a batch is not divided
@@ -214,17 +214,14 @@ class Worker:
             self._busy_clock += (time.monotonic() - started) / groups
             activity.progress()
             for group in sampled:
-                self._sampled(group)
+                flight = self._sampling.pop(group.prepared.job.seq)
+                flight.busy_s += self._busy_clock
+                self.statistics.generation.add(time.monotonic() - flight.started)
+                if group.error is not None:
+                    self._failed(flight.claim.job.seq, "".join(traceback.format_exception(group.error)))
         if not self._sampling:
             self._policy.release()
         return [group for group in sampled if group.error is None]
-
-    def _sampled(self, group: SampledGroup) -> None:
-        flight = self._sampling.pop(group.prepared.job.seq)
-        flight.busy_s += self._busy_clock
-        self.statistics.add("generation", time.monotonic() - flight.started)
-        if group.error is not None:
-            self._failed(group.prepared.job.seq, "".join(traceback.format_exception(group.error)))
 
     def _finish(self, sampled: Sequence[SampledGroup]) -> list[GeneratedGroup]:
         return at_once(self._trl.finish, sampled, lambda group, error: self._failed(group.prepared.job.seq, error))
@@ -274,7 +271,7 @@ class Worker:
         if done:
             del self._started[claim.job.seq]
             self._queue_s = time.monotonic() - started
-            self.statistics.add("scoring", outcome.seconds)
+            self.statistics.scoring.add(outcome.seconds)
             self.statistics.jobs += 1
             activity.no_longer_has(claim.job.seq, done=True)
 
@@ -341,22 +338,21 @@ class Worker:
                 logger.warning("the parameter server is gone; waiting for it to come back (--resume)")
         return now - self._server_died_at < SERVER_WAIT_S
 
-    def _wait(self, reminder: Reminder) -> None:
+    def _wait(self, reminder: Reminder | None) -> Reminder:
         """Wait a moment for a job, or for the weights that a claimed job needs."""
+        reminder = reminder or Reminder(self._waiting_for, lambda: [SERVER])
         reminder.tick()
         if self._held:
             time.sleep(WEIGHTS_POLL_S)
         else:
             self._queue.wait(IDLE_WAKE_S, skip=self._better_left_to_others())
+        return reminder
 
     def _check_patience(self) -> None:
         if self._sampling:
             self._held_since = time.monotonic()
         elif self._held and time.monotonic() - self._held_since > WEIGHTS_WAIT_S:
             raise WaitTimeoutError(f"Timed out after {WEIGHTS_WAIT_S:.0f} s waiting for {self._waiting_for()}.")
-
-    def _new_reminder(self) -> Reminder:
-        return Reminder(self._waiting_for, lambda: [SERVER])
 
     def _waiting_for(self) -> str:
         if self._held:

@@ -131,7 +131,7 @@ def test_a_worker_sums_up_what_it_did() -> None:
     assert statistics.report().startswith("0 jobs, 0.00 jobs/s")
     statistics.jobs, statistics.failed = 3, 1
     for seconds in (0.1, 0.4, 0.1):
-        statistics.add("generation", seconds)
+        statistics.generation.add(seconds)
     assert "3 jobs (1 failed)" in statistics.report()
     assert "generation 0.1000/0.2000/0.4000 s (min/mean/max)" in statistics.report()
     assert "scoring" not in statistics.report()

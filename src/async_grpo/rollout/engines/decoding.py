@@ -70,7 +70,10 @@ class SamplingLoop:
         self.lengths_B = input_ids.new_zeros(rows)
         self._going_B = torch.ones(rows, dtype=torch.bool, device=input_ids.device)
         self._going = rows  # at the last look
-        self._open = _slices(group_sizes)  # groups that have not ended, by index
+        ends = accumulate(group_sizes)
+        self._open = {  # groups that have not ended, by index
+            index: slice(end - size, end) for index, (size, end) in enumerate(zip(group_sizes, ends, strict=True))
+        }
         self._batch = _Batch(model, input_ids, model_kwargs)
 
     @property
@@ -108,18 +111,16 @@ class SamplingLoop:
         scores_bV = logprobs_bV
         if self._processors:
             scores_bV = _processed(self._processors, self._sequences_BL[:, : self._place], self._batch)
-        sampled_b = _choose(scores_bV, self._do_sample)
+        if self._do_sample:
+            sampled_b = torch.multinomial(torch.softmax(scores_bV, dim=-1), num_samples=1)[:, 0]
+        else:
+            sampled_b = scores_bV.argmax(dim=-1)
         self.logprobs_BC[rows_b, column] = logprobs_bV.gather(1, sampled_b[:, None])[:, 0]
         sampled_b = torch.where(self._going_B[rows_b], sampled_b, self._pad)
         self.completions_BC[rows_b, column] = sampled_b
         self.lengths_B += self._going_B
         self._going_B &= ~self._criteria(self._sequences_BL[:, : self._place + 1], None)
         return sampled_b
-
-
-def _slices(sizes: Sequence[int]) -> dict[int, slice]:
-    ends = list(accumulate(sizes))
-    return {index: slice(end - size, end) for index, (size, end) in enumerate(zip(sizes, ends, strict=True))}
 
 
 class _Batch:
@@ -209,12 +210,6 @@ def _processed(processors: LogitsProcessorList, sequences_BL: Tensor, batch: _Ba
     scores_BV = logits_bV.new_zeros(len(sequences_BL), logits_bV.shape[1])
     scores_BV[batch.rows_b] = logits_bV
     return processors(sequences_BL, scores_BV)[batch.rows_b]
-
-
-def _choose(scores_bV: Tensor, do_sample: bool) -> Tensor:
-    if do_sample:
-        return torch.multinomial(torch.softmax(scores_bV, dim=-1), num_samples=1)[:, 0]
-    return scores_bV.argmax(dim=-1)
 
 
 def _make_room_in(cache: Cache | None) -> bool:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class TransformersEngine(BatchEngine):
         with torch.autocast(self._model.device.type, enabled=False):  # casts of the weights are kept until its end
             loop = self._begin(groups)
             while not loop.ended:
-                with self._inference():
+                with torch.no_grad(), self._autocast():
                     ended = loop.step()
                 yield [_completions(groups[index], loop, rows) for index, rows in ended.items()]
 
@@ -67,7 +67,7 @@ class TransformersEngine(BatchEngine):
             pad_token_id=self._pad_token_id,
             group_sizes=[len(group.prompt_ids) for group in groups],
         )
-        with self._inference():
+        with self._autocast():
             begun = self._model.generate(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -76,11 +76,6 @@ class TransformersEngine(BatchEngine):
             )
         assert isinstance(begun, SamplingLoop)
         return begun
-
-    @contextmanager
-    def _inference(self) -> Iterator[None]:
-        with torch.no_grad(), self._autocast():
-            yield
 
     def _left_padded(self, prompt_ids: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
         longest = max(len(ids) for ids in prompt_ids)
@@ -92,12 +87,8 @@ class TransformersEngine(BatchEngine):
 
 def _completions(group: PreparedGroup, loop: SamplingLoop, rows: slice) -> SampledGroup:
     lengths = loop.lengths_B[rows].tolist()
-    return SampledGroup(
-        prepared=group,
-        token_ids=_cut(loop.completions_BC[rows, : max(lengths)], lengths),
-        logprobs=_cut(loop.logprobs_BC[rows, : max(lengths)], lengths),
+    token_ids, logprobs = (
+        [row[:length] for row, length in zip(padded_BC[rows, : max(lengths)].tolist(), lengths, strict=True)]
+        for padded_BC in (loop.completions_BC, loop.logprobs_BC)
     )
-
-
-def _cut(padded_BC: Tensor, lengths: Sequence[int]) -> list[list[Any]]:
-    return [row[:length] for row, length in zip(padded_BC.tolist(), lengths, strict=True)]
+    return SampledGroup(prepared=group, token_ids=token_ids, logprobs=logprobs)

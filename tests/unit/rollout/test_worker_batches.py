@@ -1,0 +1,144 @@
+"""The loop of a worker whose engine samples batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from worker_fakes import FakeEngine, Setting, job
+
+from async_grpo.errors import GeneratorError
+from async_grpo.records import Job
+from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.engines.batch import BatchEngine, Decoding
+from async_grpo.rollout.worker import once_issued
+
+
+class FakeBatchEngine(BatchEngine):
+    """Group `n` takes `lengths[n]` steps; each token is the version that the policy adopted."""
+
+    def __init__(self, lengths: dict[int, int], breaks: int | None = None) -> None:
+        super().__init__(most_groups=4)
+        self.lengths, self.breaks = lengths, breaks
+        self.batches: list[list[int]] = []
+        self.policy = FakePolicy()
+        self.after_step: Callable[[], None] = lambda: None
+
+    def follow(self, weights: Any) -> FakePolicy:
+        self.policy.weights = weights
+        return self.policy
+
+    def _decode(self, groups: Sequence[PreparedGroup]) -> Decoding:
+        self.batches.append([group.job.seq for group in groups])
+        if any(group.job.seq == self.breaks for group in groups):
+            raise RuntimeError("a token that there is not")
+        for step in range(1, 1 + max(self.lengths[group.job.seq] for group in groups)):
+            assert self.policy.held, "the weights are read"
+            self.after_step()
+            ended = [group for group in groups if self.lengths[group.job.seq] == step]
+            yield [
+                SampledGroup(prepared=group, token_ids=[[group.version]] * 2, logprobs=[[-0.5]] * 2) for group in ended
+            ]
+
+
+class FakePolicy:
+    weights: Any = None
+    held = False
+    adopted = 0
+
+    def adopt(self, in_use: Any = ()) -> int | None:
+        assert not in_use, "a batch is sampled by one version"
+        self.held = True
+        self.adopted += 1
+        return self.weights.version
+
+    def release(self) -> None:
+        self.held = False
+
+
+def batch_setting(tmp_path: Path, jobs: list[Job], engine: FakeBatchEngine, **options: Any) -> Setting:
+    return Setting(tmp_path, jobs, FakeEngine(), batch_engine=engine, **options)
+
+
+def test_a_batch_is_claimed_sampled_and_released_as_one(tmp_path: Path) -> None:
+    engine = FakeBatchEngine({seq: 1 + seq for seq in range(6)})
+    setting = batch_setting(tmp_path, [job(seq) for seq in range(6)], engine)
+    assert sorted(setting.run()) == list(range(6))
+    assert engine.batches == [[0, 1, 2, 3], [4, 5]]
+    assert not engine.policy.held
+
+
+def test_a_group_is_published_while_others_of_its_batch_are_sampled(tmp_path: Path) -> None:
+    engine = FakeBatchEngine({0: 1, 1: 10**9})
+    setting = batch_setting(tmp_path, [job(0), job(1)], engine)
+
+    def end() -> None:
+        if setting.queue.completed:
+            setting.goes_on = False
+            setting.worker._check_run_at = 0.0
+
+    engine.after_step = end
+    assert sorted(setting.run()) == [0]
+    assert engine.batches == [[0, 1]]
+
+
+def test_a_batch_waits_for_the_newest_version_that_one_of_its_jobs_needs(tmp_path: Path) -> None:
+    engine = FakeBatchEngine({0: 1, 1: 1})
+    setting = batch_setting(tmp_path, [job(0), job(1, min_version=3)], engine)
+    def publish() -> bool:
+        assert not engine.policy.held, "released between two looks"
+        setting.weights.version = min(3, (setting.weights.version or 0) + 1)
+        return True
+
+    setting.queue.served = publish  # type: ignore[method-assign]
+    groups = setting.run()
+    assert engine.batches == [[0, 1]]
+    assert {group.policy_version for group in groups.values()} == {3}
+
+
+def test_an_error_in_a_batch_costs_the_group_that_it_belongs_to(tmp_path: Path) -> None:
+    engine = FakeBatchEngine({0: 1, 1: 1, 2: 1}, breaks=1)
+    setting = batch_setting(tmp_path, [job(0), job(1), job(2)], engine)
+    assert sorted(setting.run()) == [0, 2]
+    assert engine.batches == [[0, 1, 2], [0], [1], [2]]
+    ((seq, error),) = setting.queue.failed
+    assert seq == 1 and "a token that there is not" in error
+
+
+def test_an_engine_that_is_broken_ends_the_worker_and_no_job_fails(tmp_path: Path) -> None:
+    def broken() -> None:
+        raise GeneratorError("the server is gone")
+
+    engine = FakeBatchEngine({0: 3})
+    engine.after_step = broken
+    setting = batch_setting(tmp_path, [job(0)], engine)
+    with pytest.raises(GeneratorError, match="is gone"):
+        setting.run()
+    assert setting.queue.failed == []
+
+
+def test_deterministic_batches_are_of_one_group(tmp_path: Path) -> None:
+    engine = FakeBatchEngine({0: 2, 1: 2})
+    setting = batch_setting(tmp_path, [job(0), job(1)], engine, deterministic=True, groups_per_claim=4)
+    assert sorted(setting.run()) == [0, 1]
+    assert engine.batches == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("looks", "found"),
+    [
+        ([0], 0),  # nothing to wait for
+        ([16], 16),
+        ([20], 20),
+        ([3, 9, 16], 16),  # a round is being issued
+        ([3, 9, 14, 14], 14),  # a part of one
+        ([3, 3], 3),
+        ([3, 1], 1),  # another worker was there
+    ],
+)
+def test_a_round_that_is_being_issued_is_waited_for(looks: list[int], found: int) -> None:
+    left = iter(looks)
+    assert once_issued(lambda: next(left), enough=16) == found
+    assert list(left) == [], "looked as often as there was reason to"

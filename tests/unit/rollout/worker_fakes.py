@@ -1,0 +1,228 @@
+"""A worker over fakes: its queue, its weights, TRL, and an engine that writes one token a step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from engines import job as make_job
+
+from async_grpo.queue import Claim
+from async_grpo.queue.names import PROCESSING, JobName
+from async_grpo.records import Job, RolloutGroup, WorkerId
+from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.engines.continuous import Chunk, ContinuousEngine
+from async_grpo.rollout.trl_trainer import GeneratedGroup, Scores
+from async_grpo.rollout.worker import Worker, WorkerContext
+from async_grpo.settings import WorkerSettings
+
+TOKENS = 6  # of a completion; a prompt [n] may ask for more
+ENDLESS = 10**9
+REWRITTEN = [7]  # prompt of a group whose completions the user's code changes
+
+
+class FakeEngine:
+    """Writes the version of its weights as every token."""
+
+    def __init__(self, *, versions_at_once: int = 1, delta: bool = False) -> None:
+        self.versions_at_once = versions_at_once
+        self.max_num_seqs = 8
+        self.version = -1
+        self.loads: list[tuple[int, tuple[int, ...]]] = []  # version, versions in use
+        self.open: dict[str, list[Any]] = {}  # request -> [version or None, prompt, tokens so far]
+        self.delta = delta
+        self.seeds: list[int | None] = []
+        self.most = 0
+        self.before_step: Callable[[int], None] = lambda step: None
+        self.steps = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.open)
+
+    def submit(self, request_id: str, prompt_ids: list[int], *, seed: int | None, version: int) -> None:
+        if prompt_ids == [-1]:
+            raise ValueError("the prompt is too long")
+        self.seeds.append(seed)
+        self.open[request_id] = [version, prompt_ids[0], 0]
+        self.most = max(self.most, len(self.open))
+
+    def step(self) -> list[Chunk]:
+        self.steps += 1
+        self.before_step(self.steps)
+        chunks = []
+        for request, state in list(self.open.items()):
+            state[2] += 1
+            finished = state[2] >= max(TOKENS, state[1])
+            if finished:
+                del self.open[request]
+            count = 1 if self.delta else state[2]
+            if self.delta or finished:
+                token = self.version if self.delta or self.versions_at_once == 1 else state[0]
+                chunks.append(Chunk(request, [token] * count, [-0.5] * count, finished))
+        return chunks
+
+    def abort(self, request_ids: list[str]) -> None:
+        for request in request_ids:
+            self.open.pop(request, None)
+
+    def load(self, tensors: Any, version: int, in_use: Any = ()) -> None:
+        assert self.delta or self.versions_at_once > 1 or not self.open, "weights changed under running requests"
+        self.version = version
+        self.loads.append((version, tuple(sorted(in_use))))
+
+
+class FakeWeights:
+    generation = "one"
+
+    def __init__(self) -> None:
+        self.version: int | None = 0
+
+    @contextmanager
+    def lease(self) -> Iterator[Any]:
+        yield SimpleNamespace(items=dict, version=self.version, generation=self.generation)
+
+
+class FakeQueue:
+    name, device = "dev1", 1
+
+    def __init__(self, jobs: list[Job]) -> None:
+        self.waiting = list(jobs)
+        self.completed: list[RolloutGroup] = []
+        self.failed: list[tuple[int, str]] = []
+        self.handed_back: list[int] = []
+        self.workers = 1
+        self.on_idle: Callable[[], None] = lambda: None
+
+    def claim(self, limit: int, skip: Any = ()) -> list[Claim]:
+        taken, self.waiting = self.waiting[:limit], self.waiting[limit:]
+        return [Claim(job, 0, JobName(job.seq, 0, PROCESSING, WorkerId(1))) for job in taken]
+
+    def complete(self, claim: Claim, group: RolloutGroup) -> None:
+        self.completed.append(group)
+
+    def fail(self, claim: Claim, error: str) -> None:
+        self.failed.append((claim.job.seq, error))
+
+    def hand_back(self, claim: Claim) -> None:
+        self.handed_back.append(claim.job.seq)
+
+    def pending(self) -> int:
+        return len(self.waiting)
+
+    def served(self) -> bool:
+        return True
+
+    def alive_workers(self) -> int:
+        return self.workers
+
+    def wait(self, timeout_s: float, skip: Any = ()) -> bool:
+        self.on_idle()
+        return False
+
+
+class FakeTRL:
+    """The prompts are in the row; `samples_whole` decides whether TRL asks for their tokens itself."""
+
+    def __init__(self, *, samples_whole: bool) -> None:
+        self.samples_whole = samples_whole
+        self.trainer = SimpleNamespace(reward_func_names=("reward",), environment_factories=None)
+        self.finish_each: Callable[[SampledGroup], None] = lambda sampled: None
+
+    def fork(self) -> FakeTRL:
+        return copy.copy(self)
+
+    def prepare(self, jobs: Sequence[Job], version: int) -> list[PreparedGroup]:
+        return [PreparedGroup(job=job, version=version, prompt_ids=prompts_of(job)) for job in jobs]
+
+    def finish(self, sampled: Sequence[SampledGroup]) -> list[GeneratedGroup]:
+        for group in sampled:
+            self.finish_each(group)
+        return [made(one.prepared.job, one.prepared.version, one.token_ids, one.versions) for one in sampled]
+
+    def generate(self, jobs: Sequence[Job], version: int, sample: Any) -> list[GeneratedGroup]:
+        groups = []
+        for job in jobs:
+            ids, _ = sample(prompts_of(job))
+            if job.row["ids"] == REWRITTEN:
+                ids[0][0] = 99
+            groups.append(made(job, version, ids, None))
+        return groups
+
+    def score(self, group: GeneratedGroup) -> Scores:
+        return Scores(rewards=torch.zeros(2, 1), metrics={}, extra_columns={})
+
+
+def prompts_of(job: Job) -> list[list[int]]:
+    return [list(job.row["ids"]) for _ in range(job.num_generations)]
+
+
+def made(job: Job, version: int, ids: list[list[int]], versions: list[list[int]] | None) -> GeneratedGroup:
+    size = job.num_generations
+    return GeneratedGroup(
+        job=job,
+        version=min((number for row in versions or () for number in row), default=version),
+        rows=[job.row] * size,
+        prompts=["p"] * size,
+        completions=["c"] * size,
+        prompt_ids=prompts_of(job),
+        completion_ids=ids,
+        logprobs=[[-0.5] * len(row) for row in ids],
+        token_versions=versions,
+        tool_masks=None,
+        environments=None,
+        state=None,
+        metrics={},
+    )
+
+
+def job(seq: int, tokens: int = TOKENS, min_version: int = 0) -> Job:
+    return make_job(seq, row={"ids": [tokens]}, min_version=min_version)
+
+
+class Setting:
+    """A worker over fakes, which ends when the queue is idle and everything came back, unless the test says more."""
+
+    samples_whole = True
+
+    def __init__(self, tmp_path: Path, jobs: list[Job], engine: FakeEngine, **options: Any) -> None:
+        (tmp_path / "alive").mkdir()
+        self.engine, self.weights, self.queue = engine, FakeWeights(), FakeQueue(jobs)
+        self.goes_on = True
+        self.queue.on_idle = self.end
+        state = SimpleNamespace(state="running")
+        settings = WorkerSettings(groups_per_claim=options.pop("groups_per_claim", None))
+        deterministic = options.pop("deterministic", False)
+        self.trl = FakeTRL(samples_whole=self.samples_whole)
+        context = WorkerContext(
+            trl=self.trl,  # type: ignore[arg-type]
+            queue=self.queue,  # type: ignore[arg-type]
+            weights=self.weights,  # type: ignore[arg-type]
+            run=SimpleNamespace(root=tmp_path, read_state=lambda: state if self.goes_on else None),  # type: ignore[arg-type]
+            stop=options.pop("stop", False),
+            settings=settings,
+            deterministic=deterministic,
+        )
+        in_flight_update = options.pop("in_flight_update", False)
+        continuous = ContinuousEngine(
+            engine, group_size=2, in_flight_update=in_flight_update, deterministic=deterministic
+        )
+        self.worker = Worker(context, options.pop("batch_engine", continuous))
+
+    def end(self) -> None:
+        self.goes_on = False
+
+    def end_long_ones(self, when_done: int) -> None:
+        """Let every completion end once so many groups have come back."""
+        if len(self.queue.completed) == when_done:
+            for state in self.engine.open.values():
+                state[1] = 0
+
+    def run(self) -> dict[int, RolloutGroup]:
+        self.worker.run()
+        return {group.job.seq: group for group in self.queue.completed}
