@@ -87,6 +87,7 @@ def test_a_group_is_published_while_others_of_its_batch_are_sampled(tmp_path: Pa
 def test_a_batch_waits_for_the_newest_version_that_one_of_its_jobs_needs(tmp_path: Path) -> None:
     engine = FakeBatchEngine({0: 1, 1: 1})
     setting = batch_setting(tmp_path, [job(0), job(1, min_version=3)], engine)
+
     def publish() -> bool:
         assert not engine.policy.held, "released between two looks"
         setting.weights.version = min(3, (setting.weights.version or 0) + 1)
