@@ -1,4 +1,5 @@
-"""Starting a run's processes on one machine, watching, restarting and ending them, and the terminal meanwhile.
+"""Runs the processes of a run on one machine: command lines (`launcher`), the terminal (`screen`), and a supervisor.
 
-What the processes do is in `async_grpo.roles`. Start with `launcher`.
+`supervisor` starts, watches, restarts and ends processes, and knows nothing of a run. What the processes do is in
+`async_grpo.roles`. Start with `launcher`.
 """
