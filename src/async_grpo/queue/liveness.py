@@ -40,14 +40,14 @@ def worker_lock(root: Path, worker: WorkerId) -> KernelLock:
 
 
 def live_workers(root: Path) -> list[WorkerState]:
-    """Workers that are alive now, by number.
+    """Workers that are alive now, by number; none where there is no queue.
 
     A server that tidies up after a dead worker is not taken for it.
     """
     server = (server_lock(root).holder() or {}).get("pid")
     states = []
-    for entry in sorted((root / "alive").iterdir()):
-        worker = WorkerId.parse(entry.stem) if entry.suffix == ".lock" else None
+    for entry in (root / "alive").glob("*.lock"):
+        worker = WorkerId.parse(entry.stem)
         holder = KernelLock(entry).holder() if worker else None
         if worker is None or holder is None or (holder["pid"] == server and "torch_device" not in holder):
             continue

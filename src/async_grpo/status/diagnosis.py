@@ -33,7 +33,7 @@ def state_of(run: RunDir) -> RunState:
     state = run.read_state()
     if state is not None:
         return state
-    if (run.root / "alive").is_dir() and (waiting := live_workers(run.root)):
+    if waiting := live_workers(run.root):
         names = ", ".join(worker.name for worker in waiting)
         raise RunDirError(
             f"{run.root} holds no run yet: {names} wait for a parameter server. Start one with the same --run-dir."

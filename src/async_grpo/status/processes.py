@@ -92,11 +92,10 @@ def _alive(run: RunDir, now: float) -> dict[str, ActivityRecord]:
     holder = server_lock(run.root).holder()
     if holder is not None and holder.get("role") == "parameter server":
         found[SERVER] = ActivityRecord(name=SERVER, pid=int(holder["pid"]), since_s=now, progress_s=now)
-    if (run.root / "alive").is_dir():
-        for worker in live_workers(run.root):
-            found[worker.name] = ActivityRecord(
-                name=worker.name, pid=worker.pid, device=worker.torch_device, since_s=now, progress_s=now
-            )
+    for worker in live_workers(run.root):
+        found[worker.name] = ActivityRecord(
+            name=worker.name, pid=worker.pid, device=worker.torch_device, since_s=now, progress_s=now
+        )
     return found
 
 

@@ -49,10 +49,9 @@ def run_processes(run: RunDir) -> Iterator[RunProcess]:
             if _has_open(pid, path):
                 yield RunProcess(path.stem, pid, partial(_has_open, pid, path), path)
                 break  # its forked children have the file open as well
-    if (run.root / "alive").is_dir():
-        for worker in live_workers(run.root):
-            lock = worker_lock(run.root, worker.id)
-            yield _holder(worker.name, worker.pid, lock, run.worker_stacks(worker.id))
+    for worker in live_workers(run.root):
+        lock = worker_lock(run.root, worker.id)
+        yield _holder(worker.name, worker.pid, lock, run.worker_stacks(worker.id))
 
 
 def _holder(name: str, pid: int, lock: KernelLock, stacks: Path) -> RunProcess:
