@@ -7,7 +7,7 @@
 The script runs a parameter server and one worker on the CPU (a random model, a real queue directory, real shared
 weights, default settings except `--max-staleness 0`), records every call with `sys.setprofile`, and follows the groups
 of some rounds in the middle, each the only group under way. Functions that all of these groups pass count, in the order
-of the first group; what a process does only now and then, such as to look whether the run has ended, does not count.
+of the group that passes fewest. Periodic work, such as the check whether the run has ended, does not count.
 
 The first part, "the rollout", has
 * the function that creates the `Job`, and every call that it makes (to submit the job, for example);
@@ -49,10 +49,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src"
 PAGE = ROOT / "docs" / "design.md"
 MOST_FUNCTIONS, MOST_FILES = 80, 22
-STEPS = 9
-FOLLOWED = range(2, 8)  # sequence numbers: one group a round
+STEPS = 14
+FOLLOWED = range(2, 12)  # sequence numbers: one group a round
 DEADLINE_S = 240.0
-REWARD_S = 0.05  # longer than the worker's loop takes to come round
+REWARD_S = 0.01  # longer than the worker's loop takes to come round
 
 CREATED, SUBMITTED, CLAIMED, REWARDED, PUBLISHED, TAKEN = (
     "created", "submitted", "claimed", "rewarded", "published", "taken"
@@ -94,7 +94,12 @@ def get_trainer() -> Any:
         reward_funcs=sys.modules["__main__"].reward,  # of the program, not of its copy that is the setup file
         train_dataset=Dataset.from_dict({"prompt": ["one plus one is", "the sky is", "a cat says"]}),
         args=small_config(
-            "checkpoints", max_steps=STEPS, per_device_train_batch_size=4, num_generations=4, save_strategy="no"
+            "checkpoints",
+            max_steps=STEPS,
+            per_device_train_batch_size=2,
+            num_generations=2,
+            max_completion_length=4,
+            save_strategy="no",
         ),
     )
 
@@ -294,8 +299,8 @@ def trainer(server: Process, seq: int) -> list[Function]:
 
 
 def common(ways: list[list[Function]]) -> list[Function]:
-    """The functions that are in all ways, in the order of the first."""
-    return [function for function in ways[0] if all(function in way for way in ways)]
+    """The functions that are in all ways, in the order of the shortest."""
+    return [function for function in min(ways, key=len) if all(function in way for way in ways)]
 
 
 def whole(calls: Iterable[Call]) -> list[Call]:

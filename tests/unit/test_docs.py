@@ -94,3 +94,15 @@ def test_every_place_to_look_is_where_the_table_says() -> None:
     for file, name in rows:
         defined = rf"^\s*(?:def|class) {name}\b|^{name}(?::.*)? = "
         assert re.search(defined, (ROOT / file).read_text(), re.MULTILINE), f"{file} does not define {name}"
+
+
+def test_every_module_that_a_page_names_exists() -> None:
+    folders = (ROOT, ROOT / "src", ROOT / "src" / "async_grpo", ROOT / "src" / "async_grpo_ipc")
+    missing = [
+        f"{page.name}: {path}"
+        for page in PAGES
+        if page.name != "CHANGELOG.md"
+        for path in re.findall(r"`((?:\w+/)+\w+\.(?:py|sh))`", page.read_text())
+        if "NAME" not in path and not any((folder / path).is_file() for folder in folders)
+    ]
+    assert not missing
