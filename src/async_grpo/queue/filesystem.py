@@ -27,10 +27,10 @@ class Files(Protocol):
     """What the queue asks of a file system. Every method raises `OSError` as the system call does."""
 
     def names(self, folder: str) -> list[str]:
-        """Names in a folder, in no order. A file that is renamed meanwhile may be missing or there twice."""
+        """Names in a folder, in no order. A file that is renamed during the call may be missing or there twice."""
 
     def read(self, path: str) -> bytearray:
-        """The whole file; `BadFileError` if it is no regular file of ours or too large."""
+        """The whole file; `BadFileError` if it is not a regular file of ours, or too large."""
 
     def create(self, path: str, data: bytes) -> None:
         """Write a new file; fails if the path exists."""
@@ -51,7 +51,7 @@ class Files(Protocol):
         """Make a folder, 0700; nothing happens if it exists."""
 
     def close(self) -> None:
-        """Nothing is asked of it any more."""
+        """Release what it holds; it is not used afterwards."""
 
 
 class OsFiles:
@@ -78,7 +78,7 @@ class OsFiles:
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise BadFileError("it is no regular file")
+                raise BadFileError("it is not a regular file")
             if status.st_uid != os.geteuid():
                 raise BadFileError(f"it belongs to user {status.st_uid}")
             if status.st_size > MAX_FILE_BYTES:
@@ -139,7 +139,7 @@ def _read_all(fd: int, size: int) -> bytearray:
 
 
 def prepare_root(root: Path) -> None:
-    """Make the queue's folders, 0700, and prove that nobody else can change them.
+    """Make the queue's folders, 0700, and check that no other user can change them.
 
     `RunDirError` says what is wrong.
     """

@@ -71,7 +71,7 @@ def counts_of(jobs: Iterable[JobName], aside: Iterable[SetAside]) -> QueueCounts
 
 
 def open_jobs(root: Path) -> list[JobName]:
-    """Job files of queue/, oldest job first. Files that are renamed meanwhile may be missed, as in `ls`."""
+    """Job files of queue/, oldest job first. Files that are renamed during the call may be missed, as in `ls`."""
     with closing(OsFiles(root)) as files:
         return sorted(job_files(files)) if files.exists("queue") else []
 

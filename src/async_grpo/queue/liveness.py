@@ -1,7 +1,8 @@
-"""Which workers are alive, and what happens the moment one dies.
+"""Which workers are alive, and the event of a worker's death.
 
-A worker is alive while it holds its file `alive/NAME.lock`: the kernel's word, no heartbeat, no clock. Its death is
-an event (a pidfd becomes readable), so that its jobs are pending again within milliseconds and nobody polls.
+A worker is alive while it holds its file `alive/NAME.lock`: the kernel
+decides, without heartbeats or clocks. Its death is an event (a pidfd becomes readable), so its jobs are pending again
+within milliseconds, without polling.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ def live_workers(root: Path) -> list[WorkerState]:
 
 
 class Reaper:
-    """A thread of the server that calls `recover` when a worker dies, and then `tell`."""
+    """A thread of the server that calls `recover` when a worker dies, and then `notify`."""
 
-    def __init__(self, root: Path, recover: Callable[[], list[int]], tell: Callable[[], None]) -> None:
-        self._root, self._recover, self._tell = root, recover, tell
+    def __init__(self, root: Path, recover: Callable[[], list[int]], notify: Callable[[], None]) -> None:
+        self._root, self._recover, self._notify = root, recover, notify
         self._watch = DirectoryWatch({root / "alive": IN_CREATE | IN_MODIFY})
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._pidfds: dict[tuple[WorkerId, int], int] = {}  # (worker, pid) -> pidfd, or -1 if there is none
@@ -69,7 +70,7 @@ class Reaper:
         self._thread.start()
 
     def raise_error(self) -> None:
-        """What ended the thread, if anything did: nobody would recover jobs without it."""
+        """Raise the error that ended the thread, if there was one: without the thread no job is recovered."""
         if self._error is not None:
             raise QueueError(f"The thread that recovers jobs of dead workers ended: {self._error}") from self._error
 
@@ -83,10 +84,10 @@ class Reaper:
         try:
             while self._wait_for_a_death():
                 if self._recover():
-                    self._tell()
+                    self._notify()
         except Exception as error:  # noqa: BLE001 - a thread has no caller: kept and raised in the main thread
             self._error = error
-            self._tell()
+            self._notify()
         finally:
             for pidfd in self._pidfds.values():
                 _close(pidfd)
@@ -101,7 +102,7 @@ class Reaper:
         if self._stop in woken.ready:
             return False
         if woken.ready:
-            self._tell()
+            self._notify()
         return True
 
     def _follow(self, workers: set[tuple[WorkerId, int]]) -> bool:

@@ -5,12 +5,12 @@
     queue/0000000042.a00_complete_from_dev1.safetensors   generated and scored
     done/0000000/0000000042.a00_complete_from_dev1.safetensors    the trainer has taken it
     done/0000000/0000000042.a01_duplicate_from_dev2.safetensors   a second result, never used
-    quarantine/0000000043.a02_failed.safetensors          given up, with a .reason beside it
+    quarantine/0000000043.a02_failed.safetensors          given up, with a .reason
     quarantine/0000000043.a02_retried.safetensors         it was given up, the resumed run tries it once more
     quarantine/0000000044.a00_broken_pending.safetensors  an unusable file, with a .reason
 
-`a00` is the attempt. Names sort in the order of submission; modification times tie and lie. Whatever does not
-match in full is not ours and is left alone.
+`a00` is the attempt. Names sort in the order of submission; modification times tie and lie. Other
+files are not ours and are left alone.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class ServerQueue:
         return queue
 
     def close(self) -> None:
-        """Stop being the server. The files stay as they are, workers go on with what they have."""
+        """Stop being the server. The files stay as they are, workers continue with what they have."""
         if self._death < 0:
             return
         if self._reaper is not None:
@@ -203,7 +203,7 @@ class ServerQueue:
             return None
         except BadFileError as error:
             self._moves.set_aside(entry, BROKEN, f"{entry}: {error}\n")
-            if entry.seq in self._open:  # nobody waits for what is given up
+            if entry.seq in self._open:  # a job that was given up has no files to look for
                 self._look_for(entry.seq)
             return None
         if not self._done.add(entry):
@@ -321,7 +321,7 @@ class ServerQueue:
     def _exists_anywhere(self, seq: int) -> bool:
         """By direct looks at every name that the job can have.
 
-        Twice, because it may move from one to another meanwhile.
+        Twice, because it may move from one to another between two looks.
         """
         first = self._open[seq].attempt
         attempts = range(first, first + self._max_attempts + 1)
@@ -341,6 +341,6 @@ class ServerQueue:
 
 
 def _asks_the_same(made: Job, issued: Job) -> bool:
-    """Whether two jobs agree in all but their versions, which a resumed run sets anew."""
+    """Whether two jobs agree in all but their versions, which a resumed run sets again."""
     made = replace(made, born_version=issued.born_version, min_version=issued.min_version)
     return made == issued or json.dumps(asdict(made)) == json.dumps(asdict(issued))  # NaN does not equal NaN

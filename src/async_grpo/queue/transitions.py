@@ -72,7 +72,7 @@ class Moves:
             self.files.sync(to.rpartition("/")[0])
 
     def move(self, path: str, to: str) -> bool:
-        """One rename; False if `path` is gone, because someone else was faster."""
+        """One rename; False if `path` is gone, because another process was faster."""
         try:
             self.files.rename(path, to)
         except FileNotFoundError:
@@ -91,7 +91,7 @@ class Moves:
         return True
 
     def clear_temporaries(self, owner: str) -> None:
-        """Remove what a dead `owner` left half-written. Whoever calls this holds the owner's lock."""
+        """Remove what a dead `owner` left half-written. The caller holds the owner's lock."""
         folder = f"tmp/{owner}"
         for entry in self.files.names(folder) if self.files.exists(folder) else ():
             self.drop(f"{folder}/{entry}")
@@ -103,10 +103,7 @@ class Moves:
         return self.move(f"queue/{name}", f"quarantine/{target}")
 
     def try_again(self, claim: JobName, max_attempts: int, reason: str) -> bool:
-        """A try failed: the job is pending again with the next attempt, or given up.
-
-        True if it is pending.
-        """
+        """After a failed attempt: make the job pending with the next one (True), or give it up (False)."""
         if claim.attempt + 1 >= max_attempts:
             self.set_aside(claim, FAILED, reason)
             return False
@@ -117,11 +114,10 @@ class Moves:
         return sorted({name.worker for name in self.listing() if name.state == PROCESSING and name.worker})
 
     def release_claims(self, worker: WorkerId, max_attempts: int, *, counts: bool, reason: str) -> list[int]:
-        """The jobs of a worker that is dead are pending again; returns their sequence numbers.
+        """Make the jobs of a dead worker pending again; returns their sequence numbers. The caller holds its lock.
 
-        Whoever calls this holds that worker's lock. `counts` says whether the death counts as an attempt: it
-        does not when the whole run was down. A worker dies between publishing a result and dropping its
-        claim, too: then the result counts.
+        counts: whether the death counts as an attempt; it does not when the whole run was down. A worker that died
+        between publishing a result and dropping its claim has done the job.
         """
         self.clear_temporaries(str(worker))
         released = []

@@ -1,12 +1,12 @@
 """What wakes workers and the server: a named pipe with the names of new jobs, and watches of directories.
 
-A directory can be watched, but then every rename in it wakes every idle worker, three times a job, for one of
-them to have it. Whoever makes a job pending writes its name into the pipe as well: that wakes one worker
-(EPOLLEXCLUSIVE), which need not list the directory to find the job, and tries no job that another one has.
+The server, of which there is one, watches directories. If idle workers did, every rename would wake all of them, three
+times a job, for one of them to have it. So the process that makes a job pending also writes its name into the pipe.
+That wakes one worker (EPOLLEXCLUSIVE), which finds the job without a listing.
 
-The pipe only ever says where to look. A name may be stale, be lost with a worker that was killed while it had
-read it, or never have been written, by a person who moved a file by hand. So a worker looks at the directory when
-the pipe is empty, and once in a while although it is not; and the pipe may be deleted at any time.
+The pipe is only a hint. A name may be stale; it may be lost with a worker that was killed after reading it; a person
+who moves a file by hand writes none. So a worker looks at the directory when the pipe is empty, and regularly even if
+it is not. The pipe may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class JobPipe:
         self._open()
 
     def announce(self, names: Iterable[str]) -> None:
-        """Wake a sleeper for each of these. A pipe that is full, with 4,096, is told no more."""
+        """Wake one sleeping worker for each of these names. A full pipe, with 4,096 names, takes no more."""
         self._reopen_if_deleted()
         if self._fd >= 0:
             with suppress(OSError):
@@ -50,7 +50,7 @@ class JobPipe:
                     os.write(self._fd, f"{name:<15}\n".encode())
 
     def take(self, at_most: int) -> list[str]:
-        """Names that nobody else has taken, as they were announced; they may be stale."""
+        """Names that no other worker has taken, in the order in which they were announced; they may be stale."""
         if self._fd < 0:
             return []
         try:
@@ -59,7 +59,7 @@ class JobPipe:
             return []
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until there is a name to take. False when the time is over, or earlier where there is no pipe."""
+        """Sleep until there is a name to take. False after `timeout_s`, or earlier where there is no pipe."""
         self._reopen_if_deleted()
         if self._fd < 0:
             time.sleep(min(timeout_s, BLIND_LOOK_S))
@@ -78,7 +78,7 @@ class JobPipe:
             self._fd = -1
 
     def _open(self) -> None:
-        """Make or find the pipe. What is there and is no pipe of ours is not used."""
+        """Make or open the pipe. A file of another kind or another user at its path is not used."""
         with suppress(OSError):
             with suppress(FileExistsError):
                 os.mkfifo(self._path, 0o600)

@@ -54,8 +54,7 @@ class WorkerQueue:
 
         `QueueError` names the process that has the number already.
 
-        device: what it computes on, e.g. `cuda:1`; for people to read. May be called before there is a
-        server.
+        device: what it computes on, e.g. `cuda:1`; for people to read. May be called before there is a server.
         durable: every result is on the disk before its claim is dropped: a power cut costs no generated group.
         """
         root = Path(root)
@@ -111,7 +110,7 @@ class WorkerQueue:
 
         skip: sequence numbers to leave to others, e.g. jobs that this worker handed back.
 
-        `DiskFullError` if the oldest file is unusable and there is no room to say so: nothing was claimed.
+        `DiskFullError` if the oldest file is unusable and there is no room to say so; then nothing was claimed.
         """
         self._lock.require()
         claims: list[Claim] = []
@@ -133,8 +132,7 @@ class WorkerQueue:
         self._claims.pop(claim.job.seq, None)
 
     def fail(self, claim: Claim, error_text: str) -> None:
-        """The job could not be done: pending again with the next attempt, or given up with `error_text`
-        beside it.
+        """The job could not be done: pending again with the next attempt, or given up with `error_text` as its reason.
 
         `DiskFullError` if the text finds no room: the claim is kept, call again.
         """

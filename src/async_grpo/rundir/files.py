@@ -24,7 +24,7 @@ def room_for(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        raise DiskFullError(f"The disk is full: no room for {path}. Make room, then go on with --resume.") from error
+        raise DiskFullError(f"The disk is full: no room for {path}. Make room, then continue with --resume.") from error
 
 
 def write_json(path: Path, data: object) -> None:
@@ -41,7 +41,7 @@ def write_json(path: Path, data: object) -> None:
 
 @contextmanager
 def fresh_folder(path: Path) -> Iterator[Path]:
-    """An empty folder for as long as the block lasts. What a killed process left there before is removed, too."""
+    """Make an empty folder for as long as the block lasts. What a killed process left there is removed first."""
     if path.exists():
         shutil.rmtree(path)
     path.mkdir(mode=0o700, parents=True)
@@ -52,7 +52,7 @@ def fresh_folder(path: Path) -> Iterator[Path]:
 
 
 class LineFile:
-    """Appends to `path`. While the disk is full, lines wait in memory and nobody else has to.
+    """Appends to `path`. While the disk is full, lines wait in memory and the process continues.
 
     Half a line, which a crash or a power cut may have left, is cut off first.
     """
@@ -81,7 +81,7 @@ class LineFile:
         self._file.close()
 
     def _write(self) -> bool:
-        """Write what waits; False if there is no room for all of it."""
+        """Write the waiting lines; False if there is no room for all of them."""
         warned = len(self._waiting) > 1
         while self._waiting:
             try:

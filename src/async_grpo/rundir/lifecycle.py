@@ -1,4 +1,4 @@
-"""Who may use a run directory when, and what becomes of the run that a start finds in it.
+"""Which process may use a run directory when, and what becomes of the run that a start finds in it.
 
 `prepare` does what `preview` says. Both raise `RunDirError` with the same sentences.
 """
@@ -129,11 +129,11 @@ def _not_in_use(run: RunDir) -> Iterator[None]:
 
 
 def in_use(run: RunDir) -> str:
-    """A sentence that names who holds the run directory."""
+    """A sentence that names the process which holds the run directory."""
     holder = server_lock(run.root).holder() or {}
-    who = ", ".join(f"{key} {holder[key]}" for key in ("pid", "host", "since") if key in holder)
+    process = ", ".join(f"{key} {holder[key]}" for key in ("pid", "host", "since") if key in holder)
     return (
-        f"{run.root} is in use by a live parameter server ({who or 'holder unknown'}). "
+        f"{run.root} is in use by a live parameter server ({process or 'holder unknown'}). "
         "Wait for it, stop it, or choose another --run-dir."
     )
 
@@ -162,7 +162,7 @@ def _unfinished(run: RunDir, old: RunState) -> str:
 
 
 def _place_aside(run: RunDir) -> Path:
-    """A free name beside the run directory, with the time of its last state."""
+    """A free name next to the run directory, with the time of its last state."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.localtime(run.state_file.stat().st_mtime))
     target = run.root.with_name(f"{run.root.name}-{stamp}")
     number = 1

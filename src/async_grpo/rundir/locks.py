@@ -3,7 +3,7 @@
 `RUN_DIR/server.lock` is the one lock that means "the parameter server lives". The server takes it when it starts and
 holds it to its end; nothing else decides whether the server lives. A server that dies frees it, so that another can
 take over; no two can hold it. The holder's note in the file says who it is, and `served_run` whether it has begun to
-issue jobs: a server that is still loading lives, but serves nobody. Each worker holds `alive/NAME.lock` likewise.
+issue jobs: a server that is still loading lives, but serves no worker. Each worker holds `alive/NAME.lock` likewise.
 
 Why two kinds of lock. These are POSIX record locks (`lockf`), not `flock`: a `flock` belongs to the open file, so a
 forked grandchild of a killed worker, such as a reward's subprocess, would keep it held. The price is that a record lock
@@ -39,7 +39,7 @@ _held: dict[tuple[int, int], KernelLock] = {}  # (device, inode) of every lock t
 
 
 class KernelLock:
-    """An exclusive lock on a file that is never deleted, with a note in it that says who holds it.
+    """An exclusive lock on a file that is never deleted, with a note in it about its holder.
 
     >>> lock = KernelLock(Path("server.lock"))
     >>> lock.try_acquire({"role": "parameter server"})
@@ -56,9 +56,9 @@ class KernelLock:
         self._owner: dict[str, Any] = {}
 
     def try_acquire(self, owner_info: dict[str, Any] | None = None) -> bool:
-        """Take the lock without waiting; False when anyone has it.
+        """Take the lock without waiting; False if a process, this one included, has it.
 
-        With `owner_info`, say in the file who has it now.
+        owner_info: written into the note, with pid, host and time.
         """
         with _guard:
             if self.held_here:
@@ -84,7 +84,7 @@ class KernelLock:
             return True
 
     def add_to_note(self, **info: object) -> None:
-        """Say more about the holder. `DiskFullError` if there is no room; call again then."""
+        """Add to the holder's note. `DiskFullError` if there is no room; call again."""
         self._owner |= info
         try:
             self._write_note()
@@ -129,40 +129,31 @@ class KernelLock:
         return self.holder() is not None
 
     def holder(self) -> dict[str, Any] | None:
-        """Who has the lock: `{"pid": …}` from the kernel, with what the holder wrote about itself.
+        """The process that has the lock: `{"pid": …}` from the kernel, and its own note. None if the lock is free."""
+        pid, note = self._look()
+        if pid is None:
+            return None
+        return note if note.get("pid") == pid else {"pid": pid}
 
-        None if it is free.
-        """
+    def last_owner(self) -> dict[str, Any]:
+        """The note of the present or last holder; empty if there is none."""
+        return self._look()[1]
+
+    def _look(self) -> tuple[int | None, dict[str, Any]]:
+        """The holder's pid by the kernel, None for a free lock, and the note in the file, which may be older."""
         with _guard:
             mine = _held.get(self._identity() or (0, 0))
             if mine is not None:
-                return dict(mine._owner)
+                return mine._pid, dict(mine._owner)
             try:
                 fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
             except FileNotFoundError:
-                return None
+                return None, {}
             try:
                 probe = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
                 kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, probe))
-                if kind == fcntl.F_UNLCK:
-                    return None
-                owner = _parse_owner(os.pread(fd, _OWNER_BYTES, 0))
-                return owner if owner.get("pid") == pid else {"pid": pid}
-            finally:
-                os.close(fd)
-
-    def last_owner(self) -> dict[str, Any]:
-        """What the present or last holder wrote about itself; empty if nobody did."""
-        with _guard:
-            mine = _held.get(self._identity() or (0, 0))
-            if mine is not None:
-                return dict(mine._owner)
-            try:
-                fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-            except OSError:
-                return {}
-            try:
-                return _parse_owner(os.pread(fd, _OWNER_BYTES, 0))
+                note = _parse_owner(os.pread(fd, _OWNER_BYTES, 0))
+                return (None if kind == fcntl.F_UNLCK else pid), note
             finally:
                 os.close(fd)
 

@@ -88,7 +88,7 @@ class RunDir:
         return self.root / "alive" / f"{worker}.stacks"
 
     def worker_engine(self, worker: WorkerId) -> Path:
-        """The folder from which a worker's vLLM engine is built; it exists only meanwhile."""
+        """The folder from which a worker's vLLM engine is built; it exists only during that."""
         return self.root / "alive" / f"{worker}.engine"
 
     @property

@@ -65,7 +65,7 @@ def _rows(figures: dict[str, Any], run: RunDir) -> list[tuple[str, str]]:
 
 
 def next_command(state_of_run: str, run: RunDir) -> str:
-    """What to type after a run that finished, or to go on with one that did not."""
+    """The command to type after a run that finished, or to continue one that did not."""
     command = program()
     if state_of_run == runs.FINISHED:
         return f"{command} board {_shortest(run.root)} --serve"
