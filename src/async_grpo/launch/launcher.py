@@ -79,7 +79,7 @@ def launch(options: LaunchOptions) -> int:
 
 
 class _Launch:
-    """A run while it goes on."""
+    """One run, from the start of its processes to its exit code."""
 
     def __init__(self, options: LaunchOptions, run: RunDir) -> None:
         self._options, self._run = options, run
@@ -117,12 +117,12 @@ class _Launch:
         return SERVER in exits or bool(self._refused(exits)) or self._all_gave_up(exits)
 
     def _refused(self, exits: Exits) -> str:
-        """The worker that refused its setup at its first start, if one did."""
-        of_workers = (name for name in self._workers if name in exits)
-        return next((name for name in of_workers if exits[name].code == REFUSED and exits[name].starts == 1), "")
+        """The worker that refused its setup at its first start, if one did while the server ran."""
+        ended = [name for name in self._workers if name in exits and SERVER not in exits]
+        return next((name for name in ended if exits[name].code == REFUSED and exits[name].starts == 1), "")
 
     def _all_gave_up(self, exits: Exits) -> bool:
-        return all(name in exits for name in self._workers)
+        return SERVER not in exits and all(name in exits for name in self._workers)
 
     def _conclude(self, exits: Exits, server: Exit) -> int:
         """Say how the run ended; returns the exit code. `exits`: before the launcher ended the rest."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 from stage import FOLLOW_THE_RUN, FOR_EVER, Stage
 
+from async_grpo.launch import launcher
 from async_grpo.launch.launcher import launch
+from async_grpo.launch.supervisor import Exit
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -150,3 +152,12 @@ def test_no_worker_is_started_again_when_the_server_has_said_that_the_run_is_ove
     )
     assert launch(stage.options()) == 0
     assert len(stage.starts("worker1")) == len(stage.starts("worker2")) == 1
+
+
+def test_where_server_and_workers_refuse_the_same_setup_the_server_s_words_count(stage: Stage) -> None:
+    run = launcher._Launch(stage.options(), stage.run)
+    refusals = {name: Exit(launcher.REFUSED, 4711, starts=1) for name in ("server", "worker 1", "worker 2")}
+    assert run._is_over(refusals)
+    assert not run._refused(refusals) and not run._all_gave_up(refusals)
+    del refusals["server"]
+    assert run._is_over(refusals) and run._refused(refusals) == "worker 1"
