@@ -106,3 +106,16 @@ def test_every_module_that_a_page_names_exists() -> None:
         if "NAME" not in path and not any((folder / path).is_file() for folder in folders)
     ]
     assert not missing
+
+
+def test_every_member_that_the_api_lists_exists() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    blocks = re.findall(r"^::: ([\w.]+)\n((?:    .*\n)*)", page, re.MULTILINE)
+    members = {module: found[1] for module, options in blocks if (found := re.search(r"members: \[(.*)\]", options))}
+    assert len(members) >= 4
+    for module, names in members.items():
+        source = (ROOT / "src" / module.replace(".", "/")).with_suffix(".py").read_text()
+        missing = [
+            name for name in names.split(", ") if not re.search(rf"^(?:def|class) {name}\b", source, re.MULTILINE)
+        ]
+        assert not missing, f"{module} does not define {missing}"
