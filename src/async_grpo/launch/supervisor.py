@@ -104,7 +104,7 @@ class Supervisor:
         return self.exits
 
     def end(self, *, ask: bool = True) -> None:
-        """Return when every child has ended: by itself, after SIGTERM if `ask`, else by SIGKILL after its grace."""
+        """End all children and return when they are gone: SIGTERM if `ask`, and SIGKILL to each after its grace."""
         began = time.monotonic()
         for process in self._processes:
             if ask:

@@ -118,10 +118,16 @@ class Activity:
         self._begin(state=STARTING)
 
     def _begin(self, **fields: Any) -> None:
-        now = self.progress_s = time.monotonic()
+        now = time.monotonic()
         self._samples = [Sample(now, {})]
         self._now = ActivityRecord(
-            pid=os.getpid(), began_s=now, since_s=now, minute_ago=self._samples[0], boot_id=boot_id(), **fields
+            pid=os.getpid(),
+            boot_id=boot_id(),
+            began_s=now,
+            since_s=now,
+            progress_s=now,
+            minute_ago=self._samples[0],
+            **fields,
         )
         self._jobs: dict[int, JobActivity] = {}
 
@@ -137,7 +143,7 @@ class Activity:
             self._file = mapped
             self._begin(name=name, device=device, run_id=run_id, state=state, stall_after_s=stall_after_s)
             self._write()
-            struct.pack_into("<d", mapped, COUNT_BYTES, self.progress_s)
+            struct.pack_into("<d", mapped, COUNT_BYTES, self._now.progress_s)
 
     @property
     def state(self) -> str:
@@ -146,11 +152,11 @@ class Activity:
     def record(self) -> ActivityRecord:
         """As others see it."""
         with self._lock:
-            return replace(self._now, jobs=self._oldest_jobs(), progress_s=self.progress_s)
+            return replace(self._now, jobs=self._oldest_jobs())
 
     def progress(self) -> None:
         """Something was done: a token was decoded, a group scored, a step taken."""
-        self.progress_s = time.monotonic()
+        self._now.progress_s = time.monotonic()
         self._tick()
 
     def doing(self, state: str, *, version: int | None = None) -> None:
@@ -217,7 +223,7 @@ class Activity:
 
     def _tick(self) -> None:
         self._count += 1
-        _TICK.pack_into(self._file, 0, self._count, self.progress_s)
+        _TICK.pack_into(self._file, 0, self._count, self._now.progress_s)
 
     def _oldest_jobs(self) -> tuple[JobActivity, ...]:
         return tuple(sorted(self._jobs.values(), key=lambda job: job.since_s)[:MAX_JOBS])
