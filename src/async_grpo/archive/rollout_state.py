@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -38,6 +38,11 @@ class RolloutState:
     passes_done: int = 0  # forward passes on the last batch, if there are more to come; it is in `batch_file.FILE_NAME`
     format: int = FORMAT
 
+    def __contains__(self, seq: object) -> bool:
+        """Whether the run will not come back to group `seq`."""
+        below = isinstance(seq, int) and seq < self.consumed_below
+        return below or seq in self.consumed or seq in self.unusable
+
     def consumed_set(self) -> set[int]:
         """Every sequence number that has been trained on."""
         return (set(range(self.consumed_below)) - set(self.unusable)) | set(self.consumed)
@@ -47,10 +52,17 @@ class RolloutState:
         return self.consumed_set() | set(self.unusable)
 
 
-def pack_consumed(consumed: SeqSet, unusable: Sequence[int]) -> tuple[int, list[int]]:
-    """`{0, 1, 2, 5}` -> `(3, [5])`: what a checkpoint says stays short, since groups are used nearly in order."""
-    below = consumed.first_missing(ignoring=unusable)
-    return below, consumed.above(below)
+def pack_consumed(below: int, above: Set[int], unusable: Iterable[int] = ()) -> tuple[int, set[int]]:
+    """`(1, {1, 2, 5})` -> `(3, {5})`: the two stay small, since groups are used nearly in order.
+
+    Args:
+        below: every usable sequence number below this one is consumed.
+        above: and so are these.
+    """
+    done = above | set(unusable)
+    while below in done:
+        below += 1
+    return below, {seq for seq in above if seq >= below}
 
 
 def save(checkpoint: Path, state: RolloutState) -> None:
@@ -112,51 +124,3 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-class SeqSet:
-    """Sequence numbers, nearly all from 0 to the highest one. Only those that are missing below it take memory.
-
-    A plain set would grow by some 100 bytes a group for the whole run, and each checkpoint copies it.
-    """
-
-    def __init__(self, seqs: Iterable[int] = ()) -> None:
-        self._end = 0  # one more than the highest
-        self._missing: set[int] = set()  # below it
-        self.update(seqs)
-
-    def update(self, seqs: Iterable[int]) -> None:
-        for seq in seqs:
-            if seq < self._end:
-                self._missing.discard(seq)
-            else:
-                self._missing.update(range(self._end, seq))
-                self._end = seq + 1
-
-    def union(self, seqs: Iterable[int]) -> SeqSet:
-        """A new set with these, too."""
-        union = SeqSet()
-        union._end, union._missing = self._end, set(self._missing)
-        union.update(seqs)
-        return union
-
-    def first_missing(self, ignoring: Iterable[int] = ()) -> int:
-        """The lowest sequence number that is neither in the set nor among `ignoring`."""
-        ignored = set(ignoring)
-        first = min(self._missing - ignored, default=self._end)
-        while first in ignored:
-            first += 1
-        return first
-
-    def above(self, seq: int) -> list[int]:
-        """The members that are not below `seq`, in order."""
-        return [one for one in range(seq, self._end) if one not in self._missing]
-
-    def __contains__(self, seq: object) -> bool:
-        return isinstance(seq, int) and 0 <= seq < self._end and seq not in self._missing
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.above(0))
-
-    def __len__(self) -> int:
-        return self._end - len(self._missing)

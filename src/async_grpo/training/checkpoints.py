@@ -13,7 +13,7 @@ corrections computed, shuffled), so that the resumed run takes the remaining ste
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from async_grpo.archive import rollout_state
-from async_grpo.archive.rollout_state import RolloutState, SeqSet
+from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import DiskFullError, RunDirError, UnsupportedError
 from async_grpo.formatting import counted
 from async_grpo.queue import ServerQueue
@@ -92,11 +92,11 @@ class UsedGroups:
         self._queue = queue
         self._done = done
         self._keep = keep
-        self._in_checkpoint = SeqSet()
+        self._in_checkpoint: Container[int] = ()
 
-    def checkpointed(self, seqs: SeqSet) -> None:
-        """The last checkpoint counts `seqs` as used: trim the archive."""
-        self._in_checkpoint = seqs
+    def checkpointed(self, state: RolloutState) -> None:
+        """`state` is that of the last checkpoint: trim the archive."""
+        self._in_checkpoint = state
         self._trim(self._keep)
 
     def make_room(self) -> None:

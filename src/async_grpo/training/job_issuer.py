@@ -45,7 +45,7 @@ class JobIssuer:
         self._num_generations = num_generations
         self._archive = archive
         self.next_seq = resume_from.consumed_below if resume_from else 0
-        self._done = resume_from.done_set() if resume_from else set()
+        self._done = {*resume_from.consumed, *resume_from.unusable} if resume_from else set()
         self._held_back: Job | None = None  # drawn, and not submitted for want of room
         self.disk_full = False
 

@@ -174,7 +174,7 @@ class AsyncTraining(TrainingEvents):
         batch = self._trainer.batch_after_step
         state = self._rollouts.state_at(self.step, passes_done=batch.passes_done if batch is not None else 0)
         checkpoints.complete(checkpoint, state, batch, self._run)
-        self._archive.checkpointed(self._rollouts.used_or_unusable)
+        self._archive.checkpointed(state)
         activity.progress()
         activity.doing(TRAINING)
 

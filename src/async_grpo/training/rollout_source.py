@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from loguru import logger
 
 from async_grpo.archive.history import ConsumptionRecord, UsedBatch
-from async_grpo.archive.rollout_state import RolloutState, SeqSet, pack_consumed
+from async_grpo.archive.rollout_state import RolloutState, pack_consumed
 from async_grpo.errors import AllGroupsFailedError, WaitTimeoutError
 from async_grpo.formatting import counted
 from async_grpo.queue import ServerQueue
@@ -71,7 +71,8 @@ class RolloutSource:
         self._max_wait_s = max_wait_s
 
         self.rounds = resume_from.rounds if resume_from else 0  # batches trained on
-        self.consumed = SeqSet(resume_from.consumed_set() if resume_from else ())  # sequence numbers trained on
+        self._consumed_below = resume_from.consumed_below if resume_from else 0  # every usable group below it
+        self._consumed = set(resume_from.consumed) if resume_from else set[int]()  # and these above it
         self.unusable = sorted(resume_from.unusable) if resume_from else []  # set aside for good, or dropped
         self._taken: list[UsedBatch] = []  # handed out since the last optimizer step
         self._open: dict[int, int] = {}  # issued and not taken -> no older version can have generated it
@@ -134,7 +135,9 @@ class RolloutSource:
         used, self._taken = self._taken, []
         for batch in used:
             self.rounds += 1
-            self.consumed.update(batch.seqs)
+            self._consumed.update(batch.seqs)
+        unusable = self.unusable[bisect_left(self.unusable, self._consumed_below) :]
+        self._consumed_below, self._consumed = pack_consumed(self._consumed_below, self._consumed, unusable)
         return used
 
     def state_at(self, step: int, passes_done: int) -> RolloutState:
@@ -143,22 +146,16 @@ class RolloutSource:
         Args:
             passes_done: forward passes on the last batch, 0 if all of them are done.
         """
-        below, above = pack_consumed(self.consumed, self.unusable)
         return RolloutState(
             run_id=self._issuer.run_id,
             step=step,
             next_seq=self._issuer.next_seq,
             rounds=self.rounds,
-            unusable=self.unusable,
-            consumed_below=below,
-            consumed=above,
+            unusable=list(self.unusable),
+            consumed_below=self._consumed_below,
+            consumed=sorted(self._consumed),
             passes_done=passes_done,
         )
-
-    @property
-    def used_or_unusable(self) -> SeqSet:
-        """Every sequence number that the run will not come back to."""
-        return self.consumed.union(self.unusable)
 
     def _wait_for_batch(self, version: int) -> list[RolloutGroup]:
         deadline = time.monotonic() + self._max_wait_s
@@ -209,8 +206,12 @@ class RolloutSource:
     def _usable_again(self, seq: int) -> None:
         """The job had failed for good, and an operator had it tried once more."""
         at = bisect_left(self.unusable, seq)
-        if self.unusable[at : at + 1] == [seq]:
-            del self.unusable[at]
+        if self.unusable[at : at + 1] != [seq]:
+            return
+        del self.unusable[at]
+        if seq < self._consumed_below:  # it is not consumed yet
+            self._consumed.update(set(range(seq + 1, self._consumed_below)) - set(self.unusable))
+            self._consumed_below = seq
 
     def _teaches_nothing(self, group: RolloutGroup) -> bool:
         if self._is_uniform is None or not self._is_uniform(group):

@@ -189,29 +189,23 @@ def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
 def _as_rollout_output(groups: Sequence[RolloutGroup]) -> dict[str, list[Any]]:
     """What TRL expects of a `rollout_func`: one entry per completion, B*G in all."""
     output: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+    with_masks = any(group.tool_mask is not None for group in groups)
+    if with_masks:
+        output["env_mask"] = []
     for group in groups:
-        lengths = group.completion_lengths.tolist()
+        lengths = group.completion_lengths
         output["prompt_ids"] += [group.prompt_ids.tolist()] * len(lengths)
-        output["completion_ids"] += _cut(group.completion_ids.tolist(), lengths)
-        output["logprobs"] += _cut(group.sampling_logprobs.tolist(), lengths)
-    if any(group.tool_mask is not None for group in groups):
-        output["env_mask"] = [mask for group in groups for mask in _tool_masks(group)]
+        output["completion_ids"] += _cut(group.completion_ids, lengths)
+        output["logprobs"] += _cut(group.sampling_logprobs, lengths)
+        if with_masks:
+            mask = np.ones_like(group.completion_ids) if group.tool_mask is None else group.tool_mask
+            output["env_mask"] += _cut(mask, lengths)
     return output
 
 
-def _tool_masks(group: RolloutGroup) -> list[list[int]]:
-    lengths = group.completion_lengths.tolist()
-    flat = [1] * sum(lengths) if group.tool_mask is None else group.tool_mask.tolist()
-    return _cut(flat, lengths)
-
-
-def _cut(flat: list[Any], lengths: Iterable[int]) -> list[list[Any]]:
+def _cut(flat: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:
     """`[a, b, c]`, lengths `[1, 2]` -> `[[a], [b, c]]`."""
-    pieces, start = [], 0
-    for length in lengths:
-        pieces.append(flat[start : start + length])
-        start += length
-    return pieces
+    return [piece.tolist() for piece in np.split(flat, np.cumsum(lengths)[:-1])]
 
 
 def make_async(trainer: GRPOTrainer, events: TrainingEvents, *, correction: str) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from async_grpo.archive.audit import Audit, audit
-from async_grpo.archive.rollout_state import RolloutState, SeqSet, pack_consumed, save
+from async_grpo.archive.rollout_state import RolloutState, pack_consumed, save
 from async_grpo.cli import main
 from async_grpo.errors import RunDirError
 from async_grpo.queue import ServerQueue
@@ -83,7 +83,7 @@ class FakeRun:
     def checkpoint(self, step: int, consumed: list[int], unusable: tuple[int, ...] = ()) -> Path:
         folder = self.output_dir / f"checkpoint-{step}"
         folder.mkdir(parents=True)
-        below, above = pack_consumed(SeqSet(consumed), unusable)
+        below, above = pack_consumed(0, set(consumed), unusable)
         state = RolloutState(
             run_id=RUN,
             step=step,
@@ -91,7 +91,7 @@ class FakeRun:
             rounds=step,
             unusable=list(unusable),
             consumed_below=below,
-            consumed=above,
+            consumed=sorted(above),
         )
         save(folder, state)
         return folder / "rollout_state.json"

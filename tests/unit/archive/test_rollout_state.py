@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_grpo.archive import rollout_state
-from async_grpo.archive.rollout_state import FILE_NAME, RolloutState, SeqSet, pack_consumed
+from async_grpo.archive.rollout_state import FILE_NAME, RolloutState, pack_consumed
 from async_grpo.errors import RunDirError
 
 
@@ -28,20 +28,23 @@ def save(output_dir: Path, saved: RolloutState) -> Path:
 
 
 def test_packing_keeps_the_set_small() -> None:
-    assert pack_consumed(SeqSet([0, 1, 2, 5]), []) == (3, [5])
-    assert pack_consumed(SeqSet([0, 2, 5]), unusable=[1]) == (3, [5])
-    assert pack_consumed(SeqSet(), []) == (0, [])
-    assert pack_consumed(SeqSet([4]), []) == (0, [4])
-    assert pack_consumed(SeqSet([0]), unusable=[1, 3]) == (2, [])
+    assert pack_consumed(0, {0, 1, 2, 5}) == (3, {5})
+    assert pack_consumed(2, {3, 5}, unusable=[0, 2]) == (4, {5})
+    assert pack_consumed(0, set()) == (0, set())
+    assert pack_consumed(0, {4}) == (0, {4})
+    assert pack_consumed(0, {0}, unusable=[1, 3]) == (2, set())
 
 
-@given(st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60)))
-def test_packing_loses_nothing(consumed: set[int], others: set[int]) -> None:
+@given(st.sets(st.integers(0, 60)), st.sets(st.integers(0, 60)), st.integers(0, 60))
+def test_packing_loses_nothing(consumed: set[int], others: set[int], earlier: int) -> None:
+    """Neither at once nor in two parts."""
     unusable = others - consumed
-    below, above = pack_consumed(SeqSet(consumed), sorted(unusable))
-    packed = state(consumed_below=below, consumed=above, unusable=sorted(unusable))
-    assert packed.consumed_set() == consumed
-    assert packed.done_set() == consumed | unusable
+    packed = pack_consumed(0, {seq for seq in consumed if seq < earlier}, unusable)
+    below, above = pack_consumed(packed[0], packed[1] | consumed, unusable)
+    saved = state(consumed_below=below, consumed=sorted(above), unusable=sorted(unusable))
+    assert saved.consumed_set() == consumed
+    assert saved.done_set() == consumed | unusable
+    assert {seq for seq in range(70) if seq in saved} == consumed | unusable
 
 
 def test_the_newest_complete_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
