@@ -16,8 +16,7 @@ from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.history import Dropped, Started, Used, final_history, parse_entry, read_record
 from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.queue.codec import decode_group
-from async_grpo.queue.filesystem import Files, OsFiles
-from async_grpo.queue.listing import done_folders
+from async_grpo.queue.filesystem import Files, OsFiles, done_folders
 from async_grpo.queue.names import COMPLETE, JobName, parse_name, shard
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.files import LineReader

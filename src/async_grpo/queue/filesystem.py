@@ -16,6 +16,7 @@ from typing import Protocol
 
 from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.queue.codec import MAX_FILE_BYTES
+from async_grpo.queue.names import JobName, SetAside, parse_name, parse_set_aside
 
 FOLDERS = ("queue", "done", "quarantine", "tmp", "alive")
 
@@ -125,6 +126,21 @@ class OsFiles:
         if self._root >= 0:
             os.close(self._root)
             self._root = -1
+
+
+def job_files(files: Files, folder: str = "queue") -> list[JobName]:
+    """Every job file in a folder, in no order. Other files are not ours and are ignored."""
+    return [name for entry in files.names(folder) if (name := parse_name(entry)) is not None]
+
+
+def set_aside_files(files: Files) -> list[SetAside]:
+    """Every job file in quarantine/, in no order."""
+    return [aside for entry in files.names("quarantine") if (aside := parse_set_aside(entry)) is not None]
+
+
+def done_folders(files: Files) -> list[str]:
+    """The shards of done/, oldest jobs first."""
+    return [f"done/{name}" for name in sorted(files.names("done")) if name.isdigit()]
 
 
 def _read_all(fd: int, size: int) -> bytearray:

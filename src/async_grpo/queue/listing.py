@@ -1,4 +1,4 @@
-"""What is in a queue: one reader of its folders, for its server, for `status` and for the command `queue`."""
+"""What is in a queue, for its server, for `status` and for the command `queue`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from async_grpo.queue.filesystem import Files, OsFiles
+from async_grpo.queue.filesystem import Files, OsFiles, job_files, set_aside_files
 from async_grpo.queue.names import (
     COMPLETE,
     FAILED,
@@ -15,8 +15,6 @@ from async_grpo.queue.names import (
     PROCESSING,
     JobName,
     SetAside,
-    parse_name,
-    parse_set_aside,
     reason_name,
 )
 
@@ -38,21 +36,6 @@ class Quarantined(NamedTuple):
     kind: str  # failed: given up; broken: only the file was unusable; retried: given up, then tried again
     name: str
     reason: str
-
-
-def job_files(files: Files, folder: str = "queue") -> list[JobName]:
-    """Every job file in a folder, in no order. Other files are not ours and are ignored."""
-    return [name for entry in files.names(folder) if (name := parse_name(entry)) is not None]
-
-
-def set_aside_files(files: Files) -> list[SetAside]:
-    """Every job file in quarantine/, in no order."""
-    return [aside for entry in files.names("quarantine") if (aside := parse_set_aside(entry)) is not None]
-
-
-def done_folders(files: Files) -> list[str]:
-    """The shards of done/, oldest jobs first."""
-    return [f"done/{name}" for name in sorted(files.names("done")) if name.isdigit()]
 
 
 def reason_of(files: Files, set_aside: str) -> str:

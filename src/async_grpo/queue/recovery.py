@@ -7,8 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from async_grpo.errors import DiskFullError
-from async_grpo.queue.filesystem import OsFiles
-from async_grpo.queue.listing import set_aside_files
+from async_grpo.queue.filesystem import OsFiles, set_aside_files
 from async_grpo.queue.liveness import worker_lock
 from async_grpo.queue.names import (
     COMPLETE,
@@ -71,8 +70,8 @@ class Inheritance:
 
     def __init__(self, moves: Moves, done: Done, consumed: Container[int]) -> None:
         self._moves, self._done, self._consumed = moves, done, consumed
-        self._files: dict[int, str] = {}  # job -> its claim, its result, or its group in done/
-        self._next_attempt: dict[int, int] = {}  # of jobs that were tried before
+        self.files: dict[int, str] = {}  # job -> its claim, its result, or its group in done/
+        self.next_attempt: dict[int, int] = {}  # of jobs that were tried before
         self.highest = -1  # sequence number
 
     def sort(self, root: Path, max_attempts: int) -> None:
@@ -81,29 +80,20 @@ class Inheritance:
         for name in self._done.names:
             self.highest = max(self.highest, name.seq)
             if name.state == COMPLETE and name.seq not in self._consumed:
-                self._files[name.seq] = f"{shard(name.seq)}/{name}"
+                self.files[name.seq] = f"{shard(name.seq)}/{name}"
         for aside in set_aside_files(self._moves.files):
             self._sort_set_aside(aside)
         recover_dead(root, self._moves, max_attempts, counts=False)  # the run was down: that is no fault of a job
         for name in sorted(self._moves.listing()):
             self._sort_open(name)
 
-    def has(self, seq: int) -> bool:
-        return seq in self._files
-
     def adopt(self, seq: int) -> bool:
-        """Make the file that is left of this job a file of the present server; False if there is none."""
-        left = self._files.pop(seq, None)
-        if left is None:
-            return False
+        """Make the file that is left of this job a file of the present server; False if it is gone."""
+        left = self.files.pop(seq)
         if not left.startswith("done/"):
             return True  # a claim or a result: if it is gone by now, it went on to another state
         name = parse_name(left.rpartition("/")[2])
         return name is not None and self._done.give_back(name)
-
-    def first_attempt(self, seq: int) -> int:
-        """The attempt to issue this job with."""
-        return self._next_attempt.pop(seq, 0)
 
     def _sort_set_aside(self, aside: SetAside) -> None:
         """A job that was given up after the checkpoint is open again: resuming is one more try."""
@@ -122,8 +112,8 @@ class Inheritance:
             self._end_consumed(name)
         elif name.state == PENDING and self._moves.drop(f"queue/{name}"):  # `submit` writes today's versions into it
             self._tried(name.seq, name.attempt)
-        elif name.state == COMPLETE or name.seq not in self._files:
-            self._files[name.seq] = f"queue/{name}"
+        elif name.state == COMPLETE or name.seq not in self.files:
+            self.files[name.seq] = f"queue/{name}"
 
     def _end_consumed(self, name: JobName) -> None:
         if name.state == COMPLETE:
@@ -132,4 +122,4 @@ class Inheritance:
             self._moves.set_aside(name, FAILED, f"{name}: the run was restarted before its next try.\n")
 
     def _tried(self, seq: int, next_attempt: int) -> None:
-        self._next_attempt[seq] = max(self._next_attempt.get(seq, 0), next_attempt)
+        self.next_attempt[seq] = max(self.next_attempt.get(seq, 0), next_attempt)

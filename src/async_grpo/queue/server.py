@@ -12,8 +12,8 @@ from typing import NamedTuple, Self
 
 from async_grpo.errors import BadFileError, QueueError, RunDirError
 from async_grpo.queue.codec import decode_group, encode_job
-from async_grpo.queue.filesystem import Files, OsFiles, prepare_root
-from async_grpo.queue.listing import QueueCounts, counts_of, reason_of, set_aside_files
+from async_grpo.queue.filesystem import Files, OsFiles, prepare_root, set_aside_files
+from async_grpo.queue.listing import QueueCounts, counts_of, reason_of
 from async_grpo.queue.liveness import LOOK_S, Reaper, WorkerState, live_workers
 from async_grpo.queue.names import (
     BROKEN,
@@ -160,8 +160,8 @@ class ServerQueue:
         if not self._serves:  # the first job: from now on workers may claim
             self._lock.add_to_note(run_id=self.run_id, max_attempts=self._max_attempts)
             self._serves = True
-        attempt = self._left.first_attempt(job.seq)
-        if not self._left.adopt(job.seq):
+        attempt = self._left.next_attempt.pop(job.seq, 0)
+        if job.seq not in self._left.files or not self._left.adopt(job.seq):
             self._moves.publish(encode_job(job), f"queue/{JobName(job.seq, attempt, PENDING)}")
         self._open[job.seq] = OpenJob(job, attempt)
         self._highest = max(self._highest, job.seq)
@@ -184,7 +184,7 @@ class ServerQueue:
         for name in sorted(name for name in names if name.state == COMPLETE):
             if name.seq in self._open or name.seq in self.given_up:
                 results.setdefault(name.seq, name)
-            elif not self._left.has(name.seq):
+            elif name.seq not in self._left.files:
                 self._refuse(name)
         self._seen = set(results.values())
         return [name for seq, name in results.items() if self._job_of(seq).purpose == purpose]

@@ -9,8 +9,7 @@ from collections.abc import Container
 from contextlib import suppress
 
 from async_grpo.errors import DiskFullError
-from async_grpo.queue.filesystem import Files
-from async_grpo.queue.listing import done_folders, job_files
+from async_grpo.queue.filesystem import Files, done_folders, job_files
 from async_grpo.queue.names import (
     BROKEN,
     COMPLETE,

@@ -30,10 +30,10 @@ class WorkerQueue:
     """
 
     def __init__(self, root: Path, worker: WorkerId, files: Files, *, durable: bool) -> None:
-        self.root, self.id = root, worker
+        self.root, self.id, self.name = root, worker, str(worker)
         self._durable = durable
         self._pipe = JobPipe(root)
-        self._moves = Moves(files, str(worker), self._pipe)
+        self._moves = Moves(files, self.name, self._pipe)
         self._lock = worker_lock(root, worker)
         self._claims: dict[int, Claim] = {}
         self._look_at = 0.0  # when to look at the directory although the pipe is not empty (monotonic seconds)
@@ -90,10 +90,6 @@ class WorkerQueue:
         reason = f"Worker {self.name} died while it had this job."
         self._moves.release_claims(self.id, self._max_attempts, counts=self.served(), reason=reason)
         return True
-
-    @property
-    def name(self) -> str:
-        return str(self.id)
 
     def close(self) -> None:
         """Hand back what this worker still has, and free its number."""
