@@ -212,7 +212,6 @@ class Worker:
             started, groups = time.monotonic(), len(self._sampling)
             sampled = self._engine.sample(prepared)
             self._busy_clock += (time.monotonic() - started) / groups
-            activity.progress()
             for group in sampled:
                 flight = self._sampling.pop(group.prepared.job.seq)
                 flight.busy_s += self._busy_clock

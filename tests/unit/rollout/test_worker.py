@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from async_grpo.errors import DiskFullError
 from async_grpo.queue import Claim
 from async_grpo.records import RolloutGroup
 from async_grpo.rollout.engines import SampledGroup
+from async_grpo.telemetry.activity import activity
 
 
 @pytest.fixture(autouse=True)
@@ -181,3 +183,28 @@ def test_a_full_disk_keeps_the_job_until_there_is_room(tmp_path: Path, monkeypat
     setting.queue.complete = full_twice  # type: ignore[method-assign]
     assert sorted(setting.run()) == [0]
     assert len(tries) == 3
+
+
+def test_a_tool_that_hangs_is_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or `--worker-timeout` would never end the worker."""
+    monkeypatch.setattr("async_grpo.rollout.turns.CODE_WAKE_S", 0.001)
+    monkeypatch.setattr("async_grpo.rollout.turns.CLOSE_S", 0.0)
+    setting = Setting(tmp_path, [job(0)], FakeEngine(), stop=StopAfter(100))
+    if setting.trl.samples_whole:
+        pytest.skip("no code of the user's runs between the tokens")
+    go_on = threading.Event()
+    monkeypatch.setattr(setting.trl, "generate", lambda jobs, version, sample: go_on.wait(60.0))
+    monkeypatch.setattr(setting.worker._trl, "_idle", [setting.trl])
+    moments: list[str] = []
+    monkeypatch.setattr(activity, "progress", lambda: moments.append("progress"))
+    assert setting.run() == {}
+    go_on.set()
+    assert moments == []
+
+
+def test_every_step_of_the_engine_is_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting(tmp_path, [job(0)], FakeEngine())
+    steps: list[int] = []
+    monkeypatch.setattr(activity, "progress", lambda: steps.append(setting.engine.steps))
+    setting.run()
+    assert set(range(TOKENS)) <= set(steps)

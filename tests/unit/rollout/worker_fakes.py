@@ -209,7 +209,7 @@ class Setting:
             deterministic=deterministic,
         )
         in_flight_update = options.pop("in_flight_update", False)
-        continuous = ContinuousEngine(
+        continuous: Any = ContinuousEngine(
             engine, group_size=2, in_flight_update=in_flight_update, deterministic=deterministic
         )
         self.worker = Worker(context, options.pop("batch_engine", continuous))

@@ -61,7 +61,8 @@ class Engine(Protocol):
     def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
         """Take in the groups `new`, sample one more token of all groups, and return the groups that have ended.
 
-        An error that belongs to a group ends that group alone.
+        An error that belongs to a group ends that group alone. Only sampling counts as progress of the process, so
+        that `--worker-timeout` ends a worker whose tools hang.
 
         Raises:
             GeneratorError: the engine is broken; no group is to blame.

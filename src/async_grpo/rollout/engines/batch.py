@@ -8,6 +8,7 @@ from collections.abc import Generator, Sequence
 
 from async_grpo.errors import GeneratorError
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.telemetry.activity import activity
 
 Decoding = Generator[list[SampledGroup]]  # yields the groups that ended, after each token or look
 
@@ -36,6 +37,7 @@ class BatchEngine(ABC):
             groups = self._waiting.popleft()
             self._batch, self._decoding = set(groups), self._decode(groups)
         assert self._decoding is not None
+        activity.progress()
         try:
             ended = next(self._decoding)
         except GeneratorError:

@@ -29,6 +29,7 @@ from async_grpo.rundir.files import fresh_folder
 from async_grpo.setup.generator_choice import engine_inside
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -80,20 +81,9 @@ class VLLMEngine:
     ) -> None:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         options = sampling_options(trainer)
         self._with_text = needs_text(options)
-        try:
-            self._sampling = SamplingParams(
-                **_structured(options),
-                logprobs=0,  # of the sampled token alone
-                flat_logprobs=True,
-                output_kind=RequestOutputKind.DELTA if in_flight_update else RequestOutputKind.FINAL_ONLY,
-            )
-        except (TypeError, ValueError) as error:
-            raise UnsupportedError(f"The GRPOConfig's sampling parameters do not suit vLLM: {error}") from error
+        self._sampling = _sampling_parameters(options, every_token=in_flight_update)
         self._adapter = adapter_of(trainer.model)
         self._in_flight_update = in_flight_update
         llm = engine_inside(trainer.model)
@@ -287,6 +277,21 @@ class VLLMEngine:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+
+
+def _sampling_parameters(options: dict[str, Any], *, every_token: bool) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    try:
+        return SamplingParams(
+            **_structured(options),
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.DELTA if every_token else RequestOutputKind.FINAL_ONLY,
+        )
+    except (TypeError, ValueError) as error:
+        raise UnsupportedError(f"The GRPOConfig's sampling parameters do not suit vLLM: {error}") from error
 
 
 def _structured(options: dict[str, Any]) -> dict[str, Any]:
