@@ -1,4 +1,4 @@
-"""What a checkpoint must know about the rollouts, beside what transformers saves.
+"""What a checkpoint records about the rollouts, besides what transformers saves.
 
 `rollout_state.json` is the last file written into a checkpoint, so a checkpoint that has one is complete.
 """
@@ -78,10 +78,10 @@ def save(checkpoint: Path, state: RolloutState) -> None:
 def wait_for_room(
     folder: Path, needed_bytes: int, *, make_room: Callable[[], None], should_stop: Callable[[], bool]
 ) -> None:
-    """Wait until a checkpoint of `needed_bytes` fits beside the others; says what it waits for.
+    """Wait until a checkpoint of `needed_bytes` fits, and log what is waited for.
 
     Without end but for `should_stop`: what is trained since the last checkpoint would be lost otherwise. When the run
-    is to stop, the checkpoint is tried all the same.
+    is to stop, the checkpoint is tried anyway.
     """
     if shutil.disk_usage(folder).free >= needed_bytes or should_stop():
         return

@@ -46,7 +46,7 @@ class ServerOptions:
     device: str  # "cpu" or a GPU index; the process already sees only this one
     settings: TrainingSettings
     log_level: str | None = None  # of the log file in the run directory; None: a launcher keeps it
-    rank: int = 0  # of the trainer's processes: the others train in step with this one
+    rank: int = 0  # of the trainer's processes; rank 0 is the parameter server
 
 
 def run_parameter_server(options: ServerOptions) -> str:
@@ -57,7 +57,7 @@ def run_parameter_server(options: ServerOptions) -> str:
     """
     stop = StopRequest().install()
     if options.rank > 0:
-        stop.defer()  # rank 0 is asked, too, and says when to end
+        stop.defer()  # rank 0 gets the signal too, and decides when to end
         write_stacks_on_signal(RunDir(options.run_dir).rank_stacks(options.rank))
         return _follow(options)
     run = RunDir(options.run_dir)
@@ -109,7 +109,7 @@ def _train(options: ServerOptions, run: RunDir, stop: StopRequest, lock: KernelL
 
 
 def _follow(options: ServerOptions) -> str:
-    """Train as a rank beside the parameter server's; returns once rank 0 has ended the training."""
+    """Train as any rank but the parameter server's; returns when rank 0 has ended the training."""
     with gc_paused():
         trainer = _load(options)
         from async_grpo.training.distributed import Follower

@@ -99,7 +99,7 @@ def leave_at_once(code: int) -> NoReturn:
 
 
 def set_up_log(level: str, rank: int = 0) -> None:
-    """Log to stderr, in one line a message; a rank beside the first says only what the first does not."""
+    """Log to stderr, one line a message. Ranks other than 0 log warnings only, since rank 0 logs the rest."""
     logger.remove()
     if rank > 0:
         logger.add(sys.stderr, level="WARNING", format=f"[rank {rank}] {LOG_FORMAT}")

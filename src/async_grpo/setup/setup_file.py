@@ -23,7 +23,7 @@ def check_setup_file(path: Path) -> None:
     """Refuse early, without running it, a file that cannot be a setup file.
 
     Raises:
-        SetupFileError: the file is missing, is no Python, or defines no `get_trainer` at its top level.
+        SetupFileError: the file is missing, is not valid Python, or defines no `get_trainer` at its top level.
     """
     if not path.is_file():
         raise SetupFileError(f"Setup file not found: {path}\nGive the path of a Python file with get_trainer().")
@@ -119,7 +119,7 @@ def _described(value: object) -> str:
 
 
 def _failed(what: str, error: Exception, path: Path) -> str:
-    """One message: the frames from the user's file on, then the error; our own frames help nobody."""
+    """One message: the frames from the user's file on, then the error; Async-GRPO's own frames would not help."""
     frames = traceback.extract_tb(error.__traceback__)
     first = next((i for i, frame in enumerate(frames) if frame.filename == str(path)), 0)
     lines = traceback.format_list(frames[first:]) + traceback.format_exception_only(error)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside transformers' files, and how a resumed run reads it.
+"""What a checkpoint holds besides transformers' files, and how a resumed run reads it.
 
     checkpoint-N/
         model.safetensors, optimizer.pt, …   transformers
@@ -48,7 +48,7 @@ class BatchInUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """The checkpoint that a run goes on from."""
+    """The checkpoint that a run continues from."""
 
     path: Path
     state: RolloutState
@@ -115,15 +115,15 @@ def batch_file(checkpoint: Path, rank: int = 0) -> Path:
 
 
 def check_ranks(checkpoint: Path, ranks: int) -> None:
-    """Raise `UnsupportedError` unless as many ranks go on with the batch in `checkpoint` as have shares in it."""
+    """Raise `UnsupportedError` unless the batch in `checkpoint` has a share for each of `ranks` ranks."""
     shares = len(list(checkpoint.glob("rollout_batch*.safetensors")))
     if ranks == shares:
         return
     raise UnsupportedError(
         f"{checkpoint} was written in the middle of a generation batch by a trainer of {counted(shares, 'rank')}, and "
-        f"this one has {ranks}: each must go on with its own share of that batch. Resume with {shares} (num_processes "
-        f"of the accelerate configuration; 1: no --accelerate-config), or move {checkpoint} away to resume from an "
-        "older checkpoint."
+        f"this one has {ranks}. Each rank must continue with its own share of that batch. Resume with {shares} "
+        f"(num_processes of the accelerate configuration; 1: no --accelerate-config), or move {checkpoint} away to "
+        "resume from an older checkpoint."
     )
 
 
@@ -136,13 +136,13 @@ def save_batch(checkpoint: Path, batch: BatchInUse, rank: int = 0) -> None:
         tensors |= {f"{index}.{name}": value.detach().cpu().clone() for name, value in kept.items()}
         others.append({name: value for name, value in inputs.items() if name not in kept})
     try:
-        told = json.dumps({"passes_done": batch.passes_done, "others": others})
+        described = json.dumps({"passes_done": batch.passes_done, "others": others})
     except TypeError as error:
         raise UnsupportedError(
             f"A checkpoint between the steps of one generation batch cannot hold this batch: {error}. Set save_steps "
             "so that checkpoints fall between batches."
         ) from error
-    save_file(tensors, batch_file(checkpoint, rank), metadata={"batch": told})
+    save_file(tensors, batch_file(checkpoint, rank), metadata={"batch": described})
 
 
 def load_batch(checkpoint: Path, device: torch.device, rank: int = 0) -> BatchInUse:
@@ -150,12 +150,12 @@ def load_batch(checkpoint: Path, device: torch.device, rank: int = 0) -> BatchIn
     path = batch_file(checkpoint, rank)
     try:
         with safe_open(path, "pt") as file:
-            told = json.loads(file.metadata()["batch"])
-            inputs: list[dict[str, Any]] = told["others"]
+            described = json.loads(file.metadata()["batch"])
+            inputs: list[dict[str, Any]] = described["others"]
             for key in file.keys():  # noqa: SIM118 - not a dict
                 index, _, name = key.partition(".")
                 inputs[int(index)][name] = file.get_tensor(key).to(device)
-            return BatchInUse(told["passes_done"], inputs)
+            return BatchInUse(described["passes_done"], inputs)
     except (OSError, SafetensorError, ValueError, TypeError, LookupError) as error:
         raise RunDirError(
             f"{path} cannot be read ({error}). Move {checkpoint} away to resume from an older checkpoint."

@@ -1,15 +1,15 @@
-"""A trainer that spans several processes: rank 0 is the parameter server, and tells the others what to do next.
+"""A trainer that spans several processes. Rank 0 is the parameter server, and tells the other ranks what to do next.
 
     rank 0                                    ranks 1 …
     ------                                    ---------
     finds the checkpoint        -- START -->  train from it
     publishes a version         -- GATHER ->  give their shards of the named weights
     has a batch of rollouts     -- BATCH -->  train on their share of it
-    after a step, a checkpoint  -- GO ----->  go on, or stop after a last checkpoint
+    after a step, a checkpoint  -- GO ----->  continue, or stop after a last checkpoint
     is asked to stop            -- STOP --->  end, with the checkpoint that rank 0 writes now
 
 Only rank 0 touches the run directory, so nothing here changes what the queue, the workers and the files guarantee.
-The words travel over a gloo group of their own, on the CPU; what is trained uses the trainer's own group.
+The messages use a gloo group of their own, on the CPU. The training uses the trainer's own group.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 LEADER = 0
 DYING_S = 2.0
 DYING_POLL_S = 0.02
-WORD_TIMEOUT_S = 7200.0  # rank 0 may wait half an hour for a batch, evaluate, or wait for room on the disk
+MESSAGE_TIMEOUT_S = 7200.0  # rank 0 may wait half an hour for a batch, evaluate, or wait for room on the disk
 
 
-class Word(IntEnum):
-    """What rank 0 says."""
+class Message(IntEnum):
+    """What rank 0 sends."""
 
     START = 0
     GATHER = 1
@@ -62,43 +62,43 @@ class Word(IntEnum):
 
 
 class Ranks:
-    """The words between the ranks. Every rank makes one, after its trainer has set `torch.distributed` up.
+    """The messages between the ranks. Every rank makes one, after its trainer has set `torch.distributed` up.
 
-    Every method raises `PeerDiedError` when a rank is gone.
+    Every method raises `PeerDiedError` when a rank has died.
     """
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=WORD_TIMEOUT_S))
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=MESSAGE_TIMEOUT_S))
         self.rank = dist.get_rank()
         self._processes = self._meet()
 
-    def tell(self, word: Word, payload: bytes = b"") -> None:
-        """Rank 0: say it to all; returns once all have listened."""
-        self._broadcast(torch.tensor([word, len(payload)]))
+    def send(self, message: Message, payload: bytes = b"") -> None:
+        """Rank 0: send a message to all; returns when all have received it."""
+        self._broadcast(torch.tensor([message, len(payload)]))
         if payload:
             self._broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
 
-    def listen(self) -> tuple[Word, bytes]:
-        """The others: what rank 0 says next."""
-        word, size = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
+    def receive(self) -> tuple[Message, bytes]:
+        """Other ranks: the next message of rank 0."""
+        message, size = self._broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
         payload = self._broadcast(torch.empty(size, dtype=torch.uint8)) if size else None
-        return Word(word), b"" if payload is None else payload.numpy().tobytes()
+        return Message(message), b"" if payload is None else payload.numpy().tobytes()
 
     def wait_for_all(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called this."""
         self._guarded(lambda: dist.barrier(group=self._group))
 
     def check_alive(self) -> None:
-        """Raise `PeerDiedError` when a rank is gone; costs microseconds, so every wait can ask."""
+        """Raise `PeerDiedError` when a rank has died; costs microseconds, so every wait can ask."""
         for rank, process in enumerate(self._processes):
             if _is_gone(process):
                 raise PeerDiedError(
-                    f"Rank {rank} of the trainer (pid {process.pid}) is gone, so training cannot go on. Its last words "
-                    "are in the log above. Start again with --resume."
+                    f"Rank {rank} of the trainer (pid {process.pid}) has died, so training cannot continue. Its last "
+                    "output is in the log above. Start again with --resume."
                 )
 
     def blame(self) -> None:
-        """As `check_alive`, after communication has failed: the one that died may take a moment to be gone."""
+        """As `check_alive`, after communication has failed: a dying process may take a moment to end."""
         deadline = time.monotonic() + DYING_S
         while time.monotonic() < deadline:
             self.check_alive()
@@ -121,7 +121,7 @@ class Ranks:
             self.blame()
             whose = "another rank" if self.rank == LEADER else "rank 0, the parameter server,"
             raise PeerDiedError(
-                f"Rank {self.rank} of the trainer cannot reach {whose} any more: {error}. Start again with --resume."
+                f"Rank {self.rank} of the trainer can no longer reach {whose}: {error}. Start again with --resume."
             ) from error
 
 
@@ -136,7 +136,7 @@ class Leader:
     """Rank 0's side. Without other ranks every method does nothing, or only rank 0's own part.
 
     Raises:
-        PeerDiedError: from every method, when a rank is gone.
+        PeerDiedError: from every method, when a rank has died.
     """
 
     def __init__(self, trainer: GRPOTrainer, ranks: Ranks | None, stop: StopRequest) -> None:
@@ -155,24 +155,24 @@ class Leader:
         return bool(self._stop)
 
     def start(self, checkpoint: Path | None) -> None:
-        self._tell(Word.START, str(checkpoint or "").encode())
+        self._send(Message.START, str(checkpoint or "").encode())
 
     def gather(self, into: Mapping[str, torch.Tensor]) -> None:
         """Fill `into` with parameters that are sharded over the ranks."""
-        self._tell(Word.GATHER, json.dumps(list(into)).encode())
+        self._send(Message.GATHER, json.dumps(list(into)).encode())
         gather(self._trainer.model, into.keys(), self._trainer.accelerator.device, into)
 
     def hand_out(self, groups: Sequence[RolloutGroup]) -> None:
         if self._ranks is not None:
-            self._tell(Word.BATCH, pack(groups))
+            self._send(Message.BATCH, pack(groups))
 
     def go(self, *, stop: bool = False) -> None:
-        """All go on; `stop`: only as far as a last checkpoint."""
-        self._tell(Word.GO, b"stop" if stop else b"")
+        """All ranks continue; `stop`: only as far as a last checkpoint."""
+        self._send(Message.GO, b"stop" if stop else b"")
 
     def stop(self) -> None:
-        """All end here, with a checkpoint."""
-        self._tell(Word.STOP)
+        """All ranks end here, with a checkpoint."""
+        self._send(Message.STOP)
 
     def wait_for_all(self) -> None:
         if self._ranks is not None:
@@ -183,13 +183,13 @@ class Leader:
         if self._ranks is not None:
             self._ranks.blame()
 
-    def _tell(self, word: Word, payload: bytes = b"") -> None:
+    def _send(self, message: Message, payload: bytes = b"") -> None:
         if self._ranks is not None:
-            self._ranks.tell(word, payload)
+            self._ranks.send(message, payload)
 
 
 class Follower(TrainingEvents):
-    """Any other rank: trains on its share of what rank 0 hands out, and knows nothing of queue, files and workers."""
+    """Any other rank: trains on its share of the groups that rank 0 sends. Uses no queue, run directory or worker."""
 
     def __init__(self, trainer: GRPOTrainer, ranks: Ranks, settings: TrainingSettings) -> None:
         trl_trainer.refuse_unsupported(trainer)
@@ -201,8 +201,8 @@ class Follower(TrainingEvents):
 
     def train(self) -> None:
         """Train as long as rank 0 does."""
-        told = self._until(Word.START).decode()
-        checkpoint = Path(told) if told else None
+        path = self._until(Message.START).decode()
+        checkpoint = Path(path) if path else None
         if checkpoint is not None and checkpoints.batch_file(checkpoint).exists():
             checkpoints.check_ranks(checkpoint, self._trainer.args.world_size)
             self._batch = checkpoints.load_batch(checkpoint, self._trainer.accelerator.device, self._ranks.rank)
@@ -211,16 +211,16 @@ class Follower(TrainingEvents):
     def training_begins(self) -> None:
         if self._batch is not None:
             trl_trainer.go_on_with(self._trainer, self._batch)
-        self._until(Word.GO)
+        self._until(Message.GO)
 
     def take_groups(self, version: int) -> list[RolloutGroup]:
-        return unpack(self._until(Word.BATCH))
+        return unpack(self._until(Message.BATCH))
 
     def step_done(self) -> bool:
-        return self._until(Word.GO) != b"stop"
+        return self._until(Message.GO) != b"stop"
 
     def before_checkpoint(self) -> None:
-        self._until(Word.GO)
+        self._until(Message.GO)
 
     def checkpoint_written(self, checkpoint: Path) -> None:
         batch = self._trainer.batch_after_step
@@ -228,14 +228,14 @@ class Follower(TrainingEvents):
             checkpoints.save_batch(checkpoint, batch, self._ranks.rank)
         self._ranks.wait_for_all()
 
-    def _until(self, awaited: Word) -> bytes:
+    def _until(self, awaited: Message) -> bytes:
         while True:
-            word, payload = self._ranks.listen()
-            if word is awaited:
+            message, payload = self._ranks.receive()
+            if message is awaited:
                 return payload
-            if word is Word.STOP:
+            if message is Message.STOP:
                 raise StopTraining
-            assert word is Word.GATHER, f"rank 0 said {word.name} where {awaited.name} was due"
+            assert message is Message.GATHER, f"rank 0 sent {message.name}, expected {awaited.name}"
             names: Collection[str] = set(json.loads(payload))
             gather(self._trainer.model, names, self._trainer.accelerator.device)
 
@@ -268,7 +268,7 @@ def gather(
 ) -> None:
     """Gather the named parameters; every rank calls it with the same names.
 
-    No rank ever holds more than one whole parameter beside its shards.
+    Besides its shards, no rank holds more than one whole parameter at a time.
 
     Args:
         names: as before the model was sharded.

@@ -120,7 +120,7 @@ class AsyncTraining(TrainingEvents):
         self._leader.start(checkpoint)
         try:
             trl_trainer.fit(self._trainer, resume_from=checkpoint)  # calls the methods below
-        except RuntimeError:  # torch.distributed's own, where a rank died in the midst of a step
+        except RuntimeError:  # torch.distributed's own, where a rank died in the middle of a step
             self._leader.blame()
             raise
         return self.step >= self.total_steps
@@ -232,7 +232,7 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings) -> None:
         UsageError: two settings exclude each other.
     """
     if settings.deterministic and settings.filter_zero_variance:
-        raise UsageError("--filter-zero-variance depends on who is faster, so it cannot be --deterministic.")
+        raise UsageError("--filter-zero-variance depends on which worker is faster, so it excludes --deterministic.")
     trl_trainer.refuse_unsupported(trainer)
     refuse_images(trainer)
     correction.check(settings.correction, trainer)

@@ -63,7 +63,7 @@ def _first_of_each_group(trainer: GRPOTrainer, indices: Iterator[int]) -> Iterat
             if len(set(block[start : start + group_size])) != 1:
                 raise UnsupportedError(
                     f"{type(trainer).__name__}'s train sampler does not repeat each row num_generations="
-                    f"{group_size} times in a row, as TRL's RepeatSampler does, so prompt groups cannot be told apart."
+                    f"{group_size} times in a row, as TRL's RepeatSampler does, so prompt groups cannot be recognised."
                 )
             yield block[start]
 
@@ -77,7 +77,7 @@ def _streamed_rows(trainer: GRPOTrainer, dataset: Any) -> Iterator[dict[str, Any
         dataset.set_epoch(epoch)
         rows = iter(dataset)
         found = False
-        while len(batch := list(islice(rows, size))) == size:  # TRL, too, drops what is left of an epoch
+        while len(batch := list(islice(rows, size))) == size:  # TRL also drops the remainder of an epoch
             found = True
             yield from batch
         if not found:

@@ -38,7 +38,8 @@ class RolloutSource:
 
     Args:
         should_stop: whether the run was asked to end.
-        in_order: use groups exactly in the order of issue, as far ahead as the bound admits, whoever is faster.
+        in_order: use groups exactly in the order of issue, whichever worker is faster, as far ahead as the bound admits
+            (not only as far as `Lookahead` says).
         is_uniform: a group for which it is true teaches nothing, and is replaced by a new one.
         max_wait_s: how long one batch may take; no worker, or workers that deliver nothing, end the run then.
     """

@@ -35,7 +35,7 @@ class Schedule:
     micro_steps_before: int = 0  # that are left of the round before `first_round`
 
     def resumed(self, state: RolloutState) -> Schedule:
-        """The schedule of a process that goes on from this checkpoint."""
+        """The schedule of a process that resumes from this checkpoint."""
         left = self.micro_steps_per_round - state.passes_done if state.passes_done else 0
         return replace(self, first_round=state.rounds, first_version=state.step, micro_steps_before=left)
 
@@ -92,7 +92,7 @@ class Lookahead:
         self._round = groups_per_round
         self._least = min(2 * groups_per_round, most)
         self._most = most
-        self._calm = 0  # batches since one was waited for in vain, or since the last change
+        self._calm = 0  # batches in a row for which workers did not run dry
         self.groups = self._least
 
     def batch_taken(self, *, starved: bool) -> None:

@@ -138,7 +138,7 @@ class AsyncGRPOMixin(UserTrainer):
         return rewards.to(self.accelerator.device)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As TRL does, but old checkpoints go only once the new one is complete with its rollout state."""
+        """As TRL does, but delete old checkpoints only when the new one is complete with its rollout state."""
         self.events.before_checkpoint()
         args = self.args
         limit, args.save_total_limit = args.save_total_limit, None
@@ -353,6 +353,6 @@ def _batch_in_use(trainer: GRPOTrainer) -> BatchInUse | None:
 
 
 def go_on_with(trainer: GRPOTrainer, batch: BatchInUse) -> None:
-    """Have TRL go on in the middle of a batch, before the first step of a resumed run."""
+    """Let TRL continue in the middle of a batch, before the first step of a resumed run."""
     trainer._step, trainer._buffered_inputs = batch.passes_done, list(batch.inputs)
     trainer.batch_after_step = batch

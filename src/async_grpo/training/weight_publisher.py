@@ -15,8 +15,8 @@ from async_grpo_ipc.control import MAX_SLOTS
 if TYPE_CHECKING:
     from torch import nn
 
-SAY_AFTER_S = 10.0  # without a new version that workers could see; told again as often
-LEAST_SLOTS = 3  # one that is being read, the newest, and one to write into
+SAY_AFTER_S = 10.0  # warn when workers see no new version for this long, and again as often
+MIN_SLOTS = 3  # one that is being read, the newest, and one to write into
 EXTRA_BYTES = 256 * 2**20  # that further slots may take
 
 
@@ -24,17 +24,17 @@ def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None) -> i
     """How many versions of the weights are kept at a time, so that one can nearly always be published.
 
     A worker on the server's device reads a version in place as long as it generates a batch, so each may hold another
-    one. None of them is more than `max_staleness` behind the newest, so no more than that many are held beside it. A
+    one. None of them is more than `max_staleness` behind the newest, so they hold no more than that many besides it. A
     large model gets no slot for this: a version that waits for one costs freshness, and memory may be short.
 
     Args:
         model: not sharded yet.
-        sharing: workers on the server's device; None: nobody knows.
+        sharing: workers on the server's device; None: unknown.
     """
     held = max_staleness if sharing is None else min(sharing, max_staleness)
     slot_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     extra = min(held - 1, EXTRA_BYTES // max(1, slot_bytes))
-    return min(LEAST_SLOTS + max(0, extra), MAX_SLOTS)
+    return min(MIN_SLOTS + max(0, extra), MAX_SLOTS)
 
 
 class WeightPublisher:
@@ -91,6 +91,6 @@ class WeightPublisher:
             )
 
     def close(self) -> None:
-        """Withdraw the weights: workers that ask for them are told that nobody publishes."""
+        """Withdraw the weights: workers that ask for them see that there is no publisher."""
         if self._exporter is not None:
             self._exporter.close()
