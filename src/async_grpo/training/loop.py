@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from loguru import logger
+
 from async_grpo.archive import rollout_state
 from async_grpo.archive.history import ConsumptionRecord
 from async_grpo.archive.rollout_state import RolloutState
@@ -67,6 +69,8 @@ class AsyncTraining(TrainingEvents):
         lock: KernelLock | None = None,  # the server's, where the caller holds it already
     ) -> None:
         refuse(trainer, settings)
+        if settings.correction == "none":
+            logger.warning("--correction none: stale rollouts are taken as fresh ones, which can destroy the policy")
         self.output_dir = Path(trainer.args.output_dir).absolute()
         run.update_state(output_dir=str(self.output_dir), correction=settings.correction, seed=settings.seed)
         self._trainer = trainer
