@@ -9,9 +9,8 @@ in older files.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from dataclasses import MISSING, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args
 
 if TYPE_CHECKING:  # numpy costs a tenth of a second that `--help` and `status` need not pay
     import numpy as np
@@ -20,6 +19,7 @@ if TYPE_CHECKING:  # numpy costs a tenth of a second that `--help` and `status` 
 FORMAT = 3  # of the queue files that this version writes
 OLDEST_FORMAT = 2  # that it reads
 
+T = TypeVar("T")
 Purpose = Literal["train", "eval", "generate"]
 
 
@@ -56,66 +56,65 @@ class Stored:
     since: int = OLDEST_FORMAT
 
 
-def header(kind: str | type, meaning: str, **details: Any) -> Mapping[str, Stored]:
-    """Metadata of a field in the JSON header."""
-    return {"stored": Stored(place="header", kind=kind, meaning=meaning, **details)}
+def header(kind: str | type, meaning: str, **details: Any) -> Any:
+    """A field in the JSON header."""
+    return _stored(place="header", kind=kind, meaning=meaning, **details)
 
 
-def texts(kind: str, meaning: str, **details: Any) -> Mapping[str, Stored]:
-    """Metadata of a field with long texts."""
-    return {"stored": Stored(place="texts", kind=kind, meaning=meaning, **details)}
+def texts(kind: str, meaning: str, **details: Any) -> Any:
+    """A field with long texts."""
+    return _stored(place="texts", kind=kind, meaning=meaning, **details)
 
 
-def tensor(dtype: str, *shape: str, meaning: str, **details: Any) -> Mapping[str, Stored]:
-    """Metadata of an array. A field whose default is None may be absent."""
-    return {"stored": Stored(place="tensor", kind=dtype, shape=shape, meaning=meaning, **details)}
+def tensor(dtype: str, shape: str, meaning: str, **details: Any) -> Any:
+    """An array with these dimensions, e.g. "G F". It may be absent if its default is None."""
+    return _stored(place="tensor", kind=dtype, shape=tuple(shape.split()), meaning=meaning, **details)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _stored(*, default: Any = MISSING, default_factory: Any = MISSING, **details: Any) -> Any:
+    return field(default=default, default_factory=default_factory, metadata={"stored": Stored(**details)})
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(header, texts, tensor))
+def record(cls: type[T]) -> type[T]:
+    """Make a frozen dataclass of a class whose fields are declared with `header`, `texts` and `tensor`."""
+    return dataclass(frozen=True, slots=True, kw_only=True)(cls)
+
+
+@record
 class Job:
     """One prompt group to generate and score, e.g. `Job(run_id="5f0c…", seq=42, row={"prompt": "2+2="}, …)`."""
 
-    run_id: str = field(metadata=header("text", "the run that issued it; files of another run are refused"))
-    seq: int = field(metadata=header("integer", "position in the order of submission; names the job", least=0))
-    row: dict[str, Any] = field(metadata=header("object", "the dataset row", item="dataset column"))
-    num_generations: int = field(metadata=header("integer", "G, completions to sample for the prompt", least=1))
-    seed: int = field(metadata=header("integer", "seeds the sampling of this group"))
-    born_version: int = field(metadata=header("integer", "the trainer's version when the job was submitted"))
-    min_version: int = field(metadata=header("integer", "the oldest policy version that may generate it"))
-    purpose: Purpose = field(
-        default="train",
-        metadata=header(
-            "text",
-            "what the group is for; only groups for `train` reach the trainer",
-            choices=get_args(Purpose),
-            since=3,
-        ),
+    run_id: str = header("text", "the run that issued it; files of another run are refused")
+    seq: int = header("integer", "position in the order of submission; names the job", least=0)
+    row: dict[str, Any] = header("object", "the dataset row", item="dataset column")
+    num_generations: int = header("integer", "G, completions to sample for the prompt", least=1)
+    seed: int = header("integer", "seeds the sampling of this group")
+    born_version: int = header("integer", "the trainer's version when the job was submitted")
+    min_version: int = header("integer", "the oldest policy version that may generate it")
+    purpose: Purpose = header(
+        "text", "only groups for `train` reach the trainer", choices=get_args(Purpose), default="train", since=3
     )
-    sampling: dict[str, Any] = field(
-        default_factory=dict,
-        metadata=header(
-            "object", "sampling settings of this job; empty: the trainer's", item="sampling setting", since=3
-        ),
+    sampling: dict[str, Any] = header(
+        "object", "sampling settings; empty: the trainer's", item="sampling setting", default_factory=dict, since=3
     )
-    task: str = field(default="", metadata=header("text", "name of the task that the prompt belongs to", since=3))
+    task: str = header("text", "name of the task that the prompt belongs to", default="", since=3)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Timings:
     """Seconds of its worker's time that a group took: a batch's time is shared out evenly over its groups.
 
     Durations, never wall-clock times. Summed over groups they are the time for which the workers were busy.
     """
 
-    adopt_s: float = field(default=0.0, metadata=header("number", "adopting the newest weights"))
-    generate_s: float = field(default=0.0, metadata=header("number", "sampling"))
-    score_s: float = field(default=0.0, metadata=header("number", "the reward functions"))
-    queue_s: float = field(
-        default=0.0, metadata=header("number", "claiming jobs, and handing back the group before this one")
-    )
+    adopt_s: float = header("number", "adopting the newest weights", default=0.0)
+    generate_s: float = header("number", "sampling", default=0.0)
+    score_s: float = header("number", "the reward functions", default=0.0)
+    queue_s: float = header("number", "claiming jobs, and handing back the group before this one", default=0.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class RolloutGroup:
     """One prompt group, generated and scored.
 
@@ -123,54 +122,40 @@ class RolloutGroup:
     completions. The completions of a group are stored back to back; `completion_lengths` [G] says where each ends.
     """
 
-    job: Job = field(metadata=header(Job, "the job as it was claimed"))
-    attempt: int = field(metadata=header("integer", "0 for the first try"))
-    worker: str = field(metadata=header("text", "the worker that generated it, e.g. dev1"))
-    policy_version: int = field(
-        metadata=header("integer", "version of the weights that sampled it; the oldest of `token_versions`")
+    job: Job = header(Job, "the job as it was claimed")
+    attempt: int = header("integer", "0 for the first try")
+    worker: str = header("text", "the worker that generated it, e.g. dev1")
+    policy_version: int = header("integer", "version of the weights that sampled it; the oldest of `token_versions`")
+    reward_names: tuple[str, ...] = header("list of text", "names of the F reward functions")
+    metrics: dict[str, list[float]] = header(
+        "object of lists of numbers", "`log_metric` of the reward functions", default_factory=dict
     )
-    reward_names: tuple[str, ...] = field(metadata=header("list of text", "names of the F reward functions"))
-    metrics: dict[str, list[float]] = field(
-        default_factory=dict, metadata=header("object of lists of numbers", "`log_metric` of the reward functions")
-    )
-    timings: Timings = field(default_factory=Timings, metadata=header(Timings, "seconds of the worker's time"))
-    node: str = field(default="", metadata=header("text", "the machine that generated it", since=3))
+    timings: Timings = header(Timings, "seconds of the worker's time", default_factory=Timings)
+    node: str = header("text", "the machine that generated it", default="", since=3)
 
-    prompt_ids: NDArray[np.int32] = field(metadata=tensor("int32", "P", meaning="tokens of the prompt", least=0))
-    completion_lengths: NDArray[np.int32] = field(
-        metadata=tensor("int32", "G", meaning="tokens of each completion", least=0)
+    prompt_ids: NDArray[np.int32] = tensor("int32", "P", "tokens of the prompt", least=0)
+    completion_lengths: NDArray[np.int32] = tensor("int32", "G", "tokens of each completion", least=0)
+    completion_ids: NDArray[np.int32] = tensor("int32", "N", "tokens of the completions", least=0)
+    sampling_logprobs: NDArray[np.float32] = tensor(
+        "float32", "N", "natural log of each token's probability, at the sampling temperature"
     )
-    completion_ids: NDArray[np.int32] = field(
-        metadata=tensor("int32", "N", meaning="tokens of the completions", least=0)
+    rewards: NDArray[np.float32] = tensor("float32", "G F", "NaN where a function returned None", nan=True)
+    turn_counts: NDArray[np.int32] | None = tensor(
+        "int32", "G", "turns of each completion", least=0, default=None, since=3
     )
-    sampling_logprobs: NDArray[np.float32] = field(
-        metadata=tensor("float32", "N", meaning="natural log of each token's probability, at the sampling temperature")
+    turn_rewards: NDArray[np.float32] | None = tensor(
+        "float32", "T", "one a turn, completion after completion; NaN: none", nan=True, default=None, since=3
     )
-    rewards: NDArray[np.float32] = field(
-        metadata=tensor("float32", "G", "F", meaning="NaN where a function returned None", nan=True)
+    token_versions: NDArray[np.int32] | None = tensor(
+        "int32", "N", "version that sampled each token, with `--in-flight-update on`", default=None
     )
-    turn_counts: NDArray[np.int32] | None = field(
-        default=None, metadata=tensor("int32", "G", meaning="turns of each completion", least=0, since=3)
-    )
-    turn_rewards: NDArray[np.float32] | None = field(
-        default=None,
-        metadata=tensor(
-            "float32", "T", meaning="reward of each turn, completion after completion; NaN: none", nan=True, since=3
-        ),
-    )
-    token_versions: NDArray[np.int32] | None = field(
-        default=None,
-        metadata=tensor("int32", "N", meaning="version that sampled each token, with `--in-flight-update on`"),
-    )
-    tool_mask: NDArray[np.uint8] | None = field(
-        default=None,
-        metadata=tensor("uint8", "N", meaning="0 for tokens of a tool or an environment", least=0, most=1),
+    tool_mask: NDArray[np.uint8] | None = tensor(
+        "uint8", "N", "0 for tokens of a tool or an environment", least=0, most=1, default=None
     )
 
-    completions: list[Any] = field(
-        metadata=texts("list", "G texts or lists of messages, as TRL hands them to reward functions", item="completion")
+    completions: list[Any] = texts(
+        "list", "G texts or lists of messages, as reward functions get them", item="completion"
     )
-    extra_columns: dict[str, list[Any]] = field(
-        default_factory=dict,
-        metadata=texts("object of lists", "`log_extra` of the reward functions", item="log_extra column"),
+    extra_columns: dict[str, list[Any]] = texts(
+        "object of lists", "`log_extra` of the reward functions", item="log_extra column", default_factory=dict
     )
