@@ -83,7 +83,7 @@ class ServerQueue:
         self._serves = False  # whether the lock's note says so
         self._open: dict[int, OpenJob] = {}
         self._highest = -1
-        self._done: Done
+        self._done: Done  # both from the moment that the lock is held
         self._left: Inheritance
         self._seen: set[JobName] = set()  # finished groups that `finished` returned
         self._watch = DirectoryWatch({root / name: IN_MOVED_TO for name in ("queue", "quarantine")})
@@ -105,8 +105,7 @@ class ServerQueue:
     ) -> Self:
         """Become the one server of the queue in `root`; `RunDirError` names the one that is there already.
 
-        consumed: sequence numbers that the checkpoint which this run continues from has used or given up.
-        Submit all
+        consumed: sequence numbers that the checkpoint which this run continues from has used or given up. Submit all
             others again: what an earlier server left of them is adopted, generated groups are given back.
         watch_workers: recover the jobs of a dead worker in a thread, within milliseconds. Without it call
             `recover_dead` yourself.
@@ -160,7 +159,7 @@ class ServerQueue:
         if not self._serves:  # the first job: from now on workers may claim
             self._lock.add_to_note(run_id=self.run_id, max_attempts=self._max_attempts)
             self._serves = True
-        attempt = self._left.next_attempt.pop(job.seq, 0)
+        attempt = self._left.next_attempt.get(job.seq, 0)
         if job.seq not in self._left.files or not self._left.adopt(job.seq):
             self._moves.publish(encode_job(job), f"queue/{JobName(job.seq, attempt, PENDING)}")
         self._open[job.seq] = OpenJob(job, attempt)

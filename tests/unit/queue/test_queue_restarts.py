@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import pytest
 from queue_samples import RUN, answer, die, die_as_server, make_job, names, serve, take_all
 
+from async_grpo.errors import DiskFullError
 from async_grpo.queue import ServerQueue, WorkerQueue, filesystem, retry_given_up
 
 
@@ -143,6 +147,26 @@ def test_only_checkpointed_groups_are_trimmed(server: ServerQueue, worker: Worke
     assert [int(name[:10]) for name in names(server, "done")] == [3, 4, 5]
     assert server.trim_done(1, consumed=range(6)) == 2
     assert [int(name[:10]) for name in names(server, "done")] == [5]
+
+
+def test_a_job_that_found_no_room_keeps_its_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ServerQueue.open(tmp_path / "q", RUN, watch_workers=False)
+    worker = WorkerQueue.open(first.root, 1, "cpu")
+    first.submit(make_job(0))
+    worker.fail(worker.claim(1)[0], "ValueError")
+    die_as_server(first)
+    with closing(ServerQueue.open(first.root, RUN, watch_workers=False)) as second:
+        with monkeypatch.context() as full:
+
+            def no_room(*args: Any) -> None:
+                raise OSError(errno.ENOSPC, "no room")
+
+            full.setattr(second._moves.files, "create", no_room)
+            with pytest.raises(DiskFullError):
+                second.submit(make_job(0))
+        second.submit(make_job(0))
+        assert names(second) == ["0000000000.a01_pending.safetensors"]
+    worker.close()
 
 
 class CountedFiles(filesystem.OsFiles):
