@@ -18,7 +18,7 @@ from async_grpo.archive.audit_evidence import Evidence, Reader, Stored
 from async_grpo.archive.history import Process, final_history
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import RunDirError
-from async_grpo.queue.names import COMPLETE, DUPLICATE, FAILED, JobName
+from async_grpo.queue.names import COMPLETE, DUPLICATE, JobName
 from async_grpo.queue.server import MAX_OPEN
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
@@ -121,7 +121,7 @@ def _judge(found: Evidence, state: runs.RunState, *, live: bool) -> Audit:
     groups = _groups(found, uses)
     trimmed, vanished = _without_file(found, uses, finished=state.state == runs.FINISHED)
     anomalies = [
-        *found.broken,
+        *found.unusable,
         *_unrecorded(found, state),
         *_used_twice(uses),
         *_bad_versions(history, found.processes, taken_back),
@@ -141,7 +141,7 @@ def _judge(found: Evidence, state: runs.RunState, *, live: bool) -> Audit:
         groups=groups,
         trimmed=len(trimmed),
         duplicates=sum(name.state == DUPLICATE for names in found.done.values() for name in names),
-        broken_set_aside=sum(aside.kind != FAILED for aside in found.set_aside),
+        broken_set_aside=found.broken_files,
         taken_back=len(taken_back),
         staleness=_histogram(use.version_used - use.policy_version for use in history),
         anomalies=anomalies,
@@ -154,72 +154,41 @@ def _uses(processes: list[Process]) -> Iterator[Use]:
             yield Use(seq, step, batch.version_used, version, process)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Places:
-    """Where each sequence number was found."""
-
-    uses: dict[int, list[Use]]
-    waiting: dict[int, list[JobName]]  # in queue/
-    archived: dict[int, list[JobName]]  # finished groups in done/
-    failed: dict[int, int]  # set aside in quarantine/ -> its last attempt
-    broken: dict[int, int]
-    dropped: set[int]
-    issued_below: int  # every sequence number below was issued
-
-    def highest(self) -> int:
-        places: tuple[Iterable[int], ...] = (self.uses, self.waiting, self.archived)
-        return max((seq for place in (*places, self.failed, self.broken, self.dropped) for seq in place), default=-1)
-
-
-def _places(found: Evidence, uses: dict[int, list[Use]]) -> _Places:
-    waiting: dict[int, list[JobName]] = {}
-    for name in found.queue:
-        waiting.setdefault(name.seq, []).append(name)
-    return _Places(
-        uses=uses,
-        waiting=waiting,
-        archived={seq: [name for name in names if name.state == COMPLETE] for seq, names in found.done.items()},
-        failed={aside.seq: aside.attempt for aside in found.set_aside if aside.kind == FAILED},
-        broken={aside.seq: aside.attempt for aside in found.set_aside if aside.kind != FAILED},
-        dropped={seq for process in found.processes for seq, _ in process.dropped},
-        issued_below=_surely_issued_below(found),
-    )
-
-
 def _groups(found: Evidence, uses: dict[int, list[Use]]) -> list[Group]:
     """Every sequence number up to the highest that any file knows."""
-    places = _places(found, uses)
-    return [_group(seq, places, found) for seq in range(places.highest() + 1)]
+    places: tuple[Iterable[int], ...] = (uses, found.waiting, found.done, found.failed, found.broken, found.dropped)
+    highest = max((seq for place in places for seq in place), default=-1)
+    issued_below = _surely_issued_below(found)
+    return [_group(seq, found, uses, issued_below) for seq in range(highest + 1)]
 
 
-def _group(seq: int, places: _Places, found: Evidence) -> Group:
-    use = places.uses.get(seq, [None])[0]
-    names = [*places.archived.get(seq, []), *places.waiting.get(seq, [])]
+def _group(seq: int, found: Evidence, uses: dict[int, list[Use]], issued_below: int) -> Group:
+    use = uses.get(seq, [None])[0]
+    archived = [name for name in found.done.get(seq, []) if name.state == COMPLETE]
+    names = [*archived, *found.waiting.get(seq, [])]
     made = _result([found.stored[name] for name in names if name in found.stored], use)
     return Group(
         seq=seq,
-        state=_state(seq, places),
-        attempts=_attempts(seq, names, made if use is not None else None, places),
+        state=USED if use is not None else _state_of_unused(seq, found, bool(archived), issued_below),
+        attempts=_attempts(seq, names, made if use is not None else None, found),
         worker=made.worker if made else None,
         policy_version=use.policy_version if use is not None else made.policy_version if made else None,
         step=use.step if use is not None else None,
     )
 
 
-def _state(seq: int, places: _Places) -> str:
-    if seq in places.uses:
-        return USED
-    if seq in places.waiting:
+def _state_of_unused(seq: int, found: Evidence, archived: bool, issued_below: int) -> str:
+    if seq in found.waiting:
         return OPEN
-    if seq in places.dropped:
+    if seq in found.dropped:
         return DROPPED
-    if places.archived.get(seq):  # the trainer has it and no step is done yet; a resume gives it back
+    if archived:  # the trainer has it and no step is done yet; a resume gives it back
         return OPEN
-    if seq in places.failed:
+    if seq in found.failed:
         return SET_ASIDE
-    if seq in places.broken:  # about to be issued again
+    if seq in found.broken:  # about to be issued again
         return OPEN
-    return LOST if seq < places.issued_below else AGAIN
+    return LOST if seq < issued_below else AGAIN
 
 
 def _result(stored: list[Stored], use: Use | None) -> Stored | None:
@@ -228,12 +197,12 @@ def _result(stored: list[Stored], use: Use | None) -> Stored | None:
     return (used or stored)[-1] if stored else None
 
 
-def _attempts(seq: int, names: list[JobName], used: Stored | None, places: _Places) -> int | None:
+def _attempts(seq: int, names: list[JobName], used: Stored | None, found: Evidence) -> int | None:
     """Attempts until the result that was used, or until now; None if no file tells."""
     if used is not None:
         return 1 + used.name.attempt
     attempts = [name.attempt for name in names]
-    attempts += [place[seq] for place in (places.failed, places.broken) if seq in place]
+    attempts += [place[seq] for place in (found.failed, found.broken) if seq in place]
     return 1 + max(attempts) if attempts else None
 
 

@@ -23,7 +23,6 @@ from async_grpo.queue.names import (
     DUPLICATE,
     FAILED,
     JobName,
-    SetAside,
     parse_set_aside,
     reason_name,
 )
@@ -42,14 +41,17 @@ class Stored(NamedTuple):
 class Evidence:
     """One snapshot."""
 
-    queue: list[JobName] = field(default_factory=list)
+    waiting: dict[int, list[JobName]] = field(default_factory=dict)  # files in queue/
     done: dict[int, list[JobName]] = field(default_factory=dict)  # finished groups, and second results
     stored: dict[JobName, Stored] = field(default_factory=dict)  # of every finished group that is sound
-    set_aside: list[SetAside] = field(default_factory=list)
+    failed: dict[int, int] = field(default_factory=dict)  # jobs given up -> their last attempt
+    broken: dict[int, int] = field(default_factory=dict)  # jobs of which a broken file was set aside -> its attempt
+    broken_files: int = 0  # set aside
     without_reason: list[str] = field(default_factory=list)
     checkpoints: list[RolloutState] = field(default_factory=list)  # complete ones of this run, oldest first
     processes: list[Process] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)  # a sentence for each file that cannot be used
+    dropped: set[int] = field(default_factory=set)  # groups that a process did not use
+    unusable: list[str] = field(default_factory=list)  # a sentence for each file or line that cannot be read
 
 
 class Reader:
@@ -64,7 +66,7 @@ class Reader:
         files = OsFiles(self._run.root)
         try:
             for path, name in job_files(files, "queue"):
-                found.queue.append(name)
+                found.waiting.setdefault(name.seq, []).append(name)
                 self._check(files, path, name, found)
             for path, name in done_files(files):
                 if self._check(files, path, name, found):
@@ -74,7 +76,8 @@ class Reader:
             files.close()
         self._look_at_checkpoints(found)
         found.processes, broken = read_record(self._run.consumption, self._state.run_id)
-        found.broken += broken
+        found.unusable += broken
+        found.dropped = {seq for process in found.processes for seq, _ in process.dropped}
         return found
 
     def _check(self, files: Files, path: str, name: JobName, found: Evidence) -> bool:
@@ -85,7 +88,7 @@ class Reader:
             except FileNotFoundError:
                 return False
             except BadFileError as error:
-                found.broken.append(f"{path} is broken: {error}.")
+                found.unusable.append(f"{path} is broken: {error}.")
                 return True
         stored = self._sound[path]
         if stored is not None:
@@ -94,10 +97,14 @@ class Reader:
 
     def _look_at_quarantine(self, files: Files, found: Evidence) -> None:
         names = set(files.names("quarantine")) if files.exists("quarantine") else set()
-        found.set_aside = sorted(filter(None, map(parse_set_aside, names)))
-        found.without_reason = [
-            aside.name for aside in found.set_aside if aside.kind == FAILED and reason_name(aside.name) not in names
-        ]
+        for aside in sorted(filter(None, map(parse_set_aside, names))):
+            if aside.kind == FAILED:
+                found.failed[aside.seq] = aside.attempt
+                if reason_name(aside.name) not in names:
+                    found.without_reason.append(aside.name)
+            else:
+                found.broken[aside.seq] = aside.attempt
+                found.broken_files += 1
 
     def _look_at_checkpoints(self, found: Evidence) -> None:
         output_dir = Path(self._state.output_dir) if self._state.output_dir else None
@@ -107,7 +114,7 @@ class Reader:
             except FileNotFoundError:
                 continue  # an old checkpoint made room for a new one
             except (ValueError, TypeError) as error:
-                found.broken.append(f"{path} is broken: {error}.")
+                found.unusable.append(f"{path} is broken: {error}.")
                 continue
             if state.run_id == self._state.run_id:
                 found.checkpoints.append(state)
