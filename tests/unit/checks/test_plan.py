@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 from async_grpo.checks import probe
 from async_grpo.checks.plan import dry_run
 from async_grpo.checks.plan.batch_arithmetic import misfit, optimizer_steps, rounds_of, what_to_set
-from async_grpo.checks.plan.facts import BatchFacts, Look, Parameters, TrainerFacts, look_at_trainer
+from async_grpo.checks.plan.facts import BatchFacts, Look, Parameters, Question, TrainerFacts, look_at_trainer
 from async_grpo.checks.plan.memory import estimate
 from async_grpo.errors import RunDirError
 from async_grpo.formatting import size
@@ -182,12 +183,21 @@ def test_sizes_are_readable() -> None:
 # --- the child that builds the trainer
 
 
+def question(config: Path, **changes: Any) -> Question:
+    return Question(config=config, device="cpu", settings=TrainingSettings(**changes))
+
+
+def test_a_question_survives_json(tmp_path: Path) -> None:
+    asked = replace(question(tmp_path / "setup.py", steps=3, correction="tis"), run_dir=tmp_path, sharing=2)
+    assert Question.from_json(json.loads(json.dumps(asked.as_json()))) == asked
+
+
 def test_a_setup_file_that_kills_its_process_is_a_sentence(tmp_path: Path) -> None:
     config = tmp_path / "setup.py"
     config.write_text(
         f"import os\nprint('loading', flush=True)\nos.kill(os.getpid(), {signal.SIGKILL:d})\nget_trainer = 1"
     )
-    look = look_at_trainer(config, device="cpu", settings=TrainingSettings())
+    look = look_at_trainer(question(config))
     assert look.facts is None
     assert "was killed by SIGKILL" in look.error and "memory" in look.error and "loading" in look.error
 
@@ -199,7 +209,7 @@ def test_a_setup_file_that_never_returns_is_a_sentence_and_leaves_no_process(
     hangs.write_text(f"#!/bin/sh\nsleep 1000 &\necho $$ $! > {tmp_path}/pids\nsleep 1000\n")
     hangs.chmod(0o700)
     monkeypatch.setattr(probe, "sys", SimpleNamespace(executable=str(hangs)))
-    look = look_at_trainer(tmp_path / "setup.py", device="cpu", settings=TrainingSettings(), timeout_s=5)
+    look = look_at_trainer(question(tmp_path / "setup.py"), timeout_s=5)
     assert "did not answer in 5 s" in look.error
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 2
@@ -216,7 +226,7 @@ def test_what_a_setup_file_started_does_not_outlive_the_look_at_it(
     returns.write_text(f"#!/bin/sh\nsleep 1000 &\necho $! > {tmp_path}/pid\nexit 3\n")
     returns.chmod(0o700)
     monkeypatch.setattr(probe, "sys", SimpleNamespace(executable=str(returns)))
-    look = look_at_trainer(tmp_path / "setup.py", device="cpu", settings=TrainingSettings())
+    look = look_at_trainer(question(tmp_path / "setup.py"))
     assert "ended with exit code 3" in look.error
     pid = (tmp_path / "pid").read_text().strip()
     deadline = time.monotonic() + 60

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from async_grpo.checks.doctor.finding import Finding, error, ok, warning
 from async_grpo.checks.plan.batch_arithmetic import misfit, optimizer_steps, rounds_of, what_to_set
-from async_grpo.checks.plan.facts import BatchFacts, Look, TrainerFacts, look_at_trainer
+from async_grpo.checks.plan.facts import BatchFacts, Look, Question, TrainerFacts, look_at_trainer
 from async_grpo.checks.plan.memory import estimate
 from async_grpo.errors import SetupFileError
 from async_grpo.formatting import size
@@ -31,9 +31,8 @@ def setup_file(config: Path, *, gpus: int, memory: int) -> Iterator[Finding]:
     except SetupFileError as refusal:
         yield error("setup file", str(refusal).splitlines()[0], "Give a Python file with get_trainer().")
         return
-    device = "0" if gpus else CPU
-    settings = TrainingSettings()
-    yield from judge(look_at_trainer(config, device=device, settings=settings, timeout_s=TIMEOUT_S), gpus, memory)
+    question = Question(config=config, device="0" if gpus else CPU, settings=TrainingSettings())
+    yield from judge(look_at_trainer(question, TIMEOUT_S), gpus, memory)
 
 
 def judge(look: Look, gpus: int, memory: int) -> Iterator[Finding]:

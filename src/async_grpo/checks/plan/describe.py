@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.checks import probe
-from async_grpo.checks.plan.facts import BatchFacts, Parameters, TrainerFacts
+from async_grpo.checks.plan.facts import BatchFacts, Parameters, Question, TrainerFacts
 from async_grpo.errors import AsyncGRPOError, SetupFileError
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
@@ -21,21 +21,26 @@ if TYPE_CHECKING:
     from trl import GRPOConfig, GRPOTrainer
 
 PROMPTS_MEASURED = 64
+_FROM_CONFIG = (
+    *("learning_rate", "loss_type", "beta", "temperature", "max_steps"),
+    *("max_completion_length", "save_steps", "seed"),
+)
 
 
-def main(request: dict[str, Any]) -> dict[str, Any]:
-    settings = TrainingSettings(**request["settings"])
+def main(data: dict[str, Any]) -> dict[str, Any]:
+    question = Question.from_json(data)
+    settings = question.settings
     answer: dict[str, Any] = {"facts": None, "error": "", "exit_code": 0, "batch": None}
     made = _watch_configurations()
     try:
-        check_torch_sees(request["device"])
+        check_torch_sees(question.device)
         _save_nothing()
-        if request["accelerate_config"]:
-            _count_processes(request["accelerate_config"])
-        trainer = load_trainer(Path(request["config"]), engine_here=False, steps=settings.steps, seed=settings.seed)
-        answer["facts"] = describe(trainer, settings, request["sharing"]).as_json()
-        if request["distributed"]:
-            answer["facts"].update(_distributed(trainer, settings, request))
+        if question.accelerate_config is not None:
+            _count_processes(question.accelerate_config)
+        trainer = load_trainer(question.config, engine_here=False, steps=settings.steps, seed=settings.seed)
+        answer["facts"] = asdict(describe(trainer, settings, question.sharing))
+        if question.distributed:
+            answer["facts"].update(_distributed(trainer, question))
     except AsyncGRPOError as error:
         answer.update(error=str(error), exit_code=error.exit_code)
         if isinstance(error, SetupFileError) and made:
@@ -43,18 +48,18 @@ def main(request: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _distributed(trainer: GRPOTrainer, settings: TrainingSettings, request: dict[str, Any]) -> dict[str, str]:
+def _distributed(trainer: GRPOTrainer, question: Question) -> dict[str, str]:
     """What only a distributed run decides. Raises where its start would refuse."""
     from async_grpo.training.loop import refuse
 
+    settings = question.settings
     refuse(trainer, settings)
-    generator = choose_generator(request["generator"], trainer, on_gpu=request["device"] != CPU)
+    generator = choose_generator(question.generator, trainer, on_gpu=question.device != CPU)
     if generator == VLLM_SERVER:
-        refuse_with_server(workers=request["workers"], deterministic=settings.deterministic)
-    return {
-        "generator": generator,
-        "resumes_from": _checkpoint(trainer, Path(request["run_dir"])) if settings.resume else "",
-    }
+        refuse_with_server(workers=question.workers, deterministic=settings.deterministic)
+    if settings.resume and question.run_dir is not None:
+        return {"generator": generator, "resumes_from": _checkpoint(trainer, question.run_dir)}
+    return {"generator": generator}
 
 
 # Three changes to classes of transformers and TRL, in this process only, which ends with its answer.
@@ -68,12 +73,12 @@ def _save_nothing() -> None:
     Trainer.init_hf_repo = lambda self, token=None: None
 
 
-def _count_processes(accelerate_config: str) -> None:
+def _count_processes(accelerate_config: Path) -> None:
     """Let TRL do its arithmetic of batches as in each of the processes that there will be."""
     from accelerate.commands.config.config_args import load_config_from_file
     from transformers import TrainingArguments
 
-    processes = int(load_config_from_file(accelerate_config).num_processes)
+    processes = int(load_config_from_file(str(accelerate_config)).num_processes)
     TrainingArguments.world_size = property(lambda self: processes)
 
 
@@ -115,6 +120,7 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | No
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
     longest, measured = _longest_prompt(trainer, tokenizer)
     return TrainerFacts(
+        **{name: getattr(args, name) for name in _FROM_CONFIG},
         trainer=type(trainer).__name__,
         model=type(model).__name__,
         model_name=str(getattr(model.config, "_name_or_path", "") or ""),
@@ -123,27 +129,19 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | No
         slots=slots_for(model, max_staleness=settings.max_staleness, sharing=sharing),
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         optimizer=str(getattr(args.optim, "value", args.optim)),
-        learning_rate=args.learning_rate,
-        loss_type=args.loss_type,
-        beta=args.beta,
-        temperature=args.temperature,
         use_vllm=wants_vllm(trainer),
         batch=_batch(args),
-        max_steps=args.max_steps,
         epochs=args.num_train_epochs,
         dataset_rows=rows,
         columns=list(trainer.train_dataset.column_names or ()),
         rewards=list(trainer.reward_func_names),
         padding_token=tokenizer.pad_token,
         end_token=tokenizer.eos_token,
-        max_completion_length=args.max_completion_length,
         context_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
         longest_prompt=longest,
         prompts_measured=measured,
         output_dir=str(Path(args.output_dir).absolute()),
         save_strategy=str(getattr(args.save_strategy, "value", args.save_strategy)),
-        save_steps=args.save_steps,
-        seed=args.seed,
         epoch_rounds=None if rows is None else rows // groups_per_round(trainer),
         groups_ahead=schedule.groups_ahead,
         first_groups=Lookahead(schedule.groups_per_round, schedule.groups_ahead).groups,
@@ -169,15 +167,8 @@ def parameters_of(model: nn.Module) -> Parameters:
 
 
 def _batch(args: Any) -> BatchFacts:
-    return BatchFacts(
-        per_device_train_batch_size=args.per_device_train_batch_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        steps_per_generation=args.steps_per_generation,
-        generation_batch_size=args.generation_batch_size,
-        num_generations=args.num_generations,
-        num_iterations=args.num_iterations,
-        processes=args.world_size,
-    )
+    same = {entry.name: getattr(args, entry.name) for entry in fields(BatchFacts) if entry.name != "processes"}
+    return BatchFacts(**same, processes=args.world_size)
 
 
 def _longest_prompt(trainer: GRPOTrainer, tokenizer: Any) -> tuple[int | None, int]:

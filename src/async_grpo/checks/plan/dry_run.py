@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from async_grpo.checks.plan.batch_arithmetic import optimizer_steps, rounds_of
-from async_grpo.checks.plan.facts import TrainerFacts, facts_or_refusal, look_at_trainer
+from async_grpo.checks.plan.facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
 from async_grpo.checks.plan.memory import MemoryEstimate, estimate
 from async_grpo.formatting import counted, size
 from async_grpo.launch.launcher import LaunchOptions
@@ -36,8 +36,8 @@ def plan_distributed(options: LaunchOptions) -> None:
     fate, place = preview(options.run_dir, resume=training.resume, overwrite=options.overwrite)
     check_place(options.run_dir)
     _announce(options.config)
-    look = look_at_trainer(
-        options.config,
+    question = Question(
+        config=options.config,
         device=options.master_device,
         settings=training,
         run_dir=options.run_dir,
@@ -46,7 +46,7 @@ def plan_distributed(options: LaunchOptions) -> None:
         workers=len(options.worker_devices),
         sharing=options.workers_sharing,
     )
-    facts = facts_or_refusal(look)
+    facts = facts_or_refusal(look_at_trainer(question))
     _print(
         [
             *_trainer_rows(options.config, facts),
@@ -66,8 +66,8 @@ def plan_single(config: Path, device: str, *, steps: int | None, seed: int | Non
     """Print what training in one process would be. Raises as `plan_distributed` does."""
     settings = TrainingSettings(steps=steps, seed=seed)
     _announce(config)
-    look = look_at_trainer(config, device=device, settings=settings, distributed=False)
-    facts = facts_or_refusal(look)
+    question = Question(config=config, device=device, settings=settings, distributed=False)
+    facts = facts_or_refusal(look_at_trainer(question))
     memory = estimate(facts)
     need = memory.server - memory.published
     _print(

@@ -7,7 +7,7 @@ a sentence here.
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +92,6 @@ class TrainerFacts:
     def from_json(cls, data: dict[str, Any]) -> TrainerFacts:
         return cls(**{**data, "batch": BatchFacts(**data["batch"]), "parameters": Parameters(**data["parameters"])})
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
@@ -114,47 +111,46 @@ class RefusedError(AsyncGRPOError):
         self.exit_code = exit_code
 
 
-def look_at_trainer(
-    config: Path,
-    *,
-    device: str,
-    settings: TrainingSettings,
-    distributed: bool = True,
-    run_dir: Path | None = None,
-    accelerate_config: Path | None = None,
-    generator: str | None = None,
-    workers: int = 0,
-    sharing: int | None = None,
-    timeout_s: float = BUILD_TIMEOUT_S,
-) -> Look:
-    """Build the trainer in a child process and describe it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Which trainer to look at, and for what run."""
 
-    Args:
-        device: what the server would run on. The child sees it, so that what the setup file decides by it is decided
-            as in the real run, but the trainer leaves its model in host memory.
-        distributed: whether what cannot run distributed is an error.
-        run_dir: whose checkpoints `settings.resume` is about.
-        accelerate_config: says of how many processes the trainer will be; it is built in one.
-        generator: what the command line asks of the workers, if anything.
-        workers: how many will be started; 0 where it is unknown.
-        sharing: how many of them on the server's device; None where it is unknown.
-    """
-    question = {
-        "config": str(config.absolute()),
-        "device": device,
-        "generator": generator,
-        "workers": workers,
-        "sharing": sharing,
-        "accelerate_config": str(accelerate_config or ""),
-        "run_dir": str(run_dir or ""),
-        "settings": _plain(settings),
-        "distributed": distributed,
-    }
+    config: Path
+    device: str  # of the server. The child sees it, but the trainer leaves its model in host memory
+    settings: TrainingSettings
+    distributed: bool = True  # what cannot run distributed is an error
+    run_dir: Path | None = None  # whose checkpoints `settings.resume` is about
+    accelerate_config: Path | None = None  # of how many processes the trainer will be; it is built in one
+    generator: str | None = None  # what the command line asks of the workers
+    workers: int = 0  # that will be started; 0: unknown
+    sharing: int | None = None  # how many of them on the server's device; None: unknown
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Question:
+        paths = {name: Path(data[name]) for name in _PATHS if data[name] is not None}
+        return cls(**{**data, **paths, "settings": TrainingSettings(**data["settings"])})
+
+    def as_json(self) -> dict[str, Any]:
+        """Without the archive's limit among the settings, which JSON cannot carry and a plan does not need."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        paths = {name: str(values[name].absolute()) for name in _PATHS if values[name] is not None}
+        settings = {entry.name: getattr(self.settings, entry.name) for entry in fields(self.settings)}
+        del settings["keep_done"]
+        return {**values, **paths, "settings": settings}
+
+
+_PATHS = ("config", "run_dir", "accelerate_config")
+
+
+def look_at_trainer(question: Question, timeout_s: float = BUILD_TIMEOUT_S) -> Look:
+    """Build the trainer in a child process and describe it."""
+    env = _environment(question.device)
+    module = "async_grpo.checks.plan.describe"
     try:
-        found = probe.ask("async_grpo.checks.plan.describe", question, timeout_s=timeout_s, env=_environment(device))
+        found = probe.ask(module, question.as_json(), timeout_s=timeout_s, env=env)
     except probe.ChildFailed as failure:
         said = "\n".join(failure.said) or "(none)"
-        error = f"The process that called get_trainer() in {config} {failure.how}. Its last words:\n{said}"
+        error = f"The process that called get_trainer() in {question.config} {failure.how}. Its last words:\n{said}"
         return Look(error=error, exit_code=2)
     return Look(
         facts=TrainerFacts.from_json(found["facts"]) if found["facts"] else None,
@@ -174,12 +170,6 @@ def facts_or_refusal(look: Look) -> TrainerFacts:
         raise RefusedError(look.error, look.exit_code)
     assert look.facts is not None
     return look.facts
-
-
-def _plain(settings: TrainingSettings) -> dict[str, Any]:
-    """What JSON can carry; the rest (the archive's limit) decides nothing here."""
-    values = {entry.name: getattr(settings, entry.name) for entry in fields(settings)}
-    return {name: value for name, value in values.items() if value is None or isinstance(value, (str, int, float))}
 
 
 def _environment(device: str) -> dict[str, str]:
