@@ -170,7 +170,8 @@ class Worker:
         """Take on the newest weights, as far as the groups in flight allow it."""
         if self._server_died_at is not None:
             self._hand_back_held()
-        if not (self._held or self._sampling) or self._weights.version is None:
+        nothing_published = self._version is None and self._weights.version is None
+        if not (self._held or self._sampling) or nothing_published:
             return
         started, before = time.monotonic(), self._version
         try:

@@ -78,7 +78,8 @@ class ContinuousEngine:
 
     def adopt(self, in_use: Collection[int] = ()) -> int | None:
         assert self._weights is not None
-        if self._adopted == (self._weights.generation, self._weights.version):
+        newest = self._weights.version
+        if newest is None or self._adopted == (self._weights.generation, newest):
             return self._version
         if not self._in_flight_update and len(in_use) >= self._engine.versions_at_once:
             return None if self._engine.versions_at_once == 1 else self._version

@@ -146,13 +146,12 @@ class _Batch:
             _, copies_b, counts = torch.unique_consecutive(prompts, dim=0, return_inverse=True, return_counts=True)
             firsts = counts.cumsum(0) - counts
             input_ids = input_ids[firsts]
-            self._keep(firsts)
+            self._select(firsts)
         self._drop_useless_mask()
         self._forward(input_ids, is_first_iteration=True)
         if copies_b is not None:
             self.logits_bV = self.logits_bV[copies_b]
-            self._keep(copies_b)
-            self._select_in_cache(copies_b)
+            self._select(copies_b)
 
     def step(self, sampled_b: Tensor, sequences_BL: Tensor) -> None:
         """One forward pass over the tokens that were sampled last; over all of them where nothing is cached."""
@@ -172,8 +171,7 @@ class _Batch:
             return sampled_b
         stay = going_b.nonzero()[:, 0]
         self.rows_b = self.rows_b[stay]
-        self._keep(stay)
-        self._select_in_cache(stay)
+        self._select(stay)
         self._drop_useless_mask()
         return sampled_b[stay]
 
@@ -187,14 +185,13 @@ class _Batch:
         )
         self.logits_bV = self._model(**inputs, return_dict=True).logits[:, -1].float()
 
-    def _keep(self, rows: Tensor) -> None:
+    def _select(self, rows: Tensor) -> None:
+        """Keep these rows of everything that is computed with; a row may be there several times."""
         if self._mask_bL is not None:
             self._mask_bL = self._mask_bL[rows]
         if self._positions_bL is not None:
             self._positions_bL = self._positions_bL[..., rows, :]
-
-    def _select_in_cache(self, rows: Tensor) -> None:
-        if self._cache is not None:
+        if self._cache is not None and self._cache.get_seq_length():
             self._cache.batch_select_indices(rows)
 
     def _drop_useless_mask(self) -> None:
