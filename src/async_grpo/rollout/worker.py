@@ -12,6 +12,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -290,21 +291,22 @@ class Worker:
 
     def _when_there_is_room(self, write: Callable[[], None]) -> bool:
         """Write to the queue; on a full disk keep the claim and wait for room. False: asked to stop meanwhile."""
-        warned = False
+        try:
+            write()
+        except DiskFullError as error:
+            logger.warning("{} Keeping the job and waiting for room.", error)
+            return self._retry(write)
+        return True
+
+    def _retry(self, write: Callable[[], None]) -> bool:
         with Reminder(lambda: f"room on the disk of {self._run_dir.root}") as reminder:
-            while True:
-                try:
-                    write()
-                except DiskFullError as error:
-                    if not warned:
-                        logger.warning("{} Keeping the job and waiting for room.", error)
-                    warned = True
-                else:
-                    return True
-                if self._stop:
-                    return False
+            while not self._stop:
                 reminder.tick()
                 time.sleep(DISK_FULL_RETRY_S)
+                with suppress(DiskFullError):
+                    write()
+                    return True
+        return False
 
     def _hand_back_held(self) -> None:
         while self._held:

@@ -185,6 +185,18 @@ def test_a_full_disk_keeps_the_job_until_there_is_room(tmp_path: Path, monkeypat
     assert len(tries) == 3
 
 
+def test_a_worker_that_is_asked_to_stop_does_not_wait_for_room(tmp_path: Path) -> None:
+    setting = Setting(tmp_path, [job(0)], FakeEngine(), stop=StopAfter(50))
+
+    def full(claim: Claim, group: RolloutGroup) -> None:
+        setting.worker._stop = True  # type: ignore[assignment]
+        raise DiskFullError("no room")
+
+    setting.queue.complete = full  # type: ignore[method-assign]
+    assert setting.run() == {}
+    assert setting.queue.failed == [], "the queue hands the job back"
+
+
 def test_a_tool_that_hangs_is_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or `--worker-timeout` would never end the worker."""
     monkeypatch.setattr("async_grpo.rollout.turns.CODE_WAKE_S", 0.001)
