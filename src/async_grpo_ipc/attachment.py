@@ -24,9 +24,7 @@ Stamp = tuple[int, int]
 
 
 class Attachment:
-    """Everything that a handle file names, mapped and checked. A changed `stamp` means that the file was
-    replaced.
-    """
+    """Everything that a handle file names, mapped and checked. A changed `stamp` means that the file was replaced."""
 
     def __init__(self, path: Path, device: torch.device | None = None) -> None:
         self._path = path
@@ -65,9 +63,7 @@ class Attachment:
             raise _died(self._path, self.handle.pid)
 
     def try_lease(self) -> "Lease | None":
-        """A hold on the newest version, or None where there is none or the exporter is just writing that
-        slot.
-        """
+        """A hold on the newest version, or None where there is none or the exporter is just writing that slot."""
         wanted = self.newest()
         if wanted is None or not self._control.leases.try_acquire(wanted.slot):
             return None

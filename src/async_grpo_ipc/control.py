@@ -108,9 +108,7 @@ class Header:
         return (self.slot(slot) for slot in range(self.slots))
 
     def newest(self) -> SlotRecord | None:
-        """The whole version with the highest number: a hint, until its slot is locked and the record read
-        again.
-        """
+        """The whole version with the highest number: a hint, until its slot is locked and the record read again."""
         ready = [record for record in self.records() if record.state is SlotState.READY]
         return max(ready, key=lambda record: record.version, default=None)
 

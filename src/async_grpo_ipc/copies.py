@@ -35,16 +35,12 @@ _padded: "weakref.WeakSet[torch.UntypedStorage]" = weakref.WeakSet()
 
 
 def allow_merging_over_padding(block: Tensor) -> None:
-    """Say that the bytes between neighbouring tensors of this block mean nothing, so that copies may
-    overwrite them.
-    """
+    """Say that the bytes between neighbouring tensors of this block mean nothing, so that copies may overwrite them."""
     _padded.add(block.untyped_storage())
 
 
 class CopyPlan:
-    """A prepared copy of each source into its destination. Run it as often as the `movable` side keeps its
-    place.
-    """
+    """A prepared copy of each source into its destination. Run it as often as the `movable` side keeps its place."""
 
     def __init__(
         self,

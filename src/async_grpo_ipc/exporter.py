@@ -124,9 +124,7 @@ class WeightExporter:
         slots: int = 2,
         dtype: torch.dtype | None = None,
     ) -> Self:
-        """Publish named tensors. `publish` copies what they contain at that moment; the mapping itself is
-        read once.
-        """
+        """Publish named tensors. `publish` copies what they contain at that moment; the mapping itself is read once."""
         return cls(Sources.of_tensors(tensors, dtype=dtype), path, slots)
 
     @classmethod
@@ -204,9 +202,7 @@ class WeightExporter:
     # readable.
 
     def _claim_slot(self) -> int | None:
-        """Lock a slot that is not the newest (with a single slot: that one), the oldest first, without
-        waiting.
-        """
+        """Lock a slot that is not the newest (with a single slot: that one), the oldest first, without waiting."""
         for slot in sorted(range(len(self._in_slots)), key=self._in_slots.__getitem__):
             is_newest = slot == self._current and len(self._in_slots) > 1
             if not is_newest and self._control.locks.try_exclusive(FIRST_SLOT_BYTE + slot):

@@ -53,9 +53,7 @@ class Layout:
 
 
 def plan_layout(tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, start: int = 0) -> Layout:
-    """Place `tensors` in order, one bucket a dtype. Floating-point ones are stored as `dtype` where it is
-    given.
-    """
+    """Place `tensors` in order, one bucket a dtype. Floating-point ones are stored as `dtype` where it is given."""
     groups: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
     for name, tensor in tensors.items():
         stored_as = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -87,9 +85,7 @@ def views(block: Tensor, specs: Iterable[TensorSpec]) -> dict[str, Tensor]:
 
 
 def storable_stride(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's own stride where its elements fill memory without gaps or overlap, else the contiguous
-    one.
-    """
+    """The tensor's own stride where its elements fill memory without gaps or overlap, else the contiguous one."""
     return tuple(tensor.stride()) if is_dense(tensor.shape, tensor.stride()) else contiguous_stride(tensor.shape)
 
 

@@ -130,9 +130,7 @@ class LockFile:
 
 
 class SlotLeases:
-    """Shared holds on slots, counted: the kernel keeps one lock per opened file, this process may want
-    several.
-    """
+    """Shared holds on slots, counted: the kernel keeps one lock per opened file, this process may want several."""
 
     def __init__(self, locks: LockFile) -> None:
         self._locks = locks

@@ -205,9 +205,7 @@ class RemoteWeights:
         self.release()
 
     def close(self) -> None:
-        """Detach without keeping weights, and unmap. A model that was aliased is on the meta device
-        afterwards.
-        """
+        """Detach without keeping weights, and unmap. A model that was aliased is on the meta device afterwards."""
         if not self._closed:
             self.detach(keep_weights=False)
             self._closed = True

@@ -103,9 +103,7 @@ def _has_tensors(module: nn.Module | None) -> bool:
 
 
 def model_tensors(model: nn.Module, *, buffers: bool) -> list[ModelTensor]:
-    """Parameters, and buffers if asked for, in the model's order. Tied ones (one object, or one memory)
-    appear once.
-    """
+    """Parameters, and buffers if asked for, in the model's order. Tied ones (one object, or one memory) appear once."""
     found: dict[Any, ModelTensor] = {}
     for name, holder, key, tensor, is_parameter in _walk(model, buffers):
         entry = found.setdefault(identity(tensor), ModelTensor(is_parameter))

@@ -33,9 +33,7 @@ class ExportedMemory(Protocol):
         ...
 
     def close(self, *, readers_attached: bool) -> None:
-        """Give the memory back, or leave it to the end of the process where readers could still touch freed
-        memory.
-        """
+        """Give the memory back, or leave it to the end of the process where readers could still touch freed memory."""
         ...
 
 
@@ -84,9 +82,7 @@ def _allocate(device: torch.device, generation: str, block_bytes: Sequence[int])
 
 
 def attach(description: Mapping[str, Any], pid: int, device: torch.device | None) -> AttachedMemory:
-    """Map what an exporter's `describe()` said, from process `pid`, to be read by `device` (by default the
-    current).
-    """
+    """Map what an exporter's `describe()` said, from process `pid`, to be read by `device` (by default the current)."""
     if description["kind"] == "cuda":
         from async_grpo_ipc.memory.cuda import CudaAttachment
 

@@ -41,9 +41,7 @@ class CudaRuntime(Protocol):
         ...
 
     def open_handle(self, device: int, handle: bytes) -> int:
-        """Map another process's memory with `device` current, peer access enabled where it is another
-        device's.
-        """
+        """Map another process's memory with `device` current, peer access enabled where it is another device's."""
         ...
 
     def close_handle(self, device: int, pointer: int) -> None: ...
