@@ -30,10 +30,10 @@ class Policy(Protocol):
             in_use: versions of the groups that are being sampled.
 
         Returns:
-            None where the newest version has to wait until those groups have ended. New groups wait, too.
+            None where the newest version has to wait until those groups have ended. New groups wait as well.
 
         Raises:
-            PeerDiedError: nothing is published, and nobody will.
+            PeerDiedError: nothing is published, and the exporter has died.
         """
         ...
 
@@ -114,5 +114,5 @@ def check_same_base(model: nn.Module, remote: RemoteWeights, timeout_s: float) -
 
 
 def quantised(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that are packed bits and make sense only with scales that are kept beside them."""
+    """The parameters that are packed bits, which need the scales that are stored with them."""
     return {name: p.data for name, p in model.named_parameters() if getattr(p, "quant_state", None) is not None}

@@ -1,8 +1,8 @@
-"""Threads that wait for their next task: starting one, and the first tensors that it makes, outlast many a task.
+"""Threads that are kept for the next task: starting a thread, and its first tensors, can take longer than a task.
 
-They are daemons, which those of `concurrent.futures` are not: a user's reward or tool that hangs does not keep the
-process from ending. But Python ends a daemon wherever it is, and if that is inside torch, the process aborts. So who
-ends the process calls `wait_for_tasks` first.
+They are daemons, unlike the threads of `concurrent.futures`: a reward or tool that hangs does not keep the process from
+ending. Python stops a daemon thread wherever it is, and if that is inside torch, the process aborts. Call
+`wait_for_tasks` before exiting.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-KEEP_S = 60.0  # a thread that had nothing to do for so long ends
+KEEP_S = 60.0  # a thread without a task ends after this many seconds
 
 
 _unfinished: Counter[str] = Counter()  # tasks by name, of every `KeptThreads` of the process

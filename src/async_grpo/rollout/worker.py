@@ -390,6 +390,6 @@ def once_issued(pending: Callable[[], int], enough: int) -> int:
 
 
 def check_server(run: RunDir) -> None:
-    """Raise `PeerDiedError` when nobody serves the run any more."""
+    """Raise `PeerDiedError` when the run has no live parameter server."""
     if not server_alive(run.root):
         raise PeerDiedError(f"The parameter server of {run.root} is gone. Start it again with --resume.")

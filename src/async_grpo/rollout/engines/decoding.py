@@ -21,12 +21,12 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 
-LEAVE_TOGETHER = 8  # rows leave the batch when at least one in so many has ended: making it smaller copies the cache
+LEAVE_TOGETHER = 8  # rows leave the batch when one in eight has ended: making it smaller copies the cache
 ROOM = 64  # tokens by which a layer's buffer grows
 
 
 def steps_between_looks(device: torch.device) -> int:
-    """Steps between looks at which rows have ended: a look waits for all that a GPU has been told to do."""
+    """Steps between two checks for ended rows: on a GPU each check waits for all queued work."""
     return 1 if device.type == "cpu" else 8
 
 
@@ -98,7 +98,7 @@ class SamplingLoop:
         return ended
 
     def _close_groups(self) -> dict[int, slice]:
-        """Close the groups of which no row goes on."""
+        """Close the groups whose rows have all ended."""
         going = self._going_B.tolist()
         ended = {index: rows for index, rows in self._open.items() if not any(going[rows])}
         self._open = {index: rows for index, rows in self._open.items() if index not in ended}
@@ -237,7 +237,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows; the buffers are made anew by the next `update`."""
+        """Keep these rows; the next `update` allocates new buffers."""
         super().batch_select_indices(indices)
         self._keys, self._values = self.keys, self.values
 

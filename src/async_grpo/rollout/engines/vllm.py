@@ -61,8 +61,8 @@ class VLLMEngine:
         in_flight_update: `load` may come while requests run; they go on with the new weights, and every token is
             handed out by the step that sampled it.
         deterministic: the same requests give the same tokens.
-        folder: nobody else's, to build an engine of ours from; what is in it goes. None: a temporary one, which stays
-            if the process is killed meanwhile.
+        folder: where our own engine is described while it is built; its contents are deleted. None: a temporary
+            folder, which remains if the process is killed meanwhile.
         changes: other arguments of vLLM's `EngineArgs`, of an engine that is ours.
 
     Raises:

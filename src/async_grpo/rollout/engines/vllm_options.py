@@ -95,15 +95,15 @@ def adapter_of(model: Any) -> tuple[str, Any] | None:
     """Name and configuration of the adapter that trains, or None for a model without one.
 
     Raises:
-        UnsupportedError: the adapter is no LoRA, or other parameters train beside it.
+        UnsupportedError: the adapter is not a LoRA adapter, or other parameters train as well.
     """
     if not hasattr(model, "peft_config"):
         return None
     name = model.active_adapter
     config = model.peft_config[name]
-    beside = [n for n, parameter in model.named_parameters() if parameter.requires_grad and ".lora_" not in n]
-    if str(config.peft_type).rpartition(".")[2].upper() != "LORA" or beside:
-        what = f"{beside[0]} trains beside the adapter" if beside else f"the adapter is {config.peft_type}"
+    others = [n for n, parameter in model.named_parameters() if parameter.requires_grad and ".lora_" not in n]
+    if str(config.peft_type).rpartition(".")[2].upper() != "LORA" or others:
+        what = f"{others[0]} trains as well as the adapter" if others else f"the adapter is {config.peft_type}"
         raise UnsupportedError(f"vLLM takes LoRA adapters and nothing else, but {what}. Take --generator hf.")
     return name, config
 

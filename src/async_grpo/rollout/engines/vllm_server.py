@@ -247,16 +247,16 @@ class _Client(VLLMClient):
             ) from error
         if response.status_code == 200:
             return dict(response.json())
-        told = f"The vLLM server answered {url} with {response.status_code}: {response.text[:500]}"
+        answer = f"The vLLM server answered {url} with {response.status_code}: {response.text[:500]}"
         if generates and response.status_code < 500:
-            raise ValueError(told)
+            raise ValueError(answer)
         if response.status_code == 404:
-            raise UnsupportedError(f"{told}\n{self.how_to_start}")
-        raise GeneratorError(told)
+            raise UnsupportedError(f"{answer}\n{self.how_to_start}")
+        raise GeneratorError(answer)
 
 
 def _each_once(groups: Sequence[list[list[int]]]) -> tuple[list[list[int]], int]:
-    """The prompts to send and how many completions to ask of each: a prompt that all of its group share goes once."""
+    """The prompts to send, and the completions to ask of each. A prompt that its whole group shares is sent once."""
     copies = len(groups[0])
     if all(len(prompts) == copies and all(ids == prompts[0] for ids in prompts) for prompts in groups):
         return [prompts[0] for prompts in groups], copies

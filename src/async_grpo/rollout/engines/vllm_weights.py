@@ -1,8 +1,7 @@
 """Repeats a model's own loading of weights as plain copies.
 
-A `load_weights` of vLLM looks up every name and splits and fuses tensors in Python, again for each version; with the
-numbers themselves it only fills its parameters. So it is watched once. What it copied from where to where is the plan,
-and all later versions of the same tensors are copied so, in one call.
+vLLM's `load_weights` looks up every name, and splits and fuses tensors, in Python, for each version again. The first
+load is recorded: which part of which tensor was copied where. Later versions replay the same copies in one call.
 """
 
 from __future__ import annotations
