@@ -74,6 +74,7 @@ class FakeQueue:
         self.on_wait: Callable[[], None] = _nobody_works
         self.alive = 1
         self.disk_full = False
+        self.workers_lack_room = False
         self._finished: dict[int, RolloutGroup] = {}
 
     # what the trainer side calls
@@ -83,6 +84,9 @@ class FakeQueue:
             raise DiskFullError("No room for the queue.")
         self.jobs[job.seq] = job
         self.submitted.append(job.seq)
+
+    def short_of_room(self) -> bool:
+        return self.workers_lack_room
 
     def finished(self) -> list[int]:
         return sorted(self._finished)

@@ -85,6 +85,7 @@ class ServerQueue:
         self._highest = -1
         self._done: Done  # both from the moment that the lock is held
         self._left: Inheritance
+        self._largest_group = 0  # bytes, of those taken
         self._seen: set[JobName] = set()  # finished groups that `finished` returned
         self._watch = DirectoryWatch({root / name: IN_MOVED_TO for name in ("queue", "quarantine")})
         self._death = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -253,6 +254,11 @@ class ServerQueue:
     def workers(self) -> list[WorkerState]:
         return live_workers(self.root)
 
+    def short_of_room(self) -> bool:
+        """Whether the disk has no room for a group as large as the largest so far, so that workers wait."""
+        disk = os.statvfs(self.root)
+        return disk.f_bavail * disk.f_frsize < self._largest_group
+
     def trim_done(self, keep: int, consumed: Container[int]) -> int:
         """Delete the oldest archived groups beyond `keep`; returns how many.
 
@@ -266,8 +272,10 @@ class ServerQueue:
         return self._open[seq].job if seq in self._open else self.given_up[seq].job
 
     def _read_group(self, entry: JobName, job: Job) -> RolloutGroup:
+        data = self._moves.files.read(f"queue/{entry}")
+        self._largest_group = max(self._largest_group, len(data))
         group = decode_group(
-            self._moves.files.read(f"queue/{entry}"),
+            data,
             expect_seq=entry.seq,
             expect_run=self.run_id,
             expect_attempt=entry.attempt,

@@ -83,6 +83,11 @@ class JobIssuer:
         self._held_back, self.disk_full = None, False
         return True
 
+    def make_room_for_groups(self) -> None:
+        """Trim the archive where workers find no room for their groups: they can only wait for that."""
+        if self._queue.short_of_room():
+            self._archive.make_room()
+
 
 def sampling_seed(run_seed: int, seq: int) -> int:
     """The seed that samples group `seq`: the same in every run of the same seed, whichever worker generates it."""

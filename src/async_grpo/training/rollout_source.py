@@ -269,6 +269,7 @@ class RolloutSource:
         reminder.tick()
         started = time.monotonic()
         self._queue.wait(WAKE_S)
+        self._issuer.make_room_for_groups()
         self._slept_s += time.monotonic() - started
         self._publisher.retry()
 

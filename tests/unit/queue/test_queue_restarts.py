@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +149,18 @@ def test_only_checkpointed_groups_are_trimmed(server: ServerQueue, worker: Worke
     assert [int(name[:10]) for name in names(server, "done")] == [3, 4, 5]
     assert server.trim_done(1, consumed=range(6)) == 2
     assert [int(name[:10]) for name in names(server, "done")] == [5]
+
+
+def test_the_server_notices_that_workers_find_no_room(
+    server: ServerQueue, worker: WorkerQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.submit(make_job(0))
+    serve(worker)
+    assert take_all(server) == [0]
+    [kept] = (server.root / "done").rglob("*.safetensors")
+    for free, short in ((kept.stat().st_size, False), (kept.stat().st_size - 1, True)):
+        monkeypatch.setattr(os, "statvfs", lambda path, free=free: SimpleNamespace(f_bavail=free, f_frsize=1))
+        assert server.short_of_room() is short
 
 
 def test_a_job_that_found_no_room_keeps_its_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

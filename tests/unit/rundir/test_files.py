@@ -1,4 +1,4 @@
-"""A file of whole lines: on a full disk, and after a cut."""
+"""Files of whole lines, on a full disk and after a cut; JSON files that appear whole; folders that are empty."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import DiskFullError
-from async_grpo.rundir.files import LineFile
+from async_grpo.records import WorkerId
+from async_grpo.rundir.files import LineFile, fresh_folder, write_json
+from async_grpo.rundir.paths import RunDir
 
 
 class FullDisk:
@@ -75,3 +77,21 @@ def test_it_goes_on_after_the_last_whole_line(tmp_path: Path, left: str) -> None
     lines.close()
     lines.close()
     assert path.read_text() == ("one\nnext\n" if left.startswith("one\n") else "next\n")
+
+
+def test_json_appears_whole_and_leaves_no_temporary_file(tmp_path: Path) -> None:
+    for number in range(3):
+        write_json(tmp_path / "a.json", {"number": number})
+    [path] = tmp_path.iterdir()
+    assert (path.name, path.read_text()) == ("a.json", '{\n  "number": 2\n}\n')
+
+
+def test_a_fresh_folder_has_nothing_of_a_process_that_was_killed_and_is_gone_at_the_end(tmp_path: Path) -> None:
+    folder = RunDir(tmp_path).worker_engine(WorkerId(3))
+    (folder / "left").mkdir(parents=True)
+    (folder / "left" / "config.json").write_text("of the dead")
+    with pytest.raises(KeyError), fresh_folder(folder):
+        assert list(folder.iterdir()) == []
+        (folder / "config.json").write_text("{}")
+        raise KeyError
+    assert not folder.exists()

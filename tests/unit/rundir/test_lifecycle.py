@@ -16,7 +16,6 @@ import pytest
 from async_grpo.errors import RunDirError
 from async_grpo.records import WorkerId
 from async_grpo.rundir import paths as runs
-from async_grpo.rundir.files import fresh_folder, write_json
 from async_grpo.rundir.lifecycle import Fate, prepare, preview
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir, RunState
@@ -262,12 +261,6 @@ def test_a_state_that_vanishes_during_the_run_is_noticed(root: Path) -> None:
         run.update_state(step=1)
 
 
-def test_json_appears_whole_and_leaves_no_temporary_file(tmp_path: Path) -> None:
-    for number in range(3):
-        write_json(tmp_path / "a.json", {"number": number})
-    assert everything(tmp_path) == {"a.json": b'{\n  "number": 2\n}\n'}
-
-
 def test_the_weights_handle_can_be_put_elsewhere(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_IPC_HANDLE_PATH", raising=False)
     assert RunDir(root).weights_handle == root / "ps_ipc_handle.json"
@@ -312,14 +305,3 @@ def test_a_preview_says_what_a_start_would_do_and_does_nothing(
     prepare(root, config=CONFIG, **flags)
     assert place.is_dir()
     assert (place != root) == (fate is Fate.MOVED_ASIDE)
-
-
-def test_a_fresh_folder_has_nothing_of_a_process_that_was_killed_and_is_gone_at_the_end(tmp_path: Path) -> None:
-    folder = RunDir(tmp_path).worker_engine(WorkerId(3))
-    (folder / "left").mkdir(parents=True)
-    (folder / "left" / "config.json").write_text("of the dead")
-    with pytest.raises(KeyError), fresh_folder(folder):
-        assert list(folder.iterdir()) == []
-        (folder / "config.json").write_text("{}")
-        raise KeyError
-    assert not folder.exists()

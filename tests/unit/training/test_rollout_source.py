@@ -181,6 +181,21 @@ def test_a_checkpoint_before_that_group_came_back_does_not_count_it_as_consumed(
     assert consumed(bench) == [0, 1, 2, 3]
 
 
+def test_room_is_made_for_workers_that_find_none() -> None:
+    bench = Bench(schedule(B=2, K=0))
+    bench.source.advance(0)
+    bench.queue.workers_lack_room = True
+
+    def work_where_there_is_room() -> None:
+        if bench.archive.asked:
+            bench.queue.workers_lack_room = False
+            bench.queue.finish(*bench.queue.unclaimed(), version=0)
+
+    bench.queue.on_wait = work_where_there_is_room
+    assert len(bench.source.take(0)) == 2
+    assert bench.archive.asked == 1
+
+
 def test_a_full_disk_holds_jobs_back_and_loses_none() -> None:
     bench = Bench(schedule(B=2, K=0))
     bench.queue.disk_full = True
