@@ -4,7 +4,7 @@
     ------                                    ---------
     finds the checkpoint        -- START -->  train from it
     publishes a version         -- GATHER ->  give their shards of the named weights
-    has a batch of rollouts     -- BATCH -->  train on their share of it
+    has a batch of groups       -- GROUP -->  train on their share of it (one message a group)
     after a step, a checkpoint  -- GO ----->  continue, or stop after a last checkpoint
     is asked to stop            -- STOP --->  end, with the checkpoint that rank 0 writes now
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
@@ -56,7 +55,7 @@ class Message(IntEnum):
 
     START = 0
     GATHER = 1
-    BATCH = 2
+    GROUP = 2
     GO = 3
     STOP = 4
 
@@ -163,8 +162,9 @@ class Leader:
         gather(self._trainer.model, into.keys(), self._trainer.accelerator.device, into)
 
     def hand_out(self, groups: Sequence[RolloutGroup]) -> None:
-        if self._ranks is not None:
-            self._send(Message.BATCH, pack(groups))
+        """Send one generation batch, a message a group: the bytes of its file."""
+        for group in groups if self._ranks is not None else ():
+            self._send(Message.GROUP, encode_group(group))
 
     def go(self, *, stop: bool = False) -> None:
         """All ranks continue; `stop`: only as far as a last checkpoint."""
@@ -214,7 +214,8 @@ class Follower(TrainingEvents):
         self._until(Message.GO)
 
     def take_groups(self, version: int) -> list[RolloutGroup]:
-        return unpack(self._until(Message.BATCH))
+        count = trl_trainer.groups_per_round(self._trainer)
+        return [decode_group(self._until(Message.GROUP)) for _ in range(count)]
 
     def step_done(self) -> bool:
         return self._until(Message.GO) != b"stop"
@@ -238,26 +239,6 @@ class Follower(TrainingEvents):
             assert message is Message.GATHER, f"rank 0 sent {message.name}, expected {awaited.name}"
             names: Collection[str] = set(json.loads(payload))
             gather(self._trainer.model, names, self._trainer.accelerator.device)
-
-
-_LENGTH = struct.Struct("<Q")
-
-
-def pack(groups: Sequence[RolloutGroup]) -> bytes:
-    """Join the groups' job files, each after its length."""
-    files = [encode_group(group) for group in groups]
-    return b"".join(part for file in files for part in (_LENGTH.pack(len(file)), file))
-
-
-def unpack(data: bytes) -> list[RolloutGroup]:
-    groups = []
-    start = 0
-    while start < len(data):
-        (size,) = _LENGTH.unpack_from(data, start)
-        start += _LENGTH.size
-        groups.append(decode_group(data[start : start + size]))
-        start += size
-    return groups
 
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # activation checkpointing and torch.compile rename
