@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MAX_FILE_BYTES = 1 << 28  # larger files are refused before they are read
 
 _JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False)
+_PARSER = json.JSONDecoder()
 _BEFORE_CHECKSUM = b'{"__metadata__": {"crc32c": "'
 _CHECKSUM_AT = 8 + len(_BEFORE_CHECKSUM)
 _CHECKSUM_END = _CHECKSUM_AT + 8
@@ -70,10 +71,7 @@ def encode_group(group: RolloutGroup) -> bytes:
     kind, schema = _GROUP
     tensors = {name: array for name in schema.arrays if (array := getattr(group, name)) is not None}
     header, texts = schema.header.of(group), schema.texts.of(group)
-    reason = (
-        _misfit_of_arrays(tensors, schema) or schema.header.misfit(header) or _contradiction(group, tensors, schema)
-    )
-    if reason:
+    if reason := _misfit_of_arrays(tensors, schema) or _contradiction(group, tensors, schema):
         raise QueueError(f"Group {group.job.seq} cannot be written: {reason}.")
     return _pack(kind, schema, header, {**tensors, "texts": np.frombuffer(_to_json(texts).encode(), np.uint8)})
 
@@ -142,11 +140,13 @@ def _bad_values(group: RolloutGroup, tensors: Tensors, schema: Schema) -> str | 
     """Extremes and sums instead of masks, which take twice the time."""
     import numpy as np
 
-    least, greatest = np.minimum.reduce, np.maximum.reduce
+    add, least, greatest = np.add.reduce, np.minimum.reduce, np.maximum.reduce
     for name, array in tensors.items():
         about = schema.arrays[name]
         if about.kind == "float32":
-            if not math.isfinite(np.add.reduce(array, axis=None)) and not _is_sound(array, about):
+            if not math.isfinite(add(array) if array.ndim == 1 else add(array, axis=None)) and not _is_sound(
+                array, about
+            ):
                 return f"{name} holds a value that is {'infinite' if about.nan else 'not finite'}"
         elif about.least is not None and least(array, initial=about.least) < about.least:
             return f"{name} holds a value below {about.least}"
@@ -270,7 +270,7 @@ def _to_json(value: dict[str, Any]) -> str:
 
 def _parse(text: bytes | bytearray | str) -> dict[str, Any]:
     try:
-        parsed = json.loads(text)
+        parsed = _PARSER.decode(text if isinstance(text, str) else text.decode())
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         _bad(f"its JSON cannot be read ({type(error).__name__})")
     if type(parsed) is not dict:
