@@ -30,7 +30,7 @@ from async_grpo.rundir.paths import RunDir, RunState
 
 
 class Stored(NamedTuple):
-    """A finished group as its file tells."""
+    """What the file of a finished group says."""
 
     name: JobName
     worker: str
@@ -112,7 +112,7 @@ class Reader:
             try:
                 state = RolloutState(**json.loads(path.read_text()))
             except FileNotFoundError:
-                continue  # an old checkpoint made room for a new one
+                continue  # an old checkpoint was removed for a new one
             except (ValueError, TypeError) as error:
                 found.unusable.append(f"{path} is broken: {error}.")
                 continue
@@ -122,7 +122,7 @@ class Reader:
 
 
 def _stored(data: bytearray, name: JobName, run_id: str) -> Stored | None:
-    """What a finished group's file tells, None for a job; `BadFileError` for what is neither."""
+    """What a finished group's file says, or None for a job's; `BadFileError` for any other."""
     if name.state not in (COMPLETE, DUPLICATE):
         decode_job(data, expect_seq=name.seq, expect_run=run_id)
         return None

@@ -62,7 +62,7 @@ class UsedStep:
     step: int
     version_used: int
     groups: list[FinishedGroup]
-    missing: int  # groups whose files made room, or cannot be used
+    missing: int  # groups whose files were trimmed (`--keep-done`) or cannot be used
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class FinishedGroups:
             group = finished_group(files.read(path), name, self.state.run_id)
             finished_at = (self.run.root / path).stat().st_mtime
         except FileNotFoundError:
-            return None  # it moved on, or made room
+            return None  # moved or trimmed meanwhile
         except BadFileError as error:
             self.skipped[path] = f"{path} cannot be used: {error}."
             return None
@@ -192,7 +192,7 @@ def open_run(root: Path) -> tuple[RunDir, RunState]:
     except PermissionError as error:
         raise RunDirError(f"{error.filename} may not be read by this user: the run is someone else's.") from error
     if state is None:
-        raise RunDirError(f"{root} is no run directory: it has no run.json. Give one, such as worker/.")
+        raise RunDirError(f"{root} is not a run directory: it has no run.json. Give one, such as worker/.")
     return run, state
 
 

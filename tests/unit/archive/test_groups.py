@@ -94,7 +94,7 @@ def test_every_group_with_its_fate_the_newest_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("contents", "says"),
     [
-        (None, "is no run directory"),
+        (None, "is not a run directory"),
         ("{", "is not valid JSON"),
         ('{"format": 99}', "another version"),
     ],
@@ -104,7 +104,7 @@ def test_a_directory_that_cannot_be_read_is_a_sentence(tmp_path: Path, contents:
         (tmp_path / "run.json").write_text(contents)
     with pytest.raises(RunDirError, match=says):
         FinishedGroups(tmp_path)
-    with pytest.raises(RunDirError, match="no run directory"):
+    with pytest.raises(RunDirError, match="not a run directory"):
         FinishedGroups(tmp_path / "nowhere")
 
 

@@ -166,8 +166,8 @@ def test_other_values_that_make_no_sense(
         (["server", "--config", "SETUP", "-d", "5"], "no CUDA GPU is visible here"),
         (["worker", "-d", "gpu"], "must be a GPU index or 'cpu'"),
         (["worker", "--config", "missing.py"], "Setup file not found: missing.py"),
-        (["board", "missing"], "missing is no run directory"),
-        (["board", "."], "is no run directory: it has no run.json"),
+        (["board", "missing"], "missing is not a run directory"),
+        (["board", "."], "is not a run directory: it has no run.json"),
     ],
 )
 def test_refusals(

@@ -203,7 +203,7 @@ def test_the_command_says_where_and_how_to_see_it(tmp_path: Path, capsys: pytest
     assert main(["board", str(tmp_path)]) == 0  # no run, but event files below it
     assert "is not a run directory, but holds event files" in capsys.readouterr().out
     assert main(["board", str(tmp_path / "nowhere")]) == 2
-    assert "is no run directory" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
 
 
 def test_a_taken_port_is_a_sentence(tmp_path: Path) -> None:

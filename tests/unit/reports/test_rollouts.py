@@ -54,7 +54,7 @@ def test_what_is_not_there_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureF
     run = three_steps(tmp_path)
     assert "No group of step 9" in refused(capsys, run.root, "--step", 9)
     assert "no finished group 99" in refused(capsys, run.root, "--job", 99)
-    assert "is no run directory" in refused(capsys, tmp_path)
+    assert "is not a run directory" in refused(capsys, tmp_path)
     aside = run.root / "quarantine" / "0000000008.a02_failed.safetensors"
     aside.write_bytes(b"")
     aside.with_suffix(".reason").write_text("ValueError: no answer\n")
