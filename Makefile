@@ -33,9 +33,9 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 demo: venv
 	$(BIN)/python src/cli/train.py src/app/trainer_setup_tiny.py --distributed --num-workers 2
 
-# Tests that share one start name a group (xdist_group) and run in one process; a test waits as often as it computes.
+# Two tests at a time, one after another from the slow ones to the quick: most of them wait as often as they compute.
 JOBS ?= 2
-PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --maxschedchunk 1
 
 LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
 

@@ -1,10 +1,12 @@
 """Lets tests import the helper modules beside them; fixtures that several files share."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "recipes")]
 
@@ -22,18 +24,28 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a deterministic run of 23 steps with one worker, which nothing disturbed."""
-    from runs import IN_MID_BATCH, finish
+    from runs import IN_MID_BATCH
 
-    folder = tmp_path_factory.mktemp("undisturbed")
-    finish(folder, "-n", "1", "--deterministic", "--steps", "23", TEST_GRPO=json.dumps(IN_MID_BATCH))
-    return folder
+    return once("undisturbed", tmp_path_factory, "--steps", "23", TEST_GRPO=json.dumps(IN_MID_BATCH))
 
 
 @pytest.fixture(scope="session")
 def undisturbed_lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of an adapter, 8 steps."""
-    from runs import finish
+    return once("undisturbed_lora", tmp_path_factory, "--steps", "8", TEST_MODEL="lora")
 
-    folder = tmp_path_factory.mktemp("undisturbed_lora")
-    finish(folder, "-n", "1", "--deterministic", "--steps", "8", TEST_MODEL="lora")
+
+def once(name: str, tmp_path_factory: pytest.TempPathFactory, *options: str, **env: str) -> Path:
+    """Train in a folder that all processes of this pytest share, unless another of them has."""
+    from runs import DEADLINE_S, finish
+
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder = shared / name
+    with FileLock(shared / f"{name}.lock", timeout=2 * DEADLINE_S):
+        if not (folder / "trained").exists():
+            folder.mkdir()
+            finish(folder, "-n", "1", "--deterministic", *options, **env)
+            (folder / "trained").touch()
     return folder

@@ -46,7 +46,6 @@ def weights_after_a_replay(folder: Path, **env: str) -> str:
     return run.output.partition("SHA-256 ")[2].split()[0]
 
 
-@pytest.mark.xdist_group("undisturbed")
 def test_any_number_of_workers_and_any_death_give_the_same_weights_and_so_does_a_replay(
     undisturbed: Path, tmp_path: Path
 ) -> None:

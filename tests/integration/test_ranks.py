@@ -46,7 +46,6 @@ def ranks(run: Command) -> list[psutil.Process]:
     return [child for _, child in sorted(found, key=lambda pair: pair[0])]
 
 
-@pytest.mark.xdist_group("undisturbed")
 def test_two_ranks_train_as_one_process_does_and_one_that_dies_ends_the_run_which_can_be_resumed(
     undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -89,7 +88,6 @@ def test_two_ranks_train_as_one_process_does_and_one_that_dies_ends_the_run_whic
             assert (tensor - expected[name]).abs().max() < TOLERANCE, name
 
 
-@pytest.mark.xdist_group("undisturbed_lora")
 def test_two_sharded_ranks_train_an_adapter_as_one_process_does(undisturbed_lora: Path, tmp_path: Path) -> None:
     options = ("-n", "1", "--deterministic", "--steps", "8", *FSDP2)
     finish(tmp_path, *options, setup=SHARDED_SETUP, TEST_MODEL="lora")
@@ -99,7 +97,6 @@ def test_two_sharded_ranks_train_an_adapter_as_one_process_does(undisturbed_lora
     assert read(last / "rollout_state.json")["step"] == 8
 
 
-@pytest.mark.xdist_group("undisturbed")
 def test_a_checkpoint_in_the_middle_of_a_batch_is_refused_by_another_number_of_ranks(
     undisturbed: Path, tmp_path: Path
 ) -> None:
