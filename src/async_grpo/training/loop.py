@@ -145,12 +145,13 @@ class AsyncTraining(TrainingEvents):
     def step_done(self) -> bool:
         self._show_progress()
         self._history.used(self.step, self._rollouts.trained())
-        if self._settings.deterministic:  # one version generates each group: the next may not be visible before
-            self._rollouts.finish_open(self.step)
-        with self.metrics.server_is_busy():
-            self._publish_and_issue()
-            self._count_queue()
-        stop = self._leader.should_stop()
+        # Deterministic: one version generates each group, so the next may not be visible before they are finished.
+        stop = self._settings.deterministic and not self._rollouts.finish_open(self.step)
+        if not stop:
+            with self.metrics.server_is_busy():
+                self._publish_and_issue()
+                self._count_queue()
+            stop = self._leader.should_stop()
         self._leader.go(stop=stop)
         return not stop
 

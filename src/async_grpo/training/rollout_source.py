@@ -119,17 +119,21 @@ class RolloutSource:
         self._metrics.batch_taken(batch, version)
         return batch
 
-    def finish_open(self, version: int) -> None:
-        """Wait until every job that was issued is finished or given up.
+    def finish_open(self, version: int) -> bool:
+        """Wait until every job that was issued is finished or given up; False if the run was asked to end before.
 
-        Raises what `take` raises.
+        Raises:
+            AllGroupsFailedError, WaitTimeoutError: as `take`.
         """
         deadline = time.monotonic() + self._max_wait_s
         self._collect(version)
         with Reminder(self._waiting_for, self._waiting_on) as reminder:
             while any(seq not in self._ready for seq in self._open):
+                if self._should_stop():
+                    return False
                 self._wait(deadline, reminder)
                 self._collect(version)
+        return True
 
     def trained(self) -> list[UsedBatch]:
         """An optimizer step is done: what was taken for it counts as consumed, and a checkpoint may say so."""
@@ -164,6 +168,8 @@ class RolloutSource:
         with Reminder(self._waiting_for, self._waiting_on) as reminder:
             while (batch := self._complete_batch(version)) is None:
                 starved = starved or not self._queue.unclaimed()
+                if self._should_stop():
+                    raise StopTraining
                 self._wait(deadline, reminder)
         self._lookahead.batch_taken(starved=starved)
         return batch
@@ -262,8 +268,6 @@ class RolloutSource:
                 self._open[seq] = max(self._open[seq], published)
 
     def _wait(self, deadline: float, reminder: Reminder) -> None:
-        if self._should_stop():
-            raise StopTraining
         if time.monotonic() > deadline:
             raise WaitTimeoutError(f"Timed out after {self._max_wait_s:.0f} s waiting for {self._waiting_for()}.")
         reminder.tick()

@@ -259,12 +259,19 @@ def test_finishing_what_is_open_leaves_it_for_the_next_batch() -> None:
     bench.source.advance(0)
     bench.queue.fail_for_good(3)
     bench.queue.on_wait = lambda: bench.queue.finish(bench.queue.unclaimed()[0], version=0)
-    bench.source.finish_open(0)
+    assert bench.source.finish_open(0)
     assert bench.queue.unclaimed() == []
     assert bench.queue.submitted == [0, 1, 2, 3], "and nothing new was issued"
     waits = bench.queue.waits
     assert seqs(bench.source.take(0)) == [0, 1]
     assert bench.queue.waits == waits
+
+
+def test_a_stop_ends_the_wait_for_what_is_open_without_an_error() -> None:
+    bench = Bench(schedule(B=2, K=4))
+    bench.source.advance(0)
+    bench.queue.on_wait = lambda: setattr(bench, "stopping", True)
+    assert not bench.source.finish_open(0), "so that the trainer logs the step and saves its checkpoint"
 
 
 def test_when_nothing_but_failures_comes_back_the_traceback_is_in_the_error() -> None:
