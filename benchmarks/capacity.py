@@ -74,10 +74,10 @@ def _capacity(step: Callable[[], None], seconds: float) -> Capacity:
 
 @contextmanager
 def _source(folder: Path) -> Iterator[RolloutSource]:
+    queue = ServerQueue.open(folder, RUN_ID)
     history = ConsumptionRecord(
         folder / "consumed.jsonl", run_id=RUN_ID, resumed_from=None, max_staleness=MAX_STALENESS
     )
-    queue = ServerQueue.open(folder, RUN_ID)
     try:
         source = RolloutSource(
             queue=queue,
