@@ -13,7 +13,7 @@ corrections computed, shuffled), so that the resumed run takes the remaining ste
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +35,6 @@ from async_grpo.settings import ArchiveLimit
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
-    from async_grpo.training.distributed import Leader
-
 
 @dataclass(frozen=True, slots=True)
 class BatchInUse:
@@ -55,8 +53,12 @@ class Resumed:
     batch: BatchInUse | None  # that the checkpoint is in the middle of
 
 
-def resume(trainer: GRPOTrainer, output_dir: Path, run_id: str, leader: Leader) -> Resumed | None:
-    """Read the newest complete checkpoint of the run, None if it has none yet."""
+def resume(trainer: GRPOTrainer, output_dir: Path, run_id: str, start_ranks: Callable[[Path], None]) -> Resumed | None:
+    """Read the newest complete checkpoint of the run, None if it has none yet.
+
+    Args:
+        start_ranks: called with a checkpoint that is refused, so that the other ranks refuse it and wait for nothing.
+    """
     found = rollout_state.latest(output_dir, run_id)
     if found is None:
         logger.info("resuming from the start: the run has no complete checkpoint yet")
@@ -68,7 +70,7 @@ def resume(trainer: GRPOTrainer, output_dir: Path, run_id: str, leader: Leader) 
     try:
         check_ranks(checkpoint, trainer.args.world_size)
     except UnsupportedError:
-        leader.start(checkpoint)  # the other ranks then refuse it too, and do not wait for this one
+        start_ranks(checkpoint)
         raise
     return Resumed(path=checkpoint, state=state, batch=load_batch(checkpoint, trainer.accelerator.device))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loguru import logger
 
@@ -12,9 +12,7 @@ from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import DiskFullError
 from async_grpo.queue import ServerQueue
 from async_grpo.records import Job
-
-if TYPE_CHECKING:
-    from async_grpo.training.checkpoints import UsedGroups
+from async_grpo.training.checkpoints import UsedGroups
 
 
 class JobIssuer:

@@ -81,7 +81,7 @@ class AsyncTraining(TrainingEvents):
         self.metrics = RolloutMetrics(partial(trl_trainer.append_metric, trainer))
         self._resumed: Resumed | None = None
         if settings.resume:
-            self._resumed = checkpoints.resume(trainer, self.output_dir, state.run_id, self._leader)
+            self._resumed = checkpoints.resume(trainer, self.output_dir, state.run_id, self._leader.start)
         used = self._resumed.state if self._resumed else None
         self._history = ConsumptionRecord(  # opened before the queue, which withdraws the jobs to be issued again
             run.consumption,

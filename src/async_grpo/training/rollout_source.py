@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from loguru import logger
 
@@ -17,12 +16,10 @@ from async_grpo.queue import ServerQueue
 from async_grpo.records import RolloutGroup
 from async_grpo.telemetry.activity import activity
 from async_grpo.telemetry.waiting import Reminder
+from async_grpo.training.job_issuer import JobIssuer
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.schedule import Lookahead, Schedule
-
-if TYPE_CHECKING:
-    from async_grpo.training.job_issuer import JobIssuer
-    from async_grpo.training.weight_publisher import WeightPublisher
+from async_grpo.training.weight_publisher import WeightPublisher
 
 UNIFORM_ROUNDS = 10  # rounds of groups with equal rewards in a row; then train on them anyway
 WAKE_S = 0.5  # a wait on the queue looks at everything else at least this often
