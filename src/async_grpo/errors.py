@@ -24,7 +24,7 @@ class RunDirError(AsyncGRPOError):
 
 
 class QueueError(AsyncGRPOError):
-    """The job queue cannot go on."""
+    """The job queue cannot continue."""
 
     exit_code = 1
 

@@ -1,4 +1,4 @@
-"""How values are shown to people: durations, numbers of things, bytes, and what a model was told and wrote.
+"""How values are shown to people: durations, numbers of things, bytes, prompts and completions.
 
 Every command, log line and page uses these functions, so that one value looks the same everywhere. What a model wrote
 goes through `printable` before it reaches a terminal.

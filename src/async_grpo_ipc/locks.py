@@ -153,7 +153,7 @@ class SlotLeases:
 
 
 class OwnerLock:
-    """One exporter a path: held for an exporter's life through a file beside the handle file.
+    """One exporter a path: held for an exporter's life through a file next to the handle file.
 
     The file stays behind with the last owner's pid in it; the lock ends with its owner.
     """

@@ -120,7 +120,7 @@ class Page:
         self.page.goto(self.file.as_uri())
 
     def counts(self, text: str) -> None:
-        """Wait until the page says so many completions."""
+        """Wait until the page says this many completions."""
         self.page.wait_for_function(
             "text => document.getElementById('count').textContent.startsWith(text)", arg=text, timeout=DEADLINE_S * 1000
         )

@@ -1,6 +1,7 @@
 """A full disk. `--errors 1`: every file operation fails once, with each errno. Else `ROOT/q` is a tiny file system.
 
-Nothing may be lost, half-visible or left over; whoever finds no room keeps what it has and goes on when there is some.
+Nothing may be lost, half-visible or left over. A process that finds no room keeps what it has, and continues when there
+is some.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker forks a child that outlives it, in every way a library may do so; its job must be free all the same."""
+"""A worker forks a child that outlives it, in every way a library may do so; its job must be free anyway."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Poison jobs that kill whichever worker has them: exactly those are given up, jobs claimed beside them are spared.
+"""Poison jobs that kill whichever worker has them: exactly those are given up, jobs claimed with them are spared.
 
 Prints a summary as JSON. Workers claim three jobs at a time, so a poison job always has company at first.
 """

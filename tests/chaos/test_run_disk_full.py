@@ -1,4 +1,4 @@
-"""A whole run on a disk that is too small for its archive: it trims, waits, goes on, and loses nothing."""
+"""A whole run on a disk that is too small for its archive: it trims, waits, continues, and loses nothing."""
 
 from __future__ import annotations
 

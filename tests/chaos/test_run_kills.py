@@ -115,7 +115,7 @@ class KilledRun:
         return record.read_text().count('"step"') if record.exists() else 0
 
     def await_step(self, more: int = 1) -> bool:
-        """Wait until training goes on; False when the run ended instead."""
+        """Wait until training continues; False when the run ended instead."""
         before, deadline = self.steps_used(), time.monotonic() + STUCK_S
         while self.steps_used() < before + more:
             if self.ended() is not None:

@@ -1,4 +1,4 @@
-"""Lets tests import the helper modules beside them; fixtures that several files share."""
+"""Lets tests import the helper modules next to them; fixtures that several files share."""
 
 import json
 import os
@@ -13,7 +13,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "rec
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The tiny model on disk, from where TRL loads a reference model, too."""
+    """The tiny model on disk, from where TRL also loads a reference model."""
     from in_process import build_model, build_tokenizer
 
     folder = tmp_path_factory.mktemp("model")

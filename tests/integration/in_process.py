@@ -228,7 +228,7 @@ class InProcessRun(TrainingEvents):
 
     Args:
         get_trainer: the user's.
-        fresh_every: the worker adopts the newest weights for every so many batches; 1 is the synchronous schedule.
+        fresh_every: the worker adopts the newest weights once in this many batches; 1 is the synchronous schedule.
         engine: samples in place of the worker's model.
         correction: what is done about stale groups.
     """

@@ -49,7 +49,7 @@ def weights_after_a_replay(folder: Path, **env: str) -> str:
 def test_any_number_of_workers_and_any_death_give_the_same_weights_and_so_does_a_replay(
     undisturbed: Path, tmp_path: Path
 ) -> None:
-    """The server is killed after a checkpoint in the middle of a generation batch, and goes on from there."""
+    """The server is killed after a checkpoint in the middle of a generation batch, and continues from there."""
     expected = weights_of(undisturbed, 23)
     env = {"TEST_GRPO": json.dumps(IN_MID_BATCH)}
     steps = ("--steps", "23")

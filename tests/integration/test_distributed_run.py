@@ -49,7 +49,7 @@ def test_a_stopped_run_keeps_a_checkpoint_and_resumes_where_it_was(tmp_path: Pat
     train = ("train", str(SETUP), "-n", "1")
     with command(*train, "--steps", "100000", cwd=tmp_path) as run:
         run.wait_until(lambda: len(steps_logged(run_dir)) >= 3, "three steps")
-        run.worker(1).kill()  # the only one: nothing goes on until it is started again
+        run.worker(1).kill()  # the only one: nothing is generated until it is started again
         before = len(steps_logged(run_dir))
         run.wait_until(lambda: len(steps_logged(run_dir)) >= before + 10, "ten more steps")
         stopped = end_with(signal.SIGTERM, run, tmp_path)
@@ -112,7 +112,7 @@ def test_a_worker_that_refuses_its_setup_ends_the_run_at_once(tmp_path: Path) ->
         pytest.skip("vLLM is installed")
     with command("train", str(SETUP), "-n", "1", cwd=tmp_path, TEST_GRPO='{"use_vllm": true}') as run:
         assert run.wait() == 2, run.output
-    assert "refused its setup, and would again: everything ends" in run.output
+    assert "rejected its setup, so the run ends" in run.output
     assert run.output.count("error: use_vllm=True in the setup file: vLLM is not installed here.") == 1, run.output
     assert "starting it again" not in run.output
     assert read(tmp_path / "worker" / "run.json")["state"] == "stopped"

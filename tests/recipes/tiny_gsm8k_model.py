@@ -77,11 +77,11 @@ def end_texts_early(model: Qwen3ForCausalLM, eos_token_id: int, mean_tokens: int
 
 
 def gsm8k_folder(tmp_path: Path) -> Path:
-    """The real GSM8K where it lies beside the checkout; otherwise a few generated rows of its format."""
+    """The real GSM8K where it lies next to the checkout; otherwise a few generated rows of its format."""
     if (REAL_GSM8K / "train.jsonl").is_file() and (REAL_GSM8K / "test.jsonl").is_file():
         return REAL_GSM8K
     folder = tmp_path / "gsm8k_generated"
-    warnings.warn(f"No GSM8K beside the checkout: generated a few rows of its format in {folder}.", stacklevel=2)
+    warnings.warn(f"No GSM8K next to the checkout: generated a few rows of its format in {folder}.", stacklevel=2)
     folder.mkdir(parents=True, exist_ok=True)
     for split, count, seed in (("train", 32, 0), ("test", 8, 1)):
         lines = [json.dumps(row) + "\n" for row in generated_rows(count, seed)]

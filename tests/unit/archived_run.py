@@ -1,4 +1,4 @@
-"""A run directory as a parameter server and its workers leave it, with text in it, for the tests of who reads it."""
+"""A run directory as a parameter server and its workers leave it, with text in it, for the tests of its readers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Lets every test beneath import the helper modules beside this file."""
+"""Lets every test beneath import the helper modules next to this file."""

@@ -1,4 +1,4 @@
-"""TRL's tool loop and environments on the real vLLM: a model calls a tool, gets its answer, and goes on."""
+"""TRL's tool loop and environments on the real vLLM: a model calls a tool, gets its answer, and continues."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class OwnWeights:
 
 
 class UntilDone:
-    """The stop request of a worker that ends once so many groups have come back."""
+    """The stop request of a worker that ends once this many groups have come back."""
 
     def __init__(self, server: ServerQueue) -> None:
         self._server = server

@@ -1,7 +1,7 @@
 """Proves from the files of a run that every prompt group was used once, or says where it is and why.
 
-Nothing that a process remembers is asked. The proof holds relative to the last step in the record: what a later
-process did not go on from has not happened.
+Only files count. The proof holds relative to the last step in the record: steps that a later process did not continue
+from have not happened.
 """
 
 from __future__ import annotations

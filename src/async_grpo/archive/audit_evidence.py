@@ -6,17 +6,16 @@ moves on meanwhile is seen at least once.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from async_grpo.archive import rollout_state
-from async_grpo.archive.groups import done_files, finished_group, job_files
+from async_grpo.archive.groups import done_files, job_files
 from async_grpo.archive.history import Process, read_record
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import BadFileError
-from async_grpo.queue.codec import decode_job
+from async_grpo.queue.codec import decode_job, finished_group
 from async_grpo.queue.filesystem import Files, OsFiles
 from async_grpo.queue.names import (
     COMPLETE,
@@ -110,13 +109,13 @@ class Reader:
         output_dir = Path(self._state.output_dir) if self._state.output_dir else None
         for path in output_dir.glob(f"checkpoint-*/{rollout_state.FILE_NAME}") if output_dir else []:
             try:
-                state = RolloutState(**json.loads(path.read_text()))
+                state = rollout_state.read(path)
             except FileNotFoundError:
                 continue  # an old checkpoint was removed for a new one
-            except (ValueError, TypeError) as error:
+            except ValueError as error:
                 found.unusable.append(f"{path} is broken: {error}.")
                 continue
-            if state.run_id == self._state.run_id:
+            if state is not None and state.run_id == self._state.run_id:
                 found.checkpoints.append(state)
         found.checkpoints.sort(key=lambda state: state.step)
 

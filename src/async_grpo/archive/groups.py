@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.history import Dropped, Started, Used, final_history, parse_entry, read_record
 from async_grpo.errors import BadFileError, RunDirError
-from async_grpo.queue.codec import decode_group
+from async_grpo.queue.codec import finished_group
 from async_grpo.queue.filesystem import Files, OsFiles, done_folders
 from async_grpo.queue.names import COMPLETE, JobName, parse_name, shard
 from async_grpo.records import RolloutGroup
@@ -87,13 +87,9 @@ class FinishedGroups:
         self.skipped: dict[str, str] = {}  # file, or line of the record -> a sentence
         self._record = LineReader(self.run.consumption)
 
-    def is_live(self) -> bool:
-        """Whether a parameter server runs."""
-        return server_alive(self.run.root)
-
     def condition(self) -> str:
         """The run's state: running, finished, stopped, failed, or interrupted, which no process could write down."""
-        return "interrupted" if self.state.state == RUNNING and not self.is_live() else self.state.state
+        return "interrupted" if self.state.state == RUNNING and not server_alive(self.run.root) else self.state.state
 
     def news(self) -> Iterator[UsedStep | Resumed | Dropped]:
         """What the trainer did since the last call, in its order, with the groups that it used."""
@@ -194,13 +190,6 @@ def open_run(root: Path) -> tuple[RunDir, RunState]:
     if state is None:
         raise RunDirError(f"{root} is not a run directory: it has no run.json. Give one, such as worker/.")
     return run, state
-
-
-def finished_group(data: bytearray, name: JobName, run_id: str) -> RolloutGroup:
-    """The group in a file of this name; `BadFileError` if its content is another's, or not sound."""
-    return decode_group(
-        data, expect_seq=name.seq, expect_run=run_id, expect_attempt=name.attempt, expect_worker=str(name.worker)
-    )
 
 
 def done_files(files: Files) -> Iterator[tuple[str, JobName]]:

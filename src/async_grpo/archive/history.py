@@ -1,7 +1,7 @@
 """`consumed.jsonl`: which optimizer step used which prompt groups, for `audit` and `replay`.
 
-Every process that trains begins with a line that says where it went on from; later lines of older processes for steps
-after that one are history that the checkpoint does not have.
+Each process that trains first writes the step that it continues from. Lines of older processes for later steps are not
+part of what its checkpoint was trained on.
 """
 
 from __future__ import annotations

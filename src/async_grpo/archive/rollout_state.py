@@ -107,15 +107,23 @@ def _complete(output_dir: Path) -> list[tuple[Path, RolloutState]]:
     states = []
     for path in output_dir.glob(f"checkpoint-*/{FILE_NAME}"):
         try:
-            data = json.loads(path.read_text())
-            if data["format"] != FORMAT:
-                continue
-            states.append((path.parent, RolloutState(**data)))
-        except (ValueError, TypeError, KeyError) as error:
+            state = read(path)
+        except ValueError as error:
             raise RunDirError(
                 f"{path} cannot be read ({error}). Move {path.parent} away to resume from an older checkpoint."
             ) from error
+        if state is not None:
+            states.append((path.parent, state))
     return states
+
+
+def read(path: Path) -> RolloutState | None:
+    """The state in the file `path`, None if it is of another format; `ValueError` if it is broken."""
+    data = json.loads(path.read_text())
+    try:
+        return RolloutState(**data) if data["format"] == FORMAT else None
+    except (TypeError, KeyError) as error:
+        raise ValueError(str(error)) from error
 
 
 def _sync(path: Path) -> None:

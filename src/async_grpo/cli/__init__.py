@@ -15,13 +15,13 @@ COMMANDS = {
     "train": "train a setup file: in one process, or distributed over a parameter server and workers",
     "server": "start the parameter server alone",
     "worker": "start one rollout worker",
-    "status": "what a run does, who waits for whom, and what holds it up",
+    "status": "what a run does, which process waits for which, what holds it up",
     "replay": "train again from the archived groups of a run, with other settings or the same",
     "board": "a run's curves, samples and settings in TensorBoard",
     "rollouts": "read what the model wrote, in the terminal or as a page",
     "audit": "prove from a run's files that no prompt group was lost or used twice",
-    "doctor": "check machine, directory and setup file, and say how to mend what is wrong; --dump for bug reports",
-    "queue": "look at a run's queue and mend it by hand",
+    "doctor": "check machine, directory and setup file, and say how to fix what is wrong; --dump for bug reports",
+    "queue": "look at a run's queue and repair it by hand",
 }
 
 
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(command.run(args))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # `async-grpo status | head`: who read has read enough
+    except BrokenPipeError:  # `async-grpo status | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # what a shell shows for a program that SIGPIPE ended
     except AsyncGRPOError as error:

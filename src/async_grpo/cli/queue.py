@@ -23,7 +23,7 @@ EXAMPLES = """\
   async-grpo queue worker ls             open jobs, oldest first
   async-grpo queue worker show 42        prompt, completions and rewards of group 42, wherever it is
   async-grpo queue worker quarantine     what was set aside, and why
-  async-grpo queue worker requeue 43     one more try for a group that was given up"""
+  async-grpo queue worker requeue 43     try failed group 43 once more"""
 
 _ID = re.compile(r"([0-9]{1,10})(\.a[0-9]{2,3}_\w+(\.safetensors|\.reason)?)?")
 
@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="e.g. worker/")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ls|show|requeue|quarantine")
     actions.add_parser("ls", help="open jobs, one a line")
-    for name, text in (("show", "one job or group, readably"), ("requeue", "one more try for a group given up")):
+    for name, text in (("show", "one job or group, readably"), ("requeue", "try a failed group once more")):
         action = actions.add_parser(name, help=text)
         action.add_argument("id", type=group_number, metavar="ID", help="sequence number, or a file name with it")
     actions.add_parser("quarantine", help="what was set aside, with the reasons")

@@ -11,7 +11,7 @@ from async_grpo.cli import options
 EXAMPLES = """\
   async-grpo server --config my_trainer.py -d 0        then, in other terminals:
   async-grpo worker -d 1
-  async-grpo server --config my_trainer.py --resume    go on after a crash or a stop
+  async-grpo server --config my_trainer.py --resume    continue after a crash or a stop
   accelerate launch --config_file fsdp2.yaml -m async_grpo.cli server --config my_trainer.py
                                                        a trainer of several GPUs"""
 

@@ -20,7 +20,7 @@ EXAMPLES = """\
   async-grpo train my_trainer.py --distributed --dry-run     what would run where, batches, memory; starts nothing
   async-grpo train my_trainer.py --accelerate-config fsdp2.yaml --worker-device-ids 2,3
                                                              the trainer itself on several GPUs
-  async-grpo train my_trainer.py --distributed --resume      go on after a crash or a stop"""
+  async-grpo train my_trainer.py --distributed --resume      continue after a crash or a stop"""
 
 
 def build_parser() -> argparse.ArgumentParser:

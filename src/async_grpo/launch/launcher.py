@@ -1,7 +1,7 @@
 """One run on this machine: the command lines of its parameter server and workers, and what their exits mean.
 
-A worker that refuses its setup at its first start ends the run, for every other start would be refused, too. The exit
-code of the parameter server is that of the run.
+If a worker rejects its setup at its first start, the run ends: every other start would fail as well. The exit code of
+the parameter server is that of the run.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ class _Launch:
         devices = self._options.worker_devices
         self._screen.say(
             f"run {self._run.root}: server on {self._options.master_device}, {counted(len(devices), 'worker')} on "
-            f"{', '.join(devices)}; logs beside the queue"
+            f"{', '.join(devices)}; logs in the same directory"
         )
         with self._screen, self._supervisor as supervisor:
             exits = dict(supervisor.run_until(self._is_over))
             if supervisor.stopping:
                 self._screen.warn("stopping: a checkpoint is written, then everything ends")
             elif refused := self._refused(exits):
-                self._screen.warn(f"{refused} refused its setup, and would again: everything ends")
+                self._screen.warn(f"{refused} rejected its setup, so the run ends")
             finished = SERVER in exits and exits[SERVER].code == 0 and not supervisor.stopping
             supervisor.end(ask=not finished)  # the workers of a finished run read in run.json that it has ended
         server = supervisor.exits[SERVER]
@@ -129,7 +129,7 @@ class _Launch:
         state = self._run.read_state()
         if refused := self._refused(exits):
             begun = state is not None and (state.step > 0 or state.state == runs.RUNNING)
-            again = f"go on: {summary.next_command(runs.STOPPED, self._run)}" if begun else "start again"
+            again = f"continue: {summary.next_command(runs.STOPPED, self._run)}" if begun else "start again"
             return self._fail(f"Fix the error reported by {refused}, then {again}", refused, REFUSED)
         if self._all_gave_up(exits):
             first = self._workers[0]
@@ -139,7 +139,7 @@ class _Launch:
         if stopping and server.code == -signal.SIGKILL:
             self._screen.warn(
                 f"the parameter server did not end in {self._options.stop_grace_s:g} s (--stop-grace) and was killed: "
-                "--resume goes on from a checkpoint"
+                "--resume continues from a checkpoint"
             )
             return 0
         if server.code != 0 and not (stopping and state is not None and state.state != runs.FAILED):

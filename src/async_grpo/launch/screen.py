@@ -97,7 +97,7 @@ class Screen:
         self._print(f"[launcher] {text}")
 
     def refresh(self) -> None:
-        """Show what is new; called often while the run goes on."""
+        """Show what is new; called often during the run."""
         now = time.monotonic()
         self._show(self._filter.choose((line for log in self._logs for line in log.new_lines()), now))
         if now >= self._next_look:
@@ -133,7 +133,7 @@ class Screen:
         except (RunDirError, OSError) as error:
             return str(error)
         except Exception as error:  # noqa: BLE001
-            return f"the run cannot be shown ({type(error).__name__}: {error}); it goes on"
+            return f"the run cannot be shown ({type(error).__name__}: {error}); it continues"
 
 
 class PanelScreen(Screen):

@@ -26,6 +26,8 @@ from async_grpo.records import FORMAT, OLDEST_FORMAT, Job, RolloutGroup, Stored
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from async_grpo.queue.names import JobName
+
     Tensors = dict[str, NDArray[Any]]
 
 MAX_FILE_BYTES = 1 << 28  # larger files are refused before they are read
@@ -99,6 +101,13 @@ def decode_group(
     if reason := _contradiction(group, tensors, schema):
         _bad(reason)
     return group
+
+
+def finished_group(data: bytearray, name: JobName, run_id: str) -> RolloutGroup:
+    """The group in a file of this name; `BadFileError` if its content is another's, or not sound."""
+    return decode_group(
+        data, expect_seq=name.seq, expect_run=run_id, expect_attempt=name.attempt, expect_worker=str(name.worker)
+    )
 
 
 def _sound_fields(values: Values, found: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Which workers are alive, and the event of a worker's death.
 
-A worker is alive while it holds its file `alive/NAME.lock`: the kernel
-decides, without heartbeats or clocks. Its death is an event (a pidfd becomes readable), so its jobs are pending again
-within milliseconds, without polling.
+A worker is alive while it holds its file `alive/NAME.lock`: the kernel decides, without heartbeats or clocks. Its death
+is an event (a pidfd becomes readable), so its jobs are pending again within milliseconds, without polling.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ class WorkerState(NamedTuple):
 
     id: WorkerId
     pid: int
-    host: str
-    since: str  # for people, never compared
     torch_device: str  # "cuda:1", "cpu"
 
     @property
@@ -52,8 +49,7 @@ def live_workers(root: Path) -> list[WorkerState]:
         holder = KernelLock(entry).holder() if worker else None
         if worker is None or holder is None or (holder["pid"] == server and "torch_device" not in holder):
             continue
-        note = {key: str(holder.get(key, "")) for key in ("host", "since", "torch_device")}
-        states.append(WorkerState(worker, int(holder["pid"]), **note))
+        states.append(WorkerState(worker, int(holder["pid"]), str(holder.get("torch_device", ""))))
     return sorted(states)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from async_grpo.errors import BadFileError, QueueError, RunDirError
-from async_grpo.queue.codec import decode_group, encode_job
+from async_grpo.queue.codec import encode_job, finished_group
 from async_grpo.queue.filesystem import Files, OsFiles, prepare_root, set_aside_files
 from async_grpo.queue.listing import QueueCounts, counts_of, reason_of
 from async_grpo.queue.liveness import LOOK_S, Reaper, WorkerState, live_workers
@@ -274,13 +274,7 @@ class ServerQueue:
     def _read_group(self, entry: JobName, job: Job) -> RolloutGroup:
         data = self._moves.files.read(f"queue/{entry}")
         self._largest_group = max(self._largest_group, len(data))
-        group = decode_group(
-            data,
-            expect_seq=entry.seq,
-            expect_run=self.run_id,
-            expect_attempt=entry.attempt,
-            expect_worker=str(entry.worker),
-        )
+        group = finished_group(data, entry, self.run_id)
         if not _asks_the_same(group.job, job):
             raise BadFileError("it answers another job than the one that was issued, e.g. another prompt or seed")
         return group

@@ -4,8 +4,8 @@ The server, of which there is one, watches directories. If idle workers did, eve
 times a job, for one of them to have it. So the process that makes a job pending also writes its name into the pipe.
 That wakes one worker (EPOLLEXCLUSIVE), which finds the job without a listing.
 
-The pipe is only a hint. A name may be stale; it may be lost with a worker that was killed after reading it; a person
-who moves a file by hand writes none. So a worker looks at the directory when the pipe is empty, and regularly even if
+The pipe is only a hint. A name may be stale; it may be lost with a worker that was killed after reading it; a file
+that is moved by hand is not announced. So a worker looks at the directory when the pipe is empty, and regularly even if
 it is not. The pipe may be deleted at any time.
 """
 

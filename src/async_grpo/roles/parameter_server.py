@@ -58,13 +58,13 @@ def run_parameter_server(options: ServerOptions) -> str:
     stop = StopRequest().install()
     if options.rank > 0:
         stop.defer()  # rank 0 gets the signal too, and decides when to end
-        write_stacks_on_signal(RunDir(options.run_dir).rank_stacks(options.rank))
+        write_stacks_on_signal(RunDir(options.run_dir).stacks(f"rank{options.rank}"))
         return _follow(options)
     run = RunDir(options.run_dir)
     lock = server_lock(run.root)
     if not lock.try_acquire({"role": "parameter server"}):
         raise RunDirError(in_use(run))
-    write_stacks_on_signal(run.server_stacks)
+    write_stacks_on_signal(run.stacks(SERVER))
     try:
         return _train(options, run, stop, lock)
     except BaseException as error:

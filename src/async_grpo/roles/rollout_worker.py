@@ -98,7 +98,7 @@ def _work(options: WorkerOptions, stop: StopRequest) -> None:
 
 def _begin(options: WorkerOptions, run: RunDir, state: RunState, queue: WorkerQueue) -> None:
     """Make the process known, and set what has to be set before the trainer is loaded."""
-    write_stacks_on_signal(run.worker_stacks(queue.id))
+    write_stacks_on_signal(run.stacks(queue.name))
     if options.log_level is not None:
         log_to(run.worker_log(queue.id), options.log_level)
     activity.publish(

@@ -75,17 +75,9 @@ class RunDir:
         """Where the weights are published; `CUDA_IPC_HANDLE_PATH` overrides it."""
         return Path(os.environ.get("CUDA_IPC_HANDLE_PATH") or self.root / "ps_ipc_handle.json").absolute()
 
-    @property
-    def server_stacks(self) -> Path:
-        """Where the parameter server writes its stacks when it is asked to (`process.write_stacks_on_signal`)."""
-        return self.root / "alive" / "server.stacks"
-
-    def rank_stacks(self, rank: int) -> Path:
-        """The same of another rank of the trainer."""
-        return self.root / "alive" / f"rank{rank}.stacks"
-
-    def worker_stacks(self, worker: WorkerId) -> Path:
-        return self.root / "alive" / f"{worker}.stacks"
+    def stacks(self, name: str) -> Path:
+        """Where `server`, `rank1` or `dev1` writes its stacks when asked to (`process.write_stacks_on_signal`)."""
+        return self.root / "alive" / f"{name}.stacks"
 
     def worker_engine(self, worker: WorkerId) -> Path:
         """The folder from which a worker's vLLM engine is built; it exists only during that."""

@@ -67,7 +67,7 @@ def sentence(word: str, state: RunState, processes: Processes, run: RunDir) -> s
         waiting = f" {counted(workers, 'worker')} {'waits' if workers == 1 else 'wait'} for it to come back."
         return (
             f"the parameter server (pid {processes.server.pid}, last seen {processes.server.state}) was killed, or the "
-            f"machine went down.{waiting if workers else ''} To go on from the last checkpoint: {next_one}"
+            f"machine went down.{waiting if workers else ''} To continue from the last checkpoint: {next_one}"
         )
     at_work = "the run is training." if workers else "the run has no live worker: start one with `async-grpo worker`."
     return {
@@ -78,8 +78,8 @@ def sentence(word: str, state: RunState, processes: Processes, run: RunDir) -> s
         TRAINING: at_work,
         ENDING: "the run is ending: the last checkpoint and the summary are written.",
         FINISHED: f"the run has finished. Next: {next_one}",
-        STOPPED: f"the run was stopped. To go on: {next_one}",
-        FAILED: f"the run failed; the end of {run.server_log} says why. To go on: {next_one}",
+        STOPPED: f"the run was stopped. To continue: {next_one}",
+        FAILED: f"the run failed; the end of {run.server_log} says why. To continue: {next_one}",
     }[word]
 
 

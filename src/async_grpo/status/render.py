@@ -22,7 +22,7 @@ _COLOURS = {TRAINING: "green", runs.FINISHED: "green", DEAD: "red", runs.FAILED:
 
 
 def panel(view: RunView) -> RenderableType:
-    """What changes while a run goes on, in a frame."""
+    """What changes during a run, in a frame."""
     texts = [Text(text) for text in (_figures(view), _queue(view)) if text]
     return Panel(
         Group(_progress(view), *texts, _processes(view), *_conclusions(view)),

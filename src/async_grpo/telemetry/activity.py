@@ -139,7 +139,7 @@ class Activity:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         mapped = _map(path)
         with self._lock:
-            (self._count,) = struct.unpack_from("<Q", mapped)  # goes on from that of an earlier process
+            (self._count,) = struct.unpack_from("<Q", mapped)  # continues that of an earlier process
             self._file = mapped
             self._begin(name=name, device=device, run_id=run_id, state=state, stall_after_s=stall_after_s)
             self._write()

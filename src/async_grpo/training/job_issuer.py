@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
@@ -12,7 +12,9 @@ from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import DiskFullError
 from async_grpo.queue import ServerQueue
 from async_grpo.records import Job
-from async_grpo.training.checkpoints import UsedGroups
+
+if TYPE_CHECKING:  # it imports torch
+    from async_grpo.training.checkpoints import UsedGroups
 
 
 class JobIssuer:

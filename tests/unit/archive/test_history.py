@@ -1,4 +1,4 @@
-"""The record of what each step used: what a resume goes on from, and what a power cut leaves of it."""
+"""The record of what each step used: what a resume continues from, and what a power cut leaves of it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def hangs_here():
     time.sleep(100_000)
 
 if sys.argv[2] == "listens":
-    write_stacks_on_signal(run.server_stacks)
+    write_stacks_on_signal(run.stacks("server"))
 hangs_here()
 """
 
@@ -173,7 +173,7 @@ waits_for_the_others()
 
 
 def test_another_rank_of_the_server_is_known_by_its_open_file(root: Path) -> None:
-    path = RunDir(root).rank_stacks(1)
+    path = RunDir(root).stacks("rank1")
     with subprocess.Popen([sys.executable, "-c", RANK, str(path)], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"

@@ -1,4 +1,4 @@
-"""`async-grpo queue`: what it shows and mends, on queues that the real code made."""
+"""`async-grpo queue`: what it shows and repairs, on queues that the real code made."""
 
 from __future__ import annotations
 

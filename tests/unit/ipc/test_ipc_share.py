@@ -1,4 +1,4 @@
-"""Publishing, leasing, pulling and aliasing. Exporter and readers exclude each other in one process, too."""
+"""Publishing, leasing, pulling and aliasing. Exporter and readers exclude each other in one process as well."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""The launcher's surroundings, for the tests of this folder; `stage.py` is beside it."""
+"""The launcher's surroundings, for the tests of this folder; `stage.py` is next to it."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_a_run_that_cannot_be_shown_goes_on(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(screen, "_next_look", 0.0)
         screen.refresh()
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "no run.json" in text and "ZeroDivisionError: a bug); it goes on" in text
+    assert "no run.json" in text and "ZeroDivisionError: a bug); it continues" in text
 
 
 # --- a terminal
@@ -159,7 +159,7 @@ child = os.fork()
 if child == 0:
     os.setpgid(0, 0)
     with PanelScreen(Path(sys.argv[1]), console=Console()) as screen:
-        screen.say("it goes on")
+        screen.say("it continues")
     os._exit(0)
 _, status = os.waitpid(child, os.WUNTRACED)
 if os.WIFSTOPPED(status):
@@ -174,4 +174,4 @@ def test_in_the_background_of_a_terminal_a_run_goes_on(tmp_path: Path) -> None:
     """`async-grpo train … &`: who changes a terminal's settings from there is stopped by the kernel."""
     with terminal(IN_BACKGROUND, str(tmp_path), cwd=tmp_path) as screen:
         assert screen.wait() == 0, screen.text
-        assert "[launcher] it goes on" in screen.text and screen.is_clean()
+        assert "[launcher] it continues" in screen.text and screen.is_clean()

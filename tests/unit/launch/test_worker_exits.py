@@ -69,8 +69,8 @@ def test_a_worker_that_refuses_its_setup_ends_the_run_at_once_with_its_words_and
     assert (stage.run.root / "checkpoint").exists()
     assert len(stage.starts("worker2")) == 1, "it would say the same again"
     captured = capsys.readouterr()
-    assert "worker 2 refused its setup, and would again: everything ends" in captured.out
-    assert "Fix the error reported by worker 2, then go on: " in captured.out and "--resume" in captured.out
+    assert "worker 2 rejected its setup, so the run ends" in captured.out
+    assert "Fix the error reported by worker 2, then continue: " in captured.out and "--resume" in captured.out
     assert captured.err == "error: use_vllm=True: vLLM is not installed here\n"
 
 

@@ -140,7 +140,7 @@ def test_greedy_tokens_are_those_of_transformers(make_model: Any, lengths: tuple
 def test_rows_that_end_between_two_looks_get_nothing_more(
     make_model: Any, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, where what has ended goes on being decoded until the next look."""
+    """As on a GPU, where what has ended is decoded further until the next look."""
     monkeypatch.setattr(decoding, "steps_between_looks", lambda device: 8)
     theirs, ours, loop = both(make_model(), GROUPS, lengths)
     width = theirs.shape[1]

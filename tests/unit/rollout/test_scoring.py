@@ -1,4 +1,4 @@
-"""Groups scored beside generation."""
+"""Groups scored during generation."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_groups_per_claim_is_the_most_in_flight(tmp_path: Path) -> None:
 
 
 class StopAfter:
-    """A stop request that comes after so many looks at it."""
+    """A stop request that comes after this many looks at it."""
 
     def __init__(self, looks: int) -> None:
         self.looks = looks

@@ -218,7 +218,7 @@ class Setting:
         self.goes_on = False
 
     def end_long_ones(self, when_done: int) -> None:
-        """Let every completion end once so many groups have come back."""
+        """Let every completion end once this many groups have come back."""
         if len(self.queue.completed) == when_done:
             for state in self.engine.open.values():
                 state[1] = 0

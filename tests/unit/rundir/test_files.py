@@ -15,7 +15,7 @@ from async_grpo.rundir.paths import RunDir
 
 
 class FullDisk:
-    """A file with room for so many bytes more, as `write` of a full disk behaves: short, then ENOSPC."""
+    """A file with room for this many bytes more, as `write` of a full disk behaves: short, then ENOSPC."""
 
     def __init__(self, file: Any, room: int, number: int = errno.ENOSPC) -> None:
         self._file, self.room, self._number = file, room, number

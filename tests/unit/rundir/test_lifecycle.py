@@ -37,7 +37,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def old_run(root: Path, **changes: Any) -> RunState:
-    """A run that left something of every kind, beside checkpoints of the user's own naming."""
+    """A run that left something of every kind, next to checkpoints of the user's own naming."""
     state = prepare(root, config=CONFIG)
     run = RunDir(root)
     for name in ("queue", "done", "quarantine", "tmp", "alive", "tensorboard"):

@@ -7,12 +7,11 @@ import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from loguru import logger
+from telemetry_fakes import worker
 
 from async_grpo.formatting import for_people
 from async_grpo.rundir.paths import activity_file
@@ -39,20 +38,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         activity_module, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda seconds: None)
     )
     return clock
-
-
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    yield lines
-    logger.remove(sink)
-
-
-def worker(root: Path, name: str = "dev1", state: str = LOADING) -> Activity:
-    writer = Activity()
-    writer.publish(root, name, device="cpu", run_id="run", state=state)
-    return writer
 
 
 def seen(root: Path, name: str = "dev1") -> ActivityRecord:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from loguru import logger
+from telemetry_fakes import worker
 
 from async_grpo.records import WorkerId
 from async_grpo.rundir.paths import activity_file
@@ -19,7 +20,6 @@ from async_grpo.telemetry.activity import (
     LOADING,
     SCORING,
     WAITING,
-    Activity,
     ActivityRecord,
     read_count,
 )
@@ -44,18 +44,12 @@ def messages() -> Iterator[list[str]]:
     logger.remove(sink)
 
 
-def worker(root: Path, name: str = "dev1", state: str = LOADING) -> Activity:
-    writer = Activity()
-    writer.publish(root, name, device="cpu", run_id="run", state=state)
-    return writer
-
-
 def record(name: str, progress_s: float, *waits_on: str, **more: object) -> ActivityRecord:
     state = WAITING if waits_on else GENERATING
     return ActivityRecord(name=name, progress_s=progress_s, state=state, waits_on=waits_on, **more)  # type: ignore[arg-type]
 
 
-def test_who_waits_for_somebody_that_gets_things_done_is_not_stalled() -> None:
+def test_a_process_is_not_stalled_while_one_that_it_waits_for_makes_progress() -> None:
     records = {
         "server": record("server", 10.0, "dev1"),
         "dev1": record("dev1", 95.0),
@@ -68,7 +62,7 @@ def test_who_waits_for_somebody_that_gets_things_done_is_not_stalled() -> None:
     assert last_progress_s("dev2", records) == 40.0, "a circle ends"
 
 
-def test_a_stall_is_told_once_and_again_when_it_has_lasted_twice_as_long(
+def test_a_stall_is_reported_once_and_again_when_it_has_lasted_twice_as_long(
     tmp_path: Path, clock: SimpleNamespace, messages: list[str]
 ) -> None:
     writer = worker(tmp_path)

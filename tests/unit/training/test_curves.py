@@ -1,4 +1,4 @@
-"""TensorBoard's writer fails on a full disk, in a thread of its own: training goes on, and so do the curves."""
+"""TensorBoard's writer fails on a full disk, in a thread of its own: training and the curves continue."""
 
 from __future__ import annotations
 

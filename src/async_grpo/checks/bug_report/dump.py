@@ -164,7 +164,7 @@ def _environments(processes: Iterable[RunProcess]) -> Iterator[str]:
     every = {"doctor": dict(os.environ), **{process.name: environment_of(process.pid) for process in processes}}
     for name, environment in every.items():
         yield f"== {name}"
-        yield from (f"{key}={environment[key]}" for key in TOLD if key in environment)
+        yield from (f"{key}={environment[key]}" for key in SHOWN if key in environment)
 
 
 def _own_findings(root: Path) -> str:
@@ -176,7 +176,7 @@ def _own_findings(root: Path) -> str:
 SHORTEST = 6  # characters of a secret; shorter values would be found everywhere
 
 # The only environment variables whose values are written.
-TOLD = (
+SHOWN = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
     *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
     *("WORKER_DEVICE", "LOG_LEVEL", "FAST_INFERENCE", "CUDA_IPC_HANDLE_PATH", "UNSLOTH_COMPILE_LOCATION"),
@@ -198,5 +198,5 @@ def secrets_of(environment: Mapping[str, str]) -> set[str]:
     return {
         value
         for name, value in environment.items()
-        if names_a_secret(name) and len(value) >= SHORTEST and name not in TOLD
+        if names_a_secret(name) and len(value) >= SHORTEST and name not in SHOWN
     }

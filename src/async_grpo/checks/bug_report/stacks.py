@@ -21,7 +21,7 @@ import psutil  # type: ignore[import-untyped]
 from async_grpo.formatting import size
 from async_grpo.queue.liveness import live_workers, worker_lock
 from async_grpo.rundir.locks import KernelLock, server_lock
-from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.paths import SERVER, RunDir
 from async_grpo.setup.process import STACKS_SIGNAL
 
 ANSWER_S = 3.0  # a process answers in milliseconds, or is stopped, or in the kernel
@@ -43,7 +43,7 @@ def run_processes(run: RunDir) -> Iterator[RunProcess]:
     """The parameter server, its other ranks, and each worker."""
     server = server_lock(run.root)
     if (holder := server.holder()) is not None:
-        yield _holder("server", int(holder["pid"]), server, run.server_stacks)
+        yield _holder(SERVER, int(holder["pid"]), server, run.stacks(SERVER))
     for path in sorted((run.root / "alive").glob("rank*.stacks")):
         for pid in psutil.pids():  # sorted: the oldest first, as far as numbers tell
             if _has_open(pid, path):
@@ -51,7 +51,7 @@ def run_processes(run: RunDir) -> Iterator[RunProcess]:
                 break  # its forked children have the file open as well
     for worker in live_workers(run.root):
         lock = worker_lock(run.root, worker.id)
-        yield _holder(worker.name, worker.pid, lock, run.worker_stacks(worker.id))
+        yield _holder(worker.name, worker.pid, lock, run.stacks(worker.name))
 
 
 def _holder(name: str, pid: int, lock: KernelLock, stacks: Path) -> RunProcess:

@@ -143,7 +143,7 @@ def devices(facts: GpuFacts) -> Iterator[Finding]:
             yield warning(
                 subject,
                 f"{about}: other processes are using it",
-                "nvidia-smi shows who; end them, or choose other GPUs.",
+                "nvidia-smi lists them; end them, or choose other GPUs.",
             )
         elif gpu.why_no_ipc is not None and facts.cupy:
             yield warning(

@@ -58,7 +58,7 @@ class VLLMEngine:
     """One engine, fed by one thread: `submit` requests, `step` until they are done, `load` new weights in between.
 
     Args:
-        in_flight_update: `load` may come while requests run; they go on with the new weights, and every token is
+        in_flight_update: `load` may come while requests run; they continue with the new weights, and every token is
             handed out by the step that sampled it.
         deterministic: the same requests give the same tokens.
         folder: where our own engine is described while it is built; its contents are deleted. None: a temporary
