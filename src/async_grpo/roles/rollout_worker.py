@@ -13,13 +13,7 @@ from loguru import logger
 from async_grpo.errors import PeerDiedError, UnsupportedError, WeightsError
 from async_grpo.queue import WorkerQueue
 from async_grpo.rollout.threads import wait_for_tasks
-from async_grpo.rollout.worker import (
-    SERVER_WAIT_S,
-    WEIGHTS_WAIT_S,
-    Worker,
-    WorkerContext,
-    check_server,
-)
+from async_grpo.rollout.worker import SERVER_WAIT_S, WEIGHTS_WAIT_S, Worker, WorkerContext
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
@@ -135,7 +129,7 @@ def _serve(
         what=f"weights from the parameter server ({run.weights_handle})",
         timeout_s=SERVER_WAIT_S,
         on=[SERVER],
-        check_peer=lambda: check_server(run),
+        check_peer=lambda: _check_server(run),
     )
     with open_remote_memory(run.weights_handle, timeout_s=WEIGHTS_WAIT_S) as weights:
         stop.defer()
@@ -154,6 +148,11 @@ def _serve(
         finally:
             activity.doing(ENDING)
             logger.info("worker {} ends: {}", queue.name, worker.statistics.report())
+
+
+def _check_server(run: RunDir) -> None:
+    if not server_alive(run.root):
+        raise PeerDiedError(f"The parameter server of {run.root} is gone. Start it again with --resume.")
 
 
 def _is_over(run: RunDir) -> bool:

@@ -45,6 +45,7 @@ DISK_FULL_RETRY_S = 1.0
 SCORING_WAKE_S = 0.02  # a worker that has groups being scored looks for new jobs this often
 IDLE_WAKE_S = 0.5  # an idle worker looks at the run's state this often
 LOOK_S = 0.02  # a worker that is sampling looks for jobs and weights this often
+SERVER_POLL_S = 0.02  # a worker that no server serves looks for one this often
 WEIGHTS_POLL_S = 0.002  # a worker that has nothing to do but wait for weights looks for them this often
 ISSUING_S = 0.002  # longer than the server takes to issue the next job of a round
 A = TypeVar("A")
@@ -103,7 +104,7 @@ class Worker:
         self._failed_here: dict[int, float] = {}  # job that failed on this worker -> when (monotonic seconds)
         self._messages: Counter[str] = Counter()  # what jobs failed with
         self._queue_s = 0.0  # spent on the queue since the last group was handed back
-        self._server_died_at: float | None = None
+        self._unserved_since: float | None = None  # when the server was gone, or not serving yet (monotonic seconds)
         self.statistics = WorkerStatistics()
 
     def run(self) -> None:
@@ -135,7 +136,7 @@ class Worker:
 
     def _claim(self) -> None:
         started = time.monotonic()
-        if self._server_died_at is not None or self._scoring.backlog or not (room := self._room()):
+        if self._unserved_since is not None or self._scoring.backlog or not (room := self._room()):
             return
         try:
             claims = self._queue.claim(room, skip=self._better_left_to_others())
@@ -161,15 +162,15 @@ class Worker:
             most = self._groups_per_claim
         if mine >= most or (mine and not self._engine.joins):
             return 0
-        if not self._engine.joins and self._groups_per_claim:
-            return most - mine
         pending = self._queue.pending() if self._engine.joins else once_issued(self._queue.pending, most)
+        if not self._engine.joins and self._groups_per_claim:
+            return most
         share = math.ceil((pending + mine) / max(1, self._queue.alive_workers()))
         return max(0 if self._engine.joins else 1, min(most, share) - mine)
 
     def _adopt(self) -> None:
         """Take on the newest weights, as far as the groups in flight allow it."""
-        if self._server_died_at is not None:
+        if self._unserved_since is not None:
             self._hand_back_held()
         nothing_published = self._version is None and self._weights.version is None
         if not (self._held or self._sampling) or nothing_published:
@@ -177,9 +178,10 @@ class Worker:
         started, before = time.monotonic(), self._version
         try:
             self._version = self._policy.adopt({flight.version for flight in self._sampling.values()})
-        except PeerDiedError:
-            self._hand_back_held()
-            self._check_run_at = 0.0  # now: `_run_goes_on` waits for another server
+        except (
+            PeerDiedError
+        ):  # the claims wait for the next server, or are handed back once this one is known to be dead
+            self._version, self._check_run_at = None, 0.0
             return
         self._adopt_s += time.monotonic() - started
         if self._version is not None and self._version != before:
@@ -332,13 +334,13 @@ class Worker:
         if state is None or state.state != runs.RUNNING:
             return False
         if self._queue.served():
-            self._server_died_at = None
+            self._unserved_since = None
             return True
-        if self._server_died_at is None:
-            self._server_died_at = now
+        if self._unserved_since is None:
+            self._unserved_since = now
             if not server_alive(self._run_dir.root):
                 logger.warning("the parameter server is gone; waiting for it to come back (--resume)")
-        return now - self._server_died_at < SERVER_WAIT_S
+        return now - self._unserved_since < SERVER_WAIT_S
 
     def _wait(self, reminder: Reminder | None) -> Reminder:
         """Wait a moment for a job, or for the weights that a claimed job needs."""
@@ -346,6 +348,8 @@ class Worker:
         reminder.tick()
         if self._held:
             time.sleep(WEIGHTS_POLL_S)
+        elif self._unserved_since is not None:  # there may be jobs, which are not claimed now
+            time.sleep(SERVER_POLL_S)
         else:
             self._queue.wait(IDLE_WAKE_S, skip=self._better_left_to_others())
         return reminder
@@ -359,8 +363,8 @@ class Worker:
     def _waiting_for(self) -> str:
         if self._held:
             return f"version {max(claim.job.min_version for claim in self._held)} of the weights"
-        if self._server_died_at is not None:
-            return "the parameter server to come back"
+        if self._unserved_since is not None:
+            return "a parameter server that issues jobs"
         return "jobs: the trainer has issued as many as the staleness bound admits"
 
 
@@ -387,9 +391,3 @@ def once_issued(pending: Callable[[], int], enough: int) -> int:
         time.sleep(ISSUING_S)
         before, now = now, pending()
     return now
-
-
-def check_server(run: RunDir) -> None:
-    """Raise `PeerDiedError` when the run has no live parameter server."""
-    if not server_alive(run.root):
-        raise PeerDiedError(f"The parameter server of {run.root} is gone. Start it again with --resume.")

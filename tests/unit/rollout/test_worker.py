@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from worker_fakes import ENDLESS, REWRITTEN, TOKENS, FakeEngine, Setting, job
 
-from async_grpo.errors import DiskFullError
+from async_grpo.errors import DiskFullError, WaitTimeoutError
 from async_grpo.queue import Claim
 from async_grpo.records import RolloutGroup
 from async_grpo.rollout.engines import SampledGroup
 from async_grpo.telemetry.activity import activity
+from async_grpo_ipc import ExporterDiedError
 
 
 @pytest.fixture(autouse=True)
@@ -220,3 +221,49 @@ def test_every_step_of_the_engine_is_progress(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(activity, "progress", lambda: steps.append(setting.engine.steps))
     setting.run()
     assert set(range(TOKENS)) <= set(steps)
+
+
+def test_an_unserved_worker_does_not_look_for_jobs_that_it_may_not_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs are pending while their server is dead: a wait for jobs ends at once, again and again."""
+    setting = Setting(tmp_path, [job(0)], FakeEngine(), stop=StopAfter(20))
+    monkeypatch.setattr(setting.queue, "served", lambda: False)
+    naps: list[float] = []
+    monkeypatch.setattr("async_grpo.rollout.worker.time.sleep", naps.append)
+    setting.queue.on_idle = lambda: pytest.fail("waited for jobs")
+    assert setting.run() == {}
+    assert naps and min(naps) >= 0.01
+    assert len(setting.queue.waiting) == 1
+
+
+def test_weights_that_cannot_be_had_while_the_server_lives_end_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is sampled by the weights that the engine has; the queue hands the jobs back."""
+    monkeypatch.setattr("async_grpo.rollout.worker.WEIGHTS_WAIT_S", 0.02)
+    setting = Setting(tmp_path, [job(0)], FakeEngine())
+    setting.worker._version = 0
+
+    def died() -> None:
+        raise ExporterDiedError("gone")
+
+    monkeypatch.setattr(setting.weights, "lease", died)
+    with pytest.raises(WaitTimeoutError, match="version 0 of the weights"):
+        setting.run()
+    assert setting.engine.steps == 0
+    assert (setting.queue.failed, setting.queue.handed_back) == ([], [])
+
+
+def test_claims_are_handed_back_once_their_server_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = Setting(tmp_path, [job(0)], FakeEngine(), stop=StopAfter(50))
+    lives = [True]
+
+    def died() -> None:
+        lives[0] = False
+        raise ExporterDiedError("gone")
+
+    monkeypatch.setattr(setting.weights, "lease", died)
+    monkeypatch.setattr(setting.queue, "served", lambda: lives[0])
+    assert setting.run() == {}
+    assert setting.queue.handed_back == [0]

@@ -127,6 +127,23 @@ def test_deterministic_batches_are_of_one_group(tmp_path: Path) -> None:
     assert engine.batches == [[0], [1]]
 
 
+def test_a_claim_of_so_many_groups_waits_until_their_round_is_issued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the first job of a round would be sampled alone."""
+    engine = FakeBatchEngine(dict.fromkeys(range(3), 1))
+    setting = batch_setting(tmp_path, [job(0)], engine, groups_per_claim=4)
+    coming = [job(1), job(2)]
+
+    def issue(seconds: float) -> None:
+        if coming:
+            setting.queue.waiting.append(coming.pop(0))
+
+    monkeypatch.setattr("async_grpo.rollout.worker.time.sleep", issue)
+    setting.run()
+    assert engine.batches == [[0, 1, 2]]
+
+
 @pytest.mark.parametrize(
     ("looks", "found"),
     [
