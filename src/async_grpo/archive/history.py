@@ -89,12 +89,14 @@ def parse_entry(line: str) -> Started | Used | Dropped:
             return Started(entry["run_id"], entry["resumed_from"], entry["max_staleness"])
         if "dropped" in entry:
             return Dropped(int(entry["dropped"]), str(entry.get("reason", "")))
-        step = entry.pop("step")
+        step = int(entry.pop("step"))
         batch = UsedBatch(**entry)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        if len(batch.seqs) != len(batch.policy_versions):
+            raise ValueError(f"{len(batch.seqs)} groups and {len(batch.policy_versions)} policy versions")
+        if not all(type(number) is int for number in (batch.version_used, *batch.seqs, *batch.policy_versions)):
+            raise ValueError("a sequence number or version is not an integer")
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from error
-    if len(batch.seqs) != len(batch.policy_versions):
-        raise ValueError(f"{len(batch.seqs)} groups and {len(batch.policy_versions)} policy versions")
     return Used(step, batch)
 
 

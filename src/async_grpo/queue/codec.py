@@ -162,7 +162,7 @@ def _bad_values(group: RolloutGroup, tensors: Tensors, schema: Schema) -> str | 
         elif about.most is not None and greatest(array, initial=about.most) > about.most:
             return f"{name} holds a value above {about.most}"
     versions = group.token_versions
-    if versions is not None and least(versions, initial=group.policy_version) < group.policy_version:
+    if versions is not None and versions.size and int(least(versions)) < group.policy_version:
         return "a token version is older than the group's"
     return None
 

@@ -36,7 +36,7 @@ def _all_are(kind: type, values: Iterable[object]) -> bool:
 
 _KINDS = {
     "text": _Kind(str),
-    "integer": _Kind(int),
+    "integer": _Kind(int, lambda number: -(1 << 63) <= number < 1 << 63),  # torch and numpy take no more
     "number": _Kind(float, write=float),
     "object": _Kind(dict),
     "list": _Kind(list),
@@ -94,7 +94,7 @@ class Values:
             return f"{name} is of type {type(values[name]).__name__}, not {_kind(self.columns[name]).type.__name__}"
         for name, is_sound in self._checked:
             if not is_sound(values[name]):
-                return f"{name} is not of kind {self.columns[name].kind}"
+                return f"{name} is not a valid {self.columns[name].kind}"
         for name, least in self._least:
             if values[name] < least:
                 return f"{name} is {values[name]}, less than {least}"

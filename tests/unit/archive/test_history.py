@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from async_grpo.archive.history import ConsumptionRecord, Used, UsedBatch, final_history, read_record
+import pytest
+
+from async_grpo.archive.history import ConsumptionRecord, Used, UsedBatch, final_history, parse_entry, read_record
 
 
 def _batch(*seqs: int, version: int) -> UsedBatch:
@@ -64,3 +66,18 @@ def test_each_broken_line_is_named_and_the_others_are_read(tmp_path: Path) -> No
         f"Line {number} of consumed.jsonl" for number in (1, 2, 3, 5, 6)
     ]
     assert read_record(tmp_path / "none", "r") == ([], [])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"step": 1, "version_used": 1, "seqs": 3, "policy_versions": 3}',
+        '{"step": 1, "version_used": 1, "seqs": ["a"], "policy_versions": [1]}',
+        '{"step": [], "version_used": 1, "seqs": [1], "policy_versions": [1]}',
+        '{"dropped": Infinity}',
+        "[" * 100_000,
+    ],
+)
+def test_a_line_with_values_of_another_type_is_broken(line: str) -> None:
+    with pytest.raises(ValueError):  # the text is that of the error which Python raised
+        parse_entry(line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -139,3 +140,26 @@ def test_a_job_is_no_group_and_the_other_way_round() -> None:
         decode_group(encode_job(make_job(1)))
     with pytest.raises(BadFileError, match="format"):
         decode_job(encode_group(make_group(make_job(1))))
+
+
+@pytest.mark.parametrize("number", [10**4000, -(10**4000), 1 << 63])
+@pytest.mark.parametrize("field", ["policy_version", "attempt"])
+def test_a_group_with_a_number_that_torch_and_numpy_cannot_hold_is_refused(field: str, number: int) -> None:
+    data = encode_group(make_group(make_job(1), **{field: number}))
+    with pytest.raises(BadFileError, match=f"{field} is not a valid integer"):
+        decode_group(data)
+
+
+def test_a_job_with_such_a_number_is_not_written() -> None:
+    with pytest.raises(QueueError, match="seed is not a valid integer"):
+        encode_job(replace(make_job(1), seed=1 << 63))
+
+
+@pytest.mark.parametrize(("version", "sound"), [(1 << 31, False), (3, True), (-(1 << 40), True)])
+def test_token_versions_are_compared_with_any_policy_version(version: int, sound: bool) -> None:
+    group = make_group(make_job(1), token_versions=np.full(7, 3, np.int32), policy_version=version)
+    if sound:
+        assert same_group(decode_group(encode_group(group)), group)
+    else:
+        with pytest.raises(QueueError, match="a token version is older"):
+            encode_group(group)
