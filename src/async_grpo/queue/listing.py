@@ -7,6 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
+from async_grpo.errors import BadFileError
 from async_grpo.queue.filesystem import Files, OsFiles, job_files, set_aside_files
 from async_grpo.queue.names import (
     COMPLETE,
@@ -44,6 +45,8 @@ def reason_of(files: Files, set_aside: str) -> str:
         return files.read(f"quarantine/{reason_name(set_aside)}").decode(errors="replace")
     except FileNotFoundError:
         return "no reason was written"
+    except BadFileError as error:  # nothing but this text depends on the file
+        return f"the reason cannot be read: {error}"
 
 
 def counts_of(jobs: Iterable[JobName], aside: Iterable[SetAside]) -> QueueCounts:

@@ -89,11 +89,12 @@ class Inheritance:
 
     def adopt(self, seq: int) -> bool:
         """Make the file that is left of this job a file of the present server; False if it is gone."""
-        left = self.files.pop(seq)
-        if not left.startswith("done/"):
-            return True  # a claim or a result: if it is gone by now, it went on to another state
-        name = parse_name(left.rpartition("/")[2])
-        return name is not None and self._done.give_back(name)
+        left = self.files[seq]
+        name = parse_name(left.rpartition("/")[2]) if left.startswith("done/") else None
+        # a claim or a result in queue/ that is gone by now went on to another state
+        adopted = name is None or self._done.give_back(name)
+        del self.files[seq]  # not before the move: without room for it, `adopt` is called again
+        return adopted
 
     def _sort_set_aside(self, aside: SetAside) -> None:
         """A job that was given up after the checkpoint is open again: resuming is one more try."""

@@ -86,7 +86,7 @@ class ServerQueue:
         self._done: Done  # both from the moment that the lock is held
         self._left: Inheritance
         self._largest_group = 0  # bytes, of those taken
-        self._seen: set[JobName] = set()  # finished groups that `finished` returned
+        self._seen: set[JobName] = set()  # results of open jobs that `finished` saw
         self._watch = DirectoryWatch({root / name: IN_MOVED_TO for name in ("queue", "quarantine")})
         self._death = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._reaper: Reaper | None = None
@@ -181,12 +181,13 @@ class ServerQueue:
             else:
                 self._look_for(seq)
         results: dict[int, JobName] = {}
-        for name in sorted(name for name in names if name.state == COMPLETE):
+        complete = sorted(name for name in names if name.state == COMPLETE)
+        for name in complete:
             if name.seq in self._open or name.seq in self.given_up:
                 results.setdefault(name.seq, name)
             elif name.seq not in self._left.files:
                 self._refuse(name)
-        self._seen = set(results.values())
+        self._seen = {name for name in complete if name.seq in results}
         return [name for seq, name in results.items() if self._job_of(seq).purpose == purpose]
 
     def take(self, entry: JobName) -> RolloutGroup | None:
@@ -336,7 +337,7 @@ class ServerQueue:
         return any(map(self._moves.files.exists, paths * 2))
 
     def _something_new(self) -> bool:
-        """For a look without an event: is there a finished group that `finished` did not return yet?"""
+        """For a look without an event: is there a result that `finished` did not see yet?"""
         names = [name for name in self._moves.listing() if name.state == COMPLETE]
         return any(name.seq in self._open and name not in self._seen for name in names)
 
@@ -344,4 +345,7 @@ class ServerQueue:
 def _asks_the_same(made: Job, issued: Job) -> bool:
     """Whether two jobs agree in all but their versions, which a resumed run sets again."""
     made = replace(made, born_version=issued.born_version, min_version=issued.min_version)
-    return made == issued or json.dumps(asdict(made)) == json.dumps(asdict(issued))  # NaN does not equal NaN
+    try:
+        return made == issued or json.dumps(asdict(made)) == json.dumps(asdict(issued))  # NaN does not equal NaN
+    except RecursionError:  # no row that was issued is nested so deeply
+        return False

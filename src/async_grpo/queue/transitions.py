@@ -177,8 +177,9 @@ class Done:
 
     def give_back(self, name: JobName) -> bool:
         """Move a group back to queue/; False if it is gone."""
+        found = self._moves.move(f"{shard(name.seq)}/{name}", f"queue/{name}")
         self.names.remove(name)
-        return self._moves.move(f"{shard(name.seq)}/{name}", f"queue/{name}")
+        return found
 
     def trim(self, keep: int, consumed: Container[int]) -> int:
         """Delete the oldest groups beyond `keep` that are duplicates or in `consumed`; returns how many."""

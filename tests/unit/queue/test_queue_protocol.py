@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from queue_samples import answer, make_group, make_job, names, same_group, serve, take_all
 
-from async_grpo.queue import ServerQueue, WorkerQueue, quarantined, retry_given_up
+from async_grpo.queue import ServerQueue, WorkerQueue, codec, quarantined, retry_given_up
+from async_grpo.queue.codec import decode_group
 
 
 def test_the_life_of_a_job(server: ServerQueue, worker: WorkerQueue) -> None:
@@ -184,3 +188,48 @@ def test_a_job_whose_file_vanished_is_issued_again_and_counted(server: ServerQue
         server.finished()
     assert server.healing.missing == 1
     assert names(server) == ["0000000000.a01_pending.safetensors"]
+
+
+def test_a_result_whose_row_is_nested_too_deeply_to_compare_is_refused(
+    server: ServerQueue, worker: WorkerQueue
+) -> None:
+    server.submit(make_job(0))
+    [claim] = worker.claim(1)
+    worker.complete(claim, answer(claim))
+    [entry] = server.finished()
+    result = server.root / "queue" / str(entry)
+    kind, schema = codec._GROUP
+    group = decode_group(result.read_bytes())
+    header = schema.header.of(group)
+    header["job"]["row"] = {"prompt": json.loads("[" * 900 + "]" * 900)}
+    tensors = {name: array for name in schema.arrays if (array := getattr(group, name)) is not None}
+    texts = np.frombuffer(json.dumps(schema.texts.of(group)).encode(), np.uint8)
+    result.write_bytes(codec._pack(kind, schema, header, {**tensors, "texts": texts}))
+    assert server.take(entry) is None
+    assert names(server) == ["0000000000.a01_pending.safetensors"]
+
+
+def test_a_reason_that_cannot_be_read_does_not_hide_that_the_job_was_given_up(
+    server: ServerQueue, worker: WorkerQueue
+) -> None:
+    server.submit(make_job(0))
+    for _ in range(3):
+        worker._look_at = 0.0
+        worker.fail(worker.claim(1)[0], "no")
+    [reason] = (server.root / "quarantine").glob("*.reason")
+    reason.unlink()
+    reason.symlink_to(server.root / "server.lock")
+    assert server.finished() == []
+    assert "cannot be read" in server.given_up[0].reason
+
+
+def test_results_that_nobody_takes_wake_the_server_once(server: ServerQueue, worker: WorkerQueue) -> None:
+    """Two results of a job for another purpose: both stay where they are."""
+    server.submit(replace(make_job(0), purpose="eval"))
+    serve(worker)
+    first = server.root / "queue" / "0000000000.a00_complete_from_dev1.safetensors"
+    (first.parent / "0000000000.a01_complete_from_dev2.safetensors").write_bytes(first.read_bytes())
+    assert server._something_new()
+    assert server.finished("train") == []
+    assert not server._something_new()
+    assert [entry.attempt for entry in server.finished("eval")] == [0]

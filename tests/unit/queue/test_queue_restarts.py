@@ -16,6 +16,10 @@ from async_grpo.errors import DiskFullError
 from async_grpo.queue import ServerQueue, WorkerQueue, filesystem, retry_given_up
 
 
+def no_room(*args: Any) -> None:
+    raise OSError(errno.ENOSPC, "no room")
+
+
 def test_jobs_of_a_dead_worker_are_pending_again_and_of_a_live_one_never(server: ServerQueue) -> None:
     dead, live = (WorkerQueue.open(server.root, number, "cpu") for number in (1, 2))
     for seq in range(2):
@@ -171,10 +175,6 @@ def test_a_job_that_found_no_room_keeps_its_attempt(tmp_path: Path, monkeypatch:
     die_as_server(first)
     with closing(ServerQueue.open(first.root, RUN, watch_workers=False)) as second:
         with monkeypatch.context() as full:
-
-            def no_room(*args: Any) -> None:
-                raise OSError(errno.ENOSPC, "no room")
-
             full.setattr(second._moves.files, "create", no_room)
             with pytest.raises(DiskFullError):
                 second.submit(make_job(0))
@@ -211,3 +211,23 @@ def test_the_archive_is_listed_once_by_each_server(tmp_path: Path) -> None:
             server.trim_done(3, consumed=range(2000))
             assert files.listed == []
     assert [int(name[:10]) for name in names(server, "done")] == [1005, 1006, 1007]
+
+
+def test_a_group_that_finds_no_room_on_its_way_back_is_given_back_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ServerQueue.open(tmp_path / "q", RUN, watch_workers=False)
+    worker = WorkerQueue.open(first.root, 1, "cpu")
+    first.submit(make_job(0))
+    serve(worker)
+    assert take_all(first) == [0]
+    die_as_server(first)
+    with closing(ServerQueue.open(first.root, RUN, watch_workers=False)) as second:
+        with monkeypatch.context() as full:
+            full.setattr(second._moves.files, "rename", no_room)
+            with pytest.raises(DiskFullError):
+                second.submit(make_job(0))
+        second.submit(make_job(0))
+        assert names(second) == ["0000000000.a00_complete_from_dev1.safetensors"]
+        assert (take_all(second), second.trim_done(0, consumed={0})) == ([0], 1)
+    worker.close()
