@@ -92,6 +92,8 @@ class FakeQueue:
         return sorted(self._finished)
 
     def take(self, entry: int) -> RolloutGroup | None:
+        if self.disk_full:
+            raise DiskFullError("No room for done/.")
         return self._finished.pop(entry)
 
     def unclaimed(self) -> list[int]:

@@ -6,11 +6,12 @@ import json
 import os
 import time
 from collections.abc import Container
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from async_grpo.errors import BadFileError, QueueError, RunDirError
+from async_grpo.errors import BadFileError, DiskFullError, QueueError, RunDirError
 from async_grpo.queue.codec import encode_job, finished_group
 from async_grpo.queue.filesystem import Files, OsFiles, prepare_root, set_aside_files
 from async_grpo.queue.listing import QueueCounts, counts_of, reason_of
@@ -179,21 +180,24 @@ class ServerQueue:
             if seq in visible:
                 open_job.missed_looks = 0
             else:
-                self._look_for(seq)
+                with suppress(DiskFullError):  # the next look tries again
+                    self._look_for(seq)
         results: dict[int, JobName] = {}
         complete = sorted(name for name in names if name.state == COMPLETE)
         for name in complete:
             if name.seq in self._open or name.seq in self.given_up:
                 results.setdefault(name.seq, name)
             elif name.seq not in self._left.files:
-                self._refuse(name)
+                with suppress(DiskFullError):
+                    self._refuse(name)
         self._seen = {name for name in complete if name.seq in results}
         return [name for seq, name in results.items() if self._job_of(seq).purpose == purpose]
 
     def take(self, entry: JobName) -> RolloutGroup | None:
         """Check and archive a finished group, and close its job; later results of the job are archived unused.
 
-        None if the file was unusable (set aside; its job is issued again) or a duplicate.
+        None if the file was unusable (set aside; its job is issued again) or a duplicate. `DiskFullError`: the file
+        is still there, call again.
         """
         if entry.seq not in self._open and entry.seq not in self.given_up:
             self._refuse(entry)

@@ -144,7 +144,10 @@ class Moves:
     def make_folder(self, folder: str, *, again: bool = False) -> None:
         """Make a folder once. `again`: also if this process made it before, as a person may have deleted it."""
         if again or folder not in self._made:
-            self.files.make_folder(folder)
+            try:
+                self.files.make_folder(folder)
+            except OSError as error:
+                raise _named(error, folder) from error
             self._made.add(folder)
 
     def _announce(self, path: str) -> None:

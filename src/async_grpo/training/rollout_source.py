@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from contextlib import suppress
 
 from loguru import logger
 
 from async_grpo.archive.history import ConsumptionRecord, UsedBatch
 from async_grpo.archive.rollout_state import RolloutState, pack_consumed
-from async_grpo.errors import AllGroupsFailedError, WaitTimeoutError
+from async_grpo.errors import AllGroupsFailedError, DiskFullError, WaitTimeoutError
 from async_grpo.formatting import counted
 from async_grpo.queue import ServerQueue
 from async_grpo.records import RolloutGroup
@@ -187,10 +188,11 @@ class RolloutSource:
         return [self._ready.pop(seq) for seq in sorted(chosen)]
 
     def _collect(self, version: int) -> None:
-        for entry in self._queue.finished():
-            group = self._queue.take(entry)
-            if group is not None:
-                self._came_back(group)
+        with suppress(DiskFullError):  # no room in done/: the group stays in the queue, and `_wait` makes room
+            for entry in self._queue.finished():
+                group = self._queue.take(entry)
+                if group is not None:
+                    self._came_back(group)
         self._drop_over_age(version)
         for seq, given_up in self._queue.given_up.items():
             if seq in self._open:

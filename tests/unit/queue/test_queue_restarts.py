@@ -231,3 +231,32 @@ def test_a_group_that_finds_no_room_on_its_way_back_is_given_back_later(
         assert names(second) == ["0000000000.a00_complete_from_dev1.safetensors"]
         assert (take_all(second), second.trim_done(0, consumed={0})) == ([0], 1)
     worker.close()
+
+
+@pytest.mark.parametrize("operation", ["make_folder", "rename"])
+def test_a_group_that_finds_no_room_in_the_archive_stays_in_the_queue(
+    server: ServerQueue, worker: WorkerQueue, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    server.submit(make_job(0))
+    serve(worker)
+    [entry] = server.finished()
+    with monkeypatch.context() as full:
+        full.setattr(server._moves.files, operation, no_room)
+        with pytest.raises(DiskFullError):
+            server.take(entry)
+    assert take_all(server) == [0]
+
+
+def test_a_broken_job_that_finds_no_room_does_not_hold_up_the_others(
+    server: ServerQueue, worker: WorkerQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.submit(make_job(0))
+    (server.root / "queue" / "0000000000.a00_pending.safetensors").write_bytes(b"junk")
+    server.submit(make_job(1))
+    serve(worker)
+    with monkeypatch.context() as full:
+        full.setattr(server._moves.files, "create", no_room)
+        assert [entry.seq for entry in server.finished()] == [1]
+    assert server.healing.broken == 0
+    assert take_all(server) == [1]
+    assert names(server) == ["0000000000.a01_pending.safetensors"]

@@ -215,6 +215,15 @@ def test_a_full_disk_holds_jobs_back_and_loses_none() -> None:
     assert bench.queue.submitted == [0, 1]
 
 
+def test_finished_groups_wait_for_room_in_the_archive() -> None:
+    bench = Bench(schedule(B=2, K=0))
+    bench.source.advance(0)
+    bench.queue.finish(0, 1, version=0)
+    bench.queue.disk_full = True
+    bench.queue.on_wait = lambda: setattr(bench.queue, "disk_full", False)
+    assert seqs(bench.source.take(0)) == [0, 1]
+
+
 def test_a_wait_for_room_on_the_disk_says_so() -> None:
     bench = Bench(schedule(B=2, K=0), max_wait_s=-1.0)
     bench.queue.disk_full = True
