@@ -42,7 +42,7 @@ def test_a_run_goes_on_when_the_disk_is_full(tmp_path: Path) -> None:
     )
     output = (tmp_path / "output.txt").read_text()
     assert (tmp_path / "code.txt").read_text() == "0\n", output[-3000:]
-    assert "The disk is full: no room for" in output
+    assert "The disk is full: removed" in output
     report = json.loads((tmp_path / "audit.json").read_text())
     assert report["anomalies"] == []
     assert (report["used"], report["steps"]) == (STEPS * 4, STEPS)

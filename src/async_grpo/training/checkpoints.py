@@ -99,16 +99,16 @@ class UsedGroups:
     def checkpointed(self, state: RolloutState) -> None:
         """`state` is that of the last checkpoint: trim the archive."""
         self._in_checkpoint = state
-        self._trim(self._keep)
+        if removed := self._trim(self._keep):
+            logger.debug("removed {} of the oldest groups from done/", removed)
 
     def make_room(self) -> None:
         """The disk is full: delete every group that may go."""
-        self._trim(ArchiveLimit(0))
+        if removed := self._trim(ArchiveLimit(0)):
+            logger.warning("The disk is full: removed {} of the oldest used groups from done/", removed)
 
-    def _trim(self, limit: ArchiveLimit) -> None:
-        removed = self._queue.trim_done(limit.groups(self._done), self._in_checkpoint)
-        if removed:
-            logger.debug("removed {} of the oldest groups from done/", removed)
+    def _trim(self, limit: ArchiveLimit) -> int:
+        return self._queue.trim_done(limit.groups(self._done), self._in_checkpoint)
 
 
 def batch_file(checkpoint: Path, rank: int = 0) -> Path:
