@@ -36,5 +36,5 @@ def wait_until(condition: Callable[[], bool], pause_s: float = 0.002) -> None:
     deadline = time.monotonic() + 30
     while not condition():
         if time.monotonic() > deadline:
-            raise TimeoutError("a benchmark waited 30 s in vain")
+            raise TimeoutError("timed out after 30 s")
         time.sleep(pause_s)

@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from async_grpo.queue import Claim, Healing, ServerQueue, WorkerQueue
+from async_grpo.queue import Claim, ServerQueue, WorkerQueue
 from async_grpo.queue.filesystem import Files, OsFiles
+from async_grpo.queue.server import Healing
 from async_grpo.records import Job, RolloutGroup
 
 RUN = "chaos"

@@ -7,10 +7,10 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from async_grpo.queue import JobName, ServerQueue, WorkerQueue, codec, recovery, transitions
+from async_grpo.queue import ServerQueue, WorkerQueue, codec, recovery, transitions
 from async_grpo.queue import server as queue_server
 from async_grpo.queue import worker as queue_worker
-from async_grpo.queue.names import COMPLETE, reason_name, set_aside_name
+from async_grpo.queue.names import COMPLETE, JobName, reason_name, set_aside_name
 from async_grpo.queue.transitions import Moves
 from async_grpo.rundir import locks
 

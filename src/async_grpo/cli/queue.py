@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ls(root: Path) -> Iterator[str]:
-    from async_grpo.queue import live_workers
     from async_grpo.queue.listing import open_jobs
+    from async_grpo.queue.liveness import live_workers
 
     names = open_jobs(root)
     alive = {worker.id for worker in live_workers(root)}

@@ -168,11 +168,6 @@ def _server(options: LaunchOptions, run: RunDir) -> Child:
 
 
 def _worker(options: LaunchOptions, run: RunDir, number: int, device: str) -> Child:
-    def is_running() -> bool:
-        """Whether the server has not said that the run is over; then no worker is needed any more."""
-        state = run.read_state()
-        return state is None or state.state == runs.RUNNING
-
     worker = WorkerId(number)
     arguments = ["worker", "--config", str(options.config), "--device", device, "--id", str(number)]
     return Child(
@@ -181,7 +176,7 @@ def _worker(options: LaunchOptions, run: RunDir, number: int, device: str) -> Ch
         env=_environment(options),
         log=run.worker_log(worker),
         grace_s=min(STOP_GRACE_S, options.stop_grace_s),
-        restart=Restart(unless_first_exit=REFUSED, while_needed=is_running),
+        restart=Restart(unless_first_exit=REFUSED, while_needed=lambda: not run.has_ended()),
         health=HangDetector(run.root, worker, options.worker_timeout_s),
     )
 

@@ -28,30 +28,10 @@ Why a poison job takes no others along. A job that failed before is claimed alon
 No operation waits, no wall clock is read. Files are checked by `codec`; nothing is unpickled.
 """
 
-from async_grpo.queue.listing import Quarantined, QueueCounts, quarantined, queue_counts
-from async_grpo.queue.liveness import WorkerState, live_workers
-from async_grpo.queue.names import JobName
+from async_grpo.queue.listing import quarantined
 from async_grpo.queue.recovery import retry_given_up
-from async_grpo.queue.server import MAX_OPEN, GivenUp, Healing, ServerQueue
+from async_grpo.queue.server import ServerQueue
 from async_grpo.queue.source import Claim, JobSource
-from async_grpo.queue.transitions import DEFAULT_MAX_ATTEMPTS
 from async_grpo.queue.worker import WorkerQueue
 
-__all__ = [
-    "DEFAULT_MAX_ATTEMPTS",
-    "MAX_OPEN",
-    "Claim",
-    "GivenUp",
-    "Healing",
-    "JobName",
-    "JobSource",
-    "Quarantined",
-    "QueueCounts",
-    "ServerQueue",
-    "WorkerQueue",
-    "WorkerState",
-    "live_workers",
-    "quarantined",
-    "queue_counts",
-    "retry_given_up",
-]
+__all__ = ["Claim", "JobSource", "ServerQueue", "WorkerQueue", "quarantined", "retry_given_up"]

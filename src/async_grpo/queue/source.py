@@ -18,7 +18,7 @@ class Claim(NamedTuple):
 
 
 class JobSource(Protocol):
-    """What a worker asks of a queue. `WorkerQueue` is one, on the files of a run directory of this machine.
+    """What a worker asks of a queue. `WorkerQueue` is the one on the files of a run directory of this machine.
 
     Every claim ends by `complete`, `fail` or `hand_back`. If the worker dies, its claims are other workers' again.
     """
@@ -30,14 +30,19 @@ class JobSource(Protocol):
     def claim(self, limit: int, skip: Collection[int] = ()) -> list[Claim]:
         """Up to `limit` of the oldest pending jobs, without waiting. A job that failed before comes alone.
 
-        skip: sequence numbers to leave to others.
+        skip: sequence numbers to leave to others, e.g. jobs that this worker handed back.
+
+        `DiskFullError` if the oldest file is unusable and there is no room to say so; then nothing was claimed.
         """
 
     def complete(self, claim: Claim, group: RolloutGroup) -> None:
         """Hand over the result. `DiskFullError`: the claim is kept, call again."""
 
     def fail(self, claim: Claim, error_text: str) -> None:
-        """The job could not be done: pending again with the next attempt, or given up. `DiskFullError` as above."""
+        """The job could not be done: pending again with the next attempt, or given up with `error_text` as its reason.
+
+        `DiskFullError`: as for `complete`.
+        """
 
     def hand_back(self, claim: Claim) -> None:
         """Pending again with the same attempt: this worker stops, or cannot serve the job now."""

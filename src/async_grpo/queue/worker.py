@@ -24,9 +24,9 @@ _TAKEOVER_S = 5.0  # how long a starting worker waits while the server releases 
 
 
 class WorkerQueue:
-    """One worker process' side, for one thread. Its lock lasts as long as the process.
+    """A `JobSource` on the files of a run directory: one worker process' side, for one thread.
 
-    A forked child has no part in it.
+    The worker's lock lasts as long as the process. A forked child has no part in it.
     """
 
     def __init__(self, root: Path, worker: WorkerId, files: Files, *, durable: bool) -> None:
@@ -102,12 +102,6 @@ class WorkerQueue:
             self._moves.files.close()
 
     def claim(self, limit: int, skip: Collection[int] = ()) -> list[Claim]:
-        """Up to `limit` of the oldest pending jobs, without waiting. A job that failed before comes alone.
-
-        skip: sequence numbers to leave to others, e.g. jobs that this worker handed back.
-
-        `DiskFullError` if the oldest file is unusable and there is no room to say so; then nothing was claimed.
-        """
         self._lock.require()
         claims: list[Claim] = []
         if time.monotonic() < self._look_at:
@@ -115,10 +109,6 @@ class WorkerQueue:
         return claims or self._claim_among(self._look(skip), limit)
 
     def complete(self, claim: Claim, group: RolloutGroup) -> None:
-        """Publish the result, then drop the claim. `DiskFullError`.
-
-        The claim is kept, call again when there is room.
-        """
         self._lock.require_process()
         if (group.job.seq, group.attempt, group.worker) != (claim.job.seq, claim.attempt, self.name):
             raise QueueError(f"The group of job {group.job.seq} is not an answer to claim {claim.name}.")
@@ -128,22 +118,16 @@ class WorkerQueue:
         self._claims.pop(claim.job.seq, None)
 
     def fail(self, claim: Claim, error_text: str) -> None:
-        """The job could not be done: pending again with the next attempt, or given up with `error_text` as its reason.
-
-        `DiskFullError` if the text finds no room: the claim is kept, call again.
-        """
         self._lock.require_process()
         self._moves.try_again(claim.name, self._max_attempts, f"{claim.name}: {error_text}\n")
         self._claims.pop(claim.job.seq, None)
 
     def hand_back(self, claim: Claim) -> None:
-        """Pending again with the same attempt: this worker stops, or cannot serve the job now."""
         self._lock.require_process()
         self._moves.move(f"queue/{claim.name}", f"queue/{claim.name.pending(claim.attempt)}")
         self._claims.pop(claim.job.seq, None)
 
     def wait(self, timeout_s: float, skip: Collection[int] = ()) -> bool:
-        """Sleep until there may be a job that is not in `skip`; False when the time is over."""
         deadline = time.monotonic() + timeout_s
         while True:
             if names := self._look(skip):
@@ -155,18 +139,15 @@ class WorkerQueue:
                 return True
 
     def pending(self) -> int:
-        """Jobs that no worker has."""
         return sum(name.state == PENDING for name in self._moves.listing())
 
     def alive_workers(self) -> int:
-        """Workers that are alive, this one included; may be a second old, as every look opens each one's lock."""
         if time.monotonic() >= self._counted_until:
             self._counted = len(live_workers(self.root))
             self._counted_until = time.monotonic() + _COUNT_S
         return self._counted
 
     def served(self) -> bool:
-        """Whether a live server issues jobs here. One that is still loading does not yet."""
         return served_run(server_lock(self.root).holder()) is not None
 
     @property

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 
 from async_grpo.archive.groups import Fate, FinishedGroup, FinishedGroups
 
@@ -63,20 +63,9 @@ def select(
         picked = list(islice(everything, limit))
         more = next(everything, None) is not None
         return Selection(rollouts=picked, completions=len(picked), more=more)
-    counted = _Counted(everything)
-    picked = _extreme(counted, order, limit)
-    return Selection(rollouts=picked, completions=counted.count, more=False)
-
-
-class _Counted:
-    def __init__(self, rollouts: Iterable[Rollout]) -> None:
-        self._rollouts = rollouts
-        self.count = 0
-
-    def __iter__(self) -> Iterator[Rollout]:
-        for rollout in self._rollouts:
-            self.count += 1
-            yield rollout
+    counter = count()  # of the completions that are looked through
+    picked = _extreme((rollout for rollout, _ in zip(everything, counter)), order, limit)
+    return Selection(rollouts=picked, completions=next(counter), more=False)
 
 
 def _extreme(rollouts: Iterable[Rollout], order: str, limit: int | None) -> list[Rollout]:

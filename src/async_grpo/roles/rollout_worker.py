@@ -80,7 +80,7 @@ def _work(options: WorkerOptions, stop: StopRequest) -> None:
         try:
             _serve(trl, options, run, state, queue, stop)
         except (IPCError, PeerDiedError) as error:
-            if _is_over(run):
+            if run.has_ended():
                 logger.info("worker {} ends: the run was over before it could join", queue.name)
             elif isinstance(error, PeerDiedError):
                 raise
@@ -153,11 +153,6 @@ def _serve(
 def _check_server(run: RunDir) -> None:
     if not server_alive(run.root):
         raise PeerDiedError(f"The parameter server of {run.root} is gone. Start it again with --resume.")
-
-
-def _is_over(run: RunDir) -> bool:
-    state = run.read_state()
-    return state is not None and state.state != runs.RUNNING
 
 
 def _wait_for_run(run: RunDir) -> RunState:

@@ -112,6 +112,11 @@ class RunDir:
                 f"{self.state_file} is not the record of a run ({error}). Choose another --run-dir."
             ) from error
 
+    def has_ended(self) -> bool:
+        """Whether the parameter server has written that the run is over."""
+        state = self.read_state()
+        return state is not None and state.state != RUNNING
+
     def write_state(self, state: RunState) -> None:
         write_json(self.state_file, asdict(state))
 

@@ -10,8 +10,9 @@ import pytest
 from queue_samples import RUN, answer, make_job, names, serve, take_all
 
 from async_grpo.errors import QueueError, RunDirError
-from async_grpo.queue import ServerQueue, WorkerQueue, filesystem, quarantined, queue_counts
+from async_grpo.queue import ServerQueue, WorkerQueue, filesystem, quarantined
 from async_grpo.queue.codec import encode_job
+from async_grpo.queue.listing import queue_counts
 
 
 def test_one_server_and_one_worker_of_a_number(server: ServerQueue, worker: WorkerQueue) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from queue_samples import answer, make_job
 
-from async_grpo.queue import JobName, ServerQueue, WorkerQueue
+from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.queue import worker as queue_worker
-from async_grpo.queue.names import BROKEN, PENDING
+from async_grpo.queue.names import BROKEN, PENDING, JobName
 from async_grpo.queue.wakeups import EVERYTHING, JobPipe
 
 LONG_S = 600.0
