@@ -158,6 +158,7 @@ class ServerQueue:
             )
         if len(self._open) >= self._max_open:
             raise QueueError(f"{self._max_open} jobs are open, which is the bound: take finished groups first.")
+        self._lock.retake_if_deleted()
         if not self._serves:  # the first job: from now on workers may claim
             self._lock.add_to_note(run_id=self.run_id, max_attempts=self._max_attempts)
             self._serves = True
@@ -172,6 +173,7 @@ class ServerQueue:
 
         Jobs whose files are broken or missing are issued again.
         """
+        self._lock.retake_if_deleted()  # without the file a second server could start
         if self._reaper is not None:
             self._reaper.raise_error()
         names = self._moves.listing()

@@ -124,6 +124,19 @@ class KernelLock:
         except OSError as error:
             raise QueueError(f"{self.path} was taken over by {self.holder()}.") from error
 
+    def retake_if_deleted(self) -> None:
+        """Take a held lock again if its file was deleted. `QueueError` if another process was faster."""
+        with _guard:
+            if not self.held_here or self._identity() == _inode(self._fd):
+                return
+            note = self._owner
+            self.release()
+            if not self.try_acquire():
+                raise QueueError(f"{self.path} was deleted while in use; {describe_holder(self.holder())} has it now.")
+            self._owner = note
+            with suppress(OSError):
+                self._write_note()
+
     def is_held(self) -> bool:
         """Whether any process, this one included, has the lock."""
         return self.holder() is not None
