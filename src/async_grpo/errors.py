@@ -33,6 +33,10 @@ class BadFileError(QueueError):
     """A file of the queue is truncated, garbled, foreign or of an unknown schema."""
 
 
+class BadGroupError(QueueError):
+    """A finished group cannot be written: what the user's code made of it is not what a group holds."""
+
+
 class DiskFullError(QueueError):
     """There is no room for a file of the queue. Nothing was lost: wait for room and try again."""
 

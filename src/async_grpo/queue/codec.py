@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from crc32c import crc32c
 
-from async_grpo.errors import BadFileError, QueueError, UnsupportedError
+from async_grpo.errors import BadFileError, BadGroupError, QueueError, UnsupportedError
 from async_grpo.queue.schema import Dtype, Schema, Values
 from async_grpo.records import FORMAT, OLDEST_FORMAT, Job, RolloutGroup, Stored
 
@@ -67,14 +67,17 @@ def decode_job(data: bytes | bytearray, *, expect_seq: int | None = None, expect
 
 
 def encode_group(group: RolloutGroup) -> bytes:
-    """The file of a finished group. `QueueError` if its parts contradict each other or a log-probability is NaN."""
+    """The file of a finished group. `BadGroupError`: its parts contradict each other, or a value is not finite."""
     import numpy as np
 
     kind, schema = _GROUP
     tensors = {name: array for name in schema.arrays if (array := getattr(group, name)) is not None}
-    header, texts = schema.header.of(group), schema.texts.of(group)
+    try:
+        header, texts = schema.header.of(group), schema.texts.of(group)
+    except (TypeError, ValueError, OverflowError) as error:  # a metric that is no number
+        raise BadGroupError(f"Group {group.job.seq} cannot be written: {error}.") from error
     if reason := _misfit_of_arrays(tensors, schema) or _contradiction(group, tensors, schema):
-        raise QueueError(f"Group {group.job.seq} cannot be written: {reason}.")
+        raise BadGroupError(f"Group {group.job.seq} cannot be written: {reason}.")
     return _pack(kind, schema, header, {**tensors, "texts": np.frombuffer(_to_json(texts).encode(), np.uint8)})
 
 

@@ -36,7 +36,10 @@ class JobSource(Protocol):
         """
 
     def complete(self, claim: Claim, group: RolloutGroup) -> None:
-        """Hand over the result. `DiskFullError`: the claim is kept, call again."""
+        """Hand over the result. `DiskFullError`: the claim is kept, call again.
+
+        `BadGroupError` or `UnsupportedError`: the group holds what cannot be handed over; the claim is kept.
+        """
 
     def fail(self, claim: Claim, error_text: str) -> None:
         """The job could not be done: pending again with the next attempt, or given up with `error_text` as its reason.

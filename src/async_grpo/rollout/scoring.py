@@ -84,6 +84,6 @@ class Scoring:
         scores, error = None, ""
         try:
             scores = self._score(group)
-        except Exception:  # noqa: BLE001  # the user's reward functions: whatever they raise belongs to the job
+        except BaseException:  # noqa: BLE001  # whatever the user's reward functions raise belongs to the job: `exit()` as well
             error = traceback.format_exc()
         self._done.put(Scored(group, scores, error, time.monotonic() - started))

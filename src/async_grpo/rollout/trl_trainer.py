@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 
-from async_grpo.errors import UnsupportedError
+from async_grpo.errors import BadGroupError, UnsupportedError
 from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.setup.generator_choice import engine_inside, refuse_late_vllm
@@ -100,6 +100,7 @@ class RolloutTrainer:
 
     def prepare(self, jobs: Sequence[Job], version: int) -> list[PreparedGroup]:
         """Turn the rows of the jobs into prompts, as token ids, to be sampled by this policy version."""
+        _refuse_own_sampling(jobs)
         prompts = copy.deepcopy([row["prompt"] for row in _rows(jobs)])
         prompt_ids, *_ = self.trainer._tokenize_prompts(prompts)  # images were refused
         return [
@@ -157,6 +158,7 @@ class RolloutTrainer:
         Args:
             sample: called whenever TRL wants one completion of each of these prompts.
         """
+        _refuse_own_sampling(jobs)
         trainer = self.trainer
         trainer.state.global_step = version  # what tools and reward functions see as `trainer_state`
         trainer._metrics["train"].clear()
@@ -225,6 +227,15 @@ class _Batch:
         )
 
 
+def _refuse_own_sampling(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        if job.sampling:
+            raise UnsupportedError(
+                f"Job {job.seq} has sampling settings of its own ({', '.join(sorted(job.sampling))}). Workers sample "
+                "with the trainer's settings only."
+            )
+
+
 def _rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Each job's row, once per completion."""
     return [dict(job.row) for job in jobs for _ in range(job.num_generations)]
@@ -258,25 +269,32 @@ def _own_metrics(trainer: Any) -> dict[str, list[float]]:
 def to_record(
     group: GeneratedGroup, scores: Scores, *, attempt: int, worker: str, reward_names: Sequence[str], timings: Timings
 ) -> RolloutGroup:
-    """The finished group. Token ids as int32, log-probabilities as float32, all completions back to back."""
-    return RolloutGroup(
-        job=group.job,
-        attempt=attempt,
-        worker=worker,
-        policy_version=group.version,
-        reward_names=tuple(reward_names),
-        prompt_ids=np.asarray(group.prompt_ids[0], dtype=np.int32),
-        completion_lengths=np.asarray([len(ids) for ids in group.completion_ids], dtype=np.int32),
-        completion_ids=_flat(group.completion_ids, np.int32),
-        sampling_logprobs=_flat(group.logprobs, np.float32),
-        tool_mask=_flat(group.tool_masks, np.uint8) if group.tool_masks is not None else None,
-        token_versions=_flat(group.token_versions, np.int32) if group.token_versions is not None else None,
-        rewards=scores.rewards.numpy().astype(np.float32),
-        completions=group.completions,
-        metrics={**group.metrics, **scores.metrics},
-        extra_columns=scores.extra_columns,
-        timings=timings,
-    )
+    """The finished group. Token ids as int32, log-probabilities as float32, all completions back to back.
+
+    Raises:
+        BadGroupError: tokens, log-probabilities or rewards are no numbers.
+    """
+    try:
+        return RolloutGroup(
+            job=group.job,
+            attempt=attempt,
+            worker=worker,
+            policy_version=group.version,
+            reward_names=tuple(reward_names),
+            prompt_ids=np.asarray(group.prompt_ids[0], dtype=np.int32),
+            completion_lengths=np.asarray([len(ids) for ids in group.completion_ids], dtype=np.int32),
+            completion_ids=_flat(group.completion_ids, np.int32),
+            sampling_logprobs=_flat(group.logprobs, np.float32),
+            tool_mask=_flat(group.tool_masks, np.uint8) if group.tool_masks is not None else None,
+            token_versions=_flat(group.token_versions, np.int32) if group.token_versions is not None else None,
+            rewards=scores.rewards.numpy().astype(np.float32),
+            completions=group.completions,
+            metrics={**group.metrics, **scores.metrics},
+            extra_columns=scores.extra_columns,
+            timings=timings,
+        )
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # of a `rollout_func`, a reward or a tool
+        raise BadGroupError(f"Group {group.job.seq} cannot be written: {error}") from error
 
 
 def _flat(rows: list[list[int]] | list[list[float]], dtype: type[np.generic]) -> np.ndarray:

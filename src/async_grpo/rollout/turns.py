@@ -58,6 +58,7 @@ class Turns:
         self._sampling: dict[PreparedGroup, _Turn] = {}  # turns that wait for their tokens
         self._made: dict[PreparedGroup, GeneratedGroup] = {}  # to be finished
         self._unscored: dict[int, _Conversation] = {}  # by id of the group, whose environments are still in use
+        self._closed = False
         self._code_since = 0.0  # when some code last began to run (monotonic seconds)
 
     @property
@@ -98,6 +99,7 @@ class Turns:
         return self._engine.follow(weights)
 
     def close(self) -> None:
+        self._closed = True
         self._engine.close()
         deadline = time.monotonic() + CLOSE_S
         while self._open and time.monotonic() < deadline:
@@ -175,8 +177,8 @@ class Turns:
         self._open.remove(talk)
         if talk.error is not None:
             self._idle.append(talk.trl)
-            if len(talk.groups) == 1:
-                return [SampledGroup(prepared=talk.groups[0], error=talk.error)]
+            if len(talk.groups) == 1 or self._closed:
+                return [SampledGroup(prepared=group, error=talk.error) for group in talk.groups]
             for group in talk.groups:  # the error belongs to one of them
                 self._start_conversation([group])
             return []

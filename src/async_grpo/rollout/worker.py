@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from loguru import logger
 
-from async_grpo.errors import DiskFullError, PeerDiedError, UnsupportedError, WaitTimeoutError
+from async_grpo.errors import BadGroupError, DiskFullError, PeerDiedError, UnsupportedError, WaitTimeoutError
 from async_grpo.queue import Claim, JobSource
 from async_grpo.records import Timings
 from async_grpo.rollout.statistics import WorkerStatistics
@@ -139,7 +139,7 @@ class Worker:
         if self._unserved_since is not None or self._scoring.backlog or not (room := self._room()):
             return
         try:
-            claims = self._queue.claim(room, skip=self._better_left_to_others())
+            claims = self._queue.claim(room, skip=self._started.keys() | self._better_left_to_others())
         except DiskFullError as error:  # a broken file could not be set aside; its job waits with us
             logger.warning("{} Waiting for room.", error)
             time.sleep(DISK_FULL_RETRY_S)
@@ -268,7 +268,7 @@ class Worker:
                 timings=timings,
             )
             done = self._when_there_is_room(lambda: self._queue.complete(claim, group))
-        except UnsupportedError:  # the user's `log_extra` or completions hold what no file can
+        except (UnsupportedError, BadGroupError):  # what the user's code made of it cannot be written
             self._failed(claim.job.seq, traceback.format_exc())
             return
         if done:

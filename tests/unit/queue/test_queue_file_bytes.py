@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from queue_samples import RUN, make_group, make_job, same_group
 
-from async_grpo.errors import BadFileError, QueueError, UnsupportedError
+from async_grpo.errors import BadFileError, BadGroupError, QueueError, UnsupportedError
 from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
 
 json_values = st.recursive(
@@ -92,6 +92,7 @@ def test_a_column_that_json_cannot_hold_is_named_with_its_type(value: Any, type_
         ({"completion_ids": np.full(7, -1, np.int32)}, "completion_ids holds a value below 0"),
         ({"tool_mask": np.full(7, 2, np.uint8)}, "tool_mask holds a value above 1"),
         ({"completions": ["one"]}, "1 completions"),
+        ({"metrics": {"mood": ["good"]}}, "could not convert string to float"),
         ({"completion_lengths": np.array([-1, 8], np.int32)}, "completion_lengths holds a value below 0"),
         ({"token_versions": np.full(7, 2, np.int32)}, "a token version is older"),
         ({"turn_counts": np.array([1, 1], np.int32)}, "must be given together"),
@@ -102,7 +103,7 @@ def test_a_column_that_json_cannot_hold_is_named_with_its_type(value: Any, type_
     ],
 )
 def test_a_group_that_contradicts_itself_is_not_written(changes: dict[str, Any], reason: str) -> None:
-    with pytest.raises(QueueError, match=reason):
+    with pytest.raises(BadGroupError, match=reason):
         encode_group(make_group(make_job(1), **changes))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from async_grpo.rollout.scoring import Scored, Scoring
 
@@ -34,6 +37,16 @@ def test_what_a_reward_raises_is_the_groups() -> None:
     outcomes = {outcome.group: outcome for outcome in wait_for(score, 3)}
     assert [outcomes[key].scores for key in range(3)] == ["scores", None, "scores"]
     assert "no reward" in outcomes[1].error
+
+
+@pytest.mark.parametrize("at_most", [0, AT_MOST], ids=["in the caller's thread", "beside"])
+def test_a_reward_that_exits_costs_its_own_group(at_most: int) -> None:
+    score: Scoring = Scoring(lambda group: sys.exit("no licence") if group == 1 else "scores", at_most)  # type: ignore[arg-type, return-value]
+    for key in range(3):
+        score.start(key)  # type: ignore[arg-type]
+    outcomes = {outcome.group: outcome for outcome in wait_for(score, 3)}
+    assert [outcomes[key].scores for key in range(3)] == ["scores", None, "scores"]
+    assert "no licence" in outcomes[1].error
 
 
 def test_a_reward_that_hangs_holds_up_its_own_group() -> None:

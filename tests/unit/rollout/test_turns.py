@@ -242,6 +242,21 @@ def test_closing_ends_what_waits_for_tokens() -> None:
     assert outcomes == ["The worker ends."] * 2
 
 
+def test_closing_starts_no_code_again() -> None:
+    """Groups that go together are tried alone after an error, but the end of the worker is none of theirs."""
+    started: list[int] = []
+    engine = PlayedEngine(joins=False, at_once=False)
+
+    def code(sample: Any, row: int) -> Any:
+        started.append(row)
+        return one_turn(sample, row)
+
+    turns = turns_of(code, engine)
+    step_until(turns, lambda: len(engine.turns) == 1, turns.sample(prepared(turns, [10, 20])))
+    turns.close()
+    assert started == [10]
+
+
 def sampled_turn(prompts: list[list[int]], ids: list[list[int]], versions: list[list[int]]) -> SampledGroup:
     turn = PreparedGroup(job=job(), version=0, prompt_ids=prompts)
     return SampledGroup(prepared=turn, token_ids=ids, logprobs=[], versions=versions)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from worker_fakes import ENDLESS, REWRITTEN, TOKENS, FakeEngine, Setting, job
 
-from async_grpo.errors import DiskFullError, WaitTimeoutError
+from async_grpo.errors import DiskFullError, UnsupportedError, WaitTimeoutError
 from async_grpo.queue import Claim
+from async_grpo.queue.codec import encode_group
 from async_grpo.records import RolloutGroup
 from async_grpo.rollout.engines import SampledGroup
+from async_grpo.rollout.trl_trainer import GeneratedGroup, RolloutTrainer, Scores
 from async_grpo.telemetry.activity import activity
 from async_grpo_ipc import ExporterDiedError
 
@@ -267,3 +273,50 @@ def test_claims_are_handed_back_once_their_server_is_dead(tmp_path: Path, monkey
     monkeypatch.setattr(setting.queue, "served", lambda: lives[0])
     assert setting.run() == {}
     assert setting.queue.handed_back == [0]
+
+
+def test_a_job_that_was_issued_again_is_not_claimed_while_it_is_in_flight(tmp_path: Path) -> None:
+    setting = Setting(tmp_path, [job(0, tokens=20)], FakeEngine())
+
+    def issue_again(step: int) -> None:
+        if step == 2:
+            setting.queue.waiting += [job(0), job(1)]
+
+    setting.engine.before_step = issue_again
+    setting.run()
+    assert sorted(group.job.seq for group in setting.queue.completed) == [0, 0, 1]
+    assert setting.engine.most == 4
+
+
+def infinite(group: GeneratedGroup) -> Scores:
+    return Scores(rewards=torch.full((2, 1), math.inf), metrics={}, extra_columns={})
+
+
+def with_gradient(group: GeneratedGroup) -> Scores:
+    return Scores(rewards=torch.zeros(2, 1, requires_grad=True), metrics={}, extra_columns={})
+
+
+@pytest.mark.parametrize("score", [infinite, with_gradient])
+def test_rewards_that_cannot_be_written_cost_their_own_group(tmp_path: Path, score: Any) -> None:
+    setting = Setting(tmp_path, [job(0), job(1)], FakeEngine())
+    complete = setting.queue.complete
+
+    def encoded(claim: Claim, group: RolloutGroup) -> None:
+        encode_group(group)
+        complete(claim, group)
+
+    setting.queue.complete = encoded  # type: ignore[method-assign]
+    whole = setting.worker._scoring._score
+    setting.worker._scoring._score = lambda group: score(group) if group.job.seq == 0 else whole(group)
+    assert sorted(setting.run()) == [1]
+    ((seq, error),) = setting.queue.failed
+    assert seq == 0 and "Group 0 cannot be written" in error
+
+
+def test_sampling_settings_of_a_job_are_not_ignored() -> None:
+    trl = object.__new__(RolloutTrainer)
+    jobs = [replace(job(3), sampling={"temperature": 0.0})]
+    with pytest.raises(UnsupportedError, match=r"Job 3 has sampling settings of its own \(temperature\)"):
+        trl.prepare(jobs, 0)
+    with pytest.raises(UnsupportedError, match="Job 3 has sampling settings"):
+        trl.generate(jobs, 0, lambda prompts: ([], []))

@@ -100,7 +100,8 @@ class FakeQueue:
         self.on_idle: Callable[[], None] = lambda: None
 
     def claim(self, limit: int, skip: Any = ()) -> list[Claim]:
-        taken, self.waiting = self.waiting[:limit], self.waiting[limit:]
+        taken = [job for job in self.waiting if job.seq not in skip][:limit]
+        self.waiting = [job for job in self.waiting if not any(job is other for other in taken)]
         return [Claim(job, 0, JobName(job.seq, 0, PROCESSING, WorkerId(1))) for job in taken]
 
     def complete(self, claim: Claim, group: RolloutGroup) -> None:
