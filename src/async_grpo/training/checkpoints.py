@@ -90,11 +90,13 @@ class UsedGroups:
     Groups that the last checkpoint does not count as used are never deleted: a resumed run needs them.
     """
 
-    def __init__(self, queue: ServerQueue, done: Path, keep: ArchiveLimit) -> None:
+    def __init__(
+        self, queue: ServerQueue, done: Path, keep: ArchiveLimit, resumed_from: RolloutState | None = None
+    ) -> None:
         self._queue = queue
         self._done = done
         self._keep = keep
-        self._in_checkpoint: Container[int] = ()
+        self._in_checkpoint: Container[int] = resumed_from or ()
 
     def checkpointed(self, state: RolloutState) -> None:
         """`state` is that of the last checkpoint: trim the archive."""

@@ -93,7 +93,7 @@ class AsyncTraining(TrainingEvents):
         self._queue = ServerQueue.open(
             run.root, state.run_id, max_attempts=settings.max_attempts, consumed=done, lock=lock
         )
-        self._archive = UsedGroups(self._queue, run.root / "done", settings.keep_done)
+        self._archive = UsedGroups(self._queue, run.root / "done", settings.keep_done, used)
         self._publisher = WeightPublisher(_exporter(trainer, self._leader, run, state, settings.max_staleness))
         self._rollouts = self._rollout_source(state.run_id, used)
         trl_trainer.make_async(trainer, self, correction=settings.correction)
