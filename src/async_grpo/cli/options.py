@@ -16,6 +16,7 @@ from async_grpo.setup.devices import CPU, hold_to_device, parse_device, threads_
 DEFAULT_CONFIG = Path("src/app/trainer_setup_gsmk.py")
 DEFAULT_RUN_DIR = Path("worker")
 SHORT_FLAGS = {"steps": ("-s",)}
+LEFT_OUT_SHOWN = 3
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -104,12 +105,12 @@ def device(text: str | None, *, default_gpu: int = 0) -> str:
     return str(min(default_gpu, gpus - 1)) if gpus else CPU
 
 
-def print_left_out(skipped: Mapping[str, str], most: int = 3) -> None:
+def print_left_out(skipped: Mapping[str, str]) -> None:
     """Say which files of a run could not be used: the first few, and how many more."""
-    for sentence in list(skipped.values())[:most]:
+    for sentence in list(skipped.values())[:LEFT_OUT_SHOWN]:
         print(f"left out: {sentence}")
-    if len(skipped) > most:
-        print(f"left out: {len(skipped) - most} more")
+    if len(skipped) > LEFT_OUT_SHOWN:
+        print(f"left out: {len(skipped) - LEFT_OUT_SHOWN} more")
 
 
 def add_launched_option(parser: argparse.ArgumentParser) -> None:

@@ -96,13 +96,7 @@ class JobPipe:
 
 
 IN_MODIFY, IN_MOVED_TO, IN_CREATE = 0x2, 0x80, 0x100
-_IN_Q_OVERFLOW, _IN_UNMOUNT, _IN_IGNORED, _IN_DELETE_SELF, _IN_MOVE_SELF = (
-    0x4000,
-    0x2000,
-    0x8000,
-    0x400,
-    0x800,
-)
+_IN_Q_OVERFLOW, _IN_UNMOUNT, _IN_IGNORED, _IN_DELETE_SELF, _IN_MOVE_SELF = 0x4000, 0x2000, 0x8000, 0x400, 0x800
 _BLINDING = _IN_Q_OVERFLOW | _IN_UNMOUNT | _IN_IGNORED | _IN_DELETE_SELF | _IN_MOVE_SELF
 _EVENT = struct.Struct("iIII")  # watch, mask, cookie, length of the name that follows
 

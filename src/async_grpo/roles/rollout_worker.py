@@ -12,8 +12,9 @@ from loguru import logger
 
 from async_grpo.errors import PeerDiedError, UnsupportedError, WeightsError
 from async_grpo.queue import WorkerQueue
+from async_grpo.rollout import WEIGHTS_WAIT_S
 from async_grpo.rollout.threads import wait_for_tasks
-from async_grpo.rollout.worker import SERVER_WAIT_S, WEIGHTS_WAIT_S, Worker, WorkerContext
+from async_grpo.rollout.worker import SERVER_WAIT_S, Worker, WorkerContext
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import SERVER, RunDir, RunState

@@ -2,3 +2,5 @@
 
 `engines` samples the tokens; the sandbox for rewards is in `async_grpo.rewards`. Start with `worker`.
 """
+
+WEIGHTS_WAIT_S = 600.0  # for a version that the trainer has announced

@@ -21,6 +21,7 @@ from loguru import logger
 from async_grpo.errors import BadGroupError, DiskFullError, PeerDiedError, UnsupportedError, WaitTimeoutError
 from async_grpo.queue import Claim, JobSource
 from async_grpo.records import Timings
+from async_grpo.rollout import WEIGHTS_WAIT_S
 from async_grpo.rollout.statistics import WorkerStatistics
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 
 SERVER_WAIT_S = 3600.0  # for a parameter server to start, or to come back after it died
-WEIGHTS_WAIT_S = 600.0  # for a version that the trainer has announced
 HEAD_START_S = 2.0  # that other workers have with a job that failed on this one
 SAY_AT_MOST = 3  # failures of the same text that are shown
 DISK_FULL_RETRY_S = 1.0

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from async_grpo.archive.rollout_state import RolloutState
+from async_grpo.queue.server import MAX_OPEN
 
-HARD_CAP = 256  # open job files; one directory read stays consistent up to here
 CALM_BATCHES = 8  # in a row, none of which workers ran dry for, after which a round less is kept under way
 
 
@@ -50,7 +50,7 @@ class Schedule:
 
     def is_admissible(self, position: int, version: int, open_jobs: int) -> bool:
         """Whether the `position`-th usable job may be issued while the trainer is at `version`."""
-        return open_jobs < HARD_CAP and self.oldest_version_for(position) <= version
+        return open_jobs < MAX_OPEN and self.oldest_version_for(position) <= version
 
     @property
     def groups_ahead(self) -> int:

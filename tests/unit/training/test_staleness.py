@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from unit_fakes import Bench, schedule, seqs
 
 from async_grpo.archive.rollout_state import RolloutState
-from async_grpo.training.schedule import CALM_BATCHES, HARD_CAP, Lookahead, Schedule
+from async_grpo.queue.server import MAX_OPEN
+from async_grpo.training.schedule import CALM_BATCHES, Lookahead, Schedule
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def test_nothing_is_used_over_age_or_twice_and_nothing_is_thrown_away(world: Wor
     assert max(run.staleness) <= world.K
     assert len(set(run.used)) == len(run.used) == world.B * world.rounds
     assert run.bench.metrics.dropped == 0
-    assert run.most_open <= HARD_CAP
+    assert run.most_open <= MAX_OPEN
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -208,7 +209,7 @@ def test_jobs_are_admitted_a_round_at_a_time() -> None:
     plan = schedule(B=3, K=2)
     admitted = [position for position in range(30) if plan.is_admissible(position, version=4, open_jobs=0)]
     assert admitted == list(range(3 * (4 + 2 + 1)))
-    assert not plan.is_admissible(0, version=4, open_jobs=HARD_CAP)
+    assert not plan.is_admissible(0, version=4, open_jobs=MAX_OPEN)
 
 
 def test_lookahead_grows_only_while_workers_run_dry_and_stays_within_its_bounds() -> None:

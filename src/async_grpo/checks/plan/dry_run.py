@@ -19,6 +19,7 @@ from async_grpo.setup.devices import CPU
 from async_grpo.setup.generator_choice import HF, VLLM, VLLM_SERVER
 
 _WIDTH = 15
+_NOT_COUNTED = "not counted: activations, keys and values of generation, and what Python and CUDA themselves take"
 _ENGINES = {
     HF: "transformers, in the workers",
     VLLM: "vLLM, in the workers",
@@ -79,7 +80,7 @@ def plan_single(config: Path, device: str, *, steps: int | None, seed: int | Non
             *_batch_rows(facts),
             ("memory", f"{size(need)} on {_device(device)}: {_parts(memory)}"),
             ("", f"  (optimizer state of {memory.optimizer_note})"),
-            ("", _not_counted()),
+            ("", _NOT_COUNTED),
         ]
     )
 
@@ -204,7 +205,7 @@ def _memory_rows(facts: TrainerFacts, options: LaunchOptions) -> Iterator[tuple[
         )
     for device in sorted({device for device in workers if device != master}):
         yield "", f"{counted(workers.count(device), 'worker')} on {_device(device)}: {size(memory.worker_own)} each"
-    yield "", _not_counted()
+    yield "", _NOT_COUNTED
 
 
 def _slots(facts: TrainerFacts) -> str:
@@ -228,10 +229,6 @@ def _parts(memory: MemoryEstimate) -> str:
         f"weights {size(memory.weights)}{reference}, gradients {size(memory.gradients)}, optimizer "
         f"{size(memory.optimizer)}"
     )
-
-
-def _not_counted() -> str:
-    return "not counted: activations, keys and values of generation, and what Python and CUDA themselves take"
 
 
 def _device(device: str) -> str:
