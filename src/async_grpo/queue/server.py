@@ -86,7 +86,7 @@ class ServerQueue:
         self._highest = -1
         self._done: Done  # both from the moment that the lock is held
         self._left: Inheritance
-        self._largest_group = 0  # bytes, of those taken
+        self._largest_group = 0  # bytes, of those taken; at first of the newest in done/
         self._seen: set[JobName] = set()  # results of open jobs that `finished` saw
         self._watch = DirectoryWatch({root / name: IN_MOVED_TO for name in ("queue", "quarantine")})
         self._death = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -126,6 +126,7 @@ class ServerQueue:
             queue._left = Inheritance(queue._moves, queue._done, consumed)
             queue._left.sort(root, max_attempts)
             queue._highest = queue._left.highest
+            queue._largest_group = queue._done.newest_bytes(root)
             if watch_workers:
                 queue._reaper = Reaper(root, queue.recover_dead, lambda: os.eventfd_write(queue._death, 1))
         except BaseException:

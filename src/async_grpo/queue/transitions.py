@@ -7,6 +7,7 @@ import itertools
 import os
 from collections.abc import Container
 from contextlib import suppress
+from pathlib import Path
 
 from async_grpo.errors import DiskFullError
 from async_grpo.queue.filesystem import Files, done_folders, job_files
@@ -167,6 +168,14 @@ class Done:
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
         self.names = [name for folder in done_folders(moves.files) for name in job_files(moves.files, folder)]
+
+    def newest_bytes(self, root: Path) -> int:
+        """Size of the newest group, 0 if there is none."""
+        newest = max(self.names, default=None)
+        with suppress(FileNotFoundError):
+            if newest is not None:
+                return (root / shard(newest.seq) / str(newest)).stat(follow_symlinks=False).st_size
+        return 0
 
     def add(self, name: JobName, state: str = COMPLETE) -> bool:
         """Move a finished group here from queue/; False if it is gone."""

@@ -167,6 +167,23 @@ def test_the_server_notices_that_workers_find_no_room(
         assert server.short_of_room() is short
 
 
+def test_a_resumed_server_knows_how_much_room_a_group_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ServerQueue.open(tmp_path / "q", RUN, watch_workers=False)
+    worker = WorkerQueue.open(first.root, 1, "cpu")
+    first.submit(make_job(0))
+    serve(worker)
+    assert take_all(first) == [0]
+    die_as_server(first)
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=1, f_frsize=1))
+    with closing(ServerQueue.open(first.root, RUN, consumed={0}, watch_workers=False)) as second:
+        assert second.short_of_room() is True
+    (path,) = (first.root / "done").rglob("*.safetensors")
+    path.unlink()
+    with closing(ServerQueue.open(first.root, RUN, consumed={0}, watch_workers=False)) as second:
+        assert second.short_of_room() is False
+    worker.close()
+
+
 def test_a_job_that_found_no_room_keeps_its_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = ServerQueue.open(tmp_path / "q", RUN, watch_workers=False)
     worker = WorkerQueue.open(first.root, 1, "cpu")
