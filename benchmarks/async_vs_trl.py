@@ -7,7 +7,7 @@ the last one, so that imports, first kernels and the first rollouts are left out
 while they wait, with threads that sleep, and with one thread: the fastest counts. All sides of a setting run one after
 the other, in rounds that each begin from another seed, and a speed-up is that of two runs of the same round. Held-out
 accuracies are measured after the run on snapshots of the weights, and are exact expectations: no sampling. What is
-learnt in so many steps differs from seed to seed, so times to an accuracy are those of the rounds' mean curves.
+learnt in a number of steps differs from seed to seed, so times to an accuracy are those of the rounds' mean curves.
 
 The limit beside a speed-up is the total work divided by the cores: TRL with one thread does all of it on one core, so
 no schedule of the same work takes less than that time, less what its rewards sleep, divided by the cores. Fuller
@@ -136,7 +136,7 @@ def overlap_row(overlap: Contest) -> Row:
 
 
 def accuracy_rows(all_contests: dict[str, Contest]) -> Iterator[Row]:
-    """Time to the same held-out accuracy, on the mean curves of the rounds: when one run learns what is luck, too."""
+    """Time to the same held-out accuracy, on the mean curves of the rounds: when a single run learns is partly luck."""
     for key, side, name in (
         ("slow", SLOW_REWARD_WORKERS, "slow reward: time to held-out accuracy"),
         ("tail", TWO_WORKERS, "long tail, 2 workers: time to held-out accuracy"),

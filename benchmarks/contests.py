@@ -92,7 +92,7 @@ class Contest:
         return [*((side, self.setting) for side in self.sides), *work]
 
     def round(self, folder: Path, repeat: int, progress: Progress) -> None:
-        """Run all sides, in each round from another seed: what one run learns in so many steps is luck, too."""
+        """Run all sides, in each round from another seed: what one run learns in these steps is partly luck."""
         for side, setting in self.todo():
             name = f"{self.name} {side.name} {repeat}".replace(" ", "-").replace(",", "")
             run = run_side(side, replace(setting, seed=setting.seed + repeat), folder / name)

@@ -53,7 +53,7 @@ RELEVANT = 0.01  # of the mean, in STEPS steps
 DEADLINE_S = 1800.0
 STRETCH = 10  # steps over which CPU time is averaged
 CPU = "CPU time, ms a step"
-PARTS = 20  # means of so many parts are fitted, because neighbouring values depend on each other
+PARTS = 20  # means of this many parts are fitted, because neighbouring values depend on each other
 COLOURS = {"server": "C0", "launcher": "C1", "worker 1": "C2", "worker 2": "C3"}
 
 

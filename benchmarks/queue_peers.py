@@ -306,5 +306,5 @@ def missing() -> str:
     left_out = [name for name, peer in PEERS.items() if not peer.is_here]
     if not left_out:
         return "every peer is installed"
-    server = "" if shutil.which("redis-server") else " Redis needs `apt-get install redis-server`, too."
+    server = "" if shutil.which("redis-server") else " Redis also needs `apt-get install redis-server`."
     return f"not installed: {', '.join(left_out)}. `make bench` installs the extra `bench`.{server}"

@@ -1,6 +1,6 @@
 """Total rewards and advantages of archived groups, as TRL computes them from the rewards that a group carries.
 
-TRL keeps neither, and this is the same formula over numpy, so that whoever reads an archive needs no torch.
+TRL keeps neither, and this is the same formula over numpy, so that reading an archive needs no torch.
 `tests/integration/test_trl_contract_loss.py` compares the two.
 """
 

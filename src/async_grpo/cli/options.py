@@ -133,7 +133,7 @@ def become_role(args: argparse.Namespace, device: str, *, fast_inference: str, o
         log_prints()
     if one_device or device == CPU:
         hold_to_device(device, os.environ)
-    if device == CPU:  # started by hand: nobody knows how many processes will share the cores, but there are others
+    if device == CPU:  # started by hand: how many processes share the cores is unknown, but at least two
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(2)))
         keep_freed_memory(os.environ)
     os.environ["FAST_INFERENCE"] = fast_inference

@@ -13,8 +13,8 @@ The life of a job, each arrow one rename (`names` has the names, `transitions` t
 
 Why nothing is lost. A file appears whole (temporary file, rename). A result is published before its claim is
 removed, so between the two there is one file too many, never one too few. A worker holds a kernel lock before
-it claims; whoever gets that lock knows that the worker is dead, and keeps it while the claims are made
-pending. A restarted worker does that for its own leftovers before its first claim; otherwise they would look alive
+it claims; a process that gets that lock knows that the worker is dead, and keeps it while the claims are
+made pending. A restarted worker does that for its own leftovers before its first claim; otherwise they would look alive
 for ever. The server keeps every open job in memory: one that is nowhere to be seen in three looks at the
 directory and by its possible names is issued again and counted.
 

@@ -2,7 +2,7 @@
 
 `RUN_DIR/server.lock` is the one lock that means "the parameter server lives". The server takes it when it starts and
 holds it to its end; nothing else decides whether the server lives. A server that dies frees it, so that another can
-take over; no two can hold it. The holder's note in the file says who it is, and `served_run` whether it has begun to
+take over; no two can hold it. The holder's note in the file identifies it, and `served_run` whether it has begun to
 issue jobs: a server that is still loading lives, but serves no worker. Each worker holds `alive/NAME.lock` likewise.
 
 Why two kinds of lock. These are POSIX record locks (`lockf`), not `flock`: a `flock` belongs to the open file, so a
@@ -114,7 +114,7 @@ class KernelLock:
     def require(self) -> None:
         """`QueueError` unless the lock is still ours.
 
-        A forked child has none, and someone may have deleted the file.
+        A forked child has none, and the file may have been deleted.
         """
         self.require_process()
         if self._identity() != _inode(self._fd):

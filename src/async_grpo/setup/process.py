@@ -41,7 +41,7 @@ class StopRequest:
         return self
 
     def defer(self) -> None:
-        """From now on somebody looks at the flag and ends in good order."""
+        """From now on only set the flag: the process checks it and ends in good order."""
         self._deferred = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

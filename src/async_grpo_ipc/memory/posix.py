@@ -42,7 +42,7 @@ class PosixExport:
         }
 
     def synchronize(self) -> None:
-        """Stores by a CPU are seen in order by whoever takes the slot's lock afterwards; those by a GPU are awaited."""
+        """Stores by a CPU are seen in order by a process that takes the slot's lock afterwards; a GPU's are awaited."""
         if self._source_device.type == "cuda":
             torch.cuda.synchronize(self._source_device)
 
