@@ -58,6 +58,8 @@ class WorkerQueue:
         durable: every result is on the disk before its claim is dropped: a power cut costs no generated group.
         """
         root = Path(root)
+        if number is not None and WorkerId.parse(str(WorkerId(number))) is None:
+            raise QueueError(f"The number of a worker must be from 0 to 9999, got {number}.")
         prepare_root(root)
         files = files or OsFiles(root)
         candidates = [WorkerId(n) for n in ([number] if number is not None else range(1, 1000))]

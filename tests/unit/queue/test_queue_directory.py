@@ -23,6 +23,14 @@ def test_one_server_and_one_worker_of_a_number(server: ServerQueue, worker: Work
     assert [(state.name, state.pid) for state in server.workers()] == [("dev1", os.getpid())]
 
 
+@pytest.mark.parametrize("number", [-1, 10_000])
+def test_a_number_that_no_file_name_can_hold_is_refused(server: ServerQueue, number: int) -> None:
+    server.submit(make_job(0))
+    with pytest.raises(QueueError, match="from 0 to 9999"):
+        WorkerQueue.open(server.root, number, "cpu")
+    assert names(server, "alive") == []
+
+
 def test_the_number_of_open_jobs_is_bounded(tmp_path: Path) -> None:
     with closing(ServerQueue.open(tmp_path / "q", RUN, max_open=1, watch_workers=False)) as server:
         server.submit(make_job(0))
