@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from async_grpo.cli import options
 from async_grpo.errors import DiskFullError
 from async_grpo.formatting import counted
+from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import not_negative
 
@@ -103,12 +104,12 @@ def _serve(folder: Path, port: int, board: Board | None) -> int:
     url = start(folder, port)
     print(f"TensorBoard on {folder}: {url} (Ctrl-C ends it, not the run)", flush=True)
     stop.defer()
-    live, looked = board is not None and board.run_is_live(), time.monotonic()
+    live, looked = board is not None and server_alive(board.run.root), time.monotonic()
     while not stop:
         time.sleep(0.2)
         if board is None or time.monotonic() - looked < LOOK_EVERY_S:
             continue
-        was_live, live = live, board.run_is_live()  # before the look, which so sees the last of it
+        was_live, live = live, server_alive(board.run.root)  # before the look, which so sees the last of it
         try:
             _report(board, board.update(), again=True)
         except DiskFullError as error:

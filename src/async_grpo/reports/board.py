@@ -29,7 +29,7 @@ from async_grpo.archive.history import Dropped
 from async_grpo.errors import DiskFullError, RunDirError
 from async_grpo.reports import series
 from async_grpo.rundir.files import LineReader
-from async_grpo.rundir.locks import KernelLock, server_alive
+from async_grpo.rundir.locks import KernelLock
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -99,10 +99,6 @@ class Board:
     def skipped(self) -> dict[str, str]:
         """Files that cannot be used, each with a sentence."""
         return self._groups.skipped
-
-    def run_is_live(self) -> bool:
-        """Whether a parameter server runs."""
-        return server_alive(self.run.root)
 
     def update(self) -> Added:
         """Write everything, or in later calls what is new.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 
 from async_grpo.redaction import MASK, Redactor, names_a_secret
@@ -38,20 +38,11 @@ class LogCallback(TrainerCallback):
     def __init__(self, log: RunLog) -> None:
         self._log = log
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._log.training_begins(state.max_steps)
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._log.logged(state.global_step, logs or {})
+    def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **kwargs: Any) -> None:
+        self._log.logged(state.global_step, logs)
 
 
 class CurvesCallback(TensorBoardCallback):
