@@ -96,7 +96,11 @@ class Job:
         "text", "only groups for `train` reach the trainer", choices=get_args(Purpose), default="train", since=3
     )
     sampling: dict[str, Any] = header(
-        "object", "sampling settings; empty: the trainer's", item="sampling setting", default_factory=dict, since=3
+        "object",
+        "sampling settings; empty: the trainer's, the only ones so far",
+        item="sampling setting",
+        default_factory=dict,
+        since=3,
     )
     task: str = header("text", "name of the task that the prompt belongs to", default="", since=3)
 
