@@ -129,8 +129,12 @@ class OsFiles:
 
 
 def job_files(files: Files, folder: str = "queue") -> list[JobName]:
-    """Every job file in a folder, in no order. Other files are not ours and are ignored."""
-    return [name for entry in files.names(folder) if (name := parse_name(entry)) is not None]
+    """Every job file in a folder, in no order. Other files are not ours and are ignored, as is a link to a folder."""
+    try:
+        entries = files.names(folder)
+    except NotADirectoryError:
+        return []
+    return [name for entry in entries if (name := parse_name(entry)) is not None]
 
 
 def set_aside_files(files: Files) -> list[SetAside]:

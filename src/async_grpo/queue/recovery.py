@@ -111,10 +111,17 @@ class Inheritance:
         self.highest = max(self.highest, name.seq)
         if name.seq in self._consumed:
             self._end_consumed(name)
-        elif name.state == PENDING and self._moves.drop(f"queue/{name}"):  # `submit` writes today's versions into it
+        elif name.state == PENDING and self._withdraw(name):  # `submit` writes today's versions into it
             self._tried(name.seq, name.attempt)
         elif name.state == COMPLETE or name.seq not in self.files:
             self.files[name.seq] = f"queue/{name}"
+
+    def _withdraw(self, name: JobName) -> bool:
+        """Remove a pending job; False if it is gone, or a folder, which a worker will set aside."""
+        try:
+            return self._moves.drop(f"queue/{name}")
+        except IsADirectoryError:
+            return False
 
     def _end_consumed(self, name: JobName) -> None:
         if name.state == COMPLETE:

@@ -277,3 +277,23 @@ def test_a_broken_job_that_finds_no_room_does_not_hold_up_the_others(
     assert server.healing.broken == 0
     assert take_all(server) == [1]
     assert names(server) == ["0000000000.a01_pending.safetensors"]
+
+
+def test_a_server_starts_whatever_a_person_put_among_its_files(tmp_path: Path) -> None:
+    first = ServerQueue.open(tmp_path / "q", RUN, watch_workers=False)
+    first.submit(make_job(0))
+    first.close()
+    pending = first.root / "queue" / "0000000000.a00_pending.safetensors"
+    pending.unlink()
+    pending.mkdir()
+    (first.root / "done" / "7").write_text("notes")
+    (first.root / "done" / "0000000").symlink_to(tmp_path)
+    with (
+        closing(ServerQueue.open(first.root, RUN, watch_workers=False)) as second,
+        closing(WorkerQueue.open(first.root, 1, "cpu")) as worker,
+    ):
+        second.submit(make_job(0))
+        assert worker.claim(1) == []
+        assert second.finished() == []
+        assert names(second) == ["0000000000.a01_pending.safetensors"]
+        assert (second.root / "quarantine" / "0000000000.a00_broken_processing_by_dev1.safetensors").is_dir()
