@@ -48,7 +48,7 @@ def test_use_vllm_in_the_file_means_vllm_on_the_workers_and_adapters_in_flight(t
     from async_grpo.queue.codec import decode_group
 
     groups = [decode_group(path.read_bytes()) for path in (run_dir / "done").rglob("*.safetensors")]
-    assert len(groups) == 6 * 4
+    assert len(groups) >= 6 * 4  # more where groups were finished that the last step did not use
     assert all(group.token_versions is not None for group in groups)
     mismatch = logged(run_dir, "async/logprob_mismatch")
     assert not mismatch or max(mismatch) < 1e-4
