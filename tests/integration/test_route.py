@@ -9,7 +9,7 @@ import sys
 import pytest
 from runs import ROOT
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 RECORDINGS = 3  # two threads take part, so on a busy machine the order of their first calls may vary
 
