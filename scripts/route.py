@@ -163,9 +163,8 @@ def run_and_record(folder: Path) -> tuple[list[Any], list[Any]]:
     """The events of the parameter server and of the worker, two processes of which one is this."""
     sys.path.insert(0, str(SRC))
     os.environ.update(OMP_NUM_THREADS="1", LOG_LEVEL="ERROR", TRL_EXPERIMENTAL_SILENCE="1")
-    os.environ["HF_HUB_DISABLE_TELEMETRY"] = (
-        "1"  # its thread may hold OpenSSL's lock at the fork, for ever in the child
-    )
+    # A thread that sends telemetry may hold a lock of OpenSSL at the fork; the child would wait for it for ever.
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.chdir(folder)
     from async_grpo.cli import main as async_grpo
 
