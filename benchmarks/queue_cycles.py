@@ -25,6 +25,7 @@ from async_grpo.queue import Claim, ServerQueue, WorkerQueue
 from async_grpo.queue import server as queue_server
 from async_grpo.queue import worker as queue_worker
 from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
+from async_grpo.queue.names import JobName
 from async_grpo.records import Job, RolloutGroup
 
 RUN = "benchmark"
@@ -69,14 +70,14 @@ ANSWER = {name: getattr(make_group(make_job(0), 0, ""), name) for name in Rollou
 def without_codec() -> ExitStack:
     """The queue does all that it does, but writes the same bytes every time, and looks at none."""
 
-    def group(data: bytes, expect_seq: int, expect_run: str, expect_attempt: int, expect_worker: str) -> RolloutGroup:
-        return answer(make_job(expect_seq), expect_attempt, expect_worker)
+    def group(data: bytearray, name: JobName, run_id: str) -> RolloutGroup:
+        return answer(make_job(name.seq), name.attempt, str(name.worker))
 
     patches = ExitStack()
     patches.enter_context(patch.object(queue_server, "encode_job", lambda job: JOB))
     patches.enter_context(patch.object(queue_worker, "decode_job", lambda data, expect_seq: make_job(expect_seq)))
     patches.enter_context(patch.object(queue_worker, "encode_group", lambda group: RESULT))
-    patches.enter_context(patch.object(queue_server, "decode_group", group))
+    patches.enter_context(patch.object(queue_server, "finished_group", group))
     return patches
 
 
