@@ -26,7 +26,7 @@ LINK = re.compile(r"(\]\()([^)\s#]*)(#[^)\s]*)?(\))")
 
 
 def write_pages(folder: Path) -> None:
-    """Make `folder`, anew, of everything in docs/, the README, and every file that one of these pages links to."""
+    """Fill `folder`, emptied first, with docs/, the README, and every file that one of these pages links to."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(ROOT / "docs", folder)
     waiting = ["README.md", *ALWAYS, *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]

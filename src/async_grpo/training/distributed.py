@@ -23,7 +23,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

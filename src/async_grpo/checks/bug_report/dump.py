@@ -16,7 +16,7 @@ from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from async_grpo.checks.bug_report.stacks import RunProcess, kernel_view, run_processes, stacks_of
 from async_grpo.checks.doctor import checkup

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from async_grpo.formatting import size
 from async_grpo.queue.liveness import live_workers, worker_lock

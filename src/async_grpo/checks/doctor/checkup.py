@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from async_grpo.checks import probe
 from async_grpo.checks.doctor import gpu, machine, packages, setup, storage, weights

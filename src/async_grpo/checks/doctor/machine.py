@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from async_grpo.checks.doctor.finding import Finding, ok, warning
 from async_grpo.formatting import size
