@@ -123,7 +123,8 @@ class RolloutGroup:
     """One prompt group, generated and scored.
 
     Dimensions: P tokens of the prompt, G completions, N tokens of all completions, F reward functions, T turns of all
-    completions. The completions of a group are stored back to back; `completion_lengths` [G] says where each ends.
+    completions. The completions of a group are stored back to back; `completion_lengths` [G] says where each ends. So
+    are their prompts where they differ (an environment or a `rollout_func` made them), by `prompt_lengths`.
     """
 
     job: Job = header(Job, "the job as it was claimed")
@@ -137,7 +138,12 @@ class RolloutGroup:
     timings: Timings = header(Timings, "seconds of the worker's time", default_factory=Timings)
     node: str = header("text", "the machine that generated it", default="", since=3)
 
-    prompt_ids: NDArray[np.int32] = tensor("int32", "P", "tokens of the prompt", least=0)
+    prompt_ids: NDArray[np.int32] = tensor(
+        "int32", "P", "tokens of the prompt; with `prompt_lengths`, of the G prompts, back to back", least=0
+    )
+    prompt_lengths: NDArray[np.int32] | None = tensor(
+        "int32", "G", "tokens of each completion's prompt; absent where all have one", least=0, default=None, since=3
+    )
     completion_lengths: NDArray[np.int32] = tensor("int32", "G", "tokens of each completion", least=0)
     completion_ids: NDArray[np.int32] = tensor("int32", "N", "tokens of the completions", least=0)
     sampling_logprobs: NDArray[np.float32] = tensor(
@@ -163,3 +169,15 @@ class RolloutGroup:
     extra_columns: dict[str, list[Any]] = texts(
         "object of lists", "`log_extra` of the reward functions", item="log_extra column", default_factory=dict
     )
+    prompts: list[Any] = texts(
+        "list",
+        "the G prompts with what an environment added, as texts or messages; one: all are equal; none: the row's",
+        item="prompt",
+        default_factory=list,
+        since=3,
+    )
+
+    def prompt(self, index: int) -> Any:
+        """What completion `index` answers, text or messages; the whole row where it names no prompt."""
+        own = self.prompts or [self.job.row.get("prompt", self.job.row)]
+        return own[index % len(own)]

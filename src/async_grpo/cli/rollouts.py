@@ -116,12 +116,13 @@ def _show_group(console: Console, found: FinishedGroup, *, ended: bool) -> None:
     from rich.text import Text
 
     from async_grpo.formatting import as_text, printable
+    from async_grpo.reports.rollouts import row_of
 
     group = found.group
     console.print(
         Rule(Text.assemble((f"group {group.job.seq}", "bold"), f"  {about(found, ended=ended)}"), align="left")
     )
-    row = group.job.row
+    row = row_of(group)
     shown = {name: value for name, value in row.items() if name == "prompt"} or row
     others = {name: value for name, value in row.items() if name not in shown}
     for name, value in (*shown.items(), *others.items()):
@@ -163,8 +164,9 @@ def _lines(rollout: Rollout, console: Console, *, whole: bool) -> Iterator[Text]
         for line in Text("\n".join(lines)).wrap(console, console.width - 4):  # so that wrapped lines are indented
             line.rstrip()
             yield Text.assemble("    ", line)
-    for name, values in group.extra_columns.items() if whole else ():
-        yield Text.assemble("    ", (f"{printable(name)}: ", "cyan"), printable(as_text(values[rollout.index])))
+    for name, value in rollout.columns if whole else rollout.own_prompt:
+        text = _cut(printable(as_text(value)), whole=whole)
+        yield Text.assemble("    ", (f"{printable(name)}: ", "cyan"), text)
 
 
 def _cut(text: str, *, whole: bool) -> str:

@@ -129,9 +129,9 @@ def _misfit_of_arrays(tensors: Tensors, schema: Schema) -> str | None:
 
 def _contradiction(group: RolloutGroup, tensors: Tensors, schema: Schema) -> str | None:
     """Why the parts of a group contradict each other, or None."""
-    turns, generations = group.turn_counts, group.job.num_generations
+    turns, prompts, generations = group.turn_counts, group.prompt_lengths, group.job.num_generations
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {
-        ("P",): group.prompt_ids.shape,
+        ("P",): (sum(prompts.tolist()),) if prompts is not None else group.prompt_ids.shape,
         ("G",): (generations,),
         ("G", "F"): (generations, len(group.reward_names)),
         ("N",): (sum(group.completion_lengths.tolist()),),
@@ -143,6 +143,8 @@ def _contradiction(group: RolloutGroup, tensors: Tensors, schema: Schema) -> str
             return f"{name} has shape {array.shape}, not {shapes[dimensions]} ({', '.join(dimensions)})"
     if len(group.completions) != generations:
         return f"there are {len(group.completions)} completions for {generations} generations"
+    if len(group.prompts) not in (0, 1, generations):
+        return f"there are {len(group.prompts)} prompts for {generations} generations"
     if (group.turn_rewards is None) != (turns is None):
         return "turn_rewards and turn_counts must be given together"
     return _bad_values(group, tensors, schema)

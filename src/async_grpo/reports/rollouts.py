@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
+from typing import Any
 
 from async_grpo.archive.groups import Fate, FinishedGroup, FinishedGroups
+from async_grpo.records import RolloutGroup
 
 NEWEST, WORST, BEST = "newest", "worst", "best"
 
@@ -38,6 +40,18 @@ class Rollout:
         group = self.found.group
         return dict(zip(group.reward_names, group.rewards[self.index].tolist(), strict=True))
 
+    @property
+    def own_prompt(self) -> list[tuple[str, Any]]:
+        """Its prompt, where the prompts of its group differ."""
+        group = self.found.group
+        return [("prompt", group.prompt(self.index))] if len(group.prompts) > 1 else []
+
+    @property
+    def columns(self) -> list[tuple[str, Any]]:
+        """What is its own beside the text: the prompt, and what the reward functions logged with `log_extra`."""
+        extra = self.found.group.extra_columns
+        return self.own_prompt + [(name, values[self.index]) for name, values in extra.items()]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
@@ -46,6 +60,11 @@ class Selection:
     rollouts: list[Rollout]
     completions: int  # that were looked through
     more: bool  # whether there are older ones that were not looked at
+
+
+def row_of(group: RolloutGroup) -> dict[str, Any]:
+    """The dataset row, with the prompt that an environment made of it where all completions have the same."""
+    return {**group.job.row, "prompt": group.prompts[0]} if len(group.prompts) == 1 else group.job.row
 
 
 def select(

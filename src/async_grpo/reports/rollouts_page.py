@@ -23,7 +23,7 @@ from uuid import uuid4
 from async_grpo.archive.groups import FinishedGroup, FinishedGroups
 from async_grpo.errors import UsageError
 from async_grpo.formatting import as_text, printable
-from async_grpo.reports.rollouts import Rollout, Selection
+from async_grpo.reports.rollouts import Rollout, Selection, row_of
 
 MARK = "<!doctype html><!-- async-grpo rollouts -->"
 _CHARACTERS = 20_000  # of one text; what is beyond is in the archive
@@ -109,7 +109,7 @@ def _data(groups: FinishedGroups, selection: Selection) -> dict[str, Any]:
 
 def _group(found: FinishedGroup) -> dict[str, Any]:
     group, fate = found.group, found.fate
-    row = group.job.row
+    row = row_of(group)
     prompt = row.get("prompt", row)
     others = {name: value for name, value in row.items() if name != "prompt"} if "prompt" in row else {}
     return {
@@ -128,13 +128,12 @@ def _group(found: FinishedGroup) -> dict[str, Any]:
 
 def _row(rollout: Rollout, names: list[str]) -> list[Any]:
     rewards = rollout.rewards
-    extras = rollout.found.group.extra_columns
     return [
         _number(rollout.total),
         _number(rollout.advantage),
         rollout.length,
         _text(rollout.found.group.completions[rollout.index]),
-        _columns((name, values[rollout.index]) for name, values in extras.items()),
+        _columns(rollout.columns),
         *(_number(rewards.get(name)) for name in names),
     ]
 

@@ -148,7 +148,7 @@ def _sample(found: FinishedGroup, index: int) -> str:
         f"{name} {reward:g}" for name, reward in zip(group.reward_names, group.rewards[index].tolist(), strict=True)
     )
     about = f"group {group.job.seq}, {group.worker}, version {group.policy_version}, {rewards}".replace("_", "\\_")
-    prompt = as_text(group.job.row.get("prompt", group.job.row))
+    prompt = as_text(group.prompt(index))
     completion = as_text(group.completions[index])
     return f"**prompt**\n\n{_fenced(prompt)}\n\n**completion** ({about})\n\n{_fenced(completion)}"
 

@@ -275,14 +275,17 @@ def to_record(
         BadGroupError: tokens, log-probabilities or rewards are no numbers.
     """
     try:
+        prompt_ids = [np.asarray(ids, dtype=np.int32) for ids in group.prompt_ids]
+        one_prompt = all(np.array_equal(ids, prompt_ids[0]) for ids in prompt_ids[1:])
         return RolloutGroup(
             job=group.job,
             attempt=attempt,
             worker=worker,
             policy_version=group.version,
             reward_names=tuple(reward_names),
-            prompt_ids=np.asarray(group.prompt_ids[0], dtype=np.int32),
-            completion_lengths=np.asarray([len(ids) for ids in group.completion_ids], dtype=np.int32),
+            prompt_ids=prompt_ids[0] if one_prompt else np.concatenate(prompt_ids),
+            prompt_lengths=None if one_prompt else _lengths(prompt_ids),
+            completion_lengths=_lengths(group.completion_ids),
             completion_ids=_flat(group.completion_ids, np.int32),
             sampling_logprobs=_flat(group.logprobs, np.float32),
             tool_mask=_flat(group.tool_masks, np.uint8) if group.tool_masks is not None else None,
@@ -291,10 +294,23 @@ def to_record(
             completions=group.completions,
             metrics={**group.metrics, **scores.metrics},
             extra_columns=scores.extra_columns,
+            prompts=_prompts_to_store(group),
             timings=timings,
         )
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # of a `rollout_func`, a reward or a tool
         raise BadGroupError(f"Group {group.job.seq} cannot be written: {error}") from error
+
+
+def _prompts_to_store(group: GeneratedGroup) -> list[Any]:
+    """As `RolloutGroup.prompts` has them: none where they are the row's own, one where all are equal."""
+    first = group.prompts[0]
+    if any(prompt != first for prompt in group.prompts):
+        return group.prompts
+    return [] if first == group.job.row.get("prompt") else [first]
+
+
+def _lengths(rows: Sequence[Any]) -> np.ndarray:
+    return np.asarray([len(row) for row in rows], dtype=np.int32)
 
 
 def _flat(rows: list[list[int]] | list[list[float]], dtype: type[np.generic]) -> np.ndarray:

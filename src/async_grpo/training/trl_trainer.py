@@ -93,7 +93,7 @@ class AsyncGRPOMixin(UserTrainer):
             return super()._generate_and_score_completions(inputs)
         groups = self.events.take_groups(self.state.global_step)
         with _serving(self, groups):
-            rows = [_with_prompt(group.job.row) for group in groups for _ in range(group.job.num_generations)]
+            rows = [row for group in groups for row in _rows(group)]
             output: dict[str, Any] = super()._generate_and_score_completions(own_share(self, rows))
         ages = [self.state.global_step - group.policy_version for group in groups for _ in range(self.num_generations)]
         output["staleness"] = torch.tensor(own_share(self, ages), device=output["advantages"].device)
@@ -181,9 +181,11 @@ def own_share(trainer: Any, completions: list[Any]) -> list[Any]:
     return completions[start : start + size]
 
 
-def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
-    """A copy of a dataset row; where its environment brought the prompt, TRL's own placeholder stands in."""
-    return {"prompt": [{"role": "user", "content": ""}], **row}
+def _rows(group: RolloutGroup) -> list[dict[str, Any]]:
+    """The group's dataset row once per completion, with the prompt that the completion was sampled from."""
+    row = {"prompt": [{"role": "user", "content": ""}], **group.job.row}  # TRL's placeholder, of groups of format 2
+    prompts = group.prompts or [row["prompt"]]
+    return [{**row, "prompt": prompts[index % len(prompts)]} for index in range(group.job.num_generations)]
 
 
 def _as_rollout_output(groups: Sequence[RolloutGroup]) -> dict[str, list[Any]]:
@@ -194,7 +196,11 @@ def _as_rollout_output(groups: Sequence[RolloutGroup]) -> dict[str, list[Any]]:
         output["env_mask"] = []
     for group in groups:
         lengths = group.completion_lengths
-        output["prompt_ids"] += [group.prompt_ids.tolist()] * len(lengths)
+        output["prompt_ids"] += (
+            [group.prompt_ids.tolist()] * len(lengths)
+            if group.prompt_lengths is None
+            else _cut(group.prompt_ids, group.prompt_lengths)
+        )
         output["completion_ids"] += _cut(group.completion_ids, lengths)
         output["logprobs"] += _cut(group.sampling_logprobs, lengths)
         if with_masks:

@@ -92,6 +92,8 @@ def test_a_column_that_json_cannot_hold_is_named_with_its_type(value: Any, type_
         ({"completion_ids": np.full(7, -1, np.int32)}, "completion_ids holds a value below 0"),
         ({"tool_mask": np.full(7, 2, np.uint8)}, "tool_mask holds a value above 1"),
         ({"completions": ["one"]}, "1 completions"),
+        ({"prompts": ["one", "two", "three"]}, "3 prompts for 2 generations"),
+        ({"prompt_lengths": np.array([2, 2], np.int32)}, r"prompt_ids has shape \(5,\), not \(4,\)"),
         ({"metrics": {"mood": ["good"]}}, "could not convert string to float"),
         ({"completion_lengths": np.array([-1, 8], np.int32)}, "completion_lengths holds a value below 0"),
         ({"token_versions": np.full(7, 2, np.int32)}, "a token version is older"),

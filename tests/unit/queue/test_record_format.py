@@ -61,11 +61,11 @@ def jobs(draw: st.DrawFn) -> Job:
 @st.composite
 def groups(draw: st.DrawFn) -> RolloutGroup:
     job = draw(jobs())
-    lengths, turns = (draw(arrays(np.int32, job.num_generations, min_value=0, max_value=5)) for _ in range(2))
+    lengths, turns, prompts = (draw(arrays(np.int32, job.num_generations, min_value=0, max_value=5)) for _ in range(3))
     tokens, names = int(lengths.sum()), draw(st.lists(texts, max_size=3))
     version = draw(st.integers(0, 1000))
     nan_or_finite = {"allow_infinity": False}
-    has_turns = draw(st.booleans())
+    has_turns, has_prompts = draw(st.booleans()), draw(st.booleans())
     values: dict[str, Any] = {
         "job": job,
         "attempt": draw(counts),
@@ -75,7 +75,8 @@ def groups(draw: st.DrawFn) -> RolloutGroup:
         "metrics": draw(st.dictionaries(texts, st.lists(st.floats(allow_nan=False), max_size=3), max_size=3)),
         "timings": Timings(**{field.name: draw(seconds) for field in fields(Timings)}),
         "node": draw(texts),
-        "prompt_ids": draw(arrays(np.int32, st.integers(0, 5), min_value=0)),
+        "prompt_ids": draw(arrays(np.int32, int(prompts.sum()) if has_prompts else st.integers(0, 5), min_value=0)),
+        "prompt_lengths": prompts if has_prompts else None,
         "completion_lengths": lengths,
         "completion_ids": draw(arrays(np.int32, tokens, min_value=0)),
         "sampling_logprobs": draw(arrays(np.float32, tokens, min_value=-50, max_value=0)),
@@ -86,6 +87,7 @@ def groups(draw: st.DrawFn) -> RolloutGroup:
         "tool_mask": draw(st.none() | arrays(np.uint8, tokens, min_value=0, max_value=1)),
         "completions": draw(st.lists(json_values, min_size=job.num_generations, max_size=job.num_generations)),
         "extra_columns": draw(st.dictionaries(texts, st.lists(json_values, max_size=3), max_size=2)),
+        "prompts": draw(st.sampled_from([[], ["one"], [f"of row {row}" for row in range(job.num_generations)]])),
     }
     assert list(values) == [field.name for field in fields(RolloutGroup)], "a field of RolloutGroup is not tried"
     return RolloutGroup(**values)

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from archived_run import HOSTILE, ArchivedRun, three_steps
 
@@ -48,6 +49,23 @@ def test_the_worst_of_a_step_and_one_job_in_full(tmp_path: Path, capsys: pytest.
     assert "the end" not in shown(capsys, run.root, "--step", 2)
     whole = shown(capsys, run.root, "--job", "3")
     assert "the end" in whole and "why: because" in whole
+
+
+def test_prompts_are_shown_as_the_completions_were_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ArchivedRun(tmp_path)
+    lengths = np.array([1, 0], np.int32)
+    run.use(1, [0], prompts=["question 0, seen"])
+    run.use(2, [1], prompts=["it rains", "it snows"], prompt_lengths=lengths)
+    text = shown(capsys, run.root)
+    assert "prompt: question 0, seen" in text and "answer: answer 0" in text
+    assert "prompt: it rains" in text and "prompt: it snows" in text
+    page = tmp_path / "page.html"
+    assert main(["rollouts", str(run.root), "--html", str(page)]) == 0
+    data = data_of(page)
+    assert [about["prompt"] for about in data["groups"]] == ["question 1", "question 0, seen"]
+    assert [row[5] for row in data["rows"]][:2] == [[["prompt", "it rains"]], [["prompt", "it snows"]]]
+    assert main(["queue", str(run.root), "show", "1"]) == 0
+    assert "prompt as sampled, of completion 2: it snows" in capsys.readouterr().out
 
 
 def test_what_is_not_there_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,111 @@
+"""Each completion is trained on with the prompt that it was sampled from, and logged with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compared_with_trl import settings
+from datasets import Dataset
+from in_process import QWEN3_CHAT_TEMPLATE, InProcessRun, ScriptedEngine, ScriptedGenerator, build_tokenizer, length
+from trl import GRPOTrainer
+
+pytestmark = pytest.mark.integration
+
+
+def varying() -> Callable[[], Any]:
+    """Environments of one trainer: no two starts are alike."""
+    starts = iter(range(10_000))
+
+    class Varying:
+        def reset(self, **row: Any) -> str:
+            return f" {next(starts)}!"
+
+    return Varying
+
+
+class ScriptedTRL(GRPOTrainer):
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return echo().generate(prompt_ids)
+
+
+def echo() -> ScriptedGenerator:
+    """Repeats the digits of the prompt, so that the completion says what it was sampled from."""
+    return ScriptedGenerator(build_tokenizer(), lambda prompt, _: digits(prompt))
+
+
+def digits(text: str) -> str:
+    return "".join(character for character in text if character.isdigit())
+
+
+def prompts_and_completions(run: InProcessRun) -> list[tuple[str, str]]:
+    """Of every row that was trained on."""
+    decode = run.trainer.processing_class.decode
+    return [
+        (decode(prompt[prompt_mask.bool()]), decode(completion[mask.bool()]))
+        for batch in run.inputs
+        for prompt, prompt_mask, completion, mask in zip(
+            *(batch[name] for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")), strict=True
+        )
+    ]
+
+
+@pytest.mark.parametrize("with_prompt", [True, False], ids=["prompt in the dataset", "no prompt in the dataset"])
+def test_environments_whose_reset_varies(with_prompt: bool, tmp_path: Path) -> None:
+    own = {"prompt": [{"role": "user", "content": "Say"}]} if with_prompt else {"environment": "varying"}
+    rows = Dataset.from_list([own] * 8)
+
+    def get_trainer(**changes: Any) -> GRPOTrainer:
+        factory = varying() if with_prompt else {"varying": varying()}
+        made = settings(
+            tmp_path,
+            {"environment_factory": factory},
+            chat_template=QWEN3_CHAT_TEMPLATE,
+            train_dataset=rows,
+            reward_funcs=[length],
+        )
+        return made(**changes)
+
+    run = InProcessRun(get_trainer, engine=ScriptedEngine(echo())).train()
+    trained = prompts_and_completions(run)
+    assert [digits(prompt) for prompt, _ in trained] == [digits(completion) for _, completion in trained]
+    assert len({prompt for prompt, _ in trained}) == len(trained) == 16
+
+    plain: Any = get_trainer(trainer_class=ScriptedTRL)
+    plain.train()
+    assert list(run.trainer._logs["prompt"]) == list(plain._logs["prompt"]), "the observation is logged"
+    assert list(run.trainer._logs["completion"]) == list(plain._logs["completion"])
+    lengths = [
+        [entry["completions/mean_length"] for entry in one.state.log_history[:2]] for one in (run.trainer, plain)
+    ]
+    assert lengths[0] == lengths[1]
+
+
+def test_a_rollout_func_with_a_prompt_for_each_completion(tmp_path: Path) -> None:
+    def rollout_func(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+        texts = [f"{prompt}{place}" for place, prompt in enumerate(prompts)]
+        tokenizer = trainer.processing_class
+        completion_ids = tokenizer([f"{place}" for place in range(len(prompts))])["input_ids"]
+        return {
+            "prompt_ids": tokenizer(texts)["input_ids"],
+            "completion_ids": completion_ids,
+            "logprobs": [[-1.0] * len(row) for row in completion_ids],
+        }
+
+    run = InProcessRun(
+        settings(tmp_path, {"rollout_func": rollout_func}, train_dataset=Dataset.from_list([{"prompt": "p"}] * 8))
+    ).train()
+    trained = prompts_and_completions(run)
+    assert [digits(prompt) for prompt, _ in trained] == [completion for _, completion in trained]
+    assert [group.prompts for group in run.groups] == [[]] * len(run.groups), "the dataset's own"
+
+
+def test_equal_prompts_are_stored_once(tmp_path: Path) -> None:
+    run = InProcessRun(settings(tmp_path)).train()
+    for group in run.groups:
+        assert group.prompt_lengths is None
+        assert group.prompts == []
+        text = run.trainer.processing_class.decode(group.prompt_ids)
+        assert text == group.job.row["prompt"] == group.prompt(0) == group.prompt(1)
