@@ -259,10 +259,10 @@ def _tensor_bytes(name: str, about: Any, dtype: Dtype, dimensions: int, begin: i
     shape, offsets = about["shape"], about["data_offsets"]
     if about["dtype"] != dtype.safetensors or type(shape) is not list or len(shape) != dimensions:
         _bad(f"tensor {name} is not {dtype.safetensors} with {dimensions} dimensions")
-    if not all(type(size) is int and 0 <= size <= MAX_FILE_BYTES for size in shape):
-        _bad(f"tensor {name} has an impossible shape")
     size = dtype.item_bytes
     for extent in shape:
+        if type(extent) is not int or not 0 <= extent <= MAX_FILE_BYTES:
+            _bad(f"tensor {name} has an impossible shape")
         size *= extent
     if type(offsets) is not list or [type(offset) for offset in offsets] != [int, int]:
         _bad(f"tensor {name} has no offsets")

@@ -7,7 +7,8 @@ import os
 import time
 from collections.abc import Container
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -35,6 +36,7 @@ from async_grpo.rundir.locks import KernelLock, describe_holder, server_lock
 
 MAX_OPEN = 256  # more files than one read of a directory returns, and a listing may miss one
 _LOOKS_BEFORE_MISSING = 3
+_question = attrgetter(*(field.name for field in fields(Job) if field.name not in ("born_version", "min_version")))
 
 
 @dataclass(slots=True)
@@ -351,8 +353,8 @@ class ServerQueue:
 
 def _asks_the_same(made: Job, issued: Job) -> bool:
     """Whether two jobs agree in all but their versions, which a resumed run sets again."""
-    made = replace(made, born_version=issued.born_version, min_version=issued.min_version)
+    asked, expected = _question(made), _question(issued)
     try:
-        return made == issued or json.dumps(asdict(made)) == json.dumps(asdict(issued))  # NaN does not equal NaN
+        return asked == expected or json.dumps(asked) == json.dumps(expected)  # NaN does not equal NaN
     except RecursionError:  # no row that was issued is nested so deeply
         return False

@@ -53,6 +53,7 @@ class KernelLock:
         self._path = str(path)  # a pathlib call would cost more than the system call
         self._fd = -1
         self._pid = 0
+        self._inode = (0, 0)  # of the file that is held: asked of the kernel once
         self._owner: dict[str, Any] = {}
 
     def try_acquire(self, owner_info: dict[str, Any] | None = None) -> bool:
@@ -73,9 +74,9 @@ class KernelLock:
                 if isinstance(error, (BlockingIOError, PermissionError)):  # EAGAIN or EACCES, as POSIX allows both
                     return False
                 raise
-            self._fd, self._pid = fd, os.getpid()
+            self._fd, self._pid, self._inode = fd, os.getpid(), _inode(fd)
             self._owner = {"pid": self._pid}
-            _held[_inode(fd)] = self
+            _held[self._inode] = self
             if owner_info is not None:
                 since = datetime.now(UTC).isoformat(timespec="seconds")  # for people: nothing compares it
                 self._owner |= {"host": socket.gethostname(), "since": since, **owner_info}
@@ -97,7 +98,7 @@ class KernelLock:
         """Give the lock back; nothing happens if it is not held. The file stays."""
         with _guard:
             if self.held_here:
-                _held.pop(_inode(self._fd), None)
+                _held.pop(self._inode, None)
                 os.close(self._fd)
             self._fd = -1
 
@@ -117,7 +118,7 @@ class KernelLock:
         A forked child has none, and the file may have been deleted.
         """
         self.require_process()
-        if self._identity() != _inode(self._fd):
+        if self._identity() != self._inode:
             raise QueueError(f"{self.path} was deleted or replaced while in use, so it protects nothing. Start again.")
         try:
             fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -127,7 +128,7 @@ class KernelLock:
     def retake_if_deleted(self) -> None:
         """Take a held lock again if its file was deleted. `QueueError` if another process was faster."""
         with _guard:
-            if not self.held_here or self._identity() == _inode(self._fd):
+            if not self.held_here or self._identity() == self._inode:
                 return
             note = self._owner
             self.release()
