@@ -2,25 +2,102 @@
 
 from __future__ import annotations
 
-import ctypes
+import functools
+import json
 import os
-from collections.abc import MutableMapping
+import select
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from pathlib import Path
 
 from async_grpo.errors import UsageError
 
 CPU = "cpu"
+DRIVER_WAIT_S = 60.0  # the first process of a large machine that uses CUDA takes its time
 
 
 def visible_gpus() -> int:
     """How many GPUs the CUDA driver shows under the current `CUDA_VISIBLE_DEVICES`; 0 without a driver."""
+    return len(compute_modes())
+
+
+def compute_modes() -> list[int]:
+    """The compute mode of each visible GPU: 0 default, 2 prohibited, 3 exclusive process."""
+    return _compute_modes(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+@functools.cache  # asked for several times by one command, and a driver takes up to a second to start
+def _compute_modes(visible: str | None) -> list[int]:
+    """Ask in a process of its own: `cuInit` here would settle for good which GPUs this process sees."""
     try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    if cuda.cuInit(0) != 0 or cuda.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
+        ran = subprocess.run(_ask_driver("count"), capture_output=True, text=True, timeout=DRIVER_WAIT_S, check=True)
+        return list(json.loads(ran.stdout)["compute_modes"])
+    except (subprocess.SubprocessError, ValueError, KeyError) as error:
+        print(f"warning: the CUDA driver could not be asked for its GPUs, so none is used: {error}", file=sys.stderr)
+        return []
+
+
+def _ask_driver(*arguments: str) -> list[str]:
+    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("gpu_driver.py")), *arguments]
+
+
+def why_unreachable(server: str, workers: Collection[str], env: Mapping[str, str]) -> str | None:
+    """Why a worker's GPU cannot map memory of the server's, None where all of them can.
+
+    Each GPU is tried by a process that sees what the role on it will see, and nothing else: without peer access the
+    driver lets a process map only memory of GPUs that it sees itself.
+    """
+    others = sorted(set(workers) - {server, CPU}, key=int)
+    if server == CPU or not others:
+        return None
+    exporter = subprocess.Popen(
+        _ask_driver("export"), env=_held(server, env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        answers = _try_to_open(exporter, others, env)
+    finally:
+        exporter.kill()
+        exporter.communicate()
+    failed = [f"GPU {device} cannot map memory of GPU {server} ({answer})" for device, answer in answers if answer]
+    return "; ".join(failed) or None
+
+
+def _try_to_open(
+    exporter: subprocess.Popen[str], devices: Sequence[str], env: Mapping[str, str]
+) -> list[tuple[str, str]]:
+    """Each device, and why it could not open the exporter's handle (empty: it could)."""
+    offered = _answer_of(exporter)
+    if "handle" not in offered:
+        return [(device, offered["error"]) for device in devices]
+    readers = [
+        subprocess.Popen(
+            _ask_driver("open", offered["handle"]), env=_held(device, env), stdout=subprocess.PIPE, text=True
+        )
+        for device in devices
+    ]
+    answers = []
+    for device, reader in zip(devices, readers, strict=True):
+        answers.append((device, _answer_of(reader).get("error", "")))
+        reader.kill()
+        reader.communicate()
+    return answers
+
+
+def _answer_of(child: subprocess.Popen[str]) -> dict[str, str]:
+    """The line that the child prints, within `DRIVER_WAIT_S`."""
+    assert child.stdout is not None
+    ready, _, _ = select.select([child.stdout], [], [], DRIVER_WAIT_S)
+    line = child.stdout.readline() if ready else ""
+    if not line:
+        return {"error": "the driver gave no answer" if ready else f"no answer in {DRIVER_WAIT_S:g} s"}
+    return dict(json.loads(line))
+
+
+def _held(device: str, env: Mapping[str, str]) -> dict[str, str]:
+    held = dict(env)
+    hold_to_device(device, held)
+    return held
 
 
 def parse_device(text: str, gpus: int) -> str:

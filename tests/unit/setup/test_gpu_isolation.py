@@ -1,0 +1,85 @@
+"""A process is held to its device before the CUDA driver is initialised in it, and never afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from async_grpo.setup import devices
+
+HERE = Path(__file__).parent
+SRC = HERE.parents[2] / "src"
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a libcuda.so.1 that writes down the environment at each `cuInit`."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler (cc) for the stand-in of libcuda")
+    folder = tmp_path_factory.mktemp("stub")
+    source = HERE / "cuda_stub" / "libcuda.c"
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(source)], check=True)
+    return folder
+
+
+@pytest.fixture
+def environment(stub: Path, tmp_path: Path) -> dict[str, str]:
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("CUDA")},
+        "LD_LIBRARY_PATH": str(stub),
+        "PYTHONPATH": str(SRC),
+        "STUB_GPUS": "8",
+        "STUB_LOG": str(tmp_path / "cuinit.log"),
+    }
+
+
+@pytest.mark.parametrize(("given", "gpu_1"), [(None, "1"), ("4,5,6", "5")])
+def test_every_role_is_initialised_with_its_own_gpu_only(
+    environment: dict[str, str], tmp_path: Path, given: str | None, gpu_1: str
+) -> None:
+    if given is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = given
+    command = [sys.executable, str(HERE / "gpu_roles.py"), str(tmp_path / "setup.py")]
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    roles = json.loads(ran.stdout.splitlines()[-1])
+    seen: dict[str, list[str]] = {}
+    for line in Path(environment["STUB_LOG"]).read_text().splitlines():
+        pid, _, visible = line.partition(" ")
+        seen.setdefault(pid, []).append(visible)
+    assert len(roles) == 8
+    for pid, (command_name, device) in roles.items():
+        expected = "" if device == "cpu" else gpu_1
+        assert seen[pid] == [expected], f"{command_name} --device {device} initialised CUDA with {seen[pid]}"
+
+
+def test_gpus_are_counted_without_initialising_the_driver_here(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**environment, "STUB_MODE": "3", "CUDA_VISIBLE_DEVICES": "2,3"}.items():
+        monkeypatch.setenv(name, value)
+    devices._compute_modes.cache_clear()
+    assert devices.compute_modes() == [3, 3]
+    assert devices.visible_gpus() == 2
+    assert str(os.getpid()) not in Path(environment["STUB_LOG"]).read_text()
+    devices._compute_modes.cache_clear()
+
+
+def test_peers_are_tried_by_processes_that_see_what_the_roles_see(environment: dict[str, str]) -> None:
+    environment["CUDA_VISIBLE_DEVICES"] = "4,5,6"
+    assert devices.why_unreachable("0", ["1", "2"], environment) is None
+    assert sorted(line.split()[1] for line in Path(environment["STUB_LOG"]).read_text().splitlines()) == ["4", "5", "6"]
+    why = devices.why_unreachable("0", ["0", "1"], {**environment, "STUB_NO_PEER": "1"})
+    assert why == "GPU 1 cannot map memory of GPU 0 (cuIpcOpenMemHandle_v2: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)"
+
+
+@pytest.mark.parametrize("workers", [["0", "0"], []])
+def test_workers_on_the_servers_gpu_need_no_peer(workers: list[str]) -> None:
+    assert devices.why_unreachable("0", workers, {}) is None
