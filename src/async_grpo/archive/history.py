@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from async_grpo.rundir.files import LineFile
+from async_grpo.rundir.files import LineFile, parse_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class Dropped(NamedTuple):
 def parse_entry(line: str) -> Started | Used | Dropped:
     """One line of the record. Raises `ValueError`, which says what is wrong with it."""
     try:
-        entry = json.loads(line)
+        entry = parse_line(line)
         if "resumed_from" in entry:
             return Started(entry["run_id"], entry["resumed_from"], entry["max_staleness"])
         if "dropped" in entry:

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir import summary
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import SERVER, RunDir
+from async_grpo.rundir.place import Place
 from async_grpo.settings import STOP_GRACE_S, TrainingSettings, WorkerSettings, as_flags
 from async_grpo.setup.devices import CPU, threads_per_process
 from async_grpo.setup.process import path_to_us
@@ -83,7 +84,9 @@ class _Launch:
 
     def __init__(self, options: LaunchOptions, run: RunDir) -> None:
         self._options, self._run = options, run
-        workers = [_worker(options, run, number, device) for number, device in enumerate(options.worker_devices, 1)]
+        self._place = Place(run.root)
+        needed = self._needs_workers
+        workers = [_worker(options, run, number, at, needed) for number, at in enumerate(options.worker_devices, 1)]
         children = [_server(options, run), *workers]
         self._workers = [worker.name for worker in workers]
         self._logs = {child.name: LogTail(child.log, child.name) for child in children}
@@ -115,6 +118,9 @@ class _Launch:
 
     def _is_over(self, exits: Exits) -> bool:
         return SERVER in exits or bool(self._refused(exits)) or self._all_gave_up(exits)
+
+    def _needs_workers(self) -> bool:
+        return not self._place.trouble() and not self._run.has_ended()
 
     def _refused(self, exits: Exits) -> str:
         """The worker that refused its setup at its first start, if one did while the server ran."""
@@ -149,6 +155,8 @@ class _Launch:
         return 0
 
     def _fail(self, said: str, name: str, code: int = 1) -> int:
+        if trouble := self._place.trouble():
+            self._screen.warn(trouble)
         self._screen.warn(said)
         print(self._logs[name].last_words(), file=sys.stderr)
         return code
@@ -167,7 +175,7 @@ def _server(options: LaunchOptions, run: RunDir) -> Child:
     return Child(name=SERVER, command=command, env=env, log=run.server_log, grace_s=options.stop_grace_s)
 
 
-def _worker(options: LaunchOptions, run: RunDir, number: int, device: str) -> Child:
+def _worker(options: LaunchOptions, run: RunDir, number: int, device: str, needed: Callable[[], bool]) -> Child:
     worker = WorkerId(number)
     arguments = ["worker", "--config", str(options.config), "--device", device, "--id", str(number)]
     return Child(
@@ -176,7 +184,7 @@ def _worker(options: LaunchOptions, run: RunDir, number: int, device: str) -> Ch
         env=_environment(options),
         log=run.worker_log(worker),
         grace_s=min(STOP_GRACE_S, options.stop_grace_s),
-        restart=Restart(unless_first_exit=REFUSED, while_needed=lambda: not run.has_ended()),
+        restart=Restart(unless_first_exit=REFUSED, while_needed=needed),
         health=HangDetector(run.root, worker, options.worker_timeout_s),
     )
 

@@ -10,7 +10,6 @@ Each `Board` writes new files and empties those of the board before it; within i
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import time
@@ -28,7 +27,7 @@ from async_grpo.archive.groups import FinishedGroups, Resumed, UsedStep, open_ru
 from async_grpo.archive.history import Dropped
 from async_grpo.errors import DiskFullError, RunDirError
 from async_grpo.reports import series
-from async_grpo.rundir.files import LineReader
+from async_grpo.rundir.files import LineReader, parse_line
 from async_grpo.rundir.locks import KernelLock
 
 if TYPE_CHECKING:
@@ -171,7 +170,7 @@ class Board:
         entries: list[dict[str, Any]] = []
         for line in self._metrics.new_lines():
             try:
-                entry = json.loads(line)
+                entry = parse_line(line)
                 step = int(entry["step"])
             except (ValueError, KeyError, TypeError) as error:
                 self.skipped[line[:80]] = f"A line of {self.run.metrics.name} is broken: {type(error).__name__}."

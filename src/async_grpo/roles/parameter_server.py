@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from async_grpo.errors import RunDirError, UsageError
+from async_grpo.errors import AsyncGRPOError, RunDirError, UsageError
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.lifecycle import in_use
 from async_grpo.rundir.locks import KernelLock, server_lock
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
+from async_grpo.rundir.place import Place
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import check_torch_sees
 from async_grpo.setup.process import (
@@ -64,24 +66,31 @@ def run_parameter_server(options: ServerOptions) -> str:
     lock = server_lock(run.root)
     if not lock.try_acquire({"role": "parameter server"}):
         raise RunDirError(in_use(run))
-    write_stacks_on_signal(run.stacks(SERVER))
     try:
-        return _train(options, run, stop, lock)
-    except BaseException as error:
         state = run.read_state()
-        if state is not None and state.state == runs.RUNNING:  # it ended before there was a training to sum up
-            result = runs.STOPPED if isinstance(error, SystemExit) else runs.FAILED
-            _sum_up(run, result, {"steps": state.step, "run_id": state.run_id})
-        raise
+        if state is None:
+            raise RunDirError(f"{run.root} holds no run: prepare one first.")
+        with Place(run.root).explained():
+            return _serve(options, run, state, stop, lock)
     finally:
         lock.release()
 
 
-def _train(options: ServerOptions, run: RunDir, stop: StopRequest, lock: KernelLock) -> str:
+def _serve(options: ServerOptions, run: RunDir, state: RunState, stop: StopRequest, lock: KernelLock) -> str:
+    write_stacks_on_signal(run.stacks(SERVER))
+    try:
+        return _train(options, run, state, stop, lock)
+    except BaseException as error:
+        with suppress(AsyncGRPOError, OSError):  # the first error is the one to be told
+            now = run.state_of(state.run_id)
+            if now.state == runs.RUNNING:  # it ended before there was a training to sum up
+                result = runs.STOPPED if isinstance(error, SystemExit) else runs.FAILED
+                _sum_up(run, lock, result, {"steps": now.step, "run_id": now.run_id})
+        raise
+
+
+def _train(options: ServerOptions, run: RunDir, state: RunState, stop: StopRequest, lock: KernelLock) -> str:
     started = time.monotonic()
-    state = run.read_state()
-    if state is None:
-        raise RunDirError(f"{run.root} holds no run: prepare one first.")
     if options.log_level is not None:
         log_to(run.server_log, options.log_level)
     stall_s = options.settings.stall_warning
@@ -96,13 +105,14 @@ def _train(options: ServerOptions, run: RunDir, stop: StopRequest, lock: KernelL
     with AsyncTraining(
         trainer, run=run, state=state, settings=options.settings, stop=stop, ranks=ranks, lock=lock
     ) as training:
-        result = runs.FAILED
         stop.defer()
+        result = runs.FAILED
         try:
             result = runs.FINISHED if training.train() else runs.STOPPED
         finally:
             activity.doing(ENDING)
-            _sum_up(run, result, _figures(training, run, state, time.monotonic() - started))
+            with suppress(AsyncGRPOError, OSError) if result == runs.FAILED else nullcontext():
+                _sum_up(run, lock, result, _figures(training, run, state, time.monotonic() - started))
     if ranks is not None:
         ranks.wait_for_all()  # one that left early would look as if it had died
     return result
@@ -157,7 +167,14 @@ def _figures(training: AsyncTraining, run: RunDir, state: RunState, wall_s: floa
     }
 
 
-def _sum_up(run: RunDir, state: str, figures: dict[str, Any]) -> None:
-    """Write `summary.json`, then `run.json`, which tells the workers that the run has ended."""
+def _sum_up(run: RunDir, lock: KernelLock, state: str, figures: dict[str, Any]) -> None:
+    """Write `summary.json`, then `run.json`, which tells the workers that the run has ended.
+
+    Raises:
+        AsyncGRPOError: another server has the directory by now, or another run is in it. Nothing was written.
+    """
+    lock.retake_if_deleted()
+    lock.require_process()
+    run.state_of(figures["run_id"])
     write_json(run.summary, {"state": state, "server_pid": os.getpid(), "worker_restarts": 0, **figures})
-    run.update_state(state=state, step=figures["steps"])
+    run.update_state(of=figures["run_id"], state=state, step=figures["steps"])

@@ -18,6 +18,7 @@ from async_grpo.rollout.worker import SERVER_WAIT_S, Worker, WorkerContext
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
+from async_grpo.rundir.place import Place
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
 from async_grpo.setup.process import (
@@ -72,7 +73,7 @@ def _work(options: WorkerOptions, stop: StopRequest) -> None:
     run = RunDir(options.run_dir)
     StallReporter(activity, run.root, options.settings.stall_warning).start()
     state = _wait_for_run(run)
-    with closing(WorkerQueue.open(run.root, options.worker_id, options.device)) as queue:
+    with Place(run.root).explained(), closing(WorkerQueue.open(run.root, options.worker_id, options.device)) as queue:
         _begin(options, run, state, queue)
         with gc_paused():
             trl = _load(options.config or Path(state.config))

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from async_grpo.errors import DiskFullError
@@ -124,6 +125,17 @@ class LineReader:
         whole = data[: data.rfind(b"\n") + 1]
         self.position += len(whole)
         return whole.decode(errors="replace").split("\n")[:-1]
+
+
+def parse_line(line: str) -> dict[str, Any]:
+    """The JSON object in one line of a `.jsonl` file. `ValueError` says why there is none."""
+    try:
+        entry = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    if not isinstance(entry, dict):
+        raise ValueError(f"{type(entry).__name__} in place of a JSON object")
+    return entry
 
 
 def _warn(text: str) -> None:

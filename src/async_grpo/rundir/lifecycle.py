@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from async_grpo.rundir.paths import (
     RunState,
     activity_file,
 )
+
+_BEFORE_A_RUN = re.compile(rf"{re.escape(SERVER_LOCK)}|\.run\.json\.[0-9a-f]{{32}}")  # what a killed `prepare` leaves
 
 
 def prepare(
@@ -143,8 +146,7 @@ def _refuse_foreign(run: RunDir) -> None:
         raise RunDirError(f"{run.root} is not a plain directory. Choose another --run-dir.")
     if run.state_file.exists():
         return
-    strangers = [p.name for p in run.root.iterdir() if p.name not in ENTRIES and not p.name.startswith("log_")]
-    if strangers:
+    if strangers := [path.name for path in run.root.iterdir() if not _BEFORE_A_RUN.fullmatch(path.name)]:
         raise RunDirError(
             f"{run.root} is not a run directory: it holds {sorted(strangers)[0]!r} and no run.json. "
             "Choose another --run-dir; nothing was changed."
@@ -173,11 +175,14 @@ def _place_aside(run: RunDir) -> Path:
 
 
 def _delete_run(run: RunDir) -> None:
+    """`run.json` goes last: until then the directory is a run's, should this process be killed.
+
+    `server.lock` stays: we hold it, and without the file two servers could start.
+    """
     logs = [path.name for path in run.root.glob("log_*.txt")]
-    for name in (*ENTRIES, *logs):
+    last = run.state_file.name
+    for name in (*(set(ENTRIES) - {SERVER_LOCK, last}), *logs, last):
         path = run.root / name
-        if name == SERVER_LOCK:  # we hold it; without the file two servers could start
-            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

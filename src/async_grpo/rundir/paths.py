@@ -117,14 +117,25 @@ class RunDir:
         state = self.read_state()
         return state is not None and state.state != RUNNING
 
+    def state_of(self, run_id: str | None) -> RunState:
+        """The contents of `run.json`; `RunDirError` where there are none, or another run's (None: any run's)."""
+        state = self.read_state()
+        if state is None:
+            raise RunDirError(f"{self.state_file} has vanished while the run was going on.")
+        if run_id is not None and state.run_id != run_id:
+            raise RunDirError(f"{self.root} now holds run {state.run_id}; it was run {run_id}'s. Nothing was changed.")
+        return state
+
     def write_state(self, state: RunState) -> None:
         write_json(self.state_file, asdict(state))
 
-    def update_state(self, **changes: object) -> RunState:
-        """Change some fields of `run.json`; returns what is there now."""
-        current = self.read_state()
-        if current is None:
-            raise RunDirError(f"{self.state_file} has vanished while the run was going on.")
+    def update_state(self, *, of: str | None = None, **changes: object) -> RunState:
+        """Change some fields of `run.json`; returns what is there now.
+
+        Args:
+            of: the id of the run that asks. Another run's record is not changed.
+        """
+        current = self.state_of(of)
         changed = replace(current, **changes)  # type: ignore[arg-type]  # field names are checked by replace()
         self.write_state(changed)
         return changed

@@ -7,13 +7,14 @@ import math
 import time
 from dataclasses import dataclass
 from itertools import pairwise
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
 
-from async_grpo.formatting import eta
-from async_grpo.rundir.files import LineFile, LineReader
+from async_grpo.formatting import counted, eta
+from async_grpo.rundir.files import LineFile, LineReader, parse_line
 
 STEP = "STEP"  # level of the step lines: as severe as INFO
 logger.level(STEP, no=logger.level("INFO").no)
@@ -44,8 +45,18 @@ class RunLog:
         self._first_step_at = 0.0
         self._quotes: dict[str, float] = {}
         self._file = LineFile(path)
-        for line in path.read_text().splitlines():
-            self._remember(json.loads(line))
+        self._remember_earlier(path)
+
+    def _remember_earlier(self, path: Path) -> None:
+        """What the run logged before it was resumed. A line that a power cut broke costs its own figures only."""
+        broken: list[str] = []
+        for number, line in enumerate(LineReader(path).new_lines(), start=1):
+            try:
+                self._remember(parse_line(line))
+            except ValueError as error:
+                broken.append(f"line {number}: {error}")
+        if broken:
+            logger.warning("{} of {} cannot be read and left out ({})", counted(len(broken), "line"), path, broken[0])
 
     def training_begins(self, total_steps: int) -> None:
         self._total_steps = total_steps
@@ -77,7 +88,8 @@ class RunLog:
         if _is_training_step(logs):
             self._quotes.setdefault("reward_first", logs["reward"])
             self._quotes["reward_last"] = logs["reward"]
-        if (accuracy := logs.get("eval_rewards/accuracy/mean")) is not None:
+        accuracy: Any = logs.get("eval_rewards/accuracy/mean")
+        if _is_number(accuracy):
             self._quotes["accuracy_after" if "accuracy_before" in self._quotes else "accuracy_before"] = accuracy
 
     def _eta(self, step: int) -> str:
@@ -95,7 +107,11 @@ def _json_values(logs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_training_step(logs: dict[str, Any]) -> bool:
-    return "loss" in logs and logs.get("reward") is not None
+    return "loss" in logs and _is_number(logs.get("reward"))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,8 +173,8 @@ def _mean_over_time(steps: list[dict[str, Any]], name: str) -> float | None:
 
 def _parse(line: str) -> dict[str, Any] | None:
     try:
-        entry = json.loads(line)
+        entry = parse_line(line)
     except ValueError:
         return None
-    is_step = isinstance(entry, dict) and "loss" in entry and isinstance(entry.get("step"), int)
+    is_step = "loss" in entry and isinstance(entry.get("step"), int)
     return entry if is_step and isinstance(entry.get("monotonic_s"), float) else None

@@ -81,7 +81,7 @@ def complete(checkpoint: Path, state: RolloutState, batch: BatchInUse | None, ru
         save_batch(checkpoint, batch)
     rollout_state.save(checkpoint, state)
     with suppress(DiskFullError):  # for people only: a resumed run reads the checkpoint
-        run.update_state(step=state.step)
+        run.update_state(of=state.run_id, step=state.step)
 
 
 class UsedGroups:

@@ -72,7 +72,9 @@ class AsyncTraining(TrainingEvents):
         if settings.correction == "none":
             logger.warning("--correction none: stale rollouts are taken as fresh ones, which can destroy the policy")
         self.output_dir = Path(trainer.args.output_dir).absolute()
-        run.update_state(output_dir=str(self.output_dir), correction=settings.correction, seed=settings.seed)
+        run.update_state(
+            of=state.run_id, output_dir=str(self.output_dir), correction=settings.correction, seed=settings.seed
+        )
         self._trainer = trainer
         self._run = run
         self._settings = settings

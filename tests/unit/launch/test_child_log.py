@@ -98,3 +98,14 @@ def test_what_the_log_writes_is_read_with_its_level(log: Path) -> None:
     first, second = tail.new_lines()
     assert first == LogLine("server", first.time, "STEP", "step 1/2")
     assert (second.level, second.text) == ("WARNING", "two")
+
+
+def test_the_last_words_of_a_log_that_was_deleted_meanwhile(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    tail = LogTail(log, "w")
+    log.write_text("12:00:00 INFO    it begins\n")
+    tail.new_lines()
+    with log.open("a") as file:
+        log.unlink()
+        file.write("error: the directory is gone\n")
+    assert tail.last_words() == "error: the directory is gone"

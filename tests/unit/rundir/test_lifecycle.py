@@ -15,6 +15,7 @@ import pytest
 
 from async_grpo.errors import RunDirError
 from async_grpo.records import WorkerId
+from async_grpo.rundir import lifecycle
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import Fate, prepare, preview
 from async_grpo.rundir.locks import KernelLock
@@ -188,6 +189,41 @@ def test_a_directory_that_is_no_run_directory_is_refused_even_with_overwrite(roo
         with pytest.raises(RunDirError, match=r"is not a run directory: it holds 'thesis\.tex' and no run\.json"):
             prepare(root, config=CONFIG, overwrite=overwrite)
     assert everything(root) == {"thesis.tex": b"years of work"}
+
+
+@pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl", "log_of_my_thesis.txt", "tmp/draft", "queue/song"])
+def test_a_folder_of_a_user_whose_files_are_named_like_ours_is_refused_and_not_touched(root: Path, name: str) -> None:
+    (root / name).parent.mkdir(parents=True)
+    (root / name).write_text("mine")
+    root.chmod(0o755)
+    for how in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(RunDirError, match=r"is not a run directory: it holds .* and no run\.json"):
+            prepare(root, config=CONFIG, **how)
+    assert everything(root) == {name: b"mine"}
+    assert root.stat().st_mode & 0o777 == 0o755
+
+
+def test_what_a_killed_start_leaves_is_no_obstacle(root: Path) -> None:
+    root.mkdir()
+    (root / "server.lock").write_text("{}")
+    (root / f".run.json.{'a' * 32}").write_text("{")
+    assert prepare(root, config=CONFIG).state == runs.RUNNING
+
+
+def test_an_overwriting_that_is_killed_leaves_a_run_directory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old_run(root, state=runs.STOPPED, step=7)
+    deleted: list[Path] = []
+    monkeypatch.setattr(lifecycle.shutil, "rmtree", lambda path: deleted.append(path) or _killed(deleted))
+    with pytest.raises(KeyboardInterrupt):
+        prepare(root, config=CONFIG, overwrite=True)
+    assert (root / "run.json").exists()
+    monkeypatch.undo()
+    assert prepare(root, config=CONFIG, overwrite=True).step == 0
+
+
+def _killed(deleted: list[Path]) -> None:
+    if len(deleted) == 3:
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("kind", ["file", "link"])

@@ -1,0 +1,56 @@
+"""Whether a run directory is still where it was when the process began, and can still be written to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from async_grpo.errors import QueueError, RunDirError
+
+
+class Place:
+    """The run directory at `root`, as it is now."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+        self._identity = _identity(self._root)
+
+    def trouble(self) -> str:
+        """Why the run cannot continue here, in a sentence; empty if the directory is as it was."""
+        now = _identity(self._root)
+        if now is None:
+            return (
+                f"{self._root} was renamed or deleted while the run was going on. If it has another name now, continue "
+                "with --run-dir THAT_NAME --resume."
+            )
+        if now != self._identity:
+            return (
+                f"Another directory has taken the place of {self._root} while the run was going on. If the run has "
+                "another name now, continue with --run-dir THAT_NAME --resume."
+            )
+        if os.statvfs(self._root).f_flag & os.ST_RDONLY:
+            return (
+                f"The file system of {self._root} has become read-only, so the run cannot continue. The kernel's log "
+                "(dmesg) says why. Repair or remount it, then continue with --resume."
+            )
+        return ""
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise `RunDirError` with the cause where the block fails because the directory is gone or read-only."""
+        try:
+            yield
+        except (OSError, QueueError, RunDirError) as error:
+            if trouble := self.trouble():
+                raise RunDirError(trouble) from error
+            raise
+
+
+def _identity(root: Path) -> tuple[int, int] | None:
+    try:
+        status = root.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_dev, status.st_ino

@@ -1,0 +1,53 @@
+"""A run directory that is renamed, deleted, replaced or read-only while the run goes on: the cause is said."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from async_grpo.errors import RunDirError
+from async_grpo.rundir import place as place_module
+from async_grpo.rundir.place import Place
+
+
+def _rename(root: Path) -> None:
+    root.rename(root.with_name("renamed"))
+
+
+def _replace(root: Path) -> None:
+    _rename(root)
+    root.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("happens", "said"),
+    [
+        (_rename, "was renamed or deleted while the run was going on"),
+        (shutil.rmtree, "was renamed or deleted while the run was going on"),
+        (_replace, "Another directory has taken the place of"),
+    ],
+)
+def test_what_became_of_the_directory_is_said(tmp_path: Path, happens: Callable[[Path], None], said: str) -> None:
+    root = tmp_path / "worker"
+    root.mkdir()
+    place = Place(root)
+    assert place.trouble() == ""
+    happens(root)
+    with pytest.raises(RunDirError, match=said), place.explained():
+        (root / "queue" / "job").read_bytes()
+
+
+def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place_module.os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
+    with pytest.raises(RunDirError, match="has become read-only"), Place(tmp_path).explained():
+        raise OSError(30, "Read-only file system")
+
+
+def test_any_other_error_stays_what_it_is(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), Place(tmp_path).explained():
+        (tmp_path / "file").read_bytes()
