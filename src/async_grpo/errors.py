@@ -30,7 +30,7 @@ class QueueError(AsyncGRPOError):
 
 
 class BadFileError(QueueError):
-    """A file of the queue is truncated, garbled, foreign or of an unknown schema."""
+    """A file of a run is truncated, garbled, foreign, of an unknown schema, or no plain file at all."""
 
 
 class BadGroupError(QueueError):

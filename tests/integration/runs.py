@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from async_grpo.rundir.files import LineReader
+from async_grpo.rundir.reading import LineReader
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = Path(__file__).parent / "setups" / "random_model.py"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from async_grpo.queue.server import MAX_OPEN
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
 
+SHOWN = 10  # sequence numbers in one sentence
 LOOKS, PAUSE_S = 3, 0.1  # what only some looks show was a file on its way from one name to the next
 
 USED, OPEN, SET_ASIDE, DROPPED, AGAIN, LOST = "used", "open", "set aside", "dropped", "to be issued again", "lost"
@@ -219,7 +220,7 @@ def _without_file(found: Evidence, uses: dict[int, list[Use]], *, finished: bool
     """
     kept = [seq for seq in uses if any(name.state == COMPLETE for name in found.done.get(seq, []))]
     absent = sorted(uses.keys() - set(kept))
-    covered = found.checkpoints[-1].done_set() if found.checkpoints else set(absent) if finished else set()
+    covered: Container[int] = found.checkpoints[-1] if found.checkpoints else set(absent) if finished else set()
     oldest_kept = min(kept, default=max(absent, default=0))
     trimmed = [seq for seq in absent if seq in covered and seq < oldest_kept + MAX_OPEN]
     return trimmed, sorted(set(absent) - set(trimmed))
@@ -287,7 +288,7 @@ def _against_checkpoints(found: Evidence, history: list[Use], groups: list[Group
         where = f"checkpoint-{checkpoint.step}"
         recorded = {use.seq for use in history if use.step <= checkpoint.step}
         ahead = checkpoint.step > max([last_step, *resumed_from])  # rightly, where one batch serves several steps
-        if ahead and checkpoint.consumed_set() != recorded:
+        if ahead and any(_set_differences(where, checkpoint, recorded)):
             yield f"{where} is ahead of the record, which ends with step {last_step}."
             continue
         yield from _set_differences(where, checkpoint, recorded)
@@ -297,14 +298,14 @@ def _against_checkpoints(found: Evidence, history: list[Use], groups: list[Group
 
 
 def _set_differences(where: str, checkpoint: RolloutState, recorded: set[int]) -> Iterator[str]:
-    consumed = checkpoint.consumed_set()
+    unrecorded = (seq for seq in checkpoint.consumed_seqs() if seq not in recorded)
+    forgotten = (seq for seq in sorted(recorded) if not checkpoint.has_consumed(seq))
     for seqs, text in (
-        (consumed - recorded, f"{where} counts them as used, but no step of the record used them"),
-        (recorded - consumed, f"The record has them as used up to step {checkpoint.step}, but {where} does not"),
+        (unrecorded, f"{where} counts them as used, but no step of the record used them"),
+        (forgotten, f"The record has them as used up to step {checkpoint.step}, but {where} does not"),
     ):
-        if seqs:
-            shown = ", ".join(map(str, sorted(seqs)[:10])) + (", …" if len(seqs) > 10 else "")
-            yield f"{text}: groups {shown}."
+        if first := list(islice(seqs, SHOWN + 1)):  # a broken state may count many millions
+            yield f"{text}: groups {', '.join(map(str, first[:SHOWN]))}{', …' if len(first) > SHOWN else ''}."
 
 
 def _histogram(values: Iterable[int]) -> dict[int, int]:

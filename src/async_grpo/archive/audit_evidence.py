@@ -112,8 +112,8 @@ class Reader:
                 state = rollout_state.read(path)
             except FileNotFoundError:
                 continue  # an old checkpoint was removed for a new one
-            except ValueError as error:
-                found.unusable.append(f"{path} is broken: {error}.")
+            except BadFileError as error:
+                found.unusable.append(f"{error}.")
                 continue
             if state is not None and state.run_id == self._state.run_id:
                 found.checkpoints.append(state)

@@ -5,7 +5,8 @@ Reads files and changes none. A file that cannot be used is left out and named i
 
 from __future__ import annotations
 
-import json
+import errno
+import os
 from collections.abc import Container, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -19,9 +20,9 @@ from async_grpo.queue.codec import finished_group
 from async_grpo.queue.filesystem import Files, OsFiles, done_folders
 from async_grpo.queue.names import COMPLETE, JobName, parse_name, shard
 from async_grpo.records import RolloutGroup
-from async_grpo.rundir.files import LineReader
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RUNNING, RunDir, RunState
+from async_grpo.rundir.reading import LineReader, read_object
 
 if TYPE_CHECKING:
     from async_grpo.archive.advantages import Floats
@@ -128,16 +129,15 @@ class FinishedGroups:
         """They are there once the trainer is built; nothing is known of them before, or when they are broken."""
         if self.hyperparameters:
             return
-        with suppress(FileNotFoundError, ValueError):
-            found = json.loads(self.run.hyperparameters.read_text())
-            self.hyperparameters = found if isinstance(found, dict) else {}
+        with suppress(FileNotFoundError, BadFileError):
+            self.hyperparameters = read_object(self.run.hyperparameters)
             self.rule = AdvantageRule.from_record(self.hyperparameters)
 
     def _new_entries(self) -> Iterator[Started | Used | Dropped]:
         for line in self._record.new_lines():
             try:
                 entry = parse_entry(line)
-            except ValueError as error:
+            except BadFileError as error:
                 self.skipped[line[:80]] = f"A line of {self.run.consumption.name} is broken: {error}."
                 continue
             if isinstance(entry, Started) and entry.run_id != self.state.run_id:
@@ -181,6 +181,8 @@ def open_run(root: Path) -> tuple[RunDir, RunState]:
     """The run in `root`. `RunDirError` says why there is none."""
     run = RunDir(root)
     try:
+        if run.root.is_dir() and run.state_file.exists() and not os.access(run.state_file, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(run.state_file))
         state = run.read_state() if run.root.is_dir() else None
         for folder in (run.root, run.root / "queue", run.root / "done") if state is not None else ():
             if folder.is_dir():

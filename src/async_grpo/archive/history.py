@@ -12,7 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from async_grpo.rundir.files import LineFile, parse_line
+from async_grpo.errors import BadFileError
+from async_grpo.queue.names import SEQS
+from async_grpo.rundir.files import LineFile
+from async_grpo.rundir.reading import LineReader, parse_object
+from async_grpo.rundir.shape import shaped
+
+MOST_BROKEN = 100  # sentences about lines that are not valid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,22 +88,24 @@ class Dropped(NamedTuple):
 
 
 def parse_entry(line: str) -> Started | Used | Dropped:
-    """One line of the record. Raises `ValueError`, which says what is wrong with it."""
-    try:
-        entry = parse_line(line)
-        if "resumed_from" in entry:
-            return Started(entry["run_id"], entry["resumed_from"], entry["max_staleness"])
-        if "dropped" in entry:
-            return Dropped(int(entry["dropped"]), str(entry.get("reason", "")))
-        step = int(entry.pop("step"))
-        batch = UsedBatch(**entry)
-        if len(batch.seqs) != len(batch.policy_versions):
-            raise ValueError(f"{len(batch.seqs)} groups and {len(batch.policy_versions)} policy versions")
-        if not all(type(number) is int for number in (batch.version_used, *batch.seqs, *batch.policy_versions)):
-            raise ValueError("a sequence number or version is not an integer")
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+    """One line of the record. Raises `BadFileError`, which says what is wrong with it."""
+    entry = parse_object(line)
+    if "resumed_from" in entry:
+        return shaped(Started, [entry.get(name) for name in Started._fields])
+    if "dropped" in entry:
+        dropped = shaped(Dropped, [entry["dropped"], entry.get("reason", "")])
+        return Dropped(_sound_seqs([dropped.seq])[0], dropped.reason)
+    step = shaped(int, entry.pop("step", None), "step")
+    batch = shaped(UsedBatch, entry)
+    if len(_sound_seqs(batch.seqs)) != len(batch.policy_versions):
+        raise BadFileError(f"{len(batch.seqs)} groups and {len(batch.policy_versions)} policy versions")
     return Used(step, batch)
+
+
+def _sound_seqs(seqs: list[int]) -> list[int]:
+    if not all(0 <= seq < SEQS for seq in seqs):
+        raise BadFileError("a sequence number is impossible")
+    return seqs
 
 
 @dataclass(slots=True)
@@ -122,22 +130,25 @@ def read_record(path: Path, run_id: str) -> tuple[list[Process], list[str]]:
     """The processes of a run in the order in which they ran, and a sentence for each line that is not valid."""
     processes: list[Process] = []
     broken: list[str] = []
-    lines = path.read_text(errors="replace").split("\n") if path.exists() else [""]
-    for number, line in enumerate(lines if lines[-1] else lines[:-1], start=1):
-        try:
-            _add(processes, parse_entry(line), run_id)
-        except ValueError as error:
-            broken.append(f"Line {number} of {path.name} is broken: {error}.")
+    try:
+        for number, line in enumerate(LineReader(path).new_lines(half=True), start=1):
+            try:
+                _add(processes, parse_entry(line), run_id)
+            except BadFileError as error:
+                if len(broken) < MOST_BROKEN:
+                    broken.append(f"Line {number} of {path.name} is broken: {error}.")
+    except BadFileError as error:
+        broken.append(f"{error}.")
     return processes, broken
 
 
 def _add(processes: list[Process], entry: Started | Used | Dropped, run_id: str) -> None:
     if isinstance(entry, Started):
         if entry.run_id != run_id:
-            raise ValueError(f"it is of run {entry.run_id}, this is run {run_id}")
+            raise BadFileError(f"it is of run {entry.run_id}, this is run {run_id}")
         processes.append(Process(entry.resumed_from, entry.max_staleness))
     elif not processes:
-        raise ValueError("no line before it says which process wrote it")
+        raise BadFileError("no line before it says which process wrote it")
     elif isinstance(entry, Used):
         processes[-1].used.append(entry)
     else:

@@ -5,18 +5,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Set
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from loguru import logger
 
-from async_grpo.errors import RunDirError
+from async_grpo.errors import BadFileError, RunDirError
+from async_grpo.queue.names import SEQS
+from async_grpo.queue.server import MAX_OPEN
 from async_grpo.rundir.files import write_json
+from async_grpo.rundir.reading import naming, read_object
+from async_grpo.rundir.shape import shaped
 from async_grpo.telemetry.waiting import Reminder
 
 FILE_NAME = "rollout_state.json"
@@ -32,24 +37,47 @@ class RolloutState:
     step: int
     next_seq: int  # the first sequence number never issued
     rounds: int  # generation batches consumed, with the one that the checkpoint is in the middle of
-    unusable: list[int]  # sequence numbers that will never be trained on: set aside, or dropped as over age
+    unusable: list[int]  # ascending; will never be trained on: set aside, or dropped as over age
     consumed_below: int  # every usable sequence number below this one is consumed
-    consumed: list[int]  # and these above it
+    consumed: list[int]  # and these above it, ascending
     passes_done: int = 0  # forward passes on the last batch, if there are more to come; it is in `batch_file.FILE_NAME`
     format: int = FORMAT
 
     def __contains__(self, seq: object) -> bool:
         """Whether the run will not come back to group `seq`."""
-        below = isinstance(seq, int) and seq < self.consumed_below
-        return below or seq in self.consumed or seq in self.unusable
+        if not isinstance(seq, int):
+            return False
+        return seq < self.consumed_below or _has(self.consumed, seq) or _has(self.unusable, seq)
 
-    def consumed_set(self) -> set[int]:
-        """Every sequence number that has been trained on."""
-        return (set(range(self.consumed_below)) - set(self.unusable)) | set(self.consumed)
+    def has_consumed(self, seq: int) -> bool:
+        """Whether the weights were trained on group `seq`."""
+        return seq in self and not _has(self.unusable, seq)
 
-    def done_set(self) -> set[int]:
-        """Every sequence number that the run will not come back to."""
-        return self.consumed_set() | set(self.unusable)
+    def consumed_seqs(self) -> Iterator[int]:
+        """Every sequence number that has been trained on, in order."""
+        unusable = set(self.unusable)
+        yield from (seq for seq in range(self.consumed_below) if seq not in unusable)
+        yield from self.consumed
+
+    def contradiction(self) -> str | None:
+        """Why these numbers cannot be those of a run, or None."""
+        if not 0 <= self.consumed_below <= self.next_seq <= SEQS:
+            return f"consumed_below {self.consumed_below} and next_seq {self.next_seq} are not possible together"
+        if min(self.step, self.rounds, self.passes_done) < 0:
+            return "step, rounds or passes_done is negative"
+        for name, seqs in (("consumed", self.consumed), ("unusable", self.unusable)):
+            if any(seq >= later for seq, later in pairwise(seqs)) or (seqs and not 0 <= seqs[0] <= seqs[-1] < SEQS):
+                return f"{name} is not an ascending list of sequence numbers"
+        if self.consumed and self.consumed[0] < self.consumed_below:
+            return f"consumed names group {self.consumed[0]}, which is below consumed_below"
+        if self.consumed_below + len(self.consumed) > self.rounds * MAX_OPEN + len(self.unusable):
+            return f"{self.rounds} rounds cannot have consumed {self.consumed_below + len(self.consumed)} groups"
+        return None
+
+
+def _has(ascending: list[int], seq: int) -> bool:
+    at = bisect_left(ascending, seq)
+    return at < len(ascending) and ascending[at] == seq
 
 
 def pack_consumed(below: int, above: Set[int], unusable: Iterable[int] = ()) -> tuple[int, set[int]]:
@@ -108,22 +136,23 @@ def _complete(output_dir: Path) -> list[tuple[Path, RolloutState]]:
     for path in output_dir.glob(f"checkpoint-*/{FILE_NAME}"):
         try:
             state = read(path)
-        except ValueError as error:
-            raise RunDirError(
-                f"{path} cannot be read ({error}). Move {path.parent} away to resume from an older checkpoint."
-            ) from error
+        except BadFileError as error:
+            raise RunDirError(f"{error}. Move {path.parent} away to resume from an older checkpoint.") from error
         if state is not None:
             states.append((path.parent, state))
     return states
 
 
 def read(path: Path) -> RolloutState | None:
-    """The state in the file `path`, None if it is of another format; `ValueError` if it is broken."""
-    data = json.loads(path.read_text())
-    try:
-        return RolloutState(**data) if data["format"] == FORMAT else None
-    except (TypeError, KeyError) as error:
-        raise ValueError(str(error)) from error
+    """The state in the file `path`, None if it is of another format; `BadFileError` if it is broken."""
+    data = read_object(path)
+    if data.get("format", FORMAT) != FORMAT:
+        return None
+    with naming(path):
+        state = shaped(RolloutState, data)
+        if reason := state.contradiction():
+            raise BadFileError(reason)
+    return state
 
 
 def _sync(path: Path) -> None:

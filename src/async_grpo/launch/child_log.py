@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from async_grpo.errors import BadFileError
 from async_grpo.formatting import printable
-from async_grpo.rundir.files import LineReader
+from async_grpo.rundir.reading import LineReader, open_plain
 
 _LINE = re.compile(r"(\d\d:\d\d:\d\d) ([A-Z]+) +(.*)")  # as `setup.process.LOG_FORMAT` writes it
 _LAST_WORDS = 30  # lines
+_LAST_BYTES = 1 << 20
 
 
 class LogLine(NamedTuple):
@@ -41,20 +44,23 @@ class LogTail:
     def new_lines(self) -> list[LogLine]:
         """The messages since the last call."""
         self._open()
-        matches = map(_LINE.fullmatch, map(printable, self._reader.new_lines()))
-        return [LogLine(self._name, *match.groups()) for match in matches if match]
+        try:
+            matches = map(_LINE.fullmatch, map(printable, self._reader.new_lines()))
+            return [LogLine(self._name, *match.groups()) for match in matches if match]
+        except BadFileError:  # something else lies in its place now: the run goes on
+            return []
 
     def last_words(self) -> str:
         """What the process said of its failure: from its last `error:` or traceback on, else its last lines."""
         self._open()
         if self._file is None:
             return "(it wrote nothing)"
-        self._file.seek(self._start)
-        lines = printable(self._file.read().decode(errors="replace")).splitlines()
+        self._file.seek(max(self._start, os.fstat(self._file.fileno()).st_size - _LAST_BYTES))
+        lines = printable(self._file.read(_LAST_BYTES).decode(errors="replace")).splitlines()
         starts = [index for index, line in enumerate(lines) if line.startswith(("error: ", "Traceback (most recent"))]
         return "\n".join(lines[starts[-1] :][-2 * _LAST_WORDS :] if starts else lines[-_LAST_WORDS:])
 
     def _open(self) -> None:
         if self._file is None:
-            with suppress(FileNotFoundError):
-                self._file = self.path.open("rb", buffering=0)
+            with suppress(FileNotFoundError, BadFileError):
+                self._file = os.fdopen(open_plain(self.path), "rb", buffering=0)

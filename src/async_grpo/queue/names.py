@@ -26,6 +26,7 @@ DUPLICATE, FAILED, BROKEN, RETRIED = "duplicate", "failed", "broken", "retried"
 
 PENDING_END = "_pending.safetensors"
 REASON_END = ".reason"
+SEQS = 10**10  # sequence numbers are below it: a name has ten digits
 SHARD_SIZE = 1000  # files a folder of done/
 
 _SUFFIX = ".safetensors"

@@ -25,10 +25,11 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from async_grpo.archive.groups import FinishedGroups, Resumed, UsedStep, open_run
 from async_grpo.archive.history import Dropped
-from async_grpo.errors import DiskFullError, RunDirError
+from async_grpo.errors import BadFileError, DiskFullError, RunDirError
 from async_grpo.reports import series
-from async_grpo.rundir.files import LineReader, parse_line
 from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.reading import LineReader
+from async_grpo.telemetry.run_log import parse_entry
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -170,11 +171,11 @@ class Board:
         entries: list[dict[str, Any]] = []
         for line in self._metrics.new_lines():
             try:
-                entry = parse_line(line)
-                step = int(entry["step"])
-            except (ValueError, KeyError, TypeError) as error:
-                self.skipped[line[:80]] = f"A line of {self.run.metrics.name} is broken: {type(error).__name__}."
+                entry = parse_entry(line)
+            except BadFileError as error:
+                self.skipped[line[:80]] = f"A line of {self.run.metrics.name} is broken: {error}."
                 continue
+            step = entry["step"]
             if "loss" in entry:  # of a resumed run: what came after its checkpoint has not happened
                 entries = [earlier for earlier in entries if earlier["step"] < step or "loss" not in earlier]
             entries.append(entry)

@@ -9,12 +9,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 from uuid import uuid4
 
 from async_grpo.errors import DiskFullError
+from async_grpo.rundir.reading import naming, open_plain
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_CHUNK_BYTES = 1 << 20
 
 
 @contextmanager
@@ -60,9 +62,10 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = path.open("a+b", buffering=0)
-        self._file.seek(0)
-        self._end = self._file.read().rfind(b"\n") + 1
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+        with naming(path):
+            self._file = os.fdopen(open_plain(path, flags), "a+b", buffering=0)
+        self._end = _end_of_last_line(self._file)
         self._file.truncate(self._end)
         self._waiting: list[bytes] = []  # lines for which there was no room
 
@@ -101,41 +104,15 @@ class LineFile:
         return True
 
 
-class LineReader:
-    """Reads what was appended to a `LineFile`, from another process or later.
-
-    Args:
-        position: bytes from the beginning that were read before.
-    """
-
-    def __init__(self, path: Path, position: int = 0) -> None:
-        self._path = path
-        self.position = position
-
-    def new_lines(self) -> list[str]:
-        """The whole lines since the last call. A file that is shorter than before is read from its beginning."""
-        try:
-            with self._path.open("rb") as file:
-                if file.seek(0, os.SEEK_END) < self.position:
-                    self.position = 0
-                file.seek(self.position)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self.position += len(whole)
-        return whole.decode(errors="replace").split("\n")[:-1]
-
-
-def parse_line(line: str) -> dict[str, Any]:
-    """The JSON object in one line of a `.jsonl` file. `ValueError` says why there is none."""
-    try:
-        entry = json.loads(line)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
-    if not isinstance(entry, dict):
-        raise ValueError(f"{type(entry).__name__} in place of a JSON object")
-    return entry
+def _end_of_last_line(file: BinaryIO) -> int:
+    end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - _CHUNK_BYTES)
+        file.seek(start)
+        if (newline := file.read(end - start).rfind(b"\n")) >= 0:
+            return start + newline + 1
+        end = start
+    return 0
 
 
 def _warn(text: str) -> None:

@@ -13,14 +13,15 @@ worker/
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from async_grpo.errors import RunDirError
+from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.records import WorkerId
 from async_grpo.rundir.files import write_json
+from async_grpo.rundir.reading import read_object
+from async_grpo.rundir.shape import shaped
 
 SERVER = "server"  # the parameter server, as a process of the run
 FORMAT = 1
@@ -93,21 +94,21 @@ class RunDir:
     def read_state(self) -> RunState | None:
         """The contents of `run.json`, or None where there is none.
 
-        Raises `RunDirError` when it is of another format or not valid JSON.
+        Raises `RunDirError` when it is of another format or not the record of a run.
         """
         try:
-            data = json.loads(self.state_file.read_text())
+            data = read_object(self.state_file)
         except FileNotFoundError:
             return None
-        except ValueError as error:
-            raise RunDirError(f"{self.state_file} is not valid JSON ({error}). Choose another --run-dir.") from error
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
+        except BadFileError as error:
+            raise RunDirError(f"{error}. Choose another --run-dir.") from error
+        if data.get("format") != FORMAT:
             raise RunDirError(
                 f"{self.state_file} was written by another version of Async-GRPO. Choose another --run-dir."
             )
         try:
-            return RunState(**data)
-        except TypeError as error:
+            return shaped(RunState, data)
+        except BadFileError as error:
             raise RunDirError(
                 f"{self.state_file} is not the record of a run ({error}). Choose another --run-dir."
             ) from error

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+from async_grpo.errors import BadFileError
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.reading import read_object
 
 
 def add(path: Path, *, server_pid: int, **figures: object) -> None:
@@ -18,7 +19,10 @@ def add(path: Path, *, server_pid: int, **figures: object) -> None:
 
     None is there when that server was killed, and another's when it found the run directory in use.
     """
-    summary = json.loads(path.read_text()) if path.exists() else {}
+    try:
+        summary = read_object(path)
+    except (FileNotFoundError, BadFileError):
+        return
     if summary.get("server_pid") == server_pid:
         write_json(path, {**summary, **figures})
 
@@ -28,9 +32,13 @@ def show(run: RunDir) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    if not run.summary.exists():
+    try:
+        figures = read_object(run.summary)
+    except FileNotFoundError:
         return
-    figures: dict[str, Any] = json.loads(run.summary.read_text())
+    except BadFileError as error:
+        print(f"{error}, so the table of the run's end cannot be shown")
+        return
     if "rollouts" not in figures:
         print(f"run {figures['run_id']} {figures['state']} before training began")
         return

@@ -5,16 +5,16 @@ Nothing here imports torch, waits, or changes anything.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from async_grpo.errors import RunDirError
+from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.queue.listing import QueueCounts, open_jobs, quarantined, queue_counts
 from async_grpo.rundir.paths import RUNNING, SERVER, RunDir
+from async_grpo.rundir.reading import read_object
 from async_grpo.status import diagnosis
 from async_grpo.status.processes import Processes, ProcessView, look_at_processes
 from async_grpo.telemetry import run_log
@@ -167,10 +167,9 @@ def _eta_s(step: int, total: int | None, rates: Rates | None) -> float | None:
 
 def _read_summary(run: RunDir) -> dict[str, Any] | None:
     try:
-        summary = json.loads(run.summary.read_text())
-    except (FileNotFoundError, ValueError):
+        return read_object(run.summary)
+    except (FileNotFoundError, BadFileError):
         return None
-    return summary if isinstance(summary, dict) else None
 
 
 def _quarantined(run: RunDir) -> tuple[dict[str, Any], ...]:

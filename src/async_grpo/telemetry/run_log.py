@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from loguru import logger
 
+from async_grpo.errors import BadFileError
 from async_grpo.formatting import counted, eta
-from async_grpo.rundir.files import LineFile, LineReader, parse_line
+from async_grpo.rundir.files import LineFile
+from async_grpo.rundir.reading import LineReader, parse_object
+from async_grpo.rundir.shape import shaped
 
 STEP = "STEP"  # level of the step lines: as severe as INFO
 logger.level(STEP, no=logger.level("INFO").no)
@@ -29,6 +34,10 @@ _STEP_LINE = (  # each part with the metrics it needs; left out where one is mis
     ("queue {:.0f}/{:.0f}/{:.0f}", "async/queue_pending", "async/queue_processing", "async/queue_complete"),
     ("trainer waits {:.0%}", "async/trainer_wait_fraction"),
     ("workers busy {:.0%}", "async/worker_busy_fraction"),
+)
+_NUMBERS = (  # of an entry, where it has them; nothing relies on the others
+    *("reward", "eval_rewards/accuracy/mean", "async/rollouts_per_second"),
+    *("async/staleness_mean", "async/staleness_max"),
 )
 
 
@@ -52,8 +61,8 @@ class RunLog:
         broken: list[str] = []
         for number, line in enumerate(LineReader(path).new_lines(), start=1):
             try:
-                self._remember(parse_line(line))
-            except ValueError as error:
+                self._remember(parse_object(line))
+            except BadFileError as error:
                 broken.append(f"line {number}: {error}")
         if broken:
             logger.warning("{} of {} cannot be read and left out ({})", counted(len(broken), "line"), path, broken[0])
@@ -106,6 +115,16 @@ def _json_values(logs: dict[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in logs.items()}
 
 
+def parse_entry(line: str) -> dict[str, Any]:
+    """One line of the file. `BadFileError` where it is not one of ours, or a number that we use is none."""
+    entry = parse_object(line)
+    shaped(int, entry.get("step"), "step")
+    for name in _NUMBERS:
+        if entry.get(name) is not None:
+            shaped(float, entry[name], name)
+    return entry
+
+
 def _is_training_step(logs: dict[str, Any]) -> bool:
     return "loss" in logs and _is_number(logs.get("reward"))
 
@@ -134,7 +153,7 @@ def last_steps(path: Path, now: float, since: float) -> list[dict[str, Any]]:
     """
     position = max(0, path.stat().st_size - TAIL_BYTES) if path.exists() else 0
     found: list[dict[str, Any]] = []
-    for line in reversed(LineReader(path, position).new_lines()[position > 0 :]):
+    for line in reversed(list(_lines(path, position))):
         if (entry := _parse(line)) is None:
             continue
         when = entry["monotonic_s"]
@@ -142,6 +161,12 @@ def last_steps(path: Path, now: float, since: float) -> list[dict[str, Any]]:
             break
         found.append(entry)
     return found[::-1]
+
+
+def _lines(path: Path, position: int) -> Iterator[str]:
+    """The lines from a position on, without the one that it may be in the middle of."""
+    with suppress(BadFileError):
+        yield from islice(LineReader(path, position).new_lines(), position > 0, None)
 
 
 def rates(steps: list[dict[str, Any]], now: float) -> Rates | None:
@@ -173,8 +198,8 @@ def _mean_over_time(steps: list[dict[str, Any]], name: str) -> float | None:
 
 def _parse(line: str) -> dict[str, Any] | None:
     try:
-        entry = parse_line(line)
-    except ValueError:
+        entry = parse_entry(line)
+        shaped(float, entry.get("monotonic_s"))
+    except BadFileError:
         return None
-    is_step = "loss" in entry and isinstance(entry.get("step"), int)
-    return entry if is_step and isinstance(entry.get("monotonic_s"), float) else None
+    return entry if "loss" in entry else None

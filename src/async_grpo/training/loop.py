@@ -91,9 +91,8 @@ class AsyncTraining(TrainingEvents):
             resumed_from=used.step if used else None,
             max_staleness=settings.max_staleness,
         )
-        done = used.done_set() if used else ()
         self._queue = ServerQueue.open(
-            run.root, state.run_id, max_attempts=settings.max_attempts, consumed=done, lock=lock
+            run.root, state.run_id, max_attempts=settings.max_attempts, consumed=used or (), lock=lock
         )
         self._archive = UsedGroups(self._queue, run.root / "done", settings.keep_done, used)
         self._publisher = WeightPublisher(_exporter(trainer, self._leader, run, state, settings.max_staleness))

@@ -179,7 +179,7 @@ DAMAGES: dict[str, tuple[Callable[[FakeRun], object], str]] = {
     "cut record": (_break("consumed.jsonl", lambda data: data[:-9]), "Line 4 of consumed.jsonl is broken"),
     "foreign record": (_break("consumed.jsonl", lambda data: data.replace(RUN.encode(), b"other")), "it is of run oth"),
     "no reason": (lambda run: run.set_aside(8).with_suffix(".reason").unlink(), "has no reason file"),
-    "broken checkpoint": (lambda run: run.checkpoint(3, [0]).write_text("{"), "rollout_state.json is broken"),
+    "broken checkpoint": (lambda run: run.checkpoint(3, [0]).write_text("{"), "rollout_state.json cannot be used"),
     "no record": (lambda run: run.run.consumption.unlink(), "There is no consumed.jsonl"),
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.archive.history import ConsumptionRecord, Used, UsedBatch, final_history, parse_entry, read_record
+from async_grpo.errors import BadFileError
 
 
 def _batch(*seqs: int, version: int) -> UsedBatch:
@@ -79,5 +80,5 @@ def test_each_broken_line_is_named_and_the_others_are_read(tmp_path: Path) -> No
     ],
 )
 def test_a_line_with_values_of_another_type_is_broken(line: str) -> None:
-    with pytest.raises(ValueError):  # the text is that of the error which Python raised
+    with pytest.raises(BadFileError):
         parse_entry(line)

@@ -42,8 +42,8 @@ def test_packing_loses_nothing(consumed: set[int], others: set[int], earlier: in
     packed = pack_consumed(0, {seq for seq in consumed if seq < earlier}, unusable)
     below, above = pack_consumed(packed[0], packed[1] | consumed, unusable)
     saved = state(consumed_below=below, consumed=sorted(above), unusable=sorted(unusable))
-    assert saved.consumed_set() == consumed
-    assert saved.done_set() == consumed | unusable
+    assert set(saved.consumed_seqs()) == consumed
+    assert {seq for seq in range(70) if saved.has_consumed(seq)} == consumed
     assert {seq for seq in range(70) if seq in saved} == consumed | unusable
 
 
@@ -92,6 +92,6 @@ def test_a_file_that_cannot_be_read_is_named_with_the_way_out(tmp_path: Path, co
     broken = save(tmp_path, state(2))
     (broken / FILE_NAME).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(
-        RunDirError, match=r"checkpoint-2/rollout_state\.json cannot be read .*Move .*checkpoint-2 away"
+        RunDirError, match=r"checkpoint-2/rollout_state\.json cannot be used: .*Move .*checkpoint-2 away"
     ):
         rollout_state.latest(tmp_path, "mine")

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 
 from async_grpo.launch.launcher import LaunchOptions
-from async_grpo.rundir.files import LineReader
 from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.reading import LineReader
 from async_grpo.settings import TrainingSettings, WorkerSettings
 
 DEADLINE_S = 60.0

@@ -12,7 +12,7 @@ from async_grpo.training.rollout_source import StopTraining
 
 
 def consumed(bench: Bench) -> list[int]:
-    return sorted(bench.source.state_at(0, passes_done=0).consumed_set())
+    return sorted(bench.source.state_at(0, passes_done=0).consumed_seqs())
 
 
 def resumed(**changes: object) -> RolloutState:

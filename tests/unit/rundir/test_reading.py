@@ -1,0 +1,164 @@
+"""Files that others may have planted: each is refused at once, in one sentence that names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from async_grpo.errors import BadFileError
+from async_grpo.rundir.files import LineFile
+from async_grpo.rundir.reading import MAX_LINE_BYTES, LineReader, read_end, read_object, read_record
+from async_grpo.rundir.shape import shaped
+
+HUGE = 6 << 30
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def link(path: Path) -> None:
+    (path.parent / "victim").write_text('{"secret": 1}\n')
+    path.symlink_to(path.parent / "victim")
+
+
+def listening(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(path))
+
+
+PLANTED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a named pipe": (pipe, "it is a named pipe, not a regular file"),
+    "a link": (link, "it is a link, and links are not followed"),
+    "a link to nothing": (lambda path: path.symlink_to("nowhere"), "it is a link"),
+    "a directory": (lambda path: path.mkdir(), "it is a directory"),
+    "a socket": (listening, "it cannot be opened"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "it is a link"),
+}
+
+
+@pytest.mark.parametrize("what", PLANTED)
+@pytest.mark.parametrize(
+    "use",
+    [
+        read_object,
+        lambda path: read_end(path, 10),
+        lambda path: list(LineReader(path).new_lines()),
+        lambda path: LineFile(path).append("x"),
+    ],
+)
+def test_what_is_no_plain_file_is_refused_and_named(tmp_path: Path, what: str, use: Callable[[Path], object]) -> None:
+    plant, reason = PLANTED[what]
+    path = tmp_path / "planted"
+    plant(path)
+    with pytest.raises(BadFileError, match=f"{path} cannot be used: {reason}|it is a directory|Is a directory"):
+        use(path)
+    victim = tmp_path / "victim"
+    assert not victim.exists() or victim.read_text() == '{"secret": 1}\n'
+
+
+def test_a_sparse_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.touch()
+    os.truncate(path, HUGE)
+    with pytest.raises(BadFileError, match=r"run\.json cannot be used: 6,442,450,944 bytes are over the limit"):
+        read_object(path)
+    assert len(read_end(path, 100)[0]) == 100
+
+
+NO_OBJECTS = [b"", b"{", b"[]", b"\xff\xfe", b"[" * 10**6, b'{"a": ' + b"9" * 5000 + b"}", b"null"]
+
+
+@pytest.mark.parametrize("content", NO_OBJECTS)
+def test_what_is_no_object_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(BadFileError, match=r"x\.json cannot be used: its JSON|it is not valid JSON"):
+        read_object(tmp_path / "x.json")
+
+
+def test_lines_come_as_they_are_written_and_a_huge_one_costs_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    reader = LineReader(path)
+    assert list(reader.new_lines()) == []
+    path.write_bytes(b"one\n\xff\ntw")
+    assert list(reader.new_lines()) == ["one", "�"]
+    assert list(reader.new_lines(half=True)) == ["tw"]
+    with path.open("ab") as file:
+        file.write(b"o\n")
+        file.truncate(file.tell() + 20 * MAX_LINE_BYTES)  # a hole: zero bytes, as a power cut leaves them
+    tracemalloc.start()
+    try:
+        two, hole = reader.new_lines()
+        assert list(reader.new_lines()) == []
+        assert tracemalloc.get_traced_memory()[1] < 5 * MAX_LINE_BYTES
+    finally:
+        tracemalloc.stop()
+    assert two == "two" and len(hole) < 300
+    with path.open("ab") as file:
+        file.write(b"the end of the hole\nthree\n")
+    assert list(reader.new_lines()) == ["three"]
+    path.write_bytes(b"new\n")
+    assert list(reader.new_lines()) == ["new"]
+
+
+class Point(NamedTuple):
+    x: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    name: str
+    count: int = 0
+    rate: float = 0.0
+    is_on: bool = False
+    seed: int | None = None
+    seqs: list[int] = field(default_factory=list)
+    points: tuple[Point, ...] = ()
+    spent: dict[str, float] = field(default_factory=dict)
+    note: Any = None
+
+
+def test_a_record_is_read_as_it_is_declared(tmp_path: Path) -> None:
+    written = {"name": "é", "count": 3, "rate": 1, "seed": 4, "seqs": [1], "points": [[1, 2.5]], "spent": {"a": 1.0}}
+    (tmp_path / "r.json").write_text(json.dumps(written))
+    assert read_record(tmp_path / "r.json", Record) == Record(
+        name="é", count=3, rate=1.0, seed=4, seqs=[1], points=(Point(1, 2.5),), spent={"a": 1.0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"name": 3}, "name is 3, not text"),
+        ({"name": "a\0b"}, "name holds a zero byte"),
+        ({"name": "\ud800"}, "name holds half a character"),
+        ({"count": "3"}, 'count is "3", not an integer of 64 bits'),
+        ({"count": True}, "count is true, not an integer"),
+        ({"count": 2**63}, "count is a larger integer, not"),
+        ({"count": 1.0}, "count is 1.0, not an integer"),
+        ({"rate": float("nan")}, "rate is NaN, not a finite number"),
+        ({"rate": 10**400}, "rate is a larger integer"),
+        ({"is_on": 1}, "is_on is 1, not true or false"),
+        ({"seed": "x"}, 'seed is "x", not null'),
+        ({"seqs": {}}, "seqs is an object, not a list"),
+        ({"seqs": [1, None]}, "an item of seqs is null"),
+        ({"points": [[1]]}, "an item of points has 1 items, not 2"),
+        ({"points": [[1, []]]}, r"an item of points\.at is a list"),
+        ({"spent": {"a": "b"}}, r"spent\['a'\] is \"b\""),
+        ({"colour": 1}, "it has an unknown field 'colour'"),
+    ],
+)
+def test_a_field_of_another_shape_is_named(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadFileError, match=reason):
+        shaped(Record, {"name": "x", **changes})
+    with pytest.raises(BadFileError, match="it has no field 'name'"):
+        shaped(Record, {})
