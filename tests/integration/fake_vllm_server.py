@@ -105,6 +105,7 @@ class FakeVLLMServer(ThreadingHTTPServer):
         engine = TransformersEngine(
             self.model,
             config=config,
+            loss_temperature=body["temperature"],
             pad_token_id=self.model.config.pad_token_id,
             autocast=nullcontext,
             most_groups=1,

@@ -63,7 +63,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "environment_factories": (TRAINING, ROLLOUT),
     "rollout_func": (TRAINING, ROLLOUT),
     "tools": (TRAINING, ROLLOUT),
-    "generation_config": ("async_grpo.rollout.engines.choice",),
+    "generation_config": ("async_grpo.setup.sampling",),
     "eos_token_ids": (ROLLOUT,),
     "reward_func_names": ("async_grpo.rollout.worker",),
     "ref_model": (ROLLOUT,),

@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
             resume=args.resume,
             overwrite=args.overwrite,
             deterministic=args.deterministic,
+            correction=args.correction,
         )
     options.become_role(args, device, fast_inference="0", one_device=ranks == 1)
 

@@ -75,6 +75,8 @@ def launch(options: LaunchOptions) -> int:
         num_workers=len(options.worker_devices),
         workers_sharing=options.workers_sharing,
         deterministic=options.training.deterministic,
+        correction=options.training.correction,
+        generator=options.work.generator,
     )
     return _Launch(options, RunDir(options.run_dir)).run()
 

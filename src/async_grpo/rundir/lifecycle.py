@@ -40,6 +40,8 @@ def prepare(
     num_workers: int = 0,
     workers_sharing: int = 0,
     deterministic: bool = False,
+    correction: str = "bypass",
+    generator: str | None = None,
 ) -> RunState:
     """Make `root` ready for a run and return its state, which is the old one's under `resume`.
 
@@ -56,6 +58,8 @@ def prepare(
         "num_workers": num_workers,
         "workers_sharing": workers_sharing,
         "deterministic": deterministic,
+        "correction": correction,
+        "generator": generator,
     }
     if run.root.exists():
         _refuse_foreign(run)

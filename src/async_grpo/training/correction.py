@@ -125,22 +125,8 @@ def report_ratio(batch: dict[str, Any], log_pi: Tensor, append: Append) -> None:
 
 
 def check(name: str, trainer: Any) -> None:
-    """Raise `UnsupportedError` where this correction would be wrong for this trainer's sampling or loss."""
-    args = trainer.args
-    truncated = [
-        f"{option}={getattr(args, option)}"
-        for option, off in (("top_p", (1.0, None)), ("top_k", (0, None)), ("min_p", (None, 0.0)))
-        if getattr(args, option) not in off
-    ]
-    if args.repetition_penalty != 1.0:
-        truncated.append(f"repetition_penalty={args.repetition_penalty}")
-    if truncated and name != "none":
-        raise UnsupportedError(
-            f"{', '.join(truncated)}: the sampler then draws from another distribution than the one whose "
-            "log-probabilities the loss computes, so the ratio between them is biased, stale or not. Remove it from "
-            "the GRPOConfig (temperature is fine), or take --correction none, which ignores the sampler's."
-        )
-    if name in WEIGHTS and args.off_policy_mask_threshold is not None:
+    """Raise `UnsupportedError` where this correction would be wrong for this trainer's loss."""
+    if name in WEIGHTS and trainer.args.off_policy_mask_threshold is not None:
         raise UnsupportedError(
             f"off_policy_mask_threshold masks whole sequences, which --correction {name} would make a decision for "
             "each token. Remove it, or take --correction bypass."

@@ -35,6 +35,7 @@ from async_grpo.queue.codec import decode_group, encode_group
 from async_grpo.records import RolloutGroup
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest
+from async_grpo.setup.sampling import check_sampling
 from async_grpo.training import checkpoints, correction, trl_trainer
 from async_grpo.training.checkpoints import BatchInUse
 from async_grpo.training.rollout_source import StopTraining
@@ -194,6 +195,7 @@ class Follower(TrainingEvents):
     def __init__(self, trainer: GRPOTrainer, ranks: Ranks, settings: TrainingSettings) -> None:
         trl_trainer.refuse_unsupported(trainer)
         correction.check(settings.correction, trainer)
+        check_sampling(trainer, settings.correction, generator=None)
         self._trainer = trainer
         self._ranks = ranks
         self._batch: BatchInUse | None = None  # that the checkpoint was written in the middle of

@@ -30,7 +30,9 @@ from async_grpo.rundir.files import write_json
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.settings import TrainingSettings
+from async_grpo.setup.generator_choice import choose_generator
 from async_grpo.setup.process import StopRequest
+from async_grpo.setup.sampling import check_sampling
 from async_grpo.telemetry.activity import PUBLISHING, SAVING, TRAINING, activity
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training import checkpoints, correction, trl_trainer
@@ -68,7 +70,7 @@ class AsyncTraining(TrainingEvents):
         ranks: Ranks | None = None,
         lock: KernelLock | None = None,  # the server's, where the caller holds it already
     ) -> None:
-        refuse(trainer, settings)
+        refuse(trainer, settings, _generator(trainer, state))
         if settings.correction == "none":
             logger.warning("--correction none: stale rollouts are taken as fresh ones, which can destroy the policy")
         self.output_dir = Path(trainer.args.output_dir).absolute()
@@ -230,8 +232,11 @@ class AsyncTraining(TrainingEvents):
         )
 
 
-def refuse(trainer: GRPOTrainer, settings: TrainingSettings) -> None:
+def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | None) -> None:
     """Refuse, before anything is started, what cannot be trained this way.
+
+    Args:
+        generator: what the workers sample with; None where that is not known here.
 
     Raises:
         UnsupportedError: the trainer uses something that cannot run distributed, or not with this correction.
@@ -242,6 +247,13 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings) -> None:
     trl_trainer.refuse_unsupported(trainer)
     refuse_images(trainer)
     correction.check(settings.correction, trainer)
+    check_sampling(trainer, settings.correction, generator)
+
+
+def _generator(trainer: GRPOTrainer, state: RunState) -> str | None:
+    """What the launcher's workers sample with; None for workers that are started by hand."""
+    on_gpu = trainer.accelerator.device.type != "cpu"
+    return choose_generator(state.generator, trainer, on_gpu=on_gpu) if state.num_workers else None
 
 
 def schedule_of(trainer: GRPOTrainer, max_staleness: int) -> Schedule:

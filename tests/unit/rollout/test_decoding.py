@@ -230,7 +230,9 @@ def test_rows_that_have_ended_are_not_decoded_any_more() -> None:
 def test_log_probabilities_are_right_after_others_have_left() -> None:
     model = plain()
     sampling = config(do_sample=True, temperature=1.3, top_k=0, max_new_tokens=60)
-    engine = TransformersEngine(model, config=sampling, pad_token_id=PAD, autocast=nullcontext, most_groups=8)
+    engine = TransformersEngine(
+        model, config=sampling, loss_temperature=1.3, pad_token_id=PAD, autocast=nullcontext, most_groups=8
+    )
     prompts = PROMPTS * 10
     completions, logprobs = sample(engine, prompts, seed=4)
     assert len({len(ids) for ids in completions}) > 5, "the seed shows many lengths"

@@ -34,11 +34,14 @@ def model() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config).eval()
 
 
-def engine_of(model: Qwen3ForCausalLM, tokens: int = 12, **sampling: float) -> TransformersEngine:
+def engine_of(
+    model: Qwen3ForCausalLM, tokens: int = 12, loss_temperature: float | None = None, **sampling: float
+) -> TransformersEngine:
     settings = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "do_sample": True, **sampling}
     return TransformersEngine(
         model,
         config=GenerationConfig(max_new_tokens=tokens, pad_token_id=PAD, eos_token_id=[EOS, OTHER_END], **settings),
+        loss_temperature=loss_temperature or settings["temperature"],
         pad_token_id=PAD,
         autocast=nullcontext,
         most_groups=8,
@@ -69,6 +72,11 @@ def test_log_probabilities_are_those_of_a_forward_pass(model: Qwen3ForCausalLM, 
 def test_they_are_of_the_full_distribution_even_when_sampling_truncates_it(model: Qwen3ForCausalLM) -> None:
     [ids], [sampled] = sample(engine_of(model, temperature=0.7, top_k=2), [PROMPTS[0]], seed=1)
     torch.testing.assert_close(torch.tensor(sampled), forward_logprobs(model, PROMPTS[0], ids, 0.7), atol=1e-5, rtol=0)
+
+
+def test_they_are_at_the_temperature_of_the_loss_whatever_was_sampled_with(model: Qwen3ForCausalLM) -> None:
+    [ids], [sampled] = sample(engine_of(model, temperature=0.2, loss_temperature=1.0), [PROMPTS[0]], seed=1)
+    torch.testing.assert_close(torch.tensor(sampled), forward_logprobs(model, PROMPTS[0], ids, 1.0), atol=1e-5, rtol=0)
 
 
 def test_a_completion_ends_with_its_first_end_token_and_has_no_padding(model: Qwen3ForCausalLM) -> None:

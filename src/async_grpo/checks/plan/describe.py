@@ -53,8 +53,8 @@ def _distributed(trainer: GRPOTrainer, question: Question) -> dict[str, str]:
     from async_grpo.training.loop import refuse
 
     settings = question.settings
-    refuse(trainer, settings)
     generator = choose_generator(question.generator, trainer, on_gpu=question.device != CPU)
+    refuse(trainer, settings, generator)
     if generator == VLLM_SERVER:
         refuse_with_server(workers=question.workers, deterministic=settings.deterministic)
     if settings.resume and question.run_dir is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from async_grpo.errors import UsageError
 from async_grpo.rundir.locks import KernelLock, describe_holder
 from async_grpo.setup.generator_choice import HF, VLLM_SERVER, choose_generator, engine_inside, refuse_with_server
+from async_grpo.setup.sampling import check_sampling, transformers_config
 
 if TYPE_CHECKING:
     from async_grpo.records import WorkerId
@@ -33,6 +34,7 @@ def make_engine(
         UnsupportedError: it does not suit the trainer or the run.
     """
     chosen = choose_generator(settings.generator, trl.trainer, on_gpu=on_gpu)
+    check_sampling(trl.trainer, state.correction, chosen)
     in_flight_update = settings.in_flight_update == "on"
     if chosen == HF:
         return transformers_engine(trl)
@@ -50,7 +52,8 @@ def transformers_engine(trl: RolloutTrainer) -> TransformersEngine:
     trainer = trl.trainer
     return TransformersEngine(
         trainer.model,
-        config=trainer.generation_config,
+        config=transformers_config(trainer),
+        loss_temperature=trainer.args.temperature,
         pad_token_id=trl.pad_token_id,
         autocast=trainer.accelerator.autocast,
         most_groups=trainer.args.generation_batch_size // trainer.num_generations,

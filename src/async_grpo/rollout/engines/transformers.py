@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 class TransformersEngine(BatchEngine):
     """`generate` of transformers prepares a batch, `SamplingLoop` decodes it token by token.
 
-    Log-probabilities are natural logs of the full softmax at the sampling temperature, which is what TRL's trainer
-    computes for the same tokens.
+    Log-probabilities are natural logs of the full softmax at the loss's temperature, which is what TRL's trainer
+    computes for the same tokens, whatever they were sampled with.
 
     Args:
-        config: sampling parameters, as TRL built them from the user's `GRPOConfig`.
+        config: sampling parameters (`setup.sampling.transformers_config`).
+        loss_temperature: of the `GRPOConfig`.
         autocast: the trainer's mixed precision, so that the sampler computes what the trainer would.
     """
 
@@ -36,6 +37,7 @@ class TransformersEngine(BatchEngine):
         model: PreTrainedModel,
         *,
         config: GenerationConfig,
+        loss_temperature: float,
         pad_token_id: int,
         autocast: Callable[[], AbstractContextManager[None]],
         most_groups: int,
@@ -43,6 +45,7 @@ class TransformersEngine(BatchEngine):
         super().__init__(most_groups)
         self._model = model
         self._config = config
+        self._loss_temperature = loss_temperature
         self._pad_token_id = pad_token_id
         self._autocast = autocast
 
@@ -63,7 +66,7 @@ class TransformersEngine(BatchEngine):
         input_ids, attention_mask = self._left_padded([ids for group in groups for ids in group.prompt_ids])
         loop = partial(
             SamplingLoop,
-            temperature=self._config.temperature or 1.0,
+            temperature=self._loss_temperature,
             pad_token_id=self._pad_token_id,
             group_sizes=[len(group.prompt_ids) for group in groups],
         )

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from async_grpo.errors import UnsupportedError
+from async_grpo.setup.generator_choice import VLLM
+from async_grpo.setup.sampling import effective_sampling
 
 # What transformers calls these in `generation_kwargs`, for files that were written for it.
 _RENAMED = {"stop_strings": "stop", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -17,6 +19,7 @@ _OURS = {
     "logprobs": "every sampled token's log-probability is kept anyway",
     "output_kind": "the workers decide how outputs come",
 }
+_DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _NEED_TEXT = ("stop", "bad_words", "structured_outputs")
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can reserve room for
 
@@ -27,27 +30,21 @@ def sampling_options(trainer: Any) -> dict[str, Any]:
     Raises:
         UnsupportedError: `generation_kwargs` holds something that this run decides itself.
     """
-    args = trainer.args
     options: dict[str, Any] = {
-        "temperature": args.temperature,
-        "top_p": args.top_p,
-        "top_k": args.top_k,
-        "min_p": args.min_p or 0.0,
-        "repetition_penalty": args.repetition_penalty,
         "max_tokens": trainer.max_completion_length,
         "stop_token_ids": sorted(trainer.eos_token_ids),
     }
-    for name, value in (args.generation_kwargs or {}).items():
+    for name, value in (trainer.args.generation_kwargs or {}).items():
         if name in _OURS:
             raise UnsupportedError(f"generation_kwargs has {name!r}: {_OURS[name]}. Remove it.")
         if name == "eos_token_id":
             options["stop_token_ids"] = [value] if isinstance(value, int) else list(value)
-        elif name == "do_sample":
-            options["temperature"] = options["temperature"] if value else 0.0
-        else:
+        elif name != "do_sample":
             options[_RENAMED.get(name, name)] = value
-    if args.vllm_structured_outputs_regex is not None:
-        options["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
+    sampling = effective_sampling(trainer, VLLM)
+    options |= {name: getattr(sampling, name) for name in _DISTRIBUTION}
+    if sampling.regex is not None:
+        options["structured_outputs"] = {"regex": sampling.regex}
     options["detokenize"] = needs_text(options)
     return options
 

@@ -1,0 +1,183 @@
+"""What the sampler draws from: every setting that changes it, resolved once for the trainer's side and the workers.
+
+The settings come from the `GRPOConfig`, its `generation_kwargs`, and with transformers also from the model's own
+`generation_config`, which fills what nobody has set. `effective_sampling` resolves them, `check_sampling` decides what
+each engine may do with them: it is the only place that does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.setup.generator_choice import HF, VLLM
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+    from trl import GRPOTrainer
+
+_NEUTRAL: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+# By the engine's own names: what else changes the distribution, with the value that turns it off (None always does).
+_OTHERS_HF: dict[str, Any] = {
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "guidance_scale": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "bad_words_ids": [],
+    **dict.fromkeys(("top_h", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty")),
+    **dict.fromkeys(("sequence_bias", "watermarking_config")),
+}
+_OTHERS_VLLM: dict[str, Any] = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "min_tokens": 0,
+    **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "logits_processors")),
+}
+_HF_NAMES_IN_VLLM = {"min_new_tokens": "min_tokens"}
+# Ways of decoding that are no sampling of one token after another, and what turns them off.
+_NOT_SAMPLING: dict[str, Any] = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
+    **dict.fromkeys(("penalty_alpha", "dola_layers", "prompt_lookup_num_tokens", "constraints", "force_words_ids")),
+    **dict.fromkeys(("use_mtp", "token_healing"), False),
+    "assistant_early_exit": None,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a token is drawn. What is off has its neutral value, however the user wrote it."""
+
+    temperature: float  # 0: the most likely token, always
+    loss_temperature: float  # of the log-probabilities that the loss computes
+    top_p: float = 1.0
+    top_k: int = 0  # 0: every token
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    regex: str | None = None
+    others: Mapping[str, Any] = field(default_factory=dict)  # by the engine's names, only what is not off
+
+    def departures(self) -> list[str]:
+        """What makes the sampler draw from another distribution than the loss computes, as `name=value`."""
+        own = {name: value for name in _NEUTRAL if (value := getattr(self, name)) != _NEUTRAL[name]}
+        if self.temperature != self.loss_temperature:
+            own = {"temperature": self.temperature, **own}
+        if self.regex is not None:
+            own["vllm_structured_outputs_regex"] = self.regex
+        return [f"{name}={value!r}" for name, value in {**own, **self.others}.items()]
+
+
+def effective_sampling(trainer: GRPOTrainer, generator: str) -> Sampling:
+    """Resolve what this engine draws from.
+
+    Args:
+        generator: `HF`, or one of vLLM's.
+
+    Raises:
+        UnsupportedError: the engine cannot do what a setting says.
+    """
+    args: Any = trainer.args
+    settings, others = _of_transformers(trainer) if generator == HF else _of_vllm(args)
+    sampled = settings.pop("do_sample", True)
+    return Sampling(
+        temperature=_value(settings, "temperature", 1.0) if sampled else 0.0,
+        loss_temperature=float(args.temperature),
+        top_p=_value(settings, "top_p", 1.0),
+        top_k=max(0, int(_value(settings, "top_k", 0))),  # vLLM's -1 is off as well
+        min_p=_value(settings, "min_p", 0.0),
+        repetition_penalty=_value(settings, "repetition_penalty", 1.0),
+        regex=args.vllm_structured_outputs_regex,
+        others={name: settings[name] for name, off in others.items() if settings.get(name) not in (None, off)},
+    )
+
+
+def check_sampling(trainer: GRPOTrainer, correction: str, generator: str | None) -> None:
+    """Refuse, before anything is started, sampling that would make the loss wrong without a word.
+
+    Args:
+        generator: None where it is not known: then only what is refused for every engine; the workers check again.
+
+    Raises:
+        UnsupportedError: the engine cannot do it, or not with this correction.
+    """
+    refusals = []
+    for engine in (HF, VLLM) if generator is None else (generator,):
+        try:
+            _check(effective_sampling(trainer, engine), correction, engine)
+        except UnsupportedError as error:
+            refusals.append(error)
+        else:
+            return
+    raise refusals[0]
+
+
+def _check(sampling: Sampling, correction: str, generator: str) -> None:
+    if sampling.regex is not None and generator == HF:
+        raise UnsupportedError(
+            "vllm_structured_outputs_regex needs vLLM: transformers has no structured outputs, so completions would "
+            "not follow it. Take --generator vllm, or remove it."
+        )
+    departures = sampling.departures()
+    if departures and correction != "none":
+        raise UnsupportedError(
+            f"{', '.join(departures)}: the sampler then draws from another distribution than the one whose "
+            "log-probabilities the loss computes, so the ratio between them is biased, stale or not. Remove it from "
+            "the GRPOConfig, its generation_kwargs or the model's generation_config (the GRPOConfig's temperature is "
+            "fine), or take --correction none, which ignores the sampler's."
+        )
+
+
+def transformers_config(trainer: GRPOTrainer) -> GenerationConfig:
+    """The `GenerationConfig` to sample with: TRL's, completed from the model's own, with `top_k=-1` as off."""
+    trl: Any = trainer
+    config: GenerationConfig = copy.deepcopy(trl.generation_config)
+    inherited = trl.model.generation_config.to_dict()
+    config.update(**inherited, defaults_only=True, allow_custom_entries=True)  # as `generate` would
+    if config.top_k is not None and config.top_k < 0:
+        config.top_k = 0
+    return config
+
+
+def _of_transformers(trainer: GRPOTrainer) -> tuple[dict[str, Any], dict[str, Any]]:
+    given: dict[str, Any] = trainer.args.generation_kwargs or {}
+    config = transformers_config(trainer)
+    unknown = sorted(set(given) - set(vars(type(config)())))
+    if unknown:
+        raise UnsupportedError(
+            f"generation_kwargs has {unknown[0]!r}, which transformers does not know, so it would be ignored. Remove "
+            "it, or take --generator vllm if it is vLLM's."
+        )
+    settings = dict(vars(config))
+    if settings.get("stop_strings") is not None:
+        raise UnsupportedError(
+            "stop_strings: transformers needs the tokenizer to find them, which TRL does not give to `generate`. "
+            "Remove them, or take --generator vllm."
+        )
+    for name, off in _NOT_SAMPLING.items():
+        if settings.get(name) not in (None, off):
+            where = "generation_kwargs" if name in given else "the model's generation_config"
+            raise UnsupportedError(
+                f"{name}={settings[name]!r} in {where}: workers sample one token after another, so they would ignore "
+                f"it. Set it to {off!r} there, or train in one process (without --distributed)."
+            )
+    return settings, _OTHERS_HF
+
+
+def _of_vllm(args: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    given = {_HF_NAMES_IN_VLLM.get(name, name): value for name, value in (args.generation_kwargs or {}).items()}
+    own = {name: getattr(args, name) for name in ("temperature", *_NEUTRAL)}
+    return {**own, **given}, _OTHERS_VLLM
+
+
+def _value(settings: dict[str, Any], name: str, off: float) -> float:
+    value = settings.get(name)
+    return off if value is None else value

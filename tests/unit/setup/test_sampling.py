@@ -1,0 +1,132 @@
+"""What the sampler draws from, resolved once for each engine, and what is refused of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.setup.generator_choice import HF, VLLM, VLLM_SERVER
+from async_grpo.setup.sampling import check_sampling, effective_sampling, transformers_config
+
+
+def trainer(inherited: dict[str, Any] | None = None, **changes: Any) -> Any:
+    """A trainer with what TRL makes of its `GRPOConfig`.
+
+    Args:
+        inherited: of the model's own `generation_config`.
+    """
+    args: dict[str, Any] = {
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": None,
+        "repetition_penalty": 1.0,
+        "generation_kwargs": None,
+        "vllm_structured_outputs_regex": None,
+        **changes,
+    }
+    five = {name: args[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    given = {"do_sample": True, "max_new_tokens": 8, **five, **(args["generation_kwargs"] or {})}
+    config = GenerationConfig(**given)
+    model = SimpleNamespace(generation_config=GenerationConfig(**(inherited or {})))
+    return SimpleNamespace(args=SimpleNamespace(**args), generation_config=config, model=model)
+
+
+@pytest.mark.parametrize("generator", [HF, VLLM, VLLM_SERVER])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_k": -1},
+        {"top_k": None, "top_p": None} | {"min_p": 0.0},
+        {"generation_kwargs": {"max_new_tokens": 4, "temperature": 1.0, "top_k": -1}},
+    ],
+    ids=str,
+)
+def test_what_is_off_is_off_however_it_is_written(changes: dict[str, Any], generator: str) -> None:
+    config = trainer(**changes)
+    sampling = effective_sampling(config, generator)
+    assert sampling.departures() == []
+    assert (sampling.top_p, sampling.top_k, sampling.min_p) == (1.0, 0, 0.0)
+    check_sampling(config, "bypass", generator)
+
+
+DEPARTURES: list[tuple[dict[str, Any], str]] = [
+    ({"top_p": 0.9}, "top_p=0.9"),
+    ({"top_k": 20}, "top_k=20"),
+    ({"min_p": 0.1}, "min_p=0.1"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+    ({"generation_kwargs": {"temperature": 0.5}}, "temperature=0.5"),
+    ({"generation_kwargs": {"do_sample": False}}, "temperature=0.0"),
+    ({"generation_kwargs": {"min_new_tokens": 3}}, "min_(new_)?tokens=3"),
+]
+
+
+@pytest.mark.parametrize("generator", [HF, VLLM])
+@pytest.mark.parametrize(("changes", "text"), DEPARTURES, ids=str)
+def test_another_distribution_is_refused_wherever_it_is_set(changes: dict[str, Any], text: str, generator: str) -> None:
+    config = trainer(**changes)
+    with pytest.raises(UnsupportedError, match=rf"{text}: the sampler then draws.*--correction none"):
+        check_sampling(config, "bypass", generator)
+    check_sampling(config, "none", generator)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("min_p", 0.3), ("typical_p", 0.9), ("no_repeat_ngram_size", 2), ("suppress_tokens", [3])]
+)
+def test_transformers_inherits_from_the_model_what_nobody_has_set(name: str, value: Any) -> None:
+    config = trainer(inherited={name: value})
+    with pytest.raises(UnsupportedError, match=rf"{name}={value}".replace("[", r"\[")):
+        check_sampling(config, "bypass", HF)
+    check_sampling(config, "bypass", VLLM)  # which takes what it is given, and nothing else
+    assert getattr(transformers_config(config), name) == value
+
+
+def test_what_trl_sets_is_not_inherited() -> None:
+    config = trainer(inherited={"temperature": 0.6, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05})
+    assert effective_sampling(config, HF).departures() == []
+
+
+@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty", "logit_bias", "structured_outputs"])
+def test_settings_of_vllm_alone(name: str) -> None:
+    config = trainer(generation_kwargs={name: {1: 2.0}})
+    with pytest.raises(UnsupportedError, match=rf"{name}.*draws from another distribution"):
+        check_sampling(config, "bypass", VLLM)
+    with pytest.raises(UnsupportedError, match=rf"generation_kwargs has '{name}'.*does not know.*--generator vllm"):
+        check_sampling(config, "none", HF)
+
+
+def test_a_regex_needs_vllm_and_changes_what_is_drawn() -> None:
+    config = trainer(vllm_structured_outputs_regex="[0-9]+")
+    with pytest.raises(UnsupportedError, match=r"needs vLLM.*--generator vllm"):
+        check_sampling(config, "none", HF)
+    with pytest.raises(UnsupportedError, match=r"vllm_structured_outputs_regex.*draws"):
+        check_sampling(config, "bypass", VLLM)
+    check_sampling(config, "none", VLLM)
+    check_sampling(config, "none", None)  # some engine can
+
+
+@pytest.mark.parametrize("name", ["num_beams", "prompt_lookup_num_tokens"])
+def test_decoding_that_is_not_sampling_is_refused_with_where_it_comes_from(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{name}=4 in generation_kwargs.*would ignore it"):
+        check_sampling(trainer(generation_kwargs={name: 4}), "none", HF)
+    with pytest.raises(UnsupportedError, match=rf"{name}=4 in the model's generation_config"):
+        check_sampling(trainer(inherited={name: 4}), "none", HF)
+
+
+def test_stop_strings_need_vllm() -> None:
+    config = trainer(generation_kwargs={"stop_strings": ["</a>"]})
+    with pytest.raises(UnsupportedError, match=r"tokenizer.*--generator vllm"):
+        check_sampling(config, "bypass", HF)
+    check_sampling(config, "bypass", VLLM)
+
+
+def test_an_unknown_engine_is_refused_only_what_every_engine_refuses() -> None:
+    with pytest.raises(UnsupportedError, match=r"draws from another"):
+        check_sampling(trainer(top_p=0.9), "bypass", None)
+    check_sampling(trainer(inherited={"min_p": 0.3}), "bypass", None)
