@@ -16,7 +16,8 @@ pytestmark = pytest.mark.integration
 
 def test_a_run_survives_the_death_of_a_worker_and_uses_every_prompt_once(tmp_path: Path) -> None:
     run_dir = tmp_path / "worker"
-    with command("train", str(SETUP), "-n", "2", "--steps", "16", "--seed", "3", cwd=tmp_path) as run:
+    train = ("train", str(SETUP), "-n", "2", "--steps", "16", "--seed", "3")
+    with command(*train, cwd=tmp_path, TEST_REWARD="signals") as run:
         run.wait_until(lambda: len(steps_logged(run_dir)) >= 3, "three steps")
         children = run.children()
         run.wait_until(lambda: run.worker(1), "worker 1").kill()
@@ -40,7 +41,9 @@ def test_a_run_survives_the_death_of_a_worker_and_uses_every_prompt_once(tmp_pat
     assert {f"async/{name}" for name in expected} <= last.keys()
     assert {"reward", "rewards/reward/mean", "entropy", "completions/mean_length", "digits", "grad_norm"} <= last.keys()
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
-    assert "jobs/s; generation" in (run_dir / "log_worker_2.txt").read_text()
+    log = (run_dir / "log_worker_2.txt").read_text()
+    assert "jobs/s; generation" in log
+    assert log.count("the reward functions use signals") == 1
     assert "board worker" in run.output
 
 

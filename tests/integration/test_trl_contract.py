@@ -81,6 +81,9 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
 WITH_ENVIRONMENTS = {"_environment_pool": ROLLOUT}
 """Attributes of a trainer that has environments."""
 
+WHILE_GENERATING_WITH_TOOLS = {"_sync_tool_dicts": ROLLOUT}
+"""Attributes of a trainer with tools, made for each batch."""
+
 
 def modules_with(hook: str) -> list[str]:
     names = [(TRAINING, training_hooks.HOOKS), (ROLLOUT, rollout_hooks.HOOKS)]
@@ -132,6 +135,34 @@ def test_a_trainer_with_environments_keeps_them_in_a_pool(tmp_path: Path) -> Non
         assert isinstance(getattr(trainer, name, None), dict), moved(f"GRPOTrainer.{name}", "is no dict", module)
 
 
+def test_a_trainer_with_tools_has_those_of_each_completion_by_name(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: One.
+            b: Another.
+        """
+        return a + b
+
+    class Recording(GRPOTrainer):
+        def _generate(self, prompts: list[Any]) -> Any:
+            seen.extend(getattr(self, name, None) for name in WHILE_GENERATING_WITH_TOOLS)
+            raise InterruptedError
+
+    trainer: Any = build_trainer(
+        tmp_path, trainer_class=Recording, chat_template=QWEN3_CHAT_TEMPLATE, arguments={"tools": [add]}
+    )
+    with pytest.raises(InterruptedError):
+        trainer._generate_and_score_completions(twice(chat_rows(2)))
+    for name, value, module in zip(
+        WHILE_GENERATING_WITH_TOOLS, seen, WHILE_GENERATING_WITH_TOOLS.values(), strict=True
+    ):
+        assert value == [{"add": add}] * 4, moved(f"GRPOTrainer.{name}", f"is {value} while it generates", module)
+
+
 @pytest.mark.parametrize("module", [training_hooks, rollout_hooks], ids=[TRAINING, ROLLOUT])
 def test_every_private_name_that_we_touch_is_pinned_here(module: Any) -> None:
     tree = ast.parse(inspect.getsource(module))
@@ -143,6 +174,7 @@ def test_every_private_name_that_we_touch_is_pinned_here(module: Any) -> None:
     } | {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     overridden = set(PARAMETERS) & ours
     unpinned = touched - (ours - overridden) - set(ATTRIBUTES) - set(WITH_ENVIRONMENTS) - set(module.HOOKS)
+    unpinned -= set(WHILE_GENERATING_WITH_TOOLS)
     assert not unpinned, f"{module.__name__} touches {unpinned}: add them to its HOOKS, or to ATTRIBUTES here"
     unused = set(module.HOOKS) - touched - ours
     assert not unused, f"{module.__name__} names {unused} in its HOOKS but does not touch them"

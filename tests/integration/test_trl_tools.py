@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,18 @@ from datasets import Dataset
 from in_process import (
     QWEN3_CHAT_TEMPLATE,
     InProcessRun,
+    InProcessWorker,
     ScriptedEngine,
     ScriptedGenerator,
     build_tokenizer,
     chat_rows,
+    jobs_of,
     length,
     training_logs,
 )
 from trl import GRPOTrainer
+
+from async_grpo.rollout.main_thread import main_thread
 
 pytestmark = pytest.mark.integration
 
@@ -117,6 +122,25 @@ def test_tools(tmp_path: Path) -> None:
     called = run.groups[0].completions[0]
     assert [message["role"] for message in called] == ["assistant", "tool", "assistant"]
     assert called[1] == {"role": "tool", "name": "multiply", "content": "12"}
+
+
+def test_a_tool_that_uses_signals(tmp_path: Path) -> None:
+    def multiply(a: int, b: int) -> int:
+        """Multiply two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+        return a * b
+
+    trainer = settings(tmp_path, {"tools": [multiply]}, chat_template=QWEN3_CHAT_TEMPLATE, max_completion_length=256)()
+    tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
+    worker = InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(tokenizer, calls_multiply)))
+    groups: list[Any] = []
+    main_thread.serve_while(lambda: groups.extend(worker.generate(jobs_of(chat_rows(1)))))
+    assert groups[0].completions[0][1] == {"role": "tool", "name": "multiply", "content": "12"}
 
 
 def test_failing_tool_calls_are_counted(tmp_path: Path) -> None:

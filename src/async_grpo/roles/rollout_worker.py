@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from loguru import logger
 from async_grpo.errors import PeerDiedError, UnsupportedError, WeightsError
 from async_grpo.queue import WorkerQueue
 from async_grpo.rollout import WEIGHTS_WAIT_S
+from async_grpo.rollout.main_thread import ENDING_S, main_thread
 from async_grpo.rollout.threads import wait_for_tasks
 from async_grpo.rollout.worker import SERVER_WAIT_S, Worker, WorkerContext
 from async_grpo.rundir import paths as runs
@@ -36,10 +38,8 @@ from async_grpo.telemetry.stalls import StallReporter
 from async_grpo.telemetry.waiting import wait_until
 
 if TYPE_CHECKING:
+    from async_grpo.rollout.engines import Engine
     from async_grpo.rollout.trl_trainer import RolloutTrainer
-
-
-ENDING_S = 2.0  # that a worker which ends gives to rewards and tools that still run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,12 +144,16 @@ def _serve(
             settings=options.settings,
             deterministic=state.deterministic,
         )
-        worker = Worker(context, engine)
-        try:
-            worker.run()
-        finally:
-            activity.doing(ENDING)
-            logger.info("worker {} ends: {}", queue.name, worker.statistics.report())
+        main_thread.serve_while(partial(_run_worker, context, engine))
+
+
+def _run_worker(context: WorkerContext, engine: Engine) -> None:
+    worker = Worker(context, engine)
+    try:
+        worker.run()
+    finally:
+        activity.doing(ENDING)
+        logger.info("worker {} ends: {}", context.queue.name, worker.statistics.report())
 
 
 def _check_server(run: RunDir) -> None:

@@ -10,6 +10,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,6 +20,7 @@ import torch
 from async_grpo.errors import BadGroupError, UnsupportedError
 from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.main_thread import UserCode, asks_for_main_thread
 from async_grpo.setup.generator_choice import engine_inside, refuse_late_vllm
 
 if TYPE_CHECKING:
@@ -72,6 +74,9 @@ class RolloutTrainer:
         UnsupportedError: `use_vllm` was set after the trainer was built.
     """
 
+    _rewards: UserCode
+    _tools: defaultdict[str, UserCode]  # by name
+
     def __init__(self, trainer: GRPOTrainer) -> None:
         if engine_inside(trainer.model) is not None:  # Unsloth has set it; this worker feeds the engine
             trainer.args.use_vllm = trainer.use_vllm = False
@@ -81,6 +86,8 @@ class RolloutTrainer:
         trainer.model.eval()  # no dropout while sampling
         trainer.model.training = True  # the top level only: TRL reads it as "this is a training batch"
         self.trainer: Any = trainer
+        self._rewards = UserCode("the reward functions", in_main=any(map(asks_for_main_thread, trainer.reward_funcs)))
+        self._tools = defaultdict(lambda: UserCode("the tools"))
 
     @property
     def samples_whole(self) -> bool:
@@ -128,6 +135,9 @@ class RolloutTrainer:
 
     def score(self, group: GeneratedGroup) -> Scores:
         """Call the reward functions on one group, exactly as TRL would."""
+        return self._rewards.call(self._score, group)
+
+    def _score(self, group: GeneratedGroup) -> Scores:
         scorer = copy.copy(self.trainer)  # its own environments and pending logs, so that groups cannot mix
         scorer.environments = group.environments
         scorer.state = group.state
@@ -165,6 +175,8 @@ class RolloutTrainer:
         generate = type(trainer)._generate
 
         def leave_with(prompts: list[Any]) -> NoReturn:
+            if trainer.tools:
+                trainer._sync_tool_dicts = [self._where_they_can_run(tools) for tools in trainer._sync_tool_dicts]
             raise _Generated(prompts, generate(trainer, prompts))
 
         trainer._generate = leave_with
@@ -180,6 +192,9 @@ class RolloutTrainer:
             f"{type(trainer).__name__} makes completions without GRPOTrainer._generate, so workers cannot have them. "
             "Train in one process (without --distributed), or let rollout_func make them."
         )
+
+    def _where_they_can_run(self, tools: dict[str, Any]) -> dict[str, Any]:
+        return {name: partial(self._tools[name].call, tool) for name, tool in tools.items()}
 
 
 class _Generated(BaseException):  # not an `Exception`: the user's trainer may catch those

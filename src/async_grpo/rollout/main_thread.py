@@ -1,0 +1,178 @@
+"""The main thread of a worker, for code of the user's that cannot run in another one.
+
+Only the main thread may set a handler of a signal, and time-outs made of `signal.alarm` (math-verify's) need one.
+Plain TRL calls reward functions and tools in the main thread. So a worker's loop runs in a thread of its own, and the
+rewards and tools that need the main thread run there, one at a time, beside the engine. All others stay in threads,
+where slow ones do not wait for each other.
+
+A child process would not do: rewards share objects with the worker (environments, models on its GPU, closures).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import importlib
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import Any, ParamSpec, TypeVar
+
+from loguru import logger
+
+from async_grpo.errors import PeerDiedError
+from async_grpo.setup.process import leave_at_once
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LOOK_S = 0.5  # the main thread looks this often whether the loop's thread is alive
+ENDING_S = 2.0  # that a call in the main thread is given once the loop has ended
+
+_refused = threading.local()  # .count: how often this thread was not allowed to set a handler of a signal
+
+
+class MainThread:
+    """Runs the calls of other threads in the main thread, while it has nothing else to do."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._changing = threading.Lock()
+        self._serving = False
+        self._left = threading.Event()
+
+    def serve_while(self, work: Callable[[], None]) -> None:
+        """Do `work` in another thread, and the calls of `run` in this one until it ends. Raises what `work` raised."""
+        ended: Future[None] = Future()
+        context = contextvars.copy_context()  # what libraries keep there, they were given in this thread
+        thread = threading.Thread(target=context.run, args=(self._work, work, ended), name="worker loop", daemon=True)
+        self._left.clear()
+        self._serving = True
+        with _refusals_are_counted():
+            try:
+                thread.start()
+                while (call := self._next(thread)) is not None:
+                    call()
+            finally:
+                self._left.set()
+                self._refuse_calls()
+        ended.result()
+
+    def run(self, function: Callable[[], T]) -> T:
+        """The result of `function`, called in the main thread.
+
+        Raises:
+            PeerDiedError: the worker ends.
+        """
+        if threading.current_thread() is threading.main_thread():
+            return function()
+        result: Future[T] = Future()
+        with self._changing:
+            if not self._serving:
+                raise PeerDiedError("The worker ends: its main thread does no more calls.")
+            self._calls.put(functools.partial(_do, function, result))
+        return result.result()  # the main thread answers every call, at the latest when it ends
+
+    def _work(self, work: Callable[[], None], ended: Future[None]) -> None:
+        _do(work, ended)
+        self._calls.put(None)
+        if not self._left.wait(ENDING_S):
+            logger.warning("the worker ends before a reward or tool in its main thread: not done in {:g} s", ENDING_S)
+            error = ended.exception()
+            if error is not None:
+                traceback.print_exception(error)
+            leave_at_once(0 if error is None else 1)
+
+    def _next(self, thread: threading.Thread) -> Callable[[], None] | None:
+        while True:
+            try:
+                return self._calls.get(timeout=LOOK_S)  # the handlers of our own signals run meanwhile
+            except Empty:
+                if not thread.is_alive():
+                    return None
+
+    def _refuse_calls(self) -> None:
+        with self._changing:
+            self._serving = False
+        while not self._calls.empty():
+            call = self._calls.get()
+            if isinstance(call, functools.partial):
+                call.args[1].set_exception(PeerDiedError("The worker ends."))
+
+
+main_thread = MainThread()
+
+
+class UserCode:
+    """Code of the user's that runs in the caller's thread, or in the main one from the first call on that needs it.
+
+    That call is repeated there. What it has done by then is done twice.
+
+    Args:
+        name: of the code, for the log.
+        in_main: it is known to need the main thread.
+    """
+
+    def __init__(self, name: str, *, in_main: bool = False) -> None:
+        self._name = name
+        self._in_main = in_main
+
+    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        call = functools.partial(function, *args, **kwargs)
+        if self._in_main:
+            return main_thread.run(call)
+        before = _refusals()
+        try:
+            result = call()
+        except BaseException:
+            if _refusals() == before:
+                raise
+        else:
+            if _refusals() == before:
+                return result
+        if not self._in_main:
+            self._in_main = True
+            logger.info(
+                "{} use signals (a time-out, perhaps): called in the worker's main thread from now on", self._name
+            )
+        return main_thread.run(call)
+
+
+def asks_for_main_thread(function: Any) -> bool:
+    """Whether the code looks which thread it is in, as TRL's `accuracy_reward` does: elsewhere it has no time-outs."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None) or getattr(getattr(function, "__call__", None), "__code__", None)  # noqa: B004
+    return code is not None and "main_thread" in code.co_names
+
+
+def _do(function: Callable[[], T], result: Future[T]) -> None:
+    try:
+        result.set_result(function())
+    except BaseException as error:  # noqa: BLE001  # of the user's code: it belongs to the caller
+        result.set_exception(error)
+
+
+def _refusals() -> int:
+    return getattr(_refused, "count", 0)
+
+
+@contextmanager
+def _refusals_are_counted() -> Iterator[None]:
+    """Count, by thread, how often Python refuses to set a handler: a library may catch the error and say nothing."""
+    module: Any = importlib.import_module("_signal")  # `signal.signal` calls it by this name
+    original = module.signal
+
+    def counting(number: int, handler: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            _refused.count = _refusals() + 1
+        return original(number, handler)
+
+    module.signal = counting
+    try:
+        yield
+    finally:
+        module.signal = original

@@ -1,0 +1,108 @@
+"""Rewards and tools that use signals run in the main thread, and the worker's loop beside it."""
+
+from __future__ import annotations
+
+import functools
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from async_grpo.errors import PeerDiedError
+from async_grpo.rollout.main_thread import UserCode, asks_for_main_thread, main_thread
+
+DEADLINE_S = 60.0
+
+
+def in_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def with_alarm() -> str:
+    """As math-verify's time-out does."""
+    previous = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    signal.signal(signal.SIGALRM, previous)
+    return "scores"
+
+
+def with_alarm_swallowed() -> str:
+    try:
+        return with_alarm()
+    except ValueError:
+        return "no scores"
+
+
+def beside(*functions: Callable[[], Any], code: UserCode) -> list[Any]:
+    """Each function called by the worker's loop in a thread, as `code`; their results, or what they raised."""
+    results: list[Any] = []
+
+    def work() -> None:
+        assert not in_main()
+        with ThreadPoolExecutor(1) as threads:
+            for function in functions:
+                future = threads.submit(code.call, function)
+                results.append(future.exception(DEADLINE_S) or future.result())
+
+    main_thread.serve_while(work)
+    return results
+
+
+@pytest.mark.parametrize("function", [with_alarm, with_alarm_swallowed])
+def test_code_that_uses_signals_moves_to_the_main_thread(function: Callable[[], str]) -> None:
+    assert beside(function, in_main, code=UserCode("rewards")) == ["scores", True]
+
+
+def test_other_code_stays_where_it_is() -> None:
+    def fails() -> None:
+        raise RuntimeError("no reward")
+
+    first, *others = beside(fails, in_main, code=UserCode("rewards"))
+    assert str(first) == "no reward"
+    assert others == [False]
+    assert beside(in_main, code=UserCode("rewards", in_main=True)) == [True]
+
+
+def test_what_it_raises_in_the_main_thread_is_the_callers() -> None:
+    def exits() -> None:
+        with_alarm()
+        raise SystemExit("no licence")
+
+    first, *others = beside(exits, with_alarm, code=UserCode("rewards"))
+    assert isinstance(first, SystemExit)
+    assert others == ["scores"]
+
+
+def test_without_a_loop_beside_it_the_main_thread_calls_itself() -> None:
+    assert UserCode("rewards").call(with_alarm) == "scores"
+    with ThreadPoolExecutor(1) as threads, pytest.raises(PeerDiedError, match="The worker ends"):
+        threads.submit(main_thread.run, in_main).result(DEADLINE_S)
+
+
+def test_an_error_of_the_loop_is_raised_and_signals_are_as_before() -> None:
+    import _signal
+
+    original = _signal.signal
+
+    def work() -> None:
+        raise RuntimeError("the engine is broken")
+
+    with pytest.raises(RuntimeError, match="the engine is broken"):
+        main_thread.serve_while(work)
+    assert _signal.signal is original
+
+
+def test_code_that_looks_at_its_thread_is_known_before_it_is_called() -> None:
+    from trl.rewards import accuracy_reward
+
+    class Reward:
+        def __call__(self, **columns: Any) -> bool:
+            return threading.current_thread() is threading.main_thread()
+
+    assert asks_for_main_thread(accuracy_reward)
+    assert asks_for_main_thread(functools.partial(in_main))
+    assert asks_for_main_thread(Reward())
+    assert not asks_for_main_thread(with_alarm)
+    assert not asks_for_main_thread(print)
