@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,8 +17,7 @@ from types import ModuleType
 import psutil
 import pytest
 
-from async_grpo.rewards import sandbox
-from async_grpo.rewards.sandbox import SWITCH, Limits, SandboxError, SandboxResult, run_code
+from async_grpo.rewards.sandbox import SWITCH, Limits, SandboxError, SandboxResult, command, run_code
 
 ROOT = Path(__file__).resolve().parents[3]
 SHORT = Limits(wall_s=2.0, cpu_s=1, memory_bytes=192 << 20)
@@ -143,22 +143,6 @@ def test_a_fork_bomb_is_cheap() -> None:
 
 
 @isolated
-def test_the_processes_are_counted() -> None:
-    source = """
-import os, time
-children = 0
-try:
-    while True:
-        if os.fork() == 0:
-            time.sleep(9)
-        children += 1
-except OSError:
-    print(children)
-"""
-    assert int(run_code(source, limits=Limits(processes=4)).stdout) <= 4
-
-
-@isolated
 def test_it_cannot_kill_what_started_it() -> None:
     source = """
 import os, signal
@@ -253,25 +237,6 @@ def test_it_ends_when_the_worker_is_killed() -> None:
     _until(lambda: not _processes_in_sandboxes())
 
 
-@isolated
-@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
-def test_it_works_for_an_ordinary_user_too() -> None:
-    python = Path("/usr/bin/python3")
-    version = subprocess.run([python, "-c", "import sys; print(sys.version_info >= (3, 11))"], capture_output=True)
-    if version.stdout != b"True\n":
-        pytest.skip("no Python of the system that is new enough")
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); from async_grpo.rewards.sandbox import run_code; "
-        'print(run_code(\'import os; print(os.listdir("/program")); open("/usr/file", "w")\'))'
-    )
-    as_user = ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups"]
-    ran = subprocess.run([*as_user, python, "-c", code, str(ROOT / "src")], capture_output=True, text=True)
-    if "cannot be isolated here" in ran.stderr or "Permission denied" in ran.stderr:
-        pytest.skip(f"ordinary users may not: {ran.stderr[-300:]}")
-    assert "['main.py']" in ran.stdout, ran
-    assert "Read-only file system" in ran.stdout
-
-
 def test_it_is_off_until_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SWITCH)
     with pytest.raises(SandboxError, match=SWITCH):
@@ -281,25 +246,26 @@ def test_it_is_off_until_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("tool", ["exit 1", "echo no namespaces for you >&2; exit 1", None])
 def test_without_isolation_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tool: str | None) -> None:
     """A kernel that forbids namespaces, as `unshare` tells it; and a machine without the tools."""
-    setpriv = sandbox.shutil.which("setpriv")
+    setpriv = shutil.which("setpriv")
     if tool is not None and setpriv is not None:
         (tmp_path / "setpriv").symlink_to(setpriv)
         (tmp_path / "unshare").write_text(f"#!/bin/sh\n{tool}\n")
         (tmp_path / "unshare").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(command, "_bubblewrap", lambda: None)
     with pytest.raises(SandboxError, match="was not run, because it cannot be isolated here"):
         run_code(f"open({str(tmp_path / 'it ran')!r}, 'w')")
     assert not (tmp_path / "it ran").exists()
 
 
-@pytest.mark.skipif(sandbox.shutil.which("setpriv") is None, reason="no setpriv here")
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv here")
 def test_without_namespaces_nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An `unshare` that lies: the program's own process 1 sees that it is none."""
-    (tmp_path / "setpriv").symlink_to(str(sandbox.shutil.which("setpriv")))
+    (tmp_path / "setpriv").symlink_to(str(shutil.which("setpriv")))
     (tmp_path / "unshare").write_text('#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n')
     (tmp_path / "unshare").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(sandbox, "_bubblewrap", lambda: None)
+    monkeypatch.setattr(command, "_bubblewrap", lambda: None)
     with pytest.raises(SandboxError, match="the namespaces were not made"):
         run_code(f"open({str(tmp_path / 'it ran')!r}, 'w')")
     assert not (tmp_path / "it ran").exists()

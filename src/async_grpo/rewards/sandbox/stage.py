@@ -1,17 +1,16 @@
 """Process 1 of a sandbox: makes the file system that the program sees, starts it with no rights, waits for it.
 
-Run as `python -I -S -c` with the text of this file, so it imports nothing of Async-GRPO. Writes one word to the status
-pipe that the program is about to start; anything else there is the reason why it is not.
+Run as `python -I -S -c` with the text of this file and a call of `main`, so it imports nothing of Async-GRPO, and
+nothing that takes long. Writes one word to the status pipe that the program is about to start; anything else there is
+the reason why it is not.
 """
 
-# ruff: noqa: PTH102, PTH103, PTH112, PTH114, PTH115, PTH120, PTH123, PTH211 (pathlib takes longer to import than the rest)
+# ruff: noqa: PTH102, PTH103, PTH112, PTH114, PTH115, PTH116, PTH120, PTH123, PTH211, SIM105 (imports that take longer than the rest)
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import resource
-import sys
 from typing import Any
 
 WORK = "/program"  # the program's directory, the only place where it can write
@@ -19,17 +18,30 @@ _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 
 _MNT_DETACH, _AT_RECURSIVE, _AT_FDCWD = 2, 0x8000, -100
 _SYS_MOUNT_SETATTR = 442  # the same number on every architecture
 _READ_ONLY, _NO_SUID = 1, 2
-_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
+_PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
+_SECCOMP_MODE_FILTER = 2
+_SYS_KEYCTL = {"x86_64": 250, "aarch64": 219}
+_KEYCTL_JOIN_SESSION_KEYRING = 1
+_FIRST_NAMESPACE = 0xF0000000  # namespaces have numbers from here, unique on the machine
 _SIGKILL = 9
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main() -> None:
-    settings: dict[str, Any] = json.loads(sys.argv[1])
+class _Filter(ctypes.Structure):
+    """struct sock_fprog"""
+
+    _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
+
+
+def main(settings: dict[str, Any]) -> None:
     status: int = settings["status_fd"]
     try:
+        os.umask(0o022)  # the program is another user, who has to find its files
         os.set_inheritable(status, False)  # so that the start of the program closes it
+        _enter_groups(settings["group_fds"])
+        _leave_keyrings()
+        uid = _own_uid(settings["first_uid"])
         source = _read_exactly(settings["source_bytes"])
         if settings["build_root"]:
             if os.getpid() != 1:  # in the namespaces of the machine the next lines would be a disaster
@@ -39,13 +51,33 @@ def main() -> None:
             file.write(source)
         program = os.fork()
         if program == 0:
-            _become_program(settings, status)
+            _become_program(settings, uid, status)
         os.close(status)
     except BaseException as error:  # noqa: BLE001 - reported to the process outside
         os.write(status, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
     _, ending = os.waitpid(program, 0)
     os._exit(ending >> 8 if os.WIFEXITED(ending) else 128 + os.WTERMSIG(ending))
+
+
+def _enter_groups(doors: list[int]) -> None:
+    for door in doors:
+        try:
+            os.write(door, b"0")
+        except OSError:
+            pass  # the group is one limit more, where the machine has it
+        os.close(door)
+
+
+def _leave_keyrings() -> None:
+    """Take a new session keyring; the program cannot use keys at all, but what the kernel does for it could."""
+    number = _SYS_KEYCTL[os.uname().machine]
+    _libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None)  # a kernel or a container without keys has none to leave
+
+
+def _own_uid(first_uid: int | None) -> int | None:
+    """A user who runs nothing else on this machine, so that its processes are counted by themselves."""
+    return None if first_uid is None else first_uid + (os.stat("/proc/self/ns/pid").st_ino - _FIRST_NAMESPACE)
 
 
 def _read_exactly(size: int) -> bytes:
@@ -76,8 +108,8 @@ def _build_root(settings: dict[str, Any]) -> None:
         _show(path)
     os.mkdir("/new" + WORK)
     _set_read_only("/new")
-    work_size = settings["work_bytes"] + 65536
-    _mount("tmpfs", "/new" + WORK, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={work_size},nr_inodes=1024,mode=1777")
+    size = settings["work_bytes"]
+    _mount("tmpfs", "/new" + WORK, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={size},nr_inodes=1024,mode=1777")
     os.chdir("/new")
     _check(_libc.pivot_root(b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", _MNT_DETACH), "umount2")
@@ -100,20 +132,13 @@ def _show(path: str) -> None:
     _mount(old, new, None, _MS_BIND | _MS_REC)
 
 
-def _become_program(settings: dict[str, Any], status: int) -> None:
+def _become_program(settings: dict[str, Any], uid: int | None, status: int) -> None:
     """Give up every right, take on the limits, and be the program. Never returns."""
     try:
-        _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-        for capability in range(64):
-            _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # of those that there are, and that we have
-        if settings["become_uid"] is not None:
-            os.setgroups([])
-            os.setresgid(settings["become_uid"], settings["become_uid"], settings["become_uid"])
-            os.setresuid(settings["become_uid"], settings["become_uid"], settings["become_uid"])
-        _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
-        for name, value in settings["rlimits"].items():
-            resource.setrlimit(getattr(resource, name), (value, value))
+        _give_up_rights(uid)
+        _take_on_limits(settings["rlimits"])
         os.chdir(WORK)
+        _filter_calls(settings["filter"])
         os.write(status, b"ready")
         python = settings["python"]
         os.execve(python, [python, "-I", "-S", "-X", "utf8", f"{WORK}/main.py"], {})
@@ -121,6 +146,35 @@ def _become_program(settings: dict[str, Any], status: int) -> None:
         os.write(status, f"{type(error).__name__}: {error}".encode())
     finally:
         os._exit(1)
+
+
+def _give_up_rights(uid: int | None) -> None:
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    for capability in range(64):
+        _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)  # of those that there are, and that we have
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    _prctl(_PR_SET_PDEATHSIG, _SIGKILL)
+
+
+def _take_on_limits(limits: dict[str, int]) -> None:
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, resource.getrlimit(resource.RLIMIT_NPROC)[1]))
+    try:
+        if os.fork() == 0:
+            os._exit(0)
+    except OSError:
+        pass
+    else:
+        raise PermissionError("the kernel does not limit the number of processes of this user")
+    for name, value in limits.items():
+        resource.setrlimit(getattr(resource, name), (value, value))
+
+
+def _filter_calls(steps: bytes) -> None:
+    program = _Filter(len(steps) // 8, steps)
+    _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0), "seccomp")
 
 
 def _set_read_only(path: str) -> None:
@@ -145,7 +199,3 @@ def _check(result: int, what: str) -> None:
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
-
-
-if __name__ == "__main__":
-    main()
