@@ -16,6 +16,7 @@ from async_grpo_ipc.control import Control, SlotRecord, SlotState
 from async_grpo_ipc.errors import AttachError, ExporterDiedError, HandleFileError, IPCError, ShareTimeoutError
 from async_grpo_ipc.handle import Handle, boot_id, pid_namespace, read_handle
 from async_grpo_ipc.layout import views
+from async_grpo_ipc.locks import is_exiting
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,11 @@ class Attachment:
         try:
             self.memory = memory.attach(handle.memory, handle.pid, device)
             _check_canary(self.memory, handle, path)
-        except BaseException:
+        except BaseException as error:
+            lost = isinstance(error, AttachError) and (not self.exporter_alive() or is_exiting(handle.pid))
             self._control.close()
+            if lost:  # it died after it was found here: that is no trouble of this process
+                raise _died(path, handle.pid) from error
             raise
         self._leases = 0
         self._retired = False
@@ -54,8 +58,11 @@ class Attachment:
         return self._control.owner_alive()
 
     def readable(self) -> bool:
-        """Whether the memory may be read at all: on CUDA only while its owner lives."""
-        return self.memory.survives_exporter or self.exporter_alive()
+        """Whether the memory may be read at all: on CUDA only while its owner lives.
+
+        A process that is being ended loses its GPU memory before the kernel drops its locks, so both are asked.
+        """
+        return self.memory.survives_exporter or (self.exporter_alive() and not is_exiting(self.handle.pid))
 
     def require_readable(self) -> None:
         """Raise `ExporterDiedError` where what was read just now may not be what was published."""

@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Literal, Self
 
@@ -30,6 +30,8 @@ from async_grpo_ipc.sources import Blueprint, Sources, model_tensors
 logger = logging.getLogger(__name__)
 
 WARN_EVERY_S = 60.0
+READERS_END_S = 3.0  # that readers get to finish with memory that is lost with this process
+READERS_POLL_S = 0.01
 
 
 class WeightExporter:
@@ -39,7 +41,7 @@ class WeightExporter:
     manager, and belongs to the process and the thread that made it.
     """
 
-    def __init__(self, sources: Sources, path: str | Path | None, slots: int) -> None:
+    def __init__(self, sources: Sources, path: str | Path | None, slots: int, way: memory.Way = "auto") -> None:
         if not 1 <= slots <= MAX_SLOTS:
             raise ValueError(
                 f"slots must be between 1 and {MAX_SLOTS}, got {slots}: 2 lets readers and the writer overlap."
@@ -60,7 +62,7 @@ class WeightExporter:
             self._static = plan_layout(sources.static, dtype=sources.dtype, start=memory.CANARY_BYTES)
             self._slot = plan_layout(sources.changing, dtype=sources.dtype)
             block_bytes = [self._static.nbytes] + [self._slot.nbytes] * slots
-            self._memory = memory.allocate(sources.device, self.generation, block_bytes)
+            self._memory = memory.allocate(sources.device, self.generation, block_bytes, way)
             self._write_static()
             self._plans = self._make_plans()
             write_handle(self.path, self._handle())
@@ -87,6 +89,7 @@ class WeightExporter:
         buffers: bool = False,
         frozen: Literal["static", "changing", "skip"] = "static",
         include: Callable[[str, Tensor], bool] | None = None,
+        way: memory.Way = "auto",
     ) -> Self:
         """Publish a model's parameters.
 
@@ -102,9 +105,12 @@ class WeightExporter:
             frozen: What becomes of parameters without `requires_grad`: `"static"` copies them once, outside
                 the slots; `"changing"` treats them like the others; `"skip"` leaves them to the readers.
             include: Publish only the parameters and buffers for which `include(name, tensor)` is true.
+            way: Weights of a GPU lie in its memory (`"ipc"`), or in the host's, for readers on GPUs that cannot
+                reach it (`"host"`). `"auto"`: in its memory where that can be shared.
 
         Raises:
             ExporterAliveError: Another live exporter publishes at this path.
+            IPCError: `way` is `"ipc"`, and it cannot be.
             ValueError: There is nothing to publish.
         """
         entries = [
@@ -112,7 +118,8 @@ class WeightExporter:
             for entry in model_tensors(model, buffers=buffers)
             if include is None or include(entry.name, entry.tensor)
         ]
-        return cls(Sources.of_model(model, entries, dtype=dtype, buffers=buffers, frozen=frozen), path, slots)
+        sources = Sources.of_model(model, entries, dtype=dtype, buffers=buffers, frozen=frozen)
+        return cls(sources, path, slots, way)
 
     @classmethod
     def from_tensors(
@@ -122,9 +129,10 @@ class WeightExporter:
         *,
         slots: int = 2,
         dtype: torch.dtype | None = None,
+        way: memory.Way = "auto",
     ) -> Self:
         """Publish named tensors. `publish` copies what they contain at that moment; the mapping itself is read once."""
-        return cls(Sources.of_tensors(tensors, dtype=dtype), path, slots)
+        return cls(Sources.of_tensors(tensors, dtype=dtype), path, slots, way)
 
     @classmethod
     def from_blueprint(
@@ -135,6 +143,7 @@ class WeightExporter:
         *,
         device: torch.device,
         slots: int = 2,
+        way: memory.Way = "auto",
     ) -> Self:
         """Publish a model that no process holds whole: one that is sharded over several.
 
@@ -145,8 +154,9 @@ class WeightExporter:
             path: As for `from_model`.
             device: Where the published tensors lie.
             slots: As for `from_model`.
+            way: As for `from_model`.
         """
-        return cls(Sources.of_blueprint(blueprint, write, device), path, slots)
+        return cls(Sources.of_blueprint(blueprint, write, device), path, slots, way)
 
     def publish(self, version: int) -> bool:
         """Copy the tensors into a free slot and make it the newest version.
@@ -178,11 +188,14 @@ class WeightExporter:
 
     def close(self) -> None:
         """Withdraw the handle file. Readers that are attached keep what they have mapped; new ones fail with
-        `HandleFileError`.
+        `HandleFileError`. Memory that is lost with this process (CUDA) is first withdrawn from them, which takes up to
+        three seconds.
         """
         if self._owner.closed or not self._owner.is_own:
             return
         self.path.unlink(missing_ok=True)
+        if not self._memory.survives_exporter:
+            self._withdraw_versions()
         self._plans = []
         self._memory.close(readers_attached=self._control.readers_attached())
         self._control.close()
@@ -226,6 +239,22 @@ class WeightExporter:
     def _announce(self, version: int) -> None:
         self._version_file.show(version)
 
+    def _withdraw_versions(self) -> None:
+        """Give no more leases, and wait a while for those that are held."""
+        held = set(range(len(self._in_slots)))
+        for slot in held:
+            self._mark(slot, SlotState.EMPTY, -1)
+        deadline = time.monotonic() + READERS_END_S
+        while held := {s for s in held if not self._control.locks.try_exclusive(FIRST_SLOT_BYTE + s)}:
+            if time.monotonic() >= deadline:
+                logger.warning(
+                    "The weights' memory is given up while it is read, by %s: what they "
+                    "read from now on is not to be believed, and they can tell.",
+                    self._readers(held),
+                )
+                return
+            time.sleep(READERS_POLL_S)
+
     def _skip(self, version: int) -> None:
         self.skipped += 1
         self._skipped_in_a_row += 1
@@ -237,12 +266,11 @@ class WeightExporter:
                 version,
                 self._skipped_in_a_row,
                 self.skipped,
-                self._readers(),
+                self._readers(range(self._control.header.slots)),
                 self.version,
             )
 
-    def _readers(self) -> str:
-        slots = range(self._control.header.slots)
+    def _readers(self, slots: Iterable[int]) -> str:
         pids = sorted({pid for slot in slots for pid in self._control.slot_holders(slot)})
         return f"pids {pids}" if pids else "processes that are not visible here"
 

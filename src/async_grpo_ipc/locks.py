@@ -31,6 +31,8 @@ OWNER_BYTE = 0  # exclusively held by the exporter as long as it lives
 ATTACHED_BYTE = 1  # held shared by every reader as long as it maps the memory
 FIRST_SLOT_BYTE = 16  # slot i is byte 16 + i: shared while read, exclusive while written
 
+_FLAGS, _PF_EXITING = 6, 0x4  # of /proc/PID/stat, counted behind the name; linux/sched.h
+
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
@@ -181,6 +183,15 @@ class OwnerLock:
     def close(self) -> None:
         self.closed = True
         self._locks.close()
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether this process is gone, or the kernel has begun to take it apart (its main thread has PF_EXITING)."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+    except OSError:
+        return True
+    return bool(int(after_name.split()[_FLAGS]) & _PF_EXITING)
 
 
 def _holds(pid: int, device: int, inode: int, byte: int) -> bool:

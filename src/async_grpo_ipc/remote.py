@@ -116,7 +116,8 @@ class RemoteWeights:
 
         Raises:
             ShareTimeoutError: Nothing was published in time.
-            ExporterDiedError: Nothing is published, and no exporter lives.
+            ExporterDiedError: Nothing is published, and no exporter lives; or at the block's end: the exporter died
+                meanwhile and its memory with it, so nothing that was read may be used, nor an error drawn from it.
         """
         lease = self._take_lease(timeout_s)
         view = WeightsView(dict(lease.tensors()), lease.version, self.generation)
@@ -124,8 +125,11 @@ class RemoteWeights:
             yield view
         finally:
             view._end()
-            lease.attachment.memory.synchronize()
-            lease.release()
+            try:
+                lease.attachment.memory.synchronize()
+                lease.attachment.require_readable()
+            finally:
+                lease.release()
 
     def can_alias(self, model: nn.Module) -> bool:
         """Whether the weights lie on the model's own device. If not, `pull` copies them to it."""
@@ -175,6 +179,18 @@ class RemoteWeights:
         Returns the version.
         """
         return self._move_to(self._take_lease(timeout_s))
+
+    def intact(self) -> bool:
+        """Whether all that was read of aliased weights so far is what was published.
+
+        False once their exporter has died where its memory is lost with it (CUDA). Ask before `release()` and
+        `refresh()`, and use nothing that was computed before the answer was True.
+        """
+        held = self._held
+        if held is None or held.attachment.memory.survives_exporter:
+            return True
+        held.attachment.memory.synchronize()
+        return held.attachment.readable()
 
     def release(self) -> None:
         """Let the exporter have the slot while this process is idle. The caller does not read aliased weights

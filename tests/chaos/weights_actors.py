@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # fake_cuda.py, for the actors
+
 TENSORS = 12
 ELEMENTS = 4099
 DEADLINE_S = 60.0
@@ -27,15 +29,19 @@ DEADLINE_S = 60.0
 
 
 class Nursery:
-    """Starts and ends actors by name. Used as a context manager; whatever still runs at the end is killed."""
+    """Starts and ends actors by name. Used as a context manager; whatever still runs at the end is killed.
 
-    def __init__(self) -> None:
+    Args:
+        environment: of the actors: `Knobs.environment()` of fake_cuda.py, a mutant of weights_mutants.py.
+    """
+
+    def __init__(self, **environment: str) -> None:
         self._process = subprocess.Popen(
             [sys.executable, __file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         )
         self._ask("ping")
 
@@ -136,13 +142,13 @@ def model_of(tensors: dict[str, Any]) -> Any:
     return model
 
 
-def write_forever(path: str, log: str, first: int = 1, pause_s: float = 0.0) -> None:
+def write_forever(path: str, log: str, first: int = 1, pause_s: float = 0.0, way: str = "auto") -> None:
     """Publish version after version, every element of a tensor saying which."""
     from async_grpo_ipc import WeightExporter
 
     say = Log(log)
     tensors = tensors_of(0)
-    exporter = WeightExporter.from_tensors(tensors, path)
+    exporter = WeightExporter.from_tensors(tensors, path, way=way)
     say("exporter", generation=exporter.generation)
     version = first
     while True:
@@ -219,6 +225,8 @@ def read_forever(path: str, log: str, way: str, seed: int) -> None:
         torn = is_torn(seen, version)
         time.sleep(chance.random() * 0.012)
         torn = torn or is_torn(seen, version)
+        if not remote.intact():  # its exporter died meanwhile, and its memory with it
+            continue
         say("read", generation=remote.generation, version=version, waited=waited, torn=torn)
         if way == "alias":
             adopt = lambda _: remote.refresh()  # noqa: E731  (aliased once, then moved)
@@ -282,10 +290,15 @@ def spawn(role: str, arguments: dict[str, Any]) -> int:
 
 def run_nursery() -> None:
     import torch
+    from weights_mutants import MUTANTS
 
     import async_grpo_ipc  # noqa: F401  (for the forked children)
+    from fake_cuda import install_if_asked
 
     torch.set_num_threads(1)
+    install_if_asked()
+    if mutant := os.environ.get("MUTANT"):
+        MUTANTS[mutant]()
     children: set[int] = set()
     for line in sys.stdin:
         request = json.loads(line)

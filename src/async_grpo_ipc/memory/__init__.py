@@ -7,13 +7,15 @@ canary, then the frozen tensors), block 1 + i is slot i.
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from async_grpo_ipc.errors import IPCError
 from async_grpo_ipc.staging import Staging
 
+Way = Literal["auto", "ipc", "host"]  # how weights of a GPU are shared
 logger = logging.getLogger(__name__)
 
 CANARY_BYTES = 4096
@@ -23,6 +25,7 @@ class ExportedMemory(Protocol):
     """Memory that this process allocated and publishes."""
 
     blocks: Sequence[Tensor]
+    survives_exporter: bool  # whether readers may go on reading after this process has ended
 
     def describe(self) -> dict[str, Any]:
         """What a reader needs in order to map it: the `memory` object of the handle file."""
@@ -59,26 +62,46 @@ def canary(generation: str) -> bytes:
     return hashlib.shake_256(bytes.fromhex(generation)).digest(CANARY_BYTES)
 
 
-def allocate(device: torch.device, generation: str, block_bytes: Sequence[int]) -> ExportedMemory:
-    """Blocks of these sizes that other processes can map, for tensors of `device`, the canary written."""
-    memory = _allocate(device, generation, block_bytes)
+def allocate(device: torch.device, generation: str, block_bytes: Sequence[int], way: Way = "auto") -> ExportedMemory:
+    """Blocks of these sizes that other processes can map, for tensors of `device`, the canary written.
+
+    Args:
+        way: memory of the GPU where it can be shared, else of the host ("auto"); or one of the two.
+
+    Raises:
+        IPCError: `way` is "ipc", and the memory of this device cannot be shared so.
+    """
+    memory = _allocate(device, generation, block_bytes, way)
     memory.blocks[0][:CANARY_BYTES] = torch.frombuffer(bytearray(canary(generation)), dtype=torch.uint8)
     memory.synchronize()
     return memory
 
 
-def _allocate(device: torch.device, generation: str, block_bytes: Sequence[int]) -> ExportedMemory:
+def _allocate(device: torch.device, generation: str, block_bytes: Sequence[int], way: Way) -> ExportedMemory:
     from async_grpo_ipc.memory.posix import PosixExport
 
-    if device.type == "cuda":
-        from async_grpo_ipc.memory.cuda import CudaExport
-        from async_grpo_ipc.memory.cuda_runtime import why_not
+    if way == "ipc" and device.type != "cuda":
+        raise IPCError(f"The weights are on {device}, and only a GPU's memory is shared by CUDA IPC. Take 'auto'.")
+    on_gpu = _in_gpu_memory(device, block_bytes, way) if device.type == "cuda" and way != "host" else None
+    return on_gpu or PosixExport(device, generation, block_bytes)
 
-        reason = why_not(device)
-        if reason is None:
+
+def _in_gpu_memory(device: torch.device, block_bytes: Sequence[int], way: Way) -> ExportedMemory | None:
+    """None where the GPU's memory cannot be shared, or has no room: which it is, is logged in one line."""
+    from async_grpo_ipc.memory.cuda import CudaExport
+    from async_grpo_ipc.memory.cuda_runtime import why_not
+
+    reason = why_not(device)
+    if reason is None:
+        try:
             return CudaExport(device, block_bytes)
-        logger.warning("Weights of %s are published in host memory: %s.", torch.cuda.get_device_name(device), reason)
-    return PosixExport(device, generation, block_bytes)
+        except RuntimeError as error:  # cupy's CUDARuntimeError
+            reason = f"{sum(block_bytes) / 2**30:.2f} GiB of its own cannot be shared ({error})"
+    name = torch.cuda.get_device_name(device)
+    if way == "ipc":
+        raise IPCError(f"Weights of {name} cannot be shared by CUDA IPC: {reason}. Take 'auto' or 'host'.")
+    logger.warning("Weights of %s are published in host memory, which is slower: %s.", name, reason)
+    return None
 
 
 def attach(description: Mapping[str, Any], pid: int, device: torch.device | None) -> AttachedMemory:

@@ -29,13 +29,25 @@ NO_PEER = "_ASYNC_GRPO_IPC_NO_PEER"  # for our tests: a machine with one GPU has
 
 
 class CudaExport:
-    """Raw allocations on one GPU, and their IPC handles."""
+    """Raw allocations on one GPU, and their IPC handles.
+
+    Raises:
+        RuntimeError: there is no room for them, or no handle; nothing is left allocated.
+    """
+
+    survives_exporter = False
 
     def __init__(self, device: torch.device, block_bytes: Sequence[int]) -> None:
         self._runtime = load_runtime()
         self._device = self._runtime.current_device() if device.index is None else device.index
-        self._pointers = [self._runtime.malloc(self._device, align(n, ALLOCATION_BYTES)) for n in block_bytes]
-        self._handles = [self._runtime.handle_of(self._device, pointer).hex() for pointer in self._pointers]
+        self._pointers: list[int] = []
+        try:
+            for nbytes in block_bytes:
+                self._pointers.append(self._malloc(align(nbytes, ALLOCATION_BYTES)))
+            self._handles = [self._runtime.handle_of(self._device, pointer).hex() for pointer in self._pointers]
+        except RuntimeError:
+            self._free()
+            raise
         self.blocks: Sequence[Tensor] = [
             self._runtime.tensor(self._device, pointer, nbytes, self)
             for pointer, nbytes in zip(self._pointers, block_bytes, strict=True)
@@ -60,11 +72,23 @@ class CudaExport:
         for handle in self._handles:
             _own_blocks.pop(handle, None)
         self.blocks = []
-        pointers, self._pointers = self._pointers, []
         if readers_attached:
             logger.info("Readers still map the weights, so their GPU memory is freed when this process ends.")
+            self._pointers = []
             return
         self.synchronize()
+        self._free()
+
+    def _malloc(self, nbytes: int) -> int:
+        """Memory that torch keeps for later use counts as taken here: torch is asked for it before this gives up."""
+        try:
+            return self._runtime.malloc(self._device, nbytes)
+        except RuntimeError:
+            self._runtime.empty_cache()
+            return self._runtime.malloc(self._device, nbytes)
+
+    def _free(self) -> None:
+        pointers, self._pointers = self._pointers, []
         for pointer in pointers:
             self._runtime.free(self._device, pointer)
 
@@ -170,7 +194,8 @@ def _open(runtime: CudaRuntime, device: int, block: Mapping[str, Any], descripti
             raise AttachError(
                 f"GPU {device} ({runtime.uuid(device)}) cannot map the weights on "
                 f"{description['device_name']} ({description['device_uuid']}): {error}. Usual reasons: "
-                "different containers (share the pid and ipc namespaces), MIG or WSL, a GPU that "
-                "CUDA_VISIBLE_DEVICES hides from one of the two, or no peer access."
+                "different containers (share the pid and ipc namespaces), MIG or WSL, or no peer access between "
+                "the two GPUs. Publishing through host memory always works: async-grpo's --weights host, or "
+                "way='host' of the exporter."
             ) from error
     return runtime.tensor(device, imported.pointer, block["nbytes"], imported)

@@ -7,6 +7,8 @@ handle while a handle file has any number of readers.
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,6 +60,10 @@ class CudaRuntime(Protocol):
 
     def synchronize(self, device: int) -> None: ...
 
+    def empty_cache(self) -> None:
+        """Let torch give back what it has allocated and does not use."""
+        ...
+
 
 class CupyRuntime:
     """The real one."""
@@ -83,25 +89,33 @@ class CupyRuntime:
     def name(self, device: int) -> str:
         return torch.cuda.get_device_name(device)
 
+    @contextmanager
+    def _current(self, device: int) -> Iterator[None]:
+        """Make this GPU current, for torch first: cupy makes the GPU current again that it found, and that creates a
+        context there (CUDA 12 and later). torch leaves no context where there was none.
+        """
+        with torch.cuda.device(device), self._cupy.cuda.Device(device):
+            yield
+
     def malloc(self, device: int, nbytes: int) -> int:
-        with self._cupy.cuda.Device(device):
+        with self._current(device):
             return int(self._runtime.malloc(nbytes))
 
     def free(self, device: int, pointer: int) -> None:
-        with self._cupy.cuda.Device(device):
+        with self._current(device):
             self._runtime.free(pointer)
 
     def handle_of(self, device: int, pointer: int) -> bytes:
-        with self._cupy.cuda.Device(device):
+        with self._current(device):
             return bytes(self._runtime.ipcGetMemHandle(pointer))
 
     def open_handle(self, device: int, handle: bytes) -> int:
         torch.zeros(1, device=f"cuda:{device}")  # torch's context exists before cupy uses it
-        with self._cupy.cuda.Device(device):
+        with self._current(device):
             return int(self._runtime.ipcOpenMemHandle(handle, self._runtime.cudaIpcMemLazyEnablePeerAccess))
 
     def close_handle(self, device: int, pointer: int) -> None:
-        with self._cupy.cuda.Device(device):
+        with self._current(device):
             self._runtime.ipcCloseMemHandle(pointer)
 
     def can_access_peer(self, device: int, owner: int) -> bool:
@@ -112,13 +126,16 @@ class CupyRuntime:
 
     def tensor(self, device: int, pointer: int, nbytes: int, owner: object) -> Tensor:
         memory = self._cupy.cuda.UnownedMemory(pointer, nbytes, owner, device)
-        with self._cupy.cuda.Device(device):
+        with self._current(device):
             array = self._cupy.ndarray((nbytes,), self._cupy.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
             tensor: Tensor = torch.utils.dlpack.from_dlpack(array)
         return tensor
 
     def synchronize(self, device: int) -> None:
         torch.cuda.synchronize(device)
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
 
 
 @functools.cache
@@ -127,14 +144,51 @@ def load_runtime() -> CudaRuntime:
     return CupyRuntime()
 
 
+PROBE_BYTES = 2 << 20
+
+
 def why_not(device: torch.device) -> str | None:
-    """Why memory of this GPU cannot be shared by CUDA IPC, None where it can."""
+    """Why memory of this GPU cannot be shared by CUDA IPC, None where a small piece of it was just given a handle.
+
+    That a handle can be had does not say that another process can open it: only a process that tries can tell.
+    """
     try:
-        load_runtime()
+        runtime = load_runtime()
     except ImportError as error:
         return f"cupy cannot be imported ({error}); install cupy-cuda12x or cupy-cuda13x, as your CUDA is"
     if "microsoft" in Path("/proc/version").read_text(encoding="utf-8").lower():
         return "WSL has no CUDA IPC"
     if " MIG " in torch.cuda.get_device_name(device):
-        return "a MIG instance has no CUDA IPC"
+        return "this is a MIG instance, and whether CUDA IPC works within one is not known"
+    index = runtime.current_device() if device.index is None else device.index
+    return _why_no_handle(runtime, index)
+
+
+def _why_no_handle(runtime: CudaRuntime, device: int) -> str | None:
+    try:
+        pointer = runtime.malloc(device, PROBE_BYTES)
+    except RuntimeError:
+        return None  # no room: whoever needs more of it will say so
+    try:
+        runtime.handle_of(device, pointer)
+    except RuntimeError as error:  # cupy's CUDARuntimeError
+        return f"the driver gives no handle for its memory ({error})"
+    finally:
+        runtime.free(device, pointer)
     return None
+
+
+def pin(memory: Tensor, device: torch.device) -> str | None:
+    """Lock this host memory, so that the GPU copies into it without a detour. Returns why it could not be done."""
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch does not annotate it
+    status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if status == 0:
+        return None
+    with suppress(RuntimeError):  # the failed call leaves its error behind, and the next kernel would raise it
+        torch.ones(1, device=device)
+    return f"CUDA error {status}"
+
+
+def unpin(memory: Tensor) -> None:
+    """Before memory that was pinned is unmapped."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]  # as above

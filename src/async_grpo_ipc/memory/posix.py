@@ -12,6 +12,7 @@ from torch import Tensor
 
 from async_grpo_ipc import memfd
 from async_grpo_ipc.layout import align
+from async_grpo_ipc.memory import cuda_runtime
 from async_grpo_ipc.staging import Staging
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 class PosixExport:
     """One memfd with a page-aligned range for each block."""
 
+    survives_exporter = True
+
     def __init__(self, device: torch.device, generation: str, block_bytes: Sequence[int]) -> None:
         ends = list(accumulate(align(nbytes, memfd.PAGE_BYTES) for nbytes in block_bytes))
         self._ranges = list(zip([0, *ends[:-1]], block_bytes, strict=True))
@@ -27,8 +30,7 @@ class PosixExport:
         self._fd, mapping = memfd.create(f"weights-{generation}", self._nbytes)
         whole = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping alive
         self._source_device = device
-        if device.type == "cuda":
-            _pin(whole)
+        self._pinned = whole if device.type == "cuda" and _pin(whole, device) else None
         self.blocks: Sequence[Tensor] = [whole[start : start + nbytes] for start, nbytes in self._ranges]
 
     def describe(self) -> dict[str, Any]:
@@ -49,6 +51,10 @@ class PosixExport:
     def close(self, *, readers_attached: bool) -> None:
         """Readers keep their mapping, so it does not matter which are attached."""
         self.blocks = []
+        if self._pinned is not None:
+            self.synchronize()
+            cuda_runtime.unpin(self._pinned)
+            self._pinned = None
         self._fd.close()
 
 
@@ -90,9 +96,9 @@ class _MappedBytes:
         }
 
 
-def _pin(whole: Tensor) -> None:
+def _pin(whole: Tensor, device: torch.device) -> bool:
     """Let a GPU copy into the mapping without a detour. Without it everything works, at about half the speed."""
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch does not annotate it
-    status = int(runtime.cudaHostRegister(whole.data_ptr(), whole.numel(), 0))
-    if status != 0:
-        logger.warning("The shared memory could not be pinned (CUDA error %d): publishing takes longer.", status)
+    reason = cuda_runtime.pin(whole, device)
+    if reason is not None:
+        logger.warning("The shared memory could not be pinned (%s): publishing takes longer.", reason)
+    return reason is None

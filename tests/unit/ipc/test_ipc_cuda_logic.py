@@ -82,6 +82,9 @@ class FakeRuntime:
     def synchronize(self, device):
         self.synchronized += 1
 
+    def empty_cache(self):
+        pass
+
     def staging(self, owner, reader):
         self.staged.append((owner, reader))
         return staging(seed=0, nbytes=512)
@@ -160,7 +163,7 @@ def test_with_peer_access_nothing_is_staged(exported, runtime):
 
 def test_a_pull_without_peer_access_goes_through_the_pinned_buffers(handle: Path, runtime, trainer, tiny, monkeypatch):
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(memory, "_allocate", lambda device, generation, sizes: CudaExport(gpu, sizes))
+    monkeypatch.setattr(memory, "_allocate", lambda device, generation, sizes, way: CudaExport(gpu, sizes))
     monkeypatch.setenv(cuda.NO_PEER, "1")
     with WeightExporter.from_model(trainer, handle) as exporter:
         exporter.publish(1)
@@ -207,7 +210,7 @@ def test_memory_is_freed_only_when_nobody_maps_it(exported, runtime, attached):
 
 def test_the_whole_way_through_files_and_locks(handle: Path, runtime, trainer, tiny, monkeypatch):
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(memory, "_allocate", lambda device, generation, sizes: CudaExport(gpu, sizes))
+    monkeypatch.setattr(memory, "_allocate", lambda device, generation, sizes, way: CudaExport(gpu, sizes))
     exporter = WeightExporter.from_model(trainer, handle)
     exporter.publish(1)
     with open_remote_memory(handle) as remote:

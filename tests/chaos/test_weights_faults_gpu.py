@@ -1,0 +1,165 @@
+"""The faults of test_weights_faults.py where memory is lost with its exporter, as on a GPU; and seeded bugs in both.
+
+The "GPU" is fake_cuda.py: the same code of ours, with the CUDA runtime in shared host memory.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_weights_faults import ACTORS, check_reads, kill_loop
+from weights_actors import STEPS, Nursery, logged, model_of, read_log, tensors_of, wait_until
+from weights_mutants import GPU_ONLY, MUTANTS
+
+from async_grpo_ipc import AttachError, ExporterDiedError, WeightExporter, open_remote_memory
+from async_grpo_ipc.exporter import READERS_END_S
+from fake_cuda import Knobs, install
+
+CAUGHT_S = 60.0  # that readers get to notice a seeded bug
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="fake-gpu-") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def nursery(folder: str) -> Iterator[Nursery]:
+    with Nursery(**Knobs(folder=folder).environment()) as nursery:
+        yield nursery
+
+
+@pytest.fixture
+def handle(tmp_path: Path) -> Path:
+    return tmp_path / "handle.json"
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "actor.log"
+
+
+def fresh_model() -> Any:
+    return model_of({name: torch.zeros_like(tensor) for name, tensor in tensors_of(0).items()})
+
+
+@pytest.mark.parametrize(("kills", "seed"), [(25, 1), pytest.param(500, 20, marks=pytest.mark.slow)])
+def test_random_kills_tear_nothing_and_nothing_lost_is_believed(nursery: Nursery, handle: Path, kills: int, seed: int):
+    check_reads(kill_loop(nursery, handle, kills, seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("step", "when"), [*((step, when) for step in STEPS for when in ("before", "after")), ("copy", "middle")]
+)
+def test_a_writer_killed_at_any_step_leaves_nothing_that_is_read(
+    nursery: Nursery, handle: Path, log: Path, folder: str, monkeypatch: pytest.MonkeyPatch, step: str, when: str
+) -> None:
+    install(Knobs(folder=folder), monkeypatch)
+    writer = nursery.spawn("write_and_die", path=str(handle), log=str(log), step=step, when=when)
+    wait_until(lambda: logged(log, "published"), "version 1")
+    model = fresh_model()
+    with open_remote_memory(handle) as remote:
+        assert remote.alias(model) == 1
+        assert remote.intact()
+        Path(f"{log}.go").touch()
+        assert nursery.wait(writer) == signal.SIGKILL
+        assert not remote.intact()
+        with pytest.raises(ExporterDiedError):
+            remote.refresh()
+        with WeightExporter.from_tensors(tensors_of(7), handle) as successor:
+            successor.publish(7)
+            assert remote.refresh() == 7
+            assert remote.intact()
+            remote.release()
+
+
+def test_a_lease_that_outlives_its_exporter_is_not_believed(
+    nursery: Nursery, handle: Path, log: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(Knobs(folder=folder), monkeypatch)
+    writer = nursery.spawn("write_forever", path=str(handle), log=str(log), pause_s=0.01)
+    wait_until(lambda: logged(log, "published"), "version 1")
+    with open_remote_memory(handle) as remote:
+        with pytest.raises(ExporterDiedError), remote.lease() as view:
+            first = int(view["t0"][0])
+            assert nursery.kill(writer) == signal.SIGKILL
+            wait_until(lambda: int(view["t0"][0]) != first, "the memory to be lost")
+
+
+def test_an_exporter_that_ends_waits_for_its_readers_and_not_for_ever(
+    nursery: Nursery, handle: Path, log: Path, folder: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    install(Knobs(folder=folder), monkeypatch)
+    exporter = WeightExporter.from_tensors(tensors_of(1), handle)
+    exporter.publish(1)
+    reader = nursery.spawn("hold_a_lease", path=str(handle), log=str(log))
+    wait_until(lambda: logged(log, "held"), "the reader's lease")
+    started = time.monotonic()
+    exporter.close()
+    assert time.monotonic() - started >= READERS_END_S
+    assert f"given up while it is read, by pids [{reader}]" in caplog.text
+    nursery.kill(reader)
+    caplog.clear()
+    exporter = WeightExporter.from_tensors(tensors_of(1), handle)
+    exporter.publish(1)
+    with open_remote_memory(handle) as remote:
+        remote.alias(fresh_model())
+        remote.release()
+        exporter.close()
+        assert "given up" not in caplog.text, "an attached reader that holds nothing does not delay the end"
+        with pytest.raises(ExporterDiedError):
+            remote.refresh()
+
+
+def test_a_worker_that_cannot_reach_the_gpu_reads_from_host_memory(
+    nursery: Nursery, handle: Path, log: Path, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPU-a, where the exporter is, is hidden from the reader, and the two are no peers."""
+    writer = nursery.spawn("write_forever", path=str(handle), log=str(log), pause_s=0.01)
+    wait_until(lambda: logged(log, "published"), "version 1")
+    install(Knobs(folder=folder, gpus=("GPU-b",), peers=False), monkeypatch)
+    with pytest.raises(AttachError, match=r"--weights host|way='host'"):
+        open_remote_memory(handle)
+    nursery.kill(writer)
+    writer = nursery.spawn("write_forever", path=str(handle), log=str(log), pause_s=0.01, way="host")
+    wait_until(lambda: '"kind": "posix"' in handle.read_text(), "the next exporter")
+    with open_remote_memory(handle, timeout_s=10) as remote:
+        assert remote.pull(fresh_model()) >= 1
+    nursery.kill(writer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("memory", "mutant"),
+    [(memory, name) for name in MUTANTS for memory in ("host", "gpu") if memory == "gpu" or name not in GPU_ONLY],
+)
+def test_seeded_bugs_in_the_lease_protocol_are_noticed(handle: Path, folder: str, memory: str, mutant: str) -> None:
+    knobs = Knobs(folder=folder).environment() if memory == "gpu" else {}
+    with Nursery(MUTANT=mutant, **knobs) as nursery:
+        chance = random.Random(1)
+        logs = {name: handle.with_name(f"{name}.log") for name in ACTORS}
+        common = {name: {"path": str(handle), "log": str(logs[name])} for name in ACTORS}
+        writer = nursery.spawn("write_forever", **common["writer"])
+        for seed, name in enumerate(ACTORS[1:]):
+            nursery.spawn("read_forever", way=name.rstrip("2"), seed=seed, **common[name])
+        deadline = time.monotonic() + CAUGHT_S
+        while not any(is_wrong(read_log(logs[name])) for name in ACTORS[1:]):
+            assert time.monotonic() < deadline, f"{mutant} went unnoticed for {CAUGHT_S:g} s"
+            time.sleep(chance.random() * 0.2)
+            nursery.kill(writer)
+            writer = nursery.spawn("write_forever", **common["writer"])
+
+
+def is_wrong(events: list[dict[str, Any]]) -> bool:
+    """A torn read, or an actor that an impossible state ended."""
+    return any(event["kind"] == "failed" or event.get("torn") for event in events)

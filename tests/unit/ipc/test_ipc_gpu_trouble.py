@@ -1,0 +1,193 @@
+"""What a GPU refuses, on the fake runtime (tests/fake_cuda.py): no room, no handle, no pinned memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from async_grpo_ipc import ExporterDiedError, IPCError, WeightExporter, attachment, open_remote_memory
+from async_grpo_ipc.locks import is_exiting
+from async_grpo_ipc.memory import cuda_runtime
+from fake_cuda import FakeRuntime, Knobs, install
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeRuntime]:
+    return lambda **knobs: install(Knobs(folder=str(tmp_path), **knobs), monkeypatch)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "handle.json"
+
+
+def kind(path: Path) -> str:
+    return "cuda" if '"kind": "cuda"' in path.read_text() else "posix"
+
+
+def pulled(path: Path, model: nn.Module) -> nn.Module:
+    with open_remote_memory(path) as remote:
+        other = nn.Linear(3, 2)
+        remote.pull(other)
+        assert torch.equal(other.weight, model.weight)
+    return other
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        ({"room": 5 * MIB}, "cannot be shared (cudaErrorMemoryAllocation"),
+        ({"handles": 2}, "cannot be shared (cudaErrorNotSupported"),
+        ({"handles": 0}, "the driver gives no handle for its memory (cudaErrorNotSupported"),
+    ],
+)
+def test_what_cannot_be_shared_is_published_in_host_memory(
+    machine: Any, path: Path, caplog: pytest.LogCaptureFixture, trouble: dict[str, int], said: str
+) -> None:
+    runtime, model = machine(**trouble), nn.Linear(3, 2)
+    with WeightExporter.from_model(model, path) as exporter:
+        assert runtime.allocated == {}, "nothing stays allocated that nobody can use"
+        exporter.publish(1)
+        assert kind(path) == "posix"
+        pulled(path, model)
+    (line,) = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert line.startswith("Weights of Fake GPU-a are published in host memory, which is slower: ") and said in line
+
+
+def test_torch_is_asked_for_its_unused_memory_first(machine: Any, path: Path) -> None:
+    runtime = machine(room=7 * MIB, cached=3 * MIB)
+    with WeightExporter.from_model(nn.Linear(3, 2), path):
+        assert kind(path) == "cuda"
+        assert len(runtime.allocated) == 3
+
+
+@pytest.mark.parametrize("trouble", [{"room": 5 * MIB}, {"handles": 0}])
+def test_ipc_by_hand_is_refused_where_it_cannot_be(machine: Any, path: Path, trouble: dict[str, int]) -> None:
+    machine(**trouble)
+    with pytest.raises(IPCError, match=r"cannot be shared by CUDA IPC: .* Take 'auto' or 'host'"):
+        WeightExporter.from_model(nn.Linear(3, 2), path, way="ipc")
+    with WeightExporter.from_model(nn.Linear(3, 2), path, way="host"):
+        assert kind(path) == "posix", "and the path is free again"
+
+
+def test_ipc_of_a_cpu_is_refused(path: Path) -> None:
+    with pytest.raises(IPCError, match="only a GPU's memory"):
+        WeightExporter.from_model(nn.Linear(3, 2), path, way="ipc")
+
+
+def test_memory_that_cannot_be_pinned_breaks_nothing_later(
+    machine: Any, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine(pin_fails=True)
+    model = nn.Linear(3, 2)
+    with WeightExporter.from_model(model, path, way="host") as exporter:
+        exporter.publish(1)
+        pulled(path, model)
+    assert "could not be pinned (CUDA error 712)" in caplog.text
+
+
+def test_pinned_memory_is_let_go_before_it_is_unmapped(machine: Any, path: Path) -> None:
+    runtime = machine()
+    with WeightExporter.from_model(nn.Linear(3, 2), path, way="host"):
+        assert len(runtime.pinned) == 1
+    assert runtime.pinned == set()
+
+
+# A reader whose exporter dies while it reads
+
+
+@pytest.fixture
+def readers(machine: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An exporter and a reader in one process; `dying` makes the kernel seem to have begun to end the exporter."""
+    machine()
+    state = SimpleNamespace(dying=False)
+    monkeypatch.setattr(attachment, "is_exiting", lambda pid: state.dying)
+    with WeightExporter.from_model(nn.Linear(3, 2), path) as exporter:
+        exporter.publish(1)
+        with open_remote_memory(path) as state.remote:
+            yield state
+
+
+def test_what_was_read_under_a_lease_is_not_believed_after_the_exporters_death(readers: Any) -> None:
+    with pytest.raises(ExporterDiedError), readers.remote.lease():
+        readers.dying = True
+
+
+def test_an_error_drawn_from_lost_memory_is_not_believed_either(readers: Any) -> None:
+    with pytest.raises(ExporterDiedError), readers.remote.lease():
+        readers.dying = True
+        raise ValueError("these weights are not the trainer's")
+
+
+def test_aliased_weights_say_whether_they_are_still_the_ones_published(readers: Any) -> None:
+    readers.remote.alias(nn.Linear(3, 2))
+    assert readers.remote.intact()
+    readers.dying = True
+    assert not readers.remote.intact()
+
+
+def test_weights_that_survive_are_intact_in_any_case(path: Path) -> None:
+    exporter = WeightExporter.from_model(nn.Linear(3, 2), path)
+    exporter.publish(1)
+    with open_remote_memory(path) as remote:
+        remote.alias(nn.Linear(3, 2))
+        exporter.close()
+        assert remote.intact()
+
+
+def test_a_process_is_exiting_once_the_kernel_takes_it_apart() -> None:
+    assert not is_exiting(os.getpid())
+    child = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert is_exiting(child.pid), "a zombie"
+    child.wait()
+    assert is_exiting(child.pid), "gone"
+
+
+# The order of calls that keeps a process off GPUs that it does not use
+
+
+def test_cupy_finds_the_readers_gpu_current_and_makes_it_current_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cupy's `Device.__exit__` always calls `setDevice` with what it found, which creates a context there."""
+    current, contexts = [0], set()
+
+    class TorchDevice:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.index
+
+        def __exit__(self, *_: object) -> None:
+            current[0] = self.before  # torch switches back without a context where there is none
+
+    class CupyDevice(TorchDevice):
+        def __enter__(self) -> None:
+            super().__enter__()
+            contexts.add(self.index)
+
+        def __exit__(self, *_: object) -> None:
+            super().__exit__()
+            contexts.add(current[0])
+
+    calls = SimpleNamespace(malloc=lambda n: 1, free=lambda p: None, ipcGetMemHandle=lambda p: b"h" * 64)
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=calls, Device=CupyDevice))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(torch.cuda, "device", TorchDevice)
+    runtime = cuda_runtime.CupyRuntime()
+    runtime.handle_of(1, runtime.malloc(1, 2 * MIB))
+    runtime.free(1, 1)
+    assert contexts == {1}
+    assert current == [0]
