@@ -103,6 +103,13 @@ class Job:
         since=3,
     )
     task: str = header("text", "name of the task that the prompt belongs to", default="", since=3)
+    trainer_state: dict[str, Any] = header(
+        "object",
+        "what reward functions see as `trainer_state`: the trainer's when the job was submitted",
+        item="field of the trainer's state",
+        default_factory=dict,
+        since=3,
+    )
 
 
 @record

@@ -31,7 +31,13 @@ from async_grpo.rollout.turns import Turns
 from async_grpo.setup.trl_compat import repair_trl
 from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.rollout_metrics import RolloutMetrics
-from async_grpo.training.trl_trainer import TrainingEvents, append_metric, groups_per_round, make_async
+from async_grpo.training.trl_trainer import (
+    TrainingEvents,
+    append_metric,
+    groups_per_round,
+    make_async,
+    state_for_rewards,
+)
 
 repair_trl()
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -300,6 +306,7 @@ class InProcessRun(TrainingEvents):
             seed=self._seq,
             born_version=self._version,
             min_version=0,
+            trainer_state=state_for_rewards(self.trainer),
         )
 
     def _correct(self, batch: dict[str, Any]) -> None:

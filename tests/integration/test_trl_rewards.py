@@ -20,6 +20,8 @@ from in_process import (
 )
 from transformers import Qwen3ForSequenceClassification
 
+from async_grpo.errors import UnsupportedError
+
 pytestmark = pytest.mark.integration
 
 
@@ -81,16 +83,42 @@ def test_rewards_of_none(tmp_path: Path) -> None:
     assert unscored, "some group must have had no reward at all"
 
 
-def test_reward_functions_see_the_version_that_generated(tmp_path: Path) -> None:
-    steps: list[int] = []
+STATE = ("global_step", "max_steps", "epoch", "num_train_epochs", "train_batch_size", "is_world_process_zero")
 
-    def note_step(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
-        steps.append(trainer_state.global_step)
+
+def test_reward_functions_see_the_state_of_the_trainer(tmp_path: Path) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def curriculum(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+        seen.append(tuple(getattr(trainer_state, name) for name in STATE))
+        progress = trainer_state.global_step / trainer_state.max_steps + trainer_state.epoch
+        return [progress * score for score in letters(completions)]
+
+    run_as_trl_would(settings(tmp_path, reward_funcs=curriculum, max_steps=5))
+    in_workers, in_trl = seen[:-5], seen[-5:]  # once a group, once a batch
+    assert in_workers == [state for state in in_trl for _ in range(len(in_workers) // 5)]
+    assert [state[:4] for state in in_trl][::4] == [(0, 5, 0, 2), (4, 5, pytest.approx(4 / 3), 2)]
+
+
+def test_the_state_is_that_of_the_time_when_the_job_was_issued(tmp_path: Path) -> None:
+    seen: list[tuple[int, float]] = []
+
+    def note_state(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+        seen.append((trainer_state.global_step, trainer_state.epoch))
         return letters(completions)
 
-    run = InProcessRun(settings(tmp_path, reward_funcs=note_step, max_steps=4), fresh_every=2).train()
-    assert steps == [group.policy_version for group in run.groups]
-    assert sorted(set(steps)) == [0, 2]
+    run = InProcessRun(settings(tmp_path, reward_funcs=note_state, max_steps=4), fresh_every=2).train()
+    issued = [group.job.trainer_state for group in run.groups]
+    assert seen == [(state["global_step"], state["epoch"]) for state in issued]
+    assert sorted({step for step, _ in seen}) == [0, 1, 2, 3], "not that of the weights, 0 and 2"
+
+
+def test_the_history_of_the_logs_is_not_in_workers_and_says_so(tmp_path: Path) -> None:
+    def last_loss(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+        return [trainer_state.log_history[-1]["loss"]] * len(completions)
+
+    with pytest.raises(UnsupportedError, match=r"trainer_state\.log_history.*not in workers"):
+        InProcessRun(settings(tmp_path, reward_funcs=last_loss)).train()
 
 
 def test_a_reward_model(tmp_path: Path) -> None:

@@ -36,7 +36,9 @@ from async_grpo.rundir.locks import KernelLock, describe_holder, server_lock
 
 MAX_OPEN = 256  # more files than one read of a directory returns, and a listing may miss one
 _LOOKS_BEFORE_MISSING = 3
-_question = attrgetter(*(field.name for field in fields(Job) if field.name not in ("born_version", "min_version")))
+_question = attrgetter(
+    *(field.name for field in fields(Job) if field.name not in ("born_version", "min_version", "trainer_state"))
+)
 
 
 @dataclass(slots=True)
@@ -352,7 +354,7 @@ class ServerQueue:
 
 
 def _asks_the_same(made: Job, issued: Job) -> bool:
-    """Whether two jobs agree in all but their versions, which a resumed run sets again."""
+    """Whether two jobs agree in all but their versions and the trainer's state, which a resumed run sets again."""
     asked, expected = _question(made), _question(issued)
     try:
         return asked == expected or json.dumps(asked) == json.dumps(expected)  # NaN does not equal NaN

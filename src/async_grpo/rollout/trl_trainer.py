@@ -54,7 +54,7 @@ class GeneratedGroup:
     token_versions: list[list[int]] | None  # [G], where weights change while a group is sampled
     tool_masks: list[list[int]] | None  # [G]
     environments: list[Any] | None  # [G]
-    state: Any  # what reward functions see as `trainer_state`: global_step is the version that generated
+    state: Any  # what reward functions see as `trainer_state`: the trainer's when it issued the job
     metrics: dict[str, list[float]]  # what TRL counted while generating: tool calls
 
 
@@ -170,7 +170,7 @@ class RolloutTrainer:
         """
         _refuse_own_sampling(jobs)
         trainer = self.trainer
-        trainer.state.global_step = version  # what tools and reward functions see as `trainer_state`
+        trainer.state = _state_at_issue(trainer, jobs[0], version)  # for tools and a `rollout_func`
         trainer._metrics["train"].clear()
         generate = type(trainer)._generate
 
@@ -223,8 +223,6 @@ class _Batch:
         if logprobs is None:
             raise UnsupportedError("rollout_func returned no log-probabilities ('logprobs'); they are needed here.")
         environments = self.trainer.environments
-        state = copy.copy(self.trainer.state)
-        state.global_step = version
         return GeneratedGroup(
             job=job,
             version=min(chain.from_iterable(token_versions or ()), default=version),
@@ -237,9 +235,29 @@ class _Batch:
             token_versions=token_versions,
             tool_masks=tool_masks[part] if tool_masks is not None else None,
             environments=environments[part] if environments is not None else None,
-            state=state,
+            state=_state_at_issue(self.trainer, job, version),
             metrics=self.metrics,
         )
+
+
+class _NoHistory(list[Any]):
+    """In the place of `log_history`, which would seem to be empty."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise UnsupportedError(
+            "trainer_state.log_history is not in workers: only the server logs. Use the other fields of trainer_state, "
+            "or train in one process (without --distributed)."
+        )
+
+    __iter__ = __len__ = __getitem__ = _refuse
+
+
+def _state_at_issue(trainer: Any, job: Job, version: int) -> Any:
+    """The trainer's state when it issued the job; a job of format 2 has none, so only the version is known."""
+    state = copy.copy(trainer.state)
+    vars(state).update(job.trainer_state or {"global_step": version})
+    state.log_history = _NoHistory()
+    return state
 
 
 def _refuse_own_sampling(jobs: Sequence[Job]) -> None:

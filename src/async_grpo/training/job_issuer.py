@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
@@ -22,6 +22,7 @@ class JobIssuer:
 
     Args:
         prompts: dataset rows in the order of issue, without end, from the first that is not consumed.
+        trainer_state: what reward functions are to see of the trainer, as it is now.
         archive: makes room when the disk is full.
         resume_from: everything that this checkpoint does not have is issued again, and the queue gives back what was
             generated of it.
@@ -35,6 +36,7 @@ class JobIssuer:
         run_id: str,
         seed: int,
         num_generations: int,
+        trainer_state: Callable[[], dict[str, Any]] = dict,
         archive: UsedGroups,
         resume_from: RolloutState | None = None,
     ) -> None:
@@ -43,6 +45,7 @@ class JobIssuer:
         self.run_id = run_id
         self._seed = seed
         self._num_generations = num_generations
+        self._trainer_state = trainer_state
         self._archive = archive
         self.next_seq = resume_from.consumed_below if resume_from else 0
         self._done = {*resume_from.consumed, *resume_from.unusable} if resume_from else set()
@@ -64,6 +67,7 @@ class JobIssuer:
             seed=sampling_seed(self._seed, seq),
             born_version=version,
             min_version=oldest_version,
+            trainer_state=self._trainer_state(),
         )
         self.submit_held_back()
         return seq

@@ -215,6 +215,7 @@ class AsyncTraining(TrainingEvents):
             run_id=run_id,
             seed=trainer.args.seed,
             num_generations=trainer.num_generations,
+            trainer_state=partial(trl_trainer.state_for_rewards, trainer),
             archive=self._archive,
             resume_from=used,
         )

@@ -347,6 +347,11 @@ def checkpoint_bytes(trainer: GRPOTrainer) -> int:
     return saved + 2 * trained + 1_000_000
 
 
+def state_for_rewards(trainer: GRPOTrainer) -> dict[str, Any]:
+    """The trainer's state as it is now: its numbers and texts, without the history of its logs."""
+    return {name: value for name, value in vars(trainer.state).items() if isinstance(value, (int, float, str))}
+
+
 def append_metric(trainer: GRPOTrainer, name: str, value: float) -> None:
     """Add a value to TRL's training metrics, which are averaged over a logging interval."""
     trainer._metrics["train"][name].append(value)

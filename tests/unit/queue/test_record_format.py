@@ -53,6 +53,7 @@ def jobs(draw: st.DrawFn) -> Job:
         "purpose": st.sampled_from(["train", "eval", "generate"]),
         "sampling": st.dictionaries(texts, json_values, max_size=3),
         "task": texts,
+        "trainer_state": st.dictionaries(texts, json_values, max_size=2),
     }
     assert list(values) == [field.name for field in fields(Job)], "a field of Job is not tried"
     return Job(**{name: draw(strategy) for name, strategy in values.items()})
@@ -120,7 +121,7 @@ def test_an_unknown_purpose_is_neither_written_nor_read() -> None:
     job = make_job(1)
     with pytest.raises(QueueError, match="purpose is 'other', not one of train, eval, generate"):
         encode_job(replace(job, purpose=cast("Purpose", "other")))
-    data = encode_job(job).replace(b"train", b"trail")
+    data = encode_job(job).replace(b': \\"train', b': \\"trail')
     before, after = data[:37], data[45:]
     with pytest.raises(BadFileError, match="purpose is 'trail', not one of train"):
         decode_job(before + b"%08x" % crc32c(after, crc32c(before)) + after)
