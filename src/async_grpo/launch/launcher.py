@@ -11,10 +11,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_grpo.errors import AsyncGRPOError
+from async_grpo.errors import AsyncGRPOError, DiskFullError
 from async_grpo.formatting import counted
 from async_grpo.launch.child_log import LogTail
 from async_grpo.launch.screen import open_screen
@@ -27,6 +28,7 @@ from async_grpo.rundir.paths import SERVER, RunDir
 from async_grpo.rundir.place import Place
 from async_grpo.settings import STOP_GRACE_S, TrainingSettings, WorkerSettings, as_flags
 from async_grpo.setup.devices import CPU, threads_per_process
+from async_grpo.setup.output import survive_lost_output
 from async_grpo.setup.process import path_to_us
 from async_grpo.telemetry.stalls import HangDetector
 
@@ -67,6 +69,7 @@ class LaunchOptions:
 
 def launch(options: LaunchOptions) -> int:
     """Run to the end; returns 0 for a run that finished or was asked to stop, the server's exit code otherwise."""
+    survive_lost_output()
     prepare(
         options.run_dir,
         config=options.config,
@@ -115,7 +118,8 @@ class _Launch:
             supervisor.end(ask=not finished)  # the workers of a finished run read in run.json that it has ended
         server = supervisor.exits[SERVER]
         restarts = sum(exit.starts - 1 for exit in supervisor.exits.values())
-        summary.add(self._run.summary, server_pid=server.pid, worker_restarts=restarts)
+        with suppress(DiskFullError):  # the table lacks one figure
+            summary.add(self._run.summary, server_pid=server.pid, worker_restarts=restarts)
         return self._conclude(exits, server)
 
     def _is_over(self, exits: Exits) -> bool:

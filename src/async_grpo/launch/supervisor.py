@@ -7,6 +7,7 @@ A child that must not outlive a killed supervisor asks the kernel for it: `setup
 from __future__ import annotations
 
 import math
+import os
 import signal
 import subprocess
 import time
@@ -14,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
+
+from async_grpo.rundir.reading import naming, open_plain
 
 POLL_S = 0.1
 FIRST_PAUSE_S = 1.0  # before a restart; it doubles with each restart in a row
@@ -149,7 +152,7 @@ class _Process:
 
     def start(self) -> None:
         child = self.child
-        with child.log.open("ab") as log:
+        with naming(child.log), os.fdopen(open_plain(child.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as log:
             self._popen = subprocess.Popen(
                 child.command,
                 stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""The few file operations that the queue is made of, and the checks of the directory it lives in.
+"""The few file operations that the queue is made of, on the directory it lives in.
 
 `Files` is the seam: the queue does nothing to the disk except through it, so a test can fail, kill or record
 any operation. Paths are relative to the queue's root, e.g. `queue/0000000042.a00_pending.safetensors`.
@@ -6,22 +6,18 @@ any operation. Paths are relative to the queue's root, e.g. `queue/0000000042.a0
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
-import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from async_grpo.errors import BadFileError, RunDirError
+from async_grpo.errors import BadFileError
 from async_grpo.queue.codec import MAX_FILE_BYTES
 from async_grpo.queue.names import JobName, SetAside, parse_name, parse_set_aside
+from async_grpo.rundir.folders import check_place, make_folder
+from async_grpo.rundir.reading import open_plain, read_open
 
 FOLDERS = ("queue", "done", "quarantine", "tmp", "alive")
-
-_NETWORK_FILE_SYSTEMS = {0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x517B: "SMB"}
-_UNREADABLE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.EPERM, errno.EIO)
 
 
 class Files(Protocol):
@@ -70,21 +66,11 @@ class OsFiles:
             os.close(fd)
 
     def read(self, path: str) -> bytearray:
-        try:  # O_NONBLOCK: opening a named pipe must not wait for a writer
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._root)
-        except OSError as error:
-            if error.errno in _UNREADABLE:
-                raise BadFileError(f"it cannot be read: {error.strerror} (links are not followed)") from error
-            raise
+        fd = open_plain(path, dir_fd=self._root)
         try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise BadFileError("it is not a regular file")
-            if status.st_uid != os.geteuid():
-                raise BadFileError(f"it belongs to user {status.st_uid}")
-            if status.st_size > MAX_FILE_BYTES:
-                raise BadFileError(f"{status.st_size:,} bytes are over the limit of {MAX_FILE_BYTES:,}")
-            return _read_all(fd, status.st_size)
+            if (owner := os.fstat(fd).st_uid) != os.geteuid():
+                raise BadFileError(f"it belongs to user {owner}")
+            return read_open(fd, MAX_FILE_BYTES)
         finally:
             os.close(fd)
 
@@ -147,68 +133,11 @@ def done_folders(files: Files) -> list[str]:
     return [f"done/{name}" for name in sorted(files.names("done")) if name.isdigit()]
 
 
-def _read_all(fd: int, size: int) -> bytearray:
-    """One buffer, which the arrays of a group will be views of."""
-    data = bytearray(size)
-    done = 0
-    with memoryview(data) as view:
-        while done < size and (got := os.readv(fd, [view[done:]])):  # reads are short only for very large files
-            done += got
-    del data[done:]
-    return data
-
-
 def prepare_root(root: Path) -> None:
     """Make the queue's folders, 0700, and check that no other user can change them.
 
     `RunDirError` says what is wrong.
     """
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_place(root)
-    for name in FOLDERS:
-        (root / name).mkdir(mode=0o700, exist_ok=True)
-        _check_folder(root / name)
-
-
-def check_place(root: Path) -> None:
-    """`RunDirError` where no queue can be: on a network's disk, or in a folder that others can change.
-
-    `root` need not exist yet.
-    """
-    if root.exists():
-        _check_folder(root)
-    network = network_file_system(nearest_existing(root))
-    if network:
-        raise RunDirError(
-            f"{root} is on {network}. The queue needs a local disk: on {network} a rename may report a "
-            "failure that it was not, locks follow other rules, and changes by other hosts go unnoticed. "
-            "Choose another --run-dir."
-        )
-
-
-def nearest_existing(path: Path) -> Path:
-    """The path, or the folder nearest above it that exists."""
-    path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
-
-
-def _check_folder(folder: Path) -> None:
-    status = folder.stat(follow_symlinks=False)
-    if not stat.S_ISDIR(status.st_mode):
-        raise RunDirError(f"{folder} is not a directory (links are not followed). Choose another --run-dir.")
-    if status.st_uid != os.geteuid():
-        raise RunDirError(f"{folder} belongs to user {status.st_uid}, this process runs as {os.geteuid()}.")
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise RunDirError(
-            f"{folder} can be written by others (mode {stat.S_IMODE(status.st_mode):o}), who could make "
-            f"workers run their jobs. Take that right away: chmod go-w {folder}"
-        )
-
-
-def network_file_system(path: Path) -> str | None:
-    """Name of the network file system that `path` is on, or None."""
-    buffer = ctypes.create_string_buffer(512)  # struct statfs, larger than any; f_type is its first long
-    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), buffer) != 0:
-        return None
-    magic = ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
-    return _NETWORK_FILE_SYSTEMS.get(magic)
+    for folder in (root, *(root / name for name in FOLDERS)):
+        make_folder(folder)

@@ -27,6 +27,7 @@ from async_grpo.archive.groups import FinishedGroups, Resumed, UsedStep, open_ru
 from async_grpo.archive.history import Dropped
 from async_grpo.errors import BadFileError, DiskFullError, RunDirError
 from async_grpo.reports import series
+from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.reading import LineReader
 from async_grpo.telemetry.run_log import parse_entry
@@ -75,7 +76,7 @@ class Board:
 
     def _locked(self) -> KernelLock:
         try:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
+            make_folder(self.folder)
             lock = KernelLock(self.folder / "board.lock")
             if lock.try_acquire({"role": "board"}):
                 return lock
@@ -192,6 +193,8 @@ class EventFiles:
         self._root = root
         self._files: dict[str, BinaryIO] = {}
         for old in root.glob("*/events.out.tfevents.*.async-grpo"):
+            if old.parent.is_symlink():
+                continue
             if old.is_symlink() or old.stat().st_size == 0:
                 old.unlink()
             else:
@@ -230,7 +233,7 @@ class EventFiles:
         RecordWriter(self._files[folder]).write(event.SerializeToString())
 
     def _open(self, folder: str) -> BinaryIO:
-        (self._root / folder).mkdir(mode=0o700, exist_ok=True)
+        make_folder(self._root / folder)
         seconds, nanoseconds = divmod(time.time_ns(), 10**9)  # TensorBoard reads files in the order of their names
         path = self._root / folder / f"events.out.tfevents.{seconds:010}.{nanoseconds:09}.async-grpo"
         file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")

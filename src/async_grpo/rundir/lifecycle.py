@@ -16,6 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from async_grpo.errors import RunDirError
+from async_grpo.rundir.folders import check_place, make_folder
 from async_grpo.rundir.locks import server_alive, server_lock
 from async_grpo.rundir.paths import (
     ENTRIES,
@@ -52,6 +53,7 @@ def prepare(
         RunDirError: the directory is in use, is not a run directory, or holds an unfinished run.
     """
     run = RunDir(root)
+    check_place(run.root)
     settings: dict[str, Any] = {
         "state": RUNNING,
         "config": str(config.absolute()),
@@ -75,8 +77,7 @@ def prepare(
                 _delete_run(run)
     else:
         _fate(run, resume=resume, overwrite=overwrite)
-    run.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-    run.root.chmod(0o700)
+    make_folder(run.root)
     state = RunState(run_id=uuid4().hex[:12], started=time.strftime("%Y-%m-%d %H:%M:%S"), **settings)
     run.write_state(state)
     return state
@@ -98,6 +99,7 @@ def preview(root: Path, *, resume: bool = False, overwrite: bool = False) -> tup
         RunDirError: where `prepare` would, with the same text.
     """
     run = RunDir(root)
+    check_place(run.root)
     if run.root.exists():
         _refuse_foreign(run)
         if server_alive(run.root):
@@ -146,8 +148,6 @@ def in_use(run: RunDir) -> str:
 
 
 def _refuse_foreign(run: RunDir) -> None:
-    if not run.root.is_dir() or run.root.is_symlink():
-        raise RunDirError(f"{run.root} is not a plain directory. Choose another --run-dir.")
     if run.state_file.exists():
         return
     if strangers := [path.name for path in run.root.iterdir() if not _BEFORE_A_RUN.fullmatch(path.name)]:

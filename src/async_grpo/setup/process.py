@@ -18,6 +18,10 @@ from typing import NoReturn
 
 from loguru import logger
 
+from async_grpo.rundir.folders import make_folder
+from async_grpo.rundir.reading import naming, open_plain
+from async_grpo.setup.output import LossyOutput, survive_lost_output
+
 LOG_FORMAT = "{time:HH:mm:ss} <level>{level: <7}</level> {message}"
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
@@ -62,9 +66,10 @@ def write_stacks_on_signal(path: Path) -> None:
 
     They name files, lines and functions, no values. `async-grpo doctor --dump` asks for them.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)  # never closed: a handler of C writes to it
+    make_folder(path.parent)
+    with naming(path):
+        descriptor = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # kept: a handler of C writes to it
+    os.ftruncate(descriptor, 0)
     faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True, chain=False)
 
 
@@ -99,7 +104,11 @@ def leave_at_once(code: int) -> NoReturn:
 
 
 def set_up_log(level: str, rank: int = 0) -> None:
-    """Log to stderr, one line a message. Ranks other than 0 log warnings only, since rank 0 logs the rest."""
+    """Log to stderr, one line a message. Ranks other than 0 log warnings only, since rank 0 logs the rest.
+
+    A stderr that cannot be written ends nothing from now on.
+    """
+    survive_lost_output()
     logger.remove()
     if rank > 0:
         logger.add(sys.stderr, level="WARNING", format=f"[rank {rank}] {LOG_FORMAT}")
@@ -131,7 +140,9 @@ class _PrintLog(io.TextIOBase):
 
 def log_to(file: Path, level: str) -> None:
     """Log to `file` too (a launcher has redirected stderr there already, so only what is started by hand needs it)."""
-    logger.add(file, level=level, format=LOG_FORMAT, colorize=False)
+    with naming(file):
+        stream = os.fdopen(open_plain(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", encoding="utf-8")
+    logger.add(LossyOutput(stream).write_line, level=level, format=LOG_FORMAT, colorize=False)
 
 
 def keep_freed_memory(env: Mapping[str, str]) -> None:

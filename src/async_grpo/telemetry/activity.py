@@ -26,9 +26,13 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from async_grpo.errors import BadFileError
 from async_grpo.records import WorkerId
 from async_grpo.rundir.files import room_for
+from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.paths import SERVER, activity_file
+from async_grpo.rundir.reading import naming, open_plain, parse_object
+from async_grpo.rundir.shape import shaped
 from async_grpo_ipc.handle import boot_id
 
 STARTING, LOADING, WAITING, ENDING = "starting", "loading", "waiting", "ending"
@@ -136,7 +140,7 @@ class Activity:
     ) -> None:
         """Write to `alive/NAME.status` from now on, and start over: a process has one life."""
         path = activity_file(root, name)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_folder(path.parent)
         mapped = _map(path)
         with self._lock:
             (self._count,) = struct.unpack_from("<Q", mapped)  # continues that of an earlier process
@@ -279,21 +283,18 @@ def read_all(root: Path) -> dict[str, ActivityRecord]:
 
 def _parse(body: bytes, progress_s: float) -> ActivityRecord | None:
     try:
-        data: dict[str, Any] = json.loads(body)
-        if data.pop("format") != FORMAT:
+        data = parse_object(body)
+        if data.pop("format", None) != FORMAT:
             return None
-        data["jobs"] = tuple(JobActivity(*job) for job in data["jobs"])
-        data["minute_ago"] = Sample(*data["minute_ago"][:2])
-        data["waits_on"] = tuple(data["waits_on"])
-        return ActivityRecord(**data, progress_s=progress_s)
-    except (ValueError, TypeError, KeyError, AttributeError):
+        return shaped(ActivityRecord, {**data, "progress_s": progress_s})
+    except BadFileError:
         return None
 
 
 def _read(path: Path, at_most: int) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
+        fd = open_plain(path)
+    except (FileNotFoundError, BadFileError):
         return b""
     try:
         return os.pread(fd, at_most, 0)
@@ -302,7 +303,8 @@ def _read(path: Path, at_most: int) -> bytes:
 
 
 def _map(path: Path) -> mmap.mmap:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with naming(path):
+        descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
     try:
         with room_for(path):
             os.posix_fallocate(descriptor, 0, FILE_BYTES)  # a full disk is an error here, not a SIGBUS later

@@ -23,7 +23,7 @@ from async_grpo.checks.doctor.gpu import Driver
 from async_grpo.checks.doctor.gpu_probe import Gpu, GpuFacts
 from async_grpo.checks.plan.facts import Look
 from async_grpo.cli import main
-from async_grpo.queue import filesystem
+from async_grpo.rundir import folders
 
 GB = 1_000_000_000
 
@@ -64,7 +64,7 @@ def test_a_run_directory_that_others_can_change(tmp_path: Path) -> None:
 
 
 def test_a_run_directory_on_a_network_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filesystem, "network_file_system", lambda path: "NFS")
+    monkeypatch.setattr(folders, "network_file_system", lambda path: "NFS")
     [finding] = storage.place(tmp_path / "worker")
     assert finding.level is Level.ERROR and "is on NFS" in finding.found and "local disk" in finding.fix
 

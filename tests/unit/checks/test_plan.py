@@ -20,7 +20,7 @@ from async_grpo.checks.plan.memory import estimate
 from async_grpo.errors import RunDirError
 from async_grpo.formatting import size
 from async_grpo.launch.launcher import LaunchOptions
-from async_grpo.queue.filesystem import check_place, nearest_existing
+from async_grpo.rundir.folders import check_place, nearest_existing
 from async_grpo.settings import TrainingSettings, WorkerSettings
 
 MILLION = 1_000_000

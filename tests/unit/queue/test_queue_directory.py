@@ -13,6 +13,7 @@ from async_grpo.errors import QueueError, RunDirError
 from async_grpo.queue import ServerQueue, WorkerQueue, filesystem, quarantined
 from async_grpo.queue.codec import encode_job
 from async_grpo.queue.listing import queue_counts
+from async_grpo.rundir import folders
 
 
 def test_one_server_and_one_worker_of_a_number(server: ServerQueue, worker: WorkerQueue) -> None:
@@ -92,14 +93,14 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
 
 
 def test_nfs_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(filesystem, "network_file_system", lambda path: "NFS")
+    monkeypatch.setattr(folders, "network_file_system", lambda path: "NFS")
     with pytest.raises(RunDirError, match="NFS a rename may report a failure"):
         ServerQueue.open(tmp_path / "q", RUN)
-    assert 0x6969 in filesystem._NETWORK_FILE_SYSTEMS
+    assert 0x6969 in folders._NETWORK_FILE_SYSTEMS
 
 
 def test_the_kind_of_file_system_is_asked_of_the_kernel(tmp_path: Path) -> None:
-    assert filesystem.network_file_system(tmp_path) is None
+    assert folders.network_file_system(tmp_path) is None
 
 
 def test_counts_can_be_read_by_anyone(server: ServerQueue, worker: WorkerQueue) -> None:

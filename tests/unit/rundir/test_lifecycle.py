@@ -233,7 +233,7 @@ def test_a_root_that_is_no_plain_directory(root: Path, tmp_path: Path, kind: str
     else:
         (tmp_path / "target").mkdir()
         root.symlink_to(tmp_path / "target")
-    with pytest.raises(RunDirError, match="is not a plain directory"):
+    with pytest.raises(RunDirError, match="is not a directory"):
         prepare(root, config=CONFIG)
 
 

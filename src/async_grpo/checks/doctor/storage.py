@@ -9,8 +9,8 @@ from pathlib import Path
 from async_grpo.checks.doctor.finding import Finding, error, ok, warning
 from async_grpo.errors import RunDirError
 from async_grpo.formatting import size
-from async_grpo.queue.filesystem import check_place, nearest_existing
 from async_grpo.queue.wakeups import IN_MOVED_TO, DirectoryWatch
+from async_grpo.rundir.folders import check_place, nearest_existing
 
 LITTLE_ROOM = 5_000_000_000
 NO_ROOM = 100_000_000

@@ -12,7 +12,6 @@ from async_grpo.checks.plan.facts import Question, TrainerFacts, facts_or_refusa
 from async_grpo.checks.plan.memory import MemoryEstimate, estimate
 from async_grpo.formatting import counted, size
 from async_grpo.launch.launcher import LaunchOptions
-from async_grpo.queue.filesystem import check_place
 from async_grpo.rundir.lifecycle import Fate, preview
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU
@@ -35,7 +34,6 @@ def plan_distributed(options: LaunchOptions) -> None:
     """
     training = options.training
     fate, place = preview(options.run_dir, resume=training.resume, overwrite=options.overwrite)
-    check_place(options.run_dir)
     _announce(options.config)
     question = Question(
         config=options.config,

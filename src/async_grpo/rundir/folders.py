@@ -1,0 +1,82 @@
+"""Where a run directory may be: a directory of this user that no other can change, on a local disk.
+
+The directory itself and its folders are checked by a descriptor that follows no link. Links above it are followed, as
+everywhere: SECURITY.md says what that means.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+from pathlib import Path
+
+from async_grpo.errors import RunDirError
+
+_NETWORK_FILE_SYSTEMS = {0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x517B: "SMB"}
+
+
+def check_place(root: Path) -> None:
+    """`RunDirError` where no run can be: on a network's disk, or in a folder that others can change. Changes nothing.
+
+    `root` need not exist yet.
+    """
+    if os.path.lexists(root):
+        os.close(open_folder(root))
+    network = network_file_system(nearest_existing(root))
+    if network:
+        raise RunDirError(
+            f"{root} is on {network}. The queue needs a local disk: on {network} a rename may report a "
+            "failure that it was not, locks follow other rules, and changes by other hosts go unnoticed. "
+            "Choose another --run-dir."
+        )
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder that only this user may enter, or take the one that is there. `RunDirError` if it is not ours."""
+    if not os.path.lexists(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = open_folder(folder)
+    try:
+        if stat.S_IMODE(os.fstat(descriptor).st_mode) != 0o700:
+            os.fchmod(descriptor, 0o700)
+    finally:
+        os.close(descriptor)
+
+
+def open_folder(folder: Path) -> int:
+    """A descriptor of a directory of this user. `RunDirError` if it is a link, or others can write to it."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        raise RunDirError(f"{folder} is not a directory (links are not followed). Choose another --run-dir.") from error
+    status = os.fstat(descriptor)
+    if status.st_uid != os.geteuid():
+        reason = f"{folder} belongs to user {status.st_uid}, this process runs as {os.geteuid()}."
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        reason = (
+            f"{folder} can be written by others (mode {stat.S_IMODE(status.st_mode):o}), who could make "
+            f"workers run their jobs. Take that right away: chmod go-w {folder}"
+        )
+    else:
+        return descriptor
+    os.close(descriptor)
+    raise RunDirError(reason)
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path, or the folder nearest above it that exists."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def network_file_system(path: Path) -> str | None:
+    """Name of the network file system that `path` is on, or None."""
+    buffer = ctypes.create_string_buffer(512)  # struct statfs, larger than any; f_type is its first long
+    if ctypes.CDLL(None, use_errno=True).statfs(os.fsencode(path), buffer) != 0:
+        return None
+    magic = ctypes.c_long.from_buffer(buffer).value & 0xFFFFFFFF
+    return _NETWORK_FILE_SYSTEMS.get(magic)

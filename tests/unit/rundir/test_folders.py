@@ -1,0 +1,140 @@
+"""A run directory is checked before anything in it is changed, and nothing is reached by a link in it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from async_grpo.errors import AsyncGRPOError, BadFileError, RunDirError
+from async_grpo.launch.supervisor import Child, Supervisor
+from async_grpo.queue.filesystem import prepare_root
+from async_grpo.reports.board import Board
+from async_grpo.rundir.files import LineFile
+from async_grpo.rundir.lifecycle import prepare, preview
+from async_grpo.rundir.paths import FINISHED, RunDir
+from async_grpo.setup.process import log_to, write_stacks_on_signal
+from async_grpo.telemetry.activity import Activity
+
+CONFIG = Path("my_trainer.py")
+STARTS: list[Callable[[Path], object]] = [
+    lambda root: prepare(root, config=CONFIG),
+    preview,
+    prepare_root,
+]
+
+
+def state_of(root: Path) -> list[tuple[str, int, int]]:
+    paths = [root, *sorted(root.rglob("*"))]
+    return [(str(path), path.lstat().st_mode, path.lstat().st_ino) for path in paths]
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o1777])
+def test_a_directory_that_others_can_write_to_is_refused_unchanged(
+    tmp_path: Path, start: Callable[[Path], object], mode: int
+) -> None:
+    root = tmp_path / "worker"
+    root.mkdir()
+    root.chmod(mode)
+    before = state_of(root)
+    with pytest.raises(RunDirError, match=f"can be written by others .mode {mode:o}.*chmod go-w {root}"):
+        start(root)
+    assert state_of(root) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+@pytest.mark.parametrize("start", STARTS)
+def test_a_directory_of_another_user_is_refused_unchanged(tmp_path: Path, start: Callable[[Path], object]) -> None:
+    root = tmp_path / "worker"
+    root.mkdir(mode=0o755)
+    os.chown(root, 65534, 65534)
+    before = state_of(root)
+    with pytest.raises(RunDirError, match="belongs to user 65534"):
+        start(root)
+    assert state_of(root) == before
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("target", ["there", "nowhere"])
+def test_a_link_in_its_place_is_refused(tmp_path: Path, start: Callable[[Path], object], target: str) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "worker").symlink_to(tmp_path / target)
+    with pytest.raises(RunDirError, match="links are not followed"):
+        start(tmp_path / "worker")
+    assert list((tmp_path / "there").iterdir()) == [] and not (tmp_path / "nowhere").exists()
+
+
+def test_a_link_above_it_is_followed_as_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "home").symlink_to(tmp_path / "disk")
+    prepare(tmp_path / "home" / "worker", config=CONFIG)
+    assert (tmp_path / "disk" / "worker" / "run.json").exists()
+
+
+def test_a_directory_that_only_others_can_read_becomes_private(tmp_path: Path) -> None:
+    (tmp_path / "worker").mkdir(mode=0o755)
+    prepare(tmp_path / "worker", config=CONFIG)
+    assert (tmp_path / "worker").stat().st_mode & 0o777 == 0o700
+
+
+def _start_child(log: Path) -> None:
+    child = Child(name="server", command=[sys.executable, "-c", "print('appended')"], env={}, log=log, grace_s=1)
+    with Supervisor([child], say=print) as supervisor:
+        supervisor.run_until(lambda exits: "server" in exits)
+
+
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [
+        ("log_parameter_server.txt", _start_child),
+        ("log_parameter_server.txt", lambda path: log_to(path, "INFO")),
+        ("metrics.jsonl", lambda path: LineFile(path).append("appended")),
+        ("alive/server.stacks", write_stacks_on_signal),
+        ("alive/server.status", lambda path: Activity().publish(path.parents[1], "server", **WHO)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_nothing_is_written_through_a_link_or_into_a_pipe(
+    tmp_path: Path, name: str, write: Callable[[Path], object], kind: str
+) -> None:
+    (tmp_path / "alive").mkdir(mode=0o700)
+    victim, path = tmp_path / "victim", tmp_path / name
+    victim.write_text("mine\n")
+    if kind == "link":
+        path.symlink_to(victim)
+    else:
+        os.mkfifo(path)
+    with pytest.raises(BadFileError, match=f"{path} cannot be used: it (is a link|is a named pipe|cannot be opened)"):
+        write(path)
+    assert victim.read_text() == "mine\n"
+
+
+WHO = {"device": "cpu", "run_id": "run", "state": "loading"}
+
+
+@pytest.mark.parametrize("folder", ["board", "board/run", "alive"])
+def test_nothing_is_made_or_emptied_in_a_folder_that_is_a_link(tmp_path: Path, folder: str) -> None:
+    root, victim = tmp_path / "worker", tmp_path / "victim"
+    prepare(root, config=CONFIG)
+    RunDir(root).update_state(state=FINISHED)
+    events = (
+        victim / "run" / "events.out.tfevents.1.async-grpo"
+        if folder == "board"
+        else victim / "events.out.tfevents.1.async-grpo"
+    )
+    events.parent.mkdir(parents=True)
+    events.write_text("mine")
+    (root / folder).parent.mkdir(mode=0o700, exist_ok=True)
+    (root / folder).symlink_to(victim)
+    (root / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    with pytest.raises(AsyncGRPOError, match="links are not followed"):
+        if folder == "alive":
+            Activity().publish(root, "server", **WHO)
+        with Board(root) as board:
+            board.update()
+    assert [path.name for path in victim.rglob("*") if path.is_file()] == [events.name]
+    assert events.read_text() == "mine"

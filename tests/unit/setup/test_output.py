@@ -1,0 +1,71 @@
+"""Output that nobody reads, or for which there is no room, ends nothing: it is dropped, counted and reported."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from async_grpo.setup.output import LossyOutput
+
+PRINTS = """
+import sys
+from loguru import logger
+from async_grpo.setup.process import set_up_log
+set_up_log("INFO")
+for number in range(3):
+    print("line", number, flush=True)
+    logger.info("logged {}", number)
+print("still here", file=open(sys.argv[1], "w"))
+"""
+
+
+class Disk(io.StringIO):
+    """A stream without room."""
+
+    full = False
+
+    def write(self, text: str) -> int:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+
+def test_lines_without_room_are_dropped_and_counted() -> None:
+    disk, told = Disk(), []
+    output = LossyOutput(disk, tell=told.append)
+    print("one", file=output)
+    disk.full = True
+    for _ in range(3):
+        print("lost", file=output, flush=True)
+    print("half", file=output, end="")
+    assert told == ["output cannot be written (No space left on device): the run goes on without it\n"]
+    disk.full = False
+    print(" a line", file=output)
+    assert disk.getvalue() == ("one\n\n[3 lines of this output are missing: they could not be written]\nhalf a line\n")
+    assert output.dropped == 0 and not output.isatty()
+
+
+def test_text_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w", encoding="ascii") as file:
+        print("→ \udcff", file=LossyOutput(file))
+    assert (tmp_path / "out").read_text() == "\\u2192 \\udcff\n"
+
+
+def test_a_process_goes_on_without_its_output_and_ends_well(tmp_path: Path) -> None:
+    """On a full disk and with a closed pipe, until the interpreter has ended."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    with Path("/dev/full").open("w") as full, os.fdopen(writes, "w") as closed:
+        for name, stdout in (("full", full), ("closed", closed)):
+            mark = tmp_path / name
+            command = [sys.executable, "-c", PRINTS, str(mark)]
+            done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60)
+            assert (done.returncode, mark.read_text()) == (0, "still here\n")
+            first, *log = done.stderr.splitlines()
+            assert first.startswith("standard output cannot be written (") and first.endswith("goes on without it")
+            assert [line.split()[-1] for line in log] == ["0", "1", "2"]
+        done = subprocess.run([*command[:-1], str(tmp_path / "both")], stdout=full, stderr=full, timeout=60)
+        assert (done.returncode, (tmp_path / "both").read_text()) == (0, "still here\n")
