@@ -1,8 +1,9 @@
-"""A control group for one sandbox: a limit on all of its memory, and on its processes, where one can be made.
+"""A control group for one sandbox: a limit on all of its memory, where one can be made.
 
 The limits of a process do not count page tables and buffers of the kernel; a control group does. Making one needs root
 and a writable /sys/fs/cgroup, or a part of the tree that was delegated to this user, as systemd does for its user
-services; in most containers it cannot be done, and the other limits have to be enough.
+services; in most containers it cannot be done, and the other limits have to be enough. Processes are counted without
+one: a group for them would make each start 10 ms longer, which is what the kernel waits when a process changes groups.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _TREE = Path("/sys/fs/cgroup")
@@ -22,44 +23,32 @@ _GONE_S = 2.0  # for processes that were killed to leave the group
 
 
 @contextmanager
-def control_group(*, memory_bytes: int, processes: int) -> Iterator[list[int]]:
-    """Open files to which a process writes "0" to enter the new group. No files where no group can be made."""
-    with ExitStack() as stack:
-        try:
-            doors = [
-                stack.enter_context(_group(parent, _limits(kind, memory_bytes=memory_bytes, processes=processes)))
-                for kind, parent in _parents()
-            ]
-        except OSError:
-            doors = []  # the tree has changed, or is full
-        yield doors
-
-
-def _limits(kind: str, *, memory_bytes: int, processes: int) -> dict[str, int]:
-    """Files of a group and what to write to them; swap is not counted everywhere, so its file may be missing."""
-    memory_v1 = {"memory.limit_in_bytes": memory_bytes, "memory.memsw.limit_in_bytes": memory_bytes}
-    memory_v2 = {"memory.max": memory_bytes, "memory.swap.max": 0, "memory.oom.group": 1}
-    pids = {"pids.max": processes}
-    return {"unified": memory_v2 | pids, "memory": memory_v1, "pids": pids}[kind]
-
-
-@contextmanager
-def _group(parent: Path, limits: dict[str, int]) -> Iterator[int]:
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+def control_group(memory_bytes: int) -> Iterator[int | None]:
+    """An open file to which a process writes "0" to enter the new group; None where no group can be made."""
+    made = None
+    if (parent := _parent()) is not None:
+        with suppress(OSError):  # the tree has changed, or is full
+            made = _make(parent, memory_bytes)
+    if made is None:
+        yield None
+        return
+    folder, door = made
     try:
-        for name, value in limits.items():
-            if "swap" in name or "memsw" in name:
-                with suppress(OSError):
-                    (folder / name).write_text(str(value))
-            else:
-                (folder / name).write_text(str(value))
-        door = os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            yield door
-        finally:
-            os.close(door)
+        yield door
     finally:
+        os.close(door)
         _remove(folder)
+
+
+def _make(parent: Path, memory_bytes: int) -> tuple[Path, int]:
+    """A group with a limit, and its door. Swap is not counted everywhere, so the files for it may be missing."""
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    unified = (folder / "memory.max").exists()
+    (folder / ("memory.max" if unified else "memory.limit_in_bytes")).write_text(str(memory_bytes))
+    with suppress(OSError):
+        swap, most = ("memory.swap.max", 0) if unified else ("memory.memsw.limit_in_bytes", memory_bytes)
+        (folder / swap).write_text(str(most))
+    return folder, os.open(folder / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
 
 
 def _remove(folder: Path) -> None:
@@ -77,18 +66,16 @@ def _remove(folder: Path) -> None:
 
 
 @functools.cache
-def _parents() -> list[tuple[str, Path]]:
-    """Where this process can make groups: one place in the unified tree, or one in each of two older ones."""
+def _parent() -> Path | None:
+    """Where this process can make groups: in the unified tree, or in the older one for memory."""
     own = _own_groups()
     unified = [group for base in (_TREE, _TREE / "unified") for group in _and_above(base, own.get("", ""))]
-    found = [("unified", group) for group in unified if _controls_children(group)][:1]
-    if not found:
-        found = [(kind, _TREE / kind / own.get(kind, "").lstrip("/")) for kind in ("memory", "pids")]
-    if not all(os.access(parent / "cgroup.procs", os.W_OK) and os.access(parent, os.W_OK) for _, parent in found):
-        return []
-    for _, parent in found:
-        _sweep(parent)
-    return found
+    older = [_TREE / "memory" / own["memory"].lstrip("/")] if "memory" in own else []
+    for group in [*(group for group in unified if _limits_memory_of_children(group)), *older]:
+        if os.access(group, os.W_OK) and os.access(group / "cgroup.procs", os.W_OK):
+            _sweep(group)
+            return group
+    return None
 
 
 def _own_groups() -> dict[str, str]:
@@ -105,9 +92,9 @@ def _and_above(base: Path, path: str) -> list[Path]:
     return [own] if own == base else [own, own.parent]
 
 
-def _controls_children(group: Path) -> bool:
+def _limits_memory_of_children(group: Path) -> bool:
     try:
-        return {"memory", "pids"} <= set((group / "cgroup.subtree_control").read_text().split())
+        return "memory" in (group / "cgroup.subtree_control").read_text().split()
     except OSError:
         return False
 

@@ -27,11 +27,11 @@ class Pipes:
     """Open files that process 1 inherits."""
 
     status: int  # it writes one word here
-    groups: list[int]  # and "0" here, to enter the control group
+    group: int | None  # and "0" here, to enter the control group
 
     @property
     def all(self) -> list[int]:
-        return [self.status, *self.groups]
+        return [self.status] if self.group is None else [self.status, self.group]
 
 
 def sandbox_command(limits: Limits, *, source_bytes: int, pipes: Pipes) -> list[str]:
@@ -44,7 +44,7 @@ def sandbox_command(limits: Limits, *, source_bytes: int, pipes: Pipes) -> list[
     bubblewrap = None if root else _bubblewrap()
     settings: dict[str, Any] = {
         "status_fd": pipes.status,
-        "group_fds": pipes.groups,
+        "group_fd": pipes.group,
         "source_bytes": source_bytes,
         "build_root": bubblewrap is None,
         "first_uid": FIRST_UID if root else None,

@@ -34,15 +34,15 @@ def run_code(source: str, *, stdin: str = "", limits: Limits | None = None) -> S
     text = source.encode(errors="replace")
     all_memory = limits.memory_bytes * limits.processes + limits.file_bytes + len(text)
     with (
-        control_group(memory_bytes=all_memory, processes=limits.processes + 1) as groups,  # process 1 is in it, too
+        control_group(all_memory) as group,
         _input_file(text + stdin.encode(errors="replace")) as stdin_file,
     ):
-        return _run(limits, len(text), stdin_file, groups)
+        return _run(limits, len(text), stdin_file, group)
 
 
-def _run(limits: Limits, source_bytes: int, stdin_file: IO[bytes], groups: list[int]) -> SandboxResult:
+def _run(limits: Limits, source_bytes: int, stdin_file: IO[bytes], group: int | None) -> SandboxResult:
     status_end, status = os.pipe2(os.O_CLOEXEC)
-    pipes = Pipes(status=status, groups=groups)
+    pipes = Pipes(status=status, group=group)
     with os.fdopen(status_end, "rb") as status_pipe:
         try:
             process = subprocess.Popen(

@@ -39,7 +39,7 @@ def main(settings: dict[str, Any]) -> None:
     try:
         os.umask(0o022)  # the program is another user, who has to find its files
         os.set_inheritable(status, False)  # so that the start of the program closes it
-        _enter_groups(settings["group_fds"])
+        _enter_group(settings["group_fd"])
         _leave_keyrings()
         uid = _own_uid(settings["first_uid"])
         source = _read_exactly(settings["source_bytes"])
@@ -60,8 +60,8 @@ def main(settings: dict[str, Any]) -> None:
     os._exit(ending >> 8 if os.WIFEXITED(ending) else 128 + os.WTERMSIG(ending))
 
 
-def _enter_groups(doors: list[int]) -> None:
-    for door in doors:
+def _enter_group(door: int | None) -> None:
+    if door is not None:
         try:
             os.write(door, b"0")
         except OSError:
