@@ -35,6 +35,13 @@ class Policy(Protocol):
         """
         ...
 
+    def intact(self) -> bool:
+        """Whether all that was sampled so far is of the versions that were adopted.
+
+        False once the exporter has died where its memory is lost with it (CUDA). Asked after each step of the engine.
+        """
+        ...
+
     def release(self) -> None:
         """No group is being sampled: the trainer may write over the adopted version."""
         ...
@@ -69,9 +76,13 @@ class PolicyWeights:
                 return self._pull()
             version = self._remote.alias(self._model, WEIGHTS_WAIT_S)
             self._aliased = True
+            torch.cuda.empty_cache()  # the model's own weights, which nothing refers to any more
             return version
         except ExporterDiedError as error:
             raise PeerDiedError(str(error)) from error
+
+    def intact(self) -> bool:
+        return self._remote.intact()
 
     def release(self) -> None:
         self._remote.release()

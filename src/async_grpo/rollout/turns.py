@@ -58,7 +58,7 @@ class Turns:
         self._sampling: dict[PreparedGroup, _Turn] = {}  # turns that wait for their tokens
         self._made: dict[PreparedGroup, GeneratedGroup] = {}  # to be finished
         self._unscored: dict[int, _Conversation] = {}  # by id of the group, whose environments are still in use
-        self._closed = False
+        self._dropped: set[_Conversation] = set()  # that nobody waits for any more
         self._code_since = 0.0  # when some code last began to run (monotonic seconds)
 
     @property
@@ -99,12 +99,13 @@ class Turns:
         return self._engine.follow(weights)
 
     def close(self) -> None:
-        self._closed = True
         self._engine.close()
+        self._asked.clear()
+        self._dropped |= self._open
         deadline = time.monotonic() + CLOSE_S
         while self._open and time.monotonic() < deadline:
             for turn in self._sampling.values():
-                turn.give(SampledGroup(prepared=turn.prepared, error=PeerDiedError("The worker ends.")))
+                turn.refuse()
             self._sampling.clear()
             self._take_events()
 
@@ -162,6 +163,8 @@ class Turns:
                 timeout_s = 0.0
                 if isinstance(event, _Conversation):
                     ended += self._ended(event)
+                elif event.talk in self._dropped:
+                    event.refuse()
                 else:
                     self._asked.append(event.prepared)
                     self._sampling[event.prepared] = event
@@ -175,9 +178,13 @@ class Turns:
 
     def _ended(self, talk: _Conversation) -> list[SampledGroup]:
         self._open.remove(talk)
+        if talk in self._dropped:
+            self._dropped.remove(talk)
+            self._idle.append(talk.trl)
+            return []
         if talk.error is not None:
             self._idle.append(talk.trl)
-            if len(talk.groups) == 1 or self._closed:
+            if len(talk.groups) == 1:
                 return [SampledGroup(prepared=group, error=talk.error) for group in talk.groups]
             for group in talk.groups:  # the error belongs to one of them
                 self._start_conversation([group])
@@ -221,11 +228,14 @@ class _Turn:
         first = talk.groups[0]
         prompts = [list(ids) for ids in prompt_ids]
         self.prepared = PreparedGroup(job=first.job, version=first.version, prompt_ids=prompts, turn=len(talk.turns))
-        self._talk = talk
+        self.talk = talk
         self._sampled: Future[SampledGroup] = Future()
 
     def give(self, sampled: SampledGroup) -> None:
         self._sampled.set_result(sampled)
+
+    def refuse(self) -> None:
+        self.give(SampledGroup(prepared=self.prepared, error=PeerDiedError("Nobody waits for this group any more.")))
 
     def wait_for_tokens(self, worker_thread: threading.Thread) -> Tokens:
         deadline = time.monotonic() + TURN_WAIT_S
@@ -237,7 +247,7 @@ class _Turn:
         sampled = self._sampled.result()
         if sampled.error is not None:
             raise sampled.error
-        self._talk.turns.append(sampled)
+        self.talk.turns.append(sampled)
         return [list(ids) for ids in sampled.token_ids], [list(values) for values in sampled.logprobs]
 
 

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
@@ -22,6 +22,7 @@ from async_grpo.errors import BadGroupError, DiskFullError, PeerDiedError, Unsup
 from async_grpo.queue import Claim, JobSource
 from async_grpo.records import Timings
 from async_grpo.rollout import WEIGHTS_WAIT_S
+from async_grpo.rollout.batches import at_once, once_issued
 from async_grpo.rollout.statistics import WorkerStatistics
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
@@ -44,12 +45,9 @@ SAY_AT_MOST = 3  # failures of the same text that are shown
 DISK_FULL_RETRY_S = 1.0
 SCORING_WAKE_S = 0.02  # a worker that has groups being scored looks for new jobs this often
 IDLE_WAKE_S = 0.5  # an idle worker looks at the run's state this often
-LOOK_S = 0.02  # a worker that is sampling looks for jobs and weights this often
+LOOK_S = 0.02  # a worker that is sampling looks for jobs, weights and the run's end this often
 SERVER_POLL_S = 0.02  # a worker that no server serves looks for one this often
 WEIGHTS_POLL_S = 0.002  # a worker that has nothing to do but wait for weights looks for them this often
-ISSUING_S = 0.002  # longer than the server takes to issue the next job of a round
-A = TypeVar("A")
-B = TypeVar("B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,9 +176,7 @@ class Worker:
         started, before = time.monotonic(), self._version
         try:
             self._version = self._policy.adopt({flight.version for flight in self._sampling.values()})
-        except (
-            PeerDiedError
-        ):  # the claims wait for the next server, or are handed back once this one is known to be dead
+        except PeerDiedError:  # claims wait for the next server, or are handed back once this one is known to be dead
             self._version, self._check_run_at = None, 0.0
             return
         self._adopt_s += time.monotonic() - started
@@ -215,6 +211,8 @@ class Worker:
             activity.doing(GENERATING)
             started, groups = time.monotonic(), len(self._sampling)
             sampled = self._engine.sample(prepared)
+            if not self._policy.intact():
+                return self._hand_back_sampling()
             self._busy_clock += (time.monotonic() - started) / groups
             for group in sampled:
                 flight = self._sampling.pop(group.prepared.job.seq)
@@ -312,9 +310,22 @@ class Worker:
 
     def _hand_back_held(self) -> None:
         while self._held:
-            claim = self._held.popleft()
-            self._queue.hand_back(claim)
-            activity.no_longer_has(claim.job.seq)
+            self._hand_back(self._held.popleft())
+
+    def _hand_back_sampling(self) -> list[SampledGroup]:
+        """The weights were lost while they were read, so what they gave is not believed."""
+        logger.warning("the weights were lost with the parameter server; jobs handed back: {}", len(self._sampling))
+        self._engine.close()
+        self._policy.release()
+        for seq in [*self._sampling]:
+            del self._sampling[seq]
+            self._hand_back(self._started.pop(seq).claim)
+        self._version, self._check_run_at = None, 0.0
+        return []
+
+    def _hand_back(self, claim: Claim) -> None:
+        self._queue.hand_back(claim)
+        activity.no_longer_has(claim.job.seq)
 
     def _better_left_to_others(self) -> set[int]:
         """Jobs that have just failed here: another worker, if there is one, gets to try them first."""
@@ -329,7 +340,7 @@ class Worker:
         now = time.monotonic()
         if now < self._check_run_at:
             return True
-        self._check_run_at = now + (IDLE_WAKE_S if self._sampling else 0)
+        self._check_run_at = now + (LOOK_S if self._sampling else 0)
         state = self._run_dir.read_state()
         if state is None or state.state != runs.RUNNING:
             return False
@@ -366,28 +377,3 @@ class Worker:
         if self._unserved_since is not None:
             return "a parameter server that issues jobs"
         return "jobs: the trainer has issued as many as the staleness bound admits"
-
-
-def at_once(work: Callable[[Sequence[A]], list[B]], items: Sequence[A], failed: Callable[[A, str], None]) -> list[B]:
-    """Do `work` for all items together, or for each alone where that fails: an error costs one item."""
-    if not items:
-        return []
-    try:
-        return work(items)
-    except Exception:  # noqa: BLE001  # a row or a template that TRL cannot take: it belongs to one of the items
-        if len(items) == 1:
-            failed(items[0], traceback.format_exc())
-            return []
-    return [result for item in items for result in at_once(work, [item], failed)]
-
-
-def once_issued(pending: Callable[[], int], enough: int) -> int:
-    """How many jobs are pending when there are `enough`, or no more of them are being issued.
-
-    The server issues a round job by job, and a batch of its first few takes nearly as long as one of them all.
-    """
-    before, now = 0, pending()
-    while before < now < enough:
-        time.sleep(ISSUING_S)
-        before, now = now, pending()
-    return now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -62,3 +63,22 @@ def test_a_dead_trainer_is_told(tmp_path: Path) -> None:
         exporter.close()
         with pytest.raises(PeerDiedError):
             PolicyWeights(remote, worker).adopt()
+
+
+def test_the_models_own_memory_is_given_back_once_it_is_aliased(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch keeps what a loaded model had: on a GPU each worker would reserve the model's bytes once more."""
+    worker = nn.Linear(3, 2)
+    own = weakref.ref(worker.weight.untyped_storage())
+    seen: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(own() is None))
+    with WeightExporter.from_model(nn.Linear(3, 2), tmp_path / "handle.json") as exporter:
+        exporter.publish(1)
+        with open_remote_memory(tmp_path / "handle.json") as remote:
+            policy = PolicyWeights(remote, worker)
+            policy.adopt()
+            assert seen == [True], "emptied when nothing referred to the model's own weights any more"
+            exporter.publish(2)
+            policy.adopt()
+            assert len(seen) == 1, "once: emptying waits for the GPU"

@@ -239,7 +239,7 @@ def test_closing_ends_what_waits_for_tokens() -> None:
     step_until(turns, lambda: len(engine.turns) == 2, turns.sample(prepared(turns, [10, 20])))
     turns.close()
     assert engine.closed
-    assert outcomes == ["The worker ends."] * 2
+    assert outcomes == ["Nobody waits for this group any more."] * 2
 
 
 def test_closing_starts_no_code_again() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -320,3 +322,33 @@ def test_sampling_settings_of_a_job_are_not_ignored() -> None:
         trl.prepare(jobs, 0)
     with pytest.raises(UnsupportedError, match="Job 3 has sampling settings"):
         trl.generate(jobs, 0, lambda prompts: ([], []))
+
+
+def test_requests_that_got_lost_weights_in_flight_are_handed_back(tmp_path: Path) -> None:
+    """The exporter dies while the engine, which is in the middle of its requests, copies the weights."""
+    setting = Setting(tmp_path, [job(0, tokens=30)], FakeEngine(delta=True), in_flight_update=True, stop=StopAfter(200))
+    lease = setting.weights.lease
+
+    @contextmanager
+    def dies() -> Iterator[Any]:
+        with lease() as view:
+            yield view
+        if setting.weights.version == 1:
+            setting.weights.version = 2  # of the next server
+            raise ExporterDiedError("gone")
+
+    def publish(step: int) -> None:
+        if step == 3:
+            setting.weights.version = 1
+
+    def hand_back(claim: Claim) -> None:
+        setting.queue.handed_back.append(claim.job.seq)
+        setting.queue.waiting.append(job(0))
+
+    setting.engine.before_step = publish
+    setting.weights.lease = dies  # type: ignore[method-assign]
+    setting.queue.hand_back = hand_back  # type: ignore[method-assign]
+    groups = setting.run()
+    assert setting.engine.forgotten
+    assert setting.queue.handed_back == [0]
+    assert set(groups[0].completion_ids.tolist()) == {2}, "sampled from the next server's weights alone"

@@ -10,10 +10,11 @@ import pytest
 from worker_fakes import FakeEngine, Setting, job
 
 from async_grpo.errors import GeneratorError
+from async_grpo.queue import Claim
 from async_grpo.records import Job
+from async_grpo.rollout.batches import once_issued
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
-from async_grpo.rollout.worker import once_issued
 
 
 class FakeBatchEngine(BatchEngine):
@@ -47,12 +48,17 @@ class FakePolicy:
     weights: Any = None
     held = False
     adopted = 0
+    lost = False
 
     def adopt(self, in_use: Any = ()) -> int | None:
         assert not in_use, "a batch is sampled by one version"
         self.held = True
         self.adopted += 1
         return self.weights.version
+
+    def intact(self) -> bool:
+        assert self.held, "asked before the weights are released"
+        return not self.lost
 
     def release(self) -> None:
         self.held = False
@@ -160,3 +166,28 @@ def test_a_round_that_is_being_issued_is_waited_for(looks: list[int], found: int
     left = iter(looks)
     assert once_issued(lambda: next(left), enough=16) == found
     assert list(left) == [], "looked as often as there was reason to"
+
+
+def test_what_was_sampled_from_lost_weights_is_not_handed_over(tmp_path: Path) -> None:
+    """As on a GPU whose parameter server dies: its memory may hold anything by the time a step has ended."""
+    engine = FakeBatchEngine({seq: 2 + seq for seq in range(3)})
+    setting = batch_setting(tmp_path, [job(seq) for seq in range(3)], engine)
+    steps: list[int] = []
+
+    def step() -> None:
+        steps.append(1)
+        engine.policy.lost = len(steps) == 2  # in the step that ends the first group
+
+    def hand_back(claim: Claim) -> None:
+        engine.policy.lost = False
+        setting.weights.version = 5  # of the next server
+        setting.queue.handed_back.append(claim.job.seq)
+        setting.queue.waiting.append(claim.job)
+
+    engine.after_step = step
+    setting.queue.hand_back = hand_back  # type: ignore[method-assign]
+    groups = setting.run()
+    assert setting.queue.handed_back == [0, 1, 2]
+    assert setting.queue.failed == []
+    assert {seq: group.policy_version for seq, group in groups.items()} == {0: 5, 1: 5, 2: 5}
+    assert not engine.policy.held

@@ -40,6 +40,7 @@ class FakeEngine:
         self.most = 0
         self.before_step: Callable[[int], None] = lambda step: None
         self.steps = 0
+        self.forgotten = False
 
     @property
     def busy(self) -> bool:
@@ -70,6 +71,9 @@ class FakeEngine:
     def abort(self, request_ids: list[str]) -> None:
         for request in request_ids:
             self.open.pop(request, None)
+
+    def forget_weights(self) -> None:
+        self.forgotten = True
 
     def load(self, tensors: Any, version: int, in_use: Any = ()) -> None:
         assert self.delta or self.versions_at_once > 1 or not self.open, "weights changed under running requests"
@@ -216,7 +220,7 @@ class Setting:
         self.worker = Worker(context, options.pop("batch_engine", continuous))
 
     def end(self) -> None:
-        self.goes_on = False
+        self.goes_on = self.goes_on and bool(self.queue.waiting)
 
     def end_long_ones(self, when_done: int) -> None:
         """Let every completion end once this many groups have come back."""

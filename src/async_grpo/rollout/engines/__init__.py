@@ -74,5 +74,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop the groups that are being sampled."""
+        """Drop the groups that are being sampled. It can be used again."""
         ...

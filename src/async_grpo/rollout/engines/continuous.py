@@ -53,6 +53,7 @@ class ContinuousEngine:
         self._weights: RemoteWeights | None = None
         self._adopted: tuple[str, int] | None = None  # generation and version of the engine's weights
         self._version = -1
+        self._spoilt = False  # the weights of the requests in flight are not those that were published
 
     def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
         ended = [failed for group in new if (failed := self._submit(group)) is not None]
@@ -70,6 +71,7 @@ class ContinuousEngine:
     def close(self) -> None:
         self._engine.abort(list(self._requests))
         self._requests.clear()
+        self._spoilt = False
 
     def follow(self, weights: RemoteWeights) -> ContinuousEngine:
         """The engine is its own `Policy`."""
@@ -86,11 +88,19 @@ class ContinuousEngine:
         activity.doing(ADOPTING)
         try:
             with self._weights.lease() as view:
+                self._adopted = None
                 self._engine.load(dict(view.items()), view.version, in_use=in_use)
-                self._version, self._adopted = view.version, (view.generation, view.version)
+                version, adopted = view.version, (view.generation, view.version)
         except ExporterDiedError as error:
+            if self._adopted is None:  # it died while its weights were loaded
+                self._engine.forget_weights()
+                self._spoilt = self._in_flight_update
             raise PeerDiedError(str(error)) from error
+        self._version, self._adopted = version, adopted
         return self._version
+
+    def intact(self) -> bool:
+        return not self._spoilt
 
     def release(self) -> None:
         """The engine has a copy; nothing is held."""

@@ -177,6 +177,10 @@ class VLLMEngine:
                 return  # cached prefixes are kept under the adapter's name, and each version has its own
         self._engine.reset_prefix_cache(reset_running_requests=self._in_flight_update)
 
+    def forget_weights(self) -> None:
+        """What was loaded last was not what the trainer published: the next `load` loads everything."""
+        self._base_loaded = False
+
     def _load_base(self, tensors: Mapping[str, Tensor]) -> None:
         weights = dict(_as_in_a_checkpoint(tensors))
         if not self._in_place:

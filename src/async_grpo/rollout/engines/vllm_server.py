@@ -23,7 +23,7 @@ from loguru import logger
 from torch import Tensor, nn
 from trl.generation.vllm_client import VLLMClient
 
-from async_grpo.errors import GeneratorError, UnsupportedError, WaitTimeoutError
+from async_grpo.errors import GeneratorError, PeerDiedError, UnsupportedError, WaitTimeoutError
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.engines.vllm_options import adapter_of, sampling_options
@@ -170,11 +170,17 @@ class ServedPolicy:
         try:
             newest = (self._remote.generation, version)
             if newest != self._sent:
+                self._sent = None
                 self._server.load()
+                if not self._policy.intact():
+                    raise PeerDiedError("The parameter server died while its weights were sent to the vLLM server.")
                 self._sent = newest
         finally:
             self._policy.release()
         return version
+
+    def intact(self) -> bool:
+        return True  # the server has a copy
 
     def release(self) -> None:
         """The server has a copy; nothing is held."""
