@@ -111,7 +111,7 @@ def _source(folder: Path) -> Iterator[RolloutSource]:
 class _AlwaysTheFirst:
     """A publisher of one version."""
 
-    version = 0
+    version, held_at = 0, None
 
     def retry(self) -> None:
         """There is nothing to publish."""

@@ -21,6 +21,7 @@ OLDEST_FORMAT = 2  # that it reads
 
 T = TypeVar("T")
 Purpose = Literal["train", "eval", "generate"]
+OWN_SAMPLING = ("temperature", "top_p", "top_k")  # settings that a job may bring
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -97,7 +98,7 @@ class Job:
     )
     sampling: dict[str, Any] = header(
         "object",
-        "sampling settings; empty: the trainer's, the only ones so far",
+        "`temperature` (0: greedy), `top_p`, `top_k` (0: off); the trainer's for those that are absent",
         item="sampling setting",
         default_factory=dict,
         since=3,

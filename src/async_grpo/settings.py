@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass, field, fields
@@ -49,6 +50,7 @@ class ArchiveLimit:
 DEFAULT_LIMIT = ArchiveLimit(10_000)
 
 
+DEFAULT_KS = (1, 5, 10)
 GENERATORS = ("hf", "vllm")
 CORRECTIONS = ("bypass", "decoupled", "tis", "icepop", "none")
 STALL_WARNING_S = 60.0
@@ -61,6 +63,33 @@ def positive(text: str) -> int:
 
 def not_negative(text: str) -> int:
     return _at_least(text, 0)
+
+
+def not_negative_number(text: str) -> float:
+    return _number_in(text, 0.0, math.inf)
+
+
+def share(text: str) -> float:
+    number = _number_in(text, 0.0, 1.0)
+    if number == 0:
+        raise ArgumentTypeError("must be over 0, and at most 1")
+    return number
+
+
+def comma_separated(text: str) -> tuple[int, ...]:
+    """`1,5,10` as numbers."""
+    return tuple(sorted({positive(part.strip()) for part in text.split(",")}))
+
+
+def _number_in(text: str, least: float, most: float) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (least <= number <= most and math.isfinite(number)):
+        bound = f"of at least {least:g}" if most == math.inf else f"from {least:g} to {most:g}"
+        raise ArgumentTypeError(f"must be a number {bound}, got {text!r}")
+    return number
 
 
 def positive_seconds(text: str) -> float:
@@ -119,8 +148,45 @@ class TrainingSettings:
         type=ArchiveLimit.parse,
         metavar="N",
     )
+    eval_every: int = setting(
+        40,
+        "evaluate on the setup file's eval_dataset before the first step, every N optimizer steps and at the end; "
+        "0: never (default: 40)",
+        type=not_negative,
+        metavar="N",
+    )
+    eval_replicates: int = setting(
+        5, "completions of each problem in an evaluation (default: 5)", type=positive, metavar="N"
+    )
+    eval_k: tuple[int, ...] | None = setting(
+        None,
+        "the k of pass@k and the others, e.g. 1,5,10; none may be over --eval-replicates (default: those of 1,5,10 "
+        "that are not)",
+        type=comma_separated,
+        metavar="K,K",
+    )
+    eval_temperature: float = setting(
+        0.6, "sampling temperature in evaluations; 0: greedy (default: 0.6)", type=not_negative_number, metavar="T"
+    )
+    eval_top_p: float = setting(0.95, "top_p in evaluations; 1: off (default: 0.95)", type=share, metavar="P")
+    eval_top_k: int = setting(20, "top_k in evaluations; 0: off (default: 20)", type=not_negative, metavar="K")
     resume: bool = setting(False, "continue the unfinished run in --run-dir")
     stall_warning: float = stall_warning()
+
+    def eval_sampling(self) -> dict[str, Any]:
+        """As `Job.sampling` has it."""
+        return {"temperature": self.eval_temperature, "top_p": self.eval_top_p, "top_k": self.eval_top_k}
+
+    def evaluated_ks(self) -> tuple[int, ...]:
+        """The k of pass@k. `UsageError` if one is larger than the number of completions."""
+        if self.eval_k is None:
+            return tuple(k for k in DEFAULT_KS if k <= self.eval_replicates)
+        if max(self.eval_k) > self.eval_replicates:
+            raise UsageError(
+                f"--eval-k {max(self.eval_k)} needs at least as many completions of each problem, and "
+                f"--eval-replicates is {self.eval_replicates}. Raise --eval-replicates, or leave that k out."
+            )
+        return self.eval_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +224,8 @@ def as_flags(settings: TrainingSettings | WorkerSettings) -> list[str]:
         value: Any = getattr(settings, setting.name)
         if value is True:
             flags.append(flag_name(setting.name))
+        elif isinstance(value, tuple):
+            flags += [flag_name(setting.name), ",".join(map(str, value))]
         elif value is not None and value is not False:
             flags += [flag_name(setting.name), str(value)]
     return flags

@@ -30,6 +30,7 @@ class FakePublisher:
 
     def __init__(self) -> None:
         self.version: int | None = 0
+        self.held_at: int | None = None
         self.retries = 0
 
     def retry(self) -> None:
@@ -95,6 +96,10 @@ class FakeQueue:
         if self.disk_full:
             raise DiskFullError("No room for done/.")
         return self._finished.pop(entry)
+
+    @property
+    def open_jobs(self) -> int:
+        return len(self.jobs)
 
     def unclaimed(self) -> list[int]:
         return sorted(self.jobs.keys() - self.claimed)

@@ -21,6 +21,7 @@ from async_grpo.queue.names import (
     COMPLETE,
     DUPLICATE,
     FAILED,
+    NOT_TRAINED_ON,
     JobName,
     parse_set_aside,
     reason_name,
@@ -97,6 +98,8 @@ class Reader:
     def _look_at_quarantine(self, files: Files, found: Evidence) -> None:
         names = set(files.names("quarantine")) if files.exists("quarantine") else set()
         for aside in sorted(filter(None, map(parse_set_aside, names))):
+            if aside.seq >= NOT_TRAINED_ON:
+                continue
             if aside.kind == FAILED:
                 found.failed[aside.seq] = aside.attempt
                 if reason_name(aside.name) not in names:

@@ -200,7 +200,10 @@ def done_files(files: Files) -> Iterator[tuple[str, JobName]]:
         yield from job_files(files, folder)
 
 
-def job_files(files: Files, folder: str) -> list[tuple[str, JobName]]:
-    """Path and name of every job's file in a folder, the oldest job first; none if there is no such folder."""
+def job_files(files: Files, folder: str, *, trains: bool = True) -> list[tuple[str, JobName]]:
+    """Path and name of every job's file in a folder, the oldest job first; none if there is no such folder.
+
+    trains: those of jobs for the trainer, or those of evaluations.
+    """
     names = map(parse_name, files.names(folder)) if files.exists(folder) else ()
-    return [(f"{folder}/{name}", name) for name in sorted(filter(None, names))]
+    return [(f"{folder}/{name}", name) for name in sorted(filter(None, names)) if name.trains == trains]

@@ -9,8 +9,8 @@
     quarantine/0000000043.a02_retried.safetensors         it was given up, the resumed run tries it once more
     quarantine/0000000044.a00_broken_pending.safetensors  an unusable file, with a .reason
 
-`a00` is the attempt. Names sort in the order of submission; modification times tie and lie. Other
-files are not ours and are left alone.
+`a00` is the attempt. Names sort in the order of submission, jobs of evaluations last; modification times tie and lie.
+Other files are not ours and are left alone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ PENDING_END = "_pending.safetensors"
 REASON_END = ".reason"
 SEQS = 10**10  # sequence numbers are below it: a name has ten digits
 SHARD_SIZE = 1000  # files a folder of done/
+NOT_TRAINED_ON = 9_000_000_000  # sequence numbers from here on are of jobs that the trainer never gets: evaluations
 
 _SUFFIX = ".safetensors"
 _LINK = {PROCESSING: "_by_", COMPLETE: "_from_", DUPLICATE: "_from_"}
@@ -50,6 +51,11 @@ class JobName(NamedTuple):
     def __str__(self) -> str:
         worker = f"{_LINK[self.state]}{self.worker}" if self.state in _LINK else ""
         return f"{self.job}_{self.state}{worker}{_SUFFIX}"
+
+    @property
+    def trains(self) -> bool:
+        """Whether the trainer gets the group."""
+        return self.seq < NOT_TRAINED_ON
 
     @property
     def stem(self) -> str:

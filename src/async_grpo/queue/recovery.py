@@ -12,6 +12,7 @@ from async_grpo.queue.liveness import worker_lock
 from async_grpo.queue.names import (
     COMPLETE,
     FAILED,
+    NOT_TRAINED_ON,
     PENDING,
     RETRIED,
     JobName,
@@ -62,7 +63,7 @@ def retry_given_up(root: Path | str, seq: int) -> bool:
 
 
 class Inheritance:
-    """What an earlier server left. Jobs in `consumed` are over; the rest waits for `adopt`.
+    """What an earlier server left. Jobs in `consumed` are over, and so are its evaluations; the rest waits for `adopt`.
 
     Args:
         consumed: sequence numbers that the checkpoint which the run continues from has used or given up.
@@ -73,13 +74,14 @@ class Inheritance:
         self.files: dict[int, str] = {}  # job -> its claim, its result, or its group in done/
         self.next_attempt: dict[int, int] = {}  # of jobs that were tried before
         self.highest = -1  # sequence number
+        self.highest_not_trained_on = NOT_TRAINED_ON - 1
 
     def sort(self, root: Path, max_attempts: int) -> None:
         """Look at every folder once. Afterwards queue/ has only claims of live workers and results."""
         self._moves.clear_temporaries("server")
         for name in self._done.names:
-            self.highest = max(self.highest, name.seq)
-            if name.state == COMPLETE and name.seq not in self._consumed:
+            self._knows(name.seq)
+            if name.state == COMPLETE and not self._is_over(name.seq):
                 self.files[name.seq] = f"{shard(name.seq)}/{name}"
         for aside in set_aside_files(self._moves.files):
             self._sort_set_aside(aside)
@@ -98,8 +100,8 @@ class Inheritance:
 
     def _sort_set_aside(self, aside: SetAside) -> None:
         """A job that was given up after the checkpoint is open again: resuming is one more try."""
-        self.highest = max(self.highest, aside.seq)
-        if aside.seq in self._consumed:
+        self._knows(aside.seq)
+        if self._is_over(aside.seq):
             return
         self._tried(aside.seq, aside.attempt + 1)
         if aside.kind == FAILED:
@@ -108,8 +110,8 @@ class Inheritance:
             self._moves.move(f"quarantine/{aside.name}", f"quarantine/{retried}")
 
     def _sort_open(self, name: JobName) -> None:
-        self.highest = max(self.highest, name.seq)
-        if name.seq in self._consumed:
+        self._knows(name.seq)
+        if self._is_over(name.seq):
             self._end_consumed(name)
         elif name.state == PENDING and self._withdraw(name):  # `submit` writes today's versions into it
             self._tried(name.seq, name.attempt)
@@ -126,8 +128,20 @@ class Inheritance:
     def _end_consumed(self, name: JobName) -> None:
         if name.state == COMPLETE:
             self._done.add(name)
+        elif name.state == PENDING and not name.trains:
+            self._withdraw(name)
         elif name.state == PENDING:  # it was given up, and an operator had it tried once more
             self._moves.set_aside(name, FAILED, f"{name}: the run was restarted before its next try.\n")
+
+    def _knows(self, seq: int) -> None:
+        if seq < NOT_TRAINED_ON:
+            self.highest = max(self.highest, seq)
+        else:
+            self.highest_not_trained_on = max(self.highest_not_trained_on, seq)
+
+    def _is_over(self, seq: int) -> bool:
+        """An evaluation begins anew with every server: a version that is trained again has other weights."""
+        return seq >= NOT_TRAINED_ON or seq in self._consumed
 
     def _tried(self, seq: int, next_attempt: int) -> None:
         self.next_attempt[seq] = max(self.next_attempt.get(seq, 0), next_attempt)

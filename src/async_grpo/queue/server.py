@@ -22,6 +22,7 @@ from async_grpo.queue.names import (
     COMPLETE,
     DUPLICATE,
     FAILED,
+    NOT_TRAINED_ON,
     PENDING,
     PROCESSING,
     JobName,
@@ -88,6 +89,7 @@ class ServerQueue:
         self._serves = False  # whether the lock's note says so
         self._open: dict[int, OpenJob] = {}
         self._highest = -1
+        self._next_evaluation = NOT_TRAINED_ON  # sequence number
         self._done: Done  # both from the moment that the lock is held
         self._left: Inheritance
         self._largest_group = 0  # bytes, of those taken; at first of the newest in done/
@@ -129,7 +131,7 @@ class ServerQueue:
             queue._done = Done(queue._moves)
             queue._left = Inheritance(queue._moves, queue._done, consumed)
             queue._left.sort(root, max_attempts)
-            queue._highest = queue._left.highest
+            queue._highest, queue._next_evaluation = queue._left.highest, queue._left.highest_not_trained_on + 1
             queue._largest_group = queue._done.newest_bytes(root)
             if watch_workers:
                 queue._reaper = Reaper(root, queue.recover_dead, lambda: os.eventfd_write(queue._death, 1))
@@ -152,6 +154,11 @@ class ServerQueue:
         self._pipe.close()
         self._moves.files.close()
 
+    def new_seq(self) -> int:
+        """The next sequence number for a job that is not trained on; no job of this run directory ever had it."""
+        self._next_evaluation += 1
+        return self._next_evaluation - 1
+
     def submit(self, job: Job) -> None:
         """Issue a job, or adopt what an earlier server left of it: a claim, a result, a group in done/.
 
@@ -171,7 +178,8 @@ class ServerQueue:
         if job.seq not in self._left.files or not self._left.adopt(job.seq):
             self._moves.publish(encode_job(job), f"queue/{JobName(job.seq, attempt, PENDING)}")
         self._open[job.seq] = OpenJob(job, attempt)
-        self._highest = max(self._highest, job.seq)
+        if job.purpose == "train":
+            self._highest = max(self._highest, job.seq)
 
     def finished(self, purpose: Purpose = "train") -> list[JobName]:
         """Finished groups of open jobs for this purpose, oldest first, one a job.
@@ -293,11 +301,11 @@ class ServerQueue:
 
     def _refuse(self, name: JobName) -> None:
         """A result that no open job waits for: a second one, or one of a job that was never issued."""
-        if name.seq > self._highest:
+        if name.trains and name.seq > self._highest:
             self.healing.unknown += 1
             self._moves.set_aside(name, BROKEN, f"{name}: no job {name.seq} was issued by run {self.run_id}.\n")
         elif self._done.add(name, DUPLICATE):
-            self.healing.duplicates += 1
+            self.healing.duplicates += name.trains
 
     def _look_for(self, seq: int) -> None:
         """Find out why an open job is in no state that `finished` saw: given up, unusable, or really gone."""

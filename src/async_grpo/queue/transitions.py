@@ -194,10 +194,15 @@ class Done:
         return found
 
     def trim(self, keep: int, consumed: Container[int]) -> int:
-        """Delete the oldest groups beyond `keep` that are duplicates or in `consumed`; returns how many."""
+        """Delete the oldest groups beyond `keep` that are duplicates or in `consumed`; returns how many.
+
+        As many groups of evaluations are kept beside them: the trainer needs none of those again.
+        """
         self.names.sort()
-        excess = max(0, len(self.names) - keep)
-        removable = [name for name in self.names if name.state == DUPLICATE or name.seq in consumed][:excess]
+        trained = [name for name in self.names if name.trains]
+        others = self.names[len(trained) :]
+        removable = [name for name in trained if name.state == DUPLICATE or name.seq in consumed]
+        removable = removable[: max(0, len(trained) - keep)] + others[: max(0, len(others) - keep)]
         for name in removable:
             self._moves.drop(f"{shard(name.seq)}/{name}")
         removed = set(removable)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from async_grpo.errors import BadGroupError, UnsupportedError
-from async_grpo.records import Job, RolloutGroup, Timings
+from async_grpo.records import OWN_SAMPLING, Job, RolloutGroup, Timings
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.main_thread import UserCode, asks_for_main_thread
 from async_grpo.setup.generator_choice import engine_inside, refuse_late_vllm
@@ -107,7 +107,7 @@ class RolloutTrainer:
 
     def prepare(self, jobs: Sequence[Job], version: int) -> list[PreparedGroup]:
         """Turn the rows of the jobs into prompts, as token ids, to be sampled by this policy version."""
-        _refuse_own_sampling(jobs)
+        _refuse_unknown_sampling(jobs)
         prompts = copy.deepcopy([row["prompt"] for row in _rows(jobs)])
         prompt_ids, *_ = self.trainer._tokenize_prompts(prompts)  # images were refused
         return [
@@ -168,7 +168,7 @@ class RolloutTrainer:
         Args:
             sample: called whenever TRL wants one completion of each of these prompts.
         """
-        _refuse_own_sampling(jobs)
+        _refuse_unknown_sampling(jobs)
         trainer = self.trainer
         trainer.state = _state_at_issue(trainer, jobs[0], version)  # for tools and a `rollout_func`
         trainer._metrics["train"].clear()
@@ -260,12 +260,11 @@ def _state_at_issue(trainer: Any, job: Job, version: int) -> Any:
     return state
 
 
-def _refuse_own_sampling(jobs: Sequence[Job]) -> None:
+def _refuse_unknown_sampling(jobs: Sequence[Job]) -> None:
     for job in jobs:
-        if job.sampling:
+        if unknown := sorted(job.sampling.keys() - set(OWN_SAMPLING)):
             raise UnsupportedError(
-                f"Job {job.seq} has sampling settings of its own ({', '.join(sorted(job.sampling))}). Workers sample "
-                "with the trainer's settings only."
+                f"Job {job.seq} sets {', '.join(unknown)}. A job may set {', '.join(OWN_SAMPLING)} and nothing else."
             )
 
 

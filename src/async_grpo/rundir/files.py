@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -32,14 +32,23 @@ def room_for(path: Path) -> Iterator[None]:
 
 def write_json(path: Path, data: object) -> None:
     """Write a JSON file that appears whole or not at all. `DiskFullError` if there is no room for it."""
+    _write(path, json.dumps(data, indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         with room_for(path):
-            temporary.write_text(json.dumps(data, indent=2) + "\n")
+            temporary.write_text(text)
             temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Write a file of lines that appears whole or not at all. `DiskFullError` if there is no room for it."""
+    _write(path, "".join(f"{line}\n" for line in lines))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ worker/
   queue/ done/ quarantine/ tmp/ alive/        the job queue
   ps_ipc_handle.json            where the weights lie (ps_ipc_handle_version.json: for people)
   log_parameter_server.txt  log_worker_1.txt  metrics.jsonl  consumed.jsonl  summary.json  tensorboard/
+  evaluations.jsonl             what each evaluation found
   hyperparameters.json          what the trainer was set to; no secrets
   board/                        what `async-grpo board` made of the files above
 """
@@ -29,7 +30,7 @@ RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 SERVER_LOCK = "server.lock"
 ENTRIES = (  # of a run directory, apart from logs
     *("queue", "done", "quarantine", "tmp", "alive", "tensorboard", "board", "summary.json", "metrics.jsonl"),
-    *("consumed.jsonl", "hyperparameters.json"),
+    *("consumed.jsonl", "evaluations.jsonl", "hyperparameters.json"),
     *("run.json", SERVER_LOCK, "generator.lock", "ps_ipc_handle.json", "ps_ipc_handle_version.json"),
 )
 
@@ -68,6 +69,7 @@ class RunDir:
         self.metrics = self.root / "metrics.jsonl"
         self.consumption = self.root / "consumed.jsonl"
         self.summary = self.root / "summary.json"
+        self.evaluations = self.root / "evaluations.jsonl"
         self.tensorboard = self.root / "tensorboard"
         self.hyperparameters = self.root / "hyperparameters.json"
         self.board = self.root / "board"

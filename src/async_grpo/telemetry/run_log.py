@@ -36,7 +36,7 @@ _STEP_LINE = (  # each part with the metrics it needs; left out where one is mis
     ("workers busy {:.0%}", "async/worker_busy_fraction"),
 )
 _NUMBERS = (  # of an entry, where it has them; nothing relies on the others
-    *("reward", "eval_rewards/accuracy/mean", "async/rollouts_per_second"),
+    *("reward", "eval_success_rate", "eval_rewards/accuracy/mean", "async/rollouts_per_second"),
     *("async/staleness_mean", "async/staleness_max"),
 )
 
@@ -97,7 +97,7 @@ class RunLog:
         if _is_training_step(logs):
             self._quotes.setdefault("reward_first", logs["reward"])
             self._quotes["reward_last"] = logs["reward"]
-        accuracy: Any = logs.get("eval_rewards/accuracy/mean")
+        accuracy: Any = logs.get("eval_success_rate", logs.get("eval_rewards/accuracy/mean"))
         if _is_number(accuracy):
             self._quotes["accuracy_after" if "accuracy_before" in self._quotes else "accuracy_before"] = accuracy
 

@@ -4,7 +4,7 @@
     for each optimizer step
         take_groups         wait for the finished groups of one generation batch
                             TRL assembles the batch, `correction` weighs it, TRL computes the loss and takes the step
-        step_done           count the groups as used, publish the new version, issue new jobs
+        step_done           count the groups as used, publish the new version, issue new jobs, evaluate where due
         before_checkpoint   wait for room on the disk       | after the steps
         checkpoint_written  add which groups are used       | that `save_steps` names
 
@@ -21,9 +21,13 @@ from typing import TYPE_CHECKING, Self
 from loguru import logger
 
 from async_grpo.archive import rollout_state
+from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.history import ConsumptionRecord
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import UsageError
+from async_grpo.evals.evaluation import Evaluation
+from async_grpo.evals.report import Evaluated, Judge, Ledger
+from async_grpo.evals.schedule import RunEvaluations
 from async_grpo.queue import ServerQueue
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.files import write_json
@@ -39,7 +43,7 @@ from async_grpo.training import checkpoints, correction, trl_trainer
 from async_grpo.training.checkpoints import Resumed, UsedGroups
 from async_grpo.training.distributed import Leader, Ranks, is_sharded
 from async_grpo.training.job_issuer import JobIssuer
-from async_grpo.training.prompts import prompt_rows, refuse_images
+from async_grpo.training.prompts import evaluation_problems, prompt_rows, refuse_images
 from async_grpo.training.reporting import hyperparameters, report
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource, StopTraining
@@ -98,6 +102,7 @@ class AsyncTraining(TrainingEvents):
         )
         self._archive = UsedGroups(self._queue, run.root / "done", settings.keep_done, used)
         self._publisher = WeightPublisher(_exporter(trainer, self._leader, run, state, settings.max_staleness))
+        self._evaluations = self._run_evaluations(state.run_id, used.step if used else 0)
         self._rollouts = self._rollout_source(state.run_id, used)
         trl_trainer.make_async(trainer, self, correction=settings.correction)
         report(trainer, self.log, run.tensorboard)
@@ -107,6 +112,7 @@ class AsyncTraining(TrainingEvents):
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self._evaluations.close()
         self._publisher.close()
         self._queue.close()
         self._history.close()
@@ -135,6 +141,7 @@ class AsyncTraining(TrainingEvents):
     def training_begins(self) -> None:
         if self._resumed is not None and self._resumed.batch is not None:
             trl_trainer.go_on_with(self._trainer, self._resumed.batch)
+        self._rollouts.ends_at = self.total_steps
         self._show_progress()
         self._publish_and_issue()
         self._leader.go()
@@ -149,12 +156,12 @@ class AsyncTraining(TrainingEvents):
         self._show_progress()
         self._history.used(self.step, self._rollouts.trained())
         # Deterministic: one version generates each group, so the next may not be visible before they are finished.
-        stop = self._settings.deterministic and not self._rollouts.finish_open(self.step)
+        stop = self._settings.deterministic and not self._all_is_finished()
         if not stop:
             with self.metrics.server_is_busy():
                 self._publish_and_issue()
                 self._count_queue()
-            stop = self._leader.should_stop()
+            stop = self._leader.should_stop() or (self.step >= self.total_steps and not self._evaluate_at_the_end())
         self._leader.go(stop=stop)
         return not stop
 
@@ -193,8 +200,46 @@ class AsyncTraining(TrainingEvents):
     def _publish_and_issue(self) -> None:
         activity.doing(PUBLISHING)
         self._publisher.publish(self.step)
+        self._evaluations.published(self.step)
         self._rollouts.advance(self.step)
         activity.doing(TRAINING, version=self._publisher.version)
+
+    def _all_is_finished(self) -> bool:
+        return self._rollouts.finish_open(self.step) and self._rollouts.finish_evaluation(self.step)
+
+    def _evaluate_at_the_end(self) -> bool:
+        """Evaluate the last version, after the evaluation that is under way; False if asked to stop meanwhile."""
+        if not self._rollouts.finish_evaluation(self.step):
+            return False
+        self._publisher.retry()
+        self._evaluations.published(self.step, last=True)
+        return self._rollouts.finish_evaluation(self.step)
+
+    def _evaluated(self, result: Evaluated) -> None:
+        trl_trainer.log_evaluation(self._trainer, result)
+
+    def _run_evaluations(self, run_id: str, resumed_from: int) -> RunEvaluations:
+        trainer, settings = self._trainer, self._settings
+        ks = settings.evaluated_ks()
+        problems = evaluation_problems(trainer) if settings.eval_every else []
+        judge = Judge.of(trainer.reward_funcs, AdvantageRule.from_record(hyperparameters(trainer, settings)))
+
+        def begin(version: int) -> Evaluation:
+            return Evaluation(
+                self._queue,
+                judge,
+                problems,
+                run_id=run_id,
+                version=version,
+                replicates=settings.eval_replicates,
+                sampling=settings.eval_sampling(),
+                ks=ks,
+                seed=trainer.args.seed,
+            )
+
+        ledger = Ledger(self._run.evaluations, run_id, resumed_from)
+        every = settings.eval_every if problems else 0
+        return RunEvaluations(self._publisher, ledger, begin, every=every, report=self._evaluated)
 
     def _count_queue(self) -> None:
         counts = self._queue.counts()
@@ -229,6 +274,7 @@ class AsyncTraining(TrainingEvents):
             should_stop=self._leader.should_stop,
             in_order=settings.deterministic,
             is_uniform=trl_trainer.uniform_rewards(trainer) if settings.filter_zero_variance else None,
+            evaluations=self._evaluations,
             resume_from=used,
         )
 

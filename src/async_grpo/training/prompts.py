@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.errors import UnsupportedError
+from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.training import trl_trainer
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 _IMAGE_COLUMNS = ("image", "images")
+MOST_PROBLEMS = 100_000  # of one evaluation dataset: a stream may have no end
 
 
 def refuse_images(trainer: GRPOTrainer) -> None:
@@ -37,6 +38,26 @@ def prompt_rows(trainer: GRPOTrainer, start: int = 0) -> Iterator[dict[str, Any]
         yield from islice(_streamed_rows(trainer, dataset), start, None)
     for index in islice(_row_indices(trainer, len(dataset)), start, None):
         yield dataset[index]
+
+
+def evaluation_problems(trainer: GRPOTrainer) -> list[dict[str, Any]]:
+    """The rows of the trainer's `eval_dataset`, in their order; of a dict of datasets each with its name as `task`.
+
+    Raises:
+        UsageError: there is such a dataset, and it has no rows.
+    """
+    given = trainer.eval_dataset
+    if given is None:
+        return []
+    named = given.items() if isinstance(given, dict) else [("", given)]
+    problems = [
+        {**row, "task": name} if name else row
+        for name, dataset in named
+        for row in islice(iter(trl_trainer.evaluation_columns(trainer, dataset)), MOST_PROBLEMS)
+    ]
+    if not problems:
+        raise UsageError("The eval_dataset has no rows. Give it some, leave it out, or set --eval-every 0.")
+    return problems
 
 
 def _row_indices(trainer: GRPOTrainer, rows: int) -> Iterator[int]:

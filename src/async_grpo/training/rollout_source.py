@@ -12,6 +12,7 @@ from loguru import logger
 from async_grpo.archive.history import ConsumptionRecord, UsedBatch
 from async_grpo.archive.rollout_state import RolloutState, pack_consumed
 from async_grpo.errors import AllGroupsFailedError, DiskFullError, WaitTimeoutError
+from async_grpo.evals.schedule import RunEvaluations
 from async_grpo.formatting import counted
 from async_grpo.queue import ServerQueue
 from async_grpo.records import RolloutGroup
@@ -31,6 +32,20 @@ class StopTraining(Exception):  # no error: the run was asked to end
     """Raised out of a wait for rollouts when the run was asked to stop."""
 
 
+class _Patience:
+    """Is over when `progress` has not changed for so many seconds."""
+
+    def __init__(self, seconds: float, progress: Callable[[], int]) -> None:
+        self._seconds, self._progress = seconds, progress
+        self._seen, self._since = progress(), time.monotonic()
+
+    def is_over(self) -> bool:
+        now, seen = time.monotonic(), self._progress()
+        if seen != self._seen:
+            self._seen, self._since = seen, now
+        return now > self._since + self._seconds
+
+
 class RolloutSource:
     """The trainer's view of the workers: `advance(version)` issues jobs, `take(version)` returns a batch.
 
@@ -39,6 +54,7 @@ class RolloutSource:
         in_order: use groups exactly in the order of issue, whichever worker is faster, as far ahead as the bound admits
             (not only as far as `Lookahead` says).
         is_uniform: a group for which it is true teaches nothing, and is replaced by a new one.
+        evaluations: looked after at every look at the queue.
         max_wait_s: how long one batch may take; no worker, or workers that deliver nothing, end the run then.
     """
 
@@ -54,6 +70,7 @@ class RolloutSource:
         should_stop: Callable[[], bool],
         in_order: bool = False,
         is_uniform: Callable[[RolloutGroup], bool] | None = None,
+        evaluations: RunEvaluations | None = None,
         resume_from: RolloutState | None = None,
         max_wait_s: float = 1800.0,
     ) -> None:
@@ -67,6 +84,7 @@ class RolloutSource:
         self._should_stop = should_stop
         self._in_order = in_order
         self._is_uniform = is_uniform
+        self._evaluations = evaluations
         self._max_wait_s = max_wait_s
 
         self.rounds = resume_from.rounds if resume_from else 0  # batches trained on
@@ -77,20 +95,29 @@ class RolloutSource:
         self._open: dict[int, int] = {}  # issued and not taken -> no older version can have generated it
         self._ready: dict[int, RolloutGroup] = {}  # those of them that are finished
         self._slept_s = 0.0  # in the wait for the current batch
+        self.ends_at: int | None = None  # version with which training ends: jobs that no step would use are not issued
         self._uniform_in_a_row = 0  # groups with equal rewards since the last useful one
         self._failed_in_a_row = 0  # since the last group that came back
 
     def advance(self, version: int) -> None:
         """Issue every job that may be issued while the trainer is at `version`."""
+        if self._publisher.held_at is not None:  # workers see nothing newer, and could not serve a job that asks for it
+            version = min(version, self._publisher.held_at)
         most = self._schedule.groups_ahead if self._in_order else self._lookahead.groups
         while self._issuer.submit_held_back() and len(self._open) < most:
             position = self._issuer.next_seq - bisect_left(self.unusable, self._issuer.next_seq)
-            if not self._schedule.is_admissible(position, version, open_jobs=len(self._open) - len(self._ready)):
+            if self._is_past_the_end(position):
+                return
+            if not self._schedule.is_admissible(position, version, open_jobs=self._queue.open_jobs):
                 return
             oldest_version = self._schedule.oldest_version_for(position)
             seq = self._issuer.issue(version, oldest_version)
             if seq is not None:
                 self._open[seq] = oldest_version
+
+    def _is_past_the_end(self, position: int) -> bool:
+        round_index = position // self._schedule.groups_per_round
+        return self.ends_at is not None and self._schedule.version_of_round(round_index) >= self.ends_at
 
     def take(self, version: int) -> list[RolloutGroup]:
         """One generation batch of groups, those of the oldest weights first, none over `max_staleness` versions old.
@@ -123,13 +150,31 @@ class RolloutSource:
         Raises:
             AllGroupsFailedError, WaitTimeoutError: as `take`.
         """
-        deadline = time.monotonic() + self._max_wait_s
+        patience = self._patience()
         self._collect(version)
         with Reminder(self._waiting_for, self._waiting_on) as reminder:
             while any(seq not in self._ready for seq in self._open):
                 if self._should_stop():
                     return False
-                self._wait(deadline, reminder)
+                self._wait(patience, reminder)
+                self._collect(version)
+        return True
+
+    def finish_evaluation(self, version: int) -> bool:
+        """Wait for the end of the evaluation that is under way; False if the run was asked to end before.
+
+        Raises:
+            WaitTimeoutError: no problem of it was answered for `max_wait_s`.
+        """
+        evaluations = self._evaluations
+        if evaluations is None or not evaluations.busy:
+            return True
+        patience = self._patience()
+        with Reminder(evaluations.describe, self._waiting_on) as reminder:
+            while evaluations.busy:
+                if self._should_stop():
+                    return False
+                self._wait(patience, reminder)
                 self._collect(version)
         return True
 
@@ -161,14 +206,14 @@ class RolloutSource:
         )
 
     def _wait_for_batch(self, version: int) -> list[RolloutGroup]:
-        deadline = time.monotonic() + self._max_wait_s
+        patience = self._patience()
         starved = False
         with Reminder(self._waiting_for, self._waiting_on) as reminder:
             while (batch := self._complete_batch(version)) is None:
                 starved = starved or not self._queue.unclaimed()
                 if self._should_stop():
                     raise StopTraining
-                self._wait(deadline, reminder)
+                self._wait(patience, reminder)
         self._lookahead.batch_taken(starved=starved)
         return batch
 
@@ -188,6 +233,8 @@ class RolloutSource:
         return [self._ready.pop(seq) for seq in sorted(chosen)]
 
     def _collect(self, version: int) -> None:
+        if self._evaluations is not None:
+            self._evaluations.look()
         with suppress(DiskFullError):  # no room in done/: the group stays in the queue, and `_wait` makes room
             for entry in self._queue.finished():
                 group = self._queue.take(entry)
@@ -266,8 +313,13 @@ class RolloutSource:
             if seq in self._open:
                 self._open[seq] = max(self._open[seq], published)
 
-    def _wait(self, deadline: float, reminder: Reminder) -> None:
-        if time.monotonic() > deadline:
+    def _patience(self) -> _Patience:
+        """For one wait. An evaluation may hold the groups up, as long as it goes on."""
+        evaluations = self._evaluations
+        return _Patience(self._max_wait_s, lambda: evaluations.done if evaluations is not None else 0)
+
+    def _wait(self, patience: _Patience, reminder: Reminder) -> None:
+        if patience.is_over():
             raise WaitTimeoutError(f"Timed out after {self._max_wait_s:.0f} s waiting for {self._waiting_for()}.")
         reminder.tick()
         started = time.monotonic()

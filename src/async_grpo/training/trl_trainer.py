@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup.generator_choice import refuse_late_vllm
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
     from trl import GRPOTrainer as UserTrainer
 
+    from async_grpo.evals.report import Evaluated
     from async_grpo.records import RolloutGroup
 else:  # the user's class takes this place at run time
     UserTrainer = object
@@ -302,9 +303,26 @@ def train_sampler(trainer: GRPOTrainer) -> Iterable[int]:
     return sampler
 
 
+def log_evaluation(trainer: GRPOTrainer, result: Evaluated) -> None:
+    """Report an evaluation through `report_to`: as `eval/pass@1`, and `eval/TASK/pass@1` for each task.
+
+    Past TRL's own `log`, which would add the training metrics collected so far.
+    """
+    figures = {f"eval_{name}": figure.value for name, figure in result.figures.items()}
+    for task, of_task in result.tasks.items():
+        figures |= {f"eval_{task}/{name}": figure.value for name, figure in of_task.items()}
+    if figures:
+        Trainer.log(trainer, {**figures, "eval_version": result.step})
+
+
 def training_columns(trainer: GRPOTrainer) -> Any:
     """The training data without the columns that `remove_unused_columns=True` would take out."""
     return trainer._remove_unused_columns(trainer.train_dataset, description="training")
+
+
+def evaluation_columns(trainer: GRPOTrainer, dataset: Any) -> Any:
+    """An evaluation dataset without the columns that `remove_unused_columns=True` would take out."""
+    return trainer._remove_unused_columns(dataset, description="evaluation")
 
 
 def groups_per_round(trainer: GRPOTrainer) -> int:

@@ -51,6 +51,7 @@ class WeightPublisher:
         self._open_exporter = open_exporter
         self._exporter: WeightExporter | None = None
         self._due: int | None = None
+        self.held_at: int | None = None  # the newest version that may be seen until `release()`
         self._late_since: float | None = None  # when a version last began to wait for a slot (monotonic seconds)
         self._say_at = 0.0
 
@@ -64,9 +65,21 @@ class WeightPublisher:
         self._due = version
         self.retry()
 
+    def hold(self) -> int | None:
+        """Let workers see no newer version than now until `release()`; returns this version, None before the first."""
+        self.held_at = self.version
+        return self.held_at
+
+    def release(self) -> None:
+        """Publish again; the version that was due meanwhile at the next `retry()`."""
+        self.held_at = None
+
     def retry(self) -> None:
-        """Publish what found no free slot before. Must not be called while the optimizer changes the weights."""
-        if self._due is None:
+        """Publish what is due: it found no free slot, or was held back.
+
+        Must not be called while the optimizer changes the weights.
+        """
+        if self._due is None or self.held_at is not None:
             return
         if self._exporter is None:
             self._exporter = self._open_exporter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from async_grpo.records import Job
@@ -24,8 +25,9 @@ def job(seq: int = 0, *, row: Any = None, seed: int | None = None, size: int = 2
     )
 
 
-def group(prompts: Sequence[list[int]], seq: int = 0, seed: int | None = None) -> PreparedGroup:
-    return PreparedGroup(job=job(seq, seed=seed, size=len(prompts)), version=0, prompt_ids=list(prompts))
+def group(prompts: Sequence[list[int]], seq: int = 0, seed: int | None = None, **sampling: float) -> PreparedGroup:
+    asked = replace(job(seq, seed=seed, size=len(prompts)), sampling=sampling)
+    return PreparedGroup(job=asked, version=0, prompt_ids=list(prompts))
 
 
 def run(engine: Engine, groups: Sequence[PreparedGroup]) -> list[SampledGroup]:

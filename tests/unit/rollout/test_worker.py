@@ -315,12 +315,12 @@ def test_rewards_that_cannot_be_written_cost_their_own_group(tmp_path: Path, sco
     assert seq == 0 and "Group 0 cannot be written" in error
 
 
-def test_sampling_settings_of_a_job_are_not_ignored() -> None:
+def test_sampling_settings_that_no_engine_knows_are_not_ignored() -> None:
     trl = object.__new__(RolloutTrainer)
-    jobs = [replace(job(3), sampling={"temperature": 0.0})]
-    with pytest.raises(UnsupportedError, match=r"Job 3 has sampling settings of its own \(temperature\)"):
+    jobs = [replace(job(3), sampling={"temperature": 0.0, "typical_p": 0.5})]
+    with pytest.raises(UnsupportedError, match=r"Job 3 sets typical_p. A job may set temperature, top_p, top_k"):
         trl.prepare(jobs, 0)
-    with pytest.raises(UnsupportedError, match="Job 3 has sampling settings"):
+    with pytest.raises(UnsupportedError, match="Job 3 sets typical_p"):
         trl.generate(jobs, 0, lambda prompts: ([], []))
 
 

@@ -46,7 +46,9 @@ class FakeEngine:
     def busy(self) -> bool:
         return bool(self.open)
 
-    def submit(self, request_id: str, prompt_ids: list[int], *, seed: int | None, version: int) -> None:
+    def submit(
+        self, request_id: str, prompt_ids: list[int], *, seed: int | None, version: int, own: dict[str, Any]
+    ) -> None:
         if prompt_ids == [-1]:
             raise ValueError("the prompt is too long")
         self.seeds.append(seed)

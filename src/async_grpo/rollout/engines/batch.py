@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Sequence
+from itertools import groupby
 
 from async_grpo.errors import GeneratorError
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
@@ -14,7 +15,7 @@ Decoding = Generator[list[SampledGroup]]  # yields the groups that ended, after 
 
 
 class BatchEngine(ABC):
-    """Groups that are given together are sampled together. A subclass says how, in `_decode`."""
+    """Neighbours that are given together and sampled alike are sampled together. A subclass says how, in `_decode`."""
 
     joins = False
 
@@ -29,8 +30,8 @@ class BatchEngine(ABC):
         """Sample the groups; each is yielded once."""
 
     def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
-        if new:
-            self._waiting.append(list(new))
+        for _, alike in groupby(new, key=lambda group: group.job.sampling):
+            self._waiting.append(list(alike))
         if not self._batch:
             if not self._waiting:
                 return []

@@ -114,7 +114,7 @@ class ContinuousEngine:
             version = self._version if self._in_flight_update else group.version
             seed = group.seed_of(place) if self._deterministic else None
             try:
-                self._engine.submit(request, prompt_ids, seed=seed, version=version)
+                self._engine.submit(request, prompt_ids, seed=seed, version=version, own=group.job.sampling)
             except ValueError as error:
                 self._engine.abort(requests)
                 for submitted in requests:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,7 @@ class TransformersEngine(BatchEngine):
     def _begin(self, groups: Sequence[PreparedGroup]) -> SamplingLoop:
         """Have `generate` prepare everything up to its decoding loop, and return the loop instead of running it."""
         input_ids, attention_mask = self._left_padded([ids for group in groups for ids in group.prompt_ids])
+        config = _with_own_settings(self._config, groups[0].job.sampling)
         loop = partial(
             SamplingLoop,
             temperature=self._loss_temperature,
@@ -74,7 +76,7 @@ class TransformersEngine(BatchEngine):
             begun = self._model.generate(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
-                generation_config=self._config,
+                generation_config=config,
                 custom_generate=loop,
             )
         assert isinstance(begun, SamplingLoop)
@@ -86,6 +88,17 @@ class TransformersEngine(BatchEngine):
         mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompt_ids]
         device = self._model.device
         return torch.tensor(padded, device=device), torch.tensor(mask, device=device)
+
+
+def _with_own_settings(config: GenerationConfig, own: dict[str, Any]) -> GenerationConfig:
+    """The trainer's settings, but for those that a job brings: `temperature` (0: greedy), `top_p`, `top_k` (0: off)."""
+    if not own:
+        return config
+    config = copy.deepcopy(config)
+    temperature = own.get("temperature", config.temperature)
+    config.do_sample, config.temperature = temperature > 0, temperature or 1.0
+    config.top_p, config.top_k = own.get("top_p", config.top_p), own.get("top_k", config.top_k)
+    return config
 
 
 def _completions(group: PreparedGroup, loop: SamplingLoop, rows: slice) -> SampledGroup:

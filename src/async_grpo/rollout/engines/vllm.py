@@ -120,8 +120,19 @@ class VLLMEngine:
     def busy(self) -> bool:
         return self._engine.has_unfinished_requests()
 
-    def submit(self, request_id: str, prompt_ids: list[int], *, seed: int | None, version: int) -> None:
+    def submit(
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        *,
+        seed: int | None,
+        version: int,
+        own: dict[str, Any] | None = None,
+    ) -> None:
         """Queue one completion, to be sampled by `version`.
+
+        Args:
+            own: sampling settings of its job, in place of the trainer's.
 
         Raises:
             ValueError: vLLM refuses the prompt: it is empty, or too long for the model.
@@ -129,9 +140,10 @@ class VLLMEngine:
         from vllm.exceptions import VLLMValidationError
 
         sampling = self._sampling  # which vLLM copies
-        if seed is not None:
+        if seed is not None or own:
             sampling = sampling.clone()
             sampling.seed = seed
+            _set_own(sampling, own or {})
         prompt = {"prompt_token_ids": prompt_ids}
         try:
             self._engine.add_request(request_id, prompt, sampling, lora_request=self._adapters.get(version))
@@ -281,6 +293,14 @@ class VLLMEngine:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+
+
+def _set_own(sampling: SamplingParams, own: dict[str, Any]) -> None:
+    """Set `temperature` (0: greedy), `top_p` and `top_k` (0: off)."""
+    for name, value in own.items():
+        setattr(sampling, name, value)
+    if own and sampling.temperature == 0:  # as vLLM's constructor does
+        sampling.top_p, sampling.top_k, sampling.min_p = 1.0, 0, 0.0
 
 
 def _sampling_parameters(options: dict[str, Any], *, every_token: bool) -> SamplingParams:

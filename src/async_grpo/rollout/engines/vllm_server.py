@@ -84,9 +84,10 @@ class VLLMServer(BatchEngine):
             GeneratorError: it does not answer.
         """
         prompts, copies = _each_once([group.prompt_ids for group in groups])
+        options = {**self._options, **groups[0].job.sampling}
         request = _Call(
             self._client,
-            partial(self._client.generate, prompts, n=copies, logprobs=0, generation_kwargs=self._options),
+            partial(self._client.generate, prompts, n=copies, logprobs=0, generation_kwargs=options),
             f"{len(prompts) * copies} completions of the vLLM server",
             GENERATION_S,
         )

@@ -1,0 +1,101 @@
+"""The figures of an evaluation, each a mean over problems with its 95% interval.
+
+n completions were sampled for each problem, in an order that does not depend on their rewards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """The n completions of one problem."""
+
+    rewards: Sequence[float]  # [n]
+    successes: Sequence[bool]  # [n]
+    finals: Sequence[str | None] | None = None  # [n], the final answers, to vote on; None: nobody can tell them
+    task: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean over problems, and the interval that holds it in 95 of 100 sets of problems."""
+
+    value: float
+    low: float | None  # None: there is no interval
+    high: float | None
+    problems: int
+
+
+def estimates(problems: Sequence[Answers], ks: Iterable[int]) -> dict[str, Estimate]:
+    """Every figure of these problems, by name. A `k` that is larger than some problem's n raises `ValueError`."""
+    figures: dict[str, Callable[[Answers], float]] = {
+        "success_rate": lambda answers: fmean(answers.successes),
+        "reward_mean": lambda answers: fmean(answers.rewards),
+    }
+    for k in sorted(set(ks)):
+        figures |= _at(k, vote=all(answers.finals is not None for answers in problems))
+    found = {name: mean_with_interval([figure(one) for one in problems]) for name, figure in figures.items()}
+    every_reward = [reward for answers in problems for reward in answers.rewards]
+    spread = stdev(every_reward) if len(every_reward) > 1 else 0.0
+    found["reward_std"] = Estimate(value=spread, low=None, high=None, problems=len(problems))
+    return found
+
+
+def _at(k: int, *, vote: bool) -> dict[str, Callable[[Answers], float]]:
+    figures: dict[str, Callable[[Answers], float]] = {
+        f"pass@{k}": lambda answers: pass_at_k(len(answers.successes), sum(answers.successes), k),
+        f"pass_ordered@{k}": lambda answers: float(any(answers.successes[:k])),
+        f"mean@{k}": lambda answers: fmean(answers.rewards[:k]),
+        f"best@{k}": lambda answers: max(answers.rewards[:k]),
+    }
+    if vote:
+        figures[f"maj@{k}"] = lambda answers: majority_at_k(answers, k)
+    return figures
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that at least one of k completions succeeds, from c successes among n: 1 - C(n-c, k) / C(n, k).
+
+    Unbiased (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", arXiv 2107.03374, section 2.1).
+    """
+    if not 1 <= k <= n or not 0 <= c <= n:
+        raise ValueError(f"pass@{k} needs 1 <= k <= n and 0 <= c <= n, got n = {n}, c = {c}.")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def majority_at_k(answers: Answers, k: int) -> float:
+    """1 if the commonest final answer of the first k completions is right, else 0; of equally common ones the first.
+
+    Completions without a final answer do not vote (Wang et al. 2022, "Self-Consistency", arXiv 2203.11171, section 2).
+    """
+    assert answers.finals is not None
+    votes = [final for final in answers.finals[:k] if final is not None]
+    if not votes:
+        return 0.0
+    winner = Counter(votes).most_common(1)[0][0]
+    pairs = zip(answers.finals[:k], answers.successes[:k], strict=True)
+    return float(any(success for final, success in pairs if final == winner))
+
+
+def mean_with_interval(values: Sequence[float]) -> Estimate:
+    """The mean of one value a problem, with Student's t interval; none for a single problem."""
+    from scipy.special import stdtrit
+
+    mean, n = fmean(values), len(values)
+    if n < 2:
+        return Estimate(value=mean, low=None, high=None, problems=n)
+    half = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * stdev(values) / math.sqrt(n)
+    return Estimate(value=mean, low=mean - half, high=mean + half, problems=n)
+
+
+def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
+    """The mean of `ours - theirs` over the same problems, with its interval."""
+    return mean_with_interval([a - b for a, b in zip(ours, theirs, strict=True)])

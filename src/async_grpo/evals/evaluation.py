@@ -1,0 +1,144 @@
+"""One evaluation: the workers answer every problem at one policy version, through the queue that training uses."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from async_grpo.errors import DiskFullError
+from async_grpo.evals.estimators import Answers
+from async_grpo.evals.report import Evaluated, Judge, evaluated
+from async_grpo.queue.names import JobName
+from async_grpo.queue.server import MAX_OPEN, GivenUp
+from async_grpo.records import Job, Purpose, RolloutGroup
+
+OPEN_AT_A_TIME = MAX_OPEN // 4  # problems; training has jobs of its own in the queue
+
+
+class Queue(Protocol):
+    """What an evaluation needs of `ServerQueue`."""
+
+    @property
+    def given_up(self) -> Mapping[int, GivenUp]: ...
+    @property
+    def open_jobs(self) -> int: ...
+    def new_seq(self) -> int: ...
+    def submit(self, job: Job) -> None: ...
+    def finished(self, purpose: Purpose = "train") -> list[JobName]: ...
+    def take(self, entry: JobName) -> RolloutGroup | None: ...
+
+
+class Evaluation:
+    """The problems of one evaluation, on their way. Call `look` until it returns the result.
+
+    Args:
+        problems: dataset rows; a column `task` names the task that a problem belongs to.
+        version: the only version that workers can see until the end of the evaluation.
+        replicates: n, completions a problem.
+        sampling: as `Job.sampling` has it.
+        ks: of pass@k and the others.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        judge: Judge,
+        problems: Sequence[dict[str, Any]],
+        *,
+        run_id: str,
+        version: int,
+        replicates: int,
+        sampling: dict[str, Any],
+        ks: Sequence[int],
+        seed: int,
+    ) -> None:
+        self.version = version
+        self._queue, self._judge, self._problems = queue, judge, problems
+        self._run_id, self._replicates, self._sampling, self._ks, self._seed = run_id, replicates, sampling, ks, seed
+        self._started = time.monotonic()
+        self._next = 0  # problem to issue
+        self._first_seq = -1
+        self._open: dict[int, int] = {}  # sequence number -> problem
+        self._answers: dict[int, Answers] = {}
+        self.failed: dict[int, str] = {}
+
+    @property
+    def done(self) -> int:
+        """Problems that are answered or have failed."""
+        return len(self._answers) + len(self.failed)
+
+    def look(self) -> Evaluated | None:
+        """Take what is finished and issue more. The result, when every problem is answered or has failed."""
+        try:
+            self._collect()
+            self._issue()
+        except DiskFullError:  # the next look tries again; the trainer makes room
+            return None
+        if self._open or self._next < len(self._problems):
+            return None
+        return evaluated(
+            self._answers,
+            self.failed,
+            ks=self._ks,
+            run_id=self._run_id,
+            step=self.version,
+            seconds=round(time.monotonic() - self._started, 3),
+            replicates=self._replicates,
+            sampling=self._sampling,
+            first_seq=self._first_seq,
+        )
+
+    def _issue(self) -> None:
+        while self._next < len(self._problems) and len(self._open) < OPEN_AT_A_TIME:
+            if self._queue.open_jobs >= MAX_OPEN:
+                return
+            row = self._problems[self._next]
+            seq = self._queue.new_seq()
+            self._queue.submit(
+                Job(
+                    run_id=self._run_id,
+                    seq=seq,
+                    row=row,
+                    num_generations=self._replicates,
+                    seed=sampling_seed(self._seed, self._next),
+                    born_version=self.version,
+                    min_version=self.version,
+                    purpose="eval",
+                    sampling=self._sampling,
+                    task=str(row.get("task") or ""),
+                )
+            )
+            self._first_seq = seq if self._first_seq < 0 else self._first_seq
+            self._open[seq] = self._next
+            self._next += 1
+
+    def _collect(self) -> None:
+        for name in self._queue.finished("eval"):
+            problem = self._open.get(name.seq)
+            group = self._queue.take(name)
+            if group is not None and problem is not None:
+                self._came_back(problem, group)
+                del self._open[name.seq]
+        for seq in [seq for seq in self._open if seq in self._queue.given_up]:
+            reason = self._queue.given_up[seq].reason
+            self.failed[self._open.pop(seq)] = reason.strip().rsplit("\n", 1)[-1]
+
+    def _came_back(self, problem: int, group: RolloutGroup) -> None:
+        versions = {group.policy_version}
+        if group.token_versions is not None:
+            versions |= set(group.token_versions.tolist())
+        if versions != {self.version}:
+            self.failed[problem] = f"it was answered by version {sorted(versions)}, not {self.version}"
+            return
+        try:
+            self._answers[problem] = self._judge.answers(group)
+        except Exception as error:  # noqa: BLE001  # `final_answer` is the user's
+            self.failed[problem] = f"{type(error).__name__}: {error}"
+
+
+def sampling_seed(seed: int, problem: int) -> int:
+    """The seed of a problem's completions: the same for every version, so that versions differ by their weights."""
+    digest = hashlib.blake2b(f"evaluation:{seed}:{problem}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # torch takes 63 bits

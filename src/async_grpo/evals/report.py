@@ -1,0 +1,137 @@
+"""From finished groups to figures, and `evaluations.jsonl`, which has one line an evaluation."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.errors import BadFileError
+from async_grpo.evals.estimators import Answers, Estimate, estimates
+from async_grpo.records import RolloutGroup
+from async_grpo.rundir.files import LineFile, write_lines
+from async_grpo.rundir.reading import LineReader, parse_object
+from async_grpo.rundir.shape import shaped
+
+SUCCESS = 1.0  # the total reward from which on a completion succeeds, where no reward function says otherwise
+HEADLINES = ("success_rate", "pass@1", "reward_mean")  # the figures that are shown first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judge:
+    """How rewards become successes and completions become final answers.
+
+    A reward function may carry two attributes: `success_threshold`, a number, and `final_answer`, a function from a
+    completion to a text or None.
+    """
+
+    rule: AdvantageRule
+    thresholds: Mapping[int, float] = field(default_factory=dict)  # index of a reward function -> success from here on
+    final_answer: Callable[[Any], str | None] | None = None
+
+    @classmethod
+    def of(cls, functions: Sequence[Any], rule: AdvantageRule) -> Judge:
+        """The judge by the attributes of the trainer's reward functions."""
+        thresholds = {
+            index: float(function.success_threshold)
+            for index, function in enumerate(functions)
+            if getattr(function, "success_threshold", None) is not None
+        }
+        finals = [found for function in functions if (found := getattr(function, "final_answer", None)) is not None]
+        return cls(rule=rule, thresholds=thresholds, final_answer=finals[0] if finals else None)
+
+    def answers(self, group: RolloutGroup) -> Answers:
+        """What a group says of its problem. `ValueError`: a completion has no reward."""
+        totals = self.rule.totals(group.rewards).tolist()
+        if any(map(math.isnan, totals)):
+            raise ValueError("no reward function gave a reward for a completion")
+        if self.thresholds:
+            successes = [all(row[index] >= least for index, least in self.thresholds.items()) for row in group.rewards]
+        else:
+            successes = [total >= SUCCESS for total in totals]
+        finals = None if self.final_answer is None else [self.final_answer(one) for one in group.completions]
+        return Answers(rewards=totals, successes=successes, finals=finals, task=group.job.task)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """What one evaluation found: a line of `evaluations.jsonl`."""
+
+    run_id: str
+    step: int  # the policy version that sampled every completion
+    seconds: float
+    replicates: int  # completions a problem
+    sampling: dict[str, Any]
+    first_seq: int  # of its groups, which have consecutive sequence numbers in the order of the problems
+    figures: dict[str, Estimate]
+    tasks: dict[str, dict[str, Estimate]]  # of each task, where problems have some
+    failed: dict[str, str]  # problem, by its place in the dataset -> why it has no answers
+
+    def headline(self) -> str:
+        """`success_rate 0.712 ± 0.031, …` for the log."""
+        shown = [f"{name} {_shown(self.figures[name])}" for name in HEADLINES if name in self.figures]
+        return ", ".join(shown)
+
+
+def evaluated(
+    answers: Mapping[int, Answers],
+    failed: Mapping[int, str],
+    *,
+    ks: Sequence[int],
+    **about: Any,
+) -> Evaluated:
+    """Sum up the answers, by problem. `about`: the other fields of `Evaluated`."""
+    problems = [answers[index] for index in sorted(answers)]
+    tasks = sorted({one.task for one in problems} - {""})
+    return Evaluated(
+        figures=estimates(problems, ks) if problems else {},
+        tasks={task: estimates([one for one in problems if one.task == task], ks) for task in tasks},
+        failed={str(problem): reason for problem, reason in failed.items()},
+        **about,
+    )
+
+
+class Ledger:
+    """`evaluations.jsonl`: what was evaluated in a run, each version once.
+
+    Args:
+        resumed_from: the step of the checkpoint that this process continues from. Later versions have not happened:
+            their lines are removed.
+    """
+
+    def __init__(self, path: Path, run_id: str, resumed_from: int) -> None:
+        kept = [one for one in read(path) if one.run_id == run_id and one.step <= resumed_from]
+        write_lines(path, [_line(one) for one in kept])
+        self.steps = {one.step for one in kept}
+        self._file = LineFile(path)
+
+    def add(self, one: Evaluated) -> None:
+        self.steps.add(one.step)
+        self._file.append(_line(one))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> list[Evaluated]:
+    """The evaluations of a run, in order; lines that cannot be read are left out."""
+    found = []
+    for line in LineReader(path).new_lines():
+        with suppress(BadFileError):
+            found.append(shaped(Evaluated, parse_object(line)))
+    return found
+
+
+def _line(one: Evaluated) -> str:
+    return json.dumps(asdict(one))
+
+
+def _shown(figure: Estimate) -> str:
+    if figure.low is None or figure.high is None:
+        return f"{figure.value:.3f}"
+    return f"{figure.value:.3f} ± {(figure.high - figure.low) / 2:.3f}"

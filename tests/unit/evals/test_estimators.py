@@ -1,0 +1,85 @@
+"""Each figure of an evaluation against a slow and obvious way to compute it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from statistics import fmean
+
+import pytest
+
+from async_grpo.evals.estimators import (
+    Answers,
+    estimates,
+    majority_at_k,
+    mean_with_interval,
+    paired_difference,
+    pass_at_k,
+)
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_pass_at_k_is_the_share_of_all_subsets_that_hold_a_success(n: int) -> None:
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        completions = [True] * c + [False] * (n - c)
+        subsets = list(itertools.combinations(completions, k))
+        assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_more_completions_than_were_sampled_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"pass@6 needs 1 <= k <= n"):
+        pass_at_k(5, 2, 6)
+
+
+def test_the_figures_that_depend_on_the_order_take_the_first_k() -> None:
+    problem = Answers(
+        rewards=[0.2, 1.0, 0.0, 0.4], successes=[False, True, False, False], finals=["7", "8", "7", None], task="sums"
+    )
+    found = {name: estimate.value for name, estimate in estimates([problem], [1, 2, 4]).items()}
+    assert [found[f"pass_ordered@{k}"] for k in (1, 2, 4)] == [0, 1, 1]
+    assert [found[f"mean@{k}"] for k in (1, 2, 4)] == pytest.approx([0.2, 0.6, 0.4])
+    assert [found[f"best@{k}"] for k in (1, 2, 4)] == [0.2, 1, 1]
+    assert [found[f"maj@{k}"] for k in (1, 2, 4)] == [0, 0, 0]  # of 7 and 8 the first wins, then 7 has two votes
+    assert found["pass@1"] == found["success_rate"] == 0.25
+    assert found["reward_mean"] == pytest.approx(0.4)
+    assert found["reward_std"] == pytest.approx(math.sqrt(sum((r - 0.4) ** 2 for r in problem.rewards) / 3))
+
+
+def test_the_commonest_answer_wins_and_completions_without_one_do_not_vote() -> None:
+    finals = [None, "a", "b", "b", None]
+    successes = [False, False, True, True, False]
+    assert majority_at_k(Answers(rewards=[0.0] * 5, successes=successes, finals=finals), 5) == 1
+    assert majority_at_k(Answers(rewards=[0.0] * 5, successes=successes, finals=finals), 1) == 0
+
+
+def test_nobody_votes_where_final_answers_are_unknown() -> None:
+    assert "maj@1" not in estimates([Answers(rewards=[1.0], successes=[True])], [1])
+
+
+def test_nineteen_of_twenty_intervals_hold_the_true_mean() -> None:
+    generator = random.Random(0)
+    held = 0
+    for _ in range(2000):
+        estimate = mean_with_interval([generator.gauss(3.0, 2.0) for _ in range(6)])
+        assert estimate.low is not None
+        assert estimate.high is not None
+        held += estimate.low <= 3.0 <= estimate.high
+    assert 0.935 <= held / 2000 <= 0.965
+
+
+def test_one_problem_has_no_interval() -> None:
+    estimate = mean_with_interval([0.5])
+    assert estimate.value == 0.5
+    assert estimate.low is None
+    assert estimate.high is None
+
+
+def test_a_paired_difference_is_narrower_than_its_parts_where_problems_differ() -> None:
+    theirs = [0.1, 0.5, 0.9, 0.3]
+    ours = [value + 0.05 for value in theirs]
+    difference = paired_difference(ours, theirs)
+    assert difference.value == pytest.approx(fmean(ours) - fmean(theirs))
+    assert difference.low is not None
+    assert difference.high is not None
+    assert difference.high - difference.low < 1e-9

@@ -1,0 +1,321 @@
+"""An evaluation over a real queue: the test plays the workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.evals.evaluation import OPEN_AT_A_TIME, Evaluation
+from async_grpo.evals.report import Evaluated, Judge, Ledger, read
+from async_grpo.evals.schedule import RunEvaluations
+from async_grpo.queue import Claim, ServerQueue, WorkerQueue
+from async_grpo.records import Job, RolloutGroup
+
+RUN = "run-1"
+GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerQueue]:
+    with closing(ServerQueue.open(tmp_path / "q", RUN, watch_workers=False)) as queue:
+        yield queue
+
+
+@pytest.fixture
+def worker(server: ServerQueue) -> Iterator[WorkerQueue]:
+    with closing(WorkerQueue.open(server.root, 1, "cpu")) as queue:
+        yield queue
+
+
+def problems(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"{index}+{index}=", "task": "even" if index % 2 == 0 else "odd"} for index in range(count)]
+
+
+def begin(
+    server: ServerQueue, count: int = 4, version: int = 7, judge: Judge | None = None, replicates: int = 2
+) -> Evaluation:
+    return Evaluation(
+        server,
+        judge or Judge(rule=AdvantageRule()),
+        problems(count),
+        run_id=RUN,
+        version=version,
+        replicates=replicates,
+        sampling=GREEDY,
+        ks=(1, 2),
+        seed=0,
+    )
+
+
+def answer(claim: Claim, *, version: int, rewards: list[float]) -> RolloutGroup:
+    count = len(rewards)
+    return RolloutGroup(
+        job=claim.job,
+        attempt=claim.attempt,
+        worker="dev1",
+        policy_version=version,
+        reward_names=("right",),
+        prompt_ids=np.array([1], np.int32),
+        completion_lengths=np.full(count, 1, np.int32),
+        completion_ids=np.full(count, 2, np.int32),
+        sampling_logprobs=np.full(count, -0.5, np.float32),
+        rewards=np.array([[reward] for reward in rewards], np.float32),
+        completions=[f"answer {index}" for index in range(count)],
+    )
+
+
+def serve(worker: WorkerQueue, *, version: int = 7, rewards: dict[str, list[float]] | None = None) -> int:
+    """Answer everything that is pending; a prompt that `rewards` does not have is answered right, twice."""
+    done = 0
+    while claims := worker.claim(1):
+        group = answer(claims[0], version=version, rewards=(rewards or {}).get(claims[0].job.row["prompt"], [1.0, 1.0]))
+        worker.complete(claims[0], group)
+        done += 1
+    return done
+
+
+def finish(evaluation: Evaluation, worker: WorkerQueue, **how: Any) -> Evaluated:
+    for _ in range(100):
+        result = evaluation.look()
+        if result is not None:
+            return result
+        assert serve(worker, **how), "the evaluation waits, and no job is pending"
+    raise AssertionError("the evaluation does not end")
+
+
+def test_every_problem_is_answered_at_the_version_and_summed_up_by_task(
+    server: ServerQueue, worker: WorkerQueue
+) -> None:
+    evaluation = begin(server)
+    assert evaluation.look() is None
+    claims = worker.claim(8)
+    assert [(claim.job.purpose, claim.job.min_version, claim.job.sampling) for claim in claims] == [
+        ("eval", 7, GREEDY)
+    ] * 4
+    assert [claim.job.task for claim in claims] == ["even", "odd", "even", "odd"]
+    for claim, rewards in zip(claims, ([1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]), strict=True):
+        worker.complete(claim, answer(claim, version=7, rewards=rewards))
+    result = evaluation.look()
+    assert result is not None
+    assert (result.step, result.replicates, result.failed) == (7, 2, {})
+    assert result.figures["pass@1"].value == pytest.approx(0.5)
+    assert result.figures["pass@2"].value == pytest.approx(0.75)
+    assert result.figures["pass_ordered@1"].value == pytest.approx(0.5)
+    assert {task: figures["pass@1"].value for task, figures in result.tasks.items()} == {"even": 0.75, "odd": 0.25}
+    assert server.open_jobs == 0
+
+
+def test_the_trainer_never_gets_a_group_of_an_evaluation(server: ServerQueue, worker: WorkerQueue) -> None:
+    evaluation = begin(server)
+    server.submit(Job(run_id=RUN, seq=0, row={"prompt": "x"}, num_generations=2, seed=0, born_version=0, min_version=0))
+    evaluation.look()
+    serve(worker)
+    assert [name.seq for name in server.finished()] == [0]
+    assert evaluation.look() is not None
+    assert [name.seq for name in server.finished()] == [0]
+
+
+def test_a_large_evaluation_leaves_room_in_the_queue_for_training(server: ServerQueue, worker: WorkerQueue) -> None:
+    evaluation = begin(server, count=3 * OPEN_AT_A_TIME + 1)
+    evaluation.look()
+    assert server.open_jobs == OPEN_AT_A_TIME
+    result = finish(evaluation, worker)
+    assert result.figures["pass@1"].problems == 3 * OPEN_AT_A_TIME + 1
+
+
+def test_a_completion_of_another_version_is_never_counted(server: ServerQueue, worker: WorkerQueue) -> None:
+    result = finish(begin(server, count=1), worker, version=8)
+    assert result.figures == {}
+    assert result.failed == {"0": "it was answered by version [8], not 7"}
+
+
+def test_a_problem_that_fails_is_named_and_the_others_are_reported(server: ServerQueue, worker: WorkerQueue) -> None:
+    evaluation = begin(server, count=3)
+    evaluation.look()
+    for _ in range(3):  # attempts
+        for claim in worker.claim(8):
+            if claim.job.row["prompt"] == "1+1=":
+                worker.fail(claim, "Traceback\nValueError: the reward does not know 1+1")
+            else:
+                worker.complete(claim, answer(claim, version=7, rewards=[1.0, 1.0]))
+    result = finish(evaluation, worker)
+    assert result.failed == {"1": "ValueError: the reward does not know 1+1"}
+    assert result.figures["pass@1"].problems == 2
+
+
+def test_a_problem_without_a_reward_is_named(server: ServerQueue, worker: WorkerQueue) -> None:
+    result = finish(begin(server, count=1), worker, rewards={"0+0=": [float("nan"), 1.0]})
+    assert result.failed == {"0": "ValueError: no reward function gave a reward for a completion"}
+
+
+def test_thresholds_and_final_answers_are_those_of_the_reward_functions(
+    server: ServerQueue, worker: WorkerQueue
+) -> None:
+    def right(completions: list[str], **_: Any) -> list[float]:
+        return [0.0 for _ in completions]
+
+    right.success_threshold = 0.6  # type: ignore[attr-defined]
+    right.final_answer = lambda completion: completion[-1]  # type: ignore[attr-defined]
+    judge = Judge.of([right], AdvantageRule())
+    result = finish(begin(server, count=1, judge=judge), worker, rewards={"0+0=": [0.5, 0.6]})
+    assert result.figures["success_rate"].value == 0.5
+    assert result.figures["maj@1"].value == 0
+    assert Judge.of([lambda completions: []], AdvantageRule()).thresholds == {}
+
+
+def test_a_server_that_is_killed_begins_its_evaluation_anew(tmp_path: Path) -> None:
+    root = tmp_path / "q"
+    first = ServerQueue.open(root, RUN, watch_workers=False)
+    worker = WorkerQueue.open(root, 1, "cpu")
+    begin(first, count=4).look()
+    [late] = worker.claim(1)
+    [done] = worker.claim(1)
+    worker.complete(done, answer(done, version=7, rewards=[0.0, 0.0]))
+    first._lock.release()  # what the kernel does for a killed process
+    with closing(ServerQueue.open(root, RUN, watch_workers=False)) as second, closing(worker):
+        evaluation = begin(second, count=4)
+        assert evaluation.look() is None
+        worker.complete(late, answer(late, version=7, rewards=[0.0, 0.0]))  # of the weights of the dead server
+        result = finish(evaluation, worker)
+        assert result.figures["pass@1"].value == 1
+        assert (second.healing.unknown, second.healing.duplicates) == (0, 0)
+        assert not any((root / "quarantine").iterdir())
+        assert not any((root / "queue").iterdir())
+
+
+def test_evaluations_and_training_have_archives_of_the_same_size(server: ServerQueue, worker: WorkerQueue) -> None:
+    for seq in range(3):
+        server.submit(
+            Job(run_id=RUN, seq=seq, row={"prompt": "x"}, num_generations=2, seed=0, born_version=0, min_version=0)
+        )
+    serve(worker)
+    for name in server.finished():
+        server.take(name)
+    finish(begin(server, count=5), worker)
+    assert server.trim_done(2, consumed=range(3)) == 1 + 3
+    kept = sorted(path.name[:10] for path in (server.root / "done").rglob("*.safetensors"))
+    assert kept == ["0000000001", "0000000002", "9000000003", "9000000004"]
+
+
+class Weights:
+    """Published weights that the test advances."""
+
+    def __init__(self) -> None:
+        self.version: int | None = None
+        self.held: int | None = None
+
+    def hold(self) -> int | None:
+        self.held = self.version
+        return self.held
+
+    def release(self) -> None:
+        self.held = None
+
+
+def run_evaluations(
+    server: ServerQueue, weights: Weights, path: Path, reported: list[int], *, every: int = 4, resumed_from: int = 0
+) -> RunEvaluations:
+    return RunEvaluations(
+        weights,
+        Ledger(path, RUN, resumed_from),
+        lambda version: begin(server, count=2, version=version),
+        every=every,
+        report=lambda result: reported.append(result.step),
+    )
+
+
+def test_a_run_evaluates_before_every_n_steps_and_at_the_end_each_version_once(
+    server: ServerQueue, worker: WorkerQueue, tmp_path: Path
+) -> None:
+    weights, reported = Weights(), list[int]()
+    evaluations = run_evaluations(server, weights, tmp_path / "evaluations.jsonl", reported)
+    for version in range(11):
+        weights.version = version
+        evaluations.published(version, last=version == 10)
+        assert weights.held == (version if version in (0, 4, 8, 10) else None)
+        serve(worker, version=version)
+        evaluations.look()
+        assert weights.held is None
+    evaluations.published(10, last=True)
+    assert not evaluations.busy
+    assert reported == [0, 4, 8, 10]
+    assert [one.step for one in read(tmp_path / "evaluations.jsonl")] == [0, 4, 8, 10]
+
+
+def test_an_evaluation_that_is_due_while_another_goes_on_is_skipped_and_said(
+    server: ServerQueue, worker: WorkerQueue, tmp_path: Path
+) -> None:
+    from loguru import logger
+
+    said = list[str]()
+    sink = logger.add(said.append, format="{message}", level="WARNING")
+    weights, reported = Weights(), list[int]()
+    weights.version = 0
+    evaluations = run_evaluations(server, weights, tmp_path / "evaluations.jsonl", reported, every=2)
+    evaluations.published(0)
+    for version in range(1, 5):  # trained on, and not published
+        evaluations.published(version)
+        evaluations.look()
+    serve(worker, version=0)
+    evaluations.look()
+    weights.version = 6
+    evaluations.published(6)
+    serve(worker, version=6)
+    evaluations.look()
+    logger.remove(sink)
+    assert reported == [0, 6]
+    assert "takes longer than 2 steps: that of version 2 is skipped" in said[0]
+    assert len(said) == 1
+
+
+def test_a_version_that_found_no_slot_is_not_evaluated_and_the_next_one_is(
+    server: ServerQueue, worker: WorkerQueue, tmp_path: Path
+) -> None:
+    weights, reported = Weights(), list[int]()
+    weights.version = 3
+    evaluations = run_evaluations(server, weights, tmp_path / "evaluations.jsonl", reported)
+    evaluations.published(4)
+    assert (weights.held, evaluations.busy) == (None, False)
+    weights.version = 5
+    evaluations.published(5)
+    serve(worker, version=5)
+    evaluations.look()
+    assert reported == [5]
+
+
+def test_a_resumed_run_forgets_evaluations_of_versions_that_have_not_happened(
+    server: ServerQueue, worker: WorkerQueue, tmp_path: Path
+) -> None:
+    path, weights, reported = tmp_path / "evaluations.jsonl", Weights(), list[int]()
+    evaluations = run_evaluations(server, weights, path, reported)
+    for version in (0, 4, 8):
+        weights.version = version
+        evaluations.published(version)
+        serve(worker, version=version)
+        evaluations.look()
+    evaluations.close()
+    with path.open("a") as file:
+        file.write('{"step": "broken"}\n')
+        file.write(json.dumps({**json.loads(path.read_text().splitlines()[0]), "run_id": "another"}) + "\n")
+        file.write('{"half a li')
+    again = run_evaluations(server, weights, path, reported, resumed_from=4)
+    assert [one.step for one in read(path)] == [0, 4]
+    weights.version = 4
+    again.published(4)
+    assert not again.busy
+
+
+def test_without_evaluations_nothing_is_held(server: ServerQueue, tmp_path: Path) -> None:
+    weights = Weights()
+    weights.version = 0
+    evaluations = run_evaluations(server, weights, tmp_path / "evaluations.jsonl", [], every=0)
+    evaluations.published(0)
+    assert weights.held is None
+    assert not evaluations.busy
