@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from async_grpo.cli import options, server, worker
 from async_grpo.errors import UsageError
-from async_grpo.settings import ArchiveLimit, TrainingSettings, WorkerSettings, as_flags
+from async_grpo.settings import ArchiveLimit, TrainingSettings, WorkerSettings, as_flags, share
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,12 @@ OTHER_TRAINING = TrainingSettings(
     deterministic=True,
     max_attempts=5,
     keep_done=ArchiveLimit(2 * 10**9, in_bytes=True),
+    eval_every=7,
+    eval_replicates=16,
+    eval_k=(2, 16),
+    eval_temperature=0.0,
+    eval_top_p=1.0,
+    eval_top_k=0,
     resume=True,
     stall_warning=1.5,
 )
@@ -75,3 +82,17 @@ def test_the_flags_of_settings_are_read_back_as_the_same_settings(changed: Any) 
         assert value != field.default, f"{field.name} is not tried"
         one = replace(default, **{field.name: value})
         assert parsed(one) == one
+
+
+def test_the_k_of_an_evaluation_fit_its_completions() -> None:
+    assert TrainingSettings(eval_replicates=5).evaluated_ks() == (1, 5)
+    assert TrainingSettings(eval_replicates=1).evaluated_ks() == (1,)
+    assert TrainingSettings(eval_replicates=4, eval_k=(1, 4)).evaluated_ks() == (1, 4)
+    with pytest.raises(UsageError, match="--eval-k 10 needs at least as many completions of each problem"):
+        TrainingSettings(eval_replicates=5, eval_k=(1, 10)).evaluated_ks()
+
+
+@pytest.mark.parametrize("text", ["-0.1", "1.5", "nan", "inf", "0", "x"])
+def test_a_share_is_over_0_and_at_most_1(text: str) -> None:
+    with pytest.raises(ArgumentTypeError):
+        share(text)

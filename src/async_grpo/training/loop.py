@@ -291,6 +291,7 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     """
     if settings.deterministic and settings.filter_zero_variance:
         raise UsageError("--filter-zero-variance depends on which worker is faster, so it excludes --deterministic.")
+    settings.evaluated_ks()
     trl_trainer.refuse_unsupported(trainer)
     refuse_images(trainer)
     correction.check(settings.correction, trainer)
