@@ -208,8 +208,8 @@ class Generations:
 def _stamp_of(path: Path) -> Stamp | None:
     """Changes whenever the file is replaced. None where there is no file."""
     try:
-        found = path.stat()
-    except FileNotFoundError:
+        found = path.lstat()
+    except OSError:  # whatever it is, reading the file says so
         return None
     return found.st_ino, found.st_mtime_ns
 

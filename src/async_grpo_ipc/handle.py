@@ -9,19 +9,20 @@ torch is imported only where layouts are read: `async-grpo status` looks at the 
 
 import json
 import logging
-import math
 import os
 import stat
 import time
 import uuid
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo_ipc.control import MAX_SLOTS
+from async_grpo_ipc import fields
 from async_grpo_ipc.errors import HandleFileError
+from async_grpo_ipc.files import open_regular
 from async_grpo_ipc.locks import OwnedFd
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ REMEDY = "Delete it and restart the exporter, which writes a new one."
 
 PATH_VARIABLE = "CUDA_IPC_HANDLE_PATH"
 DEFAULT_PATH = Path("worker/ps_ipc_handle.json")
+MAX_FILE_BYTES = 256 << 20  # some 300 bytes a tensor
 VERSION_FILE_BYTES = 160  # padded with spaces: every version is one write of the same length, in place
 
 
@@ -118,25 +120,34 @@ def replace_whole(path: Path, payload: bytes) -> None:
 
 def read_handle(path: Path) -> Handle:
     """Read and check the file. Raises `HandleFileError` that says what is wrong with it."""
-    body = read_body(path)
+    with _sensible(path):
+        return _handle_from_json(read_body(path))
+
+
+def read_head(path: Path) -> fields.Head:
+    """The same of the few fields that it takes to look at the slots; needs no torch."""
+    with _sensible(path):
+        return fields.head(read_body(path))
+
+
+@contextmanager
+def _sensible(path: Path) -> Iterator[None]:
     try:
-        return _handle_from_json(body)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise HandleFileError(f"{path} has a field that makes no sense: {error!r}. {REMEDY}") from error
 
 
 def read_body(path: Path) -> dict[str, Any]:
     """The JSON object in the file, without its checksum. Raises `HandleFileError` that says what is wrong with it."""
+    raw = _read_trusted(path)
     try:
-        raw = _read_trusted(path)
-    except FileNotFoundError as error:
-        raise HandleFileError(
-            f"{path} does not exist: no exporter has published there yet, or it has ended."
-        ) from error
-    try:
-        body = json.loads(raw)
+        body = json.loads(raw.decode("ascii"))
+        checksum = crc32({name: value for name, value in body.items() if name != "crc32"}) if type(body) is dict else 0
     except ValueError as error:
         raise HandleFileError(f"{path} is not whole JSON ({error}). {REMEDY}") from error
+    except RecursionError:
+        raise HandleFileError(f"{path} is nested too deeply. {REMEDY}") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise HandleFileError(f"{path} is not a handle file of {FORMAT}. Give the path that the exporter was given.")
     if body.get("format_version") != FORMAT_VERSION:
@@ -144,13 +155,13 @@ def read_body(path: Path) -> dict[str, Any]:
             f"{path} has format version {body.get('format_version')!r}, this package reads "
             f"{FORMAT_VERSION}. Use the same version of async_grpo_ipc on both sides."
         )
-    if body.pop("crc32", None) != crc32(body):
+    if body.pop("crc32", None) != checksum:
         raise HandleFileError(f"{path} fails its checksum: it was edited or damaged. {REMEDY}")
     return body
 
 
 def _read_trusted(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_regular(path, os.O_RDONLY)
     with os.fdopen(fd, "rb") as file:
         found = os.fstat(fd)
         if found.st_uid != os.geteuid():
@@ -163,7 +174,11 @@ def _read_trusted(path: Path) -> bytes:
                 f"{path} can be written by others (mode {stat.S_IMODE(found.st_mode):04o}), so it may not "
                 f"be what the exporter wrote. Find out which process did that, then `chmod 600 {path}`."
             )
-        return file.read()
+        if found.st_size > MAX_FILE_BYTES:
+            raise HandleFileError(
+                f"{path} has {found.st_size:,} bytes, more than the {MAX_FILE_BYTES:,} of any handle. {REMEDY}"
+            )
+        return file.read(MAX_FILE_BYTES)
 
 
 def crc32(body: Mapping[str, Any]) -> int:
@@ -190,93 +205,28 @@ def _layout_to_json(layout: "Layout") -> dict[str, Any]:
 
 def _handle_from_json(body: dict[str, Any]) -> Handle:
     handle = Handle(
-        generation=_generation(body["generation"]),
-        pid=_integer(body["pid"], at_least=1),
-        pid_namespace=_text(body["pid_namespace"]),
-        boot_id=_text(body["boot_id"]),
-        created=float(body["created"]),
-        slots=_integer(body["slots"], at_least=1),
-        control_fd=_integer(body["control"]["fd"]),
-        control_inode=_integer(body["control"]["inode"]),
-        memory=_memory(body["memory"]),
-        static=_layout_from_json(body["static"]),
-        slot=_layout_from_json(body["slot"]),
-        tied={_text(name): _text(primary) for name, primary in body["tied"].items()},
-        complete=bool(body["complete"]),
-        buffers=bool(body["buffers"]),
+        **fields.head(body)._asdict(),
+        pid_namespace=fields.text(body["pid_namespace"]),
+        boot_id=fields.text(body["boot_id"]),
+        created=fields.number(body["created"]),
+        memory=fields.memory(body["memory"]),
+        static=fields.layout(body["static"]),
+        slot=fields.layout(body["slot"]),
+        tied={fields.text(name): fields.text(primary) for name, primary in body["tied"].items()},
+        complete=fields.flag(body["complete"]),
+        buffers=fields.flag(body["buffers"]),
     )
-    if handle.slots > MAX_SLOTS or len(handle.memory["blocks"]) != handle.slots + 1:
+    if len(handle.memory["blocks"]) != handle.slots + 1:
         raise ValueError(f"{handle.slots} slots and {len(handle.memory['blocks'])} blocks")
     for layout, block in zip((handle.static, *[handle.slot] * handle.slots), handle.memory["blocks"], strict=True):
-        if layout.nbytes > _integer(block["nbytes"]):
+        if layout.nbytes > block["nbytes"]:
             raise ValueError(f"a layout of {layout.nbytes} bytes in a block of {block['nbytes']}")
     handle.specs_by_name()  # a tied name must have a primary
     return handle
 
 
-def _memory(body: dict[str, Any]) -> dict[str, Any]:
-    if body["kind"] not in ("posix", "cuda"):
-        raise ValueError(f"memory of kind {body['kind']!r}")
-    if body["kind"] == "posix":
-        total = _integer(body["nbytes"])
-        _integer(body["fd"]), _integer(body["inode"])
-        if any(_integer(block["offset"]) + _integer(block["nbytes"]) > total for block in body["blocks"]):
-            raise ValueError(f"a block that ends behind {total} bytes")
-    elif any(len(bytes.fromhex(block["handle"])) != 64 for block in body["blocks"]):
-        raise ValueError("a CUDA handle that is not 64 bytes")
-    return body
-
-
-def _layout_from_json(body: dict[str, Any]) -> "Layout":
-    from async_grpo_ipc.layout import Bucket, Layout
-
-    nbytes = _integer(body["nbytes"])
-    specs = tuple(_spec_from_json(entry, nbytes) for entry in body["tensors"])
-    buckets = tuple(Bucket(_dtype(b["dtype"]), _integer(b["offset"]), _integer(b["nbytes"])) for b in body["buckets"])
-    return Layout(specs, buckets, nbytes)
-
-
-def _spec_from_json(body: dict[str, Any], block_bytes: int) -> "TensorSpec":
-    from async_grpo_ipc.layout import ALIGNMENT, TensorSpec
-
-    shape = tuple(_integer(length) for length in body["shape"])
-    stride = tuple(_integer(step) for step in body["stride"])
-    spec = TensorSpec(_text(body["name"]), _dtype(body["dtype"]), shape, stride, _integer(body["offset"]))
-    last = sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) if math.prod(shape) else -1
-    if spec.offset % ALIGNMENT or spec.offset + (last + 1) * spec.dtype.itemsize > block_bytes:
-        raise ValueError(f"tensor {spec.name} at offset {spec.offset} of a block of {block_bytes} bytes")
-    return spec
-
-
-def _generation(value: Any) -> str:
-    if len(bytes.fromhex(_text(value))) != 16:
-        raise ValueError(f"generation {value!r}")
-    return str(value)
-
-
-def _integer(value: Any, at_least: int = 0) -> int:
-    if type(value) is not int or value < at_least:
-        raise ValueError(f"{value!r} where an integer of at least {at_least} belongs")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} where text belongs")
-    return value
-
-
 def _name(dtype: "torch.dtype") -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _dtype(name: Any) -> "torch.dtype":
-    import torch
-
-    dtype = getattr(torch, _text(name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype {name!r}, which this torch does not have")
-    return dtype
 
 
 class VersionFile:
@@ -296,10 +246,10 @@ class VersionFile:
         try:
             if self._fd is None:
                 replace_whole(self._path, line.encode("ascii"))
-                self._fd = OwnedFd(os.open(self._path, os.O_WRONLY | os.O_CLOEXEC), str(self._path))
+                self._fd = OwnedFd(open_regular(self._path, os.O_WRONLY), str(self._path))
             else:
                 os.pwrite(self._fd.fileno(), line.encode("ascii"), 0)
-        except OSError as error:
+        except (OSError, HandleFileError) as error:
             logger.warning("Version %d is published, but %s could not be written: %s.", version, self._path, error)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ALIGNMENT = 256  # bytes: a cache line, a vector load and every dtype's size divide it
+from async_grpo_ipc.fields import ALIGNMENT as ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

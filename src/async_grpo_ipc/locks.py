@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from async_grpo_ipc.errors import ExporterAliveError, ForkedError
+from async_grpo_ipc.files import open_regular
 
 OWNER_BYTE = 0  # exclusively held by the exporter as long as it lives
 ATTACHED_BYTE = 1  # held shared by every reader as long as it maps the memory
@@ -163,15 +164,21 @@ class OwnerLock:
     def __init__(self, handle: Path) -> None:
         handle.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = handle.with_name(f"{handle.stem}.owner.lock")
-        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
-        self._locks = LockFile(str(path), writable=True, what=f"exporter at {handle}")
-        if not self._locks.try_exclusive(OWNER_BYTE):
-            self._locks.close()
-            raise ExporterAliveError(
-                f"A live exporter (pid {path.read_text(encoding='ascii') or 'unknown'}) already publishes "
-                f"at {handle}. Stop it, or publish at another path."
-            )
-        path.write_text(str(os.getpid()), encoding="ascii")
+        fd = open_regular(path, os.O_CREAT | os.O_RDWR)
+        try:
+            self._locks = LockFile(f"/proc/self/fd/{fd}", writable=True, what=f"exporter at {handle}")
+            if not self._locks.try_exclusive(OWNER_BYTE):
+                self._locks.close()
+                owner = os.pread(fd, 20, 0).decode("ascii", errors="replace")
+                raise ExporterAliveError(
+                    f"A live exporter (pid {owner if owner.isdigit() else 'unknown'}) already publishes "
+                    f"at {handle}. Stop it, or publish at another path."
+                )
+            note = str(os.getpid()).encode()
+            os.pwrite(fd, note, 0)
+            os.ftruncate(fd, len(note))
+        finally:
+            os.close(fd)
         self._pid = os.getpid()
         self.closed = False
 

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 
 from async_grpo_ipc.errors import AttachError, ExporterDiedError, IPCError
 from async_grpo_ipc.locks import OwnedFd
@@ -45,7 +46,7 @@ def attach(pid: int, fd: int, inode: int, nbytes: int) -> mmap.mmap:
     """
     path = proc_path(pid, fd)
     try:
-        opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # whatever the descriptor is of, do not wait
     except (FileNotFoundError, ProcessLookupError) as error:
         raise exporter_gone(pid) from error
     except PermissionError as error:
@@ -53,9 +54,11 @@ def attach(pid: int, fd: int, inode: int, nbytes: int) -> mmap.mmap:
             f"Process {pid} publishes weights, but this process may not open its memory ({path}). Run both "
             "as the same user, in the same container, and without setuid."
         ) from error
+    except OSError as error:
+        raise exporter_gone(pid) from error
     try:
         found = os.fstat(opened)
-        if found.st_ino != inode or found.st_size < nbytes:
+        if not stat.S_ISREG(found.st_mode) or found.st_ino != inode or found.st_size < nbytes:
             raise exporter_gone(pid)
         return mmap.mmap(opened, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     finally:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_grpo_ipc.control import Control, SlotState
-from async_grpo_ipc.errors import ExporterDiedError, HandleFileError
-from async_grpo_ipc.handle import REMEDY, Handle, handle_path, read_body, read_handle
+from async_grpo_ipc.errors import ExporterDiedError
+from async_grpo_ipc.handle import Handle, handle_path, read_handle, read_head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,13 +41,10 @@ def look_at_slots(path: Path, pids: Sequence[int]) -> list[Slot]:
     Raises:
         IPCError: there is nothing to look at; the message says why.
     """
-    body = read_body(path)
-    try:
-        pid, slots, generation = int(body["pid"]), int(body["slots"]), str(body["generation"])
-        fd, inode = int(body["control"]["fd"]), int(body["control"]["inode"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise HandleFileError(f"{path} has a field that makes no sense: {error!r}. {REMEDY}") from error
-    control = Control.attach(pid, fd, inode, generation, slots, str(path), reader=False)
+    found = read_head(path)
+    control = Control.attach(
+        found.pid, found.control_fd, found.control_inode, found.generation, found.slots, str(path), reader=False
+    )
     try:
         return _slots(control, pids)
     finally:

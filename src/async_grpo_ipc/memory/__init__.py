@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from async_grpo_ipc.errors import IPCError
+from async_grpo_ipc.fields import CANARY_BYTES as CANARY_BYTES
 from async_grpo_ipc.staging import Staging
 
 Way = Literal["auto", "ipc", "host"]  # how weights of a GPU are shared
 logger = logging.getLogger(__name__)
-
-CANARY_BYTES = 4096
 
 
 class ExportedMemory(Protocol):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from async_grpo_ipc.errors import AttachError
 from async_grpo_ipc.layout import align
+from async_grpo_ipc.memfd import exporter_gone
 from async_grpo_ipc.memory.cuda_runtime import CudaRuntime, load_runtime
 from async_grpo_ipc.staging import Staging
 
@@ -96,6 +97,12 @@ class CudaExport:
 _own_blocks: dict[str, Tensor] = {}  # by handle: a process cannot open what it exported itself
 
 
+def _own_block(handle: str, pid: int) -> Tensor:
+    if handle not in _own_blocks:
+        raise exporter_gone(pid)
+    return _own_blocks[handle]
+
+
 class _Import:
     """One opened handle. It is closed when the last tensor made from it has gone."""
 
@@ -126,7 +133,7 @@ class CudaAttachment:
             self.staging = runtime.staging(owner, reader)
         blocks = description["blocks"]
         if pid == os.getpid():
-            self.blocks: Sequence[Tensor] = [_own_blocks[block["handle"]] for block in blocks]
+            self.blocks: Sequence[Tensor] = [_own_block(block["handle"], pid) for block in blocks]
         else:
             self.blocks = [_open(runtime, self._device, block, description) for block in blocks]
 

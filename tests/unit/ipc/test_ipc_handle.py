@@ -67,7 +67,7 @@ def test_files_are_private(published, handle):
         (lambda body: body.update(generation="12"), "field that makes no sense.*generation"),
         (lambda body: body["memory"].update(kind="tape"), "field that makes no sense.*memory of kind"),
         (lambda body: body["memory"]["blocks"][1].update(offset=2**40), "a block that ends behind"),
-        (lambda body: body["memory"]["blocks"][1].update(nbytes=8), "a layout of .* in a block of 8"),
+        (lambda body: body["memory"]["blocks"][1].update(nbytes=256), "a layout of .* in a block of 256"),
         (lambda body: body["slot"]["tensors"][0].update(offset=2**40), "tensor .* at offset"),
         (lambda body: body["slot"]["tensors"][0].update(offset=8), "tensor .* at offset 8"),
         (lambda body: body["slot"]["tensors"][0].update(dtype="nn"), "dtype 'nn', which this torch does not have"),

@@ -1,0 +1,146 @@
+"""The fields of a handle file: every one is checked here, before anything relies on it.
+
+`ValueError`, `TypeError` or `KeyError` says what is wrong; `handle` puts the name of the file before it. torch is
+imported only where layouts are read.
+"""
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from async_grpo_ipc.control import MAX_SLOTS
+
+if TYPE_CHECKING:
+    import torch
+
+    from async_grpo_ipc.layout import Layout, TensorSpec
+
+MAX_INTEGER = (1 << 63) - 1
+MAX_DIMENSIONS = 64  # more have no use, and torch refuses them
+CANARY_BYTES = 4096  # at the beginning of block 0
+ALIGNMENT = 256  # bytes: a cache line, a vector load and every dtype's size divide it
+
+
+class Head(NamedTuple):
+    """What it takes to look at the slots."""
+
+    pid: int
+    slots: int
+    generation: str
+    control_fd: int
+    control_inode: int
+
+
+def head(body: dict[str, Any]) -> Head:
+    found = Head(
+        pid=integer(body["pid"], at_least=1),
+        slots=integer(body["slots"], at_least=1),
+        generation=generation(body["generation"]),
+        control_fd=integer(body["control"]["fd"]),
+        control_inode=integer(body["control"]["inode"]),
+    )
+    if found.slots > MAX_SLOTS:
+        raise ValueError(f"{found.slots} slots, and there can be {MAX_SLOTS}")
+    return found
+
+
+def memory(body: dict[str, Any]) -> dict[str, Any]:
+    """What a memory backend described. Blocks lie within the memory, and block 0 has room for the canary."""
+    kind, blocks = text(body["kind"]), body["blocks"]
+    if kind not in ("posix", "cuda"):
+        raise ValueError(f"memory of kind {kind[:20]!r}")
+    if type(blocks) is not list or integer(blocks[0]["nbytes"]) < CANARY_BYTES:
+        raise ValueError("no block 0 that holds the canary")
+    if any(integer(block["nbytes"]) % ALIGNMENT for block in blocks):
+        raise ValueError(f"a block whose size is no multiple of {ALIGNMENT}")
+    if kind == "posix":
+        total = integer(body["nbytes"])
+        integer(body["fd"]), integer(body["inode"])
+        if any(integer(block["offset"]) + block["nbytes"] > total for block in blocks):
+            raise ValueError(f"a block that ends behind {total} bytes")
+        if any(block["offset"] % ALIGNMENT for block in blocks):
+            raise ValueError(f"a block that begins at no multiple of {ALIGNMENT}")
+    else:
+        text(body["device_uuid"]), text(body["device_name"])
+        if any(len(bytes.fromhex(text(block["handle"]))) != 64 for block in blocks):
+            raise ValueError("a CUDA handle that is not 64 bytes")
+    return body
+
+
+def layout(body: dict[str, Any]) -> "Layout":
+    from async_grpo_ipc.layout import Bucket, Layout
+
+    nbytes = integer(body["nbytes"])
+    specs = tuple(_spec(entry, nbytes) for entry in body["tensors"])
+    buckets = tuple(Bucket(_dtype(b["dtype"]), integer(b["offset"]), integer(b["nbytes"])) for b in body["buckets"])
+    return Layout(specs, buckets, nbytes)
+
+
+def _spec(body: dict[str, Any], block_bytes: int) -> "TensorSpec":
+    from async_grpo_ipc.layout import TensorSpec, is_dense
+
+    shape = tuple(integer(length) for length in body["shape"])
+    stride = tuple(integer(step) for step in body["stride"])
+    spec = TensorSpec(text(body["name"]), _dtype(body["dtype"]), shape, stride, integer(body["offset"]))
+    if len(shape) > MAX_DIMENSIONS or math.prod(max(length, 1) for length in shape) > MAX_INTEGER:
+        raise ValueError(f"tensor {spec.name} has an impossible shape")
+    if not is_dense(shape, stride):
+        raise ValueError(f"tensor {spec.name} has strides {stride}, which leave gaps or overlap")
+    if spec.offset % ALIGNMENT or spec.offset + spec.nbytes > block_bytes:
+        raise ValueError(f"tensor {spec.name} at offset {spec.offset} of a block of {block_bytes} bytes")
+    return spec
+
+
+def generation(value: Any) -> str:
+    if len(text(value)) != 32 or len(bytes.fromhex(value)) != 16:
+        raise ValueError(f"generation {value[:40]!r}")
+    return str(value)
+
+
+def integer(value: Any, at_least: int = 0) -> int:
+    if type(value) is not int or not at_least <= value <= MAX_INTEGER:
+        raise ValueError(f"{_shown(value)} where an integer of at least {at_least} belongs")
+    return value
+
+
+def number(value: Any) -> float:
+    if type(value) is float and math.isfinite(value):
+        return value
+    return float(integer(value))
+
+
+def text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{_shown(value)} where text belongs")
+    value.encode()  # half a character is a ValueError
+    return value
+
+
+def flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError(f"{_shown(value)} where true or false belongs")
+    return value
+
+
+def _shown(value: Any) -> str:
+    if type(value) in (list, dict):
+        return f"a {type(value).__name__}"
+    return "a larger integer" if type(value) is int and abs(value) > MAX_INTEGER else f"{value!r:.60}"
+
+
+def _dtype(name: Any) -> "torch.dtype":
+    return _storable_dtype(text(name))
+
+
+@functools.cache
+def _storable_dtype(name: str) -> "torch.dtype":
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype {name[:40]!r}, which this torch does not have")
+    try:
+        torch.empty(ALIGNMENT, dtype=torch.uint8).view(dtype)
+    except RuntimeError as error:
+        raise ValueError(f"dtype {name[:40]!r}, in which bytes cannot be seen") from error
+    return dtype
