@@ -102,6 +102,31 @@ def test_a_rollout_func_with_a_prompt_for_each_completion(tmp_path: Path) -> Non
     assert [group.prompts for group in run.groups] == [[]] * len(run.groups), "the dataset's own"
 
 
+class Shortening(GRPOTrainer):
+    """Cuts the last token off each completion, and counts the batches in which it did."""
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        prompt_ids, completion_ids, mask, _, logprobs, *others = super()._generate(prompts)
+        completion_ids = [ids[:-1] for ids in completion_ids]
+        completions = [f"<{text}>" for text in self.processing_class.batch_decode(completion_ids)]
+        self._metrics["train" if self.model.training else "eval"]["shortened"].append(1.0)
+        return prompt_ids, completion_ids, mask, completions, [row[:-1] for row in logprobs], *others
+
+
+def test_an_override_of_generate_runs_once(tmp_path: Path) -> None:
+    seen: list[tuple[str, list[int]]] = []
+
+    def note(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        seen.extend(zip(completions, completion_ids, strict=True))
+        return [float(len(ids)) for ids in completion_ids]
+
+    run = InProcessRun(settings(tmp_path, trainer_class=Shortening, reward_funcs=note)).train()
+    trained = [completion for _, completion in prompts_and_completions(run)]
+    assert [f"<{text}>" for text in trained] == [text for text, _ in seen]
+    assert [len(ids) for _, ids in seen] == [sum(mask) for batch in run.inputs for mask in batch["completion_mask"]]
+    assert [entry["shortened"] for entry in run.logs] == [1.0, 1.0]
+
+
 def test_equal_prompts_are_stored_once(tmp_path: Path) -> None:
     run = InProcessRun(settings(tmp_path)).train()
     for group in run.groups:

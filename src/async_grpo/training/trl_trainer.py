@@ -114,9 +114,13 @@ class AsyncGRPOMixin(UserTrainer):
         return result
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        result: tuple[Any, ...] = super()._generate(prompts)
         if self._serving is None:
-            return result
+            evaluated: tuple[Any, ...] = super()._generate(prompts)
+            return evaluated
+        from trl import GRPOTrainer as TRLTrainer
+
+        # Not the user's override: it has run in the worker, and what it made of the tokens was rewarded.
+        result: tuple[Any, ...] = TRLTrainer._generate(self, prompts)
         # The workers' own completions: they hold tool calls and their results.
         completions = [completion for group in self._serving for completion in group.completions]
         return (*result[:3], own_share(self, completions), *result[4:])
