@@ -51,7 +51,7 @@ class Stored:
     shape: tuple[str, ...] = ()  # of a tensor, see `RolloutGroup`
     least: int | None = None
     most: int | None = None
-    nan: bool = False  # whether a floating-point tensor may hold NaN; infinity is refused everywhere
+    finite: bool = True  # of a floating-point tensor: NaN and infinity are refused
     choices: tuple[str, ...] = ()
     item: str = ""  # what an entry of free JSON is called in an error; JSON must hold such entries exactly
     since: int = OLDEST_FORMAT
@@ -157,12 +157,14 @@ class RolloutGroup:
     sampling_logprobs: NDArray[np.float32] = tensor(
         "float32", "N", "natural log of each token's probability, at the sampling temperature"
     )
-    rewards: NDArray[np.float32] = tensor("float32", "G F", "NaN where a function returned None", nan=True)
+    rewards: NDArray[np.float32] = tensor(
+        "float32", "G F", "as the functions returned them; NaN for None", finite=False
+    )
     turn_counts: NDArray[np.int32] | None = tensor(
         "int32", "G", "turns of each completion", least=0, default=None, since=3
     )
     turn_rewards: NDArray[np.float32] | None = tensor(
-        "float32", "T", "one a turn, completion after completion; NaN: none", nan=True, default=None, since=3
+        "float32", "T", "one a turn, completion after completion; NaN: none", finite=False, default=None, since=3
     )
     token_versions: NDArray[np.int32] | None = tensor(
         "int32", "N", "version that sampled each token, with `--in-flight-update on`", default=None

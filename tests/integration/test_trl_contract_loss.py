@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +156,11 @@ def test_the_log_probability_function_that_we_replace(trainer: Any, monkeypatch:
         {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 3.0]},
     ],
 )
-def test_advantages_of_an_archive_are_those_of_trl(tmp_path: Path, changes: dict[str, Any]) -> None:
-    def sometimes(completions: list[Any], **_: Any) -> list[float | None]:
+@pytest.mark.parametrize("odd", [2.0, math.inf, -math.inf])
+def test_advantages_of_an_archive_are_those_of_trl(tmp_path: Path, changes: dict[str, Any], odd: float) -> None:
+    def sometimes(completions: list[Any], target: list[int], **_: Any) -> list[float | None]:
+        if target[0] == 3:
+            return [odd, *[1.0] * (len(completions) - 1)]
         return [None if index % 3 else float(len(text)) for index, text in enumerate(completions)]
 
     run = InProcessRun(lambda: build_trainer(tmp_path, reward_funcs=[letters, sometimes], **changes)).train()

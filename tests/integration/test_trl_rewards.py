@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compared_with_trl import run_as_trl_would, settings
@@ -16,7 +18,9 @@ from in_process import (
     build_tokenizer,
     length,
     letters,
+    replay_with_trl,
     text_of,
+    training_logs,
 )
 from transformers import Qwen3ForSequenceClassification
 
@@ -81,6 +85,22 @@ def test_rewards_of_none(tmp_path: Path) -> None:
         assert torch.from_numpy(group.rewards).isnan()[0].tolist() == [target % 2 == 1, target > 1]
     unscored = [group for group in run.groups if torch.from_numpy(group.rewards).isnan().all()]
     assert unscored, "some group must have had no reward at all"
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch"])
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
+def test_rewards_that_are_not_finite_do_what_they_do_in_trl(wrong: float, scale_rewards: str, tmp_path: Path) -> None:
+    def sometimes(completions: list[str], target: list[int], **_: Any) -> list[float]:
+        return [wrong if n == 3 else score for n, score in zip(target, letters(completions), strict=True)]
+
+    get_trainer = settings(tmp_path, reward_funcs=sometimes, scale_rewards=scale_rewards, max_steps=3)
+    run = InProcessRun(get_trainer).train()
+    plain = replay_with_trl(get_trainer, run.batches)
+    assert any(not np.isfinite(group.rewards).all() for group in run.groups), "some reward must have been wrong"
+    for ours, theirs in zip(run.logs, training_logs(plain), strict=True):
+        for name in ("loss", "grad_norm", "reward", "reward_std", "rewards/sometimes/mean"):
+            assert ours[name] == pytest.approx(theirs[name], abs=1e-5, nan_ok=True), name
+    assert all(math.isfinite(entry["loss"]) and math.isfinite(entry["grad_norm"]) for entry in run.logs)
 
 
 STATE = ("global_step", "max_steps", "epoch", "num_train_epochs", "train_batch_size", "is_world_process_zero")

@@ -46,7 +46,8 @@ class AdvantageRule:
         """Weighted sums [G] of rewards [G, F]; NaN where no function gave a reward."""
         import numpy as np
 
-        sums: Floats = np.nansum(rewards * self._weights(rewards), axis=1, dtype=np.float64)
+        with np.errstate(invalid="ignore"):  # of infinite rewards
+            sums: Floats = np.nansum(rewards * self._weights(rewards), axis=1, dtype=np.float64)
         sums[np.isnan(rewards).all(axis=1)] = np.nan
         return sums
 
@@ -54,16 +55,22 @@ class AdvantageRule:
         """Advantages [G] of each group of a batch, given its rewards [G, F]; 0 where there was no reward."""
         import numpy as np
 
+        with np.errstate(invalid="ignore"):  # of infinite rewards, which TRL takes as they are
+            found = self._found(batch)
+        most = float(np.finfo(np.float32).max)  # TRL computes in float32
+        return [np.nan_to_num(values, nan=0.0, posinf=most, neginf=-most) for values in found]
+
+    def _found(self, batch: Sequence[NDArray[np.float32]]) -> list[Floats]:
+        import numpy as np
+
         if self.multi_objective_aggregation == "normalize_then_sum":
             each = [self._normalised_sums(rewards) for rewards in batch]
             everything = np.concatenate(each)
             spread, mean = _std(everything), _mean(everything)
-            found = [(totals - mean) / (spread + _EPSILON) for totals in each]
-        else:
-            each = [self.totals(rewards) for rewards in batch]
-            of_batch = _std(np.concatenate(each)) if self.scale_rewards == "batch" else 0.0
-            found = [(totals - _mean(totals)) / self._scale(totals, of_batch) for totals in each]
-        return [np.nan_to_num(values, nan=0.0) for values in found]
+            return [(totals - mean) / (spread + _EPSILON) for totals in each]
+        each = [self.totals(rewards) for rewards in batch]
+        of_batch = _std(np.concatenate(each)) if self.scale_rewards == "batch" else 0.0
+        return [(totals - _mean(totals)) / self._scale(totals, of_batch) for totals in each]
 
     def _scale(self, totals: Floats, of_batch: float) -> float:
         if self.scale_rewards == "none":

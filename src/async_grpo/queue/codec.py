@@ -21,7 +21,7 @@ from crc32c import crc32c
 
 from async_grpo.errors import BadFileError, BadGroupError, QueueError, UnsupportedError
 from async_grpo.queue.schema import Dtype, Schema, Values
-from async_grpo.records import FORMAT, OLDEST_FORMAT, Job, RolloutGroup, Stored
+from async_grpo.records import FORMAT, OLDEST_FORMAT, Job, RolloutGroup
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -158,10 +158,8 @@ def _bad_values(group: RolloutGroup, tensors: Tensors, schema: Schema) -> str | 
     for name, array in tensors.items():
         about = schema.arrays[name]
         if about.kind == "float32":
-            if not math.isfinite(add(array) if array.ndim == 1 else add(array, axis=None)) and not _is_sound(
-                array, about
-            ):
-                return f"{name} holds a value that is {'infinite' if about.nan else 'not finite'}"
+            if about.finite and not math.isfinite(add(array)) and not np.isfinite(array).all():
+                return f"{name} holds a value that is not finite"
         elif about.least is not None and least(array, initial=about.least) < about.least:
             return f"{name} holds a value below {about.least}"
         elif about.most is not None and greatest(array, initial=about.most) > about.most:
@@ -170,12 +168,6 @@ def _bad_values(group: RolloutGroup, tensors: Tensors, schema: Schema) -> str | 
     if versions is not None and versions.size and int(least(versions)) < group.policy_version:
         return "a token version is older than the group's"
     return None
-
-
-def _is_sound(array: NDArray[Any], about: Stored) -> bool:
-    import numpy as np
-
-    return not np.isinf(array).any() if about.nan else bool(np.isfinite(array).all())
 
 
 def _pack(kind: str, schema: Schema, header: dict[str, Any], tensors: Tensors) -> bytes:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
@@ -219,8 +220,9 @@ class EventFiles:
             self._add(folder, Event(step=step, wall_time=at, summary=scalar_pb(tag, float(value))))
 
     def histogram(self, folder: str, tag: str, values: NDArray[Any], step: int, at: float) -> None:
-        if len(values):
-            summary = histogram_pb(f"{tag}_distribution", values.astype(float))
+        finite = values[np.isfinite(values)].astype(float)
+        if len(finite):
+            summary = histogram_pb(f"{tag}_distribution", finite)
             self._add(folder, Event(step=step, wall_time=at, summary=summary))
 
     def text(self, folder: str, tag: str, markdown: str, step: int, at: float) -> None:

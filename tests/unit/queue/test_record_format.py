@@ -65,7 +65,6 @@ def groups(draw: st.DrawFn) -> RolloutGroup:
     lengths, turns, prompts = (draw(arrays(np.int32, job.num_generations, min_value=0, max_value=5)) for _ in range(3))
     tokens, names = int(lengths.sum()), draw(st.lists(texts, max_size=3))
     version = draw(st.integers(0, 1000))
-    nan_or_finite = {"allow_infinity": False}
     has_turns, has_prompts = draw(st.booleans()), draw(st.booleans())
     values: dict[str, Any] = {
         "job": job,
@@ -81,9 +80,9 @@ def groups(draw: st.DrawFn) -> RolloutGroup:
         "completion_lengths": lengths,
         "completion_ids": draw(arrays(np.int32, tokens, min_value=0)),
         "sampling_logprobs": draw(arrays(np.float32, tokens, min_value=-50, max_value=0)),
-        "rewards": draw(arrays(np.float32, (job.num_generations, len(names)), **nan_or_finite)),
+        "rewards": draw(arrays(np.float32, (job.num_generations, len(names)))),
         "turn_counts": turns if has_turns else None,
-        "turn_rewards": draw(arrays(np.float32, int(turns.sum()), **nan_or_finite)) if has_turns else None,
+        "turn_rewards": draw(arrays(np.float32, int(turns.sum()))) if has_turns else None,
         "token_versions": draw(st.none() | arrays(np.int32, tokens, min_value=version, max_value=2**31 - 1)),
         "tool_mask": draw(st.none() | arrays(np.uint8, tokens, min_value=0, max_value=1)),
         "completions": draw(st.lists(json_values, min_size=job.num_generations, max_size=job.num_generations)),

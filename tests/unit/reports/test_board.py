@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import re
 import socket
 from pathlib import Path
@@ -56,6 +57,17 @@ def test_everything_is_there(tmp_path: Path) -> None:
     assert b"trainer.learning_rate | 0.1" in series(run, "hyperparameters")[0][1]
     ((_, best), *_), ((_, worst), *_) = series(run, "completions/best"), series(run, "completions/worst")
     assert b"good reply" in best and b"bad reply" in worst and b"question" in best
+
+
+def test_rewards_that_are_not_finite_are_left_out_of_the_curves(tmp_path: Path) -> None:
+    run = ArchivedRun(tmp_path)
+    run.use(1, [0, 1], rewards=((math.inf, 0.5), (0.0, 0.5)))
+    run.use(2, [2], rewards=((-math.inf, 0.5), (math.inf, math.nan)))
+    with Board(run.root) as board:
+        assert board.update() == (2, 2, 0)
+    assert series(run, "rewards/format") == [(1, 0.5), (2, 0.5)]
+    ((_, histogram),) = series(run, "rewards/total_distribution")
+    assert sum(count for _, _, count in histogram) == 2
 
 
 def test_a_second_look_adds_only_what_is_new(tmp_path: Path) -> None:

@@ -290,17 +290,12 @@ def test_a_job_that_was_issued_again_is_not_claimed_while_it_is_in_flight(tmp_pa
     assert setting.engine.most == 4
 
 
-def infinite(group: GeneratedGroup) -> Scores:
-    return Scores(rewards=torch.full((2, 1), math.inf), metrics={}, extra_columns={})
-
-
 def with_gradient(group: GeneratedGroup) -> Scores:
     return Scores(rewards=torch.zeros(2, 1, requires_grad=True), metrics={}, extra_columns={})
 
 
-@pytest.mark.parametrize("score", [infinite, with_gradient])
-def test_rewards_that_cannot_be_written_cost_their_own_group(tmp_path: Path, score: Any) -> None:
-    setting = Setting(tmp_path, [job(0), job(1)], FakeEngine())
+def encoding(setting: Setting) -> None:
+    """Let the queue write the bytes of what comes back, as the real one does."""
     complete = setting.queue.complete
 
     def encoded(claim: Claim, group: RolloutGroup) -> None:
@@ -308,8 +303,40 @@ def test_rewards_that_cannot_be_written_cost_their_own_group(tmp_path: Path, sco
         complete(claim, group)
 
     setting.queue.complete = encoded  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("unknown", [None, math.nan, -math.inf])
+def test_log_probabilities_that_are_no_numbers_cost_their_own_group(tmp_path: Path, unknown: Any) -> None:
+    setting = Setting(tmp_path, [job(0), job(1)], FakeEngine())
+    encoding(setting)
     whole = setting.worker._scoring._score
-    setting.worker._scoring._score = lambda group: score(group) if group.job.seq == 0 else whole(group)
+
+    def score(group: GeneratedGroup) -> Scores:
+        if group.job.seq == 0:
+            group.logprobs[1][-1] = unknown  # as an engine may have it
+        return whole(group)
+
+    setting.worker._scoring._score = score
+    assert sorted(setting.run()) == [1]
+    ((seq, error),) = setting.queue.failed
+    assert seq == 0 and "Group 0 cannot be written" in error
+
+
+@pytest.mark.parametrize("reward", [math.inf, -math.inf, math.nan])
+def test_rewards_that_are_not_finite_reach_the_trainer(tmp_path: Path, reward: float) -> None:
+    setting = Setting(tmp_path, [job(0)], FakeEngine())
+    encoding(setting)
+    scores = Scores(rewards=torch.full((2, 1), reward), metrics={}, extra_columns={})
+    setting.worker._scoring._score = lambda group: scores
+    (group,) = setting.run().values()
+    assert group.rewards[:, 0].tolist() == pytest.approx([reward] * 2, nan_ok=True)
+
+
+def test_rewards_that_cannot_be_written_cost_their_own_group(tmp_path: Path) -> None:
+    setting = Setting(tmp_path, [job(0), job(1)], FakeEngine())
+    encoding(setting)
+    whole = setting.worker._scoring._score
+    setting.worker._scoring._score = lambda group: with_gradient(group) if group.job.seq == 0 else whole(group)
     assert sorted(setting.run()) == [1]
     ((seq, error),) = setting.queue.failed
     assert seq == 0 and "Group 0 cannot be written" in error
