@@ -48,7 +48,7 @@ test-fast: venv-test
 	$(PYTEST) tests/unit -x
 
 chaos: venv-test
-	$(BIN)/python -m pytest -m slow tests/chaos tests/integration --timeout 3600
+	$(BIN)/python -m pytest -m slow tests --timeout 3600
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/python scripts/site_pages.py

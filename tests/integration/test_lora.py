@@ -235,6 +235,7 @@ def test_a_base_that_was_quantised_differently_is_refused(base_on_disk: Path, tm
 # --- A run of processes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_adapter(undisturbed_lora: Path, tmp_path: Path) -> None:
     """Killed after the checkpoint of step 4 and resumed: the checkpoints hold the adapter and nothing of the base."""
     options = ("-n", "1", "--deterministic", "--steps", "8")

@@ -88,6 +88,7 @@ def test_two_ranks_train_as_one_process_does_and_one_that_dies_ends_the_run_whic
             assert (tensor - expected[name]).abs().max() < TOLERANCE, name
 
 
+@pytest.mark.slow
 def test_two_sharded_ranks_train_an_adapter_as_one_process_does(undisturbed_lora: Path, tmp_path: Path) -> None:
     options = ("-n", "1", "--deterministic", "--steps", "8", *FSDP2)
     finish(tmp_path, *options, setup=SHARDED_SETUP, TEST_MODEL="lora")
@@ -97,6 +98,7 @@ def test_two_sharded_ranks_train_an_adapter_as_one_process_does(undisturbed_lora
     assert read(last / "rollout_state.json")["step"] == 8
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_the_middle_of_a_batch_is_refused_by_another_number_of_ranks(
     undisturbed: Path, tmp_path: Path
 ) -> None:

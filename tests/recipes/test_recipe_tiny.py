@@ -133,6 +133,7 @@ def test_who_waits_says_for_what_and_gives_up_in_the_end(recipe, tmp_path, capsy
     assert "training.lock" in said
 
 
+@pytest.mark.slow
 def test_of_two_processes_at_once_one_trains_and_both_have_the_same_model(tmp_path):
     script = tmp_path / "build.py"
     script.write_text(

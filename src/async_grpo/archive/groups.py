@@ -27,13 +27,13 @@ from async_grpo.rundir.reading import LineReader, read_object
 if TYPE_CHECKING:
     from async_grpo.archive.advantages import Floats
 
-WAITING, USED, DROPPED = "waiting", "used", "dropped"
+WAITING, USED, DROPPED, EVALUATED = "waiting", "used", "dropped", "evaluated"
 
 
 class Fate(NamedTuple):
     """What the trainer did with a group."""
 
-    state: str  # waiting (finished, not used yet), used, dropped
+    state: str  # waiting (finished, not used yet), used, dropped, evaluated (never for the trainer)
     step: int | None = None  # the optimizer step that used it
     version_used: int | None = None  # the trainer's version then
     policy_version: int | None = None  # of the result that was used
@@ -115,6 +115,15 @@ class FinishedGroups:
                     if found is not None:
                         yield found
 
+    def evaluated(self) -> Iterator[FinishedGroup]:
+        """Every group of an evaluation that is there now, the newest first."""
+        with closing(OsFiles(self.run.root)) as files:
+            everything = [*done_files(files, trains=False), *job_files(files, "queue", trains=False)]
+            for path, name in reversed(everything):
+                found = self._read(files, path, name, Fate(EVALUATED)) if name.state == COMPLETE else None
+                if found is not None:
+                    yield found
+
     def fates(self) -> dict[int, Fate]:
         """What became of each group, by sequence number: what the weights of the last step were trained on."""
         processes, broken = read_record(self.run.consumption, self.state.run_id)
@@ -194,10 +203,10 @@ def open_run(root: Path) -> tuple[RunDir, RunState]:
     return run, state
 
 
-def done_files(files: Files) -> Iterator[tuple[str, JobName]]:
-    """Path and name of every file in done/, the oldest job first."""
+def done_files(files: Files, *, trains: bool = True) -> Iterator[tuple[str, JobName]]:
+    """Path and name of every file in done/, the oldest job first; see `job_files`."""
     for folder in done_folders(files) if files.exists("done") else ():
-        yield from job_files(files, folder)
+        yield from job_files(files, folder, trains=trains)
 
 
 def job_files(files: Files, folder: str, *, trains: bool = True) -> list[tuple[str, JobName]]:

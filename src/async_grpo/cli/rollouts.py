@@ -9,11 +9,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from async_grpo.archive.groups import EVALUATED
 from async_grpo.cli import options
 from async_grpo.cli.queue import group_number
 from async_grpo.errors import UsageError
 from async_grpo.rundir.paths import RUNNING
-from async_grpo.settings import positive
+from async_grpo.settings import not_negative, positive
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +28,7 @@ EXAMPLES = """\
   async-grpo rollouts worker --worst --limit 5    those with the lowest reward
   async-grpo rollouts worker --step 40 --best     the best that optimizer step 40 was trained on
   async-grpo rollouts worker --job 42             group 42, in full
+  async-grpo rollouts worker --eval --worst       what evaluations asked, the lowest rewards first
   async-grpo rollouts worker --html page.html     everything as one page to search, filter and plot"""
 
 SHOWN, SHOWN_AS_PAGE = 16, 20_000  # completions, unless --limit says otherwise
@@ -44,8 +46,11 @@ def build_parser() -> argparse.ArgumentParser:
     order.add_argument("--worst", action="store_true", help="the lowest rewards first")
     order.add_argument("--best", action="store_true", help="the highest rewards first")
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("--step", type=positive, metavar="N", help="only what optimizer step N used")
+    one.add_argument("--step", type=not_negative, metavar="N", help="only what optimizer step N used")
     one.add_argument("--job", type=group_number, metavar="ID", help="only this prompt group, in full")
+    parser.add_argument(
+        "--eval", action="store_true", help="what evaluations asked; with --step, the evaluation of version N"
+    )
     parser.add_argument(
         "--limit", type=positive, metavar="N", help=f"completions (default: {SHOWN}; of a page {SHOWN_AS_PAGE})"
     )
@@ -60,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
     groups = FinishedGroups(args.run_dir)
     usual = SHOWN_AS_PAGE if args.html else None if args.job is not None else SHOWN
     order = WORST if args.worst else BEST if args.best else NEWEST
-    selection = select(groups, order=order, limit=args.limit or usual, step=args.step, job=args.job)
+    selection = select(
+        groups, order=order, limit=args.limit or usual, step=args.step, job=args.job, evaluations=args.eval
+    )
     if not selection.rollouts:
         raise UsageError(_nothing(args, groups))
     if args.html:
@@ -80,6 +87,9 @@ def _nothing(args: argparse.Namespace, groups: FinishedGroups) -> str:
     from async_grpo.queue.listing import quarantined
 
     root = args.run_dir
+    if args.eval:
+        which = "" if args.step is None else f" of version {args.step}"
+        return f"{root} has no group of an evaluation{which}: see `--eval-every` of `async-grpo train`."
     if args.job is not None:
         for aside in quarantined(root) if (root / "quarantine").is_dir() else []:
             if aside.seq == args.job:
@@ -138,6 +148,8 @@ def about(found: FinishedGroup, *, ended: bool) -> str:
     made = f"{group.worker}, policy {group.policy_version}{tries}"
     if fate.step is not None:
         return f"step {fate.step}, staleness {found.staleness}, {made}"
+    if fate.state == EVALUATED:
+        return f"evaluation of version {group.policy_version}, {group.worker}{tries}"
     if fate.reason:
         return f"dropped: {fate.reason}, {made}"
     return f"{'left over when the run ended' if ended else 'not used yet'}, {made}"

@@ -68,16 +68,36 @@ def row_of(group: RolloutGroup) -> dict[str, Any]:
 
 
 def select(
-    groups: FinishedGroups, *, order: str = NEWEST, limit: int | None, step: int | None = None, job: int | None = None
+    groups: FinishedGroups,
+    *,
+    order: str = NEWEST,
+    limit: int | None,
+    step: int | None = None,
+    job: int | None = None,
+    evaluations: bool = False,
 ) -> Selection:
-    """Pick completions of finished groups; of one optimizer step or one job if asked."""
+    """Pick completions of finished groups; of one optimizer step or one job if asked.
+
+    evaluations: of groups of evaluations; `step` is then the version that was evaluated.
+    """
+    if evaluations:
+        return _pick(_evaluated(groups, step), order, limit)
     fates = groups.fates()
     only: set[int] | None = None
     if job is not None:
         only = {job}
     elif step is not None:
         only = {seq for seq, fate in fates.items() if fate.step == step}
-    everything = _rollouts(groups, groups.all(fates, only=only), fates)
+    return _pick(_rollouts(groups, groups.all(fates, only=only), fates), order, limit)
+
+
+def _evaluated(groups: FinishedGroups, version: int | None) -> Iterator[Rollout]:
+    for found in groups.evaluated():
+        if version in (None, found.group.policy_version):
+            yield from _of_group(found, None)
+
+
+def _pick(everything: Iterator[Rollout], order: str, limit: int | None) -> Selection:
     if order == NEWEST:
         picked = list(islice(everything, limit))
         more = next(everything, None) is not None
