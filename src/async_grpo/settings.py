@@ -7,7 +7,7 @@ import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from async_grpo.errors import UsageError
 
@@ -137,6 +137,12 @@ class TrainingSettings:
     )
     filter_zero_variance: bool = setting(
         False, "replace groups whose rewards are all equal by new ones until the batch is full (DAPO)"
+    )
+    weights: Literal["auto", "ipc", "host"] = setting(
+        "auto",
+        "memory that a server on a GPU publishes its weights in: its GPU's (ipc), or the host's, for workers whose GPU "
+        "cannot reach it (default: auto, the GPU's where all workers can reach it)",
+        choices=("auto", "ipc", "host"),
     )
     deterministic: bool = setting(False, "the same seed gives the same run on this machine, bit for bit")
     max_attempts: int = setting(

@@ -49,6 +49,7 @@ OTHER_TRAINING = TrainingSettings(
     max_staleness=0,
     correction="tis",
     filter_zero_variance=True,
+    weights="host",
     deterministic=True,
     max_attempts=5,
     keep_done=ArchiveLimit(2 * 10**9, in_bytes=True),

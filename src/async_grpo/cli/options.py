@@ -99,6 +99,8 @@ def log_level(args: argparse.Namespace) -> str:
 
 def device(text: str | None, *, default_gpu: int = 0) -> str:
     """The device that `text` names; without one, GPU `default_gpu` where there is a GPU, else the CPU."""
+    if text == CPU:
+        return CPU
     gpus = visible_gpus()
     if text is not None:
         return parse_device(text, gpus)

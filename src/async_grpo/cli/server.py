@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from async_grpo.cli import options
+from async_grpo.setup.devices import check_weights
 
 EXAMPLES = """\
   async-grpo server --config my_trainer.py -d 0        then, in other terminals:
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     rank, ranks = rank_of_launch(os.environ)
     device = options.device(args.device)
+    check_weights(args.weights, device)
     by_hand = args.launched_by is None
     if by_hand and rank == 0:
         from async_grpo.rundir.lifecycle import prepare

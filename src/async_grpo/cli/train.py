@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from async_grpo.cli import options
 from async_grpo.errors import UsageError
-from async_grpo.settings import STOP_GRACE_S, positive, positive_seconds
-from async_grpo.setup.devices import CPU, check_torch_sees, hold_to_device, parse_device, visible_gpus
+from async_grpo.settings import STOP_GRACE_S, TrainingSettings, positive, positive_seconds
+from async_grpo.setup.devices import (
+    CPU,
+    check_torch_sees,
+    check_weights,
+    hold_to_device,
+    parse_device,
+    visible_gpus,
+    why_unreachable,
+)
 from async_grpo.setup.generator_choice import choose_generator
 
 EXAMPLES = """\
@@ -124,6 +135,7 @@ def _single(args: argparse.Namespace) -> int:
 
 
 def _distributed(args: argparse.Namespace) -> int:
+    from async_grpo.launch.accelerate_entry import gpus_of
     from async_grpo.launch.launcher import LaunchOptions, launch
 
     if args.device is not None:
@@ -132,13 +144,16 @@ def _distributed(args: argparse.Namespace) -> int:
     if args.generator is not None:  # is it installed? What a setup file asks for is known once it is loaded
         choose_generator(args.generator, None, on_gpu=False)
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
+    check_weights(args.weights, master)
+    ranks = gpus_of(args.accelerate_config) if args.accelerate_config and master != CPU else []
+    training = choose_weights(options.training_settings(args), ranks[0] if ranks else master, workers)
     launched = LaunchOptions(
         config=args.config.absolute(),
         run_dir=args.run_dir.absolute(),
         master_device=master,
         worker_devices=workers,
         accelerate_config=args.accelerate_config.absolute() if args.accelerate_config else None,
-        training=options.training_settings(args),
+        training=training,
         work=options.worker_settings(args),
         overwrite=args.overwrite,
         worker_timeout_s=args.worker_timeout,
@@ -166,6 +181,15 @@ def _check_accelerate_config(args: argparse.Namespace) -> None:
             "The trainer takes the GPUs that the accelerate configuration names (gpu_ids), so say which are left for "
             "the workers: --worker-device-ids 2,3."
         )
+
+
+def choose_weights(training: TrainingSettings, server: str, workers: Sequence[str]) -> TrainingSettings:
+    """Publish through host memory where a worker's GPU cannot map the server's, unless the user has chosen."""
+    why = why_unreachable(server, workers, os.environ) if training.weights == "auto" else None
+    if why is None:
+        return training
+    print(f"weights go through host memory, which is slower (--weights host): {why}", file=sys.stderr)
+    return replace(training, weights="host")
 
 
 def plan_devices(master: str | None, workers: str | None, count: int | None) -> tuple[str, tuple[str, ...]]:

@@ -6,11 +6,28 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from async_grpo.setup.devices import physical_gpus
 from async_grpo.setup.process import end_with_parent
+
+_GPU_IDS = re.compile(r"""^\s*["']?gpu_ids["']?\s*:\s*["']?(\d[\d, ]*)""", re.MULTILINE)
+
+
+def gpus_of(config: Path) -> list[str]:
+    """The GPUs that this configuration of accelerate names for the ranks; empty: all that are visible."""
+    found = _GPU_IDS.search(config.read_text(encoding="utf-8"))
+    return [index.strip() for index in found[1].split(",") if index.strip()] if found else []
+
+
+def _gpu_options(config: Path, env: Mapping[str, str]) -> list[str]:
+    """accelerate sets CUDA_VISIBLE_DEVICES to its `gpu_ids`. Ours count within the devices that are visible already."""
+    indices = gpus_of(config)
+    return ["--gpu_ids", ",".join(physical_gpus(indices, env))] if indices and "CUDA_VISIBLE_DEVICES" in env else []
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -22,6 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     ranks = ["--config_file", config, "--main_process_port", "0"]  # 0: any that is free
+    ranks += _gpu_options(Path(config), os.environ)
     launched = ["-m", "async_grpo.cli", *command, "--launched-by", str(os.getpid())]
     try:
         launch_command(launch_command_parser().parse_args([*ranks, *launched]))

@@ -55,6 +55,8 @@ class LaunchOptions:
     @property
     def workers_sharing(self) -> int:
         """How many workers are on the server's device, and read its weights in place."""
+        if self.training.weights == "host" and self.master_device != CPU:
+            return 0
         return sum(device == self.master_device for device in self.worker_devices)
 
     def threads(self, env: Mapping[str, str]) -> str | None:

@@ -117,6 +117,19 @@ def parse_device(text: str, gpus: int) -> str:
     return str(int(text))
 
 
+def check_weights(way: str, server: str) -> None:
+    """Refuse `--weights ipc` for a server on the CPU.
+
+    Raises:
+        UsageError: says what to do instead.
+    """
+    if way == "ipc" and server == CPU:
+        raise UsageError(
+            "--weights ipc shares memory of a GPU, and the server is on the CPU: its weights are in host memory, which "
+            "every worker reads. Leave the option out."
+        )
+
+
 def hold_to_device(device: str, env: MutableMapping[str, str]) -> None:
     """Make `device` the only one that a process with this environment sees (call it before torch is imported).
 
@@ -125,8 +138,23 @@ def hold_to_device(device: str, env: MutableMapping[str, str]) -> None:
     if device == CPU:
         env["CUDA_VISIBLE_DEVICES"] = ""
         return
-    given = env.get("CUDA_VISIBLE_DEVICES")
-    env["CUDA_VISIBLE_DEVICES"] = given.split(",")[int(device)].strip() if given else device
+    (env["CUDA_VISIBLE_DEVICES"],) = physical_gpus([device], env)
+
+
+def physical_gpus(indices: Sequence[str], env: Mapping[str, str]) -> list[str]:
+    """What `CUDA_VISIBLE_DEVICES` has to name for these GPUs, which count within what it names already.
+
+    Raises:
+        UsageError: it names fewer.
+    """
+    given = [name.strip() for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    beyond = [index for index in indices if given and int(index) >= len(given)]
+    if beyond:
+        raise UsageError(
+            f"GPU {beyond[0]} was asked for, but CUDA_VISIBLE_DEVICES={','.join(given)} leaves {len(given)}, which "
+            f"count from 0 to {len(given) - 1}."
+        )
+    return [given[int(index)] for index in indices] if given else list(indices)
 
 
 def check_torch_sees(device: str) -> None:

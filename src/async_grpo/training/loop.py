@@ -101,7 +101,7 @@ class AsyncTraining(TrainingEvents):
             run.root, state.run_id, max_attempts=settings.max_attempts, consumed=used or (), lock=lock
         )
         self._archive = UsedGroups(self._queue, run.root / "done", settings.keep_done, used)
-        self._publisher = WeightPublisher(_exporter(trainer, self._leader, run, state, settings.max_staleness))
+        self._publisher = WeightPublisher(_exporter(trainer, self._leader, run, state, settings))
         self._evaluations = self._run_evaluations(state.run_id, used.step if used else 0)
         self._rollouts = self._rollout_source(state.run_id, used)
         trl_trainer.make_async(trainer, self, correction=settings.correction)
@@ -315,16 +315,16 @@ def schedule_of(trainer: GRPOTrainer, max_staleness: int) -> Schedule:
 
 
 def _exporter(
-    trainer: GRPOTrainer, leader: Leader, run: RunDir, state: RunState, max_staleness: int
+    trainer: GRPOTrainer, leader: Leader, run: RunDir, state: RunState, settings: TrainingSettings
 ) -> Callable[[], WeightExporter]:
     """Makes the exporter, once the model is where it trains."""
     model = trainer.model
     sharing = state.workers_sharing if state.num_workers else None
-    slots = slots_for(model, max_staleness=max_staleness, sharing=sharing)
+    slots = slots_for(model, max_staleness=settings.max_staleness, sharing=sharing)
     if not is_sharded(trainer):
-        return lambda: WeightExporter.from_model(model, run.weights_handle, slots=slots)
+        return lambda: WeightExporter.from_model(model, run.weights_handle, slots=slots, way=settings.weights)
     blueprint = Blueprint.of_model(model)
     device = trainer.accelerator.device
     return lambda: WeightExporter.from_blueprint(
-        blueprint, leader.gather, run.weights_handle, device=device, slots=slots
+        blueprint, leader.gather, run.weights_handle, device=device, slots=slots, way=settings.weights
     )

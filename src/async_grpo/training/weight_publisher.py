@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from loguru import logger
 
+from async_grpo.errors import WeightsError
 from async_grpo.formatting import for_people
-from async_grpo_ipc import WeightExporter
+from async_grpo_ipc import IPCError, WeightExporter
 from async_grpo_ipc.control import MAX_SLOTS
 
 if TYPE_CHECKING:
@@ -82,7 +83,10 @@ class WeightPublisher:
         if self._due is None or self.held_at is not None:
             return
         if self._exporter is None:
-            self._exporter = self._open_exporter()
+            try:
+                self._exporter = self._open_exporter()
+            except IPCError as error:
+                raise WeightsError(str(error)) from error
         if self._exporter.publish(self._due):
             self._due = self._late_since = None
         else:

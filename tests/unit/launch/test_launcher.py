@@ -202,6 +202,7 @@ def test_the_stop_grace_is_an_option(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, flags: list[str], seconds: float
 ) -> None:
     launched = []
+    monkeypatch.setattr("async_grpo.setup.devices._compute_modes", lambda visible: [])
     monkeypatch.setattr(launcher, "launch", lambda options: launched.append(options) or 0)
     setup = stage.folder / "my_trainer.py"
     setup.write_text("def get_trainer(): ...\n")

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from async_grpo.cli.train import choose_weights
+from async_grpo.errors import UsageError
+from async_grpo.settings import TrainingSettings
 from async_grpo.setup import devices
 
 HERE = Path(__file__).parent
@@ -83,3 +86,21 @@ def test_peers_are_tried_by_processes_that_see_what_the_roles_see(environment: d
 @pytest.mark.parametrize("workers", [["0", "0"], []])
 def test_workers_on_the_servers_gpu_need_no_peer(workers: list[str]) -> None:
     assert devices.why_unreachable("0", workers, {}) is None
+
+
+def test_a_run_whose_workers_cannot_reach_the_server_publishes_in_host_memory(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {**environment, "STUB_NO_PEER": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert choose_weights(TrainingSettings(), "0", ("1", "2")).weights == "host"
+    assert "GPU 1 cannot map memory of GPU 0" in capsys.readouterr().err
+    assert choose_weights(TrainingSettings(), "0", ("0",)).weights == "auto"
+    assert choose_weights(TrainingSettings(weights="ipc"), "0", ("1",)).weights == "ipc", "as the user says"
+    monkeypatch.delenv("STUB_NO_PEER")
+    assert choose_weights(TrainingSettings(), "0", ("1", "2")).weights == "auto"
+
+
+def test_ipc_is_refused_for_a_server_on_the_cpu() -> None:
+    with pytest.raises(UsageError, match="--weights ipc shares memory of a GPU, and the server is on the CPU"):
+        devices.check_weights("ipc", "cpu")

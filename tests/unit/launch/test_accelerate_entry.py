@@ -1,0 +1,55 @@
+"""The GPUs of a trainer of several processes: accelerate counts physical ones, we count what is visible already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_grpo.errors import UsageError
+from async_grpo.launch import accelerate_entry
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "accelerate" / "ddp.yaml"
+
+
+def launched_with(config: Path, options: list[str]) -> str | None:
+    """What accelerate itself would set CUDA_VISIBLE_DEVICES to."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    arguments = ["--config_file", str(config), "--main_process_port", "0", *options, "script.py"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
+    return prepare_multi_gpu_env(args).get("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks"), [("4,5,6,7", "4,5"), ("7, 6", "7,6"), ("GPU-aa,GPU-bb", "GPU-aa,GPU-bb"), (None, "0,1")]
+)
+def test_ranks_get_gpus_of_those_that_are_visible(
+    given: str | None, ranks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = {} if given is None else {"CUDA_VISIBLE_DEVICES": given}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert launched_with(EXAMPLE, accelerate_entry._gpu_options(EXAMPLE, env)) == ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus"),
+    [
+        ("gpu_ids: 0,1", ["0", "1"]),
+        ("gpu_ids: '2, 3'\n", ["2", "3"]),
+        ('{\n  "gpu_ids": "1",\n "x": 1}', ["1"]),
+        ("gpu_ids: all", []),
+        ("num_processes: 2", []),
+    ],
+)
+def test_gpus_that_a_configuration_names(text: str, gpus: list[str], tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    assert accelerate_entry.gpus_of(tmp_path / "a.yaml") == gpus
+
+
+def test_more_gpus_than_are_visible_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"GPU 1 was asked for, but CUDA_VISIBLE_DEVICES=4 leaves 1"):
+        accelerate_entry._gpu_options(EXAMPLE, {"CUDA_VISIBLE_DEVICES": "4"})
