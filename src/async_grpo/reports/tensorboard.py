@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import io
 import logging
+from collections.abc import Iterable
 from contextlib import redirect_stderr
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UsageError
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+OUR_NAMES = ("127.0.0.1", "localhost")
+_REFUSAL = b"""This page is for this machine only, as 127.0.0.1 or localhost, and was asked for under another name.
+With a name of its own for this address, any web page could read your run (DNS rebinding).
+Behind a proxy of your own, let it send the header Host: localhost
+"""
 
 
 def start(folder: Path, port: int) -> str:
@@ -22,7 +33,12 @@ def start(folder: Path, port: int) -> str:
     from tensorboard import assets, default, program
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
-    server = program.TensorBoard(default.get_plugins(), assets.get_default_assets_zip_provider())
+
+    class Server(program.WerkzeugServer):
+        def __init__(self, app: WSGIApplication, flags: Any) -> None:
+            super().__init__(only_for_this_machine(app), flags)
+
+    server = program.TensorBoard(default.get_plugins(), assets.get_default_assets_zip_provider(), server_class=Server)
     arguments = ["--logdir", str(folder), "--host", "127.0.0.1", "--port", str(port), "--reload_interval", "5"]
     server.configure(["tensorboard", *arguments])
     try:
@@ -33,3 +49,16 @@ def start(folder: Path, port: int) -> str:
             f"TensorBoard cannot use port {port}: another program has it, perhaps another TensorBoard. "
             f"Choose one with --port, or --port 0 for any free one."
         ) from error
+
+
+def only_for_this_machine(app: WSGIApplication) -> WSGIApplication:
+    """Answer only requests that were made to 127.0.0.1 or localhost by name, whatever port a tunnel gives them."""
+
+    def guarded(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        name, _, port = str(environ.get("HTTP_HOST", "")).partition(":")
+        if name.lower() in OUR_NAMES and (not port or port.isdigit()):
+            return app(environ, start_response)
+        start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
+        return [_REFUSAL]
+
+    return guarded

@@ -9,6 +9,7 @@ import re
 import socket
 from pathlib import Path
 from typing import Any
+from wsgiref.types import StartResponse, WSGIEnvironment
 
 import pytest
 from archived_run import HOSTILE, ArchivedRun, three_steps
@@ -19,6 +20,7 @@ from async_grpo.cli import main
 from async_grpo.errors import DiskFullError, RunDirError, UsageError
 from async_grpo.reports import tensorboard
 from async_grpo.reports.board import Board, BoardKeptError
+from async_grpo.reports.tensorboard import only_for_this_machine
 
 
 def series(run: ArchivedRun, tag: str, folder: str = "run") -> list[tuple[int, Any]]:
@@ -224,3 +226,28 @@ def test_a_taken_port_is_a_sentence(tmp_path: Path) -> None:
         taken.listen()
         with pytest.raises(UsageError, match="cannot use port"):
             tensorboard.start(tmp_path, taken.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("host", "answer"),
+    [
+        ("127.0.0.1:6006", "200 OK"),
+        ("localhost:16006", "200 OK"),  # at the other end of a tunnel
+        ("LOCALHOST", "200 OK"),
+        ("attacker.example:6006", "403 Forbidden"),
+        ("127.0.0.1.attacker.example", "403 Forbidden"),
+        ("localhost:6006@attacker.example", "403 Forbidden"),
+        ("0.0.0.0:6006", "403 Forbidden"),
+        ("", "403 Forbidden"),
+    ],
+)
+def test_the_page_is_served_under_our_own_names_only(host: str, answer: str) -> None:
+    """A page of the web whose name leads to 127.0.0.1 (DNS rebinding) reads nothing."""
+
+    def app(environ: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
+        start_response("200 OK", [])
+        return [b"the run"]
+
+    answers: list[str] = []
+    body = b"".join(only_for_this_machine(app)({"HTTP_HOST": host}, lambda status, headers: answers.append(status)))
+    assert answers == [answer] and (body == b"the run") == (answer == "200 OK")

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import platform
-import stat
 import sys
 import tarfile
 import time
@@ -21,10 +20,11 @@ import psutil
 from async_grpo.checks.bug_report.stacks import RunProcess, kernel_view, run_processes, stacks_of
 from async_grpo.checks.doctor import checkup
 from async_grpo.checks.doctor.finding import Finding, line, verdict
-from async_grpo.errors import AsyncGRPOError, UsageError
+from async_grpo.errors import AsyncGRPOError, BadFileError, UsageError
 from async_grpo.queue.filesystem import FOLDERS
 from async_grpo.redaction import Redactor, names_a_secret
 from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.reading import read_end
 from async_grpo.status.snapshot import look
 
 LOG_BYTES = 200_000  # of the end of each file
@@ -125,15 +125,9 @@ def _files(run: RunDir) -> Iterator[tuple[str, str]]:
 def tail(path: Path, most: int) -> str:
     """The end of a file, whole lines; a sentence where it is not a plain file. Follows no link, waits for no pipe."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        return f"({path.name} cannot be read: {error.strerror})\n"
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return f"({path.name} is not a regular file)\n"
-        start = max(0, os.fstat(descriptor).st_size - most)
-        file.seek(start)
-        data = file.read(most)
+        data, start = read_end(path, most)
+    except (OSError, BadFileError) as error:
+        return f"({error})\n"
     if start:
         data = f"({start:,} bytes before this were left out)\n".encode() + data.partition(b"\n")[2]
     return data.decode(errors="replace")
