@@ -19,6 +19,7 @@ from trl import GRPOTrainer
 from trl_contract import PROMPTS, ROLLOUT, TRAINING, moved, scripted_rollout, twice
 
 from async_grpo.rollout import trl_trainer as rollout_hooks
+from async_grpo.setup.overrides import HONOURED
 from async_grpo.training import trl_trainer as training_hooks
 
 pytestmark = pytest.mark.integration
@@ -112,6 +113,14 @@ def test_hook_has_its_parameters(hook: str) -> None:
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
     assert not required, moved(f"GRPOTrainer.{hook}", f"now also requires {required}", *modules)
+
+
+def test_of_every_method_it_is_known_what_an_override_does() -> None:
+    methods = {
+        name for cls in GRPOTrainer.__mro__[:-1] for name, value in vars(cls).items() if inspect.isfunction(value)
+    }
+    for name in methods - set(HONOURED):
+        pytest.fail(moved(f"GRPOTrainer.{name}", "is new", "async_grpo.setup.overrides"))
 
 
 @pytest.mark.parametrize("attribute", ATTRIBUTES)

@@ -22,6 +22,7 @@ from async_grpo.records import OWN_SAMPLING, Job, RolloutGroup, Timings
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.main_thread import UserCode, asks_for_main_thread
 from async_grpo.setup.generator_choice import engine_inside, refuse_late_vllm
+from async_grpo.setup.overrides import overridden
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -33,6 +34,8 @@ HOOKS = (
     "_tokenize_prompts",
     "_calculate_rewards",
     "_generate_and_score_completions",
+    "_log_completion_extra",
+    "_log_metric",
 )
 _COUNTED_BY_TRL_ON_THE_TRAINER = ("completions/", "num_tokens", "reward", "frac_reward_zero_std")
 
@@ -74,6 +77,7 @@ class RolloutTrainer:
         UnsupportedError: `use_vllm` was set after the trainer was built.
     """
 
+    _turns_of_users: bool  # the user's class overrides `_generate_single_turn`
     _rewards: UserCode
     _tools: defaultdict[str, UserCode]  # by name
 
@@ -85,6 +89,9 @@ class RolloutTrainer:
         trainer.ref_model = None  # its log-probabilities are the training side's
         trainer.model.eval()  # no dropout while sampling
         trainer.model.training = True  # the top level only: TRL reads it as "this is a training batch"
+        self._turns_of_users = "_generate_single_turn" in overridden(trainer)
+        if self._turns_of_users:
+            trainer.__class__ = _sampling_below(type(trainer))
         self.trainer: Any = trainer
         self._rewards = UserCode("the reward functions", in_main=any(map(asks_for_main_thread, trainer.reward_funcs)))
         self._tools = defaultdict(lambda: UserCode("the tools"))
@@ -99,6 +106,7 @@ class RolloutTrainer:
             getattr(type(trainer), name) is not getattr(TRLTrainer, name)
             for name in ("_generate", "_generate_and_score_completions")
         )
+        own_generation = own_generation or self._turns_of_users
         return not (own_generation or trainer.tools or trainer.environment_factories or trainer.rollout_func)
 
     @property
@@ -139,6 +147,8 @@ class RolloutTrainer:
 
     def _score(self, group: GeneratedGroup) -> Scores:
         scorer = copy.copy(self.trainer)  # its own environments and pending logs, so that groups cannot mix
+        scorer._log_metric = lambda name, value: scorer._pending_metrics[name].append(value)
+        scorer._log_completion_extra = lambda name, values: scorer._pending_extra_logs[name].extend(values)
         scorer.environments = group.environments
         scorer.state = group.state
         scorer._pending_metrics = defaultdict(list)
@@ -180,7 +190,10 @@ class RolloutTrainer:
             raise _Generated(prompts, generate(trainer, prompts))
 
         trainer._generate = leave_with
-        trainer._generate_single_turn = lambda prompt_ids, *args, **kwargs: sample(prompt_ids)
+        if self._turns_of_users:
+            trainer._sampled_below = sample
+        else:
+            trainer._generate_single_turn = lambda prompt_ids, *args, **kwargs: sample(prompt_ids)
         rows = _rows(jobs)
         try:
             trainer._generate_and_score_completions(rows)
@@ -195,6 +208,19 @@ class RolloutTrainer:
 
     def _where_they_can_run(self, tools: dict[str, Any]) -> dict[str, Any]:
         return {name: partial(self._tools[name].call, tool) for name, tool in tools.items()}
+
+
+def _sampling_below(user_class: type[GRPOTrainer]) -> type[GRPOTrainer]:
+    """The user's class, whose `_generate_single_turn` gets the engine's tokens where it calls TRL's."""
+    from trl import GRPOTrainer as TRLTrainer
+
+    class SampledByEngine(TRLTrainer):
+        _sampled_below: Callable[[list[list[int]]], Tokens]
+
+        def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Tokens:
+            return self._sampled_below(prompt_ids)
+
+    return type(user_class.__name__, (user_class, SampledByEngine), {})
 
 
 class _Generated(BaseException):  # not an `Exception`: the user's trainer may catch those

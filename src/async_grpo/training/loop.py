@@ -35,6 +35,7 @@ from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.generator_choice import choose_generator
+from async_grpo.setup.overrides import check_overrides
 from async_grpo.setup.process import StopRequest
 from async_grpo.setup.sampling import check_sampling
 from async_grpo.telemetry.activity import PUBLISHING, SAVING, TRAINING, activity
@@ -293,6 +294,7 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
         raise UsageError("--filter-zero-variance depends on which worker is faster, so it excludes --deterministic.")
     settings.evaluated_ks()
     trl_trainer.refuse_unsupported(trainer)
+    check_overrides(trainer)
     refuse_images(trainer)
     correction.check(settings.correction, trainer)
     check_sampling(trainer, settings.correction, generator)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError, UsageError
+from async_grpo.setup.overrides import own_dataloader
 from async_grpo.training import trl_trainer
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def prompt_rows(trainer: GRPOTrainer, start: int = 0) -> Iterator[dict[str, Any]
     The order is that of the trainer's own sampler (its shuffling, its seed), whose repetitions for the G completions
     of a group and for several iterations are taken out.
     """
+    if own_dataloader(trainer):
+        yield from islice(_loaded_rows(trainer), start, None)
     dataset = trl_trainer.training_columns(trainer)
     if not hasattr(dataset, "__len__"):
         yield from islice(_streamed_rows(trainer, dataset), start, None)
@@ -60,6 +63,36 @@ def evaluation_problems(trainer: GRPOTrainer) -> list[dict[str, Any]]:
     return problems
 
 
+def _loaded_rows(trainer: GRPOTrainer) -> Iterator[dict[str, Any]]:
+    """From the dataloader that the user's class makes: of its batches, TRL generates for one in `repeats`."""
+    loader = trainer.get_train_dataloader()
+    group_size = trainer.num_generations
+    repeats = trainer.num_iterations * trainer.args.steps_per_generation
+    batches = 0
+    while True:
+        before = batches
+        for rows in loader:
+            if batches % repeats == 0:
+                yield from (_row_of(trainer, rows[at : at + group_size]) for at in range(0, len(rows), group_size))
+            batches += 1
+        if batches == before:
+            raise _too_few(trainer, 0)
+
+
+def _row_of(trainer: GRPOTrainer, group: Sequence[Any]) -> Any:
+    """The one row of a prompt group."""
+    if len(group) < trainer.num_generations or any(row != group[0] for row in group):
+        raise _groups_unknown(trainer, "training dataloader")
+    return group[0]
+
+
+def _groups_unknown(trainer: GRPOTrainer, source: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(trainer).__name__}'s {source} does not repeat each row num_generations={trainer.num_generations} times "
+        "in a row, as TRL's RepeatSampler does, so prompt groups cannot be recognised."
+    )
+
+
 def _row_indices(trainer: GRPOTrainer, rows: int) -> Iterator[int]:
     sampler = trl_trainer.train_sampler(trainer)
     while True:
@@ -82,10 +115,7 @@ def _first_of_each_group(trainer: GRPOTrainer, indices: Iterator[int]) -> Iterat
             return
         for start in range(0, batch, group_size):
             if len(set(block[start : start + group_size])) != 1:
-                raise UnsupportedError(
-                    f"{type(trainer).__name__}'s train sampler does not repeat each row num_generations="
-                    f"{group_size} times in a row, as TRL's RepeatSampler does, so prompt groups cannot be recognised."
-                )
+                raise _groups_unknown(trainer, "train sampler")
             yield block[start]
 
 

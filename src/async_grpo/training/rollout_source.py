@@ -128,6 +128,7 @@ class RolloutSource:
             WaitTimeoutError: the batch was not complete after `max_wait_s`.
         """
         started, self._slept_s = time.monotonic(), 0.0
+        self._schedule = self._schedule.with_round_at(self.rounds + len(self._taken), version)
         self._publisher.retry()
         try:
             batch = self._wait_for_batch(version)

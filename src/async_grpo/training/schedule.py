@@ -39,6 +39,16 @@ class Schedule:
         left = self.micro_steps_per_round - state.passes_done if state.passes_done else 0
         return replace(self, first_round=state.rounds, first_version=state.step, micro_steps_before=left)
 
+    def with_round_at(self, round_index: int, version: int) -> Schedule:
+        """The schedule where round `round_index` starts at `version`, if the trainer takes more rounds than planned.
+
+        A trainer that samples until something holds (a `_prepare_inputs` of the user's) takes several for one version.
+        """
+        schedule = self
+        while schedule.version_of_round(round_index) > version:
+            schedule = replace(schedule, first_round=schedule.first_round + 1)
+        return schedule
+
     def version_of_round(self, round_index: int) -> int:
         """The policy version at which round `round_index` starts."""
         micro_steps = (round_index - self.first_round) * self.micro_steps_per_round + self.micro_steps_before

@@ -64,6 +64,19 @@ def test_without_staleness_one_batch_is_under_way_and_the_next_is_issued_after_t
     assert bench.queue.jobs[2].min_version == 1
 
 
+@pytest.mark.parametrize("K", [0, 2])
+def test_a_trainer_that_takes_several_batches_for_one_step_gets_them(K: int) -> None:
+    """As a `_prepare_inputs` does that samples until something holds; without a stall, and within the bound."""
+    bench = Bench(schedule(B=2, K=K))
+    bench.source.advance(0)
+    bench.queue.on_wait = lambda: bench.queue.finish(*bench.queue.unclaimed()[:2], version=bench.publisher.version)
+    for version in range(3):
+        for _ in range(K + 4):
+            batch = bench.source.take(version)
+            assert all(group.policy_version >= version - K for group in batch)
+        bench.step_done(version + 1)
+
+
 def test_the_oldest_finished_groups_make_the_batch() -> None:
     bench = Bench(schedule(B=2, K=4))
     bench.source.advance(0)

@@ -1,0 +1,102 @@
+"""Which methods of TRL's trainer a user may override, and where the override runs.
+
+`HONOURED` has every method of `trl.GRPOTrainer` and of the classes below it. A new TRL may have others, whose effect
+on a distributed run nobody has looked at: `check_overrides` refuses an override of them, and
+`tests/integration/test_trl_contract.py` names them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+_BUILT = "builds the trainer, in the server and in each worker"
+_SAMPLES = "makes completions, in the workers"
+_SCORES = "scores, in the workers: one prompt group a call, where TRL has a whole batch"
+_ASSEMBLES = "runs in the workers up to the completions, and in the server on what the workers made"
+_PROMPTS = "decides the prompts and their order, in the server"
+_TRAINS = "trains, in the server"
+_EVALUATES = "evaluates, in the server, where TRL generates for evaluations"
+_LOGS = "logs, in the server"
+_SAVES = "saves and loads, in the server"
+_UNUSED = "is not called by training, in TRL neither"
+
+_METHODS: dict[str, str] = {
+    _BUILT: """__init__ _validate_args _build_accelerator_args create_accelerator_and_postprocess _hp_search_setup
+        add_callback pop_callback remove_callback _move_model_to_device call_model_init init_hf_repo _send_telemetry
+        is_local_process_zero is_world_process_zero _get_output_dir""",
+    _SAMPLES: "_generate _generate_single_turn _tokenize_prompts _tool_call_loop _get_tool_suffix_ids",
+    _SCORES: "_calculate_rewards",
+    _ASSEMBLES: "_generate_and_score_completions",
+    _PROMPTS: """get_train_dataloader _get_dataloader _get_train_sampler _remove_unused_columns
+        _set_signature_columns_if_needed _get_collator_with_removed_columns num_examples""",
+    _TRAINS: """train _inner_training_loop _init_training_state _prepare_for_training _run_epoch _finalize_training
+        _prepare_inputs _prepare_input _prepare_context_parallel_inputs training_step compute_loss _compute_loss
+        compute_loss_context_manager autocast_smart_context_manager _get_per_token_logps_and_entropies
+        get_high_entropy_mask get_off_policy_mask get_gamma_weights create_optimizer_and_scheduler create_optimizer
+        create_scheduler get_optimizer_cls_and_kwargs get_decay_parameter_names get_optimizer_group
+        _get_learning_rate get_learning_rates get_num_trainable_parameters get_batch_samples _get_num_items_in_batch
+        set_initial_training_values get_total_train_batch_size get_sp_size get_cp_size get_tp_size _wrap_model
+        _update_auto_batch_size _track_num_input_tokens _mixed_mesh_grad_norm _has_mixed_mesh_grads _clip_grad_norm
+        _get_grad_norm store_flos floating_point_ops""",
+    _EVALUATES: """get_eval_dataloader _get_eval_sampler evaluate _evaluate evaluation_loop prediction_step
+        _maybe_log_save_evaluate _determine_best_metric""",
+    _LOGS: "log _log_completion_extra _log_metric",
+    _SAVES: """_save_checkpoint _save_rng_state _save_optimizer_and_scheduler _save_scaler _load_from_checkpoint
+        _load_best_model _load_rng_state _load_optimizer_and_scheduler _load_scaler _load_callback_state
+        _issue_warnings_after_load save_model _save save_state create_model_card push_to_hub _push_from_checkpoint
+        _finish_current_push""",
+    _UNUSED: """get_test_dataloader predict hyperparameter_search _report_to_hp_search _tune_save_checkpoint
+        log_metrics metrics_format save_metrics""",
+}
+HONOURED: dict[str, str] = {name: effect for effect, names in _METHODS.items() for name in names.split()}
+"""By method, what an override of it does in a distributed run."""
+
+_ON_THE_CLASS = ("_generate", "_generate_single_turn", "_calculate_rewards", "_generate_and_score_completions")
+"""Methods that the adapters to TRL find by the class: on the object, an assignment would go round them."""
+
+
+def overridden(trainer: GRPOTrainer) -> list[str]:
+    """The methods of TRL's trainer that the classes of the user define anew, sorted."""
+    from trl import GRPOTrainer as TRLTrainer
+
+    own = [cls for cls in type(trainer).__mro__ if cls not in TRLTrainer.__mro__]
+    return sorted({name for cls in own for name in vars(cls) if callable(getattr(TRLTrainer, name, None))} - _OBJECT)
+
+
+def check_overrides(trainer: GRPOTrainer) -> None:
+    """Refuse, before anything is started, an override that the run would ignore.
+
+    Raises:
+        UnsupportedError: with the method's name and the way out.
+    """
+    for name in overridden(trainer):
+        if name not in HONOURED:
+            raise UnsupportedError(
+                f"{type(trainer).__name__} overrides {name}, a method of TRL that this version of Async-GRPO does not "
+                "know, so the override might be ignored. Train in one process (without --distributed), or take a TRL "
+                "that the README names."
+            )
+    if assigned := sorted(set(_ON_THE_CLASS) & set(vars(trainer))):
+        raise UnsupportedError(
+            f"{assigned[0]} was assigned to the trainer object, where the run would ignore it. Override it in a "
+            "subclass of GRPOTrainer."
+        )
+    if trainer.args.world_size > 1 and (loading := own_dataloader(trainer)):
+        raise UnsupportedError(
+            f"{type(trainer).__name__} overrides {loading}: with a trainer in several processes, each dataloader has a "
+            "part of the prompts only. Override _get_train_sampler instead, or train in one process."
+        )
+
+
+def own_dataloader(trainer: GRPOTrainer) -> str | None:
+    """The method by which the user's class makes the training dataloader itself, None where TRL's own makes it."""
+    loading = ("get_train_dataloader", "_get_dataloader", "_get_collator_with_removed_columns")
+    return next((name for name in loading if name in overridden(trainer)), None)
+
+
+_OBJECT: set[Any] = set(vars(object)) - {"__init__"}

@@ -1,0 +1,116 @@
+"""Methods of TRL's trainer that a user overrides: where they run, and that none is ignored without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from compared_with_trl import run_as_trl_would, settings
+from in_process import InProcessRun, build_trainer
+from torch.utils.data import DataLoader
+from trl import GRPOTrainer
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.setup import overrides
+from async_grpo.setup.overrides import check_overrides, overridden
+from async_grpo.training.prompts import prompt_rows
+
+pytestmark = pytest.mark.integration
+
+
+class Backwards(GRPOTrainer):
+    """Reads the data from its end."""
+
+    def get_train_dataloader(self) -> Any:
+        rows = [row for row in reversed(list(self.train_dataset)) for _ in range(self.num_generations)]
+        size = self.args.generation_batch_size
+        batches = [rows[at : at + size] for at in range(0, len(rows) - size + 1, size)]
+        repeats = self.num_iterations * self.args.steps_per_generation
+        return DataLoader([batch for batch in batches for _ in range(repeats)], batch_size=1, collate_fn=lambda x: x[0])
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_iterations": 2, "max_steps": 8}], ids=["once", "two iterations"])
+def test_a_dataloader_of_the_users_decides_the_prompts(changes: dict[str, Any], tmp_path: Path) -> None:
+    run, _ = run_as_trl_would(settings(tmp_path, trainer_class=Backwards, **{"max_steps": 4, **changes}))
+    prompts = [group.job.row["prompt"] for group in run.groups]
+    assert prompts[:4] == ["1+1", "zz", "y", "wx"]
+    assert prompts[12:16] == prompts[:4], "a second epoch"
+
+
+class Unrepeated(GRPOTrainer):
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(list(self.train_dataset), batch_size=8, collate_fn=list)
+
+
+def test_a_dataloader_without_groups_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"training dataloader does not repeat each row num_generations=2"):
+        next(prompt_rows(build_trainer(tmp_path, trainer_class=Unrepeated)))
+
+
+class Shortened(GRPOTrainer):
+    """Drops the last token of each completion, once."""
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        completion_ids, logprobs = super()._generate_single_turn(*args, **kwargs)
+        return [ids[:-1] for ids in completion_ids], logprobs and [row[:-1] for row in logprobs]
+
+
+def test_a_single_turn_of_the_users_is_what_is_trained_on(tmp_path: Path) -> None:
+    """Eight tokens are sampled, and the model never ends by itself."""
+    run, plain = run_as_trl_would(settings(tmp_path, trainer_class=Shortened, max_completion_length=8))
+    lengths = {int(length) for group in run.groups for length in group.completion_lengths}
+    assert max(lengths) == 7
+    assert type(plain) is Shortened
+
+
+class Naming(GRPOTrainer):
+    def _log_metric(self, name: str, value: float) -> None:
+        super()._log_metric(f"mine/{name}", value)
+
+
+def counting(completions: list[Any], log_metric: Any, **_: Any) -> list[float]:
+    log_metric("rows", len(completions))
+    return [float(len(completion)) for completion in completions]
+
+
+def test_an_override_of_the_logging_of_rewards_runs_once(tmp_path: Path) -> None:
+    run = InProcessRun(settings(tmp_path, trainer_class=Naming, reward_funcs=counting, max_steps=1)).train()
+    assert [name for name in run.logs[0] if name.endswith("rows")] == ["mine/rows"]
+
+
+def test_the_users_methods_are_found_and_others_are_not(tmp_path: Path) -> None:
+    class Deeper(Shortened):
+        own = 1
+
+        def helper(self) -> None: ...
+
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            super().log(*args, **kwargs)
+
+    assert overridden(build_trainer(tmp_path, trainer_class=Deeper)) == ["_generate_single_turn", "log"]
+    assert overridden(build_trainer(tmp_path)) == []
+
+
+def test_an_override_of_a_method_that_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = build_trainer(tmp_path, trainer_class=Shortened)
+    check_overrides(trainer)
+    monkeypatch.delitem(overrides.HONOURED, "_generate_single_turn")
+    with pytest.raises(UnsupportedError, match=r"Shortened overrides _generate_single_turn.*without --distributed"):
+        check_overrides(trainer)
+
+
+@pytest.mark.parametrize("name", ["_generate", "_generate_single_turn", "_calculate_rewards"])
+def test_a_method_that_is_assigned_to_the_trainer_is_refused(name: str, tmp_path: Path) -> None:
+    trainer = build_trainer(tmp_path)
+    setattr(trainer, name, getattr(trainer, name))
+    with pytest.raises(UnsupportedError, match=rf"{name} was assigned to the trainer object.*subclass"):
+        check_overrides(trainer)
+
+
+def test_a_dataloader_of_the_users_excludes_several_ranks(tmp_path: Path) -> None:
+    trainer = build_trainer(tmp_path, trainer_class=Backwards)
+    trainer.args = SimpleNamespace(world_size=2)
+    with pytest.raises(UnsupportedError, match=r"get_train_dataloader.*_get_train_sampler instead"):
+        check_overrides(trainer)
