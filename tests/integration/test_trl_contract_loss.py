@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import trl
-from in_process import InProcessRun, build_trainer, letters, plain_rows
+from in_process import QWEN3_CHAT_TEMPLATE, InProcessRun, build_trainer, chat_rows, letters, plain_rows
 from packaging.version import Version
 from torch.testing import assert_close
+from transformers import PreTrainedTokenizerFast
 from trl import GRPOTrainer
 from trl.trainer import utils as trl_utils
 from trl_contract import INSTALLED, ON_CPU, ROLLOUT, TRAINING, moved, scripted_rollout, twice
@@ -170,6 +171,25 @@ def test_advantages_of_an_archive_are_those_of_trl(tmp_path: Path, changes: dict
         ours = torch.cat([torch.from_numpy(it) for it in rule.advantages([group.rewards for group in batch])])
         assert_close(ours.float(), inputs["advantages"].cpu(), msg=lambda text: f"{INSTALLED}: advantages.py: {text}")
     assert told["reward_functions"] == ["letters", "sometimes"]
+
+
+def test_a_tokenizer_encodes_in_the_one_method_that_threads_take_turns_in(trainer: Any) -> None:
+    name, calls = "PreTrainedTokenizerFast._encode_plus", []
+
+    class Recording(PreTrainedTokenizerFast):
+        def _encode_plus(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return super()._encode_plus(*args, **kwargs)
+
+        def set_truncation_and_padding(self, *args: Any, **kwargs: Any) -> None:
+            calls.append(2)
+            super().set_truncation_and_padding(*args, **kwargs)
+
+    tokenizer = trainer.processing_class
+    tokenizer.__class__ = Recording
+    tokenizer(text=["a", "bc"], padding=True)
+    tokenizer.apply_chat_template(chat_rows(1)[0]["prompt"], chat_template=QWEN3_CHAT_TEMPLATE)
+    assert calls == [1, 2, 1, 2], moved(name, "is not where padding is set", ON_CPU)
 
 
 def test_hyperparameters_hold_no_secret(tmp_path: Path) -> None:

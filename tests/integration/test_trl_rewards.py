@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +18,14 @@ from compared_with_trl import run_as_trl_would, settings
 from in_process import (
     QWEN3_CHAT_TEMPLATE,
     InProcessRun,
+    InProcessWorker,
     build_model,
     build_tokenizer,
+    build_trainer,
+    jobs_of,
     length,
     letters,
+    plain_rows,
     replay_with_trl,
     text_of,
     training_logs,
@@ -25,6 +33,7 @@ from in_process import (
 from transformers import Qwen3ForSequenceClassification
 
 from async_grpo.errors import UnsupportedError
+from async_grpo.rollout.trl_trainer import RolloutTrainer
 
 pytestmark = pytest.mark.integration
 
@@ -101,6 +110,34 @@ def test_rewards_that_are_not_finite_do_what_they_do_in_trl(wrong: float, scale_
         for name in ("loss", "grad_norm", "reward", "reward_std", "rewards/sometimes/mean"):
             assert ours[name] == pytest.approx(theirs[name], abs=1e-5, nan_ok=True), name
     assert all(math.isfinite(entry["loss"]) and math.isfinite(entry["grad_norm"]) for entry in run.logs)
+
+
+@pytest.fixture
+def threads_by_turns() -> Iterator[None]:
+    """Python lets another thread run as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("threads_by_turns")
+def test_a_reward_model_shares_the_tokenizer_of_the_policy(tmp_path: Path) -> None:
+    """Prompts are encoded while groups are scored, with padding; without a lock one prompt in eight is padded."""
+    tokenizer = build_tokenizer()
+    judge = Qwen3ForSequenceClassification(build_model(tokenizer, num_labels=1).config)
+    trainer = build_trainer(tmp_path, reward_funcs=[judge], arguments={"reward_processing_classes": [tokenizer]})
+    trainer.processing_class = tokenizer
+    trl, jobs = RolloutTrainer(trainer), jobs_of(plain_rows())
+    group = InProcessWorker(trainer).generate(jobs[:1])[0]
+    group = replace(group, completions=["a", "longer"])
+    with ThreadPoolExecutor(2) as threads:
+        scoring = [threads.submit(trl.score, group) for _ in range(60)]
+        prepared = []
+        while not all(future.done() for future in scoring):
+            prepared += trl.prepare(jobs, 0)
+    assert len({tuple(future.result().rewards.flatten().tolist()) for future in scoring}) == 1
+    assert all([len(ids) for ids in one.prompt_ids] == [len(one.job.row["prompt"])] * 2 for one in prepared)
 
 
 STATE = ("global_step", "max_steps", "epoch", "num_train_epochs", "train_batch_size", "is_world_process_zero")

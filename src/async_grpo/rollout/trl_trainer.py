@@ -23,6 +23,7 @@ from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.main_thread import UserCode, asks_for_main_thread
 from async_grpo.setup.generator_choice import engine_inside, refuse_late_vllm
 from async_grpo.setup.overrides import overridden
+from async_grpo.setup.trl_compat import let_threads_share_tokenizers
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -86,6 +87,7 @@ class RolloutTrainer:
             trainer.args.use_vllm = trainer.use_vllm = False
         else:
             refuse_late_vllm(trainer)
+        let_threads_share_tokenizers()  # prompts are encoded while rewards are computed
         trainer.ref_model = None  # its log-probabilities are the training side's
         trainer.model.eval()  # no dropout while sampling
         trainer.model.training = True  # the top level only: TRL reads it as "this is a training batch"
