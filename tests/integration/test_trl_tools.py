@@ -143,6 +143,23 @@ def test_a_tool_that_uses_signals(tmp_path: Path) -> None:
     assert groups[0].completions[0][1] == {"role": "tool", "name": "multiply", "content": "12"}
 
 
+def test_a_dialogue_ends_where_the_context_of_the_engine_ends(tmp_path: Path) -> None:
+    """`vllm_max_model_length` leaves no room for the tool's answer: TRL takes the completion as it is."""
+    trainer = settings(tmp_path, {"tools": [multiply]}, chat_template=QWEN3_CHAT_TEMPLATE, max_completion_length=256)()
+    tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
+    prompt_tokens = len(tokenizer.apply_chat_template(chat_rows(1)[0]["prompt"], tools=[multiply])["input_ids"])
+
+    def reply(prompt: str, place: int) -> str:
+        assert "<tool_response>" not in prompt, "the engine would refuse it"
+        return calls_multiply(prompt, place)
+
+    worker = InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(tokenizer, reply)))
+    worker.trl.end_dialogues_before(prompt_tokens + 120)
+    (group,) = worker.rollouts(jobs_of(chat_rows(1)))
+    assert [[message["role"] for message in completion] for completion in group.completions] == [["assistant"]] * 2
+    assert group.completions[0][0]["tool_calls"]
+
+
 def test_failing_tool_calls_are_counted(tmp_path: Path) -> None:
     get_trainer = settings(
         tmp_path,

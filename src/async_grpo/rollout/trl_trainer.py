@@ -115,6 +115,15 @@ class RolloutTrainer:
     def pad_token_id(self) -> int:
         return int(self.trainer._tokenizer.pad_token_id)
 
+    def end_dialogues_before(self, tokens: int) -> None:
+        """Let TRL end a dialogue whose next prompt would have so many tokens, the most that the engine takes.
+
+        TRL asks its own vLLM for them, which a worker's trainer does not have, and else the model's configuration.
+        """
+        config = self.trainer.model.config
+        config = getattr(config, "text_config", config)
+        config.max_position_embeddings = min(tokens, config.max_position_embeddings)
+
     def prepare(self, jobs: Sequence[Job], version: int) -> list[PreparedGroup]:
         """Turn the rows of the jobs into prompts, as token ids, to be sampled by this policy version."""
         _refuse_unknown_sampling(jobs)

@@ -43,7 +43,7 @@ def make_engine(
         return connect(run, trl.trainer, in_flight_update=in_flight_update)
     if state.deterministic and in_flight_update:
         raise UsageError("--in-flight-update on depends on timing, so it cannot be combined with --deterministic.")
-    return _vllm_engine(trl.trainer, run, worker, in_flight_update=in_flight_update, deterministic=state.deterministic)
+    return _vllm_engine(trl, run, worker, in_flight_update=in_flight_update, deterministic=state.deterministic)
 
 
 def transformers_engine(trl: RolloutTrainer) -> TransformersEngine:
@@ -79,11 +79,12 @@ def connect(run: RunDir, trainer: Any, *, in_flight_update: bool) -> VLLMServer:
 
 
 def _vllm_engine(
-    trainer: Any, run: RunDir, worker: WorkerId, *, in_flight_update: bool, deterministic: bool
+    trl: RolloutTrainer, run: RunDir, worker: WorkerId, *, in_flight_update: bool, deterministic: bool
 ) -> ContinuousEngine:
     from async_grpo.rollout.engines.continuous import ContinuousEngine
     from async_grpo.rollout.engines.vllm import VLLMEngine
 
+    trainer = trl.trainer
     if engine_inside(trainer.model) is None:  # else its weights are the engine's own
         trainer.model.to("meta")  # the engine will have the weights
     engine = VLLMEngine(
@@ -93,6 +94,7 @@ def _vllm_engine(
         deterministic=deterministic,
         folder=run.worker_engine(worker),
     )
+    trl.end_dialogues_before(engine.max_model_len)
     return ContinuousEngine(
         engine,
         group_size=trainer.num_generations,

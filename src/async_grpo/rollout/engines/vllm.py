@@ -97,6 +97,7 @@ class VLLMEngine:
             set_seed(seed)  # Unsloth starts every engine with the same one
         settings = self._engine.vllm_config
         self.max_num_seqs = int(settings.scheduler_config.max_num_seqs)
+        self.max_model_len = int(settings.model_config.max_model_len)
         self._adapters_at_once = min(ADAPTERS_AT_ONCE, settings.lora_config.max_loras) if self._adapter else 0
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         self._in_place = _weights_stay_as_loaded(self._runner.get_model())
