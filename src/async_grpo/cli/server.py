@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             deterministic=args.deterministic,
             correction=args.correction,
+            ranks=ranks,
         )
     options.become_role(args, device, fast_inference="0", one_device=ranks == 1)
 

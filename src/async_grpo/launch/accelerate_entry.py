@@ -18,6 +18,15 @@ from async_grpo.setup.process import end_with_parent
 _GPU_IDS = re.compile(r"""^\s*["']?gpu_ids["']?\s*:\s*["']?(\d[\d, ]*)""", re.MULTILINE)
 
 
+_PROCESSES = re.compile(r"""^\s*["']?num_processes["']?\s*:\s*["']?(\d+)""", re.MULTILINE)
+
+
+def processes_of(config: Path) -> int:
+    """How many ranks this configuration of accelerate names."""
+    found = _PROCESSES.search(config.read_text(encoding="utf-8"))
+    return int(found[1]) if found else 1
+
+
 def gpus_of(config: Path) -> list[str]:
     """The GPUs that this configuration of accelerate names for the ranks; empty: all that are visible."""
     found = _GPU_IDS.search(config.read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from async_grpo.errors import AsyncGRPOError, DiskFullError
 from async_grpo.formatting import counted
+from async_grpo.launch.accelerate_entry import processes_of
 from async_grpo.launch.child_log import LogTail
 from async_grpo.launch.screen import open_screen
 from async_grpo.launch.supervisor import MAX_RESTARTS_IN_A_ROW, Child, Exit, Exits, Restart, Supervisor, exit_reason
@@ -82,6 +83,7 @@ def launch(options: LaunchOptions) -> int:
         deterministic=options.training.deterministic,
         correction=options.training.correction,
         generator=options.work.generator,
+        ranks=processes_of(options.accelerate_config) if options.accelerate_config is not None else 1,
     )
     return _Launch(options, RunDir(options.run_dir)).run()
 

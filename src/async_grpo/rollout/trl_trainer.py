@@ -88,7 +88,6 @@ class RolloutTrainer:
         else:
             refuse_late_vllm(trainer)
         let_threads_share_tokenizers()  # prompts are encoded while rewards are computed
-        trainer.ref_model = None  # its log-probabilities are the training side's
         trainer.model.eval()  # no dropout while sampling
         trainer.model.training = True  # the top level only: TRL reads it as "this is a training batch"
         self._turns_of_users = "_generate_single_turn" in overridden(trainer)

@@ -43,6 +43,7 @@ def prepare(
     deterministic: bool = False,
     correction: str = "bypass",
     generator: str | None = None,
+    ranks: int = 1,
 ) -> RunState:
     """Make `root` ready for a run and return its state, which is the old one's under `resume`.
 
@@ -62,6 +63,7 @@ def prepare(
         "deterministic": deterministic,
         "correction": correction,
         "generator": generator,
+        "ranks": ranks,
     }
     if run.root.exists():
         _refuse_foreign(run)

@@ -47,6 +47,7 @@ class RunState:
     output_dir: str = ""  # where the checkpoints are, absolute; empty until the trainer is built
     deterministic: bool = False
     correction: str = "bypass"  # of the process that trained last
+    ranks: int = 1  # processes of the trainer
     generator: str | None = None  # that the command line named for the launcher's workers, if it named one
     seed: int | None = None  # that the command line gave, if it gave one
     num_workers: int = 0  # how many workers the launcher starts; 0 when started by hand

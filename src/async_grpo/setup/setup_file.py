@@ -6,7 +6,7 @@ import ast
 import importlib.util
 import sys
 import traceback
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -52,12 +52,20 @@ def _binds(node: ast.stmt | ast.ExceptHandler, name: str) -> bool:
 
 
 def load_trainer(
-    path: Path, *, engine_here: bool = True, steps: int | None = None, seed: int | None = None
+    path: Path,
+    *,
+    engine_here: bool = True,
+    hub_here: bool = True,
+    worker_of: int | None = None,
+    steps: int | None = None,
+    seed: int | None = None,
 ) -> GRPOTrainer:
     """Run the file and return what its `get_trainer()` returns.
 
     Args:
         engine_here: let TRL start vLLM where the file says `use_vllm=True`; else only note the wish.
+        hub_here: let it make repositories on the Hub and upload to them.
+        worker_of: the trainer only samples and scores, for one of that many processes.
         steps: overrides the file's `max_steps`.
         seed: overrides the file's seed.
 
@@ -71,9 +79,16 @@ def load_trainer(
     if not callable(get_trainer):
         raise SetupFileError(f"get_trainer in {path} is not a function but {type(get_trainer).__name__}.")
     from async_grpo.setup.generator_choice import engines_left_to_workers
+    from async_grpo.setup.worker_build import built_for_a_worker, nothing_on_the_hub
 
     try:
-        with nullcontext() if engine_here else engines_left_to_workers():
+        with ExitStack() as changed:
+            if not engine_here:
+                changed.enter_context(engines_left_to_workers())
+            if worker_of is not None:
+                changed.enter_context(built_for_a_worker(worker_of))
+            elif not hub_here:
+                changed.enter_context(nothing_on_the_hub())
             trainer = get_trainer()
     except Exception as error:  # anything the user's code raises is the user's to read
         raise SetupFileError(_failed(f"get_trainer() in {path} failed", error, path)) from error

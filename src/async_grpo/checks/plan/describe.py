@@ -37,7 +37,9 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
         _save_nothing()
         if question.accelerate_config is not None:
             _count_processes(question.accelerate_config)
-        trainer = load_trainer(question.config, engine_here=False, steps=settings.steps, seed=settings.seed)
+        trainer = load_trainer(
+            question.config, engine_here=False, hub_here=False, steps=settings.steps, seed=settings.seed
+        )
         answer["facts"] = asdict(describe(trainer, settings, question.sharing))
         if question.distributed:
             answer["facts"].update(_distributed(trainer, question))

@@ -1,0 +1,80 @@
+"""A user's trainer as a worker builds it: no reference model, nothing on the Hub, the arithmetic of all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import build_trainer
+from transformers import TrainingArguments
+from trl.trainer import grpo_trainer
+
+from async_grpo.launch.accelerate_entry import processes_of
+from async_grpo.setup.worker_build import built_for_a_worker, nothing_on_the_hub
+
+pytestmark = pytest.mark.integration
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_worker_loads_no_reference_model(tmp_path: Path, model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    load = grpo_trainer.create_model_from_path
+    monkeypatch.setattr(grpo_trainer, "create_model_from_path", lambda path, **_: loaded.append(path) or load(path))
+    changes: dict[str, Any] = {"model": model_folder, "beta": 0.1, "sync_ref_model": True, "bf16": False}
+    with built_for_a_worker(1):
+        trainer = build_trainer(tmp_path, **changes)
+    assert loaded == [model_folder], "the policy alone"
+    assert trainer.ref_model is None and trainer.accelerator._models == []
+    assert (trainer.args.beta, trainer.args.sync_ref_model) == (0.1, True), "what the user's code may read"
+    server = build_trainer(tmp_path, **changes)
+    assert server.ref_model is not None and len(loaded) == 3
+
+
+def test_an_adapter_keeps_its_own_reference(tmp_path: Path) -> None:
+    """It is among the weights that the server publishes, so a worker's model needs it as well."""
+    from peft import LoraConfig, get_peft_model
+
+    def get_trainer() -> Any:
+        plain = build_trainer(tmp_path)
+        return build_trainer(
+            tmp_path, model=get_peft_model(plain.model, LoraConfig(target_modules="all-linear")), beta=0.1
+        )
+
+    names = {name for name, _ in get_trainer().model.named_parameters()}
+    with built_for_a_worker(1):
+        assert {name for name, _ in get_trainer().model.named_parameters()} == names
+    assert any(".ref." in name for name in names)
+
+
+@pytest.mark.parametrize("block", [lambda: built_for_a_worker(1), nothing_on_the_hub], ids=["worker", "dry run"])
+def test_the_hub_is_the_servers_alone(block: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(grpo_trainer, "create_repo", lambda repo, **_: made.append(repo))
+    monkeypatch.setattr(grpo_trainer, "CommitScheduler", lambda **_: made.append("scheduler"))
+    monkeypatch.setattr(grpo_trainer.DatasetCard, "push_to_hub", lambda *_: made.append("card"))
+    monkeypatch.setattr(grpo_trainer.GRPOTrainer, "init_hf_repo", lambda *_: made.append("model"))
+    changes = {"log_completions": True, "log_completions_hub_repo": "me/completions", "push_to_hub": True}
+    with block():
+        trainer = build_trainer(tmp_path, **changes)
+    assert made == []
+    assert trainer.args.push_to_hub and trainer.args.log_completions_hub_repo == "me/completions"
+    build_trainer(tmp_path, **changes)
+    assert made == ["model", "me/completions", "card", "scheduler"]
+
+
+def test_a_batch_that_needs_several_ranks_is_built_in_one_worker(tmp_path: Path) -> None:
+    changes = {"per_device_train_batch_size": 2, "num_generations": 8}
+    with pytest.raises(ValueError, match="divisible"):
+        build_trainer(tmp_path, **changes)
+    with built_for_a_worker(4):
+        trainer = build_trainer(tmp_path, **changes)
+    assert trainer.args.generation_batch_size == 8
+    assert TrainingArguments("here").world_size == trainer.accelerator.num_processes == 1, "afterwards as before"
+
+
+@pytest.mark.parametrize("name", ["ddp.yaml", "fsdp2.yaml"])
+def test_the_ranks_of_an_accelerate_configuration(name: str, tmp_path: Path) -> None:
+    assert processes_of(ROOT / "examples" / "accelerate" / name) == 2
+    (tmp_path / "default.json").write_text('{\n  "num_processes": 4,\n  "gpu_ids": "all"\n}')
+    assert processes_of(tmp_path / "default.json") == 4
