@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from in_process import build_trainer
-from transformers import TrainingArguments
 from trl.trainer import grpo_trainer
 
 from async_grpo.launch.accelerate_entry import processes_of
@@ -70,7 +69,7 @@ def test_a_batch_that_needs_several_ranks_is_built_in_one_worker(tmp_path: Path)
     with built_for_a_worker(4):
         trainer = build_trainer(tmp_path, **changes)
     assert trainer.args.generation_batch_size == 8
-    assert TrainingArguments("here").world_size == trainer.accelerator.num_processes == 1, "afterwards as before"
+    assert trainer.args.world_size == trainer.accelerator.num_processes == 1, "afterwards as before"
 
 
 @pytest.mark.parametrize("name", ["ddp.yaml", "fsdp2.yaml"])
