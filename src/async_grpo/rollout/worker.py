@@ -351,7 +351,12 @@ class Worker:
             self._unserved_since = now
             if not server_alive(self._run_dir.root):
                 logger.warning("the parameter server is gone; waiting for it to come back (--resume)")
-        return now - self._unserved_since < SERVER_WAIT_S
+        if now - self._unserved_since >= SERVER_WAIT_S:
+            raise WaitTimeoutError(
+                f"Timed out after {SERVER_WAIT_S:.0f} s waiting for {self._waiting_for()} in {self._run_dir.root}. "
+                "Start the server again with --resume, and then this worker."
+            )
+        return True
 
     def _wait(self, reminder: Reminder | None) -> Reminder:
         """Wait a moment for a job, or for the weights that a claimed job needs."""

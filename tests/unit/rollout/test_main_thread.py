@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -92,6 +94,32 @@ def test_an_error_of_the_loop_is_raised_and_signals_are_as_before() -> None:
     with pytest.raises(RuntimeError, match="the engine is broken"):
         main_thread.serve_while(work)
     assert _signal.signal is original
+
+
+HANGS = """
+import threading, time
+from async_grpo.rollout import main_thread as module
+
+def work():
+    threading.Thread(target=module.main_thread.run, args=(lambda: time.sleep(1000),), daemon=True).start()
+    started.wait()
+    {then}
+
+started = threading.Event()
+sleep, time.sleep = time.sleep, lambda seconds: (started.set(), sleep(seconds))
+module.ENDING_S = 0.05
+module.main_thread.serve_while(work)
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "code", "said"), [("pass", 0, "the worker ends before"), ("raise RuntimeError('broken')", 1, "broken")]
+)
+def test_a_call_that_hangs_does_not_keep_the_process_from_ending(then: str, code: int, said: str) -> None:
+    program = [sys.executable, "-c", HANGS.format(then=then)]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert said in ended.stderr
 
 
 def test_code_that_looks_at_its_thread_is_known_before_it_is_called() -> None:

@@ -245,6 +245,14 @@ def test_an_unserved_worker_does_not_look_for_jobs_that_it_may_not_claim(
     assert len(setting.queue.waiting) == 1
 
 
+def test_a_worker_that_has_waited_long_for_a_server_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_grpo.rollout.worker.SERVER_WAIT_S", 0.05)
+    setting = Setting(tmp_path, [], FakeEngine())
+    setting.queue.served = lambda: False  # type: ignore[method-assign]
+    with pytest.raises(WaitTimeoutError, match=r"waiting for a parameter server that issues jobs in .*--resume"):
+        setting.run()
+
+
 def test_weights_that_cannot_be_had_while_the_server_lives_end_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
