@@ -13,6 +13,7 @@ corrections computed, shuffled), so that the resumed run takes the remaining ste
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,10 +27,12 @@ from safetensors.torch import save_file
 
 from async_grpo.archive import rollout_state
 from async_grpo.archive.rollout_state import RolloutState
-from async_grpo.errors import DiskFullError, RunDirError, UnsupportedError
+from async_grpo.errors import BadFileError, DiskFullError, RunDirError, UnsupportedError
 from async_grpo.formatting import counted
 from async_grpo.queue import ServerQueue
 from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.reading import open_plain, parse_object
+from async_grpo.rundir.shape import shaped
 from async_grpo.settings import ArchiveLimit
 
 if TYPE_CHECKING:
@@ -149,18 +152,27 @@ def save_batch(checkpoint: Path, batch: BatchInUse, rank: int = 0) -> None:
     save_file(tensors, batch_file(checkpoint, rank), metadata={"batch": described})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Described:
+    """What such a file says beside its tensors."""
+
+    passes_done: int
+    others: list[dict[str, Any]]
+
+
 def load_batch(checkpoint: Path, device: torch.device, rank: int = 0) -> BatchInUse:
     """The batch that `save_batch` wrote; `RunDirError` if it cannot be read."""
     path = batch_file(checkpoint, rank)
     try:
+        os.close(open_plain(path))  # a pipe would be waited for
         with safe_open(path, "pt") as file:
-            described = json.loads(file.metadata()["batch"])
-            inputs: list[dict[str, Any]] = described["others"]
+            described = shaped(_Described, parse_object(file.metadata()["batch"]))
+            inputs = described.others
             for key in file.keys():  # noqa: SIM118 - not a dict
                 index, _, name = key.partition(".")
                 inputs[int(index)][name] = file.get_tensor(key).to(device)
-            return BatchInUse(described["passes_done"], inputs)
-    except (OSError, SafetensorError, ValueError, TypeError, LookupError) as error:
+            return BatchInUse(described.passes_done, inputs)
+    except (OSError, BadFileError, SafetensorError, ValueError, TypeError, LookupError) as error:
         raise RunDirError(
             f"{path} cannot be read ({error}). Move {checkpoint} away to resume from an older checkpoint."
         ) from error

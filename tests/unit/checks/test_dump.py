@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -224,3 +225,15 @@ def test_ctrl_c_leaves_no_half_archive(root: Path, tmp_path: Path, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         dump.write_dump(root, tmp_path)
     assert not list(tmp_path.glob("*.tar.gz"))
+
+
+def test_names_that_are_not_text_end_no_dump(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File names are bytes, and a terminal takes UTF-8."""
+    (root / "queue").mkdir(exist_ok=True)
+    for name in (b"log_\xff.txt", b"queue/\xfe\xff"):
+        Path(os.fsdecode(os.fsencode(root) + b"/" + name)).write_text("x\n")
+    terminal = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, "utf-8"))
+    assert main(["doctor", "--dump", str(root)]) == 0
+    assert b"  logs/log_\\udcff.txt\n" in terminal.getvalue()
+    assert "queue/??" in texts(only_archive(tmp_path))["queue.txt"]

@@ -377,24 +377,3 @@ def test_the_server_never_has_fast_inference_and_a_worker_as_the_user_says(
         monkeypatch.setenv(name, "1")  # so that what the role sets is taken back
     real(argparse.Namespace(log_level="INFO", launched_by=None), "cpu", fast_inference="0")
     assert os.environ["FAST_INFERENCE"] == "0"
-
-
-def test_names_that_are_not_text_end_no_command(tmp_path: Path) -> None:
-    """File names are bytes; a terminal's encoding need not hold them."""
-    root = os.fsencode(tmp_path) + b"/w\xff"
-    prepare(Path(os.fsdecode(root)), config=Path(os.fsdecode(b"setup\xfe.py")))
-    for name in (b"log_\xff.txt", b"queue/\xfe\xff", b"done/\xff"):
-        path = root + b"/" + name
-        Path(os.fsdecode(path)).parent.mkdir(mode=0o700, exist_ok=True)
-        Path(os.fsdecode(path)).write_text("x\n")
-    code = (
-        "import sys; from async_grpo.cli import main\n"
-        "for command in (['doctor', '--dump'], ['status']):\n"
-        "    assert main([*command, sys.argv[1]]) == 0, command"
-    )
-    environment = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, root], cwd=tmp_path, env=environment, capture_output=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr.decode(errors="replace")
-    assert b"w\\udcff" in done.stdout and len(list(tmp_path.glob("async-grpo-dump-*"))) == 1
