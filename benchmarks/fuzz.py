@@ -3,7 +3,7 @@
     python benchmarks/fuzz.py [--quick] [--seconds 600] [--only NAME] [--json FILE]
 
 The targets and their inputs are those of `tests/fuzz/targets.py`. Guided by coverage where atheris is installed
-(`pip install atheris`), else by hypothesis alone. Each target runs in a process of its own with 4 GiB of address space
+(the extra `fuzz`), else by hypothesis alone. Each target runs in a process of its own with 4 GiB of address space
 more than it has after its imports, so that memory without bound is an error; an input that takes over 5 s is one too.
 What was found is written to `fuzz-findings/`.
 """
@@ -48,6 +48,9 @@ def main() -> None:
     rows = [row(name, seconds) for name in ([options.only] if options.only else names())]
     if options.json:
         machine = {"system": platform.system(), "kernel": platform.release(), "cores": os.cpu_count()}
+        before = json.loads(options.json.read_text())["rows"] if options.json.exists() else []
+        by_name = {entry["name"]: entry for entry in (*before, *rows)}  # `--only` replaces one of them
+        rows = [by_name[name] for name in names() if name in by_name]
         options.json.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
 
 

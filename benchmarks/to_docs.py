@@ -17,6 +17,11 @@ TITLES = {
     "weights": ("Sharing weights", "Figures called *raw* are a plain copy of the same bytes in the same run."),
     "job_queue": ("The job queue", "Compared with other queues for one machine, in one run."),
     "chaos": ("Faults", "Every row is a test that kills, stops or corrupts; the figures are what it counted."),
+    "fuzz": (
+        "Hostile files",
+        "Each reader of files against damaged and invented ones, searched by coverage (atheris, hypothesis): only its "
+        "own errors may come out, within 5 s and 4 GiB.",
+    ),
     "generators": (
         "Generators",
         "The same weights, prompts and lengths in one run; 64 tokens a completion. A batch is given whole and timed to "
