@@ -54,10 +54,10 @@ def start(folder: Path, port: int) -> str:
 def only_for_this_machine(app: WSGIApplication) -> WSGIApplication:
     """Answer only requests that were made to 127.0.0.1 or localhost by name, whatever port a tunnel gives them."""
 
-    def guarded(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        name, _, port = str(environ.get("HTTP_HOST", "")).partition(":")
+    def guarded(request: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        name, _, port = str(request.get("HTTP_HOST", "")).partition(":")
         if name.lower() in OUR_NAMES and (not port or port.isdigit()):
-            return app(environ, start_response)
+            return app(request, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
         return [_REFUSAL]
 
