@@ -41,7 +41,15 @@ class WeightExporter:
     manager, and belongs to the process and the thread that made it.
     """
 
-    def __init__(self, sources: Sources, path: str | Path | None, slots: int, way: memory.Way = "auto") -> None:
+    def __init__(
+        self,
+        sources: Sources,
+        path: str | Path | None,
+        slots: int,
+        way: memory.Way = "auto",
+        *,
+        share_frozen: bool = False,
+    ) -> None:
         if not 1 <= slots <= MAX_SLOTS:
             raise ValueError(
                 f"slots must be between 1 and {MAX_SLOTS}, got {slots}: 2 lets readers and the writer overlap."
@@ -64,6 +72,7 @@ class WeightExporter:
             block_bytes = [self._static.nbytes] + [self._slot.nbytes] * slots
             self._memory = memory.allocate(sources.device, self.generation, block_bytes, way)
             self._write_static()
+            self._frozen_is_shared = share_frozen and self._share_frozen()
             self._plans = self._make_plans()
             write_handle(self.path, self._handle())
         except BaseException:
@@ -90,6 +99,7 @@ class WeightExporter:
         frozen: Literal["static", "changing", "skip"] = "static",
         include: Callable[[str, Tensor], bool] | None = None,
         way: memory.Way = "auto",
+        share_frozen: bool = False,
     ) -> Self:
         """Publish a model's parameters.
 
@@ -107,6 +117,9 @@ class WeightExporter:
             include: Publish only the parameters and buffers for which `include(name, tensor)` is true.
             way: Weights of a GPU lie in its memory (`"ipc"`), or in the host's, for readers on GPUs that cannot
                 reach it (`"host"`). `"auto"`: in its memory where that can be shared.
+            share_frozen: Let the model's own frozen parameters live in the published memory, where that is on their
+                device, so that it does not exist twice. A write to them then changes what readers see, and the memory
+                stays until the process ends.
 
         Raises:
             ExporterAliveError: Another live exporter publishes at this path.
@@ -119,7 +132,7 @@ class WeightExporter:
             if include is None or include(entry.name, entry.tensor)
         ]
         sources = Sources.of_model(model, entries, dtype=dtype, buffers=buffers, frozen=frozen)
-        return cls(sources, path, slots, way)
+        return cls(sources, path, slots, way, share_frozen=share_frozen)
 
     @classmethod
     def from_tensors(
@@ -197,7 +210,7 @@ class WeightExporter:
         if not self._memory.survives_exporter:
             self._withdraw_versions()
         self._plans = []
-        self._memory.close(readers_attached=self._control.readers_attached())
+        self._memory.close(in_use=self._frozen_is_shared or self._control.readers_attached())
         self._control.close()
         self._version_file.close()
         self._owner.close()
@@ -294,6 +307,20 @@ class WeightExporter:
                 for name, destination in destinations.items():
                     destination.copy_(self._sources.static[name])
         self._memory.synchronize()
+
+    def _share_frozen(self) -> bool:
+        """Point the model's frozen parameters at their published copies. Returns whether any is there now."""
+        published = views(self._memory.blocks[0], self._static.tensors)
+        same = [
+            (entry, published[entry.name])
+            for entry in self._sources.frozen
+            if (entry.tensor.device, entry.tensor.dtype) == (published[entry.name].device, published[entry.name].dtype)
+        ]
+        for entry, copy in same:
+            entry.point_to(copy)
+        if same:
+            torch.cuda.empty_cache()  # what they had, where it was a GPU's
+        return bool(same)
 
     def _handle(self) -> Handle:
         return Handle(

@@ -185,6 +185,7 @@ class Sources:
     complete: bool = False  # whether every parameter of a model is in here
     buffers: bool = False
     places: Places = field(default_factory=lambda: Places(None, ()))  # to notice a model that was rebuilt
+    frozen: Sequence[ModelTensor] = ()  # the parameters of `static`
     write: Write | None = None  # fills the given tensors, where no process holds them whole
     written_on: torch.device | None = None  # the device of what `write` fills
 
@@ -216,6 +217,7 @@ class Sources:
             complete=sum(entry.is_parameter for entry in published) == len(model_tensors(model, buffers=False)),
             buffers=buffers,
             places=Places(model, published),
+            frozen=static,
         )
         sources._validate()
         return sources

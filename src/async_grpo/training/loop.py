@@ -324,7 +324,9 @@ def _exporter(
     sharing = state.workers_sharing if state.num_workers else None
     slots = slots_for(model, max_staleness=settings.max_staleness, sharing=sharing)
     if not is_sharded(trainer):
-        return lambda: WeightExporter.from_model(model, run.weights_handle, slots=slots, way=settings.weights)
+        return lambda: WeightExporter.from_model(
+            model, run.weights_handle, slots=slots, way=settings.weights, share_frozen=True
+        )
     blueprint = Blueprint.of_model(model)
     device = trainer.accelerator.device
     return lambda: WeightExporter.from_blueprint(

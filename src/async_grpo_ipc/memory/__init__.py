@@ -34,7 +34,7 @@ class ExportedMemory(Protocol):
         """Return when everything written so far can be seen by readers."""
         ...
 
-    def close(self, *, readers_attached: bool) -> None:
+    def close(self, *, in_use: bool) -> None:
         """Give the memory back, or leave it to the end of the process where readers could still touch freed memory."""
         ...
 

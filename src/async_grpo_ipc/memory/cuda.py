@@ -69,12 +69,12 @@ class CudaExport:
     def synchronize(self) -> None:
         self._runtime.synchronize(self._device)
 
-    def close(self, *, readers_attached: bool) -> None:
+    def close(self, *, in_use: bool) -> None:
         for handle in self._handles:
             _own_blocks.pop(handle, None)
         self.blocks = []
-        if readers_attached:
-            logger.info("Readers still map the weights, so their GPU memory is freed when this process ends.")
+        if in_use:
+            logger.info("The weights' GPU memory is still in use, so it is freed when this process ends.")
             self._pointers = []
             return
         self.synchronize()

@@ -48,8 +48,8 @@ class PosixExport:
         if self._source_device.type == "cuda":
             torch.cuda.synchronize(self._source_device)
 
-    def close(self, *, readers_attached: bool) -> None:
-        """Readers keep their mapping, so it does not matter which are attached."""
+    def close(self, *, in_use: bool) -> None:
+        """Tensors and readers keep the mapping, so it does not matter whether there are any."""
         self.blocks = []
         if self._pinned is not None:
             self.synchronize()

@@ -204,7 +204,7 @@ def test_no_gpu_and_no_cupy_are_told_apart(exported, runtime, monkeypatch):
 
 @pytest.mark.parametrize("attached", [True, False])
 def test_memory_is_freed_only_when_nobody_maps_it(exported, runtime, attached):
-    exported.close(readers_attached=attached)
+    exported.close(in_use=attached)
     assert bool(runtime.allocated) is attached
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,3 +192,38 @@ def test_cupy_finds_the_readers_gpu_current_and_makes_it_current_again(monkeypat
     runtime.free(1, 1)
     assert contexts == {1}
     assert current == [0]
+
+
+# A frozen base exists once
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_frozen_base_exists_once_on_the_exporters_device(
+    machine: Any, path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    if on_gpu:
+        machine()
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    before, own = model[0].weight.clone(), weakref.ref(model[0].weight.untyped_storage())
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(own() is None))
+    exporter = WeightExporter.from_model(model, path, share_frozen=True)
+    assert emptied == [True], "given back once nothing refers to it"
+    exporter.publish(1)
+    with open_remote_memory(path) as remote, remote.lease() as view:
+        assert torch.equal(view["0.weight"], before)
+        assert (view["0.weight"].data_ptr() == model[0].weight.data_ptr()) is on_gpu  # else mapped a second time
+    exporter.close()
+    assert torch.equal(model[0].weight, before), "the trainer goes on with it, to its last checkpoint"
+    model(torch.ones(3)).sum().backward()
+    assert model[1].weight.grad is not None
+
+
+def test_a_frozen_base_that_is_published_elsewhere_stays_where_it_is(machine: Any, path: Path) -> None:
+    machine()
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    address = model[0].weight.data_ptr()
+    with WeightExporter.from_model(model, path, share_frozen=True, dtype=torch.bfloat16):
+        assert model[0].weight.data_ptr() == address

@@ -19,6 +19,7 @@ def checks(run_dir: Path, config: Path | None = None) -> list[Check]:
         packages.packages,
         packages.engines,
         lambda: gpu.presence(found),
+        lambda: gpu.modes(found),
         machine.memory,
         machine.shared_memory,
         machine.limits,

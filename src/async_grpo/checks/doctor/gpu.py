@@ -14,10 +14,11 @@ from async_grpo.checks.doctor import packages
 from async_grpo.checks.doctor.finding import Finding, error, ok, warning
 from async_grpo.checks.doctor.gpu_probe import GpuFacts
 from async_grpo.formatting import size
-from async_grpo.setup.devices import visible_gpus
+from async_grpo.setup.devices import compute_modes
 
 FACTS_TIMEOUT_S = 120.0  # the first CUDA context on a large machine takes its time
 NEARLY_FULL = 0.5
+PROHIBITED, EXCLUSIVE = 2, 3  # CU_COMPUTEMODE_*
 CUPY = {12: "cupy-cuda12x", 13: "cupy-cuda13x"}
 
 
@@ -28,6 +29,7 @@ class Driver:
     version: str  # "580.65.06"; empty without the kernel module
     cuda: int  # the newest CUDA that it runs, e.g. 13000; 0 without a driver
     visible: int  # GPUs under CUDA_VISIBLE_DEVICES
+    compute_modes: tuple[int, ...] = ()  # of each of them: EXCLUSIVE, PROHIBITED, or any number of processes
 
 
 def driver(module: Path = Path("/proc/driver/nvidia/version")) -> Driver:
@@ -35,7 +37,9 @@ def driver(module: Path = Path("/proc/driver/nvidia/version")) -> Driver:
         found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", module.read_text())
     except OSError:
         found = None
-    return Driver(version=found[1] if found else "", cuda=_cuda_of_driver(), visible=visible_gpus())
+    modes = tuple(compute_modes())
+    version = found[1] if found else ""
+    return Driver(version=version, cuda=_cuda_of_driver(), visible=len(modes), compute_modes=modes)
 
 
 def _cuda_of_driver() -> int:
@@ -65,6 +69,21 @@ def presence(found: Driver, env: Mapping[str, str] = os.environ) -> Iterator[Fin
         )
     else:
         yield ok("GPU", "none, and no NVIDIA driver: everything runs on the CPU")
+
+
+def modes(found: Driver) -> Iterator[Finding]:
+    """GPUs that do not admit several processes; torch-free."""
+    for index, mode in enumerate(found.compute_modes):
+        if mode == EXCLUSIVE:
+            yield warning(
+                f"GPU {index}",
+                "is in exclusive-process mode: one process can use it, so a worker cannot share it with the server",
+                f"nvidia-smi -i {index} -c DEFAULT (as root), or give the server and each worker a GPU of its own.",
+            )
+        elif mode == PROHIBITED:
+            yield error(
+                f"GPU {index}", "is in prohibited mode: no process can use it", f"nvidia-smi -i {index} -c DEFAULT"
+            )
 
 
 def look() -> GpuFacts:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.checks import probe
 from async_grpo.checks.doctor.finding import Finding, error, ok, warning
+from async_grpo.setup.devices import hold_to_device
 from async_grpo.setup.process import end_with_parent
 
 if TYPE_CHECKING:
@@ -47,9 +48,24 @@ def weight_sharing(devices: Sequence[str]) -> Iterator[Finding]:
 
 
 def _measure(writer: str, reader: str) -> dict[str, Any]:
-    question = {"role": "export", "writer": writer, "reader": reader}
-    found: dict[str, Any] = probe.ask(_MODULE, question, timeout_s=TIMEOUT_S)
+    """Each of the two processes sees its own GPU alone, as a server and a worker do."""
+    question = {"role": "export", "writer": _as_seen(writer), "reader": _as_seen(reader), "reader_sees": _sees(reader)}
+    env = {**os.environ, **_sees(writer)}
+    found: dict[str, Any] = probe.ask(_MODULE, question, timeout_s=TIMEOUT_S, env=env)
     return found
+
+
+def _sees(device: str) -> dict[str, str]:
+    kind, _, index = device.partition(":")
+    held = dict(os.environ)
+    if kind == "cuda":
+        hold_to_device(index, held)
+    return {name: held[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in held}
+
+
+def _as_seen(device: str) -> str:
+    """The name of the only GPU in a process that is held to it."""
+    return "cuda:0" if device.startswith("cuda") else device
 
 
 def _judge(facts: dict[str, Any], writer: str, reader: str) -> Finding:
@@ -70,8 +86,11 @@ def _judge(facts: dict[str, Any], writer: str, reader: str) -> Finding:
 # --- the two processes
 
 
-def export(writer: str, reader: str) -> dict[str, Any]:
-    """Publish on `writer`, and ask a process that reads on `reader`."""
+def export(writer: str, reader: str, reader_sees: dict[str, str]) -> dict[str, Any]:
+    """Publish on `writer`, and ask a process that reads on `reader`.
+
+    reader_sees: environment variables of that process.
+    """
     from async_grpo_ipc import WeightExporter
 
     with tempfile.TemporaryDirectory(prefix="async-grpo-doctor-") as folder:
@@ -79,7 +98,8 @@ def export(writer: str, reader: str) -> dict[str, Any]:
         with WeightExporter.from_tensors({"weights": _pattern(writer)}, handle) as exporter:
             exporter.publish(1)
             question = {"role": "read", "handle": str(handle), "reader": reader, "exporter": os.getpid()}
-            measured = probe.ask(_MODULE, question, timeout_s=TIMEOUT_S / 2)
+            env = {**os.environ, **reader_sees}
+            measured = probe.ask(_MODULE, question, timeout_s=TIMEOUT_S / 2, env=env)
             return {**measured, "memory": json.loads(handle.read_text())["memory"]["kind"]}
 
 

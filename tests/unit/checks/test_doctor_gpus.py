@@ -1,0 +1,36 @@
+"""The doctor on GPUs: how many processes they admit, and what each process of its round trip sees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from async_grpo.checks import probe
+from async_grpo.checks.doctor import gpu, weights
+from async_grpo.checks.doctor.finding import Level
+from async_grpo.checks.doctor.gpu import Driver
+
+
+@pytest.mark.parametrize(("mode", "level"), [(3, Level.WARNING), (2, Level.ERROR)])
+def test_a_gpu_that_does_not_admit_several_processes_is_named(mode: int, level: Level) -> None:
+    [found] = gpu.modes(Driver(version="580", cuda=13000, visible=2, compute_modes=(0, mode)))
+    assert (found.subject, found.level) == ("GPU 1", level)
+    assert "nvidia-smi -i 1 -c DEFAULT" in found.fix
+
+
+def test_writer_and_reader_see_their_own_gpu_alone_as_server_and_worker_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[dict[str, Any], str]] = []
+
+    def ask(module: str, question: dict[str, Any], *, timeout_s: float, env: dict[str, str]) -> dict[str, Any]:
+        asked.append((question, env["CUDA_VISIBLE_DEVICES"]))
+        return {"equal": True, "read_gbps": 1.0, "memory": "cuda"}
+
+    monkeypatch.setattr(probe, "ask", ask)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert [finding.level for finding in weights.weight_sharing(["cuda:0", "cuda:1"])] == [Level.OK] * 2
+    assert [(question["reader_sees"], sees) for question, sees in asked] == [
+        ({"CUDA_VISIBLE_DEVICES": "4"}, "4"),
+        ({"CUDA_VISIBLE_DEVICES": "5"}, "4"),
+    ]
+    assert {(question["writer"], question["reader"]) for question, _ in asked} == {("cuda:0", "cuda:0")}
