@@ -58,6 +58,8 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "_tokenizer": (ROLLOUT,),
     "_step": (TRAINING,),
     "_buffered_inputs": (TRAINING,),
+    "_image_pad_token_id": (ROLLOUT,),
+    "_video_pad_token_id": (ROLLOUT,),
     "_pending_metrics": (ROLLOUT,),
     "_pending_extra_logs": (ROLLOUT,),
     "environments": (TRAINING, ROLLOUT),
@@ -81,6 +83,9 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
 
 WITH_ENVIRONMENTS = {"_environment_pool": ROLLOUT}
 """Attributes of a trainer that has environments."""
+
+WHILE_GENERATING_WITH_ENVIRONMENTS = {"_batch_environments": TRAINING, "_multi_environment": TRAINING}
+"""Attributes of a trainer that has environments, which say the one of each row."""
 
 WHILE_GENERATING_WITH_TOOLS = {"_sync_tool_dicts": ROLLOUT}
 """Attributes of a trainer with tools, made for each batch."""
@@ -133,7 +138,7 @@ def test_a_trainer_with_environments_keeps_them_in_a_pool(tmp_path: Path) -> Non
         def reset(self, **row: Any) -> str:
             return ""
 
-    trainer = build_trainer(
+    trainer: Any = build_trainer(
         tmp_path,
         chat_template=QWEN3_CHAT_TEMPLATE,
         train_dataset=chat_rows(),
@@ -142,6 +147,10 @@ def test_a_trainer_with_environments_keeps_them_in_a_pool(tmp_path: Path) -> Non
     )
     for name, module in WITH_ENVIRONMENTS.items():
         assert isinstance(getattr(trainer, name, None), dict), moved(f"GRPOTrainer.{name}", "is no dict", module)
+    trainer._generate_and_score_completions(twice(chat_rows(2)))
+    for name, module in WHILE_GENERATING_WITH_ENVIRONMENTS.items():
+        right = False if name == "_multi_environment" else [None] * 4
+        assert getattr(trainer, name, "gone") == right, moved(f"GRPOTrainer.{name}", f"is not {right}", module)
 
 
 def test_a_trainer_with_tools_has_those_of_each_completion_by_name(tmp_path: Path) -> None:
@@ -183,7 +192,7 @@ def test_every_private_name_that_we_touch_is_pinned_here(module: Any) -> None:
     } | {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     overridden = set(PARAMETERS) & ours
     unpinned = touched - (ours - overridden) - set(ATTRIBUTES) - set(WITH_ENVIRONMENTS) - set(module.HOOKS)
-    unpinned -= set(WHILE_GENERATING_WITH_TOOLS)
+    unpinned -= set(WHILE_GENERATING_WITH_TOOLS) | set(WHILE_GENERATING_WITH_ENVIRONMENTS)
     assert not unpinned, f"{module.__name__} touches {unpinned}: add them to its HOOKS, or to ATTRIBUTES here"
     unused = set(module.HOOKS) - touched - ours
     assert not unused, f"{module.__name__} names {unused} in its HOOKS but does not touch them"

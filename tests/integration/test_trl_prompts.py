@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from compared_with_trl import settings
-from datasets import Dataset
 from in_process import (
     PROMPTS,
     InProcessRun,
@@ -22,7 +21,7 @@ from trl import GRPOTrainer
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.trl_trainer import RolloutTrainer
-from async_grpo.training.prompts import prompt_rows, refuse_images
+from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.trl_trainer import refuse_unsupported
 
 pytestmark = pytest.mark.integration
@@ -121,7 +120,6 @@ def test_refusals_name_the_setting_and_the_way_out(changes: dict[str, Any], sett
 def test_a_real_trainer_is_not_refused(tmp_path: Path) -> None:
     trainer = build_trainer(tmp_path)
     refuse_unsupported(trainer)
-    refuse_images(trainer)
 
 
 def test_a_worker_refuses_vllm_that_is_asked_for_too_late(tmp_path: Path) -> None:
@@ -129,15 +127,6 @@ def test_a_worker_refuses_vllm_that_is_asked_for_too_late(tmp_path: Path) -> Non
     trainer.args.use_vllm = True
     with pytest.raises(UnsupportedError, match=r"use_vllm=True.*give it to the GRPOConfig"):
         RolloutTrainer(trainer)
-
-
-@pytest.mark.parametrize("column", ["image", "images"])
-def test_images_are_refused(column: str, tmp_path: Path) -> None:
-    rows = Dataset.from_list([{"prompt": "a", column: "a.png"}] * 8)
-    with pytest.raises(UnsupportedError) as refusal:
-        refuse_images(build_trainer(tmp_path, train_dataset=rows))
-    assert f"'{column}'" in str(refusal.value)
-    assert "without --distributed" in str(refusal.value)
 
 
 def test_a_rollout_func_without_logprobs_is_refused(tmp_path: Path) -> None:

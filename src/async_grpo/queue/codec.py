@@ -4,7 +4,8 @@ A file is plain safetensors, so stock tools open it. Its `__metadata__` holds th
 which processors compute in hardware) of all other bytes of the file, the format with its number, and one JSON header;
 safetensors itself has no checksum. The eight hexadecimal digits of the checksum lie at a fixed place, so a reader can
 check a file without rendering it again. A group's fields are in the header, in tensors, and in a last tensor `texts`:
-UTF-8 JSON of the completions and extra columns, which the header would escape twice. A job has no tensors.
+UTF-8 JSON of the completions and extra columns, which the header would escape twice. Images are in a tensor `images`,
+each once, and `image_table` says which belongs where in the JSON. A job has no other tensors.
 
 Nothing is unpickled, and everything is checked: names, dtypes, shapes, offsets, types of header fields, ranges of
 values, run, sequence number, attempt and worker. The CRC protects against accidents, not against attackers: the 0700
@@ -15,12 +16,14 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from crc32c import crc32c
 
 from async_grpo.errors import BadFileError, BadGroupError, QueueError, UnsupportedError
-from async_grpo.queue.schema import Dtype, Schema, Values
+from async_grpo.images import EncodedImage, put_back, taken_out
+from async_grpo.queue.schema import IMAGES, TABLE, Dtype, Schema, Values
 from async_grpo.records import FORMAT, OLDEST_FORMAT, Job, RolloutGroup
 
 if TYPE_CHECKING:
@@ -51,15 +54,20 @@ _JOB, _GROUP = next(iter(_JOBS.items())), next(iter(_GROUPS.items()))  # what is
 def encode_job(job: Job) -> bytes:
     """The file of a job. `UnsupportedError` names the dataset column that JSON cannot hold exactly."""
     kind, schema = _JOB
-    header = schema.header.of(job)
+    images: list[EncodedImage] = []
+    header = schema.header.of(job, images)
     if reason := schema.header.misfit(header):
         raise QueueError(f"Job {job.seq} cannot be written: {reason}.")
-    return _pack(kind, schema, header, {})
+    if not images:
+        return _pack(kind, schema, header, {})
+    values, tensors = _apart({"header": header})
+    return _pack(kind, schema, values["header"], tensors)
 
 
 def decode_job(data: bytes | bytearray, *, expect_seq: int | None = None, expect_run: str | None = None) -> Job:
     """The job in `data`; `BadFileError` says what is wrong with it."""
-    schema, header, _ = _unpack(data, _JOBS)
+    schema, header, tensors = _unpack(data, _JOBS)
+    _together({"header": header}, tensors)
     job = Job(**_sound_fields(schema.header, header))
     _expect("sequence number", job.seq, expect_seq)
     _expect("run", job.run_id, expect_run)
@@ -72,13 +80,19 @@ def encode_group(group: RolloutGroup) -> bytes:
 
     kind, schema = _GROUP
     tensors = {name: array for name in schema.arrays if (array := getattr(group, name)) is not None}
+    images: list[EncodedImage] = []
     try:
-        header, texts = schema.header.of(group), schema.texts.of(group)
+        header, texts = schema.header.of(group, images), schema.texts.of(group, images)
     except (TypeError, ValueError, OverflowError) as error:  # a metric that is no number
         raise BadGroupError(f"Group {group.job.seq} cannot be written: {error}.") from error
     if reason := _misfit_of_arrays(tensors, schema) or _contradiction(group, tensors, schema):
         raise BadGroupError(f"Group {group.job.seq} cannot be written: {reason}.")
-    return _pack(kind, schema, header, {**tensors, "texts": np.frombuffer(_to_json(texts).encode(), np.uint8)})
+    of_images: Tensors = {}
+    if images:
+        values, of_images = _apart({"header": header, "texts": texts})
+        header, texts = values["header"], values["texts"]
+    of_texts = np.frombuffer(_to_json(texts).encode(), np.uint8)
+    return _pack(kind, schema, header, {**tensors, "texts": of_texts, **of_images})
 
 
 def decode_group(
@@ -95,6 +109,7 @@ def decode_group(
     """
     schema, header, tensors = _unpack(data, _GROUPS)
     texts = _parse(tensors.pop("texts").tobytes())
+    _together({"header": header, "texts": texts}, tensors)
     values: dict[str, Any] = {**_sound_fields(schema.header, header), **_sound_fields(schema.texts, texts), **tensors}
     group = RolloutGroup(**values)
     _expect("sequence number", group.job.seq, expect_seq)
@@ -111,6 +126,31 @@ def finished_group(data: bytearray, name: JobName, run_id: str) -> RolloutGroup:
     return decode_group(
         data, expect_seq=name.seq, expect_run=run_id, expect_attempt=name.attempt, expect_worker=str(name.worker)
     )
+
+
+def _apart(values: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
+    """The JSON values without their images, and these as tensors."""
+    import numpy as np
+
+    values, images, places = taken_out(values)
+    table = _to_json({"sizes": [len(image.data) for image in images], "places": places})
+    contents = (b"".join(image.data for image in images), table.encode())
+    return values, {name: np.frombuffer(data, np.uint8) for name, data in zip((IMAGES, TABLE), contents, strict=True)}
+
+
+def _together(values: dict[str, Any], tensors: Tensors) -> None:
+    """Put the images of a file back into its JSON values."""
+    if not tensors.keys() & {IMAGES, TABLE}:
+        return
+    if not tensors.keys() >= {IMAGES, TABLE}:
+        _bad(f"its tensors {IMAGES} and {TABLE} must be given together")
+    data, table = tensors.pop(IMAGES).tobytes(), _parse(tensors.pop(TABLE).tobytes())
+    sizes = table.get("sizes")
+    if type(sizes) is not list or not all(type(size) is int and size >= 0 for size in sizes) or sum(sizes) != len(data):
+        _bad("its table of images does not fit their bytes")
+    ends = list(accumulate(sizes))
+    images = [EncodedImage(data[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    put_back(values, images, table.get("places"))
 
 
 def _sound_fields(values: Values, found: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -40,6 +41,7 @@ _LOOKS_BEFORE_MISSING = 3
 _question = attrgetter(
     *(field.name for field in fields(Job) if field.name not in ("born_version", "min_version", "trainer_state"))
 )
+_as_json = partial(json.dumps, default=lambda image: image.data.hex())
 
 
 @dataclass(slots=True)
@@ -365,6 +367,6 @@ def _asks_the_same(made: Job, issued: Job) -> bool:
     """Whether two jobs agree in all but their versions and the trainer's state, which a resumed run sets again."""
     asked, expected = _question(made), _question(issued)
     try:
-        return asked == expected or json.dumps(asked) == json.dumps(expected)  # NaN does not equal NaN
+        return asked == expected or _as_json(asked) == _as_json(expected)  # NaN does not equal NaN
     except RecursionError:  # no row that was issued is nested so deeply
         return False

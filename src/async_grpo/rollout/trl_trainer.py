@@ -12,21 +12,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-import numpy as np
 import torch
 
-from async_grpo.errors import BadGroupError, UnsupportedError
-from async_grpo.records import OWN_SAMPLING, Job, RolloutGroup, Timings
+from async_grpo.errors import UnsupportedError
+from async_grpo.images import images_in, opened
+from async_grpo.records import OWN_SAMPLING, Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.main_thread import UserCode, asks_for_main_thread
+from async_grpo.rollout.prompts import as_fields, prompt_of, rows_of
 from async_grpo.setup.generator_choice import engine_inside, refuse_late_vllm
 from async_grpo.setup.overrides import overridden
 from async_grpo.setup.trl_compat import let_threads_share_tokenizers
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
+
+    from async_grpo.rollout.engines import Fields
 
 
 HOOKS = (
@@ -40,7 +43,18 @@ HOOKS = (
 )
 _COUNTED_BY_TRL_ON_THE_TRAINER = ("completions/", "num_tokens", "reward", "frac_reward_zero_std")
 
+Images = list[list[Any] | None] | None  # of each prompt, as PIL has them
 Tokens = tuple[list[list[int]], list[list[float]]]  # token ids and their log-probabilities, for each prompt
+
+
+class Sample(Protocol):
+    """Has one completion of each of these prompts sampled.
+
+    Args:
+        fields: what the processor made of the images.
+    """
+
+    def __call__(self, prompt_ids: list[list[int]], images: Images = None, fields: Fields | None = None) -> Tokens: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -126,12 +140,29 @@ class RolloutTrainer:
     def prepare(self, jobs: Sequence[Job], version: int) -> list[PreparedGroup]:
         """Turn the rows of the jobs into prompts, as token ids, to be sampled by this policy version."""
         _refuse_unknown_sampling(jobs)
-        prompts = copy.deepcopy([row["prompt"] for row in _rows(jobs)])
-        prompt_ids, *_ = self.trainer._tokenize_prompts(prompts)  # images were refused
+        own = [prompt_of(opened(job.row)) for job in jobs]
+        if any(map(images_in, own)):
+            return [self._with_images(job, prompt, version) for job, prompt in zip(jobs, own, strict=True)]
+        prompts = copy.deepcopy(
+            [prompt for job, prompt in zip(jobs, own, strict=True) for _ in range(job.num_generations)]
+        )
+        prompt_ids, *_ = self.trainer._tokenize_prompts(prompts)
         return [
             PreparedGroup(job=job, version=version, prompt_ids=prompt_ids[part])
             for job, part in zip(jobs, _parts(jobs), strict=True)
         ]
+
+    def _with_images(self, job: Job, prompt: Any, version: int) -> PreparedGroup:
+        """Process the images once for all completions."""
+        prompt_ids, images, fields = self.trainer._tokenize_prompts(copy.deepcopy([prompt]))
+        size = job.num_generations
+        return PreparedGroup(
+            job=job,
+            version=version,
+            prompt_ids=[list(prompt_ids[0])] * size,
+            images=None if images is None else [images[0]] * size,
+            fields=(as_fields(fields),) * size,
+        )
 
     def finish(self, sampled: Sequence[SampledGroup]) -> list[GeneratedGroup]:
         """Let TRL make completions of sampled tokens: text, or messages."""
@@ -144,7 +175,7 @@ class RolloutTrainer:
         trainer._tokenize_prompts = lambda prompts: (prompt_ids, None, {})
         trainer._generate_single_turn = lambda *args, **kwargs: (tokens, logprobs)
         rows = _rows(jobs)
-        prompts = [row["prompt"] for row in rows]
+        prompts = [prompt_of(row) for row in rows]
         made = _Batch(trainer, rows, prompts, trainer._generate(prompts), metrics={})
         return [
             made.group(group.prepared.job, part, group.prepared.version, group.versions)
@@ -180,13 +211,11 @@ class RolloutTrainer:
             fork.trainer._environment_pool = defaultdict(list)
         return fork
 
-    def generate(
-        self, jobs: Sequence[Job], version: int, sample: Callable[[list[list[int]]], Tokens]
-    ) -> list[GeneratedGroup]:
+    def generate(self, jobs: Sequence[Job], version: int, sample: Sample) -> list[GeneratedGroup]:
         """Run TRL's whole generation: with tools, environments or code of the user's between the tokens.
 
         Args:
-            sample: called whenever TRL wants one completion of each of these prompts.
+            sample: called whenever TRL wants completions.
         """
         _refuse_unknown_sampling(jobs)
         trainer = self.trainer
@@ -200,10 +229,8 @@ class RolloutTrainer:
             raise _Generated(prompts, generate(trainer, prompts))
 
         trainer._generate = leave_with
-        if self._turns_of_users:
-            trainer._sampled_below = sample
-        else:
-            trainer._generate_single_turn = lambda prompt_ids, *args, **kwargs: sample(prompt_ids)
+        below = "_sampled_below" if self._turns_of_users else "_generate_single_turn"
+        setattr(trainer, below, partial(self._single_turn, sample))
         rows = _rows(jobs)
         try:
             trainer._generate_and_score_completions(rows)
@@ -219,16 +246,35 @@ class RolloutTrainer:
     def _where_they_can_run(self, tools: dict[str, Any]) -> dict[str, Any]:
         return {name: partial(self._tools[name].call, tool) for name, tool in tools.items()}
 
+    def _single_turn(
+        self,
+        sample: Sample,
+        prompt_ids: list[list[int]],
+        images: Images = None,
+        multimodal_fields: Any = None,
+        num_generations: int = 0,
+        has_tool_images: bool = False,
+    ) -> Tokens:
+        """`GRPOTrainer._generate_single_turn`, by the worker's engine."""
+        if images is None or not any(images):
+            return sample(prompt_ids)
+        fields = dict(as_fields(multimodal_fields))
+        if has_tool_images:  # then TRL says by the tokens themselves which are of images
+            kinds = {self.trainer._image_pad_token_id: 1, self.trainer._video_pad_token_id: 2}
+            name = "mm_token_type_ids" if "image_grid_thw" in fields else "token_type_ids"
+            fields[name] = [[kinds.get(token, 0) for token in ids] for ids in prompt_ids]
+        return sample(prompt_ids, images, fields)
+
 
 def _sampling_below(user_class: type[GRPOTrainer]) -> type[GRPOTrainer]:
     """The user's class, whose `_generate_single_turn` gets the engine's tokens where it calls TRL's."""
     from trl import GRPOTrainer as TRLTrainer
 
     class SampledByEngine(TRLTrainer):
-        _sampled_below: Callable[[list[list[int]]], Tokens]
+        _sampled_below: Callable[..., Tokens]
 
         def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Tokens:
-            return self._sampled_below(prompt_ids)
+            return self._sampled_below(prompt_ids, *args, **kwargs)
 
     return type(user_class.__name__, (user_class, SampledByEngine), {})
 
@@ -306,7 +352,7 @@ def _refuse_unknown_sampling(jobs: Sequence[Job]) -> None:
 
 def _rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Each job's row, once per completion."""
-    return [dict(job.row) for job in jobs for _ in range(job.num_generations)]
+    return [row for job in jobs for row in rows_of(job)]
 
 
 def _parts(jobs: Sequence[Job]) -> list[slice]:
@@ -332,54 +378,3 @@ def _own_metrics(trainer: Any) -> dict[str, list[float]]:
         for name, values in trainer._metrics["train"].items()
         if not name.startswith(_COUNTED_BY_TRL_ON_THE_TRAINER)
     }
-
-
-def to_record(
-    group: GeneratedGroup, scores: Scores, *, attempt: int, worker: str, reward_names: Sequence[str], timings: Timings
-) -> RolloutGroup:
-    """The finished group. Token ids as int32, log-probabilities as float32, all completions back to back.
-
-    Raises:
-        BadGroupError: tokens, log-probabilities or rewards are no numbers.
-    """
-    try:
-        prompt_ids = [np.asarray(ids, dtype=np.int32) for ids in group.prompt_ids]
-        one_prompt = all(np.array_equal(ids, prompt_ids[0]) for ids in prompt_ids[1:])
-        return RolloutGroup(
-            job=group.job,
-            attempt=attempt,
-            worker=worker,
-            policy_version=group.version,
-            reward_names=tuple(reward_names),
-            prompt_ids=prompt_ids[0] if one_prompt else np.concatenate(prompt_ids),
-            prompt_lengths=None if one_prompt else _lengths(prompt_ids),
-            completion_lengths=_lengths(group.completion_ids),
-            completion_ids=_flat(group.completion_ids, np.int32),
-            sampling_logprobs=_flat(group.logprobs, np.float32),
-            tool_mask=_flat(group.tool_masks, np.uint8) if group.tool_masks is not None else None,
-            token_versions=_flat(group.token_versions, np.int32) if group.token_versions is not None else None,
-            rewards=scores.rewards.numpy().astype(np.float32),
-            completions=group.completions,
-            metrics={**group.metrics, **scores.metrics},
-            extra_columns=scores.extra_columns,
-            prompts=_prompts_to_store(group),
-            timings=timings,
-        )
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # of a `rollout_func`, a reward or a tool
-        raise BadGroupError(f"Group {group.job.seq} cannot be written: {error}") from error
-
-
-def _prompts_to_store(group: GeneratedGroup) -> list[Any]:
-    """As `RolloutGroup.prompts` has them: none where they are the row's own, one where all are equal."""
-    first = group.prompts[0]
-    if any(prompt != first for prompt in group.prompts):
-        return group.prompts
-    return [] if first == group.job.row.get("prompt") else [first]
-
-
-def _lengths(rows: Sequence[Any]) -> np.ndarray:
-    return np.asarray([len(row) for row in rows], dtype=np.int32)
-
-
-def _flat(rows: list[list[int]] | list[list[float]], dtype: type[np.generic]) -> np.ndarray:
-    return np.fromiter(chain.from_iterable(rows), dtype=dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
@@ -26,8 +26,9 @@ from async_grpo.rollout.threads import KeptThreads
 
 if TYPE_CHECKING:
     from async_grpo.records import Job
+    from async_grpo.rollout.engines import Fields
     from async_grpo.rollout.policy import Policy
-    from async_grpo.rollout.trl_trainer import GeneratedGroup, RolloutTrainer, Scores, Tokens
+    from async_grpo.rollout.trl_trainer import GeneratedGroup, Images, RolloutTrainer, Sample, Scores, Tokens
     from async_grpo_ipc import RemoteWeights
 
 TURN_WAIT_S = 4 * 3600.0  # for the completions of one turn; the worker's thread is watched meanwhile
@@ -111,9 +112,11 @@ class Turns:
 
     # Conversations, in their threads
 
-    def have_sampled(self, talk: _Conversation, prompt_ids: Sequence[list[int]]) -> Tokens:
+    def have_sampled(
+        self, talk: _Conversation, prompt_ids: Sequence[list[int]], images: Images = None, fields: Fields | None = None
+    ) -> Tokens:
         """Let other code run until the completions of these prompts are there."""
-        turn = _Turn(talk, prompt_ids)
+        turn = _Turn(talk, prompt_ids, images, fields)
         self._baton.release()
         try:
             self._events.put(turn)
@@ -214,7 +217,7 @@ class _Conversation:
         self.error: BaseException | None = None
         self.unscored = 0
 
-    def generate(self, sample: Callable[[list[list[int]]], Tokens]) -> None:
+    def generate(self, sample: Sample) -> None:
         made = self.trl.generate([group.job for group in self.groups], self.groups[0].version, sample)
         if any(turn.versions is not None for turn in self.turns):
             made = [_with_versions(group, self.turns) for group in made]
@@ -224,10 +227,18 @@ class _Conversation:
 class _Turn:
     """Prompts of a conversation that want a completion each."""
 
-    def __init__(self, talk: _Conversation, prompt_ids: Sequence[list[int]]) -> None:
+    def __init__(
+        self, talk: _Conversation, prompt_ids: Sequence[list[int]], images: Images, fields: Fields | None
+    ) -> None:
         first = talk.groups[0]
-        prompts = [list(ids) for ids in prompt_ids]
-        self.prepared = PreparedGroup(job=first.job, version=first.version, prompt_ids=prompts, turn=len(talk.turns))
+        self.prepared = PreparedGroup(
+            job=first.job,
+            version=first.version,
+            prompt_ids=[list(ids) for ids in prompt_ids],
+            images=images,
+            fields=(fields,) if fields else (),
+            turn=len(talk.turns),
+        )
         self.talk = talk
         self._sampled: Future[SampledGroup] = Future()
 

@@ -245,7 +245,7 @@ class Worker:
 
     def _publish(self, outcome: Scored) -> None:
         """Hand a scored group back, or its job where scoring failed."""
-        from async_grpo.rollout.trl_trainer import to_record
+        from async_grpo.rollout.finished import to_record
 
         activity.progress()
         if outcome.scores is None:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 HF, VLLM, VLLM_SERVER = "hf", "vllm", "vllm server"
+NO_IMAGES = (
+    "Workers give images to the transformers engine only; with vLLM that is not tested yet. Take --generator hf, and "
+    "leave use_vllm=True out of the GRPOConfig."
+)
 _REQUEST = "async_grpo_wants_vllm"  # attribute of the trainer: its file said use_vllm=True
 
 
@@ -89,13 +93,15 @@ def refuse_with_server(*, workers: int, deterministic: bool) -> None:
 def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: bool) -> str:
     """Choose `HF`, `VLLM` (an engine in the worker) or `VLLM_SERVER` (the setup file names a server).
 
-    The command line decides, else the setup file, else the machine: vLLM on a GPU where it is installed.
+    The command line decides, else the setup file, else the machine: vLLM on a GPU where it is installed and the
+    data has no images.
 
     Args:
         trainer: what the setup file made; None before it is loaded.
 
     Raises:
         UsageError: vLLM is not installed, or `hf` for a model that generates with an engine of its own.
+        UnsupportedError: vLLM is to generate from images.
     """
     if trainer is not None and engine_inside(trainer.model) is not None:
         if asked == HF:
@@ -105,8 +111,10 @@ def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: 
                 "it to 0)."
             )
         return VLLM
-    there = installed("vllm")
-    chosen = asked or (VLLM if wants_vllm(trainer) or (there and on_gpu) else HF)
+    there, with_images = installed("vllm"), trainer is not None and has_images(trainer)
+    chosen = asked or (VLLM if wants_vllm(trainer) or (there and on_gpu and not with_images) else HF)
+    if chosen == VLLM and with_images:
+        raise UnsupportedError(f"The training data has images. {NO_IMAGES}")
     if chosen == VLLM and not there:
         source = "--generator vllm" if asked else "use_vllm=True in the setup file"
         raise UsageError(
@@ -115,3 +123,16 @@ def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: 
         )
     in_server = trainer is not None and wants_vllm(trainer) and trainer.args.vllm_mode == "server"
     return VLLM_SERVER if chosen == VLLM and in_server else chosen
+
+
+def has_images(trainer: GRPOTrainer) -> bool:
+    """Whether the training data is known to have images. Environments and streams may bring some all the same."""
+    data = getattr(trainer, "train_dataset", None)
+    columns = getattr(data, "column_names", None) or ()
+    return "image" in columns or "images" in columns or _holds_images(getattr(data, "features", None))
+
+
+def _holds_images(feature: Any) -> bool:
+    """Whether a feature of `datasets` is an image, or has one inside."""
+    inner = feature.values() if isinstance(feature, dict) else [getattr(feature, "feature", None)]
+    return type(feature).__name__ == "Image" or any(_holds_images(part) for part in inner if part is not None)

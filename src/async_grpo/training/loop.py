@@ -44,7 +44,7 @@ from async_grpo.training import checkpoints, correction, trl_trainer
 from async_grpo.training.checkpoints import Resumed, UsedGroups
 from async_grpo.training.distributed import Leader, Ranks, is_sharded
 from async_grpo.training.job_issuer import JobIssuer
-from async_grpo.training.prompts import evaluation_problems, prompt_rows, refuse_images
+from async_grpo.training.prompts import evaluation_problems, prompt_rows
 from async_grpo.training.reporting import hyperparameters, report
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource, StopTraining
@@ -295,7 +295,6 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     settings.evaluated_ks()
     trl_trainer.refuse_unsupported(trainer)
     check_overrides(trainer)
-    refuse_images(trainer)
     correction.check(settings.correction, trainer)
     check_sampling(trainer, settings.correction, generator)
 

@@ -7,25 +7,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError, UsageError
+from async_grpo.images import encoded
 from async_grpo.setup.overrides import own_dataloader
 from async_grpo.training import trl_trainer
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
-_IMAGE_COLUMNS = ("image", "images")
 MOST_PROBLEMS = 100_000  # of one evaluation dataset: a stream may have no end
-
-
-def refuse_images(trainer: GRPOTrainer) -> None:
-    """Raise `UnsupportedError` when the training data has images, which job files cannot carry yet."""
-    columns = trainer.train_dataset.column_names or ()
-    found = [name for name in _IMAGE_COLUMNS if name in columns]
-    if found:
-        raise UnsupportedError(
-            f"The training data has a column {found[0]!r}. Images cannot run distributed yet, because job files "
-            "carry text and numbers only. Train in one process (without --distributed)."
-        )
 
 
 def prompt_rows(trainer: GRPOTrainer, start: int = 0) -> Iterator[dict[str, Any]]:
@@ -34,6 +23,10 @@ def prompt_rows(trainer: GRPOTrainer, start: int = 0) -> Iterator[dict[str, Any]
     The order is that of the trainer's own sampler (its shuffling, its seed), whose repetitions for the G completions
     of a group and for several iterations are taken out.
     """
+    return map(encoded, _drawn_rows(trainer, start))
+
+
+def _drawn_rows(trainer: GRPOTrainer, start: int) -> Iterator[dict[str, Any]]:
     if own_dataloader(trainer):
         yield from islice(_loaded_rows(trainer), start, None)
     dataset = trl_trainer.training_columns(trainer)
@@ -54,7 +47,7 @@ def evaluation_problems(trainer: GRPOTrainer) -> list[dict[str, Any]]:
         return []
     named = given.items() if isinstance(given, dict) else [("", given)]
     problems = [
-        {**row, "task": name} if name else row
+        encoded({**row, "task": name} if name else row)
         for name, dataset in named
         for row in islice(iter(trl_trainer.evaluation_columns(trainer, dataset)), MOST_PROBLEMS)
     ]

@@ -17,6 +17,7 @@ import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl
 
 from async_grpo.errors import UnsupportedError
+from async_grpo.images import MODEL_INPUTS, images_in, opened
 from async_grpo.setup.generator_choice import refuse_late_vllm
 from async_grpo.setup.trl_compat import is_adapter
 from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
@@ -88,14 +89,15 @@ class AsyncGRPOMixin(UserTrainer):
     batch_after_step: BatchInUse | None = None  # that the last optimizer step left unfinished
     _log_pi: torch.Tensor  # [B, C], of the last forward pass, for the metrics
     _serving: Sequence[RolloutGroup] | None = None  # the groups of the batch that TRL is assembling
+    _tools: tuple[Any, Any]  # the user's tools and environment factories, while it does
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
         groups = self.events.take_groups(self.state.global_step)
-        with _serving(self, groups):
-            rows = [row for group in groups for row in _rows(group)]
-            output: dict[str, Any] = super()._generate_and_score_completions(own_share(self, rows))
+        rows = own_share(self, [row for group in groups for row in _rows(group)])
+        with _serving(self, groups, rows):
+            output: dict[str, Any] = super()._generate_and_score_completions(rows)
         ages = [self.state.global_step - group.policy_version for group in groups for _ in range(self.num_generations)]
         output["staleness"] = torch.tensor(own_share(self, ages), device=output["advantages"].device)
         self.correct(output)
@@ -121,9 +123,11 @@ class AsyncGRPOMixin(UserTrainer):
 
         # Not the user's override: it has run in the worker, and what it made of the tokens was rewarded.
         result: tuple[Any, ...] = TRLTrainer._generate(self, prompts)
-        # The workers' own completions: they hold tool calls and their results.
-        completions = [completion for group in self._serving for completion in group.completions]
-        return (*result[:3], own_share(self, completions), *result[4:])
+        completions = own_share(self, [x for group in self._serving for x in opened(group.completions)])  # with tools
+        self.tools, self.environment_factories = self._tools  # TRL renders the prompts of images again, with them
+        tool_images = [images_in(completion, role="tool") for completion in completions]
+        images = [images_in(prompt) + more for prompt, more in zip(prompts, tool_images, strict=True)]
+        return (*result[:3], completions, *result[4:6], images if any(images) else None, tool_images)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any) -> torch.Tensor:
         if self._serving is None:
@@ -162,10 +166,12 @@ class AsyncGRPOMixin(UserTrainer):
 
 
 @contextmanager
-def _serving(trainer: Any, groups: Sequence[RolloutGroup]) -> Iterator[None]:
+def _serving(trainer: Any, groups: Sequence[RolloutGroup], rows: Sequence[dict[str, Any]]) -> Iterator[None]:
     """While TRL assembles the batch: rollouts come from `groups`; tools and environments have already run."""
     saved = (trainer.rollout_func, trainer.tools, trainer.environment_factories, trainer.environments)
-    trainer._serving = groups
+    trainer._serving, trainer._tools = groups, (trainer.tools, trainer.environment_factories)
+    if trainer.environment_factories is not None:
+        trainer._batch_environments = [row.get("environment") if trainer._multi_environment else None for row in rows]
     output = {name: own_share(trainer, values) for name, values in _as_rollout_output(groups).items()}
     trainer.rollout_func = lambda prompts, _trainer: output
     trainer.tools, trainer.environment_factories, trainer.environments = [], None, None
@@ -188,8 +194,10 @@ def own_share(trainer: Any, completions: list[Any]) -> list[Any]:
 
 def _rows(group: RolloutGroup) -> list[dict[str, Any]]:
     """The group's dataset row once per completion, with the prompt that the completion was sampled from."""
-    row = {"prompt": [{"role": "user", "content": ""}], **group.job.row}  # TRL's placeholder, of groups of format 2
-    prompts = group.prompts or [row["prompt"]]
+    row = {"prompt": [{"role": "user", "content": ""}], **opened(group.job.row)}  # TRL's placeholder, of format 2
+    prompts = opened(group.prompts) or [row["prompt"]]
+    if group.prompts:  # they hold their images
+        row |= dict.fromkeys(row.keys() & {"image", "images"})
     return [{**row, "prompt": prompts[index % len(prompts)]} for index in range(group.job.num_generations)]
 
 
@@ -345,6 +353,7 @@ def log_pi_old(trainer: GRPOTrainer, batch: dict[str, Any]) -> torch.Tensor:
             attention_mask,
             batch["completion_ids"].shape[1],
             batch_size=trainer.args.per_device_train_batch_size,
+            **{name: batch[name] for name in MODEL_INPUTS if name in batch},
         )
     return logprobs
 

@@ -18,6 +18,7 @@ from hypothesis.extra import numpy as hnp
 from queue_samples import RUN, answer, make_group, make_job, same_group
 
 from async_grpo.errors import BadFileError, QueueError
+from async_grpo.images import EncodedImage
 from async_grpo.queue import ServerQueue, WorkerQueue, quarantined
 from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
 from async_grpo.records import Job, Purpose, RolloutGroup, Timings
@@ -26,7 +27,12 @@ ROOT = Path(__file__).parents[3]
 FORMAT_2 = Path(__file__).parent / "format_2"
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    st.builds(EncodedImage, st.binary(max_size=5))
+    | st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )

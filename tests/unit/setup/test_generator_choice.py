@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from datasets import Dataset, Features, Image, List, Value
 
 from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.setup.generator_choice import VLLM_SERVER, choose_generator, refuse_with_server, wants_vllm
@@ -22,8 +23,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     return set_to
 
 
-def trainer(wish: bool = False, mode: str = "colocate") -> Any:
-    return SimpleNamespace(async_grpo_wants_vllm=wish, args=SimpleNamespace(vllm_mode=mode), model=None)
+def trainer(wish: bool = False, mode: str = "colocate", train_dataset: Any = None) -> Any:
+    return SimpleNamespace(
+        async_grpo_wants_vllm=wish,
+        args=SimpleNamespace(vllm_mode=mode),
+        model=None,
+        train_dataset=train_dataset,
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,6 +46,23 @@ def trainer(wish: bool = False, mode: str = "colocate") -> Any:
 def test_the_engine(asked: str | None, wish: bool, on_gpu: bool, there: bool, chosen: str, installed: Any) -> None:
     installed(there)
     assert choose_generator(asked, trainer(wish), on_gpu=on_gpu) == chosen
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"prompt": Value("string"), "image": Image()},
+        {"prompt": Value("string"), "image": Value("string")},
+        {"prompt": List({"role": Value("string"), "content": List({"type": Value("string"), "picture": Image()})})},
+    ],
+)
+def test_images_are_for_the_transformers_engine(features: dict[str, Any], installed: Any) -> None:
+    installed(True)
+    data = Dataset.from_dict({name: [] for name in features}, features=Features(features))
+    assert choose_generator(None, trainer(wish=False, train_dataset=data), on_gpu=True) == "hf"
+    for asked, wish in ((None, True), ("vllm", False)):
+        with pytest.raises(UnsupportedError, match=r"has images.*--generator hf"):
+            choose_generator(asked, trainer(wish=wish, train_dataset=data), on_gpu=True)
 
 
 @pytest.mark.parametrize(("asked", "who"), [("vllm", "--generator vllm"), (None, "use_vllm=True")])

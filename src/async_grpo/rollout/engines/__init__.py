@@ -7,9 +7,9 @@ Start with `choice`, which makes the engine of a worker.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from async_grpo.records import Job
@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class PreparedGroup:
-    """The prompts of one group, as token ids."""
+    """The prompts of one group, as token ids, and what the model computes their images from."""
 
     job: Job
     version: int  # policy version that samples it, or begins to where weights change meanwhile
     prompt_ids: list[list[int]]  # [G]
+    images: list[list[Any] | None] | None = None  # [G], as PIL has them; None: no prompt has any
+    fields: Sequence[Fields] = ()  # of neighbouring prompts together; the same object: equal prompts
     turn: int = 0  # of several in which the same job asks for tokens
 
     @property
@@ -46,6 +48,11 @@ class SampledGroup:
     logprobs: list[list[float]] = field(default_factory=list)  # [G], natural log, at the sampling temperature
     versions: list[list[int]] | None = None  # [G], of each token, where weights change while a group is sampled
     error: BaseException | None = None
+
+
+Fields = Mapping[str, Any]
+"""What a processor of TRL returns besides token ids (`pixel_values`, `mm_token_type_ids`, …), of some prompts: tensors,
+or one list a prompt with a number for each of its tokens."""
 
 
 class Engine(Protocol):

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
-from async_grpo.errors import PeerDiedError
+from async_grpo.errors import PeerDiedError, UnsupportedError
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.setup.generator_choice import NO_IMAGES
 from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo_ipc import ExporterDiedError
 
@@ -107,6 +108,8 @@ class ContinuousEngine:
 
     def _submit(self, group: PreparedGroup) -> SampledGroup | None:
         """Make a request of each prompt; returns the group if the engine refuses one of them."""
+        if group.images is not None:
+            return SampledGroup(prepared=group, error=UnsupportedError(NO_IMAGES))
         sampling = _Sampling(group, with_versions=self._in_flight_update)
         requests: list[str] = []
         for place, prompt_ids in enumerate(group.prompt_ids):

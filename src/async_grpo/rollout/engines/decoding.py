@@ -21,6 +21,8 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 
+from async_grpo.rollout.engines.vision import VisionInputs
+
 LEAVE_TOGETHER = 8  # rows leave the batch when one in eight has ended: making it smaller copies the cache
 ROOM = 64  # tokens by which a layer's buffer grows
 
@@ -38,6 +40,7 @@ class SamplingLoop:
     Args:
         temperature: of the log-probabilities, which are natural logs of the full softmax.
         group_sizes: numbers of neighbouring rows that belong together.
+        vision: what the images of the prompts are computed from.
     """
 
     completions_BC: Tensor  # tokens sampled so far, then padding
@@ -55,6 +58,7 @@ class SamplingLoop:
         temperature: float,
         pad_token_id: int,
         group_sizes: Sequence[int],
+        vision: VisionInputs | None = None,
         **model_kwargs: Any,
     ) -> None:
         rows, self._prompt_length = input_ids.shape
@@ -74,7 +78,7 @@ class SamplingLoop:
         self._open = {  # groups that have not ended, by index
             index: slice(end - size, end) for index, (size, end) in enumerate(zip(group_sizes, ends, strict=True))
         }
-        self._batch = _Batch(model, input_ids, model_kwargs)
+        self._batch = _Batch(model, input_ids, model_kwargs, vision)
 
     @property
     def ended(self) -> bool:
@@ -128,27 +132,33 @@ class _Batch:
 
     logits_bV: Tensor  # float32
 
-    def __init__(self, model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any], vision: VisionInputs | None
+    ) -> None:
         self._model = model
+        self._vision = vision
+        self._prompt_length = input_ids.shape[1]
         self._cache: Cache | None = model_kwargs.get("past_key_values")
         self._mask_bL: Tensor | None = model_kwargs.pop("attention_mask", None)  # 0 where padded; None: nowhere
         self._positions_bL: Tensor | None = model_kwargs.pop("position_ids", None)  # [3, b, L] for some models
-        self._kwargs = model_kwargs
-        self._can_select = _make_room_in(self._cache)
+        left = vision.names if vision else ()  # only forward passes over the prompts need them
+        self._kwargs = {name: value for name, value in model_kwargs.items() if name not in left}
+        self._can_select = _make_room_in(self._cache) and (vision is None or self._cache is not None)
         self.rows_b = torch.arange(len(input_ids), device=input_ids.device)
         self._prefill(input_ids)
 
     def _prefill(self, input_ids: Tensor) -> None:
         """One forward pass over the prompts, each of them once."""
-        copies_b = None
-        if self._can_select:
-            prompts = input_ids if self._mask_bL is None else torch.cat([input_ids, self._mask_bL], dim=1)
+        firsts = copies_b = None
+        if self._can_select and (self._vision is None or self._vision.selectable):
+            keys = () if self._vision is None else (self._vision.keys_B[:, None],)
+            prompts = torch.cat([input_ids, *(() if self._mask_bL is None else (self._mask_bL,)), *keys], dim=1)
             _, copies_b, counts = torch.unique_consecutive(prompts, dim=0, return_inverse=True, return_counts=True)
             firsts = counts.cumsum(0) - counts
             input_ids = input_ids[firsts]
             self._select(firsts)
         self._drop_useless_mask()
-        self._forward(input_ids, is_first_iteration=True)
+        self._forward(input_ids, {} if self._vision is None else self._vision.of_rows(firsts), is_first_iteration=True)
         if copies_b is not None:
             self.logits_bV = self.logits_bV[copies_b]
             self._select(copies_b)
@@ -160,8 +170,12 @@ class _Batch:
         if self._positions_bL is not None:
             last = self._positions_bL[..., -1:] + 1
             self._positions_bL = last if self._cache is not None else torch.cat([self._positions_bL, last], dim=-1)
-        input_ids = sampled_b[:, None] if self._cache is not None else sequences_BL[self.rows_b]
-        self._forward(input_ids, is_first_iteration=False)
+        input_ids, images = sampled_b[:, None], {}
+        if self._cache is None:
+            input_ids = sequences_BL[self.rows_b]
+            more_tokens = input_ids.shape[1] - self._prompt_length
+            images = {} if self._vision is None else self._vision.of_rows(more_tokens=more_tokens)
+        self._forward(input_ids, images, is_first_iteration=False)
 
     def without_ended(self, going_B: Tensor, sampled_b: Tensor) -> Tensor:
         """Let the rows that have ended leave, if they are enough; returns the sampled tokens of those that stay."""
@@ -175,13 +189,14 @@ class _Batch:
         self._drop_useless_mask()
         return sampled_b[stay]
 
-    def _forward(self, input_ids: Tensor, *, is_first_iteration: bool) -> None:
+    def _forward(self, input_ids: Tensor, images: dict[str, Tensor], *, is_first_iteration: bool) -> None:
         inputs = self._model.prepare_inputs_for_generation(
             input_ids,
             attention_mask=self._mask_bL,
             position_ids=self._positions_bL,
             is_first_iteration=is_first_iteration,
             **self._kwargs,
+            **images,
         )
         self.logits_bV = self._model(**inputs, return_dict=True).logits[:, -1].float()
 

@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.engines.decoding import SamplingLoop
+from async_grpo.rollout.engines.vision import VisionInputs
 from async_grpo.rollout.policy import PolicyWeights
 
 if TYPE_CHECKING:
@@ -66,11 +67,13 @@ class TransformersEngine(BatchEngine):
         """Have `generate` prepare everything up to its decoding loop, and return the loop instead of running it."""
         input_ids, attention_mask = self._left_padded([ids for group in groups for ids in group.prompt_ids])
         config = _with_own_settings(self._config, groups[0].job.sampling)
+        vision = VisionInputs.of(groups, input_ids.shape[1], input_ids.device)
         loop = partial(
             SamplingLoop,
             temperature=self._loss_temperature,
             pad_token_id=self._pad_token_id,
             group_sizes=[len(group.prompt_ids) for group in groups],
+            vision=vision,
         )
         with self._autocast():
             begun = self._model.generate(
@@ -78,6 +81,7 @@ class TransformersEngine(BatchEngine):
                 attention_mask=attention_mask,
                 generation_config=config,
                 custom_generate=loop,
+                **({} if vision is None else vision.small()),
             )
         assert isinstance(begun, SamplingLoop)
         return begun

@@ -28,6 +28,7 @@ from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.engines.vllm_options import adapter_of, sampling_options
 from async_grpo.rollout.policy import PolicyWeights
+from async_grpo.setup.generator_choice import NO_IMAGES
 from async_grpo.telemetry.waiting import SAY_EVERY_S, wait_until
 from async_grpo_ipc import RemoteWeights
 
@@ -82,7 +83,10 @@ class VLLMServer(BatchEngine):
         Raises:
             ValueError: the server refuses the prompts, for example one that is too long for its model.
             GeneratorError: it does not answer.
+            UnsupportedError: a prompt has images.
         """
+        if any(group.images is not None for group in groups):
+            raise UnsupportedError(NO_IMAGES)
         prompts, copies = _each_once([group.prompt_ids for group in groups])
         options = {**self._options, **groups[0].job.sampling}
         request = _Call(

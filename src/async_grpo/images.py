@@ -1,0 +1,167 @@
+"""Images in rows, prompts and completions: PIL objects for the user's code, files of images in the queue.
+
+An `EncodedImage` stands in a record wherever the user's data has an image. A queue file keeps the bytes of all of them
+in one tensor, each once, and null in their places in its JSON; a table says which belongs where.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.errors import BadFileError, UnsupportedError
+from async_grpo.formatting import size
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MOST_PIXELS = 1 << 26  # of an image; opening a larger one is refused: a small file may unfold to any size
+_READ = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")  # PIL hands others to other programs
+_WRITTEN = {"PNG": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), "TIFF": ("CMYK", "YCbCr", "LAB", "I", "F")}
+_FORMATS = {mode: name for name, modes in _WRITTEN.items() for mode in modes}  # without loss
+
+MODEL_INPUTS = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
+"""What TRL's loss has of images: keys of its inputs, parameters of `_get_per_token_logps_and_entropies`."""
+
+Place = list[str | int]  # keys and indices that lead to an image
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """An image as the bytes of its file."""
+
+    data: bytes
+
+    def __repr__(self) -> str:
+        return f"<image of {size(len(self.data))}>"
+
+    @classmethod
+    def of(cls, image: Image) -> EncodedImage:
+        """Encode pixels without loss. `UnsupportedError`: no format holds images of this mode exactly."""
+        if image.mode not in _FORMATS:
+            raise UnsupportedError(
+                f"An image of PIL's mode {image.mode!r} cannot be sent to workers exactly. Convert it, for example "
+                'with image.convert("RGB").'
+            )
+        file = BytesIO()
+        options = {"compress_level": 1} if _FORMATS[image.mode] == "PNG" else {}
+        image.save(file, _FORMATS[image.mode], **options)
+        return cls(file.getvalue())
+
+    def open(self) -> Image:
+        """The pixels. `UnsupportedError`: the bytes are no image, or of too large a one."""
+        import PIL.Image
+
+        try:
+            PIL.Image.init()  # all readers; it does nothing the second time
+            image = PIL.Image.open(BytesIO(self.data), formats=_READ)
+            pixels = image.width * image.height
+            if pixels <= MOST_PIXELS:
+                image.load()
+        except Exception as error:  # whatever PIL's many readers raise for broken bytes
+            raise UnsupportedError(
+                f"An image of {size(len(self.data))} cannot be read ({type(error).__name__}: {error}). "
+                "Repair it or take its row out of the dataset."
+            ) from error
+        if pixels > MOST_PIXELS:
+            raise UnsupportedError(
+                f"An image has {image.width:,} x {image.height:,} pixels, over the limit of {MOST_PIXELS:,} in all. "
+                "Make it smaller or take its row out of the dataset."
+            )
+        return image
+
+
+def encoded(value: Any) -> Any:
+    """`value` with an `EncodedImage` in place of each PIL image; `value` itself where it has none."""
+    pil = sys.modules.get("PIL.Image")
+    if pil is None:  # nobody can have made an image
+        return value
+    known: dict[int, EncodedImage] = {}
+
+    def encode(image: Any) -> EncodedImage:
+        if id(image) not in known:
+            known[id(image)] = EncodedImage.of(image)
+        return known[id(image)]
+
+    return _replaced(value, lambda leaf: encode(leaf) if isinstance(leaf, pil.Image) else leaf)
+
+
+def opened(value: Any) -> Any:
+    """`value` with a PIL image in place of each `EncodedImage`; `value` itself where it has none."""
+    known: dict[EncodedImage, Image] = {}
+
+    def decode(image: EncodedImage) -> Image:
+        if image not in known:
+            known[image] = image.open()
+        return known[image]
+
+    return _replaced(value, lambda leaf: decode(leaf) if type(leaf) is EncodedImage else leaf)
+
+
+def images_in(messages: Any, role: str | None = None) -> list[Any]:
+    """The images in a prompt or a completion, or in its messages of one role, in their order."""
+    found = []
+    for message in messages if isinstance(messages, list) else ():
+        if role in (None, message["role"]) and isinstance(message.get("content"), list):
+            found += [part["image"] for part in message["content"] if part["type"] == "image"]
+    return found
+
+
+def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
+    """`value` with its leaves replaced. What stays the same is shared with it."""
+    kind = type(value)
+    if kind is str:
+        return value
+    if kind is dict:
+        entries = {name: _replaced(item, replace) for name, item in value.items()}
+        return entries if any(entries[name] is not item for name, item in value.items()) else value
+    if kind is list:
+        items = [_replaced(item, replace) for item in value]
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    return replace(value)
+
+
+def taken_out(values: dict[str, Any]) -> tuple[dict[str, Any], list[EncodedImage], list[list[Any]]]:
+    """`values` with null in place of each image, the images, each once, and the table: `[image, key, key, …]`."""
+    images: dict[EncodedImage, int] = {}
+    table: list[list[Any]] = []
+
+    def take(value: Any, place: Place) -> Any:
+        if type(value) is dict:
+            return {name: take(item, [*place, name]) for name, item in value.items()}
+        if type(value) is list:
+            return [take(item, [*place, index]) for index, item in enumerate(value)]
+        if type(value) is EncodedImage:
+            table.append([images.setdefault(value, len(images)), *place])
+            return None
+        return value
+
+    return take(values, []), list(images), table
+
+
+def put_back(values: dict[str, Any], images: list[EncodedImage], table: Any) -> None:
+    """Undo `taken_out`, in place. `BadFileError`: the table does not fit."""
+    try:
+        for index, *place in table:
+            inner: Any = values
+            for key in place[:-1]:
+                inner = inner[key]
+            if inner[place[-1]] is not None or type(index) is not int or index < 0:
+                raise LookupError("the place of an image is taken")
+            inner[place[-1]] = images[index]
+    except (LookupError, TypeError, ValueError) as error:
+        raise BadFileError(f"its table of images does not fit: {error}") from error

@@ -1,0 +1,42 @@
+"""A group's dataset rows and prompts as TRL has them when it generates: with PIL images, in their places."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from trl.data_utils import prepare_multimodal_messages
+
+from async_grpo.images import opened
+
+if TYPE_CHECKING:
+    from async_grpo.records import Job
+    from async_grpo.rollout.engines import Fields
+
+
+def rows_of(job: Job) -> list[dict[str, Any]]:
+    """The job's row, once per completion. `UnsupportedError`: an image cannot be read."""
+    row = opened(job.row)
+    return [dict(row) for _ in range(job.num_generations)]
+
+
+def prompt_of(row: dict[str, Any]) -> Any:
+    """The row's prompt, with the images of its columns `images` or `image` where TRL puts them."""
+    prompt = row["prompt"]
+    if "images" in row:
+        images = row["images"]
+    elif "image" in row:
+        images = None if row["image"] is None else [row["image"]]
+    else:
+        return prompt
+    return prepare_multimodal_messages(prompt, images=images) if isinstance(prompt, list) else prompt
+
+
+def as_fields(fields: dict[str, Any]) -> Fields:
+    """What the processor returned, as `PreparedGroup` has it: as TRL hands it to `generate`."""
+    return {name: value if _is_per_token(value) else torch.as_tensor(np.array(value)) for name, value in fields.items()}
+
+
+def _is_per_token(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], list)
