@@ -20,6 +20,7 @@ COMMANDS = {
     "replay": "train again from the archived groups of a run, with other settings or the same",
     "board": "a run's curves, samples and settings in TensorBoard",
     "rollouts": "read what the model wrote, in the terminal or as a page",
+    "evaluate": "have workers answer a setup file's eval_dataset with the weights of a checkpoint: pass@k and others",
     "audit": "prove from a run's files that no prompt group was lost or used twice",
     "doctor": "check machine, directory and setup file, and say how to fix what is wrong; --dump for bug reports",
     "queue": "look at a run's queue and repair it by hand",

@@ -30,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     options.add_distributed_options(parser)
     options.add_run_options(parser)
     options.add_launched_option(parser)
+    parser.add_argument("--evaluate", action="append", metavar="MODEL", help=argparse.SUPPRESS)  # of `evaluate`
     return parser
 
 
@@ -56,6 +57,19 @@ def run(args: argparse.Namespace) -> int:
         )
     options.become_role(args, device, fast_inference="0", one_device=ranks == 1)
 
+    if args.evaluate:
+        from async_grpo.roles.evaluator import EvaluatorOptions, run_evaluator
+
+        run_evaluator(
+            EvaluatorOptions(
+                config=args.config.absolute(),
+                run_dir=args.run_dir,
+                device=device,
+                settings=options.training_settings(args),
+                models=tuple(args.evaluate),
+            )
+        )
+        return 0
     from async_grpo.roles.parameter_server import ServerOptions, run_parameter_server
 
     run_parameter_server(

@@ -36,17 +36,33 @@ class Estimate:
 
 def estimates(problems: Sequence[Answers], ks: Iterable[int]) -> dict[str, Estimate]:
     """Every figure of these problems, by name. A `k` that is larger than some problem's n raises `ValueError`."""
+    found = {name: mean_with_interval(values) for name, values in values_of(problems, ks).items()}
+    every_reward = [reward for answers in problems for reward in answers.rewards]
+    spread = stdev(every_reward) if len(every_reward) > 1 else 0.0
+    found["reward_std"] = Estimate(value=spread, low=None, high=None, problems=len(problems))
+    return found
+
+
+def differences(ours: Sequence[Answers], theirs: Sequence[Answers], ks: Iterable[int]) -> dict[str, Estimate]:
+    """Ours less theirs, by figure, over the same problems in the same order."""
+    ks = sorted(set(ks))
+    other = values_of(theirs, ks)
+    return {
+        name: paired_difference(values, other[name])
+        for name, values in values_of(ours, ks).items()
+        if name in other  # only one side may have final answers
+    }
+
+
+def values_of(problems: Sequence[Answers], ks: Iterable[int]) -> dict[str, list[float]]:
+    """The value of each problem, by figure."""
     figures: dict[str, Callable[[Answers], float]] = {
         "success_rate": lambda answers: fmean(answers.successes),
         "reward_mean": lambda answers: fmean(answers.rewards),
     }
     for k in sorted(set(ks)):
         figures |= _at(k, vote=all(answers.finals is not None for answers in problems))
-    found = {name: mean_with_interval([figure(one) for one in problems]) for name, figure in figures.items()}
-    every_reward = [reward for answers in problems for reward in answers.rewards]
-    spread = stdev(every_reward) if len(every_reward) > 1 else 0.0
-    found["reward_std"] = Estimate(value=spread, low=None, high=None, problems=len(problems))
-    return found
+    return {name: [figure(one) for one in problems] for name, figure in figures.items()}
 
 
 def _at(k: int, *, vote: bool) -> dict[str, Callable[[Answers], float]]:

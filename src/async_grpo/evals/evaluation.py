@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from async_grpo.errors import DiskFullError
@@ -39,6 +40,7 @@ class Evaluation:
         replicates: n, completions a problem.
         sampling: as `Job.sampling` has it.
         ks: of pass@k and the others.
+        finished: groups that an earlier process left; those that answer a problem of this evaluation are used again.
     """
 
     def __init__(
@@ -53,21 +55,33 @@ class Evaluation:
         sampling: dict[str, Any],
         ks: Sequence[int],
         seed: int,
+        finished: Iterable[RolloutGroup] = (),
     ) -> None:
         self.version = version
         self._queue, self._judge, self._problems = queue, judge, problems
         self._run_id, self._replicates, self._sampling, self._ks, self._seed = run_id, replicates, sampling, ks, seed
         self._started = time.monotonic()
-        self._next = 0  # problem to issue
+        self._unissued = deque(range(len(problems)))
         self._first_seq = -1
         self._open: dict[int, int] = {}  # sequence number -> problem
-        self._answers: dict[int, Answers] = {}
+        self.answers: dict[int, Answers] = {}  # by problem
         self.failed: dict[int, str] = {}
+        by_seed = {group.job.seed: group for group in finished if group.policy_version == version}
+        for problem in list(self._unissued):
+            group = by_seed.get(sampling_seed(seed, problem))
+            if group is not None and self._is_answer(problem, group.job):
+                self._unissued.remove(problem)
+                self._came_back(problem, group)
+
+    @property
+    def total(self) -> int:
+        """Problems."""
+        return len(self._problems)
 
     @property
     def done(self) -> int:
         """Problems that are answered or have failed."""
-        return len(self._answers) + len(self.failed)
+        return len(self.answers) + len(self.failed)
 
     def look(self) -> Evaluated | None:
         """Take what is finished and issue more. The result, when every problem is answered or has failed."""
@@ -76,10 +90,10 @@ class Evaluation:
             self._issue()
         except DiskFullError:  # the next look tries again; the trainer makes room
             return None
-        if self._open or self._next < len(self._problems):
+        if self._open or self._unissued:
             return None
         return evaluated(
-            self._answers,
+            self.answers,
             self.failed,
             ks=self._ks,
             run_id=self._run_id,
@@ -91,28 +105,30 @@ class Evaluation:
         )
 
     def _issue(self) -> None:
-        while self._next < len(self._problems) and len(self._open) < OPEN_AT_A_TIME:
-            if self._queue.open_jobs >= MAX_OPEN:
-                return
-            row = self._problems[self._next]
-            seq = self._queue.new_seq()
-            self._queue.submit(
-                Job(
-                    run_id=self._run_id,
-                    seq=seq,
-                    row=row,
-                    num_generations=self._replicates,
-                    seed=sampling_seed(self._seed, self._next),
-                    born_version=self.version,
-                    min_version=self.version,
-                    purpose="eval",
-                    sampling=self._sampling,
-                    task=str(row.get("task") or ""),
-                )
-            )
-            self._first_seq = seq if self._first_seq < 0 else self._first_seq
-            self._open[seq] = self._next
-            self._next += 1
+        while self._unissued and len(self._open) < OPEN_AT_A_TIME and self._queue.open_jobs < MAX_OPEN:
+            problem = self._unissued[0]
+            job = self._job(problem, self._queue.new_seq())
+            self._queue.submit(job)
+            self._first_seq = job.seq if self._first_seq < 0 else self._first_seq
+            self._open[job.seq] = self._unissued.popleft()
+
+    def _job(self, problem: int, seq: int) -> Job:
+        row = self._problems[problem]
+        return Job(
+            run_id=self._run_id,
+            seq=seq,
+            row=row,
+            num_generations=self._replicates,
+            seed=sampling_seed(self._seed, problem),
+            born_version=self.version,
+            min_version=self.version,
+            purpose="eval",
+            sampling=self._sampling,
+            task=str(row.get("task") or ""),
+        )
+
+    def _is_answer(self, problem: int, job: Job) -> bool:
+        return job == self._job(problem, job.seq)
 
     def _collect(self) -> None:
         for name in self._queue.finished("eval"):
@@ -133,7 +149,7 @@ class Evaluation:
             self.failed[problem] = f"it was answered by version {sorted(versions)}, not {self.version}"
             return
         try:
-            self._answers[problem] = self._judge.answers(group)
+            self.answers[problem] = self._judge.answers(group)
         except Exception as error:  # noqa: BLE001  # `final_answer` is the user's
             self.failed[problem] = f"{type(error).__name__}: {error}"
 

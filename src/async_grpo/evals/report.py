@@ -12,7 +12,7 @@ from typing import Any
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import BadFileError
-from async_grpo.evals.estimators import Answers, Estimate, estimates
+from async_grpo.evals.estimators import Answers, Estimate, differences, estimates
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.files import LineFile, write_lines
 from async_grpo.rundir.reading import LineReader, parse_object
@@ -94,6 +94,21 @@ def evaluated(
         failed={str(problem): reason for problem, reason in failed.items()},
         **about,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """One model less another, over the problems that both answered."""
+
+    figures: dict[str, Estimate]
+
+
+def compare(ours: Mapping[int, Answers], theirs: Mapping[int, Answers], *, ks: Sequence[int]) -> Comparison:
+    """The paired differences. `ValueError` if no problem was answered by both."""
+    both = sorted(ours.keys() & theirs.keys())
+    if not both:
+        raise ValueError("no problem was answered by both models")
+    return Comparison(figures=differences([ours[one] for one in both], [theirs[one] for one in both], ks))
 
 
 class Ledger:

@@ -51,6 +51,7 @@ class LaunchOptions:
     worker_timeout_s: float = 600.0
     stop_grace_s: float = STOP_GRACE_S  # for the server's last checkpoint
     log_level: str = "INFO"
+    evaluates: tuple[str, ...] = ()  # models to evaluate; the server trains nothing then
     quiet: bool = False  # only warnings, errors and the table at the end
 
     @property
@@ -161,7 +162,8 @@ class _Launch:
         if server.code != 0 and not (stopping and state is not None and state.state != runs.FAILED):
             said = f"the parameter server failed ({exit_reason(server.code)}). Its last words:"
             return self._fail(said, SERVER, max(server.code, 1))
-        summary.show(self._run)
+        if not self._options.evaluates:
+            summary.show(self._run)
         return 0
 
     def _fail(self, said: str, name: str, code: int = 1) -> int:
@@ -175,6 +177,7 @@ class _Launch:
 def _server(options: LaunchOptions, run: RunDir) -> Child:
     arguments = ["server", "--config", str(options.config), "--device", options.master_device]
     arguments += [*as_flags(options.training), *_common(options)]
+    arguments += [text for model in options.evaluates for text in ("--evaluate", model)]
     env = _environment(options)
     if options.accelerate_config is None:
         command = _command(arguments)

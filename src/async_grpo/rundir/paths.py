@@ -8,6 +8,7 @@ worker/
   ps_ipc_handle.json            where the weights lie (ps_ipc_handle_version.json: for people)
   log_parameter_server.txt  log_worker_1.txt  metrics.jsonl  consumed.jsonl  summary.json  tensorboard/
   evaluations.jsonl             what each evaluation found
+  evaluated.json  comparison.json             of `evaluate`: whose weights, and one model less the other
   hyperparameters.json          what the trainer was set to; no secrets
   board/                        what `async-grpo board` made of the files above
 """
@@ -30,7 +31,8 @@ RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 SERVER_LOCK = "server.lock"
 ENTRIES = (  # of a run directory, apart from logs
     *("queue", "done", "quarantine", "tmp", "alive", "tensorboard", "board", "summary.json", "metrics.jsonl"),
-    *("consumed.jsonl", "evaluations.jsonl", "hyperparameters.json"),
+    *("consumed.jsonl", "evaluations.jsonl", "evaluated.json", "comparison.json"),
+    "hyperparameters.json",
     *("run.json", SERVER_LOCK, "generator.lock", "ps_ipc_handle.json", "ps_ipc_handle_version.json"),
 )
 
@@ -71,6 +73,8 @@ class RunDir:
         self.consumption = self.root / "consumed.jsonl"
         self.summary = self.root / "summary.json"
         self.evaluations = self.root / "evaluations.jsonl"
+        self.comparison = self.root / "comparison.json"
+        self.evaluated = self.root / "evaluated.json"
         self.tensorboard = self.root / "tensorboard"
         self.hyperparameters = self.root / "hyperparameters.json"
         self.board = self.root / "board"

@@ -1,0 +1,132 @@
+"""`async-grpo evaluate MODEL`: what a checkpoint can do, by the evaluation that runs have, without training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.cli import options
+from async_grpo.cli.train import plan_devices
+from async_grpo.errors import UsageError
+from async_grpo.settings import TrainingSettings, positive
+
+if TYPE_CHECKING:
+    from async_grpo.evals.estimators import Estimate
+
+EXAMPLES = """\
+  async-grpo evaluate outputs/run/checkpoint-100 --config my_trainer.py
+  async-grpo evaluate Qwen/Qwen2.5-1.5B-Instruct --config my_trainer.py --eval-temperature 0 --eval-replicates 1
+  async-grpo evaluate checkpoint-100 --against checkpoint-50 --config my_trainer.py   the paired difference
+  async-grpo evaluate checkpoint-100 --config my_trainer.py --resume                  after a kill"""
+
+DEFAULT_RUN_DIR = Path("evaluation")
+EVAL_SETTINGS = ("eval_replicates", "eval_k", "eval_temperature", "eval_top_p", "eval_top_k")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = options.parser(
+        "evaluate", "Answer the setup file's eval_dataset with the weights of a checkpoint, on workers.", EXAMPLES
+    )
+    parser.add_argument("model", help="a checkpoint's folder, an adapter's, or a model of the hub")
+    parser.add_argument("--against", metavar="OTHER", help="evaluate this one too, and tell the paired difference")
+    parser.add_argument(
+        "--config", type=Path, default=options.DEFAULT_CONFIG, help=f"setup file (default: {options.DEFAULT_CONFIG})"
+    )
+    parser.add_argument("--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="default: evaluation/")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
+    parser.add_argument("--num-workers", "--workers", "-n", type=positive, help="default: one a GPU, 2 on a CPU")
+    parser.add_argument("--master-device-id", metavar="N", help="the server's GPU, or 'cpu' (default: 0)")
+    parser.add_argument("--worker-device-ids", metavar="1,2,3", help="the workers' GPUs, one worker each")
+    options.add_settings(parser, TrainingSettings, "seed", *EVAL_SETTINGS, "max_attempts", "stall_warning")
+    options.add_worker_options(parser)
+    unfinished = parser.add_mutually_exclusive_group()
+    options.add_settings(unfinished, TrainingSettings, "resume")
+    unfinished.add_argument("--overwrite", action="store_true", help="delete the unfinished evaluation in --run-dir")
+    options.add_log_level_option(parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from async_grpo.launch.launcher import LaunchOptions, launch
+    from async_grpo.setup.setup_file import check_setup_file
+
+    check_setup_file(args.config)
+    settings = TrainingSettings(
+        seed=args.seed,
+        max_attempts=args.max_attempts,
+        stall_warning=args.stall_warning,
+        resume=args.resume,
+        **{name: getattr(args, name) for name in EVAL_SETTINGS},
+    )
+    settings.evaluated_ks()
+    master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
+    code = launch(
+        LaunchOptions(
+            config=args.config.absolute(),
+            run_dir=args.run_dir.absolute(),
+            master_device=master,
+            worker_devices=workers,
+            training=settings,
+            work=options.worker_settings(args),
+            overwrite=args.overwrite,
+            log_level=options.log_level(args),
+            evaluates=tuple(map(_place, (args.model, *([args.against] if args.against else [])))),
+        )
+    )
+    return code or _tell(args)
+
+
+def _place(model: str) -> str:
+    """A folder as an absolute path, as the server may run elsewhere; anything else is a name of the hub."""
+    path = Path(model).expanduser()
+    if not path.exists() and (path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1):
+        raise UsageError(f"There is no folder {model}, and it is no name of a model of the hub either.")
+    return str(path.absolute()) if path.exists() else model
+
+
+def _tell(args: argparse.Namespace) -> int:
+    from async_grpo.evals.report import read
+    from async_grpo.rundir.paths import RunDir
+    from async_grpo.rundir.reading import read_object
+
+    run = RunDir(args.run_dir)
+    found = read(run.evaluations)
+    models = [args.model, *([args.against] if args.against else [])]
+    if len(found) < len(models):
+        print(f"the evaluation was stopped. Continue it: add --resume to the command (--run-dir {args.run_dir})")
+        return 0
+    difference = read_object(run.comparison)["figures"] if args.against else {}
+    for model, one in zip(models, found, strict=False):
+        _table(model, one.figures, one.failed)
+        for task, figures in one.tasks.items():
+            _table(f"{model}, task {task}", figures, {})
+    if difference:
+        from async_grpo.evals.report import Comparison
+        from async_grpo.rundir.shape import shaped
+
+        _table(f"{args.model} less {args.against}, paired", shaped(Comparison, {"figures": difference}).figures, {})
+    if args.json is not None:
+        record: dict[str, Any] = {model: asdict(one) for model, one in zip(models, found, strict=False)}
+        args.json.write_text(json.dumps({"models": record, "difference": difference}, indent=2) + "\n")
+    return 0
+
+
+def _table(title: str, figures: dict[str, Estimate], failed: dict[str, str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if not figures:
+        print(f"{title}: no problem could be answered. The first reason: {next(iter(failed.values()), 'unknown')}")
+        return
+    problems = next(iter(figures.values())).problems
+    lacking = f", {len(failed)} more could not be answered" if failed else ""
+    table = Table(title=f"{title}: {problems} problems{lacking}", title_justify="left")
+    for column in ("figure", "value", "95% interval"):
+        table.add_column(column, justify="left" if column == "figure" else "right")
+    for name, figure in figures.items():
+        interval = "" if figure.low is None or figure.high is None else f"{figure.low:.3f} … {figure.high:.3f}"
+        table.add_row(name, f"{figure.value:.3f}", interval)
+    Console(soft_wrap=True, markup=False).print(table)

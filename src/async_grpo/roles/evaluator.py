@@ -1,0 +1,211 @@
+"""The server of `async-grpo evaluate`: publishes given weights, has the workers answer the problems, trains nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from loguru import logger
+
+from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.archive.groups import FinishedGroups
+from async_grpo.errors import RunDirError, UsageError, WaitTimeoutError
+from async_grpo.evals.evaluation import Evaluation
+from async_grpo.evals.report import Judge, Ledger, compare
+from async_grpo.formatting import counted
+from async_grpo.queue import ServerQueue
+from async_grpo.rundir import paths as runs
+from async_grpo.rundir.files import write_json
+from async_grpo.rundir.lifecycle import in_use
+from async_grpo.rundir.locks import KernelLock, server_lock
+from async_grpo.rundir.paths import SERVER, RunDir, RunState
+from async_grpo.rundir.reading import read_object
+from async_grpo.settings import TrainingSettings
+from async_grpo.setup.checkpoint_weights import load_weights, weights_digest
+from async_grpo.setup.devices import check_torch_sees
+from async_grpo.setup.process import StopRequest, gc_paused, own_compile_cache, write_stacks_on_signal
+from async_grpo.setup.setup_file import load_trainer
+from async_grpo.telemetry.activity import EVALUATING, LOADING, activity
+from async_grpo.telemetry.stalls import StallReporter
+from async_grpo.telemetry.waiting import Reminder, wait_until
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+    from async_grpo_ipc import WeightExporter
+
+PATIENCE_S = 1800.0  # without one answered problem
+SAY_EVERY_S = 5.0
+WAKE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatorOptions:
+    """What the command line decides."""
+
+    config: Path
+    run_dir: Path
+    device: str
+    settings: TrainingSettings
+    models: tuple[str, ...]  # to evaluate, the first against the second where there are two
+
+
+def run_evaluator(options: EvaluatorOptions) -> None:
+    """Evaluate each model in a prepared run directory; the results are in its `evaluations.jsonl`.
+
+    A model's place in `options.models` is its version there. Finished groups of an earlier process are used again.
+
+    Raises:
+        AsyncGRPOError: with a text for the user. `run.json` then says `failed`.
+    """
+    stop = StopRequest().install()
+    run = RunDir(options.run_dir)
+    write_stacks_on_signal(run.stacks(SERVER))
+    with _serving(run) as (lock, state):
+        activity.publish(run.root, SERVER, device=options.device, run_id=state.run_id, state=LOADING)
+        StallReporter(activity, run.root, options.settings.stall_warning).start()
+        own_compile_cache("parameter_server", os.environ)
+        check_torch_sees(options.device)
+        with gc_paused():
+            trainer = load_trainer(options.config, engine_here=False, seed=options.settings.seed)
+        stop.defer()
+        done = _evaluate_all(options, run, state, trainer, stop, lock)
+        run.update_state(state=runs.FINISHED if done else runs.STOPPED)
+
+
+@contextmanager
+def _serving(run: RunDir) -> Iterator[tuple[KernelLock, RunState]]:
+    lock = server_lock(run.root)
+    if not lock.try_acquire({"role": "evaluation"}):
+        raise RunDirError(in_use(run))
+    try:
+        state = run.read_state()
+        if state is None:
+            raise RunDirError(f"{run.root} holds no run: prepare one first.")
+        yield lock, state
+    except BaseException as error:
+        if run.read_state() is not None:
+            run.update_state(state=runs.STOPPED if isinstance(error, SystemExit) else runs.FAILED)
+        raise
+    finally:
+        lock.release()
+
+
+def _evaluate_all(
+    options: EvaluatorOptions, run: RunDir, state: RunState, trainer: GRPOTrainer, stop: StopRequest, lock: KernelLock
+) -> bool:
+    """Evaluate the models one after the other; False if the process was asked to stop."""
+    settings = options.settings
+    begin = _beginning(options, run, state, trainer)
+    ledger = Ledger(run.evaluations, state.run_id, resumed_from=len(options.models))
+    evaluations: list[Evaluation] = []
+    open_queue = partial(ServerQueue.open, run.root, state.run_id, max_attempts=settings.max_attempts, lock=lock)
+    with closing(open_queue()) as queue, closing(ledger), _Weights(trainer, run) as weights:
+        for version, model in enumerate(options.models):
+            weights.publish(version, model)
+            logger.info("evaluating {}", model)
+            evaluation = begin(queue, version)
+            if not _finish(evaluation, queue, ledger, stop):
+                return False
+            evaluations.append(evaluation)
+    if len(evaluations) == 2:
+        ours, theirs = (evaluation.answers for evaluation in evaluations)
+        write_json(run.comparison, asdict(compare(ours, theirs, ks=settings.evaluated_ks())))
+    return True
+
+
+def _beginning(
+    options: EvaluatorOptions, run: RunDir, state: RunState, trainer: GRPOTrainer
+) -> Callable[[ServerQueue, int], Evaluation]:
+    """Makes the evaluation of a version on the trainer's `eval_dataset`."""
+    from async_grpo.training.prompts import evaluation_problems
+    from async_grpo.training.reporting import hyperparameters
+
+    settings = options.settings
+    problems = evaluation_problems(trainer)
+    if not problems:
+        raise UsageError(f"The trainer of {options.config} has no eval_dataset, so there is nothing to evaluate on.")
+    record = hyperparameters(trainer, settings)
+    write_json(run.hyperparameters, record)
+    judge = Judge.of(trainer.reward_funcs, AdvantageRule.from_record(record))
+    finished = [found.group for found in FinishedGroups(run.root).evaluated()]
+    return lambda queue, version: Evaluation(
+        queue,
+        judge,
+        problems,
+        run_id=state.run_id,
+        version=version,
+        replicates=settings.eval_replicates,
+        sampling=settings.eval_sampling(),
+        ks=settings.evaluated_ks(),
+        seed=trainer.args.seed,
+        finished=finished,
+    )
+
+
+class _Weights:
+    """Publishes one model's weights after another's."""
+
+    def __init__(self, trainer: GRPOTrainer, run: RunDir) -> None:
+        self._trainer, self._run = trainer, run
+        self._exporter: WeightExporter | None = None
+
+    def __enter__(self) -> _Weights:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._exporter is not None:
+            self._exporter.close()
+
+    def publish(self, version: int, model: str) -> None:
+        """`RunDirError` where an earlier process evaluated other weights as this version."""
+        from async_grpo_ipc import WeightExporter
+
+        load_weights(self._trainer, model)
+        self._require_same(str(version), model)
+        if self._exporter is None:
+            self._exporter = WeightExporter.from_model(self._trainer.model, self._run.weights_handle, slots=2)
+        publish = self._exporter.publish
+        wait_until(lambda: publish(version) or None, what="a free slot for the weights", timeout_s=PATIENCE_S)
+
+    def _require_same(self, version: str, model: str) -> None:
+        digest = weights_digest(self._trainer.model)
+        known = read_object(self._run.evaluated) if self._run.evaluated.exists() else {}
+        before = known.setdefault(version, {"model": model, "weights": digest})
+        if before["weights"] != digest:
+            raise RunDirError(
+                f"{self._run.root} holds the evaluation of {before['model']}, whose weights are not those of {model}. "
+                "Choose another --run-dir."
+            )
+        write_json(self._run.evaluated, known)
+
+
+def _finish(evaluation: Evaluation, queue: ServerQueue, ledger: Ledger, stop: StopRequest) -> bool:
+    """Wait for the result and keep it; False if the process was asked to stop."""
+    activity.doing(EVALUATING, version=evaluation.version)
+    progress_at = said_at = time.monotonic()
+    done = -1
+    with Reminder(lambda: f"answers from {counted(len(queue.workers()), 'worker')}") as reminder:
+        while (result := evaluation.look()) is None:
+            now = time.monotonic()
+            if stop:
+                return False
+            if evaluation.done != done:
+                done, progress_at = evaluation.done, now
+                activity.progress()
+            elif now > progress_at + PATIENCE_S:
+                raise WaitTimeoutError(f"Timed out after {PATIENCE_S:.0f} s waiting for an answered problem.")
+            if now > said_at + SAY_EVERY_S:
+                said_at = now
+                logger.info("{} of {} problems done", done, evaluation.total)
+            reminder.tick()
+            queue.wait(WAKE_S)
+    if evaluation.version not in ledger.steps:
+        ledger.add(result)
+    return True

@@ -1,0 +1,85 @@
+"""Put the weights of a checkpoint into the model of a trainer that a setup file returned."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.errors import UsageError
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+SHOWN = 3  # names of tensors in an error
+
+
+def load_weights(trainer: GRPOTrainer, source: str) -> None:
+    """Replace the weights of `trainer.model` by those of `source`.
+
+    Args:
+        source: a folder that `save_pretrained` or a training run wrote (a whole model, or an adapter for a model that
+            has one), or a model of the Hugging Face hub.
+
+    Raises:
+        UsageError: it cannot be read, or is of another model. The trainer's weights are then undefined.
+    """
+    model: Any = trainer.model
+    is_adapter = (Path(source) / "adapter_config.json").is_file()
+    if is_adapter != hasattr(model, "peft_config"):
+        has, needs = ("an adapter", "no adapter") if is_adapter else ("no adapter", "one")
+        raise UsageError(f"{source} is {has}, and the model of the setup file has {needs}. Give the checkpoint's own.")
+    try:
+        weights = _adapter(source) if is_adapter else _whole_model(model, source)
+    except (OSError, ValueError, RuntimeError) as error:  # not there, no safetensors, other shapes
+        raise UsageError(f"The weights of {source} cannot be read: {str(error).splitlines()[0]}") from error
+    _put(model, weights, source, is_adapter=is_adapter)
+
+
+def weights_digest(model: Any) -> str:
+    """SHA-256 over the names and bytes of the model's tensors, hexadecimal."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _adapter(folder: str) -> dict[str, Any]:
+    from peft import load_peft_weights
+
+    found: dict[str, Any] = load_peft_weights(folder, device="cpu")
+    return found
+
+
+def _whole_model(model: Any, source: str) -> dict[str, Any]:
+    dtype = next(model.parameters()).dtype
+    loaded, report = type(model).from_pretrained(source, dtype=dtype, output_loading_info=True)
+    found: dict[str, Any] = loaded.state_dict()
+    made_up = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}  # by transformers, at random
+    return {name: tensor for name, tensor in found.items() if name not in made_up}
+
+
+def _put(model: Any, weights: dict[str, Any], source: str, *, is_adapter: bool) -> None:
+    if is_adapter:
+        from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+        _compare(get_peft_model_state_dict(model), weights, source)
+        set_peft_model_state_dict(model, weights)
+    else:
+        _compare(model.state_dict(), weights, source)
+        model.load_state_dict(weights)
+
+
+def _compare(ours: dict[str, Any], theirs: dict[str, Any], source: str) -> None:
+    missing, unknown = sorted(ours.keys() - theirs.keys()), sorted(theirs.keys() - ours.keys())
+    other = [name for name in sorted(ours.keys() & theirs.keys()) if ours[name].shape != theirs[name].shape]
+    for names, what in ((missing, "lacks"), (unknown, "has, unlike the setup file's model,"), (other, "resizes")):
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            raise UsageError(
+                f"{source} is a checkpoint of another model than the setup file's: it {what} "
+                f"{', '.join(names[:SHOWN])}{more}."
+            )
