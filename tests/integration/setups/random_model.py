@@ -4,7 +4,8 @@ The reward is the length. `TEST_REWARD` says in words what goes wrong with it: "
 "broken" (all raise), "signals" (it sets a handler), "hang" (another prompt hangs, the first time that it is scored;
 `TEST_MARKER` is a file that remembers), "held" (all wait until there is a file `TEST_MARKER`). `TEST_REWARD_S` is how
 long it takes (0 seconds): a test that wants to meet a run in its middle needs one that lasts.
-`TEST_MODEL` is "full" (default) or "lora"; `TEST_STEPS` is the number of steps (12).
+`TEST_MODEL` is "full" (default) or "lora"; `TEST_STEPS` is the number of steps (12), `TEST_EVAL` that
+of problems in the `eval_dataset` (none).
 """
 
 import json
@@ -69,11 +70,13 @@ def get_trainer() -> GRPOTrainer:
         )
     )
     prompts = [f"{a}+{b}=" for a in range(8) for b in range(8)]
+    problems = int(os.environ.get("TEST_EVAL", "0"))
     return GRPOTrainer(
         model=model,
         processing_class=tokenizer,
         reward_funcs=[reward],
         train_dataset=Dataset.from_dict({"prompt": prompts}),
+        eval_dataset=Dataset.from_dict({"prompt": prompts[:problems]}) if problems else None,
         peft_config=LoraConfig(r=4, target_modules="all-linear") if os.environ.get("TEST_MODEL") == "lora" else None,
         args=GRPOConfig(
             output_dir="checkpoints",

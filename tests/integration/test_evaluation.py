@@ -1,0 +1,73 @@
+"""Evaluation in a run that is killed in the middle of one, and of the run's checkpoint afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import SETUP, Command, command, finish, read
+
+pytestmark = pytest.mark.integration
+
+RUN = ("--distributed", "--num-workers", "2", "--eval-every", "4", "--eval-replicates", "2", "--eval-k", "1,2")
+
+
+def evaluations(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "evaluations.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def claimed(folder: Path, worker: int) -> bool:
+    """Whether the worker has a job of an evaluation."""
+    return any((folder / "queue").glob(f"9*_processing_by_dev{worker}.safetensors"))
+
+
+def kill(run: Command, folder: Path) -> None:
+    """End the launcher, and with it everything, in the middle of the first evaluation, after a worker died there."""
+    run.wait_until(lambda: (folder / "queue").is_dir() and claimed(folder, 1), "an evaluation on worker 1")
+    worker = run.worker(1)
+    assert worker is not None
+    worker.kill()
+    run.wait_until(lambda: claimed(folder, 2) or claimed(folder, 1), "the job of the dead worker on a live one")
+    processes = run.children()
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    for process in processes:
+        process.wait(timeout=60)
+
+
+def test_a_run_that_is_killed_during_an_evaluation_has_each_once_and_its_checkpoint_can_be_evaluated(
+    tmp_path: Path,
+) -> None:
+    marker = tmp_path / "marker"
+    env = {"TEST_EVAL": "10", "TEST_STEPS": "8", "TEST_REWARD": "held", "TEST_MARKER": str(marker)}
+    with command("train", str(SETUP), *RUN, cwd=tmp_path, **env) as run:
+        kill(run, tmp_path / "worker")
+    assert evaluations(tmp_path / "worker") == []
+    marker.touch()
+    said = finish(tmp_path, *RUN, "--resume", **env)
+    found = evaluations(tmp_path / "worker")
+    assert [one["step"] for one in found] == [0, 4, 8], said
+    for one in found:
+        assert one["figures"]["pass@2"]["problems"] == 10
+        assert one["failed"] == {}
+    with command("audit", "worker", cwd=tmp_path) as audit:
+        assert audit.wait() == 0, audit.output
+    assert "clean: all 32 groups are accounted for" in audit.output
+    metrics = [json.loads(line) for line in (tmp_path / "worker" / "metrics.jsonl").read_text().splitlines()]
+    logged = {int(one["eval_version"]): one["eval_reward_mean"] for one in metrics if "eval_version" in one}
+    assert logged == {one["step"]: one["figures"]["reward_mean"]["value"] for one in found}
+
+    checkpoint = ("checkpoints/checkpoint-8", "--against", "checkpoints/checkpoint-4")
+    asked = ("evaluate", *checkpoint, "--config", str(SETUP), "-n", "1", "--eval-replicates", "2", "--json", "out.json")
+    with command(*asked, cwd=tmp_path, **env) as run:
+        assert run.wait() == 0, run.output
+    assert "checkpoint-8 less checkpoints/checkpoint-4, paired: 10 problems" in run.output
+    result = read(tmp_path / "out.json")
+    reward = {name: one["figures"]["reward_mean"]["value"] for name, one in result["models"].items()}
+    difference = reward["checkpoints/checkpoint-8"] - reward["checkpoints/checkpoint-4"]
+    assert result["difference"]["reward_mean"]["value"] == pytest.approx(difference)
