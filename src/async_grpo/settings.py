@@ -52,7 +52,8 @@ DEFAULT_LIMIT = ArchiveLimit(10_000)
 
 DEFAULT_KS = (1, 5, 10)
 GENERATORS = ("hf", "vllm")
-CORRECTIONS = ("bypass", "decoupled", "tis", "icepop", "none")
+CORRECTIONS = ("bypass", "decoupled", "tis", "icepop", "trl", "none")
+CORRECTION_LEVELS = ("token", "sequence", "geometric")
 STALL_WARNING_S = 60.0
 STOP_GRACE_S = 9.0  # a run ends within 10 s
 
@@ -134,6 +135,24 @@ class TrainingSettings:
         "bypass",
         "how the loss corrects for stale rollouts (default: bypass, PPO's clip against the sampler)",
         choices=CORRECTIONS,
+    )
+    correction_level: str | None = setting(
+        None,
+        "ratio that decoupled, tis and icepop weigh by: each token's own, the product over the sequence, or its "
+        "geometric mean (default: token)",
+        choices=CORRECTION_LEVELS,
+    )
+    correction_min: float | None = setting(
+        None,
+        "smallest weight: decoupled and icepop drop smaller ones, tis raises them (default: that of the correction)",
+        type=not_negative_number,
+        metavar="W",
+    )
+    correction_max: float | None = setting(
+        None,
+        "largest weight: decoupled and icepop drop larger ones, tis lowers them (default: that of the correction)",
+        type=not_negative_number,
+        metavar="W",
     )
     filter_zero_variance: bool = setting(
         False, "replace groups whose rewards are all equal by new ones until the batch is full (DAPO)"

@@ -30,6 +30,7 @@ from async_grpo.rollout.finished import to_record
 from async_grpo.rollout.trl_trainer import GeneratedGroup, RolloutTrainer
 from async_grpo.rollout.turns import Turns
 from async_grpo.setup.trl_compat import repair_trl
+from async_grpo.training.corrections.rule import Rule, rule
 from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.trl_trainer import (
@@ -246,7 +247,7 @@ class InProcessRun(TrainingEvents):
         *,
         fresh_every: int = 1,
         engine: Engine | None = None,
-        correction: str = "bypass",
+        correction: str | Rule = "bypass",
     ) -> None:
         self.trainer = get_trainer()
         self.worker: Any = get_trainer()
@@ -260,8 +261,8 @@ class InProcessRun(TrainingEvents):
         self.inputs: list[dict[str, Any]] = []  # what the loss consumes, batch by batch
         self.versions: list[int] = []  # the trainer's, when it took the batch
         self.checkpoints: list[str] = []
-        make_async(self.trainer, self, correction=correction)
-        self._correction, self.trainer.correct = self.trainer.correct, self._correct
+        make_async(self.trainer, self, correction=correction if isinstance(correction, Rule) else rule(correction))
+        self.trainer.correct = Recorded(self.trainer.correct, self._corrected)
 
     def train(self) -> InProcessRun:
         self.trainer.train()
@@ -310,9 +311,22 @@ class InProcessRun(TrainingEvents):
             trainer_state=state_for_rewards(self.trainer),
         )
 
-    def _correct(self, batch: dict[str, Any]) -> None:
-        self._correction(batch)
+    def _corrected(self, batch: dict[str, Any]) -> None:
         self.inputs.append(dict(batch))
+
+
+class Recorded:
+    """A correction that also shows each corrected batch."""
+
+    def __init__(self, correction: Any, show: Callable[[dict[str, Any]], None]) -> None:
+        self._correction, self._show = correction, show
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._correction, name)
+
+    def __call__(self, batch: dict[str, Any]) -> None:
+        self._correction(batch)
+        self._show(batch)
 
 
 def copy_weights(source: GRPOTrainer, target: GRPOTrainer) -> None:

@@ -40,7 +40,7 @@ class SharedWeightsRun(InProcessRun):
     """A run whose worker gets its weights as a real one does: from what an exporter of the trainer publishes."""
 
     def __init__(self, get_trainer: Callable[[], GRPOTrainer], handle: Path) -> None:
-        super().__init__(get_trainer, correction="decoupled")  # which computes the trainer's log-probabilities, too
+        super().__init__(get_trainer, correction="trl")  # which computes the trainer's log-probabilities, too
         self.exporter = WeightExporter.from_model(self.trainer.model, handle)
         self.remote = open_remote_memory(handle)
         self.policy = PolicyWeights(self.remote, self.worker.model)
@@ -62,8 +62,8 @@ class SharedWeightsRun(InProcessRun):
         self.batches.append(groups)
         return groups
 
-    def _correct(self, batch: dict[str, Any]) -> None:
-        super()._correct(batch)
+    def _corrected(self, batch: dict[str, Any]) -> None:
+        super()._corrected(batch)
         mask = batch["completion_mask"].bool()
         difference = (batch["old_per_token_logps"] - batch["sampling_per_token_logps"])[mask]
         self.differences.append(difference.abs().max().item())

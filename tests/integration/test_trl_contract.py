@@ -16,11 +16,12 @@ import torch
 from in_process import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, letters, plain_rows
 from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
-from trl_contract import PROMPTS, ROLLOUT, TRAINING, moved, scripted_rollout, twice
+from trl_contract import LOSS, PROMPTS, ROLLOUT, TRAINING, moved, scripted_rollout, twice
 
 from async_grpo.rollout import trl_trainer as rollout_hooks
 from async_grpo.setup.overrides import HONOURED
 from async_grpo.training import trl_trainer as training_hooks
+from async_grpo.training.corrections import trl_loss as loss_hooks
 
 pytestmark = pytest.mark.integration
 
@@ -71,7 +72,12 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "reward_func_names": ("async_grpo.rollout.worker",),
     "ref_model": (ROLLOUT,),
     "num_generations": (TRAINING, PROMPTS),
-    "num_iterations": (PROMPTS, "async_grpo.training.loop"),
+    "num_iterations": (LOSS, PROMPTS, "async_grpo.training.loop"),
+    "importance_sampling_level": (LOSS,),
+    "epsilon_low": (LOSS,),
+    "epsilon_high": (LOSS,),
+    "use_vllm": (LOSS,),
+    "vllm_importance_sampling_correction": (LOSS,),
     "shuffle_dataset": (PROMPTS,),
     "train_dataset": (TRAINING, PROMPTS),
     "is_deepspeed_enabled": (TRAINING,),
@@ -92,7 +98,7 @@ WHILE_GENERATING_WITH_TOOLS = {"_sync_tool_dicts": ROLLOUT}
 
 
 def modules_with(hook: str) -> list[str]:
-    names = [(TRAINING, training_hooks.HOOKS), (ROLLOUT, rollout_hooks.HOOKS)]
+    names = [(TRAINING, training_hooks.HOOKS), (LOSS, loss_hooks.HOOKS), (ROLLOUT, rollout_hooks.HOOKS)]
     return [module for module, hooks in names if hook in hooks]
 
 
@@ -104,7 +110,7 @@ def trainer(tmp_path: Path) -> GRPOTrainer:
 # --- Names and signatures ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hook", sorted({*training_hooks.HOOKS, *rollout_hooks.HOOKS}))
+@pytest.mark.parametrize("hook", sorted({*training_hooks.HOOKS, *loss_hooks.HOOKS, *rollout_hooks.HOOKS}))
 def test_hook_has_its_parameters(hook: str) -> None:
     modules = modules_with(hook)
     method = getattr(GRPOTrainer, hook, None)
@@ -181,7 +187,7 @@ def test_a_trainer_with_tools_has_those_of_each_completion_by_name(tmp_path: Pat
         assert value == [{"add": add}] * 4, moved(f"GRPOTrainer.{name}", f"is {value} while it generates", module)
 
 
-@pytest.mark.parametrize("module", [training_hooks, rollout_hooks], ids=[TRAINING, ROLLOUT])
+@pytest.mark.parametrize("module", [training_hooks, loss_hooks, rollout_hooks], ids=[TRAINING, LOSS, ROLLOUT])
 def test_every_private_name_that_we_touch_is_pinned_here(module: Any) -> None:
     tree = ast.parse(inspect.getsource(module))
     touched = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_private(node.attr)}

@@ -21,8 +21,11 @@ from in_process import (
 )
 from peft import LoraConfig
 
+from async_grpo.training.corrections.rule import Rule, rule
+
 pytestmark = pytest.mark.integration
 
+SEQUENCES = [rule("tis", "sequence"), rule("icepop", "sequence"), rule("icepop", "geometric")]
 LOSS_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 
 
@@ -69,10 +72,11 @@ def test_every_loss_type(loss_type: str, tmp_path: Path) -> None:
     run_as_trl_would(settings(tmp_path, loss_type=loss_type))
 
 
-@pytest.mark.parametrize("correction", ["decoupled", "tis", "icepop", "none"])
+@pytest.mark.parametrize("correction", [*map(rule, ("decoupled", "tis", "icepop", "none")), *SEQUENCES], ids=str)
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
-def test_corrections_change_nothing_of_fresh_groups(loss_type: str, correction: str, tmp_path: Path) -> None:
-    run_as_trl_would(settings(tmp_path, loss_type=loss_type), correction=correction)
+def test_corrections_change_nothing_of_fresh_groups(loss_type: str, correction: Rule, tmp_path: Path) -> None:
+    if loss_type == "dapo" or correction.level == "token":  # vespo takes no other
+        run_as_trl_would(settings(tmp_path, loss_type=loss_type), correction=correction)
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -152,6 +156,8 @@ def test_truncated_completions_are_masked(tmp_path: Path) -> None:
 SAMPLING: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature 0.7": {"temperature": 0.7},
+    "a nucleus": {"top_p": 0.8, "top_k": 20, "min_p": 0.01},
+    "another temperature and a penalty": {"generation_kwargs": {"temperature": 0.5, "repetition_penalty": 1.2}},
     "LoRA": {"given": {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}},
 }
 

@@ -72,6 +72,20 @@ class AdvantageRule:
         of_batch = _std(np.concatenate(each)) if self.scale_rewards == "batch" else 0.0
         return [(totals - _mean(totals)) / self._scale(totals, of_batch) for totals in each]
 
+    def teaches_nothing(self, rewards: NDArray[np.float32]) -> bool:
+        """Whether the advantages of a group with these rewards [G, F] are all 0, whatever else is in its batch.
+
+        Under `normalize_then_sum` that takes equal rewards of every function that counts: sums may be equal while the
+        functions disagree.
+        """
+        import numpy as np
+
+        if self.multi_objective_aggregation == "normalize_then_sum":
+            columns = [column for column, weight in zip(rewards.T, self._weights(rewards), strict=True) if weight]
+        else:
+            columns = [self.totals(rewards)]
+        return all(bool(np.isclose(_std(np.asarray(column, np.float64)), 0.0)) for column in columns)
+
     def _scale(self, totals: Floats, of_batch: float) -> float:
         if self.scale_rewards == "none":
             return 1.0

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from async_grpo.cli import options
-from async_grpo.settings import CORRECTIONS, positive
+from async_grpo.settings import CORRECTION_LEVELS, CORRECTIONS, not_negative_number, positive
 
 LOSS_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
 EXAMPLES = """\
@@ -19,7 +19,10 @@ EXAMPLES = """\
 def build_parser() -> argparse.ArgumentParser:
     parser = options.parser("replay", "Train again from the archived groups of a run, without workers.", EXAMPLES)
     parser.add_argument("run", type=Path, nargs="?", default=options.DEFAULT_RUN_DIR, help="default: worker/")
-    parser.add_argument("--correction", choices=CORRECTIONS, help="default: the run's")
+    parser.add_argument("--correction", choices=CORRECTIONS, help="default: the run's, with its options")
+    parser.add_argument("--correction-level", choices=CORRECTION_LEVELS, help="default: that of the correction")
+    for bound in ("--correction-min", "--correction-max"):
+        parser.add_argument(bound, type=not_negative_number, metavar="W", help="default: that of the correction")
     parser.add_argument("--loss-type", choices=LOSS_TYPES, help="default: the setup file's")
     parser.add_argument("--steps", "-s", type=positive, help="default: as many as the run did")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/replay"), help="default: outputs/replay")
@@ -45,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
             run_dir=args.run,
             output_dir=args.output_dir,
             correction=args.correction,
+            correction_level=args.correction_level,
+            correction_min=args.correction_min,
+            correction_max=args.correction_max,
             loss_type=args.loss_type,
             steps=args.steps,
         )

@@ -18,10 +18,11 @@ from async_grpo.queue.codec import decode_group
 from async_grpo.queue.filesystem import OsFiles
 from async_grpo.queue.names import COMPLETE
 from async_grpo.records import RolloutGroup
-from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.setup.process import gc_paused, make_deterministic
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.run_log import RunLog
+from async_grpo.training.corrections.rule import Rule, rule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,10 @@ class ReplayOptions:
 
     run_dir: Path
     output_dir: Path  # where the weights are saved
-    correction: str | None = None  # None: the run's
+    correction: str | None = None  # None: the run's, with its options
+    correction_level: str | None = None  # None: those of the correction
+    correction_min: float | None = None
+    correction_max: float | None = None
     loss_type: str | None = None  # None: the setup file's
     steps: int | None = None  # None: as many as the run did
 
@@ -76,10 +80,22 @@ def run_replay(options: ReplayOptions) -> Replayed:
     trainer.args.save_strategy = "no"
     if options.loss_type is not None:
         trainer.args.loss_type = trainer.loss_type = options.loss_type
-    correction = options.correction or state.correction
+    correction = _rule(options, state)
     logger.info("replaying {} steps of run {} with {} / {}", done, state.run_id, trainer.args.loss_type, correction)
     _train(trainer, _groups_of(history, files, state.run_id), correction, options.output_dir)
     return _outcome(trainer, options.output_dir, Path(state.output_dir))
+
+
+def _rule(options: ReplayOptions, state: RunState) -> Rule:
+    """What the command line asks for; what it leaves open as in the run, unless it names another correction."""
+    if options.correction is not None:
+        return rule(options.correction, options.correction_level, options.correction_min, options.correction_max)
+    return rule(
+        state.correction,
+        options.correction_level or state.correction_level,
+        state.correction_min if options.correction_min is None else options.correction_min,
+        state.correction_max if options.correction_max is None else options.correction_max,
+    )
 
 
 def archived_files(run: RunDir, seqs: Iterable[int]) -> dict[int, Path]:
@@ -101,17 +117,18 @@ def _groups_of(history: Iterable[Used], files: Mapping[int, Path], run_id: str) 
         yield [decode_group(files[seq].read_bytes(), expect_seq=seq, expect_run=run_id) for seq in batch.seqs]
 
 
-def _train(trainer: Any, batches: Iterator[list[RolloutGroup]], correction: str, output_dir: Path) -> None:
+def _train(trainer: Any, batches: Iterator[list[RolloutGroup]], correction: Rule, output_dir: Path) -> None:
     """Train `trainer` on `batches`; its weights, curves and metrics are in `output_dir` afterwards."""
     from async_grpo.training import trl_trainer
-    from async_grpo.training.correction import check
+    from async_grpo.training.corrections.checks import check
+    from async_grpo.training.corrections.trl_loss import has_own_loss
     from async_grpo.training.reporting import report
 
     class Replay(trl_trainer.TrainingEvents):
         def take_groups(self, version: int) -> list[RolloutGroup]:
             return next(batches)
 
-    check(correction, trainer)
+    check(correction, trainer, own_loss=has_own_loss(trainer))
     trl_trainer.make_async(trainer, Replay(), correction=correction)
     with closing(RunLog(_fresh(output_dir / "metrics.jsonl"))) as log:
         report(trainer, log, output_dir / "tensorboard")

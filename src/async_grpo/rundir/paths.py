@@ -49,6 +49,9 @@ class RunState:
     output_dir: str = ""  # where the checkpoints are, absolute; empty until the trainer is built
     deterministic: bool = False
     correction: str = "bypass"  # of the process that trained last
+    correction_level: str | None = None  # and its options, where the command line gave them
+    correction_min: float | None = None
+    correction_max: float | None = None
     ranks: int = 1  # processes of the trainer
     generator: str | None = None  # that the command line named for the launcher's workers, if it named one
     seed: int | None = None  # that the command line gave, if it gave one

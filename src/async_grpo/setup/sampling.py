@@ -127,12 +127,13 @@ def _check(sampling: Sampling, correction: str, generator: str) -> None:
             "not follow it. Take --generator vllm, or remove it."
         )
     departures = sampling.departures()
-    if departures and correction != "none":
+    if departures and correction not in ("none", "trl") and generator != HF:
         raise UnsupportedError(
-            f"{', '.join(departures)}: the sampler then draws from another distribution than the one whose "
-            "log-probabilities the loss computes, so the ratio between them is biased, stale or not. Remove it from "
-            "the GRPOConfig, its generation_kwargs or the model's generation_config (the GRPOConfig's temperature is "
-            "fine), or take --correction none, which ignores the sampler's."
+            f"{', '.join(departures)}: vLLM's log-probabilities are then those of another distribution than the loss "
+            "computes, so the ratio between them is biased, stale or not. Remove it from the GRPOConfig or its "
+            "generation_kwargs (the GRPOConfig's temperature is fine), or take --generator hf, whose log-probabilities "
+            "are of the full softmax as the loss's, or --correction trl, which has that bias as TRL has it, or none, "
+            "which ignores the sampler's."
         )
 
 

@@ -36,8 +36,11 @@ from async_grpo.records import RolloutGroup
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest
 from async_grpo.setup.sampling import check_sampling
-from async_grpo.training import checkpoints, correction, trl_trainer
+from async_grpo.training import checkpoints, trl_trainer
 from async_grpo.training.checkpoints import BatchInUse
+from async_grpo.training.corrections.checks import check
+from async_grpo.training.corrections.rule import rule_of
+from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.trl_trainer import TrainingEvents
 
@@ -194,12 +197,13 @@ class Follower(TrainingEvents):
 
     def __init__(self, trainer: GRPOTrainer, ranks: Ranks, settings: TrainingSettings) -> None:
         trl_trainer.refuse_unsupported(trainer)
-        correction.check(settings.correction, trainer)
+        rule = rule_of(settings)
+        check(rule, trainer, own_loss=has_own_loss(trainer))
         check_sampling(trainer, settings.correction, generator=None)
         self._trainer = trainer
         self._ranks = ranks
         self._batch: BatchInUse | None = None  # that the checkpoint was written in the middle of
-        trl_trainer.make_async(trainer, self, correction=settings.correction)
+        trl_trainer.make_async(trainer, self, correction=rule)
 
     def train(self) -> None:
         """Train as long as rank 0 does."""

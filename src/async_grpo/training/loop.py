@@ -14,6 +14,7 @@ TRL's trainer calls these methods of `AsyncTraining` by way of `trl_trainer`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -40,8 +41,11 @@ from async_grpo.setup.process import StopRequest
 from async_grpo.setup.sampling import check_sampling
 from async_grpo.telemetry.activity import PUBLISHING, SAVING, TRAINING, activity
 from async_grpo.telemetry.run_log import RunLog
-from async_grpo.training import checkpoints, correction, trl_trainer
+from async_grpo.training import checkpoints, trl_trainer
 from async_grpo.training.checkpoints import Resumed, UsedGroups
+from async_grpo.training.corrections.checks import check, describe
+from async_grpo.training.corrections.rule import Rule, rule_of
+from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.distributed import Leader, Ranks, is_sharded
 from async_grpo.training.job_issuer import JobIssuer
 from async_grpo.training.prompts import evaluation_problems, prompt_rows
@@ -76,12 +80,11 @@ class AsyncTraining(TrainingEvents):
         lock: KernelLock | None = None,  # the server's, where the caller holds it already
     ) -> None:
         refuse(trainer, settings, _generator(trainer, state))
-        if settings.correction == "none":
-            logger.warning("--correction none: stale rollouts are taken as fresh ones, which can destroy the policy")
+        rule = rule_of(settings)
+        _say_what_the_loss_is(trainer, rule, settings)
         self.output_dir = Path(trainer.args.output_dir).absolute()
-        run.update_state(
-            of=state.run_id, output_dir=str(self.output_dir), correction=settings.correction, seed=settings.seed
-        )
+        correction = {name: value for name, value in asdict(settings).items() if name.startswith("correction")}
+        run.update_state(of=state.run_id, output_dir=str(self.output_dir), seed=settings.seed, **correction)
         self._trainer = trainer
         self._run = run
         self._settings = settings
@@ -105,7 +108,7 @@ class AsyncTraining(TrainingEvents):
         self._publisher = WeightPublisher(_exporter(trainer, self._leader, run, state, settings))
         self._evaluations = self._run_evaluations(state.run_id, used.step if used else 0)
         self._rollouts = self._rollout_source(state.run_id, used)
-        trl_trainer.make_async(trainer, self, correction=settings.correction)
+        trl_trainer.make_async(trainer, self, correction=rule)
         report(trainer, self.log, run.tensorboard)
         write_json(run.hyperparameters, hyperparameters(trainer, settings))
 
@@ -295,7 +298,7 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     settings.evaluated_ks()
     trl_trainer.refuse_unsupported(trainer)
     check_overrides(trainer)
-    correction.check(settings.correction, trainer)
+    check(rule_of(settings), trainer, own_loss=has_own_loss(trainer))
     check_sampling(trainer, settings.correction, generator)
 
 
@@ -303,6 +306,21 @@ def _generator(trainer: GRPOTrainer, state: RunState) -> str | None:
     """What the launcher's workers sample with; None for workers that are started by hand."""
     on_gpu = trainer.accelerator.device.type != "cpu"
     return choose_generator(state.generator, trainer, on_gpu=on_gpu) if state.num_workers else None
+
+
+def _say_what_the_loss_is(trainer: GRPOTrainer, rule: Rule, settings: TrainingSettings) -> None:
+    if rule.name == "none":
+        logger.warning("--correction none: stale rollouts are taken as fresh ones, which can destroy the policy")
+    told = describe(rule, trainer, max_staleness=settings.max_staleness, own_loss=has_own_loss(trainer))
+    if told:
+        logger.info("{}", told)
+    if later := schedule_of(trainer, settings.max_staleness).versions_within_round:
+        logger.info(
+            "A rollout is at most {} versions old when its batch is begun, and at most {} in the last optimizer step "
+            "on that batch.",
+            settings.max_staleness,
+            settings.max_staleness + later,
+        )
 
 
 def schedule_of(trainer: GRPOTrainer, max_staleness: int) -> Schedule:

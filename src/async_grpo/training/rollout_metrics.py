@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import mean, median
 
 from async_grpo.records import RolloutGroup, Timings
 
@@ -75,6 +76,8 @@ class RolloutMetrics:
 
         self._append("async/staleness_mean", sum(staleness) / len(staleness))
         self._append("async/staleness_max", max(staleness))
+        for half, versions in staleness_by_length(batch, version).items():
+            self._append(f"async/staleness_{half}", mean(versions))
         self._append("async/rollouts_per_second", rollouts / elapsed)
         self._append("async/trainer_wait_fraction", min(1.0, self._last_wait_s / elapsed))
         self._append("async/overhead_fraction", min(1.0, overhead / ((1 + self._workers) * elapsed)))
@@ -104,3 +107,22 @@ class RolloutMetrics:
             "jobs_quarantined": self.quarantined,
             "groups_dropped": self.dropped,
         }
+
+
+def staleness_by_length(batch: Sequence[RolloutGroup], version: int) -> dict[str, list[int]]:
+    """Staleness of each completion of the batch that is longer than the median one (`long`), and of the others.
+
+    Empty where all are equally long.
+    """
+    lengths = [length for group in batch for length in group.completion_lengths.tolist()]
+    ages = [version - group.policy_version for group in batch for _ in group.completion_lengths]
+    halves: dict[str, list[int]] = {"short": [], "long": []}
+    for is_long, age in zip(longer_half(lengths), ages, strict=True):
+        halves["long" if is_long else "short"].append(age)
+    return halves if halves["long"] else {}
+
+
+def longer_half(lengths: Sequence[int]) -> list[bool]:
+    """Which completions are longer than the median one. `[3, 9, 5, 7]` -> `[False, True, False, True]`."""
+    middle = median(lengths) if lengths else 0
+    return [length > middle for length in lengths]

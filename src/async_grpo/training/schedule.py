@@ -7,6 +7,9 @@ used in its own round. A group that is finished late may be used later, up to `m
 version that generated it. The trainer waits for a straggler only when otherwise some group would be left with no
 round in which it is still in time (`must_wait`): no group is ever over age in an undisturbed run.
 
+The bound is for the first pass of a round. Where TRL takes several optimizer steps on a batch, its last pass is
+`versions_within_round` versions later, in the asynchronous run as in TRL itself.
+
 The bound is a limit and no goal: `Lookahead` keeps as few groups under way as leave no worker idle while the trainer
 waits, because a group that lies finished grows stale for nothing.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.queue.server import MAX_OPEN
@@ -29,7 +33,7 @@ class Schedule:
     groups_per_round: int  # B, prompt groups in one generation batch
     micro_steps_per_round: int  # steps_per_generation * num_iterations
     micro_steps_per_version: int  # gradient_accumulation_steps
-    max_staleness: int  # K, in versions (optimizer steps)
+    max_staleness: int  # K, in versions (optimizer steps), when a round starts
     first_round: int = 0  # that this process takes: a resumed run may begin in the middle of the one before
     first_version: int = 0  # of this process
     micro_steps_before: int = 0  # that are left of the round before `first_round`
@@ -61,6 +65,12 @@ class Schedule:
     def is_admissible(self, position: int, version: int, open_jobs: int) -> bool:
         """Whether the `position`-th usable job may be issued while the trainer is at `version`."""
         return open_jobs < MAX_OPEN and self.oldest_version_for(position) <= version
+
+    @property
+    def versions_within_round(self) -> int:
+        """How many versions older than at the start of its round a group is, at most, in the round's last pass."""
+        latest_start = self.micro_steps_per_version - gcd(self.micro_steps_per_round, self.micro_steps_per_version)
+        return (latest_start + self.micro_steps_per_round - 1) // self.micro_steps_per_version
 
     @property
     def groups_ahead(self) -> int:

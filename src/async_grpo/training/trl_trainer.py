@@ -16,30 +16,28 @@ import numpy as np
 import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl
 
+from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import UnsupportedError
-from async_grpo.images import MODEL_INPUTS, images_in, opened
+from async_grpo.images import images_in, opened
 from async_grpo.setup.generator_choice import refuse_late_vllm
 from async_grpo.setup.trl_compat import is_adapter
 from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
 from async_grpo.training.checkpoints import BatchInUse
-from async_grpo.training.correction import Correction, report_ratio
+from async_grpo.training.corrections.rule import Rule
+from async_grpo.training.corrections.trl_loss import CorrectedLoss, correction_of
+from async_grpo.training.rollout_metrics import longer_half
 from async_grpo.training.rollout_source import StopTraining
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
-    from trl import GRPOTrainer as UserTrainer
 
     from async_grpo.evals.report import Evaluated
     from async_grpo.records import RolloutGroup
-else:  # the user's class takes this place at run time
-    UserTrainer = object
 
 HOOKS = (
     "_generate",
     "_calculate_rewards",
     "_generate_and_score_completions",
-    "_compute_loss",
-    "_get_per_token_logps_and_entropies",
     "_save_checkpoint",
     "_get_train_sampler",
     "_remove_unused_columns",
@@ -78,16 +76,14 @@ class TrainingEvents:
         """transformers has written its part of `checkpoint`. Older checkpoints are deleted afterwards."""
 
 
-class AsyncGRPOMixin(UserTrainer):
+class AsyncGRPOMixin(CorrectedLoss):
     """Put before the user's trainer class: finished rollouts of workers take the place of TRL's own generation.
 
     TRL still computes advantages, masks, losses and its metrics. Evaluation stays wholly TRL's: it generates here.
     """
 
     events: TrainingEvents
-    correct: Correction
     batch_after_step: BatchInUse | None = None  # that the last optimizer step left unfinished
-    _log_pi: torch.Tensor  # [B, C], of the last forward pass, for the metrics
     _serving: Sequence[RolloutGroup] | None = None  # the groups of the batch that TRL is assembling
     _tools: tuple[Any, Any]  # the user's tools and environment factories, while it does
 
@@ -98,22 +94,9 @@ class AsyncGRPOMixin(UserTrainer):
         rows = own_share(self, [row for group in groups for row in _rows(group)])
         with _serving(self, groups, rows):
             output: dict[str, Any] = super()._generate_and_score_completions(rows)
-        ages = [self.state.global_step - group.policy_version for group in groups for _ in range(self.num_generations)]
-        output["staleness"] = torch.tensor(own_share(self, ages), device=output["advantages"].device)
+        output |= _ages_and_lengths(self, groups, output["advantages"].device)
         self.correct(output)
         return output
-
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        loss = super()._compute_loss(model, inputs)
-        if "staleness" in inputs:
-            report_ratio(inputs, self._log_pi, partial(append_metric, self))
-        return loss
-
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if result[0] is not None:  # Unsloth's first question gets no answer
-            self._log_pi = result[0].detach()
-        return result
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         if self._serving is None:
@@ -123,6 +106,7 @@ class AsyncGRPOMixin(UserTrainer):
 
         # Not the user's override: it has run in the worker, and what it made of the tokens was rewarded.
         result: tuple[Any, ...] = TRLTrainer._generate(self, prompts)
+        self.tokens_are_there()
         completions = own_share(self, [x for group in self._serving for x in opened(group.completions)])  # with tools
         self.tools, self.environment_factories = self._tools  # TRL renders the prompts of images again, with them
         tool_images = [images_in(completion, role="tool") for completion in completions]
@@ -175,11 +159,21 @@ def _serving(trainer: Any, groups: Sequence[RolloutGroup], rows: Sequence[dict[s
     output = {name: own_share(trainer, values) for name, values in _as_rollout_output(groups).items()}
     trainer.rollout_func = lambda prompts, _trainer: output
     trainer.tools, trainer.environment_factories, trainer.environments = [], None, None
+    trainer.begin_batch()
     try:
         yield
     finally:
+        trainer.end_batch()
         trainer.rollout_func, trainer.tools, trainer.environment_factories, trainer.environments = saved
         trainer._serving = None
+
+
+def _ages_and_lengths(trainer: Any, groups: Sequence[RolloutGroup], device: torch.device) -> dict[str, torch.Tensor]:
+    """Of each completion of the batch: the version that sampled it, and whether it is longer than the median."""
+    versions = [group.policy_version for group in groups for _ in range(group.job.num_generations)]
+    is_long = longer_half([length for group in groups for length in group.completion_lengths.tolist()])
+    columns: dict[str, list[Any]] = {"policy_version": [*versions], "is_long": [*is_long]}
+    return {name: torch.tensor(own_share(trainer, values), device=device) for name, values in columns.items()}
 
 
 def own_share(trainer: Any, completions: list[Any]) -> list[Any]:
@@ -227,21 +221,16 @@ def _cut(flat: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:
     return [piece.tolist() for piece in np.split(flat, np.cumsum(lengths)[:-1])]
 
 
-def make_async(trainer: GRPOTrainer, events: TrainingEvents, *, correction: str) -> None:
+def make_async(trainer: GRPOTrainer, events: TrainingEvents, *, correction: Rule) -> None:
     """Give this very trainer object a class that takes its rollouts from `events`.
 
     Our callback is called first, so that the logs and the checkpoint of a step see it counted. transformers' own
     progress bar and printer give way to the run's step line.
     """
+    trainer.correct = correction_of(trainer, correction, partial(append_metric, trainer))
     user_class = type(trainer)
     trainer.__class__ = type(f"Async{user_class.__name__}", (AsyncGRPOMixin, user_class), {})
     trainer.events = events
-    trainer.correct = Correction(
-        correction,
-        trainer.args.loss_type,
-        log_pi_old=partial(log_pi_old, trainer),
-        append=partial(append_metric, trainer),
-    )
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     trainer.callback_handler.callbacks.insert(0, _EventsCallback(trainer))
@@ -342,32 +331,14 @@ def groups_per_round(trainer: GRPOTrainer) -> int:
     return int(trainer.args.generation_batch_size // trainer.num_generations)
 
 
-def log_pi_old(trainer: GRPOTrainer, batch: dict[str, Any]) -> torch.Tensor:
-    """Log-probabilities of the completions' tokens under the weights as they are now, [B, C], without gradient."""
-    input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-    attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-    with torch.no_grad():
-        logprobs, *_ = trainer._get_per_token_logps_and_entropies(
-            trainer.model,
-            input_ids,
-            attention_mask,
-            batch["completion_ids"].shape[1],
-            batch_size=trainer.args.per_device_train_batch_size,
-            **{name: batch[name] for name in MODEL_INPUTS if name in batch},
-        )
-    return logprobs
-
-
 def uniform_rewards(trainer: GRPOTrainer) -> Callable[[RolloutGroup], bool]:
-    """A test whether all rewards of a group, weighted and summed as TRL does, are equal: its advantages are 0."""
-    weights = trainer.reward_weights.numpy()
-
-    def uniform(group: RolloutGroup) -> bool:
-        scored = group.rewards[~np.isnan(group.rewards).all(axis=1)]
-        totals = np.nansum(scored * weights, axis=1)
-        return bool(len(totals) < 2 or np.isclose(totals.std(), 0.0))
-
-    return uniform
+    """A test whether the rewards of a group give it advantages of 0, as TRL computes them."""
+    rule = AdvantageRule(
+        reward_weights=tuple(trainer.reward_weights.tolist()),
+        scale_rewards=str(trainer.scale_rewards),
+        multi_objective_aggregation=str(trainer.multi_objective_aggregation),
+    )
+    return lambda group: rule.teaches_nothing(group.rewards)
 
 
 def checkpoint_bytes(trainer: GRPOTrainer) -> int:

@@ -67,13 +67,23 @@ DEPARTURES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("generator", [HF, VLLM])
 @pytest.mark.parametrize(("changes", "text"), DEPARTURES, ids=str)
-def test_another_distribution_is_refused_wherever_it_is_set(changes: dict[str, Any], text: str, generator: str) -> None:
+def test_another_distribution_is_refused_with_vllm_wherever_it_is_set(changes: dict[str, Any], text: str) -> None:
     config = trainer(**changes)
-    with pytest.raises(UnsupportedError, match=rf"{text}: the sampler then draws.*--correction none"):
-        check_sampling(config, "bypass", generator)
-    check_sampling(config, "none", generator)
+    with pytest.raises(UnsupportedError, match=rf"{text}: vLLM's log-probabilities .*--generator hf.*--correction trl"):
+        check_sampling(config, "bypass", VLLM)
+    check_sampling(config, "none", VLLM)
+    check_sampling(config, "trl", VLLM)  # TRL has the same bias
+
+
+@pytest.mark.parametrize(("changes", "text"), DEPARTURES, ids=str)
+def test_another_distribution_is_trained_on_with_transformers(changes: dict[str, Any], text: str) -> None:
+    """Its log-probabilities are of the full softmax, as the loss's are, so the ratio of fresh rollouts is 1."""
+    config = trainer(**changes)
+    assert len(effective_sampling(config, HF).departures()) == 1
+    for correction in ("bypass", "decoupled", "none"):
+        check_sampling(config, correction, HF)
+        check_sampling(config, correction, None)  # the workers' engine may be transformers
 
 
 @pytest.mark.parametrize(
@@ -81,9 +91,8 @@ def test_another_distribution_is_refused_wherever_it_is_set(changes: dict[str, A
 )
 def test_transformers_inherits_from_the_model_what_nobody_has_set(name: str, value: Any) -> None:
     config = trainer(inherited={name: value})
-    with pytest.raises(UnsupportedError, match=rf"{name}={value}".replace("[", r"\[")):
-        check_sampling(config, "bypass", HF)
-    check_sampling(config, "bypass", VLLM)  # which takes what it is given, and nothing else
+    assert effective_sampling(config, HF).departures() == [f"{name}={value!r}"]
+    assert effective_sampling(config, VLLM).departures() == [], "it takes what it is given, and nothing else"
     assert getattr(transformers_config(config), name) == value
 
 
@@ -95,7 +104,7 @@ def test_what_trl_sets_is_not_inherited() -> None:
 @pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty", "logit_bias", "structured_outputs"])
 def test_settings_of_vllm_alone(name: str) -> None:
     config = trainer(generation_kwargs={name: {1: 2.0}})
-    with pytest.raises(UnsupportedError, match=rf"{name}.*draws from another distribution"):
+    with pytest.raises(UnsupportedError, match=rf"{name}.*those of another distribution"):
         check_sampling(config, "bypass", VLLM)
     with pytest.raises(UnsupportedError, match=rf"generation_kwargs has '{name}'.*does not know.*--generator vllm"):
         check_sampling(config, "none", HF)
@@ -105,7 +114,7 @@ def test_a_regex_needs_vllm_and_changes_what_is_drawn() -> None:
     config = trainer(vllm_structured_outputs_regex="[0-9]+")
     with pytest.raises(UnsupportedError, match=r"needs vLLM.*--generator vllm"):
         check_sampling(config, "none", HF)
-    with pytest.raises(UnsupportedError, match=r"vllm_structured_outputs_regex.*draws"):
+    with pytest.raises(UnsupportedError, match=r"vllm_structured_outputs_regex.*another distribution"):
         check_sampling(config, "bypass", VLLM)
     check_sampling(config, "none", VLLM)
     check_sampling(config, "none", None)  # some engine can
@@ -124,9 +133,3 @@ def test_stop_strings_need_vllm() -> None:
     with pytest.raises(UnsupportedError, match=r"tokenizer.*--generator vllm"):
         check_sampling(config, "bypass", HF)
     check_sampling(config, "bypass", VLLM)
-
-
-def test_an_unknown_engine_is_refused_only_what_every_engine_refuses() -> None:
-    with pytest.raises(UnsupportedError, match=r"draws from another"):
-        check_sampling(trainer(top_p=0.9), "bypass", None)
-    check_sampling(trainer(inherited={"min_p": 0.3}), "bypass", None)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from loguru import logger
 from unit_fakes import make_group, make_job
@@ -17,7 +18,7 @@ from async_grpo.rollout.statistics import WorkerStatistics
 from async_grpo.telemetry import run_log as metrics_module
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training import rollout_metrics as rollout_metrics_module
-from async_grpo.training.rollout_metrics import RolloutMetrics
+from async_grpo.training.rollout_metrics import RolloutMetrics, longer_half
 
 
 class Clock:
@@ -67,6 +68,20 @@ def test_figures_of_a_batch(clock: Clock) -> None:
         "async/overhead_fraction": pytest.approx(1.0 / 30.0),  # two groups' adoption, three processes, 10 s
         "async/worker_busy_fraction": pytest.approx(8.0 / 20.0),
     }
+
+
+def test_long_completions_have_a_staleness_of_their_own() -> None:
+    logged: dict[str, float] = {}
+    metrics = RolloutMetrics(logged.__setitem__)
+    lengths = {7: [2, 3], 4: [9, 3]}  # by version; the median is 3, so one completion of four is longer
+    groups = [
+        make_group(make_job(number), version, completion_lengths=np.array(of_group, np.int32))
+        for number, (version, of_group) in enumerate(lengths.items())
+    ]
+    metrics.batch_taken(groups, 8)
+    assert logged["async/staleness_long"] == 4.0
+    assert logged["async/staleness_short"] == pytest.approx((1 + 1 + 4) / 3)
+    assert longer_half([3, 9, 5, 7]) == [False, True, False, True]
 
 
 def test_workers_are_busy_with_groups_that_are_dropped_too(clock: Clock) -> None:

@@ -205,6 +205,20 @@ def test_the_version_of_a_round() -> None:
     assert [two_batches_a_step.version_of_round(r) for r in range(5)] == [0, 0, 1, 1, 2]
 
 
+@given(st.integers(1, 12), st.integers(1, 12))
+def test_how_much_older_a_group_is_in_the_last_pass_of_its_round(per_round: int, per_version: int) -> None:
+    plan = schedule(per_round=per_round, per_version=per_version)
+    starts = range(0, 200 * per_round, per_round)
+    later = [(start + per_round - 1) // per_version - start // per_version for start in starts]
+    assert plan.versions_within_round == max(later)
+
+
+def test_one_optimizer_step_a_batch_adds_nothing_to_the_bound() -> None:
+    assert schedule(per_round=2, per_version=2).versions_within_round == 0
+    assert schedule(per_round=1, per_version=4).versions_within_round == 0
+    assert schedule(per_round=4, per_version=1).versions_within_round == 3
+
+
 def test_jobs_are_admitted_a_round_at_a_time() -> None:
     plan = schedule(B=3, K=2)
     admitted = [position for position in range(30) if plan.is_admissible(position, version=4, open_jobs=0)]

@@ -16,6 +16,7 @@ from async_grpo.rundir.lifecycle import Fate, preview
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU
 from async_grpo.setup.generator_choice import HF, VLLM, VLLM_SERVER
+from async_grpo.training.corrections.rule import rule_of
 
 _WIDTH = 15
 _NOT_COUNTED = "not counted: activations, keys and values of generation, and what Python and CUDA themselves take"
@@ -179,6 +180,8 @@ def _staleness_rows(facts: TrainerFacts, training: TrainingSettings) -> Iterator
         f"at most {bound} policy versions; {facts.first_groups} prompt groups under way at first, at most "
         f"{facts.groups_ahead}" + (" (the synchronous schedule)" if bound == 0 else ""),
     )
+    if facts.batch.versions_within_round:
+        yield "", f"  when a batch is begun; {facts.batch.versions_within_round} more in its last optimizer step"
     extras = [
         text
         for text, on in (
@@ -187,7 +190,7 @@ def _staleness_rows(facts: TrainerFacts, training: TrainingSettings) -> Iterator
         )
         if on
     ]
-    yield "correction", ", ".join([training.correction, *extras])
+    yield "correction", ", ".join([str(rule_of(training)), *extras])
 
 
 def _memory_rows(facts: TrainerFacts, options: LaunchOptions) -> Iterator[tuple[str, str]]:

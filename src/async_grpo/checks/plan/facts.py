@@ -15,6 +15,7 @@ from async_grpo.checks import probe
 from async_grpo.errors import AsyncGRPOError
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, hold_to_device
+from async_grpo.training.schedule import Schedule
 
 BUILD_TIMEOUT_S = 1800.0  # a large model is read from a slow disk
 
@@ -35,6 +36,17 @@ class BatchFacts:
     def prompts(self) -> int:
         """Of one round."""
         return self.generation_batch_size // self.num_generations
+
+    @property
+    def versions_within_round(self) -> int:
+        """How much older a rollout is in the last optimizer step on its batch than in the first."""
+        plan = Schedule(
+            groups_per_round=self.prompts,
+            micro_steps_per_round=self.steps_per_generation * self.num_iterations,
+            micro_steps_per_version=self.gradient_accumulation_steps,
+            max_staleness=0,
+        )
+        return plan.versions_within_round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,94 @@
+"""What a correction cannot do for a trainer, and what the loss is in words, before anything is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.setup.generator_choice import wants_vllm
+from async_grpo.training.corrections.rule import TOKEN, Rule
+
+
+def check(rule: Rule, trainer: Any, *, own_loss: bool) -> None:
+    """Raise `UnsupportedError` where this correction would be wrong for this trainer's loss.
+
+    Args:
+        own_loss: the trainer computes its loss without TRL's.
+    """
+    if trainer.loss_type == "vespo":
+        _check_vespo(rule, trainer)
+    if rule.name == "trl" and own_loss:
+        raise UnsupportedError(
+            f"--correction trl weighs the loss by TRL's own code, but {_class_name(trainer)} has a loss of its own "
+            "that does not call TRL's. Take another --correction: bypass changes only what the ratio is against."
+        )
+    if rule.weighs and own_loss and trainer.args.off_policy_mask_threshold is not None:
+        raise UnsupportedError(
+            f"off_policy_mask_threshold masks whole sequences, which --correction {rule.name} would make a decision "
+            f"for each token, because {_class_name(trainer)} has a loss of its own and gets the weights with its "
+            "advantages. Remove off_policy_mask_threshold, or take --correction bypass."
+        )
+
+
+def _check_vespo(rule: Rule, trainer: Any) -> None:
+    if rule.weighs and rule.level != TOKEN:
+        raise UnsupportedError(
+            f"loss_type='vespo' multiplies the weights of a sequence's tokens itself, so a weight of the "
+            f"{rule.level} level would count once for every token. Take --correction-level token."
+        )
+    mode = trainer.args.vllm_importance_sampling_mode
+    corrects = trainer.args.vllm_importance_sampling_correction
+    if rule.name == "trl" and corrects and not mode.startswith("token_"):
+        raise UnsupportedError(
+            f"loss_type='vespo' takes vllm_importance_sampling_mode 'token_truncate' or 'token_mask' in TRL, got "
+            f"{mode!r}. Change it in the GRPOConfig, or take another --correction."
+        )
+
+
+def describe(rule: Rule, trainer: Any, *, max_staleness: int, own_loss: bool) -> str:
+    """What the loss is, in a sentence or two; empty where it is exactly TRL's own for this setup file."""
+    sentences = []
+    if wants_vllm(trainer) and rule.name != "trl":
+        sentences.append(f"The loss is not TRL's of use_vllm=True, which {_of_trl(trainer.args)}. Here it {_of(rule)}.")
+        sentences.append("--correction trl does what TRL does.")
+    elif rule.name == "trl" and not wants_vllm(trainer):
+        sentences.append(
+            f"The loss is TRL's of use_vllm=True, although the setup file does not ask for vLLM: it "
+            f"{_of_trl(trainer.args)}."
+        )
+    elif rule.name not in ("trl", "none") and max_staleness > 0:
+        sentences.append(f"For rollouts of older weights the loss {_of(rule)}; for fresh ones it is TRL's.")
+    if rule.weighs and own_loss:
+        sentences.append(
+            f"{_class_name(trainer)} has a loss that does not call TRL's, so its advantages are weighed: they get the "
+            "shape [B, C], one for each token, and the loss must take that shape."
+        )
+    return " ".join(sentences)
+
+
+def _of(rule: Rule) -> str:
+    if rule.name == "bypass":
+        return "clips the ratio to the policy that sampled (bypass)"
+    if rule.name == "none":
+        return "ignores the sampler's log-probabilities (none)"
+    outside = "drops" if rule.masks else "limits"
+    return (
+        f"multiplies by the {rule.level} ratio of the trainer's old policy to the sampler's, and {outside} it outside "
+        f"{rule.least:g} to {rule.most:g} ({rule.name})"
+    )
+
+
+def _of_trl(args: Any) -> str:
+    if not args.vllm_importance_sampling_correction:
+        return "ignores the sampler's log-probabilities (vllm_importance_sampling_correction=False)"
+    bounds = [
+        f"{name}={value:g}"
+        for name in ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max")
+        if (value := getattr(args, name)) is not None
+    ]
+    mode = f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}"
+    return f"recomputes the log-probabilities and weighs by their ratio to the sampler's ({', '.join([mode, *bounds])})"
+
+
+def _class_name(trainer: Any) -> str:
+    return type(trainer).__name__

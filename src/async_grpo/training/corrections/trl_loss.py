@@ -1,0 +1,139 @@
+"""How a correction reaches TRL's loss: the hooks around it, and what is asked about a trainer's loss.
+
+The private names of TRL's loss that the training side touches are here, and only here, as those of the rest of its
+trainer are in `training.trl_trainer`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from async_grpo.images import MODEL_INPUTS
+from async_grpo.training.corrections.batch import Correction
+from async_grpo.training.corrections.report import CLIPPING_LOSSES, Clip
+from async_grpo.training.corrections.rule import Rule
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+    from trl import GRPOTrainer as UserTrainer
+else:  # the user's class takes this place at run time
+    UserTrainer = object
+
+HOOKS = ("_compute_loss", "_get_per_token_logps_and_entropies")
+
+
+class CorrectedLoss(UserTrainer):
+    """Put before the user's trainer class: TRL's loss, with the weights of `correct`."""
+
+    correct: Correction
+    _log_pi: torch.Tensor  # [B, C], of the last forward pass
+    _in_loss: dict[str, Any] | None = None  # inputs of the loss that TRL computes, until its forward pass is done
+    _unused_old_logps: bool = False  # TRL is about to compute old log-probabilities that the correction replaces
+
+    def begin_batch(self) -> None:
+        """TRL is about to assemble a generation batch."""
+        bypass = self.correct.rule.name == "bypass" and not self.correct.own_loss
+        self._unused_old_logps = bypass and not one_update(self)
+
+    def tokens_are_there(self) -> None:
+        """From here to `end_batch`, TRL does with the tokens what it does with those of vLLM, if that was asked for."""
+        self.use_vllm = self.correct.rule.name == "trl"
+
+    def end_batch(self) -> None:
+        """TRL has assembled the batch, or has failed to."""
+        self.use_vllm = self._unused_old_logps = False
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        if "policy_version" not in inputs:  # evaluation
+            return super()._compute_loss(model, inputs)
+        with _weighing(self, inputs):
+            loss = super()._compute_loss(model, inputs)
+        self.correct.after_loss(inputs, self._log_pi, self.state.global_step)
+        return loss
+
+    def _get_per_token_logps_and_entropies(self, model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._unused_old_logps:
+            self._unused_old_logps = False
+            tokens = args[1] if len(args) > 1 else kwargs["logits_to_keep"]
+            return torch.zeros((len(input_ids), tokens), device=input_ids.device), None, None
+        result = super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
+        if result[0] is not None:  # Unsloth's first question gets no answer
+            self._log_pi = result[0].detach()
+            if self._in_loss is not None:
+                inputs, self._in_loss = self._in_loss, None
+                self.correct.in_loss(inputs, self._log_pi)
+        return result
+
+
+@contextmanager
+def _weighing(trainer: Any, inputs: dict[str, Any]) -> Iterator[None]:
+    """While TRL computes a loss: it multiplies by `importance_sampling_ratio`, if there is one, as with use_vllm."""
+    saved = (trainer.use_vllm, trainer.vllm_importance_sampling_correction)
+    trainer._in_loss = inputs
+    if "importance_sampling_ratio" in inputs:
+        trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+    try:
+        yield
+    finally:
+        trainer._in_loss = None
+        trainer.use_vllm, trainer.vllm_importance_sampling_correction = saved
+
+
+def correction_of(trainer: GRPOTrainer, rule: Rule, append: Callable[[str, float], None]) -> Correction:
+    """What sets `rule` on this trainer's batches. Call it before the class of the trainer is changed."""
+    return Correction(
+        rule=rule,
+        own_loss=has_own_loss(trainer),
+        clip=_clip(trainer),
+        log_pi_old=partial(log_pi_old, trainer),
+        append=append,
+    )
+
+
+def one_update(trainer: Any) -> bool:
+    """Whether all passes over a generation batch end in one optimizer step, so that pi_old is pi."""
+    passes = trainer.args.steps_per_generation * trainer.num_iterations
+    return int(trainer.args.gradient_accumulation_steps) % int(passes) == 0
+
+
+def has_own_loss(trainer: GRPOTrainer) -> bool:
+    """Whether the trainer's class replaces TRL's loss, instead of calling it or reading the weights as it does."""
+    for base in type(trainer).__mro__:
+        if base.__module__.startswith(("trl.", "async_grpo.")):
+            continue
+        if base.__module__.startswith("transformers."):
+            return False
+        for name in ("compute_loss", "_compute_loss"):
+            code = getattr(inspect.unwrap(vars(base)[name]), "__code__", None) if name in vars(base) else None
+            if code is not None and name not in code.co_names and "importance_sampling_ratio" not in code.co_consts:
+                return True
+    return False
+
+
+def _clip(trainer: Any) -> Clip | None:
+    if trainer.loss_type not in CLIPPING_LOSSES:
+        return None
+    sequences = trainer.importance_sampling_level == "sequence"
+    return Clip(1 - trainer.epsilon_low, 1 + trainer.epsilon_high, sequences)
+
+
+def log_pi_old(trainer: Any, batch: dict[str, Any]) -> torch.Tensor:
+    """Log-probabilities of the completions' tokens under the weights as they are now, [B, C], without gradient."""
+    input_ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+    attention_mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+    with torch.no_grad():
+        logprobs, *_ = trainer._get_per_token_logps_and_entropies(
+            trainer.model,
+            input_ids,
+            attention_mask,
+            batch["completion_ids"].shape[1],
+            batch_size=trainer.args.per_device_train_batch_size,
+            **{name: batch[name] for name in MODEL_INPUTS if name in batch},
+        )
+    return logprobs

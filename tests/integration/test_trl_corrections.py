@@ -1,0 +1,220 @@
+"""Corrections within TRL's own loss: `trl` equals TRL's with use_vllm=True, and what the others save or change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from compared_with_trl import largest_difference, run_as_trl_would, settings
+from in_process import InProcessRun, replay_with_trl, training_logs
+from torch.testing import assert_close
+from trl import GRPOTrainer
+
+from async_grpo.records import RolloutGroup
+from async_grpo.training.corrections.rule import Rule, rule
+from async_grpo.training.corrections.trl_loss import has_own_loss
+
+pytestmark = pytest.mark.integration
+
+OTHER_ENGINE = 0.3  # nats by which the sampler's log-probabilities differ from the trainer's, at most
+
+
+class MismatchedRun(InProcessRun):
+    """A run whose sampler has slightly other log-probabilities than the trainer, as an engine of another kind has."""
+
+    def _generate(self) -> list[RolloutGroup]:
+        generator = torch.Generator().manual_seed(len(self.batches))
+        return [
+            replace(group, sampling_logprobs=group.sampling_logprobs - noise.numpy())
+            for group in super()._generate()
+            for noise in [OTHER_ENGINE * torch.rand(len(group.sampling_logprobs), generator=generator)]
+        ]
+
+
+def as_with_vllm(get_trainer: Callable[..., GRPOTrainer]) -> Callable[..., GRPOTrainer]:
+    """Plain TRL with use_vllm=True, but for the engine: a `rollout_func` brings the completions."""
+
+    def get(**arguments: Any) -> GRPOTrainer:
+        trainer: Any = get_trainer(**arguments)
+        trainer.use_vllm, trainer.vllm_mode, trainer._last_loaded_step = True, "server", -1
+        trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+        return trainer
+
+    return get
+
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "its defaults": {},
+    "token_truncate": {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.1},
+    "token_mask": {
+        "vllm_importance_sampling_mode": "token_mask",
+        "vllm_importance_sampling_clip_min": 1.05,
+        "vllm_importance_sampling_clip_max": 1.2,
+    },
+    "sequence_truncate": {
+        "vllm_importance_sampling_mode": "sequence_truncate",
+        "vllm_importance_sampling_clip_max": 2.0,
+        "loss_type": "grpo",
+        "beta": 0.1,
+    },
+    "vespo": {"vllm_importance_sampling_mode": "token_truncate", "loss_type": "vespo"},
+    "no correction": {"vllm_importance_sampling_correction": False},
+    "several iterations": {"num_iterations": 2, "max_steps": 4},
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_trl_at_staleness_zero_is_trl_with_use_vllm(name: str, tmp_path: Path, model_folder: str) -> None:
+    get_trainer = settings(tmp_path, **{"model": model_folder, "max_steps": 3, **OBJECTIVES[name]})
+    run = MismatchedRun(get_trainer, correction="trl").train()
+    plain = replay_with_trl(as_with_vllm(get_trainer), run.batches)
+    largest_difference(run.logs, training_logs(plain))
+    without = replay_with_trl(get_trainer, run.batches)
+    if name != "no correction":
+        with pytest.raises(AssertionError):  # else the comparison would show nothing
+            largest_difference(run.logs, training_logs(without))
+    assert not run.trainer.use_vllm, "evaluation and the next generation are not vLLM's"
+
+
+def steps_of(get_trainer: Callable[..., GRPOTrainer], correction: str | Rule) -> list[float]:
+    return [entry["grad_norm"] for entry in MismatchedRun(get_trainer, correction=correction).train().logs]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (
+            rule("tis", "token", most=1.1),
+            {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.1},
+        ),
+        (
+            rule("icepop", "token", 0.9, 1.2),
+            {
+                "vllm_importance_sampling_mode": "token_mask",
+                "vllm_importance_sampling_clip_min": 0.9,
+                "vllm_importance_sampling_clip_max": 1.2,
+            },
+        ),
+        (
+            rule("tis", "sequence", most=2.0),
+            {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_max": 2.0},
+        ),
+        (rule("icepop", "sequence", 0.0, 3.0), {"vllm_importance_sampling_mode": "sequence_mask"}),
+    ],
+    ids=["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
+)
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_our_weights_are_trls_where_trl_has_them(ours: Rule, theirs: Any, iterations: int, tmp_path: Path) -> None:
+    """Also with one optimizer step a batch, where ours take no forward pass for them and TRL does."""
+    get_trainer = settings(tmp_path, max_steps=4, num_iterations=iterations, **theirs)
+    assert steps_of(get_trainer, ours) == pytest.approx(steps_of(get_trainer, "trl"), abs=1e-5)
+
+
+# --- Advantages of each token -----------------------------------------------------------------------------
+
+
+class PerToken(GRPOTrainer):
+    """Advantages of shape [B, C], as TRL's loss allows a subclass to give; here all of a row are equal."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        tokens = output["completion_ids"].shape[1]
+        output["advantages"] = output["advantages"][:, None].repeat(1, tokens)
+        return output
+
+
+CORRECTED = [*map(rule, ("bypass", "decoupled", "tis", "icepop", "trl", "none")), rule("icepop", "geometric", 0.9, 1.5)]
+
+
+@pytest.mark.parametrize("correction", CORRECTED, ids=str)
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_advantages_of_each_token_train_as_those_of_each_completion(
+    correction: Rule, iterations: int, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"num_iterations": iterations, "max_steps": 2, "loss_type": "grpo"}
+    per_row = MismatchedRun(settings(tmp_path, **changes), correction=correction).train()
+    per_token = MismatchedRun(settings(tmp_path, trainer_class=PerToken, **changes), correction=correction).train()
+    largest_difference(
+        [{**entry, "step_time": 0.0} for entry in per_token.logs], [plain_names(entry) for entry in per_row.logs]
+    )
+
+
+def plain_names(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if not name.startswith("async/")}
+
+
+# --- Losses that are not TRL's ----------------------------------------------------------------------------
+
+
+class AddsToTheLoss(GRPOTrainer):
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        return super()._compute_loss(model, {**inputs}) + 0.0
+
+
+class OwnLoss(GRPOTrainer):
+    """A loss like Unsloth's: it replaces `compute_loss`, and takes advantages of either shape."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        return GRPOTrainer._compute_loss(self, model, inputs)
+
+
+@pytest.mark.parametrize(("trainer_class", "own"), [(GRPOTrainer, False), (AddsToTheLoss, False), (OwnLoss, True)])
+@pytest.mark.parametrize("correction", [rule("tis", most=1.1), rule("icepop", "geometric", 0.9, 1.2)], ids=str)
+def test_the_weights_reach_a_loss_of_the_users(
+    trainer_class: type[GRPOTrainer], own: bool, correction: Rule, tmp_path: Path
+) -> None:
+    get_trainer = settings(tmp_path, trainer_class=trainer_class, max_steps=3)
+    assert has_own_loss(get_trainer()) == own
+    expected = steps_of(settings(tmp_path, max_steps=3), correction)
+    assert steps_of(get_trainer, correction) == pytest.approx(expected, abs=1e-5)
+
+
+# --- Forward passes ---------------------------------------------------------------------------------------
+
+
+class Counting(GRPOTrainer):
+    """Counts passes without gradient."""
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+        self.passes = getattr(self, "passes", 0) + (not torch.is_grad_enabled())
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("correction", "iterations", "passes"),
+    [("bypass", 1, 0), ("bypass", 2, 0), ("decoupled", 1, 0), ("icepop", 1, 0), ("tis", 2, 1), ("trl", 1, 1)],
+)
+def test_forward_passes_beyond_those_of_the_loss(correction: str, iterations: int, passes: int, tmp_path: Path) -> None:
+    """For a batch: with one step on it pi_old is pi, which the loss computes; `bypass` needs no pi_old at all."""
+    get_trainer = settings(tmp_path, trainer_class=Counting, num_iterations=iterations, max_steps=2 * iterations)
+    run = InProcessRun(get_trainer, correction=correction).train()
+    assert getattr(run.trainer, "passes", 0) == passes * len(run.batches)
+
+
+def test_with_one_step_a_batch_the_ratio_never_clips(tmp_path: Path) -> None:
+    """Stale groups and a large step: `bypass` clips, `decoupled` cannot, since pi is pi_old."""
+    get_trainer = settings(tmp_path, max_steps=3, learning_rate=3e-2)
+    stale = [InProcessRun(get_trainer, fresh_every=3, correction=name).train().logs for name in ("bypass", "decoupled")]
+    clipped = [sum(entry["clip_ratio/region_mean"] for entry in logs) for logs in stale]
+    assert clipped[0] > 0 == clipped[1]
+
+
+@pytest.mark.parametrize("iterations", [1, 4])
+def test_the_mismatch_at_staleness_zero_is_none_with_any_number_of_iterations(iterations: int, tmp_path: Path) -> None:
+    get_trainer = settings(tmp_path, num_iterations=iterations, max_steps=4, learning_rate=3e-2)
+    logs = InProcessRun(get_trainer).train().logs
+    mismatches = [entry["async/logprob_mismatch"] for entry in logs if "async/logprob_mismatch" in entry]
+    assert len(mismatches) == len(logs) / iterations
+    assert max(mismatches) < 1e-5
+    assert_close(torch.tensor(logs[0]["async/ratio_max"]), torch.tensor(1.0), atol=1e-4, rtol=0)
+
+
+def test_sequence_masks_of_trl_stay_possible_with_weights(tmp_path: Path) -> None:
+    run_as_trl_would(settings(tmp_path, off_policy_mask_threshold=0.5), correction="tis")
