@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 import qwen3_1m
 from trl import GRPOTrainer
 
-from async_grpo.rollout.engines import vllm
+from async_grpo.rollout.engines import vllm, vllm_hooks
 from async_grpo.rollout.engines.continuous import Chunk
 from async_grpo.rollout.engines.vllm import VLLMEngine
 from async_grpo.rollout.trl_trainer import RolloutTrainer
@@ -240,11 +242,31 @@ def test_every_private_name_is_where_it_was(
         "WorkerWrapperBase.worker": greedy[1]._engine.model_executor.driver_worker.worker,
         "Worker.model_runner": greedy[1]._engine.model_executor.driver_worker.worker.model_runner,
     }
-    for hook in vllm.HOOKS:
+    for hook in vllm_hooks.HOOKS:
         owner, _, name = hook.rpartition(".")
         if any(hook.endswith(ending) for ending in live):
             continue  # set in a constructor: the attributes above were found
         module, _, class_name = owner.rpartition(".")
         holder = getattr(import_module(module), class_name) if class_name[0].isupper() else import_module(owner)
-        assert hasattr(holder, name), f"vLLM: {hook} is gone. async_grpo.rollout.engines.vllm must follow."
+        assert hasattr(holder, name), f"vLLM: {hook} is gone. async_grpo.rollout.engines.vllm_hooks must follow."
     assert adapter[1]._runner.lora_manager is not None
+
+
+def test_vllm_has_not_moved_what_we_use_of_its_second_model_runner() -> None:
+    """The one that CUDA gets. It may not be imported on a CPU, so its source is read."""
+    package = find_spec("vllm.v1.worker.gpu")
+    assert package is not None and package.origin is not None
+    folder = Path(package.origin).parent
+    runner = (folder / "model_runner.py").read_text()
+    adapters = (folder.parent / "lora_model_runner_mixin.py").read_text()
+    assert "class GPUModelRunner(LoRAModelRunnerMixin)" in runner
+    for name in vllm_hooks.OF_A_RUNNER:
+        assert f"    def {name}(" in runner + adapters, f"vLLM: {name} of {vllm_hooks.V2_RUNNER} is gone"
+    assert "self.lora_manager = " in adapters
+    assert vllm_hooks.SWITCH in find_source("vllm.envs")
+
+
+def find_source(module: str) -> str:
+    found = find_spec(module)
+    assert found is not None and found.origin is not None
+    return Path(found.origin).read_text()

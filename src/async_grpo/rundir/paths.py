@@ -95,6 +95,10 @@ class RunDir:
         """The folder from which a worker's vLLM engine is built; it exists only during that."""
         return self.root / "alive" / f"{worker}.engine"
 
+    def engine_start(self, gpu: str) -> Path:
+        """The lock of the worker whose vLLM engine is just starting on this GPU, named as CUDA_VISIBLE_DEVICES does."""
+        return self.root / "alive" / f"gpu{gpu}.start"
+
     @property
     def server_log(self) -> Path:
         return self.root / "log_parameter_server.txt"

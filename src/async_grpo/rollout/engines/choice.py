@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UsageError
 from async_grpo.rundir.locks import KernelLock, describe_holder
 from async_grpo.setup.generator_choice import HF, VLLM_SERVER, choose_generator, engine_inside, refuse_with_server
 from async_grpo.setup.sampling import check_sampling, transformers_config
+from async_grpo.telemetry.waiting import wait_until
+
+ENGINE_START_S = 1200.0  # for all engines of one GPU
 
 if TYPE_CHECKING:
     from async_grpo.records import WorkerId
@@ -44,6 +49,29 @@ def make_engine(
     if state.deterministic and in_flight_update:
         raise UsageError("--in-flight-update on depends on timing, so it cannot be combined with --deterministic.")
     return _vllm_engine(trl, run, worker, in_flight_update=in_flight_update, deterministic=state.deterministic)
+
+
+@contextmanager
+def alone_on_the_gpu(run: RunDir, env: Mapping[str, str]) -> Iterator[None]:
+    """Start the engines of one GPU one after the other.
+
+    vLLM sizes its memory for keys and values by what is free on the whole GPU while it starts; two that start at the
+    same time would each count the other's memory as its own.
+    """
+    gpu = env.get("CUDA_VISIBLE_DEVICES", "")
+    if not gpu:  # on the CPU
+        yield
+        return
+    lock = KernelLock(run.engine_start(gpu))
+    wait_until(
+        lambda: lock.try_acquire({"role": "starts a vLLM engine"}) or None,
+        what=f"another worker's vLLM engine on the same GPU to start ({describe_holder(lock.holder())})",
+        timeout_s=ENGINE_START_S,
+    )
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def transformers_engine(trl: RolloutTrainer) -> TransformersEngine:
@@ -87,13 +115,14 @@ def _vllm_engine(
     trainer = trl.trainer
     if engine_inside(trainer.model) is None:  # else its weights are the engine's own
         trainer.model.to("meta")  # the engine will have the weights
-    engine = VLLMEngine(
-        trainer,
-        seed=0 if deterministic else int.from_bytes(os.urandom(4), "big"),  # two workers must not draw the same
-        in_flight_update=in_flight_update,
-        deterministic=deterministic,
-        folder=run.worker_engine(worker),
-    )
+    with alone_on_the_gpu(run, os.environ):
+        engine = VLLMEngine(
+            trainer,
+            seed=0 if deterministic else int.from_bytes(os.urandom(4), "big"),  # two workers must not draw the same
+            in_flight_update=in_flight_update,
+            deterministic=deterministic,
+            folder=run.worker_engine(worker),
+        )
     trl.end_dialogues_before(engine.max_model_len)
     return ContinuousEngine(
         engine,

@@ -1,4 +1,4 @@
-"""vLLM's engine inside a worker process. Every private name of vLLM that we touch is in this file.
+"""vLLM's engine inside a worker process. Every private name of vLLM that we touch is here or in `vllm_hooks`.
 
 The engine is ours, or the one that Unsloth put into the model (`fast_inference=True`), whose base weights are the
 model's own: then only the adapter is taken on.
@@ -23,6 +23,7 @@ from transformers import set_seed
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.engines.continuous import Chunk
+from async_grpo.rollout.engines.vllm_hooks import choose_model_runner
 from async_grpo.rollout.engines.vllm_options import adapter_of, engine_options, needs_text, sampling_options
 from async_grpo.rollout.engines.vllm_weights import CopyPlan, watch
 from async_grpo.rundir.files import fresh_folder
@@ -33,15 +34,6 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
 
-HOOKS = (
-    "vllm.v1.engine.llm_engine.LLMEngine.model_executor",
-    "vllm.v1.worker.worker_base.WorkerWrapperBase.worker",
-    "vllm.v1.worker.gpu_worker.Worker.model_runner",
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.get_model",
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.reload_weights",
-    "vllm.lora.worker_manager.WorkerLoRAManager._load_adapter",
-    "vllm._custom_ops._supports_onednn",
-)
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -267,6 +259,7 @@ class VLLMEngine:
         on_cpu = torch.device(trainer.accelerator.device).type == "cpu"
         if on_cpu:
             keep_weights_unpacked()
+        choose_model_runner(os.environ)
         with fresh_folder(folder) if folder else TemporaryDirectory(prefix="async-grpo-engine-") as described:
             self._describe_model(trainer, Path(described))
             arguments = {

@@ -1,0 +1,40 @@
+"""The private names of vLLM that `vllm` needs, and which of vLLM's model runners has them.
+
+vLLM has two: the first (V1) on CPUs, the second (V2) by default on CUDA. Both hold the model, its weights and its
+adapters under the same names. If a vLLM moves one of V2's, its engine is built with V1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from importlib import import_module
+
+from loguru import logger
+
+V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
+V2_RUNNER = "vllm.v1.worker.gpu.model_runner"
+SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
+OF_A_RUNNER = ("get_model", "reload_weights", "load_lora_model")  # the last sets `lora_manager`
+
+HOOKS = (
+    "vllm.v1.engine.llm_engine.LLMEngine.model_executor",
+    "vllm.v1.worker.worker_base.WorkerWrapperBase.worker",
+    "vllm.v1.worker.gpu_worker.Worker.model_runner",
+    *(f"{V1_RUNNER}.GPUModelRunner.{name}" for name in OF_A_RUNNER),
+    "vllm.lora.worker_manager.WorkerLoRAManager._load_adapter",
+    "vllm._custom_ops._supports_onednn",
+)
+
+
+def choose_model_runner(env: MutableMapping[str, str]) -> None:
+    """Before an engine is built: have vLLM take its first model runner where the second lacks what we use."""
+    if SWITCH in env:
+        return
+    try:
+        runner = import_module(V2_RUNNER).GPUModelRunner
+    except ImportError:  # a vLLM without it, or without what it needs: that one takes the first by itself
+        return
+    missing = [name for name in OF_A_RUNNER if not hasattr(runner, name)]
+    if missing:
+        env[SWITCH] = "0"
+        logger.warning("vLLM's model runner V2 has no {}; the engine uses V1 ({}=0)", ", ".join(missing), SWITCH)
