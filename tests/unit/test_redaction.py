@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+from typing import Any
+
 import pytest
+from secret_corpus import harmless, planted
 
 from async_grpo.checks.bug_report import dump
-from async_grpo.redaction import MASK, Redactor
+from async_grpo.redaction import MASK, Redactor, is_secret, names_a_secret
 
 
 @pytest.mark.parametrize(
@@ -67,3 +72,56 @@ def test_only_listed_variables_are_written(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(dump.os, "environ", given)
     assert set(dump._environments([])) == {"== doctor", "OMP_NUM_THREADS=4", "TOKENIZERS_PARALLELISM=false"}
     assert dump.secrets_of({"TOKENIZERS_PARALLELISM": "falsefalse"}) == set()
+
+
+@pytest.fixture(scope="module")
+def rates() -> dict[str, Any]:
+    return runpy.run_path(str(Path(__file__).resolve().parents[2] / "scripts" / "secret_rates.py"))
+
+
+def test_the_page_has_the_rates_of_this_corpus(rates: dict[str, Any]) -> None:
+    assert rates["rates"]() in rates["PAGE"].read_text(), "python scripts/secret_rates.py --write"
+
+
+def test_most_of_the_planted_are_found_and_the_harmless_stay(rates: dict[str, Any]) -> None:
+    assert (len(planted()), len(harmless())) == (100, 100)
+    assert len({text for text, _ in planted()} | set(harmless())) == 200
+    assert len(rates["missed"]()) <= 5, rates["missed"]()
+    assert len(rates["taken"]()) <= 2, rates["taken"]()
+
+
+def test_what_is_clean_stays_as_it_is() -> None:
+    for text, _ in planted():
+        cleaned = Redactor()(text)
+        assert Redactor()(cleaned) == cleaned
+
+
+@pytest.mark.parametrize(
+    "unit", ["://a:", "-eyJaaaaaaaa", 'token="a', 'token=\\"', "cookie:", "a.webhook", "?a-token", "sk-"]
+)
+def test_a_long_line_that_was_made_for_it_takes_no_minutes(unit: str) -> None:
+    Redactor()(unit * (100_000 // len(unit)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("hub_token", "abcdefgh", True),
+        ("max_tokens", 512, False),
+        ("hub_token", None, False),
+        ("eos_token", "<|im_end|>", False),
+        ("tokenizer_name", "gpt2", False),
+        ("author", "Jane", False),
+        ("sort_key", "accuracy", False),
+        ("judge_key", "0123456789abcdef", True),
+        ("JUDGE_KEY", "swordfish", True),
+        ("pwd", "swordfish", True),
+        ("PWD", "/home/me", False),
+    ],
+)
+def test_a_name_makes_a_secret_of_a_value_that_can_be_one(name: str, value: object, secret: bool) -> None:
+    assert is_secret(name, value) is secret
+
+
+def test_names_of_errors_are_no_names_of_secrets() -> None:
+    assert not names_a_secret("AuthenticationError")

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.groups import FinishedGroup, UsedStep
 from async_grpo.formatting import as_text, printable
+from async_grpo.redaction import MASK, Redactor, is_secret
 
+_redact = Redactor()
 _NO_SERIES = ("step", "monotonic_s")  # of metrics.jsonl
 _SAMPLE_CHARACTERS = 4000  # of a prompt or a completion that is shown as text
 
@@ -79,8 +81,11 @@ def logged(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def hyperparameter_table(hyperparameters: dict[str, Any]) -> str:
-    """Markdown; empty without any."""
-    rows = [f"| {name} | {_cell(value)} |" for name, value in _flat(hyperparameters)]
+    """Markdown; empty without any. Without secrets, which files of earlier versions may hold."""
+    shown = (
+        (name, MASK if is_secret(name.rpartition(".")[2], value) else value) for name, value in _flat(hyperparameters)
+    )
+    rows = [f"| {name} | {_redact(_cell(value))} |" for name, value in shown]
     return "\n".join(["| name | value |", "|---|---|", *rows]) if rows else ""
 
 

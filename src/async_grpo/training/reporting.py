@@ -16,7 +16,7 @@ from loguru import logger
 from transformers import TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 
-from async_grpo.redaction import MASK, Redactor, names_a_secret
+from async_grpo.redaction import MASK, Redactor, is_secret
 from async_grpo.settings import TrainingSettings
 from async_grpo.telemetry.run_log import RunLog
 
@@ -49,9 +49,7 @@ class CurvesCallback(TensorBoardCallback):
     """transformers' own callback, with a new writer after a failure: the thread of the old one has ended."""
 
     def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._open: Callable[[], Any] = partial(SummaryWriter, log_dir=str(folder))
+        self._open: Callable[[], Any] = partial(_event_writer, folder)
         self._failing = False
         super().__init__(self._open())
 
@@ -79,6 +77,17 @@ class CurvesCallback(TensorBoardCallback):
 _redact = Redactor()
 
 
+def _event_writer(folder: Path) -> Any:
+    """A writer of event files without secrets: transformers gives it all settings of trainer and model as text."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    class Writer(SummaryWriter):
+        def add_text(self, tag: str, text_string: str, *args: Any, **kwargs: Any) -> None:
+            super().add_text(tag, _redact(text_string), *args, **kwargs)
+
+    return Writer(log_dir=str(folder))
+
+
 def hyperparameters(trainer: GRPOTrainer, settings: TrainingSettings) -> dict[str, Any]:
     """The contents of `hyperparameters.json`: JSON values only, and no secrets."""
     model = trainer.model
@@ -98,15 +107,9 @@ def hyperparameters(trainer: GRPOTrainer, settings: TrainingSettings) -> dict[st
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): MASK if _is_secret(str(name), it) else _plain(it) for name, it in value.items()}
+        return {str(name): MASK if is_secret(str(name), it) else _plain(it) for name, it in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return _redact(str(value))
-
-
-def _is_secret(name: str, value: Any) -> bool:
-    """Whether a value is a secret by its name. A number or a switch, as in `max_tokens`, never is."""
-    harmless = value is None or isinstance(value, (bool, int, float)) or name.lower().endswith("tokens")
-    return names_a_secret(name) and not harmless

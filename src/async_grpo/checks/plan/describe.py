@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from async_grpo.checks import probe
 from async_grpo.checks.plan.facts import BatchFacts, Parameters, Question, TrainerFacts
 from async_grpo.errors import AsyncGRPOError, SetupFileError
+from async_grpo.redaction import Redactor
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
 from async_grpo.setup.generator_choice import VLLM_SERVER, choose_generator, refuse_with_server, wants_vllm
@@ -125,7 +126,7 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | No
         **{name: getattr(args, name) for name in _FROM_CONFIG},
         trainer=type(trainer).__name__,
         model=type(model).__name__,
-        model_name=str(getattr(model.config, "_name_or_path", "") or ""),
+        model_name=Redactor()(str(getattr(model.config, "_name_or_path", "") or "")),
         parameters=parameters_of(model),
         reference_bytes=parameters_of(trainer.ref_model).nbytes if trainer.ref_model is not None else 0,
         slots=slots_for(model, max_staleness=settings.max_staleness, sharing=sharing),

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from trl.generation.vllm_client import VLLMClient
 
 from async_grpo.errors import GeneratorError, PeerDiedError, UnsupportedError, WaitTimeoutError
+from async_grpo.redaction import Redactor
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.engines.vllm_options import adapter_of, sampling_options
@@ -195,6 +196,11 @@ class _Client(VLLMClient):
     """TRL's client, with deadlines, no request sent twice, and sentences for a person."""
 
     @property
+    def shown(self) -> str:
+        """Its address for messages: without a password."""
+        return Redactor()(self.base_url)
+
+    @property
     def how_to_start(self) -> str:
         return (
             "Start the server as TRL wants it: VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config "
@@ -207,7 +213,7 @@ class _Client(VLLMClient):
         try:
             wait_until(
                 lambda: self._health() == "up" or None,
-                what=f"the vLLM server at {self.base_url}",
+                what=f"the vLLM server at {self.shown}",
                 timeout_s=total_timeout,
                 poll_s=retry_interval,
             )
@@ -216,7 +222,7 @@ class _Client(VLLMClient):
 
     def require_alive(self) -> None:
         if self._health() == "gone":
-            raise GeneratorError(f"The vLLM server at {self.base_url} is gone. {self.how_to_start}")
+            raise GeneratorError(f"The vLLM server at {self.shown} is gone. {self.how_to_start}")
 
     def _health(self) -> str:
         try:
@@ -233,7 +239,7 @@ class _Client(VLLMClient):
         mode = config["model_config"]["logprobs_mode"]
         if mode != DISTRIBUTION:
             raise UnsupportedError(
-                f"The vLLM server at {self.base_url} returns {mode}, which are not those of the distribution that it "
+                f"The vLLM server at {self.shown} returns {mode}, which are not those of the distribution that it "
                 f"samples from. {self.how_to_start}"
             )
 
@@ -254,11 +260,11 @@ class _Client(VLLMClient):
             response = self.session.request(method, url, timeout=(LOOK_S, longest_s + LOOK_S), **changes)
         except requests.RequestException as error:
             raise GeneratorError(
-                f"The vLLM server at {self.base_url} does not answer ({error}). {self.how_to_start}"
+                f"The vLLM server at {self.shown} does not answer ({error}). {self.how_to_start}"
             ) from error
         if response.status_code == 200:
             return dict(response.json())
-        answer = f"The vLLM server answered {url} with {response.status_code}: {response.text[:500]}"
+        answer = f"The vLLM server answered {Redactor()(url)} with {response.status_code}: {response.text[:500]}"
         if generates and response.status_code < 500:
             raise ValueError(answer)
         if response.status_code == 404:
