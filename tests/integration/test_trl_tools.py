@@ -20,10 +20,12 @@ from in_process import (
     chat_rows,
     jobs_of,
     length,
+    plain_rows,
     training_logs,
 )
 from trl import GRPOTrainer
 
+from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.main_thread import main_thread
 
 pytestmark = pytest.mark.integration
@@ -141,6 +143,16 @@ def test_a_tool_that_uses_signals(tmp_path: Path) -> None:
     groups: list[Any] = []
     main_thread.serve_while(lambda: groups.extend(worker.generate(jobs_of(chat_rows(1)))))
     assert groups[0].completions[0][1] == {"role": "tool", "name": "multiply", "content": "12"}
+
+
+def test_a_rollout_func_that_uses_signals_is_told_the_way_out(tmp_path: Path) -> None:
+    def rollout_func(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+        signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+        return {}
+
+    worker = InProcessWorker(settings(tmp_path, {"rollout_func": rollout_func})())
+    with pytest.raises(UnsupportedError, match=r"signal only works in main thread.*without signals"):
+        main_thread.serve_while(lambda: worker.generate(jobs_of(plain_rows(1))))
 
 
 def test_a_dialogue_ends_where_the_context_of_the_engine_ends(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from loguru import logger
 
-from async_grpo.errors import PeerDiedError
+from async_grpo.errors import PeerDiedError, UnsupportedError
 from async_grpo.setup.process import leave_at_once
 
 P = ParamSpec("P")
@@ -33,6 +33,14 @@ LOOK_S = 0.5  # the main thread looks this often whether the loop's thread is al
 ENDING_S = 2.0  # that a call in the main thread is given once the loop has ended
 
 _refused = threading.local()  # .count: how often this thread was not allowed to set a handler of a signal
+
+
+_CANNOT_USE_SIGNALS = (
+    "A rollout_func, reset() of an environment, or an override of the trainer's generation wanted to use signals (a "
+    "time-out, perhaps). Only the main thread may, and workers run this code in other threads. Take a time-out without "
+    "signals, or use them in tools and reward functions, which may."
+)
+_said: list[str] = []  # it is logged once
 
 
 class MainThread:
@@ -133,12 +141,32 @@ class UserCode:
         else:
             if _refusals() == before:
                 return result
+        _refused.count = before
         if not self._in_main:
             self._in_main = True
             logger.info(
                 "{} use signals (a time-out, perhaps): called in the worker's main thread from now on", self._name
             )
         return main_thread.run(call)
+
+
+@contextmanager
+def refusing_signals() -> Iterator[None]:
+    """For code that waits for tokens, so that the main thread is not for it: say so if it wants to use signals.
+
+    Raises:
+        UnsupportedError: it failed after Python had not let it set a handler.
+    """
+    before = _refusals()
+    try:
+        yield
+    except Exception as error:
+        if _refusals() == before:
+            raise
+        raise UnsupportedError(f"{type(error).__name__}: {error}. {_CANNOT_USE_SIGNALS}") from error
+    if _refusals() > before and not _said:
+        _said.append(_CANNOT_USE_SIGNALS)
+        logger.warning("{}", _CANNOT_USE_SIGNALS)
 
 
 def asks_for_main_thread(function: Any) -> bool:

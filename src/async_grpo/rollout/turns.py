@@ -22,6 +22,7 @@ import torch
 
 from async_grpo.errors import PeerDiedError, WaitTimeoutError
 from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
+from async_grpo.rollout.main_thread import refusing_signals
 from async_grpo.rollout.threads import KeptThreads
 
 if TYPE_CHECKING:
@@ -129,7 +130,8 @@ class Turns:
         with self._baton:
             self._code_since = time.monotonic()
             try:
-                talk.generate(partial(self.have_sampled, talk))
+                with refusing_signals():
+                    talk.generate(partial(self.have_sampled, talk))
             except BaseException as error:  # noqa: BLE001  # the user's tools run inside: whatever they raise belongs to the job
                 talk.error = error
         self._events.put(talk)
