@@ -13,10 +13,11 @@ from collections.abc import Iterable
 MASK = "[removed]"
 
 _SECRET_NAME = re.compile(
-    r"TOKEN(?!I[ZS]|S)|SECRET|PASSW|PASSPHRASE|PASSCODE|PWD|CREDENTIAL|(?:API|ACCESS|ACCOUNT|PRIVATE|SHARED)[_.-]?KEY"
+    r"TOKEN(?!I[ZS]|S)|(?:API|AUTH|ACCESS|HUB)[_-]?TOKENS|SECRET|PASSW|PASSPHRASE|PASSCODE|PWD|CREDENTIAL|(?:API|ACCESS|ACCOUNT|PRIVATE|SHARED)[_.-]?KEY"
     r"|(?:^|[_.-])PASS$|AUTH(?!OR(?!I[ZS]))|COOKIE|(?:^|_)DSN$|WEBHOOK",
     re.IGNORECASE,
 )
+_PASSWORD_NAME = re.compile(r"PASSW|PASSPHRASE|PASSCODE|PWD|(?:^|[_.-])PASS$|SECRET", re.IGNORECASE)
 _KEY_NAME = re.compile(r"(?:.*[_-])?key", re.IGNORECASE)  # of a cipher, or of a dictionary
 _NO_VARIABLE = re.compile(r"(?:Error|Exception|Warning|Failed|Failure)$")
 
@@ -73,8 +74,10 @@ _VALUE = re.compile(
 )
 
 _SHORTEST = 3  # characters of a secret
+_SHORTEST_NUMBER = 4
+_NUMBER = re.compile(r"-?[\d.,_]+(?:e-?\d+)?[%sMGTkB]*")
 _HARMLESS = re.compile(
-    r"[\d.,_]+[%sMGTkB]*|(?:true|false|none|null|nan|str|int|bool|bytes|string)\)*|optional\b.*|"
+    r"(?:true|false|none|null|nan|str|int|bool|bytes|string)\)*|optional\b.*|"
     r"<[^>]*>?|\[[A-Z_]+\]?|\$.*|%\(.*|\{.*|\*+|x{3,}|\.{3}|removed|"  # placeholders, and the model's special tokens
     r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*[(\[].*|(?:self|args|os|config|settings|cls)\..*",  # code that reads it
     re.IGNORECASE | re.DOTALL,
@@ -88,10 +91,12 @@ def names_a_secret(name: str) -> bool:
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Whether `value` is a secret because of its name. A number or a switch, as in `max_tokens`, never is."""
-    if value is None or isinstance(value, (bool, int, float)) or not names_a_secret(name):
+    """Whether `value` is a secret because of its name. A switch never is, and a number only as a password."""
+    if value is None or isinstance(value, bool) or not names_a_secret(name):
         return False
     text = str(value)
+    if _NUMBER.fullmatch(text):
+        return len(text) >= _SHORTEST_NUMBER and _PASSWORD_NAME.search(name) is not None
     if text == name or _HARMLESS.fullmatch(text) or (name.upper().endswith("PWD") and text.startswith("/")):
         return False
     looks_random = len(text) >= 12 and re.search(r"\d", text) is not None

@@ -67,6 +67,11 @@ def test_values_of_secret_variables_are_removed_wherever_they_are() -> None:
     )
 
 
+def test_the_working_directory_is_no_secret_of_the_environment() -> None:
+    assert dump.secrets_of({"PWD": "/home/me/project", "OLDPWD": "/home/me"}) == set()
+    assert dump.secrets_of({"DB_PASSWORD": "12345678", "MYSQL_PWD": "swordfish"}) == {"12345678", "swordfish"}
+
+
 def test_only_listed_variables_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"HF_TOKEN": "x", "OMP_NUM_THREADS": "4", "TOKENIZERS_PARALLELISM": "false", "EDITOR": "vi"}
     monkeypatch.setattr(dump.os, "environ", given)
@@ -117,6 +122,9 @@ def test_a_long_line_that_was_made_for_it_takes_no_minutes(unit: str) -> None:
         ("JUDGE_KEY", "swordfish", True),
         ("pwd", "swordfish", True),
         ("PWD", "/home/me", False),
+        ("db_password", 12345678, True),
+        ("password_attempts", 3, False),
+        ("API_TOKENS", "swordfish,herring", True),
     ],
 )
 def test_a_name_makes_a_secret_of_a_value_that_can_be_one(name: str, value: object, secret: bool) -> None:

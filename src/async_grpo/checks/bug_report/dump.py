@@ -22,7 +22,7 @@ from async_grpo.checks.doctor import checkup
 from async_grpo.checks.doctor.finding import Finding, line, verdict
 from async_grpo.errors import AsyncGRPOError, BadFileError, UsageError
 from async_grpo.queue.filesystem import FOLDERS
-from async_grpo.redaction import Redactor, names_a_secret
+from async_grpo.redaction import Redactor, is_secret
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import read_end
 from async_grpo.status.snapshot import look
@@ -192,5 +192,5 @@ def secrets_of(environment: Mapping[str, str]) -> set[str]:
     return {
         value
         for name, value in environment.items()
-        if names_a_secret(name) and len(value) >= SHORTEST and name not in SHOWN
+        if is_secret(name, value) and len(value) >= SHORTEST and name not in SHOWN
     }
