@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from async_grpo.queue.server import MAX_OPEN
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
 
+WIDEST_GAP = 10_000  # numbers in a row that no file knows: a server has at most `MAX_OPEN` jobs open
 SHOWN = 10  # sequence numbers in one sentence
 LOOKS, PAUSE_S = 3, 0.1  # what only some looks show was a file on its way from one name to the next
 
@@ -125,6 +126,7 @@ def _judge(found: Evidence, state: runs.RunState, *, live: bool) -> Audit:
         *_other_versions(found, uses),
         *(f"Group {seq} was used by step {uses[seq][0].step}, but its file has vanished." for seq in vanished),
         *_lost(groups),
+        *_too_wide_gaps(found, uses),
         *_dropped_and_used(found.processes[-1:], uses),
         *_against_checkpoints(found, history, groups),
         *(f"quarantine/{name} has no reason file." for name in found.without_reason),
@@ -152,11 +154,26 @@ def _uses(processes: list[Process]) -> Iterator[Use]:
 
 
 def _groups(found: Evidence, uses: dict[int, list[Use]]) -> list[Group]:
-    """Every sequence number up to the highest that any file knows."""
-    places: tuple[Iterable[int], ...] = (uses, found.waiting, found.done, found.failed, found.broken, found.dropped)
-    highest = max((seq for place in places for seq in place), default=-1)
+    """Every sequence number up to the highest that any file knows, without those in a gap too wide for a run."""
     issued_below = _surely_issued_below(found)
-    return [_group(seq, found, uses, issued_below) for seq in range(highest + 1)]
+    seqs = (range(gap.stop - 1, gap.stop) if len(gap) > WIDEST_GAP else gap for gap in _steps(found, uses))
+    return [_group(seq, found, uses, issued_below) for seq in chain.from_iterable(seqs)]
+
+
+def _steps(found: Evidence, uses: dict[int, list[Use]]) -> list[range]:
+    """From each number that a file knows to the next: the range that ends with it and begins behind the one before."""
+    places: tuple[Iterable[int], ...] = (uses, found.waiting, found.done, found.failed, found.broken, found.dropped)
+    known = sorted({-1, *chain.from_iterable(places)})
+    return [range(before + 1, seq + 1) for before, seq in pairwise(known)]
+
+
+def _too_wide_gaps(found: Evidence, uses: dict[int, list[Use]]) -> Iterator[str]:
+    for gap in _steps(found, uses):
+        if len(gap) > WIDEST_GAP:
+            yield (
+                f"No file knows groups {gap.start} to {gap.stop - 2}. Either most of the record is lost, or a file "
+                f"with number {gap.stop - 1} does not belong to this run."
+            )
 
 
 def _group(seq: int, found: Evidence, uses: dict[int, list[Use]], issued_below: int) -> Group:
@@ -284,6 +301,8 @@ def _against_checkpoints(found: Evidence, history: list[Use], groups: list[Group
     last_step = max((use.step for use in history), default=0)
     resumed_from = [process.resumed_from or 0 for process in found.processes]
     gone = {group.seq for group in groups if group.state in (SET_ASIDE, DROPPED)}
+    missing = {group.seq for group in groups if group.state in (LOST, AGAIN)}
+    known = {group.seq for group in groups}
     for checkpoint in found.checkpoints:
         where = f"checkpoint-{checkpoint.step}"
         recorded = {use.seq for use in history if use.step <= checkpoint.step}
@@ -293,7 +312,7 @@ def _against_checkpoints(found: Evidence, history: list[Use], groups: list[Group
             continue
         yield from _set_differences(where, checkpoint, recorded)
         for seq in sorted(set(checkpoint.unusable) - gone - {use.seq for use in history}):
-            if seq >= len(groups) or groups[seq].state in (LOST, AGAIN):
+            if seq in missing or seq not in known:
                 yield f"{where} has group {seq} as set aside or dropped, but no file and no line says so."
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from loguru import logger
 
 from async_grpo.errors import BadFileError, RunDirError
-from async_grpo.queue.names import SEQS
+from async_grpo.queue.names import NOT_TRAINED_ON
 from async_grpo.queue.server import MAX_OPEN
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import naming, read_object
@@ -61,12 +61,14 @@ class RolloutState:
 
     def contradiction(self) -> str | None:
         """Why these numbers cannot be those of a run, or None."""
-        if not 0 <= self.consumed_below <= self.next_seq <= SEQS:
+        if not 0 <= self.consumed_below <= self.next_seq <= NOT_TRAINED_ON:
             return f"consumed_below {self.consumed_below} and next_seq {self.next_seq} are not possible together"
         if min(self.step, self.rounds, self.passes_done) < 0:
             return "step, rounds or passes_done is negative"
         for name, seqs in (("consumed", self.consumed), ("unusable", self.unusable)):
-            if any(seq >= later for seq, later in pairwise(seqs)) or (seqs and not 0 <= seqs[0] <= seqs[-1] < SEQS):
+            if any(seq >= later for seq, later in pairwise(seqs)) or (
+                seqs and not 0 <= seqs[0] <= seqs[-1] < NOT_TRAINED_ON
+            ):
                 return f"{name} is not an ascending list of sequence numbers"
         if self.consumed and self.consumed[0] < self.consumed_below:
             return f"consumed names group {self.consumed[0]}, which is below consumed_below"

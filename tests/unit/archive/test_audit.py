@@ -156,6 +156,21 @@ def _break(path: str, how: Callable[[bytes], bytes]) -> Callable[[FakeRun], None
     return damage
 
 
+def _plant(path: str) -> Callable[[FakeRun], None]:
+    return lambda run: (run.root / path).write_bytes(b"stray") and None
+
+
+def _state_of_billions(run: FakeRun) -> str:
+    state = {"run_id": RUN, "step": 3, "next_seq": 8_000_000_000, "rounds": 10**9, "consumed_below": 8_000_000_000}
+    return json.dumps({**state, "unusable": [], "consumed": []})
+
+
+def _pipe_for_the_state(run: FakeRun) -> None:
+    path = run.checkpoint(3, [0])
+    path.unlink()
+    os.mkfifo(path)
+
+
 GROUP_5 = "done/0000000/0000000005.a00_complete_from_dev1.safetensors"
 DAMAGES: dict[str, tuple[Callable[[FakeRun], object], str]] = {
     "used twice": (lambda run: run.use(4, [6, 2]), "Group 2 was used 2 times, by steps 2, 4."),
@@ -180,6 +195,22 @@ DAMAGES: dict[str, tuple[Callable[[FakeRun], object], str]] = {
     "foreign record": (_break("consumed.jsonl", lambda data: data.replace(RUN.encode(), b"other")), "it is of run oth"),
     "no reason": (lambda run: run.set_aside(8).with_suffix(".reason").unlink(), "has no reason file"),
     "broken checkpoint": (lambda run: run.checkpoint(3, [0]).write_text("{"), "rollout_state.json cannot be used"),
+    "stray name": (_plant("queue/8999999999.a00_pending.safetensors"), "number 8999999999 does not belong to this run"),
+    "stray in quarantine": (_plant("quarantine/8999999999.a00_failed.safetensors"), "No file knows groups"),
+    "a record of billions": (lambda run: run.line(dropped=8_999_999_998), "No file knows groups"),
+    "a checkpoint of billions": (
+        lambda run: run.checkpoint(3, [0]).write_text(_state_of_billions(run)),
+        "checkpoint-3 counts them as used, but no step of the record used them: groups",
+    ),
+    "an impossible checkpoint": (
+        lambda run: run.checkpoint(3, [0]).write_text(_state_of_billions(run).replace("8000000000", "10000000000")),
+        "are not possible together",
+    ),
+    "text for a number": (
+        lambda run: run.checkpoint(3, [0]).write_text(_state_of_billions(run).replace("8000000000", '"many"')),
+        'next_seq is "many", not an integer',
+    ),
+    "a pipe for a checkpoint's state": (_pipe_for_the_state, "rollout_state.json cannot be used: it is a named pipe"),
     "no record": (lambda run: run.run.consumption.unlink(), "There is no consumed.jsonl"),
 }
 
