@@ -6,12 +6,15 @@ import argparse
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_grpo.cli import options
 from async_grpo.errors import BadFileError, UsageError
 from async_grpo.formatting import as_text, for_people, printable
+from async_grpo.queue.filesystem import OsFiles
+from async_grpo.queue.listing import reason_of
 from async_grpo.queue.names import FAILED, PROCESSING, reason_name, shard
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RunDir
@@ -135,7 +138,6 @@ def _files_of(root: Path, seq: int) -> Iterator[Path]:
 
 def _show_file(root: Path, path: Path) -> Iterator[str]:
     from async_grpo.queue.codec import decode_group, decode_job
-    from async_grpo.queue.filesystem import OsFiles
 
     files = OsFiles(root)
     relative = str(path.relative_to(root))
@@ -150,10 +152,10 @@ def _show_file(root: Path, path: Path) -> Iterator[str]:
         yield f"{relative} cannot be used: {error}"
     finally:
         files.close()
-    reason = path.with_name(reason_name(path.name))
-    if path.parent.name == "quarantine" and reason.exists():
+    if path.parent.name == "quarantine" and path.with_name(reason_name(path.name)).exists():
         yield "set aside because:"
-        yield from _indented(reason.read_text(errors="replace").strip())
+        with closing(OsFiles(root)) as files:
+            yield from _indented(reason_of(files, path.name).strip())
 
 
 def _job_text(job: Job) -> Iterator[str]:

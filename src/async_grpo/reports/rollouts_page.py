@@ -21,9 +21,10 @@ from typing import Any
 from uuid import uuid4
 
 from async_grpo.archive.groups import FinishedGroup, FinishedGroups
-from async_grpo.errors import UsageError
+from async_grpo.errors import BadFileError, UsageError
 from async_grpo.formatting import as_text, printable
 from async_grpo.reports.rollouts import Rollout, Selection, row_of
+from async_grpo.rundir.reading import open_plain
 
 MARK = "<!doctype html><!-- async-grpo rollouts -->"
 _CHARACTERS = 20_000  # of one text; what is beyond is in the archive
@@ -39,7 +40,7 @@ def write_page(path: Path, groups: FinishedGroups, selection: Selection) -> int:
     page = page_of(groups, selection).encode()
     temporary = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
-        if path.exists() and not path.read_bytes()[: len(MARK)] == MARK.encode():
+        if path.exists() and not _is_page(path):
             raise UsageError(f"{path} exists and is not a page of rollouts: choose another file. Nothing was changed.")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
@@ -150,3 +151,11 @@ def _text(value: Any) -> str:
 
 def _number(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
+
+
+def _is_page(path: Path) -> bool:
+    try:
+        with os.fdopen(open_plain(path), "rb") as file:
+            return file.read(len(MARK)) == MARK.encode()
+    except BadFileError:
+        return False

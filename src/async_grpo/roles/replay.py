@@ -14,11 +14,12 @@ from loguru import logger
 from async_grpo.archive.groups import done_files
 from async_grpo.archive.history import Used, final_history, read_record
 from async_grpo.errors import RunDirError, UsageError
-from async_grpo.queue.codec import decode_group
+from async_grpo.queue.codec import MAX_FILE_BYTES, decode_group
 from async_grpo.queue.filesystem import OsFiles
 from async_grpo.queue.names import COMPLETE
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.rundir.reading import naming, read_file
 from async_grpo.setup.process import gc_paused, make_deterministic
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.run_log import RunLog
@@ -114,7 +115,13 @@ def archived_files(run: RunDir, seqs: Iterable[int]) -> dict[int, Path]:
 def _groups_of(history: Iterable[Used], files: Mapping[int, Path], run_id: str) -> Iterator[list[RolloutGroup]]:
     """The batches of the run, in the order in which it used them."""
     for _, batch in history:
-        yield [decode_group(files[seq].read_bytes(), expect_seq=seq, expect_run=run_id) for seq in batch.seqs]
+        yield [_group(files[seq], seq, run_id) for seq in batch.seqs]
+
+
+def _group(file: Path, seq: int, run_id: str) -> RolloutGroup:
+    data = read_file(file, MAX_FILE_BYTES)
+    with naming(file):
+        return decode_group(data, expect_seq=seq, expect_run=run_id)
 
 
 def _train(trainer: Any, batches: Iterator[list[RolloutGroup]], correction: Rule, output_dir: Path) -> None:

@@ -28,8 +28,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from async_grpo.errors import DiskFullError, QueueError
+from async_grpo.errors import BadFileError, DiskFullError, QueueError
 from async_grpo.rundir.paths import SERVER_LOCK
+from async_grpo.rundir.reading import open_plain, parse_object
 
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock on 64-bit Linux: type, whence, start, length, pid
 _OWNER_BYTES = 4096
@@ -66,7 +67,7 @@ class KernelLock:
                 return True
             if self._identity() in _held:
                 return False
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fd = _open(self.path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -160,7 +161,7 @@ class KernelLock:
             if mine is not None:
                 return mine._pid, dict(mine._owner)
             try:
-                fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+                fd = _open(self.path, os.O_RDONLY)
             except FileNotFoundError:
                 return None, {}
             try:
@@ -208,6 +209,15 @@ def describe_holder(holder: dict[str, Any] | None) -> str:
     return f"process {holder.get('pid', 'unknown')}{host}{since}"
 
 
+def _open(path: Path, flags: int) -> int:
+    try:
+        return open_plain(path, flags)
+    except BadFileError as error:
+        if isinstance(error.__cause__, PermissionError):
+            raise error.__cause__ from None  # the run is someone else's, and callers say so
+        raise BadFileError(f"{path} cannot be used: {error}") from error
+
+
 def _inode(fd: int) -> tuple[int, int]:
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
@@ -215,10 +225,9 @@ def _inode(fd: int) -> tuple[int, int]:
 
 def _parse_owner(note: bytes) -> dict[str, Any]:
     try:
-        owner = json.loads(note)
-    except (ValueError, RecursionError):
+        return parse_object(note)
+    except BadFileError:
         return {}
-    return owner if isinstance(owner, dict) else {}
 
 
 def _forget_in_child() -> None:

@@ -138,3 +138,17 @@ def test_nothing_is_made_or_emptied_in_a_folder_that_is_a_link(tmp_path: Path, f
             board.update()
     assert [path.name for path in victim.rglob("*") if path.is_file()] == [events.name]
     assert events.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["server.lock", "run.json"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_lies_in_the_place_of_the_lock_or_of_the_state_is_named(tmp_path: Path, name: str, kind: str) -> None:
+    root, victim = tmp_path / "worker", tmp_path / "victim"
+    prepare(root, config=CONFIG)
+    victim.write_text("mine")
+    (root / name).unlink(missing_ok=True)
+    {"link": lambda path: path.symlink_to(victim), "pipe": os.mkfifo, "folder": Path.mkdir}[kind](root / name)
+    for start in (prepare, preview):
+        with pytest.raises(AsyncGRPOError, match=f"{root / name} cannot be used: it "):
+            start(root, **({"config": CONFIG} if start is prepare else {}))
+    assert victim.read_text() == "mine"

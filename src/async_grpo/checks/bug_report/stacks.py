@@ -18,10 +18,12 @@ from pathlib import Path
 
 import psutil
 
+from async_grpo.errors import BadFileError
 from async_grpo.formatting import size
 from async_grpo.queue.liveness import live_workers, worker_lock
 from async_grpo.rundir.locks import KernelLock, server_lock
 from async_grpo.rundir.paths import SERVER, RunDir
+from async_grpo.rundir.reading import open_plain
 from async_grpo.setup.process import STACKS_SIGNAL
 
 ANSWER_S = 3.0  # a process answers in milliseconds, or is stopped, or in the kernel
@@ -145,7 +147,7 @@ def _new_text(path: Path, before: int, timeout_s: float) -> str:
         elif now > before and time.monotonic() - changed > _QUIET_S:
             break
         time.sleep(_POLL_S)
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError, BadFileError), os.fdopen(open_plain(path), "rb") as file:
         file.seek(before)
         return file.read(1 << 20).decode(errors="replace")
     return ""
