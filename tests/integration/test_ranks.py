@@ -107,7 +107,7 @@ def test_a_checkpoint_in_the_middle_of_a_batch_is_refused_by_another_number_of_r
     shutil.copytree(undisturbed, folder, ignore=shutil.ignore_patterns("*.pipe"))
     share = folder / "checkpoints/checkpoint-23/rollout_batch.safetensors"
     assert share.exists()
-    resume = ["train", str(SETUP), "-n", "1", "--resume"]
+    resume = ["train", str(SETUP), "-n", "1", "--resume", "--steps", "24"]
     env = {"TEST_GRPO": json.dumps(IN_MID_BATCH)}
     with command(*resume, *DDP, cwd=folder, **env) as run:
         assert run.wait() == 2, run.output

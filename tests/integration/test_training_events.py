@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from in_process import InProcessRun, build_trainer
+from in_process import InProcessRun, build_trainer, plain_rows
 
 from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.trl_trainer import fit
@@ -38,7 +39,7 @@ class NotedRun(InProcessRun):
     def ends_early(self) -> None:
         self.noted.append("ends early")
 
-    def before_checkpoint(self) -> None:
+    def before_checkpoint(self) -> Path | None:
         self.noted.append("room")
 
     def checkpoint_written(self, checkpoint: Path) -> None:
@@ -65,3 +66,45 @@ def test_a_stop_in_the_middle_of_a_step_saves_the_batch_that_the_last_step_left_
     assert sorted(value for part in advantages for value in part.tolist()) == sorted(
         run.inputs[1]["advantages"].tolist()
     )
+
+
+def test_a_checkpoint_at_the_last_step_is_not_trained_on(tmp_path: Path) -> None:
+    """transformers itself would take one step more."""
+    steps = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    assert fit(NotedRun(lambda: build_trainer(tmp_path, **steps)).trainer, resume_from=None)
+    for last in (2, 1):
+        again = NotedRun(lambda last=last: build_trainer(tmp_path, **{**steps, "max_steps": last}))
+        assert not fit(again.trainer, resume_from=tmp_path / "checkpoint-2")
+        assert again.noted == [] and again.trainer.state.global_step == 2
+
+
+class StagedRun(NotedRun):
+    """Its checkpoints are written into another folder first."""
+
+    def before_checkpoint(self) -> Path:
+        return Path(self.trainer.args.output_dir) / "saving"
+
+    def checkpoint_written(self, checkpoint: Path) -> None:
+        super().checkpoint_written(checkpoint)
+        assert checkpoint.parent.name == "saving"
+        checkpoint.rename(checkpoint.parents[1] / checkpoint.name)
+
+
+def test_a_checkpoint_that_is_written_aside_names_its_place_as_the_best_one(tmp_path: Path) -> None:
+    settings = {"max_steps": 2, "save_strategy": "best", "save_total_limit": 1, "per_device_eval_batch_size": 8}
+    evaluated = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "metric_for_best_model": "reward",
+        "greater_is_better": True,
+    }
+    rows = {"eval_dataset": plain_rows(4)}
+    run = StagedRun(lambda: build_trainer(tmp_path, arguments=rows, **evaluated, **settings))
+    (tmp_path / "checkpoint-30-backup").mkdir()
+    fit(run.trainer, resume_from=None)
+    best = Path(run.trainer.state.best_model_checkpoint)
+    assert best == tmp_path / best.name and best.is_dir()
+    state = json.loads((best / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(best)
+    assert (tmp_path / "checkpoint-30-backup").is_dir(), "transformers' own clearing up at the end deletes it"
+    assert run.trainer.args.save_total_limit == 1

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from in_process import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, letters, plain_rows
-from transformers.trainer_utils import rotate_checkpoints
 from trl import GRPOTrainer
 from trl_contract import LOSS, PROMPTS, ROLLOUT, TRAINING, moved, scripted_rollout, twice
 
@@ -39,6 +38,8 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "_generate_and_score_completions": ("inputs",),
     "_compute_loss": ("model", "inputs"),
     "_save_checkpoint": ("model", "trial"),
+    "_get_output_dir": ("trial",),
+    "_push_from_checkpoint": ("checkpoint_folder",),
     "_get_train_sampler": ("dataset",),
     "_remove_unused_columns": ("dataset", "description"),
     "_log_completion_extra": ("column", "values"),
@@ -238,10 +239,6 @@ def test_batch_sizes(tmp_path: Path) -> None:
 
 
 def test_transformers_functions_that_we_call(trainer: Any) -> None:
-    names = tuple(inspect.signature(rotate_checkpoints).parameters)
-    assert {"output_dir", "save_total_limit", "best_model_checkpoint", "use_mtime"} <= set(names), moved(
-        "transformers.trainer_utils.rotate_checkpoints", f"takes {names}", TRAINING
-    )
     ends = tuple(inspect.signature(trainer.callback_handler.on_train_end).parameters)
     assert ends[:3] == ("args", "state", "control"), moved("CallbackHandler.on_train_end", f"takes {ends}", TRAINING)
 

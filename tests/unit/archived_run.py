@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from async_grpo.archive import checkpoint_folders
+from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.queue import ServerQueue
 from async_grpo.queue.codec import encode_group
 from async_grpo.records import Job, RolloutGroup, Timings
@@ -100,3 +102,24 @@ def three_steps(root: Path, **options: Any) -> ArchivedRun:
         run.use(step, [2 * step - 2, 2 * step - 1])
     run.group(6, 3, folder="queue")
     return run
+
+
+def save_checkpoint(output_dir: Path, run_id: str, step: int, weights: bytes = b"weights", run_dir: str = "") -> Path:
+    """Save a checkpoint as a run does."""
+    folder = checkpoint_folders.staging(output_dir, run_id)
+    checkpoint_folders.start_saving(folder)
+    written = folder / f"checkpoint-{step}"
+    written.mkdir()
+    (written / "model.safetensors").write_bytes(weights)
+    state = RolloutState(
+        run_id=run_id,
+        step=step,
+        next_seq=9,
+        rounds=3,
+        unusable=[2],
+        consumed_below=4,
+        consumed=[6],
+        run_dir=run_dir,
+    )
+    checkpoint_folders.save(written, state)
+    return checkpoint_folders.put_in_place(written, output_dir, run_id)

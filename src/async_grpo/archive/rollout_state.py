@@ -1,22 +1,21 @@
 """What a checkpoint records about the rollouts, besides what transformers saves.
 
-`rollout_state.json` is the last file written into a checkpoint, so a checkpoint that has one is complete.
+`rollout_state.json` is the last file written into a checkpoint. `checkpoint_folders` has the rest of it.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 from loguru import logger
 
-from async_grpo.errors import BadFileError, RunDirError
+from async_grpo.errors import BadFileError
 from async_grpo.queue.names import NOT_TRAINED_ON
 from async_grpo.queue.server import MAX_OPEN
 from async_grpo.rundir.files import write_json
@@ -41,6 +40,8 @@ class RolloutState:
     consumed_below: int  # every usable sequence number below this one is consumed
     consumed: list[int]  # and these above it, ascending
     passes_done: int = 0  # forward passes on the last batch, if there are more to come; it is in `batch_file.FILE_NAME`
+    run_dir: str = ""  # of the run, absolute, when the checkpoint was written
+    files: dict[str, str] = field(default_factory=dict)  # the digest of each file that a resume reads
     format: int = FORMAT
 
     def __contains__(self, seq: object) -> bool:
@@ -95,14 +96,9 @@ def pack_consumed(below: int, above: Set[int], unusable: Iterable[int] = ()) -> 
     return below, {seq for seq in above if seq >= below}
 
 
-def save(checkpoint: Path, state: RolloutState) -> None:
-    """Complete `checkpoint`: everything in it is on disk before the file that says so appears."""
-    for path in (p for p in checkpoint.rglob("*") if p.is_file()):
-        _sync(path)
+def write(checkpoint: Path, state: RolloutState) -> None:
+    """Write the state into `checkpoint`."""
     write_json(checkpoint / FILE_NAME, asdict(state))
-    _sync(checkpoint / FILE_NAME)
-    _sync(checkpoint)
-    _sync(checkpoint.parent)
 
 
 def wait_for_room(
@@ -124,27 +120,6 @@ def wait_for_room(
             time.sleep(ROOM_RETRY_S)
 
 
-def latest(output_dir: Path, run_id: str) -> tuple[Path, RolloutState] | None:
-    """The newest complete checkpoint that run `run_id` wrote into `output_dir`, or None."""
-    found = [(state.step, path, state) for path, state in _complete(output_dir) if state.run_id == run_id]
-    if not found:
-        return None
-    _, path, state = max(found, key=lambda item: item[0])
-    return path, state
-
-
-def _complete(output_dir: Path) -> list[tuple[Path, RolloutState]]:
-    states = []
-    for path in output_dir.glob(f"checkpoint-*/{FILE_NAME}"):
-        try:
-            state = read(path)
-        except BadFileError as error:
-            raise RunDirError(f"{error}. Move {path.parent} away to resume from an older checkpoint.") from error
-        if state is not None:
-            states.append((path.parent, state))
-    return states
-
-
 def read(path: Path) -> RolloutState | None:
     """The state in the file `path`, None if it is of another format; `BadFileError` if it is broken."""
     data = read_object(path)
@@ -155,11 +130,3 @@ def read(path: Path) -> RolloutState | None:
         if reason := state.contradiction():
             raise BadFileError(reason)
     return state
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

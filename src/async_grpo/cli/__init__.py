@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = importlib.import_module(f"async_grpo.cli.{argv[0]}")
     parser = command.build_parser()
     try:
-        args = parser.parse_args(argv[1:])
+        args = parser.parse_args(argv[1:], argparse.Namespace(command_line=argv[1:]))
         code = int(command.run(args))
         sys.stdout.flush()
         return code

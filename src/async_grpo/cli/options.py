@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from async_grpo.errors import UsageError
+from async_grpo.errors import AsyncGRPOError, UsageError
+from async_grpo.rundir import run_options
+from async_grpo.rundir.paths import FINISHED, RunDir
 from async_grpo.settings import TrainingSettings, WorkerSettings, flag_name
 from async_grpo.setup.devices import CPU, hold_to_device, parse_device, threads_per_process, visible_gpus
 
@@ -17,16 +20,82 @@ DEFAULT_CONFIG = Path("src/app/trainer_setup_gsmk.py")
 DEFAULT_RUN_DIR = Path("worker")
 SHORT_FLAGS = {"steps": ("-s",)}
 LEFT_OUT_SHOWN = 3
+_NOT_KEPT = ("command_line", "config", "run_dir", "resume", "overwrite", "dry_run", "distributed", "launched_by")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
-def parser(command: str, description: str, examples: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+class Parser(argparse.ArgumentParser):
+    """An argument parser that can tell what a command line gave from what it left to the defaults."""
+
+    def given(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """The arguments that a valid command line has, by name."""
+        defaults = [(action, action.default) for action in self._actions]
+        absent = object()
+        for action, default in defaults:
+            action.default = default if default is argparse.SUPPRESS else absent
+        try:
+            found = vars(self.parse_args(arguments))
+        finally:
+            for action, default in defaults:
+                action.default = default
+        return {name: value for name, value in found.items() if value is not absent}
+
+    def read(self, name: str, value: Any) -> Any:
+        """The value of option `name` in `run.json`. `KeyError`: no such option; `ValueError`: no value of it."""
+        action = next((action for action in self._actions if action.dest == name), None)
+        if action is None:
+            raise KeyError(name)
+        if value is None or isinstance(action, argparse._StoreTrueAction):
+            return value
+        try:
+            read = action.type(str(value)) if callable(action.type) else str(value)
+        except (argparse.ArgumentTypeError, AsyncGRPOError) as error:
+            raise ValueError(str(error)) from error
+        if action.choices is not None and read not in action.choices:
+            raise ValueError(f"it must be one of {', '.join(action.choices)}")
+        return read
+
+
+def parser(command: str, description: str, examples: str) -> Parser:
+    return Parser(
         prog=f"async-grpo {command}",
         description=description,
         epilog=f"examples:\n{examples}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def resumed(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments of `--resume`: what the command line leaves out is as the run in --run-dir was begun.
+
+    Says what it gives otherwise. Without a run there is nothing to recall: `prepare` refuses.
+    """
+    state = RunDir(args.run_dir).read_state()
+    if state is None:
+        return args
+    given = parser.given(args.command_line)
+    recalled = run_options.recall(state, given, parser.read)
+    config = args.config if "config" in given else Path(state.config)
+    for change in [*run_options.config_change(state, config), *recalled.changes]:
+        print(f"resuming run {state.run_id}: {change}")
+    return argparse.Namespace(**{**vars(args), **recalled.options, "config": config})
+
+
+def nothing_to_do(args: argparse.Namespace) -> bool:
+    """Whether the run to be resumed has finished all steps that the command asks for; says so."""
+    state = RunDir(args.run_dir).read_state()
+    if state is None or state.state != FINISHED or args.steps is None or state.step < args.steps:
+        return False
+    print(
+        f"nothing to do: run {state.run_id} in {args.run_dir} is at step {state.step} of {args.steps}. To train on: "
+        "--resume --steps N"
+    )
+    return True
+
+
+def kept(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that a later `--resume` continues with."""
+    return run_options.to_json({name: value for name, value in vars(args).items() if name not in _NOT_KEPT})
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:

@@ -12,12 +12,12 @@ from async_grpo.setup.devices import check_weights
 EXAMPLES = """\
   async-grpo server --config my_trainer.py -d 0        then, in other terminals:
   async-grpo worker -d 1
-  async-grpo server --config my_trainer.py --resume    continue after a crash or a stop
+  async-grpo server --resume                           continue the run in worker/ with its own options
   accelerate launch --config_file fsdp2.yaml -m async_grpo.cli server --config my_trainer.py
                                                        a trainer of several GPUs"""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> options.Parser:
     parser = options.parser("server", "Train on what the workers deliver, and publish every new policy.", EXAMPLES)
     parser.add_argument(
         "--config",
@@ -38,23 +38,15 @@ def run(args: argparse.Namespace) -> int:
     from async_grpo.setup.process import rank_of_launch
 
     rank, ranks = rank_of_launch(os.environ)
+    by_hand = args.launched_by is None
+    if by_hand and args.resume:
+        args = options.resumed(build_parser(), args)
+        if options.nothing_to_do(args):
+            return 0
     device = options.device(args.device)
     check_weights(args.weights, device)
-    by_hand = args.launched_by is None
     if by_hand and rank == 0:
-        from async_grpo.rundir.lifecycle import prepare
-        from async_grpo.setup.setup_file import check_setup_file
-
-        check_setup_file(args.config)
-        prepare(
-            args.run_dir,
-            config=args.config,
-            resume=args.resume,
-            overwrite=args.overwrite,
-            deterministic=args.deterministic,
-            correction=args.correction,
-            ranks=ranks,
-        )
+        _prepare(args, device, ranks)
     options.become_role(args, device, fast_inference="0", one_device=ranks == 1)
 
     if args.evaluate:
@@ -88,3 +80,21 @@ def run(args: argparse.Namespace) -> int:
 
         summary.show(RunDir(args.run_dir))
     return 0
+
+
+def _prepare(args: argparse.Namespace, device: str, ranks: int) -> None:
+    from async_grpo.rundir.lifecycle import prepare
+    from async_grpo.setup.setup_file import check_setup_file
+
+    check_setup_file(args.config)
+    prepare(
+        args.run_dir,
+        config=args.config,
+        resume=args.resume,
+        overwrite=args.overwrite,
+        deterministic=args.deterministic,
+        correction=args.correction,
+        ranks=ranks,
+        options=options.kept(args),
+        resolved={"master_device": device},
+    )

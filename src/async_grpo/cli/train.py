@@ -31,10 +31,10 @@ EXAMPLES = """\
   async-grpo train my_trainer.py --distributed --dry-run     what would run where, batches, memory; starts nothing
   async-grpo train my_trainer.py --accelerate-config fsdp2.yaml --worker-device-ids 2,3
                                                              the trainer itself on several GPUs
-  async-grpo train my_trainer.py --distributed --resume      continue after a crash or a stop"""
+  async-grpo train --resume                                  continue the run in worker/ with its own options"""
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> options.Parser:
     parser = options.parser("train", "Train the GRPOTrainer that a setup file returns.", EXAMPLES)
     parser.add_argument(
         "config",
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     options.add_training_options(parser)
     group = parser.add_argument_group("distributed", "a parameter server that trains, and workers that generate")
-    group.add_argument("--distributed", action="store_true", help="implied by the next four options")
+    group.add_argument("--distributed", action="store_true", help="implied by the next four options, and by --resume")
     group.add_argument(
         "--num-workers",
         "-n",
@@ -100,12 +100,16 @@ def build_parser() -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     from async_grpo.setup.setup_file import check_setup_file
 
+    if args.resume:
+        args = options.resumed(build_parser(), args)
+        if options.nothing_to_do(args):
+            return 0
     check_setup_file(args.config)
     named = (args.num_workers, args.master_device_id, args.worker_device_ids, args.accelerate_config)
-    if args.distributed or any(value is not None for value in named):
+    if args.distributed or args.resume or any(value is not None for value in named):
         return _distributed(args)
-    if args.resume or args.overwrite:
-        raise UsageError("--resume and --overwrite are for distributed runs: add --distributed.")
+    if args.overwrite:
+        raise UsageError("--overwrite is for distributed runs: add --distributed.")
     return _single(args)
 
 
@@ -159,6 +163,7 @@ def _distributed(args: argparse.Namespace) -> int:
         worker_timeout_s=args.worker_timeout,
         stop_grace_s=args.stop_grace,
         log_level=options.log_level(args),
+        kept=options.kept(args),
         quiet=args.quiet,
     )
     if args.dry_run:

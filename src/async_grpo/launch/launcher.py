@@ -12,8 +12,9 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from async_grpo.errors import AsyncGRPOError, DiskFullError
 from async_grpo.formatting import counted
@@ -52,6 +53,7 @@ class LaunchOptions:
     stop_grace_s: float = STOP_GRACE_S  # for the server's last checkpoint
     log_level: str = "INFO"
     evaluates: tuple[str, ...] = ()  # models to evaluate; the server trains nothing then
+    kept: Mapping[str, Any] = field(default_factory=dict)  # the options for `run.json`
     quiet: bool = False  # only warnings, errors and the table at the end
 
     @property
@@ -85,6 +87,8 @@ def launch(options: LaunchOptions) -> int:
         correction=options.training.correction,
         generator=options.work.generator,
         ranks=processes_of(options.accelerate_config) if options.accelerate_config is not None else 1,
+        options=options.kept,
+        resolved={"master_device": options.master_device, "worker_devices": list(options.worker_devices)},
     )
     return _Launch(options, RunDir(options.run_dir)).run()
 

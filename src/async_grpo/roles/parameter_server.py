@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from loguru import logger
 
 from async_grpo.errors import AsyncGRPOError, RunDirError, UsageError
 from async_grpo.rundir import paths as runs
+from async_grpo.rundir import summary
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.lifecycle import in_use
 from async_grpo.rundir.locks import KernelLock, server_lock
@@ -112,7 +114,8 @@ def _train(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
         finally:
             activity.doing(ENDING)
             with suppress(AsyncGRPOError, OSError) if result == runs.FAILED else nullcontext():
-                _sum_up(run, lock, result, _figures(training, run, state, time.monotonic() - started))
+                figures = _figures(training, run, state, time.monotonic() - started)
+                _sum_up(run, lock, result, figures, earlier={} if training.has_trained else summary.read(run.summary))
     if ranks is not None:
         ranks.wait_for_all()  # one that left early would look as if it had died
     return result
@@ -167,8 +170,13 @@ def _figures(training: AsyncTraining, run: RunDir, state: RunState, wall_s: floa
     }
 
 
-def _sum_up(run: RunDir, lock: KernelLock, state: str, figures: dict[str, Any]) -> None:
+def _sum_up(
+    run: RunDir, lock: KernelLock, state: str, figures: dict[str, Any], earlier: Mapping[str, Any] = {}
+) -> None:
     """Write `summary.json`, then `run.json`, which tells the workers that the run has ended.
+
+    Args:
+        earlier: the summary of the training, where a resume found nothing to do.
 
     Raises:
         AsyncGRPOError: another server has the directory by now, or another run is in it. Nothing was written.
@@ -176,5 +184,6 @@ def _sum_up(run: RunDir, lock: KernelLock, state: str, figures: dict[str, Any]) 
     lock.retake_if_deleted()
     lock.require_process()
     run.state_of(figures["run_id"])
-    write_json(run.summary, {"state": state, "server_pid": os.getpid(), "worker_restarts": 0, **figures})
+    process = {"state": state, "server_pid": os.getpid(), "worker_restarts": 0}
+    write_json(run.summary, {**process, **figures, **earlier, **process, "steps": figures["steps"]})
     run.update_state(of=figures["run_id"], state=state, step=figures["steps"])

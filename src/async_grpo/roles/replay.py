@@ -11,6 +11,7 @@ from typing import Any
 
 from loguru import logger
 
+from async_grpo.archive.checkpoint_folders import Checkpoint, of_run
 from async_grpo.archive.groups import done_files
 from async_grpo.archive.history import Used, final_history, read_record
 from async_grpo.errors import RunDirError, UsageError
@@ -84,7 +85,7 @@ def run_replay(options: ReplayOptions) -> Replayed:
     correction = _rule(options, state)
     logger.info("replaying {} steps of run {} with {} / {}", done, state.run_id, trainer.args.loss_type, correction)
     _train(trainer, _groups_of(history, files, state.run_id), correction, options.output_dir)
-    return _outcome(trainer, options.output_dir, Path(state.output_dir))
+    return _outcome(trainer, options.output_dir, of_run(Path(state.output_dir), state.run_id))
 
 
 def _rule(options: ReplayOptions, state: RunState) -> Rule:
@@ -154,13 +155,12 @@ def _fresh(file: Path) -> Path:
     return file
 
 
-def _outcome(trainer: Any, saved: Path, checkpoints: Path) -> Replayed:
+def _outcome(trainer: Any, saved: Path, checkpoints: Iterable[Checkpoint]) -> Replayed:
     step = int(trainer.state.global_step)
     last: dict[str, Any] = {}
     for entry in trainer.state.log_history:  # a step on a batch that an earlier step began has no reward of its own
         last |= {name: entry[name] for name in ("loss", "reward") if name in entry}
-    checkpoint = checkpoints / f"checkpoint-{step}"
-    compared = checkpoint if checkpoint.is_dir() else None
+    compared = next((checkpoint.path for checkpoint in checkpoints if checkpoint.state.step == step), None)
     digest = weights_digest(saved)
     return Replayed(
         steps=step,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
 from pathlib import Path
@@ -44,11 +44,16 @@ def prepare(
     correction: str = "bypass",
     generator: str | None = None,
     ranks: int = 1,
+    options: Mapping[str, Any] | None = None,
+    resolved: Mapping[str, Any] | None = None,
 ) -> RunState:
     """Make `root` ready for a run and return its state, which is the old one's under `resume`.
 
     A finished run, or one that ended before its first step, is moved aside. An unfinished one is never touched
     unless the caller says how.
+
+    Args:
+        options, resolved: for people, and for a later `--resume` (`run_options`).
 
     Raises:
         RunDirError: the directory is in use, is not a run directory, or holds an unfinished run.
@@ -65,24 +70,40 @@ def prepare(
         "generator": generator,
         "ranks": ranks,
     }
+    record: dict[str, Any] = {"options": dict(options or {}), "resolved": dict(resolved or {})}
     if run.root.exists():
         _refuse_foreign(run)
         with _not_in_use(run):
             fate = _fate(run, resume=resume, overwrite=overwrite)
             if fate is Fate.RESUMED:
-                # Out of date: by it `status` would call the run dead until the next server starts.
-                activity_file(run.root, SERVER).unlink(missing_ok=True)
-                return run.update_state(**settings)
-            if fate is Fate.MOVED_ASIDE:
-                run.root.rename(_place_aside(run))
-            elif fate is Fate.OVERWRITTEN:
-                _delete_run(run)
+                return _resume(run, settings, record)
+            _clear(run, fate)
     else:
         _fate(run, resume=resume, overwrite=overwrite)
+    return _begin(run, settings, record)
+
+
+def _clear(run: RunDir, fate: Fate) -> None:
+    if fate is Fate.MOVED_ASIDE:
+        run.root.rename(_place_aside(run))
+    elif fate is Fate.OVERWRITTEN:
+        _delete_run(run)
+
+
+def _begin(run: RunDir, settings: Mapping[str, Any], record: Mapping[str, Any]) -> RunState:
     make_folder(run.root)
-    state = RunState(run_id=uuid4().hex[:12], started=time.strftime("%Y-%m-%d %H:%M:%S"), **settings)
+    started: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M:%S"), **run.where_it_is()}
+    state = RunState(run_id=uuid4().hex[:12], **started, **settings, **record)
     run.write_state(state)
     return state
+
+
+def _resume(run: RunDir, settings: Mapping[str, Any], record: Mapping[str, Any]) -> RunState:
+    # Out of date: by it `status` would call the run dead until the next server starts.
+    activity_file(run.root, SERVER).unlink(missing_ok=True)
+    old = run.state_of(None)  # another command may have fewer options than the one that began the run
+    merged = {name: {**getattr(old, name), **values} for name, values in record.items()}
+    return run.update_state(of=old.run_id, **settings, **merged)
 
 
 class Fate(Enum):
@@ -120,11 +141,16 @@ def _fate(run: RunDir, *, resume: bool, overwrite: bool) -> Fate:
         return Fate.RESUMED
     if old is None:
         return Fate.NEW
-    if old.state == FINISHED or (old.state != RUNNING and old.step == 0):
+    if is_over(old):
         return Fate.MOVED_ASIDE
     if overwrite:
         return Fate.OVERWRITTEN
     raise RunDirError(_unfinished(run, old))
+
+
+def is_over(state: RunState) -> bool:
+    """Whether nobody will continue the run: it has finished, or has ended before its first step."""
+    return state.state == FINISHED or (state.state != RUNNING and state.step == 0)
 
 
 @contextmanager

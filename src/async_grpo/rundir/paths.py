@@ -16,8 +16,9 @@ worker/
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.records import WorkerId
@@ -46,6 +47,8 @@ class RunState:
     config: str  # the setup file, absolute
     started: str  # when, for people
     step: int = 0  # optimizer steps done when the state was written
+    run_dir: str = ""  # where the run directory was when a server last started in it, absolute
+    started_in: str = ""  # the current folder then: a relative output_dir is relative to it
     output_dir: str = ""  # where the checkpoints are, absolute; empty until the trainer is built
     deterministic: bool = False
     correction: str = "bypass"  # of the process that trained last
@@ -55,6 +58,8 @@ class RunState:
     ranks: int = 1  # processes of the trainer
     generator: str | None = None  # that the command line named for the launcher's workers, if it named one
     seed: int | None = None  # that the command line gave, if it gave one
+    options: dict[str, Any] = field(default_factory=dict)  # of the command that began the run, defaults included
+    resolved: dict[str, Any] = field(default_factory=dict)  # what they and the setup file came to
     num_workers: int = 0  # how many workers the launcher starts; 0 when started by hand
     workers_sharing: int = 0  # of them, those on the server's device: they read its weights in place
     format: int = FORMAT
@@ -105,6 +110,10 @@ class RunDir:
 
     def worker_log(self, worker: WorkerId) -> Path:
         return self.root / f"log_worker_{worker.number}.txt"
+
+    def where_it_is(self) -> dict[str, str]:
+        """Fields of the state: where directory and process are."""
+        return {"run_dir": str(self.root.resolve()), "started_in": str(Path.cwd())}
 
     def read_state(self) -> RunState | None:
         """The contents of `run.json`, or None where there is none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -14,15 +15,20 @@ from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import read_object
 
 
+def read(path: Path) -> dict[str, Any]:
+    """What the summary says; empty where there is none."""
+    try:
+        return read_object(path)
+    except (FileNotFoundError, BadFileError):
+        return {}
+
+
 def add(path: Path, *, server_pid: int, **figures: object) -> None:
     """Add the launcher's own figures to the summary that its own server wrote.
 
     None is there when that server was killed, and another's when it found the run directory in use.
     """
-    try:
-        summary = read_object(path)
-    except (FileNotFoundError, BadFileError):
-        return
+    summary = read(path)
     if summary.get("server_pid") == server_pid:
         write_json(path, {**summary, **figures})
 
@@ -73,13 +79,15 @@ def _rows(figures: dict[str, Any], run: RunDir) -> list[tuple[str, str]]:
 
 
 def next_command(state_of_run: str, run: RunDir) -> str:
-    """The command to type after a run that finished, or to continue one that did not."""
+    """The command to type after a run that finished, or to continue one that did not, with the options that it had."""
     command = program()
     if state_of_run == runs.FINISHED:
-        return f"{command} board {_shortest(run.root)} --serve"
+        return f"{command} {shlex.join(['board', _shortest(run.root), '--serve'])}"
     state = run.read_state()
     config = _shortest(Path(state.config)) if state else "SETUP_FILE"
-    return f"{command} train {config} --distributed --run-dir {_shortest(run.root)} --resume"
+    by_hand = state is not None and not state.num_workers
+    start = ["server", "--config", config] if by_hand else ["train", config, "--distributed"]
+    return f"{command} {shlex.join([*start, '--run-dir', _shortest(run.root), '--resume'])}"
 
 
 def program() -> str:
@@ -87,7 +95,7 @@ def program() -> str:
     if shutil.which("async-grpo"):
         return "async-grpo"
     beside_python = Path(sys.executable).with_name("async-grpo")
-    return _shortest(beside_python) if beside_python.exists() else f"{sys.executable} -m async_grpo.cli"
+    return shlex.quote(_shortest(beside_python)) if beside_python.exists() else f"{sys.executable} -m async_grpo.cli"
 
 
 def _shortest(path: Path) -> str:

@@ -16,7 +16,7 @@ import json
 import os
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +24,18 @@ import torch
 from loguru import logger
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 
-from async_grpo.archive import rollout_state
+from async_grpo.archive import checkpoint_folders, output_dir
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import BadFileError, DiskFullError, RunDirError, UnsupportedError
 from async_grpo.formatting import counted
 from async_grpo.queue import ServerQueue
-from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.reading import open_plain, parse_object
 from async_grpo.rundir.shape import shaped
 from async_grpo.settings import ArchiveLimit
+from async_grpo.setup.trl_compat import is_adapter
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -56,35 +58,79 @@ class Resumed:
     batch: BatchInUse | None  # that the checkpoint is in the middle of
 
 
-def resume(trainer: GRPOTrainer, output_dir: Path, run_id: str, start_ranks: Callable[[Path], None]) -> Resumed | None:
+def resume(trainer: GRPOTrainer, run: RunDir, state: RunState, start_ranks: Callable[[Path], None]) -> Resumed | None:
     """Read the newest complete checkpoint of the run, None if it has none yet.
 
     Args:
+        state: of the run, as its last process left it.
         start_ranks: called with a checkpoint that is refused, so that the other ranks refuse it and wait for nothing.
+
+    Raises:
+        RunDirError: the run has trained, and its checkpoints are not where they were or not as they were.
     """
-    found = rollout_state.latest(output_dir, run_id)
+    found = output_dir.find_checkpoint(trainer.args.output_dir, state, run.root)
     if found is None:
         logger.info("resuming from the start: the run has no complete checkpoint yet")
         return None
-    checkpoint, state = found
+    checkpoint, used = found
     logger.info("resuming from {}", checkpoint)
-    if not state.passes_done:
-        return Resumed(path=checkpoint, state=state, batch=None)
+    if not used.passes_done:
+        return Resumed(path=checkpoint, state=used, batch=None)
     try:
         check_ranks(checkpoint, trainer.args.world_size)
     except UnsupportedError:
         start_ranks(checkpoint)
         raise
-    return Resumed(path=checkpoint, state=state, batch=load_batch(checkpoint, trainer.accelerator.device))
+    return Resumed(path=checkpoint, state=used, batch=load_batch(checkpoint, trainer.accelerator.device))
 
 
-def complete(checkpoint: Path, state: RolloutState, batch: BatchInUse | None, run: RunDir) -> None:
-    """Add what the rollouts need to a checkpoint that transformers has written."""
-    if batch is not None:
-        save_batch(checkpoint, batch)
-    rollout_state.save(checkpoint, state)
-    with suppress(DiskFullError):  # for people only: a resumed run reads the checkpoint
-        run.update_state(of=state.run_id, step=state.step)
+class CheckpointFolder:
+    """The `output_dir` of a run, which writes its checkpoints there and deletes no others.
+
+    Raises:
+        RunDirError: another run that is not over has its checkpoints there.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, run: RunDir, state: RunState) -> None:
+        self.path = output_dir.absolute(trainer.args.output_dir, state, run.root)
+        self.staging = checkpoint_folders.staging(self.path, state.run_id)
+        self._trainer, self._run, self._run_id = trainer, run, state.run_id
+        self.whereabouts = run.where_it_is() if output_dir.was_moved(state, run.root) else {}  # for `run.json`
+        self._limit = trainer.args.save_total_limit
+        output_dir.refuse_another_runs(self.path, state.run_id, run.root)
+        if others := output_dir.what_stays(self.path, state.run_id):
+            logger.warning("{}", others)
+        if self.path != Path(trainer.args.output_dir).absolute():  # the run was first started in another folder
+            trainer.args.output_dir = str(self.path)
+        output_dir.claim(self.path, state.run_id, run.root)
+
+    def put(self, written: Path, used: RolloutState, batch: BatchInUse | None) -> None:
+        """Complete the checkpoint that transformers has written into `staging`, and give it its place."""
+        if batch is not None:
+            save_batch(written, batch)
+        checkpoint_folders.save(written, replace(used, run_dir=str(self._run.root.resolve())))
+        checkpoint_folders.put_in_place(written, self.path, self._run_id)
+        with suppress(DiskFullError):  # for people, and for a resume whose setup file names another folder
+            self._run.update_state(of=self._run_id, step=used.step, output_dir=str(self.path))
+
+    def rotate(self) -> None:
+        """Delete the run's oldest checkpoints beyond `save_total_limit`."""
+        checkpoint_folders.rotate(self.path, self._run_id, self._limit, self._trainer.state.best_model_checkpoint)
+
+    def keep_only_the_best(self) -> None:
+        """At the end, with `save_total_limit=1`, as transformers does: of the run's, only the best checkpoint stays."""
+        best = self._trainer.state.best_model_checkpoint
+        if self._limit == 1 and best is not None:
+            for path, _ in checkpoint_folders.of_run(self.path, self._run_id):
+                if path != Path(best).absolute():
+                    checkpoint_folders.delete(path)
+
+
+def bytes_needed(model: nn.Module) -> int:
+    """About how large a checkpoint is: the weights that it saves, and two moments of each that trains."""
+    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    return (trained if is_adapter(model) else whole) + 2 * trained + 1_000_000
 
 
 class UsedGroups:

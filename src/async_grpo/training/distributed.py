@@ -37,7 +37,7 @@ from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest
 from async_grpo.setup.sampling import check_sampling
 from async_grpo.training import checkpoints, trl_trainer
-from async_grpo.training.checkpoints import BatchInUse
+from async_grpo.training.checkpoints import BatchInUse, CheckpointFolder
 from async_grpo.training.corrections.checks import check
 from async_grpo.training.corrections.rule import rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
@@ -157,8 +157,13 @@ class Leader:
             self._ranks.check_alive()
         return bool(self._stop)
 
-    def start(self, checkpoint: Path | None) -> None:
-        self._send(Message.START, str(checkpoint or "").encode())
+    def start(self, checkpoint: Path | None, folder: CheckpointFolder | None = None) -> None:
+        """Let the other ranks train from `checkpoint`, and write theirs where this rank does.
+
+        folder: None where nothing will be trained: the checkpoint is refused.
+        """
+        paths = [checkpoint, folder and folder.path, folder and folder.staging]
+        self._send(Message.START, json.dumps([path and str(path) for path in paths]).encode())
 
     def gather(self, into: Mapping[str, torch.Tensor]) -> None:
         """Fill `into` with parameters that are sharded over the ranks."""
@@ -202,16 +207,18 @@ class Follower(TrainingEvents):
         check_sampling(trainer, settings.correction, generator=None)
         self._trainer = trainer
         self._ranks = ranks
+        self._staging: Path | None = None  # where checkpoints are written
         self._batch: BatchInUse | None = None  # that the checkpoint was written in the middle of
         trl_trainer.make_async(trainer, self, correction=rule)
 
     def train(self) -> None:
         """Train as long as rank 0 does."""
-        path = self._until(Message.START).decode()
-        checkpoint = Path(path) if path else None
+        paths = [path and Path(path) for path in json.loads(self._until(Message.START))]
+        checkpoint, output_dir, self._staging = paths
         if checkpoint is not None and checkpoints.batch_file(checkpoint).exists():
             checkpoints.check_ranks(checkpoint, self._trainer.args.world_size)
             self._batch = checkpoints.load_batch(checkpoint, self._trainer.accelerator.device, self._ranks.rank)
+        self._trainer.args.output_dir = str(output_dir)
         trl_trainer.fit(self._trainer, resume_from=checkpoint)
 
     def training_begins(self) -> None:
@@ -226,14 +233,16 @@ class Follower(TrainingEvents):
     def step_done(self) -> bool:
         return self._until(Message.GO) != b"stop"
 
-    def before_checkpoint(self) -> None:
+    def before_checkpoint(self) -> Path | None:
         self._until(Message.GO)
+        return self._staging
 
     def checkpoint_written(self, checkpoint: Path) -> None:
         batch = self._trainer.batch_after_step
         if batch is not None:
             checkpoints.save_batch(checkpoint, batch, self._ranks.rank)
-        self._ranks.wait_for_all()
+        self._ranks.wait_for_all()  # rank 0 completes the checkpoint
+        self._ranks.wait_for_all()  # and has given it its place
 
     def _until(self, awaited: Message) -> bytes:
         while True:

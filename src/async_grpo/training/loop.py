@@ -14,6 +14,7 @@ TRL's trainer calls these methods of `AsyncTraining` by way of `trl_trainer`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -21,11 +22,11 @@ from typing import TYPE_CHECKING, Self
 
 from loguru import logger
 
-from async_grpo.archive import rollout_state
+from async_grpo.archive import checkpoint_folders, rollout_state
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.history import ConsumptionRecord
 from async_grpo.archive.rollout_state import RolloutState
-from async_grpo.errors import UsageError
+from async_grpo.errors import DiskFullError, UsageError
 from async_grpo.evals.evaluation import Evaluation
 from async_grpo.evals.report import Evaluated, Judge, Ledger
 from async_grpo.evals.schedule import RunEvaluations
@@ -42,7 +43,7 @@ from async_grpo.setup.sampling import check_sampling
 from async_grpo.telemetry.activity import PUBLISHING, SAVING, TRAINING, activity
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training import checkpoints, trl_trainer
-from async_grpo.training.checkpoints import Resumed, UsedGroups
+from async_grpo.training.checkpoints import CheckpointFolder, Resumed, UsedGroups
 from async_grpo.training.corrections.checks import check, describe
 from async_grpo.training.corrections.rule import Rule, rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
@@ -82,18 +83,21 @@ class AsyncTraining(TrainingEvents):
         refuse(trainer, settings, _generator(trainer, state))
         rule = rule_of(settings)
         _say_what_the_loss_is(trainer, rule, settings)
-        self.output_dir = Path(trainer.args.output_dir).absolute()
-        correction = {name: value for name, value in asdict(settings).items() if name.startswith("correction")}
-        run.update_state(of=state.run_id, output_dir=str(self.output_dir), seed=settings.seed, **correction)
         self._trainer = trainer
-        self._run = run
+        self._run, self._run_id = run, state.run_id
         self._settings = settings
+        self.has_trained = True  # False: the checkpoint was at the last step already
         self._leader = Leader(trainer, ranks, stop)
         self.log = RunLog(run.metrics)
         self.metrics = RolloutMetrics(partial(trl_trainer.append_metric, trainer))
         self._resumed: Resumed | None = None
         if settings.resume:
-            self._resumed = checkpoints.resume(trainer, self.output_dir, state.run_id, self._leader.start)
+            self._resumed = checkpoints.resume(trainer, run, state, self._leader.start)
+        self._folder = CheckpointFolder(trainer, run, state)
+        found_in = self._resumed.path.parent if self._resumed else self._folder.path
+        at = {**self._folder.whereabouts, "output_dir": str(found_in)}
+        correction = {name: value for name, value in asdict(settings).items() if name.startswith("correction")}
+        run.update_state(of=state.run_id, seed=settings.seed, **correction, **at)
         used = self._resumed.state if self._resumed else None
         self._history = ConsumptionRecord(  # opened before the queue, which withdraws the jobs to be issued again
             run.consumption,
@@ -123,6 +127,10 @@ class AsyncTraining(TrainingEvents):
         self.log.close()
 
     @property
+    def output_dir(self) -> Path:
+        return self._folder.path
+
+    @property
     def step(self) -> int:
         """Optimizer steps done; also the policy version that training has reached."""
         return int(self._trainer.state.global_step)
@@ -134,22 +142,31 @@ class AsyncTraining(TrainingEvents):
     def train(self) -> bool:
         """Train to the last step; True when it was reached, False when the run was asked to stop before."""
         checkpoint = self._resumed.path if self._resumed else None
-        self._leader.start(checkpoint)
+        self._leader.start(checkpoint, self._folder)
         try:
-            trl_trainer.fit(self._trainer, resume_from=checkpoint)  # calls the methods below
+            self.has_trained = trl_trainer.fit(self._trainer, resume_from=checkpoint)  # calls the methods below
         except RuntimeError:  # torch.distributed's own, where a rank died in the middle of a step
             self._leader.blame()
             raise
+        if self.has_trained:
+            self._folder.keep_only_the_best()
         return self.step >= self.total_steps
 
     def training_begins(self) -> None:
         if self._resumed is not None and self._resumed.batch is not None:
             trl_trainer.go_on_with(self._trainer, self._resumed.batch)
         self._rollouts.ends_at = self.total_steps
+        self._note_what_the_options_came_to()
         self._show_progress()
         self._publish_and_issue()
         self._leader.go()
         self.metrics.training_begins()
+
+    def _note_what_the_options_came_to(self) -> None:
+        state = self._run.state_of(self._run_id)
+        came_to = {"steps": self.total_steps, "seed": self._trainer.args.seed}
+        with suppress(DiskFullError):  # for people only
+            self._run.update_state(of=self._run_id, resolved={**state.resolved, **came_to})
 
     def take_groups(self, version: int) -> list[RolloutGroup]:
         groups = self._rollouts.take(version)
@@ -176,24 +193,27 @@ class AsyncTraining(TrainingEvents):
     def ends_early(self) -> None:
         self._leader.stop()
 
-    def before_checkpoint(self) -> None:
+    def before_checkpoint(self) -> Path:
         activity.doing(SAVING)
-        self.output_dir.mkdir(parents=True, exist_ok=True)
+        checkpoint_folders.start_saving(self._folder.staging)
         rollout_state.wait_for_room(
-            self.output_dir,
-            trl_trainer.checkpoint_bytes(self._trainer),
+            self._folder.staging,
+            checkpoints.bytes_needed(self._trainer.model),
             make_room=self._archive.make_room,
             should_stop=self._leader.should_stop,
         )
         self._leader.go()
+        return self._folder.staging
 
     def checkpoint_written(self, checkpoint: Path) -> None:
         self._leader.wait_for_all()  # each rank has written its part
         self._history.sync()
         batch = self._trainer.batch_after_step
         state = self._rollouts.state_at(self.step, passes_done=batch.passes_done if batch is not None else 0)
-        checkpoints.complete(checkpoint, state, batch, self._run)
+        self._folder.put(checkpoint, state, batch)
+        self._leader.wait_for_all()  # no rank goes on before the checkpoint has its place
         self._archive.checkpointed(state)
+        self._folder.rotate()
         activity.progress()
         activity.doing(TRAINING)
 

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl
+from loguru import logger
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import images_in, opened
 from async_grpo.setup.generator_choice import refuse_late_vllm
-from async_grpo.setup.trl_compat import is_adapter
 from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
 from async_grpo.training.checkpoints import BatchInUse
 from async_grpo.training.corrections.rule import Rule
@@ -39,6 +40,8 @@ HOOKS = (
     "_calculate_rewards",
     "_generate_and_score_completions",
     "_save_checkpoint",
+    "_get_output_dir",
+    "_push_from_checkpoint",
     "_get_train_sampler",
     "_remove_unused_columns",
     "_log_completion_extra",
@@ -69,11 +72,11 @@ class TrainingEvents:
     def ends_early(self) -> None:
         """`StopTraining` was raised. A last checkpoint follows."""
 
-    def before_checkpoint(self) -> None:
-        """Return when the checkpoint may be written."""
+    def before_checkpoint(self) -> Path | None:
+        """Return when the checkpoint may be written, and the folder to write it into; None: `output_dir` itself."""
 
     def checkpoint_written(self, checkpoint: Path) -> None:
-        """transformers has written its part of `checkpoint`. Older checkpoints are deleted afterwards."""
+        """transformers has written its part of `checkpoint`. Delete older ones: transformers does not."""
 
 
 class AsyncGRPOMixin(CorrectedLoss):
@@ -84,6 +87,7 @@ class AsyncGRPOMixin(CorrectedLoss):
 
     events: TrainingEvents
     batch_after_step: BatchInUse | None = None  # that the last optimizer step left unfinished
+    _saves_into: Path | None = None  # in place of output_dir, while a checkpoint is written
     _serving: Sequence[RolloutGroup] | None = None  # the groups of the batch that TRL is assembling
     _tools: tuple[Any, Any]  # the user's tools and environment factories, while it does
 
@@ -130,23 +134,32 @@ class AsyncGRPOMixin(CorrectedLoss):
         rewards = torch.cat([torch.from_numpy(group.rewards) for group in self._serving])
         return rewards.to(self.accelerator.device)
 
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._saves_into is None else str(self._saves_into)
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As TRL does, but delete old checkpoints only when the new one is complete with its rollout state."""
-        self.events.before_checkpoint()
-        args = self.args
-        limit, args.save_total_limit = args.save_total_limit, None
+        """As transformers does, but into the folder that `before_checkpoint` names. A hub gets it from its place."""
+        args, name = self.args, f"checkpoint-{self.state.global_step}"
+        self._saves_into = self.events.before_checkpoint()
+        written = Path(self._get_output_dir(trial)).absolute() / name
+        push, args.push_to_hub = args.push_to_hub, False
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            args.save_total_limit = limit
-        self.events.checkpoint_written(Path(args.output_dir).absolute() / f"checkpoint-{self.state.global_step}")
-        if limit is not None and args.should_save:
-            from transformers.trainer_utils import rotate_checkpoints
+            args.push_to_hub, self._saves_into = push, None
+        place = Path(self._get_output_dir(trial)) / name
+        self._name_best_checkpoint(written, place)
+        self.events.checkpoint_written(written)
+        if push:
+            self._push_from_checkpoint(str(place))
 
-            best = self.state.best_model_checkpoint
-            rotate_checkpoints(
-                output_dir=args.output_dir, save_total_limit=limit, best_model_checkpoint=best, use_mtime=True
-            )
+    def _name_best_checkpoint(self, written: Path, place: Path) -> None:
+        """Where this checkpoint is the best so far, its state names the place that it will have."""
+        best = self.state.best_model_checkpoint
+        if best is not None and Path(best).absolute() == written:
+            self.state.best_model_checkpoint = str(place)
+            if self.args.should_save:
+                self.state.save_to_json(str(written / TRAINER_STATE_NAME))
 
 
 @contextmanager
@@ -242,7 +255,9 @@ class _EventsCallback(TrainerCallback):
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer = trainer
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        if state.global_step >= state.max_steps:
+            raise _AllStepsDone
         self.trainer.events.training_begins()
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
@@ -262,14 +277,28 @@ class _EventsCallback(TrainerCallback):
         activity.doing(TRAINING)
 
 
-def fit(trainer: GRPOTrainer, resume_from: Path | None) -> None:
-    """Train to the last step, or until an event raises `StopTraining`: then save a checkpoint and return."""
+class _AllStepsDone(Exception): ...  # no error: the checkpoint is at the last step; transformers would train one more
+
+
+def fit(trainer: GRPOTrainer, resume_from: Path | None) -> bool:
+    """Train to the last step, or until an event raises `StopTraining`: then save a checkpoint and return.
+
+    False if there was nothing to do: the checkpoint is at the last step.
+    """
+    # transformers deletes no checkpoint: its rotation takes those of other runs, and a user's own, with it.
+    limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
     try:
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+    except _AllStepsDone:
+        logger.info("nothing to do: {} is at step {}, the last", resume_from, trainer.state.global_step)
+        return False
     except StopTraining:  # raised in the middle of a step, so TRL's own loop saves nothing
         trainer.events.ends_early()
         trainer._save_checkpoint(trainer.model, trial=None)
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+    finally:
+        trainer.args.save_total_limit = limit
+    return True
 
 
 def refuse_unsupported(trainer: GRPOTrainer) -> None:
@@ -339,14 +368,6 @@ def uniform_rewards(trainer: GRPOTrainer) -> Callable[[RolloutGroup], bool]:
         multi_objective_aggregation=str(trainer.multi_objective_aggregation),
     )
     return lambda group: rule.teaches_nothing(group.rewards)
-
-
-def checkpoint_bytes(trainer: GRPOTrainer) -> int:
-    """About how large a checkpoint is: the weights that it saves, and two moments of each that trains."""
-    trained = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
-    whole = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
-    saved = trained if is_adapter(trainer.model) else whole
-    return saved + 2 * trained + 1_000_000
 
 
 def state_for_rewards(trainer: GRPOTrainer) -> dict[str, Any]:

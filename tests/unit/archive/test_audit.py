@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from async_grpo.archive.audit import Audit, audit
-from async_grpo.archive.rollout_state import RolloutState, pack_consumed, save
+from async_grpo.archive.checkpoint_folders import save
+from async_grpo.archive.rollout_state import RolloutState, pack_consumed
 from async_grpo.cli import main
 from async_grpo.errors import RunDirError
 from async_grpo.queue import ServerQueue

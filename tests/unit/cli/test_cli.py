@@ -158,7 +158,8 @@ def test_other_values_that_make_no_sense(
     ("arguments", "message"),
     [
         (["train", "missing.py"], "Setup file not found: missing.py"),
-        (["train", "SETUP", "--resume"], "add --distributed"),
+        (["train", "SETUP", "--resume"], "Nothing to resume"),
+        (["train", "SETUP", "--overwrite"], "add --distributed"),
         (["train", "SETUP", "-n", "2", "-d", "0"], "--device is for one process"),
         (["train", "SETUP", "-d", "0"], "no CUDA GPU is visible here"),
         (["train", "SETUP", "-n", "2", "--master-device-id", "1"], "no CUDA GPU is visible here"),

@@ -43,7 +43,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(shutil, "which", lambda name: name)  # as after an installation
-    prepare(Path("worker"), config=Path("my_trainer.py"))
+    prepare(Path("worker"), config=Path("my_trainer.py"), num_workers=1)
     return RunDir(Path("worker"))
 
 

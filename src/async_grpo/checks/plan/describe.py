@@ -60,9 +60,7 @@ def _distributed(trainer: GRPOTrainer, question: Question) -> dict[str, str]:
     refuse(trainer, settings, generator)
     if generator == VLLM_SERVER:
         refuse_with_server(workers=question.workers, deterministic=settings.deterministic)
-    if settings.resume and question.run_dir is not None:
-        return {"generator": generator, "resumes_from": _checkpoint(trainer, question.run_dir)}
-    return {"generator": generator}
+    return {"generator": generator, **(_checkpoints(trainer, question) if question.run_dir is not None else {})}
 
 
 # Three changes to classes of transformers and TRL, in this process only, which ends with its answer.
@@ -190,16 +188,30 @@ def _tokens(prompt: Any, tokenizer: Any) -> int:
     return len(ids["input_ids"])
 
 
-def _checkpoint(trainer: GRPOTrainer, run_dir: Path) -> str:
-    from async_grpo.archive import rollout_state
+def _checkpoints(trainer: GRPOTrainer, question: Question) -> dict[str, str]:
+    """Where checkpoints go, which one a resume continues from, and what else is there.
+
+    Raises:
+        RunDirError: another run's are there, or those of the run to be resumed are not.
+    """
+    from async_grpo.archive import output_dir
     from async_grpo.rundir.paths import RunDir
     from async_grpo.training.checkpoints import check_ranks
 
-    state = RunDir(run_dir).read_state()
-    found = rollout_state.latest(Path(trainer.args.output_dir).absolute(), state.run_id) if state else None
-    if found and found[1].passes_done:
-        check_ranks(found[0], trainer.args.world_size)
-    return str(found[0]) if found else ""
+    assert question.run_dir is not None
+    setting, state = trainer.args.output_dir, None
+    if question.settings.resume:
+        state = RunDir(question.run_dir).read_state()
+    found = output_dir.find_checkpoint(setting, state, question.run_dir) if state is not None else None
+    if found and found.state.passes_done:
+        check_ranks(found.path, trainer.args.world_size)
+    place, run_id = output_dir.absolute(setting, state, question.run_dir), state.run_id if state is not None else ""
+    output_dir.refuse_another_runs(place, run_id, question.run_dir)
+    return {
+        "output_dir": str(place),
+        "resumes_from": str(found.path) if found else "",
+        "other_checkpoints": output_dir.what_stays(place, run_id),
+    }
 
 
 if __name__ == "__main__":

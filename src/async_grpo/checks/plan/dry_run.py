@@ -52,6 +52,7 @@ def plan_distributed(options: LaunchOptions) -> None:
             *_trainer_rows(options.config, facts),
             ("run directory", _fate(options.run_dir, fate, place)),
             ("checkpoints", _checkpoints(facts, training)),
+            *([("", facts.other_checkpoints)] if facts.other_checkpoints else []),
             *_process_rows(options, facts.batch.processes),
             ("generator", f"{_ENGINES[facts.generator]}; {_sampling(facts)}"),
             *_batch_rows(facts),

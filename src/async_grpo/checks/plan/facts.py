@@ -99,6 +99,7 @@ class TrainerFacts:
     first_groups: int = 0  # kept under way at first
     generator: str = ""  # hf or vllm: what the workers of a distributed run generate with
     resumes_from: str = ""  # checkpoint, under --resume
+    other_checkpoints: str = ""  # a sentence about those in output_dir that are not this run's
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainerFacts:

@@ -1,0 +1,202 @@
+"""The folder of checkpoints, `output_dir`: whose each of them is, which is the newest, and how a new one gets there.
+
+    OUTPUT_DIR/
+        checkpoint-N/                  complete: it gets this name when everything in it is on disk
+        saving-RUN/checkpoint-N/       run RUN is writing it, or was killed while it did
+        checkpoint-N-of-RUN/           was checkpoint-N of run RUN until another run wrote its own
+        async_grpo.json                the run that writes here
+
+A checkpoint is a run's if its `rollout_state.json` says so. Nothing else in the folder is ever changed or deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from loguru import logger
+
+from async_grpo.archive import rollout_state
+from async_grpo.archive.rollout_state import RolloutState
+from async_grpo.errors import BadFileError, RunDirError
+
+_NAME = re.compile(r"checkpoint-(\d+)(-of-\w+(-\d+)?)?")
+_BOUND = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}  # files that a resume reads, besides the trainer's state
+_TRAINER_STATE = "trainer_state.json"
+_READ_WHOLE = 64 << 20  # bytes; of a larger file, pieces that are spread over it
+_PIECES, _PIECE = 64, 1 << 20
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint."""
+
+    path: Path
+    state: RolloutState
+
+
+def staging(output_dir: Path, run_id: str) -> Path:
+    """Where run `run_id` writes a checkpoint before it is complete."""
+    return output_dir / f"saving-{run_id}"
+
+
+def start_saving(folder: Path) -> None:
+    """Make `folder` ready for a checkpoint: what a killed process left there is removed first."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def save(checkpoint: Path, state: RolloutState) -> None:
+    """Complete `checkpoint`: everything in it is on disk before the file that says so appears."""
+    for path in (path for path in checkpoint.rglob("*") if path.is_file()):
+        _sync(path)
+    rollout_state.write(checkpoint, replace(state, files=_digests(checkpoint)))
+    _sync(checkpoint / rollout_state.FILE_NAME)
+    _sync(checkpoint)
+
+
+def put_in_place(written: Path, output_dir: Path, run_id: str) -> Path:
+    """Give a complete checkpoint its name in `output_dir`; returns where it is now.
+
+    A checkpoint that has this name is replaced if it is this run's, which has gone back to an older one since. Any
+    other is renamed.
+    """
+    place = output_dir / written.name
+    if os.path.lexists(place):
+        mine = not place.is_symlink() and _run_of(place) == run_id
+        aside = written.with_name(f"{written.name}.old") if mine else _free_name(place)
+        if not mine:
+            logger.warning("{} is not this run's checkpoint: it is now {}", place, aside)
+        place.rename(aside)
+    written.rename(place)
+    _sync(output_dir)
+    shutil.rmtree(written.parent, ignore_errors=True)
+    return place
+
+
+def latest(places: Sequence[Path], run_id: str) -> Checkpoint | None:
+    """The newest checkpoint that run `run_id` wrote into one of `places`, or None.
+
+    Raises:
+        RunDirError: it is not as it was written.
+    """
+    found = [checkpoint for place in places for checkpoint in of_run(place, run_id)]
+    if not found:
+        return None
+    newest = max(found, key=lambda checkpoint: checkpoint.state.step)
+    _check_whole(newest)
+    return newest
+
+
+def of_run(output_dir: Path, run_id: str) -> list[Checkpoint]:
+    """The run's checkpoints, oldest first."""
+    found = [checkpoint for checkpoint in complete(output_dir) if checkpoint.state.run_id == run_id]
+    return sorted(found, key=lambda checkpoint: checkpoint.state.step)
+
+
+def complete(output_dir: Path) -> Iterator[Checkpoint]:
+    """Every complete checkpoint in `output_dir`, whichever run's. `RunDirError` names one that cannot be read."""
+    for folder in _folders(output_dir):
+        try:
+            state = rollout_state.read(folder / rollout_state.FILE_NAME)
+        except FileNotFoundError:
+            continue  # not ours, or removed meanwhile
+        except BadFileError as error:
+            raise RunDirError(f"{error}. Move {folder} away to resume from an older checkpoint.") from error
+        if state is not None:
+            yield Checkpoint(folder, state)
+
+
+def without_owner(output_dir: Path) -> list[Path]:
+    """Checkpoints that no run of ours completed, such as plain TRL's."""
+    return [folder for folder in _folders(output_dir) if not (folder / rollout_state.FILE_NAME).exists()]
+
+
+def rotate(output_dir: Path, run_id: str, limit: int | None, best: str | None) -> None:
+    """Delete the run's oldest checkpoints beyond `limit`, never its newest nor the `best`.
+
+    What the run did not write, and what has another name, stays.
+    """
+    if limit is None or limit <= 0:
+        return
+    mine = [checkpoint.path for checkpoint in of_run(output_dir, run_id) if not checkpoint.path.is_symlink()]
+    protected = {*mine[-1:], *([Path(best).absolute()] if best is not None else [])}
+    surplus = len(mine) - max(limit, len(protected & set(mine)))
+    for checkpoint in [path for path in mine if path not in protected][: max(0, surplus)]:
+        delete(checkpoint)
+
+
+def delete(checkpoint: Path) -> None:
+    """Its rollout state goes first: what remains after a kill is no complete checkpoint."""
+    (checkpoint / rollout_state.FILE_NAME).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def _folders(output_dir: Path) -> list[Path]:
+    if not output_dir.is_dir():
+        return []
+    return [path for path in sorted(output_dir.iterdir()) if _NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def _run_of(checkpoint: Path) -> str | None:
+    try:
+        state = rollout_state.read(checkpoint / rollout_state.FILE_NAME)
+    except (OSError, BadFileError):
+        return None
+    return state.run_id if state is not None else None
+
+
+def _free_name(place: Path) -> Path:
+    """`checkpoint-10` -> `checkpoint-10-of-RUN`, `checkpoint-10-of-RUN-2`, …"""
+    stem = f"{place.name}-of-{_run_of(place) or 'before'}"
+    free = place.with_name(stem)
+    number = 1
+    while os.path.lexists(free):
+        number += 1
+        free = place.with_name(f"{stem}-{number}")
+    return free
+
+
+def _check_whole(checkpoint: Checkpoint) -> None:
+    """Raise `RunDirError` unless the files are those that were there when the checkpoint was completed."""
+    for name, digest in checkpoint.state.files.items():
+        path = checkpoint.path / name
+        what = "is missing" if not path.is_file() else "has other contents" if _digest(path) != digest else ""
+        if what:
+            raise RunDirError(
+                f"{checkpoint.path} is not as run {checkpoint.state.run_id} wrote it: {name} {what}. Training would "
+                f"continue from other weights. Move {checkpoint.path} away to resume from an older checkpoint."
+            )
+
+
+def _digests(checkpoint: Path) -> dict[str, str]:
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    bound = [path for path in files if path.suffix in _BOUND or path.name == _TRAINER_STATE]
+    return {str(path.relative_to(checkpoint)): _digest(path) for path in bound}
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of the size and the contents of a file, hexadecimal; of a large one, of pieces spread over it."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if size <= _READ_WHOLE:
+            digest.update(file.read())
+        else:
+            for piece in range(_PIECES):
+                file.seek((size - _PIECE) * piece // (_PIECES - 1))
+                digest.update(file.read(_PIECE))
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,132 @@
+"""Which run an `output_dir` belongs to, and where the checkpoints of a resumed run are looked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from async_grpo.archive import checkpoint_folders
+from async_grpo.archive.checkpoint_folders import Checkpoint
+from async_grpo.errors import BadFileError, RunDirError
+from async_grpo.formatting import counted
+from async_grpo.rundir.files import write_json
+from async_grpo.rundir.lifecycle import is_over
+from async_grpo.rundir.locks import server_alive
+from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.rundir.reading import read_object
+from async_grpo.rundir.shape import shaped
+
+MARKER = "async_grpo.json"
+
+
+class Owner(NamedTuple):
+    """A run that has written, or is to write, checkpoints into a folder."""
+
+    run_id: str
+    run_dir: str
+
+
+def absolute(setting: str, state: RunState | None, run_dir: Path) -> Path:
+    """The `output_dir` that a setup file names.
+
+    A resumed run that is started in another folder means the one that it was begun in, unless its directory was moved
+    or copied: then its new surroundings count.
+    """
+    here = Path.cwd()
+    if state is None or was_moved(state, run_dir):
+        return here / setting
+    there = Path(state.started_in)
+    return (there if there.is_dir() else here) / setting
+
+
+def find_checkpoint(setting: str, state: RunState, run_dir: Path) -> Checkpoint | None:
+    """The newest checkpoint of the run, wherever the run or the setup file says; None if it has none yet.
+
+    Raises:
+        RunDirError: the run has trained, and none of its checkpoints is there; or the newest is not as it was written.
+    """
+    named = [Path(state.output_dir)] if state.output_dir else []
+    places = list(dict.fromkeys([*named, absolute(setting, state, run_dir), Path(setting).absolute()]))
+    if was_moved(state, run_dir):  # perhaps copied, and the other one goes on in the folder that the run names
+        places.reverse()
+        places = [place for place in places if checkpoint_folders.of_run(place, state.run_id)][:1] or places
+    found = checkpoint_folders.latest(places, state.run_id)
+    if found is None and state.step > 0:
+        raise RunDirError(_not_found(state, places))
+    return found
+
+
+def was_moved(state: RunState, run_dir: Path) -> bool:
+    """Whether the run directory is not where a server last found it: it was moved, or copied."""
+    return Path(state.run_dir) != run_dir.resolve()
+
+
+def _not_found(state: RunState, places: Sequence[Path]) -> str:
+    searched = "\n".join(f"  {place}" for place in places)
+    return (
+        f"Run {state.run_id} has done {counted(state.step, 'step')}, but it has no checkpoint in\n{searched}\n"
+        "If its checkpoints were moved, move them back, or let output_dir of the setup file name their folder. If it "
+        "never wrote one, nothing can be resumed: --overwrite deletes the run's queue, logs and metrics and starts "
+        "again from step 0."
+    )
+
+
+def refuse_another_runs(output_dir: Path, run_id: str, run_dir: Path) -> None:
+    """Raise `RunDirError` where another run that is not over has its checkpoints in `output_dir`.
+
+    A run of `run_dir` itself is no obstacle: `run_dir` is to be this run's.
+    """
+    for owner in _others(output_dir, run_id):
+        state = _unfinished(owner)
+        if state is None or Path(owner.run_dir) == run_dir.resolve():
+            continue
+        if checkpoint_folders.of_run(output_dir, owner.run_id) or server_alive(Path(owner.run_dir)):
+            raise RunDirError(
+                f"{output_dir} holds the checkpoints of another unfinished run ({owner.run_id}, {state.state}, step "
+                f"{state.step}, in {owner.run_dir}). Two runs in one output_dir would replace each other's "
+                "checkpoints. Give this run another output_dir in its setup file, or finish that one first: "
+                f"--resume --run-dir {owner.run_dir}. If that run is not needed, delete its run directory."
+            )
+
+
+def what_stays(output_dir: Path, run_id: str) -> str:
+    """A sentence about the checkpoints in `output_dir` that are not this run's; empty if there are none."""
+    others = [found for found in checkpoint_folders.complete(output_dir) if found.state.run_id != run_id]
+    number = len(others) + len(checkpoint_folders.without_owner(output_dir))
+    if not number:
+        return ""
+    return (
+        f"{output_dir} has {counted(number, 'checkpoint')} that this run did not write. They stay: one whose name this "
+        "run needs becomes checkpoint-N-of-RUN. An output_dir for each run keeps them apart."
+    )
+
+
+def claim(output_dir: Path, run_id: str, run_dir: Path) -> None:
+    """Say in `output_dir` that this run writes here."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    write_json(output_dir / MARKER, Owner(run_id, str(run_dir.resolve()))._asdict())
+
+
+def _others(output_dir: Path, run_id: str) -> Iterator[Owner]:
+    """Every other run that the marker or a checkpoint names."""
+    found = [Owner(found.state.run_id, found.state.run_dir) for found in checkpoint_folders.complete(output_dir)]
+    for owner in dict.fromkeys([*_marked(output_dir), *found]):
+        if owner.run_id != run_id and owner.run_dir:
+            yield owner
+
+
+def _marked(output_dir: Path) -> list[Owner]:
+    try:
+        return [Owner(**shaped(dict[str, str], read_object(output_dir / MARKER)))]
+    except (OSError, BadFileError, TypeError):
+        return []
+
+
+def _unfinished(owner: Owner) -> RunState | None:
+    """The state of the run, if its directory still holds it and it is not over."""
+    try:
+        state = RunDir(Path(owner.run_dir)).read_state()
+    except (RunDirError, OSError):
+        return None
+    return state if state is not None and state.run_id == owner.run_id and not is_over(state) else None

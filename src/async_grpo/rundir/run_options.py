@@ -1,0 +1,95 @@
+"""The options that a run was begun with: `run.json` keeps them, and `--resume` continues with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from async_grpo.errors import RunDirError, UsageError
+from async_grpo.rundir.paths import RunState
+from async_grpo.settings import flag_name
+
+FIXED = {
+    "seed": "it decides the order of the prompts and what is sampled",
+    "deterministic": "the run would not be the same bit for bit",
+    **dict.fromkeys(
+        ("correction", "correction_level", "correction_min", "correction_max"),
+        "it is part of the loss that the run minimises",
+    ),
+    "filter_zero_variance": "it decides which groups are trained on",
+}
+"""What cannot change when a run is resumed, and why."""
+_EXCLUSIVE = ({"num_workers", "worker_device_ids"},)  # one of them that is given takes the place of the others
+
+
+class Recalled(NamedTuple):
+    """What a resumed run continues with."""
+
+    options: dict[str, Any]  # those that the command line did not give
+    changes: list[str]  # a sentence for each that it gave otherwise
+
+
+def to_json(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as `run.json` keeps them: JSON values, everything else as the text of its flag."""
+    return {name: _json_value(value) for name, value in options.items()}
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return value if isinstance(value, (bool, int, float, type(None))) else str(value)
+
+
+def recall(state: RunState, given: Mapping[str, Any], read: Callable[[str, Any], Any]) -> Recalled:
+    """The options of the run in `state`, where the command line gave none.
+
+    Args:
+        given: the options of the command line, without its defaults.
+        read: makes a value of what `run.json` has for a name; `ValueError` if it is none. `KeyError`: the command has
+            no such option.
+
+    Raises:
+        UsageError: an option that cannot change was given otherwise.
+        RunDirError: `run.json` has a value that is none.
+    """
+    recalled = Recalled({}, [])
+    replaced = {other for group in _EXCLUSIVE if group & given.keys() for other in group - given.keys()}
+    for name, kept in state.options.items():
+        try:
+            value = read(name, kept)
+        except KeyError:
+            continue
+        except ValueError as error:
+            raise RunDirError(f"run.json has {kept!r} for {flag_name(name)}, which is none: {error}") from error
+        if name not in given:
+            recalled.options[name] = None if name in replaced else value
+        elif to_json({name: given[name]}) != to_json({name: value}):
+            recalled.changes.append(_changed(state, name, given[name], value))
+    return recalled
+
+
+def _changed(state: RunState, name: str, given: Any, kept: Any) -> str:
+    now, before = _spelled(name, given), _spelled(name, kept)
+    if name in FIXED:
+        raise UsageError(
+            f"Run {state.run_id} was begun {_how(before)}, and this cannot change: {FIXED[name]}. With --resume leave "
+            f"{flag_name(name)} out, which keeps it as it was; or begin another run with --run-dir OTHER."
+        )
+    return f"{now or 'without ' + flag_name(name)} from now on; the run was begun {_how(before)}"
+
+
+def _how(flag: str) -> str:
+    return f"with {flag}" if flag else "without this option"
+
+
+def _spelled(name: str, value: Any) -> str:
+    if value is None or value is False:
+        return ""
+    return flag_name(name) if value is True else f"{flag_name(name)} {value}"
+
+
+def config_change(state: RunState, config: Path) -> list[str]:
+    """A sentence where the setup file is another than the run was begun with."""
+    before = Path(state.config)
+    return [] if config.absolute() == before else [f"the setup file is {config} from now on; it was {before}"]

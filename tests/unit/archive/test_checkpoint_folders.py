@@ -1,0 +1,209 @@
+"""Which checkpoint a run resumes from, and which ones are never touched."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from async_grpo.archive import checkpoint_folders, rollout_state
+from async_grpo.archive.checkpoint_folders import Checkpoint, put_in_place, rotate, staging, start_saving
+from async_grpo.archive.rollout_state import FILE_NAME, RolloutState
+from async_grpo.errors import RunDirError
+
+
+def state(step: int = 3, run_id: str = "mine") -> RolloutState:
+    return RolloutState(run_id=run_id, step=step, next_seq=9, rounds=3, unusable=[2], consumed_below=4, consumed=[6])
+
+
+def write(output_dir: Path, step: int, run_id: str = "mine", weights: bytes = b"weights") -> Path:
+    """What a run does to save a checkpoint, up to its place."""
+    start_saving(staging(output_dir, run_id))
+    written = staging(output_dir, run_id) / f"checkpoint-{step}"
+    written.mkdir()
+    (written / "model.safetensors").write_bytes(weights)
+    (written / "trainer_state.json").write_text("{}")
+    (written / "README.md").write_text("for people")
+    return written
+
+
+def save(output_dir: Path, step: int, run_id: str = "mine", weights: bytes = b"weights") -> Path:
+    written = write(output_dir, step, run_id, weights)
+    checkpoint_folders.save(written, state(step, run_id))
+    return put_in_place(written, output_dir, run_id)
+
+
+def latest(output_dir: Path, run_id: str = "mine") -> Checkpoint:
+    found = checkpoint_folders.latest([output_dir], run_id)
+    assert found is not None
+    return found
+
+
+def names(output_dir: Path) -> set[str]:
+    return {path.name for path in output_dir.iterdir()}
+
+
+def test_the_newest_complete_checkpoint_comes_back_as_it_was_saved(tmp_path: Path) -> None:
+    for step in (9, 10, 2):  # 10 is newer than 9, whatever the alphabet and the file times say
+        save(tmp_path, step)
+    found = latest(tmp_path)
+    assert found.path == tmp_path / "checkpoint-10"
+    assert set(found.state.files) == {"model.safetensors", "trainer_state.json"}
+    assert {name: getattr(found.state, name) for name in ("step", "run_id", "consumed", "unusable")} == {
+        "step": 10,
+        "run_id": "mine",
+        "consumed": [6],
+        "unusable": [2],
+    }
+    assert names(tmp_path) == {"checkpoint-2", "checkpoint-9", "checkpoint-10"}
+
+
+def test_the_newest_of_several_places(tmp_path: Path) -> None:
+    save(tmp_path / "a", 1)
+    save(tmp_path / "b", 2)
+    places = [tmp_path / "none", tmp_path / "a", tmp_path / "b"]
+    found = checkpoint_folders.latest(places, "mine")
+    assert found is not None and found.path == tmp_path / "b" / "checkpoint-2"
+
+
+@pytest.mark.parametrize("weights", [b"", b"half", b"weights"])
+def test_a_checkpoint_whose_writer_was_killed_is_not_used(tmp_path: Path, weights: bytes) -> None:
+    """Whichever run wrote it: that of another has no state of ours beside its weights, and ours has no name yet."""
+    save(tmp_path, 10, weights=b"of the first run")
+    write(tmp_path, 10, "second", weights)
+    assert latest(tmp_path).path.joinpath("model.safetensors").read_bytes() == b"of the first run"
+    assert checkpoint_folders.latest([tmp_path], "second") is None
+    write(tmp_path, 12, weights=weights)
+    assert latest(tmp_path).state.step == 10
+
+
+def test_what_a_killed_process_left_is_removed_before_the_next_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    save(tmp_path, 11)
+    assert names(tmp_path) == {"checkpoint-11"}
+
+
+def test_a_second_run_leaves_the_checkpoints_of_the_first(tmp_path: Path) -> None:
+    save(tmp_path, 10, "first", b"first")
+    save(tmp_path, 10, "second", b"second")
+    assert latest(tmp_path, "first").path == tmp_path / "checkpoint-10-of-first"
+    assert (tmp_path / "checkpoint-10-of-first" / "model.safetensors").read_bytes() == b"first"
+    assert latest(tmp_path, "second").path == tmp_path / "checkpoint-10"
+
+
+def test_a_checkpoint_that_is_not_of_any_run_is_kept_under_another_name(tmp_path: Path) -> None:
+    for run in ("first", "second"):
+        shutil.rmtree(tmp_path / "checkpoint-10", ignore_errors=True)
+        (tmp_path / "checkpoint-10").mkdir()
+        (tmp_path / "checkpoint-10" / "model.safetensors").write_bytes(b"plain TRL's")
+        save(tmp_path, 10, run)
+    assert names(tmp_path) == {"checkpoint-10", "checkpoint-10-of-before", "checkpoint-10-of-before-2"}
+    assert (tmp_path / "checkpoint-10-of-before" / "model.safetensors").read_bytes() == b"plain TRL's"
+
+
+def test_a_run_that_went_back_replaces_its_own_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 10, weights=b"old")
+    save(tmp_path, 10, weights=b"new")
+    assert names(tmp_path) == {"checkpoint-10"}
+    assert (tmp_path / "checkpoint-10" / "model.safetensors").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("size", [7, (64 << 20) + 5])
+def test_weights_that_are_not_those_that_were_saved_are_refused(tmp_path: Path, size: int) -> None:
+    checkpoint = save(tmp_path, 10, weights=b"a" * size)
+    latest(tmp_path)
+    (checkpoint / "model.safetensors").write_bytes(b"b" * size)
+    with pytest.raises(RunDirError, match=r"not as run mine wrote it: model\.safetensors has other contents.*Move"):
+        latest(tmp_path)
+    (checkpoint / "model.safetensors").unlink()
+    with pytest.raises(RunDirError, match=r"model\.safetensors is missing"):
+        latest(tmp_path)
+
+
+def test_what_a_user_adds_to_a_checkpoint_or_writes_into_its_readme_is_no_obstacle(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 10)
+    (checkpoint / "README.md").write_text("my best")
+    (checkpoint / "notes.txt").write_text("x")
+    assert latest(tmp_path).path == checkpoint
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_digests_and_is_used(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 10)
+    data = json.loads((checkpoint / FILE_NAME).read_text())
+    del data["files"], data["run_dir"]
+    (checkpoint / FILE_NAME).write_text(json.dumps(data))
+    assert latest(tmp_path).path == checkpoint
+
+
+def test_checkpoints_of_another_run_or_of_another_format_are_not_ours(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 5, run_id="another")
+    checkpoint = save(tmp_path, 7)
+    data = json.loads((checkpoint / FILE_NAME).read_text())
+    (checkpoint / FILE_NAME).write_text(json.dumps({**data, "format": 99}))
+    assert latest(tmp_path).state.step == 1
+    assert checkpoint_folders.latest([tmp_path], "a third") is None
+    assert checkpoint_folders.latest([tmp_path / "missing"], "mine") is None
+
+
+@pytest.mark.parametrize("content", ['{"run_id": "mi', '{"format": 1, "run_id": "mine"}', "[]", "{}", b"\xff\xfe"])
+def test_a_file_that_cannot_be_read_is_named_with_the_way_out(tmp_path: Path, content: str | bytes) -> None:
+    save(tmp_path, 1)
+    broken = save(tmp_path, 2)
+    (broken / FILE_NAME).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(
+        RunDirError, match=r"checkpoint-2/rollout_state\.json cannot be used: .*Move .*checkpoint-2 away"
+    ):
+        latest(tmp_path)
+
+
+# --- rotation
+
+
+def test_rotation_removes_only_what_the_run_wrote(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    for step in (10, 20, 30, 40):
+        save(tmp_path, step)
+    save(tmp_path, 5, run_id="another")
+    shutil.copytree(tmp_path / "checkpoint-30", tmp_path / "checkpoint-30-backup")
+    shutil.copytree(tmp_path / "checkpoint-10", tmp_path / "checkpoint-best")
+    (tmp_path / "checkpoint-7").mkdir()
+    shutil.move(tmp_path / "checkpoint-20", elsewhere)
+    (tmp_path / "checkpoint-20").symlink_to(elsewhere)
+    rotate(tmp_path, "mine", 1, best=None)
+    kept = {"checkpoint-5", "checkpoint-7", "checkpoint-30-backup", "checkpoint-best", "checkpoint-20", "elsewhere"}
+    assert names(tmp_path) == {"checkpoint-40", *kept}
+    assert (elsewhere / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "left"),
+    [
+        (None, None, {1, 2, 3, 4}),
+        (0, None, {1, 2, 3, 4}),
+        (2, None, {3, 4}),
+        (2, 1, {1, 4}),
+        (1, 1, {1, 4}),
+        (1, 4, {4}),
+        (9, None, {1, 2, 3, 4}),
+    ],
+)
+def test_rotation_keeps_the_newest_and_the_best(
+    tmp_path: Path, limit: int | None, best: int | None, left: set[int]
+) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    rotate(tmp_path, "mine", limit, str(tmp_path / f"checkpoint-{best}") if best else None)
+    assert names(tmp_path) == {f"checkpoint-{step}" for step in left}
+
+
+def test_a_rotation_that_is_killed_leaves_no_checkpoint_that_looks_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save(tmp_path, 1)
+    monkeypatch.setattr(checkpoint_folders.shutil, "rmtree", lambda *args, **kwargs: None)
+    checkpoint_folders.delete(checkpoint)
+    assert checkpoint_folders.latest([tmp_path], "mine") is None
+    assert (checkpoint / "model.safetensors").exists() and not (checkpoint / rollout_state.FILE_NAME).exists()
