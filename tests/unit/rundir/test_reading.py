@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import tracemalloc
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from async_grpo import rundir
 from async_grpo.errors import BadFileError
 from async_grpo.rundir.files import LineFile
 from async_grpo.rundir.reading import MAX_LINE_BYTES, LineReader, read_end, read_object, read_record
@@ -162,3 +164,34 @@ def test_a_field_of_another_shape_is_named(changes: dict[str, Any], reason: str)
         shaped(Record, {"name": "x", **changes})
     with pytest.raises(BadFileError, match="it has no field 'name'"):
         shaped(Record, {})
+
+
+SOURCES = Path(rundir.__file__).parents[1]
+MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or named by the user on the command line
+    "rundir/reading.py": "the one place",
+    "archive/checkpoint_folders.py": "weights, which may be links to another disk: only their digest is taken",
+    "checks/doctor/gpu.py": "/proc",
+    "checks/doctor/machine.py": "/proc and /sys",
+    "checks/doctor/packages.py": "of the package",
+    "checks/doctor/weights.py": "in a temporary folder",
+    "checks/probe.py": "in a temporary folder",
+    "checks/bug_report/stacks.py": "/proc",
+    "launch/accelerate_entry.py": "named by the user",
+    "reports/rollouts_page.py": "of the package",
+    "rewards": "/sys, and files of the package",
+    "roles/replay.py": "the weights that it has just written",
+    "setup/setup_file.py": "named by the user",
+    "status/processes.py": "/proc",
+}
+
+
+def test_every_other_file_is_opened_here() -> None:
+    """A new `read_text()` of what lies in a run directory would follow links, wait for pipes and have no bound."""
+    found = {
+        str(path.relative_to(SOURCES))
+        for path in SOURCES.rglob("*.py")
+        if re.search(r"\.read_text\(|\.read_bytes\(|\.open\(\"r?b?\"|json\.load\(", path.read_text())
+    }
+    others = {name for name in found if name not in MAY_OPEN and name.partition("/")[0] not in MAY_OPEN}
+    assert not others, f"read files with async_grpo.rundir.reading: {sorted(others)}"
+    assert "checks/probe.py" in found
