@@ -127,6 +127,21 @@ def test_an_override_of_generate_runs_once(tmp_path: Path) -> None:
     assert [entry["shortened"] for entry in run.logs] == [1.0, 1.0]
 
 
+class Prefixing(GRPOTrainer):
+    """Changes the prompts before TRL sees them."""
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
+        return super()._generate_and_score_completions([{**row, "prompt": f"7{row['prompt']}"} for row in inputs])
+
+
+def test_an_override_that_changes_prompts_does_so_once(tmp_path: Path) -> None:
+    rows = Dataset.from_list([{"prompt": f"{n}"} for n in range(8)])
+    run = InProcessRun(settings(tmp_path, trainer_class=Prefixing, train_dataset=rows, max_steps=1)).train()
+    sampled = [prompt for prompt, _ in prompts_and_completions(run)]
+    assert {len(prompt) for prompt in sampled} == {2}
+    assert list(run.trainer._logs["prompt"]) == sampled
+
+
 def test_equal_prompts_are_stored_once(tmp_path: Path) -> None:
     run = InProcessRun(settings(tmp_path)).train()
     for group in run.groups:

@@ -89,6 +89,7 @@ class AsyncGRPOMixin(CorrectedLoss):
     batch_after_step: BatchInUse | None = None  # that the last optimizer step left unfinished
     _saves_into: Path | None = None  # in place of output_dir, while a checkpoint is written
     _serving: Sequence[RolloutGroup] | None = None  # the groups of the batch that TRL is assembling
+    _prompts: dict[int, Any]  # by row: that it was sampled from, where it is not the dataset's
     _tools: tuple[Any, Any]  # the user's tools and environment factories, while it does
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -96,6 +97,8 @@ class AsyncGRPOMixin(CorrectedLoss):
             return super()._generate_and_score_completions(inputs)
         groups = self.events.take_groups(self.state.global_step)
         rows = own_share(self, [row for group in groups for row in _rows(group)])
+        with_own = own_share(self, [bool(group.prompts) for group in groups for _ in range(group.job.num_generations)])
+        self._prompts = {place: row["prompt"] for place, row in enumerate(rows) if with_own[place]}
         with _serving(self, groups, rows):
             output: dict[str, Any] = super()._generate_and_score_completions(rows)
         output |= _ages_and_lengths(self, groups, output["advantages"].device)
@@ -108,6 +111,8 @@ class AsyncGRPOMixin(CorrectedLoss):
             return evaluated
         from trl import GRPOTrainer as TRLTrainer
 
+        for row, prompt in self._prompts.items():  # an override may have changed it again
+            prompts[row] = prompt
         # Not the user's override: it has run in the worker, and what it made of the tokens was rewarded.
         result: tuple[Any, ...] = TRLTrainer._generate(self, prompts)
         self.tokens_are_there()
