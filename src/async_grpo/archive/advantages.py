@@ -76,7 +76,7 @@ class AdvantageRule:
         """Whether the advantages of a group with these rewards [G, F] are all 0, whatever else is in its batch.
 
         Under `normalize_then_sum` that takes equal rewards of every function that counts: sums may be equal while the
-        functions disagree.
+        functions disagree. A reward that is not finite takes the advantages of its function or group with it.
         """
         import numpy as np
 
@@ -84,7 +84,8 @@ class AdvantageRule:
             columns = [column for column, weight in zip(rewards.T, self._weights(rewards), strict=True) if weight]
         else:
             columns = [self.totals(rewards)]
-        return all(bool(np.isclose(_std(np.asarray(column, np.float64)), 0.0)) for column in columns)
+        spreads = np.nan_to_num([_std(np.asarray(column, np.float64)) for column in columns])
+        return bool(np.isclose(spreads, 0.0).all())
 
     def _scale(self, totals: Floats, of_batch: float) -> float:
         if self.scale_rewards == "none":
@@ -115,5 +116,8 @@ def _mean(values: Floats) -> float:
 
 def _std(values: Floats) -> float:
     """With Bessel's correction, over what is not NaN, as TRL's `nanstd`."""
+    import numpy as np
+
     known = values[values == values]
-    return float(known.std(ddof=1)) if len(known) > 1 else 0.0
+    with np.errstate(invalid="ignore"):  # of infinite rewards
+        return float(known.std(ddof=1)) if len(known) > 1 else 0.0

@@ -39,3 +39,14 @@ def test_functions_that_disagree_teach_something_where_each_is_normalised() -> N
     assert not each.teaches_nothing(group)
     weighted = AdvantageRule(multi_objective_aggregation="normalize_then_sum", reward_weights=(3.0, 1.0))
     assert np.abs(weighted.advantages([group])[0]).min() > 0.1, "TRL's advantages of such a group"
+
+
+@pytest.mark.parametrize("wrong", [np.inf, -np.inf])
+@pytest.mark.filterwarnings("error")
+def test_an_infinite_reward_takes_the_advantages_of_its_group_or_function(wrong: float) -> None:
+    group = np.array([[wrong, 1.0], [2.0, 3.0], [0.0, 1.0]], np.float32)
+    each = AdvantageRule(multi_objective_aggregation="normalize_then_sum")
+    assert AdvantageRule().teaches_nothing(group)
+    assert not AdvantageRule().advantages([group])[0].any()
+    assert not each.teaches_nothing(group), "the second function compares them"
+    assert each.advantages([group])[0].all()
