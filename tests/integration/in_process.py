@@ -30,6 +30,7 @@ from async_grpo.rollout.finished import to_record
 from async_grpo.rollout.trl_trainer import GeneratedGroup, RolloutTrainer
 from async_grpo.rollout.turns import Turns
 from async_grpo.setup.trl_compat import repair_trl
+from async_grpo.setup.worker_build import built_for_a_worker
 from async_grpo.training.corrections.rule import Rule, rule
 from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.rollout_metrics import RolloutMetrics
@@ -250,7 +251,8 @@ class InProcessRun(TrainingEvents):
         correction: str | Rule = "bypass",
     ) -> None:
         self.trainer = get_trainer()
-        self.worker: Any = get_trainer()
+        with built_for_a_worker(1):
+            self.worker: Any = get_trainer()
         self._working = InProcessWorker(self.worker, engine)
         self._fresh_every = fresh_every
         self._metrics = RolloutMetrics(partial(append_metric, self.trainer))

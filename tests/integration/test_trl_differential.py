@@ -1,0 +1,33 @@
+"""Random configurations, asynchronous at staleness 0 and in plain TRL on the same completions: all that both log."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compared_with_trl import run_as_trl_would
+from random_configurations import trainer_of
+
+pytestmark = pytest.mark.integration
+
+QUICK = 3
+DRAWN = int(os.environ.get("RANDOM_CONFIGURATIONS", "30"))
+"""How many configurations `make chaos` draws: it sets the variable."""
+
+
+def compare(seed: int, folder: Path, model_folder: str) -> Any:
+    run, _ = run_as_trl_would(trainer_of(seed, folder, model_folder))
+    return run.logs
+
+
+@pytest.mark.parametrize("seed", range(QUICK))
+def test_a_random_configuration_trains_as_trl_does(seed: int, tmp_path: Path, model_folder: str) -> None:
+    assert compare(seed, tmp_path, model_folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(QUICK, DRAWN))
+def test_more_random_configurations_train_as_trl_does(seed: int, tmp_path: Path, model_folder: str) -> None:
+    assert compare(seed, tmp_path, model_folder)
