@@ -47,8 +47,11 @@ test-fast: venv-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
 	$(PYTEST) tests/unit -x
 
+# How many random configurations are compared with plain TRL.
+RANDOM_CONFIGURATIONS ?= 300
+
 chaos: venv-test
-	$(BIN)/python -m pytest -m slow tests --timeout 3600
+	RANDOM_CONFIGURATIONS=$(RANDOM_CONFIGURATIONS) $(BIN)/python -m pytest -m slow tests --timeout 3600
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/python scripts/site_pages.py

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.integration
 
 QUICK = 3
 DRAWN = int(os.environ.get("RANDOM_CONFIGURATIONS", "30"))
-"""How many configurations `make chaos` draws: it sets the variable."""
+"""How many configurations the slow test draws; `make chaos` sets the variable, to 300 unless told otherwise."""
 
 
 def compare(seed: int, folder: Path, model_folder: str) -> Any:
