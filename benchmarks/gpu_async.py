@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--completion", type=int, default=256)
     parser.add_argument("--workers", default="1,2,4")
+    parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each row")
     options = parser.parse_args()
     print(
@@ -35,6 +36,7 @@ def main() -> int:
     )
     print("|---|---|---|---|---|---|")
     failed = 0
+    speeds: dict[str, float] = {}
     rows = [("TRL alone", ["--device", options.device])]
     for count in map(int, options.workers.split(",")):
         devices = ",".join([options.device] * count)
@@ -43,12 +45,26 @@ def main() -> int:
     for name, arguments in rows:
         row = measure(arguments, options)
         failed += row is None
-        print(f"| {name} | {row or 'failed: see above | | | |'}", flush=True)
+        if row is not None:
+            speeds[name] = row[1]
+        print(f"| {name} | {row[0] if row else 'failed: see above | | | |'}", flush=True)
+    for name, share in shares(speeds).items():
+        print(f"\n{name}: {share:.2f}", flush=True)
+    if options.json:
+        found = [{"name": name, "value": share} for name, share in shares(speeds).items()]
+        options.json.write_text(json.dumps({"rows": found}, indent=1))
     return 1 if failed else 0
 
 
-def measure(arguments: list[str], options: argparse.Namespace) -> str | None:
-    """One run; its row of the table, None where it made too few steps."""
+def shares(speeds: dict[str, float]) -> dict[str, float]:
+    """Tokens a second, which is rollouts a second where no completion ends by itself, against TRL alone."""
+    alone = speeds.get("TRL alone")
+    others = {name: speed for name, speed in speeds.items() if name != "TRL alone"}
+    return {f"{name} against TRL alone": speed / alone for name, speed in others.items()} if alone else {}
+
+
+def measure(arguments: list[str], options: argparse.Namespace) -> tuple[str, float] | None:
+    """One run; its row of the table and tokens a second, None where it made too few steps."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "steps.jsonl"
         env = {
@@ -73,7 +89,7 @@ def measure(arguments: list[str], options: argparse.Namespace) -> str | None:
         done = last["step"] - first["step"]
         each = ", ".join(str(size) for size in sorted(memory.values(), reverse=True)) or "not to be had"
         speed = (last["tokens"] - first["tokens"]) / seconds
-        return f"{done} | {seconds / done:.3f} | {speed:,.0f} | {last['memory'] / 2**20:,.0f} MiB | {each} |"
+        return f"{done} | {seconds / done:.3f} | {speed:,.0f} | {last['memory'] / 2**20:,.0f} MiB | {each} |", speed
 
 
 def watch(run: subprocess.Popen[bytes], limit_s: float) -> dict[str, int]:

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ LAYERS = 200
 BIAS = 64
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SIZES = {"10M": 10_000_000, "100M": 100_000_000, "1B": 1_000_000_000}
+PULLS = 12  # of a reader in another process
 RAW_SAMPLE_BYTES = 1 << 29  # a raw copy covers at most this much
 
 
@@ -180,22 +182,56 @@ def probe(way: str, handle: Path, size: str, dtype: str, device: str) -> dict[st
 
 
 def run_probe(way: str, handle: str, size: str, dtype: str, device: str) -> None:
-    """In a process of its own: attach, alias a model that has no memory yet, touch every page, report."""
+    """In a process of its own: attach, alias a model, touch every page, report.
+
+    On a GPU the model is loaded first, as a worker's is; on a CPU it has no memory yet.
+    """
     if device == "cuda":
+        import cupy  # noqa: F401  # a worker imports it once, while it loads its model
+
         torch.zeros(1, device="cuda")
-    model = build_model(SIZES[size], DTYPES[dtype], "meta")
     free_before = torch.cuda.mem_get_info()[0] if device == "cuda" else 0
+    model = build_model(SIZES[size], DTYPES[dtype], "cuda" if device == "cuda" and way == "alias" else "meta")
     started = time.perf_counter()
     remote = open_remote_memory(handle) if way == "alias" else None
     attach_ms = (time.perf_counter() - started) * 1e3
     if remote is not None:
         remote.alias(model)
+        torch.cuda.empty_cache()
         for parameter in model.parameters():
             parameter.detach().view(torch.uint8)[::1024].max().item()
     private = free_before - torch.cuda.mem_get_info()[0] if device == "cuda" else private_bytes()
     print(json.dumps({"attach_ms": attach_ms, "private_bytes": private}))
     if remote is not None:
         remote.close()
+
+
+def pull_when_told(handle: str, size: str, dtype: str, device: str) -> None:
+    """Pull the newest version at each line of input, and answer with the seconds that it took."""
+    own = build_model(SIZES[size], DTYPES[dtype], device)
+    with open_remote_memory(handle) as remote:
+        for _ in sys.stdin:
+            print(seconds(lambda: remote.pull(own), device), flush=True)
+
+
+def measure_between(sharing: Sharing, size: str, dtype: str) -> Iterator[Row]:
+    """The same two copies, in turn with a raw one, where the reader is a process of its own."""
+    raw, took = RawCopy(sharing), []
+    command = [sys.executable, __file__, "--probe", "pull", str(sharing.handle), size, dtype, "--device"]
+    with subprocess.Popen(
+        [*command, sharing.device], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdin is not None and reader.stdout is not None
+        for _ in range(PULLS):
+            published_s, raw_publish_s = seconds(sharing.publish, sharing.device), raw.publish()
+            print("pull", file=reader.stdin, flush=True)
+            pulled_s, raw_pull_s = float(reader.stdout.readline()), raw.pull()
+            took.append((raw_publish_s * sharing.nbytes / published_s, raw_pull_s * sharing.nbytes / pulled_s))
+        reader.stdin.close()
+    for name, shares in zip(("publish", "pull"), zip(*took[2:], strict=True), strict=True):
+        yield row(
+            f"{name}, between processes, {sharing.label}", list(shares), "of raw copy", ">= 0.85", lambda v: v >= 0.85
+        )
 
 
 def private_bytes() -> int:
@@ -320,7 +356,9 @@ def measure(sizes: list[str], device: str, folder: Path, *, quick: bool) -> Iter
                 yield from measure_copies(sharing, repeats)
                 if flat:
                     yield from measure_adoption(sharing, repeats)
-                    yield from measure_workers(sharing, size, dtype, count=1 if quick else 4)
+                    if device == "cuda":  # two processes that copy by turns on a CPU of few cores measure its caches
+                        yield from measure_between(sharing, size, dtype)
+                    yield from measure_workers(sharing, size, dtype, count=1 if quick else 2)
                 sharing.close()
                 del sharing
                 gc.collect()
@@ -343,7 +381,8 @@ def main() -> None:
     parser.add_argument("--probe", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.probe:
-        run_probe(*args.probe, args.device)
+        probes = {"pull": pull_when_told}
+        probes.get(args.probe[0], partial(run_probe, args.probe[0]))(*args.probe[1:], args.device)
         return
     rows = []
     shared = Path("/dev/shm")

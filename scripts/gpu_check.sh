@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Runs everything that needs a GPU and writes a report in Markdown. Each part ends within 10 minutes; after a failure
-# the other parts still run.
+# Runs everything that needs a GPU and writes a report in Markdown as it goes. Each part ends within 7 minutes; a part
+# that fails, or is killed, leaves what it had written, and the others still run.
 #
 # usage: scripts/gpu_check.sh [PART ...] [--report FILE] [--wheels FOLDER] [--dry-run]
-#   PART       tests, weights, async, gsm8k; all by default
-#   --report   default: gpu_report.md
+#   PART       in this order: tests, kill, async, weights, gsm8k, targets; all by default
+#   --report   default: gpu_report.md, in $OUT where that is set; figures go next to it as JSON
 #   --wheels   install what is missing from this folder first (scripts/collect_wheels.sh fills it), without a network
 #   --dry-run  the same on a CPU, with tiny sizes: shows that the script itself works
 # environment: PYTHON (python3), GSM8K_PATH (a folder with train.jsonl and test.jsonl; without it that part is left out)
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
-report=gpu_report.md
+report=${OUT:-.}/gpu_report.md
 wheels=
 dry_run=
 parts=()
@@ -20,73 +20,83 @@ while (($#)); do
         --report) report=${2:?--report FILE} && shift ;;
         --wheels) wheels=${2:?--wheels FOLDER} && shift ;;
         --dry-run) dry_run=1 ;;
-        tests | weights | async | gsm8k) parts+=("$1") ;;
+        tests | kill | async | weights | gsm8k | targets) parts+=("$1") ;;
         *) echo "unknown: $1" >&2 && exit 2 ;;
     esac
     shift
 done
-((${#parts[@]})) || parts=(tests weights async gsm8k)
-export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" TRL_EXPERIMENTAL_SILENCE=1
+((${#parts[@]})) || parts=(tests kill async weights gsm8k targets)
+results=$(cd "$(dirname "$report")" && pwd)
+export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TRL_EXPERIMENTAL_SILENCE=1
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 failed=0
 
 say() { printf '%s\n' "$@" >>"$report"; }
 
-# part NAME SECONDS COMMAND...: the command's output becomes a section of the report.
+# part NAME SECONDS COMMAND...: a section of the report with the command line and, line by line, what it prints.
 part() {
     local name=$1 limit=$2 started=$SECONDS code
     shift 2
     echo "== $name"
-    timeout --kill-after=30 "$limit" "$@" >"$scratch/out" 2>"$scratch/err"
-    code=$?
-    say "" "## $name" ""
+    say "" "## $name" "" "    $*" "" '```text'
+    timeout --kill-after=20 "$limit" "$@" 2>&1 | tee -a "$report"
+    code=${PIPESTATUS[0]}
+    say '```' ""
     if ((code == 0)); then
-        say "Done in $((SECONDS - started)) s." ""
+        say "Done in $((SECONDS - started)) s."
     else
         failed=1
-        say "**Failed** with exit code $code after $((SECONDS - started)) s$( ((code == 124)) && echo ", its time limit")." ""
+        say "**Failed** with exit code $code after $((SECONDS - started)) s$( ((code == 124)) && echo ", its time limit")."
     fi
-    if grep -q '^|' "$scratch/out"; then
-        cat "$scratch/out" >>"$report"
-    else
-        say '```' "$(tail -n 60 "$scratch/out")" '```'
-    fi
-    ((code == 0)) || say "" '```' "$(tail -n 40 "$scratch/err")" '```'
 }
 
-tests() {
+run_tests() {
+    part "Doctor" 200 "$python" -m async_grpo.cli doctor --run-dir "$scratch/doctor"
     if [[ $dry_run ]]; then
-        part "Tests marked gpu" 300 "$python" -m pytest -m gpu --collect-only -q
+        GPU_TESTS_DEVICE=cpu part "Tests marked gpu" 300 "$python" -m pytest tests/gpu -m gpu -rA -q -p no:cacheprovider \
+            -k "torn or isolation or static"
     else
-        part "Tests marked gpu" 590 "$python" -m pytest -m gpu -rA -q
+        part "Tests marked gpu" 420 "$python" -m pytest tests/gpu -m gpu -rA -s -q -p no:cacheprovider \
+            --deselect tests/gpu/test_runs_cuda.py
     fi
 }
 
-weights() {
+run_kill() {
+    if [[ $dry_run ]]; then
+        QWEN3_SHAPE=tiny GPU_TESTS_DEVICE=cpu part "Server killed in the middle of a run" 300 \
+            "$python" -m pytest tests/gpu/test_runs_cuda.py -m gpu -rA -s -q -p no:cacheprovider
+    else
+        QWEN3_SHAPE=0.6B part "Server killed in the middle of a run" 420 \
+            "$python" -m pytest tests/gpu/test_runs_cuda.py -m gpu -rA -s -q -p no:cacheprovider
+    fi
+}
+
+run_async() {
+    if [[ $dry_run ]]; then
+        part "Asynchronous against TRL alone" 300 "$python" benchmarks/gpu_async.py --device cpu --shape tiny --steps 2 \
+            --completion 8 --workers 1 --limit 120 --json "$results/gpu_async.json"
+    else
+        part "Asynchronous against TRL alone" 420 "$python" benchmarks/gpu_async.py --workers 1,2 --limit 130 \
+            --json "$results/gpu_async.json"
+    fi
+}
+
+run_weights() {
     if [[ $dry_run ]]; then
         part "Weights" 300 "$python" benchmarks/weights.py --help
     else
-        part "Weights" 590 "$python" benchmarks/weights.py --device cuda --json "${report%.md}_weights.json"
+        part "Weights" 420 "$python" benchmarks/weights.py --device cuda --json "$results/gpu_weights.json"
     fi
 }
 
-async() {
-    if [[ $dry_run ]]; then
-        part "Asynchronous against TRL alone" 300 \
-            "$python" benchmarks/gpu_async.py --device cpu --shape tiny --steps 2 --completion 8 --workers 1 --limit 120
-    else
-        part "Asynchronous against TRL alone" 590 "$python" benchmarks/gpu_async.py --limit 130
-    fi
-}
-
-# 50 steps, or as many as the time allows: that is no failure.
-gsm8k() {
+# 50 steps of LoRA, or as many as the time allows: that is no failure.
+run_gsm8k() {
     if [[ -z ${GSM8K_PATH:-} ]]; then
         say "" "## GSM8K" "" "Left out: GSM8K_PATH names no folder with the data."
         return
     fi
-    local model=$scratch/model shape=1.7B steps=50 device=0 limit=540
+    local model=$scratch/model shape=1.7B steps=50 device=0 limit=360
     [[ $dry_run ]] && shape=tiny steps=1 device=cpu limit=240
     QWEN3_SHAPE=$shape "$python" benchmarks/setups/qwen3_shape.py "$model" >/dev/null 2>&1
     part "GSM8K" $((limit + 45)) bash -c '
@@ -98,11 +108,16 @@ gsm8k() {
         exit $code' _ "$scratch" "$limit" "$model" "$(command -v "$python")" "$PWD" "$steps" "$device"
 }
 
+run_targets() {
+    say "" "## Targets" ""
+    "$python" benchmarks/gpu_targets.py "$results" | tee -a "$report"
+}
+
 if [[ $wheels ]]; then
     "$python" -m pip install -q --no-index --no-deps --no-cache-dir --target "$scratch/site" "$wheels"/*.whl || exit 1
     export PYTHONPATH="$PYTHONPATH:$scratch/site"
 fi
-say "# GPU check of $(date -u +'%Y-%m-%d %H:%M') UTC" "" '```'
+say "# GPU check of $(date -u +'%Y-%m-%d %H:%M') UTC" "" '```text'
 [[ $dry_run ]] && say "dry run on a CPU, with tiny sizes: no figure here means anything"
 {
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null || echo "no GPU"
@@ -110,6 +125,6 @@ say "# GPU check of $(date -u +'%Y-%m-%d %H:%M') UTC" "" '```'
     "$python" -m pip list 2>/dev/null | grep -iE '^(torch|cupy[a-z0-9-]*|transformers|trl|peft|accelerate|vllm|unsloth|bitsandbytes) '
 } >>"$report"
 say '```'
-for name in "${parts[@]}"; do "$name"; done
+for name in "${parts[@]}"; do "run_$name"; done
 echo "report: $report"
 exit $failed

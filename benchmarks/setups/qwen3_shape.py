@@ -3,6 +3,7 @@
     QWEN3_SHAPE     tiny, 0.6B (default) or 1.7B
     COMPLETION      tokens of a completion (256); a random model hardly ever ends by itself
     STEPS           optimizer steps (10)
+    SAVE_STEPS      steps from one checkpoint to the next (none)
 
 `python benchmarks/setups/qwen3_shape.py FOLDER` saves model and tokenizer instead, for recipes that load one.
 """
@@ -26,6 +27,7 @@ SHAPES = {  # hidden size, intermediate size, layers, heads, key-value heads, he
 }
 GPU = torch.cuda.is_available()
 END = "<|endoftext|>"
+SAVE_STEPS = int(os.environ.get("SAVE_STEPS", "0"))
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -89,7 +91,8 @@ def get_trainer() -> GRPOTrainer:
             num_generations=8 if GPU else 4,
             max_completion_length=int(os.environ.get("COMPLETION", "256")),
             learning_rate=1e-6,
-            save_strategy="no",
+            save_strategy="steps" if SAVE_STEPS else "no",
+            save_steps=SAVE_STEPS or 500,
             logging_steps=1,
             report_to="none",
             disable_tqdm=True,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,22 +31,54 @@ def check(tmp_path: Path, *arguments: str, **env: str) -> tuple[int, str]:
 
 
 def test_parts_of_the_report(tmp_path: Path) -> None:
-    code, report = check(tmp_path, "weights", "gsm8k", GSM8K_PATH="")
+    code, report = check(tmp_path, "weights", "gsm8k", "targets", GSM8K_PATH="")
     assert code == 0, report
     assert "no figure here means anything" in report
-    assert "## Weights\n\nDone in" in report
+    assert f"## Weights\n\n    {sys.executable} benchmarks/weights.py --help\n" in report, "each part names its command"
+    assert "```\n\nDone in" in report
     assert "## GSM8K\n\nLeft out: GSM8K_PATH names no folder" in report
+    assert "| attach | <= 50 ms | not measured | |" in report
 
 
 def test_a_part_that_fails_is_said_and_the_others_go_on(tmp_path: Path) -> None:
     code, report = check(tmp_path, "tests", "weights", GSM8K_PATH="", PYTHON="false")
     assert code == 1
-    assert "## Tests marked gpu\n\n**Failed** with exit code 1" in report
-    assert "## Weights\n\n**Failed**" in report
+    for part in ("Doctor", "Tests marked gpu", "Weights"):
+        section = report.split(f"## {part}\n")[1].split("\n## ")[0]
+        assert "**Failed** with exit code 1" in section
+
+
+def test_a_report_that_is_killed_has_what_was_said_until_then(tmp_path: Path) -> None:
+    """The machine may be taken away in the middle of a part. By default the report is where OUT says."""
+    slow = tmp_path / "python"
+    slow.write_text("#!/bin/sh\ncase $1 in *.py) echo half a figure; sleep 60 ;; *) exit 0 ;; esac\n")
+    slow.chmod(0o755)
+    env = {**os.environ, "PYTHON": str(slow), "OUT": str(tmp_path)}
+    script = ROOT / "scripts" / "gpu_check.sh"
+    with subprocess.Popen([str(script), "weights", "--dry-run"], env=env, start_new_session=True) as running:
+        report = tmp_path / "gpu_report.md"
+        deadline = time.monotonic() + 60
+        while not (report.exists() and "half a figure" in report.read_text()):
+            assert time.monotonic() < deadline, "it is written as it comes"
+            time.sleep(0.05)
+        os.killpg(running.pid, signal.SIGKILL)
+    assert "half a figure" in report.read_text()
 
 
 def test_an_unknown_part(tmp_path: Path) -> None:
     assert check(tmp_path, "everything") == (2, "unknown: everything\n")
+
+
+@pytest.mark.parametrize(("value", "verdict"), [(1.69, "**no**"), (1.7, "yes")])
+def test_targets_are_held_against_the_worst_row(tmp_path: Path, value: float, verdict: str) -> None:
+    rows = [{"name": "1 worker against TRL alone", "value": 9}, {"name": "2 workers against TRL alone", "value": value}]
+    (tmp_path / "gpu_async.json").write_text(json.dumps({"rows": rows}))
+    rows = [{"name": "publish, 1B bf16, flat", "value": 0.9}, {"name": "publish, 10M bf16, flat", "value": 0.5}]
+    (tmp_path / "gpu_weights.json").write_text(json.dumps({"rows": rows}))
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_targets.py"), str(tmp_path)]
+    table = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert f"| >= 1.7 of its rollouts/s | {value} | {verdict} |" in table
+    assert "| publish | >= 0.85 of raw copy | 0.5 | **no** |" in table
 
 
 @pytest.mark.slow
