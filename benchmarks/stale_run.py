@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.setups.sums import held_out_accuracy, tiny
+from benchmarks.setups import sums, trail
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 
@@ -18,6 +18,7 @@ from async_grpo.rollout.engines.choice import transformers_engine
 from async_grpo.rollout.finished import to_record
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.setup.trl_compat import repair_trl
+from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.job_issuer import sampling_seed
 from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.trl_trainer import TrainingEvents, fit, groups_per_round, make_async
@@ -26,14 +27,15 @@ Weights = dict[str, torch.Tensor]
 
 
 class StaleRun(TrainingEvents):
-    """Trains the demo's task with rollouts that are exactly `staleness` versions old once there are so many."""
+    """Trains a task with rollouts that are exactly `staleness` versions old once there are so many."""
 
-    def __init__(self, *, staleness: int, correction: str, seed: int, steps: int, output_dir: Path) -> None:
+    def __init__(self, *, task: str, staleness: int, correction: Rule, seed: int, steps: int, output_dir: Path) -> None:
         repair_trl()
         transformers_logging.set_verbosity_error()
         torch.manual_seed(seed)
-        self._trainer = _build_trainer(output_dir, seed, steps)
-        self._worker: Any = _build_trainer(output_dir, seed, steps)
+        build, self._accuracy = TASKS[task]
+        self._trainer = build(output_dir, seed, steps)
+        self._worker: Any = build(output_dir, seed, steps)
         self._trl = RolloutTrainer(self._worker)
         self._engine = transformers_engine(self._trl)
         self._seed = seed
@@ -45,7 +47,7 @@ class StaleRun(TrainingEvents):
     def train(self) -> float:
         """Returns the held-out accuracy after the last step."""
         fit(self._trainer, resume_from=None)
-        return held_out_accuracy(self._trainer.model, self._trainer.processing_class)
+        return self._accuracy(self._trainer.model, self._trainer.processing_class)
 
     def training_begins(self) -> None:
         self._keep_version(0)
@@ -95,20 +97,20 @@ class StaleRun(TrainingEvents):
         )
 
 
-def _build_trainer(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:
+def _build_sums(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:
     """The demo's trainer, less evaluations, checkpoints and logs."""
-    tokenizer = tiny.build_tokenizer()
+    tokenizer = sums.tiny.build_tokenizer()
     return GRPOTrainer(
-        model=tiny.build_model(tokenizer),
+        model=sums.tiny.build_model(tokenizer),
         processing_class=tokenizer,
-        reward_funcs=[tiny.accuracy],
-        train_dataset=tiny.as_dataset(tiny.split_problems()[0]),
+        reward_funcs=[sums.tiny.accuracy],
+        train_dataset=sums.tiny.as_dataset(sums.tiny.split_problems()[0]),
         args=GRPOConfig(
             output_dir=str(output_dir),
             max_steps=steps,
             per_device_train_batch_size=128,
             num_generations=8,
-            max_completion_length=tiny.ANSWER_DIGITS + 1,
+            max_completion_length=sums.tiny.ANSWER_DIGITS + 1,
             temperature=1.0,
             learning_rate=4e-4,
             lr_scheduler_type="linear",
@@ -123,3 +125,6 @@ def _build_trainer(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:
             use_cpu=True,
         ),
     )
+
+
+TASKS = {"sums": (_build_sums, sums.held_out_accuracy), "trail": (trail.build_trainer, trail.held_out_accuracy)}

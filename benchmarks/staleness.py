@@ -1,11 +1,13 @@
 """Held-out accuracy after a fixed number of steps, by staleness and correction.
 
     python benchmarks/staleness.py [--quick] [--json FILE] [--plot PNG] [--update-docs]
+    python benchmarks/staleness.py --task trail --cells FILE --minutes 10     again and again, until all cells are there
 
 Everything is in one process: a copy of the trainer with the weights of exactly K versions ago generates, the trainer
 trains, through the same hooks and the same correction as a real run. (A real run keeps its rollouts fresher than its
-bound; here they are as old as can be.) Task and model are the demo's. Every combination is trained with the same
-seeds.
+bound; here they are as old as can be.) Task and model are the demo's (`sums`, four tokens an answer), or those of
+`setups/trail.py` (64 tokens). Every combination is trained with the same seeds. With `--cells` each training run is
+written to a file when it is done, and those that are there already are not repeated.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -20,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +43,27 @@ from benchmarks.table import (
 )
 
 from async_grpo.formatting import counted
-from async_grpo.settings import CORRECTIONS
+from async_grpo.training.corrections.rule import Rule, rule
 
+RULES: dict[str, Rule] = {
+    **{name: rule(name) for name in ("bypass", "decoupled", "tis", "icepop", "trl", "none")},
+    "tis, sequence": rule("tis", "sequence"),
+    "icepop, sequence": rule("icepop", "sequence"),
+    "icepop, geometric": rule("icepop", "geometric"),
+}
 STALENESS = (0, 1, 4, 8, 16)
 SEEDS = (1, 2, 3, 4, 5)
-STEPS = 80
+STEPS = {"sums": 80, "trail": 60}
+MARKS = {"sums": "staleness", "trail": "staleness-trail"}  # of the tables in the documentation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """One training run."""
 
+    task: str
     staleness: int
-    correction: str
+    correction: str  # of `RULES`
     seed: int
     steps: int
 
@@ -73,8 +85,9 @@ def train(cell: Cell) -> Outcome:
         from benchmarks.stale_run import StaleRun
 
         accuracy = StaleRun(
+            task=cell.task,
             staleness=cell.staleness,
-            correction=cell.correction,
+            correction=RULES[cell.correction],
             seed=cell.seed,
             steps=cell.steps,
             output_dir=Path(folder),
@@ -82,30 +95,52 @@ def train(cell: Cell) -> Outcome:
     return Outcome(cell=cell, accuracy=accuracy, seconds=time.monotonic() - started)
 
 
-def outcomes(cells: Sequence[Cell]) -> Iterator[Outcome]:
-    """Train all, one on each core; in their order, so that seeds can be compared."""
+def outcomes(cells: Sequence[Cell], processes: int, until: float) -> Iterator[Outcome]:
+    """Train the cells in their order, as many as can be begun before `until` (monotonic)."""
     context = multiprocessing.get_context("spawn")
-    with context.Pool(len(os.sched_getaffinity(0))) as pool:
-        yield from pool.imap(train, cells)
+    with context.Pool(processes) as pool:
+        left, running = list(cells), []
+        while left or running:
+            while left and len(running) < processes and time.monotonic() < until:
+                running.append(pool.apply_async(train, (left.pop(0),)))
+            if not running:
+                return
+            yield running.pop(0).get()
+
+
+def read_cells(path: Path | None) -> list[Outcome]:
+    """The training runs that were done before."""
+    if path is None or not path.exists():
+        return []
+    told = [json.loads(line) for line in path.read_text().splitlines()]
+    return [Outcome(**{**entry, "cell": Cell(**entry["cell"])}) for entry in told]
+
+
+def write_cell(path: Path | None, outcome: Outcome) -> None:
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(asdict(outcome)) + "\n")
 
 
 # --- Table and plot ---------------------------------------------------------------------------------------
 
 
 class Results:
-    """Accuracies by staleness and correction."""
+    """Accuracies by staleness and correction. With fresh rollouts all corrections are one loss, trained once."""
 
-    def __init__(self) -> None:
+    def __init__(self, outcomes: Sequence[Outcome]) -> None:
         self.accuracies: dict[tuple[int, str], list[float]] = {}
-
-    def add(self, outcome: Outcome) -> None:
-        key = (outcome.cell.staleness, outcome.cell.correction)
-        self.accuracies.setdefault(key, []).append(outcome.accuracy)
+        for outcome in sorted(outcomes, key=lambda one: one.cell.seed):
+            key = (outcome.cell.staleness, outcome.cell.correction)
+            self.accuracies.setdefault(key, []).append(outcome.accuracy)
 
     @property
     def seeds(self) -> int:
         """That every combination has."""
         return min(map(len, self.accuracies.values()))
+
+    def names(self) -> list[str]:
+        return [name for name in RULES if any(correction == name for _, correction in self.accuracies)]
 
     def staleness(self) -> list[int]:
         return sorted({staleness for staleness, _ in self.accuracies})
@@ -122,10 +157,11 @@ class Results:
 
     def table(self) -> str:
         """Markdown: mean ± half of the 95% interval."""
-        lines = [f"| staleness | {' | '.join(CORRECTIONS)} |", "|" + "---|" * (1 + len(CORRECTIONS))]
-        for staleness in self.staleness():
-            texts = [self._cell(staleness, correction) for correction in CORRECTIONS]
-            lines.append(f"| {staleness} | {' | '.join(texts)} |")
+        places = self.staleness()
+        lines = [f"| correction | {' | '.join(f'K = {place}' for place in places)} |", "|" + "---|" * (1 + len(places))]
+        for correction in self.names():
+            texts = [self._cell(place, correction if place else "bypass") for place in places]
+            lines.append(f"| `{correction}` | {' | '.join(texts)} |")
         return "\n".join(lines)
 
     def _cell(self, staleness: int, correction: str) -> str:
@@ -141,11 +177,11 @@ class Results:
         def listed(names: Sequence[str]) -> str:
             return ", ".join(f"`{name}`" for name in names)
 
-        for staleness in self.staleness():
-            cells = {name: self.accuracies[staleness, name] for name in CORRECTIONS}
+        for staleness in filter(None, self.staleness()):
+            cells = {name: self.accuracies[staleness, name] for name in RULES if (staleness, name) in self.accuracies}
             best = max(cells, key=lambda name: statistics.mean(cells[name]))
-            apart = [name for name in CORRECTIONS if name != best and _is_below(cells[name], cells[best])]
-            near = [name for name in CORRECTIONS if name not in (best, *apart)]
+            apart = [name for name in cells if name != best and _is_below(cells[name], cells[best])]
+            near = [name for name in cells if name not in (best, *apart)]
             text = f"Staleness {staleness}: `{best}` has the highest mean"
             text += f"; not separated from it: {listed(near)}" if near else ""
             yield text + (f"; below it: {listed(apart)}." if apart else ".")
@@ -153,7 +189,7 @@ class Results:
 
 def _is_below(values: Sequence[float], best: Sequence[float]) -> bool:
     """Whether the 95% interval of the difference, seed by seed, leaves out 0."""
-    mean, half = interval_95([a - b for a, b in zip(values, best)])
+    mean, half = interval_95([a - b for a, b in zip(values, best)])  # of the seeds that both have
     return mean + half < 0
 
 
@@ -163,17 +199,20 @@ def plot(results: Results, path: Path, before: float, steps: int) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    colours = dict(zip(CORRECTIONS, ("#0072B2", "#009E73", "#E69F00", "#CC79A7", "#666666"), strict=True))
+    colours = ("#0072B2", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#666666", "#D55E00", "#8C564B", "#000000")
     figure, axes = pyplot.subplots(figsize=(7.2, 4.2), dpi=150)
     places = results.staleness()
-    for index, correction in enumerate(CORRECTIONS):
-        measured = [interval_95(results.accuracies[staleness, correction]) for staleness in places]
+    for index, (correction, colour) in enumerate(zip(RULES, colours, strict=True)):
+        if correction not in results.names():
+            continue
+        there = [it for it in places if (it, correction if it else "bypass") in results.accuracies]
+        measured = [interval_95(results.accuracies[it, correction if it else "bypass"]) for it in there]
         axes.errorbar(
-            [place + (index - 2) * 0.06 for place in range(len(places))],  # side by side, not on top of each other
+            [places.index(it) + (index - 4) * 0.04 for it in there],  # side by side, not on top of each other
             [mean for mean, _ in measured],
             yerr=[half if half < 1 else 0 for _, half in measured],
             label=correction,
-            color=colours[correction],
+            color=colour,
             linestyle="--" if correction == "none" else "-",
             marker="o",
             markersize=4,
@@ -196,56 +235,70 @@ def plot(results: Results, path: Path, before: float, steps: int) -> None:
     pyplot.close(figure)
 
 
-def accuracy_before() -> float:
-    from benchmarks.setups import sums
+def accuracy_before(task: str) -> float:
+    from benchmarks.setups import sums, trail
 
     with contextlib.redirect_stdout(io.StringIO()):
         tokenizer = sums.tiny.build_tokenizer()
-        return sums.held_out_accuracy(sums.tiny.build_model(tokenizer), tokenizer)
+        build = sums.tiny.build_model if task == "sums" else trail.build_model
+        measure = sums.held_out_accuracy if task == "sums" else trail.held_out_accuracy
+        return measure(build(tokenizer), tokenizer)
+
+
+def all_cells(task: str, *, quick: bool) -> list[Cell]:
+    """Seed by seed, so that an unfinished table has every combination."""
+    places = (0, 4) if quick else STALENESS
+    return [
+        Cell(task=task, staleness=staleness, correction=correction, seed=seed, steps=12 if quick else STEPS[task])
+        for seed in SEEDS[: 1 if quick else None]
+        for staleness in places
+        for correction in (RULES if staleness else ("bypass",))
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one seed, 12 steps, staleness 0 and 4: a minute")
+    parser.add_argument("--quick", action="store_true", help="one seed, 12 steps, staleness 0 and 4: a minute or two")
+    parser.add_argument("--task", choices=STEPS, default="sums", help="sums: 4 tokens an answer; trail: 64")
+    parser.add_argument("--cells", type=Path, help="each training run is kept in this file, and not repeated")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no training run after so many minutes")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     parser.add_argument("--plot", type=Path, help="draw the table into this PNG file")
     parser.add_argument("--update-docs", action="store_true", help="put table and findings into the documentation")
     args = parser.parse_args()
-    started = time.monotonic()
-    steps = 12 if args.quick else STEPS
-    cells = [
-        Cell(staleness=staleness, correction=correction, seed=seed, steps=steps)
-        for seed in SEEDS[: 1 if args.quick else None]
-        for staleness in STALENESS[: 3 if args.quick else None : 2 if args.quick else None]
-        for correction in CORRECTIONS
-    ]
-    before = accuracy_before()
-    results = Results()
-    for outcome in outcomes(cells):
-        results.add(outcome)
+    cells = all_cells(args.task, quick=args.quick)
+    done = [outcome for outcome in read_cells(args.cells) if outcome.cell in cells]
+    left = [cell for cell in cells if cell not in {outcome.cell for outcome in done}]
+    for outcome in outcomes(left, args.processes, time.monotonic() + 60 * args.minutes):
+        done.append(outcome)
+        write_cell(args.cells, outcome)
         cell = outcome.cell
         print(
-            f"seed {cell.seed} staleness {cell.staleness:>2} {cell.correction:<9} accuracy {outcome.accuracy:.3f} "
-            f"({outcome.seconds:.1f} s)",
+            f"seed {cell.seed} staleness {cell.staleness:>2} {cell.correction:<17} accuracy {outcome.accuracy:.3f} "
+            f"({outcome.seconds:.1f} s; {len(done)} of {len(cells)})",
             file=sys.stderr,
             flush=True,
         )
-    report(results, args, before=before, steps=steps, took_s=time.monotonic() - started)
+    report(done, args, before=accuracy_before(args.task), cells=cells)
 
 
-def report(results: Results, args: Any, *, before: float, steps: int, took_s: float) -> None:
+def report(done: Sequence[Outcome], args: Any, *, before: float, cells: Sequence[Cell]) -> None:
+    results = Results(done)
+    unfinished = "" if len(done) == len(cells) else f" {len(done)} of {len(cells)} training runs are done."
     told = (
-        f"{machine_line(describe_machine())}; {steps} steps, {counted(results.seeds, 'seed')}; mean ± half of the 95% "
-        f"interval over seeds. Before training: {before:.3f}. The run took {took_s:.0f} s."
+        f"{machine_line(describe_machine())}; {cells[0].steps} steps, {counted(results.seeds, 'seed')}; mean ± half of "
+        f"the 95% interval over seeds. Before training: {before:.3f}. The training runs took "
+        f"{sum(one.seconds for one in done):.0f} s, one after another.{unfinished}"
     )
     findings = "\n".join(f"- {text}" for text in results.findings())
     print(f"{told}\n\n{results.table()}\n\n{findings}")
     if args.json:
-        write_json(args.json, results.rows(), steps=steps, seeds=results.seeds, before=before, seconds=round(took_s))
+        write_json(args.json, results.rows(), task=args.task, steps=cells[0].steps, seeds=results.seeds, before=before)
     if args.plot:
-        plot(results, args.plot, before, steps)
+        plot(results, args.plot, before, cells[0].steps)
     if args.update_docs:
-        update_docs("staleness", f"{told}\n\n{results.table()}\n\n{findings}")
+        update_docs(MARKS[args.task], f"{told}\n\n{results.table()}\n\n{findings}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,137 @@
+"""A task with answers of 64 tokens: write down a sequence of digits, each a fixed step after the one before.
+
+The prompt `37=` asks for `3`, `0`, `7`, `4`, ...: the digits of 3, 3 + 7, 3 + 14, ... The reward is the share of
+right digits, so an early slip costs all that follows it. The model of the demo, larger by the positions, is warmed up
+on trails in which one digit in twelve is wrong (and the next one goes on from it): it knows the rule, and slips.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from filelock import FileLock
+from safetensors.torch import load_model, save_model
+from torch.nn.functional import cross_entropy
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src" / "app"))
+import trainer_setup_tiny as tiny
+
+TOKENS = 64
+HELD_OUT = 20  # of 100 prompts
+SLIPS = 1 / 12
+WARM_START = {"steps": 500, "batch_size": 32, "learning_rate": 3e-3, "seed": 0}
+EVALUATED = 16  # sampled answers of each held-out prompt
+
+
+def right_digits(prompt: str) -> str:
+    start, step = int(prompt[0]), int(prompt[1])
+    return "".join(str((start + place * step) % 10) for place in range(TOKENS))
+
+
+def prompts(*, held_out: bool) -> list[str]:
+    everything = [f"{number:02}=" for number in range(100)]
+    random.Random(0).shuffle(everything)
+    return everything[:HELD_OUT] if held_out else everything[HELD_OUT:]
+
+
+def right_share(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """The share of digits that are right."""
+    pairs = zip(completions, map(right_digits, prompts), strict=True)
+    return [sum(a == b for a, b in zip(text, right)) / TOKENS for text, right in pairs]
+
+
+def build_model(tokenizer: Any) -> Qwen3ForCausalLM:
+    """The warm-started model; the first process that asks for it trains it, in about a minute."""
+    shape = {**tiny.MODEL, "max_position_embeddings": 2 * TOKENS}
+    end = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(WARM_START["seed"])
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, vocab_size=len(tokenizer), **end))
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "async-grpo"
+        name = f"trail-{TOKENS}-{WARM_START['steps']}-{SLIPS:.4f}-{torch.__version__}"
+        weights = cache / f"{name}.safetensors"
+        cache.mkdir(parents=True, exist_ok=True)
+        with FileLock(cache / f"{name}.lock"):
+            if not weights.exists():
+                _warm_up(model, tokenizer)
+                unfinished = weights.with_suffix(".unfinished")
+                save_model(model, str(unfinished))
+                unfinished.replace(weights)
+    load_model(model, weights)
+    return model
+
+
+def _warm_up(model: Qwen3ForCausalLM, tokenizer: Any) -> None:
+    steps, rate = int(WARM_START["steps"]), WARM_START["learning_rate"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+    randomness = torch.Generator().manual_seed(int(WARM_START["seed"]))
+    asked = torch.tensor(tokenizer(prompts(held_out=False))["input_ids"])
+    for _ in range(steps):
+        rows = asked[torch.randint(len(asked), (int(WARM_START["batch_size"]),), generator=randomness)]
+        answers = _with_slips(rows, randomness)
+        logits = model(torch.cat([rows, answers[:, :-1]], dim=1), use_cache=False).logits
+        cross_entropy(logits[:, rows.shape[1] - 1 :].flatten(0, 1), answers.flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+
+def _with_slips(rows_BP: torch.Tensor, randomness: torch.Generator) -> torch.Tensor:
+    """Trails [B, TOKENS] of these prompts; a digit's token id is its value."""
+    slips = torch.rand((len(rows_BP), TOKENS), generator=randomness) < SLIPS
+    others = torch.randint(1, 10, (len(rows_BP), TOKENS), generator=randomness)
+    digits = [(rows_BP[:, 0] + others[:, 0] * slips[:, 0]) % 10]
+    for place in range(1, TOKENS):
+        digits.append((digits[-1] + rows_BP[:, 1] + others[:, place] * slips[:, place]) % 10)
+    return torch.stack(digits, dim=1)
+
+
+def build_trainer(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:
+    tokenizer = tiny.build_tokenizer()
+    return GRPOTrainer(
+        model=build_model(tokenizer),
+        processing_class=tokenizer,
+        reward_funcs=[right_share],
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts(held_out=False)]),
+        args=GRPOConfig(
+            output_dir=str(output_dir),
+            max_steps=steps,
+            per_device_train_batch_size=64,
+            num_generations=8,
+            max_completion_length=TOKENS,
+            temperature=1.0,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            seed=seed,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+        ),
+    )
+
+
+@torch.no_grad()
+def held_out_accuracy(model: Any, tokenizer: Any) -> float:
+    """The share of right digits in `EVALUATED` sampled answers to each held-out prompt."""
+    asked = [prompt for prompt in prompts(held_out=True) for _ in range(EVALUATED)]
+    ids = torch.tensor(tokenizer(asked)["input_ids"])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        mask = torch.ones_like(ids)
+        found = model.generate(ids, attention_mask=mask, do_sample=True, max_new_tokens=TOKENS, min_new_tokens=TOKENS)
+    texts = tokenizer.batch_decode(found[:, ids.shape[1] :])
+    return sum(right_share(asked, texts)) / len(asked)
