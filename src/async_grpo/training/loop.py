@@ -37,7 +37,7 @@ from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.generator_choice import choose_generator
-from async_grpo.setup.overrides import check_overrides
+from async_grpo.setup.overrides import check_overrides, overridden
 from async_grpo.setup.process import StopRequest
 from async_grpo.setup.sampling import check_sampling
 from async_grpo.telemetry.activity import PUBLISHING, SAVING, TRAINING, activity
@@ -334,6 +334,12 @@ def _say_what_the_loss_is(trainer: GRPOTrainer, rule: Rule, settings: TrainingSe
     told = describe(rule, trainer, max_staleness=settings.max_staleness, own_loss=has_own_loss(trainer))
     if told:
         logger.info("{}", told)
+    if settings.filter_zero_variance and "_generate_and_score_completions" in overridden(trainer):
+        logger.warning(
+            "--filter-zero-variance looks at rewards only: {} overrides _generate_and_score_completions, and groups of "
+            "equal rewards are replaced even if it gives them advantages that differ.",
+            type(trainer).__name__,
+        )
     if later := schedule_of(trainer, settings.max_staleness).versions_within_round:
         logger.info(
             "A rollout is at most {} versions old when its batch is begun, and at most {} in the last optimizer step "
