@@ -1,4 +1,12 @@
-"""What reward functions may use: a sandbox for code that a model wrote.
+"""Rewards for setup files, and what reward functions may use.
 
-Calling reward functions is the work of `async_grpo.rollout.scoring`. Start with `sandbox`.
+`mathematics` has `gsm8k` and `math`, `programs` has `mbpp`; `answers` is the form that they ask for. `deadline` bounds
+the time of any reward function, `sandbox` runs code that a model wrote. Calling reward functions is the work of
+`async_grpo.rollout.scoring`.
 """
+
+from async_grpo.rewards.deadline import with_deadline
+from async_grpo.rewards.mathematics import gsm8k, math
+from async_grpo.rewards.programs import mbpp
+
+__all__ = ["gsm8k", "math", "mbpp", "with_deadline"]

@@ -1,0 +1,65 @@
+"""The form of an answer that the rewards for mathematics and code ask for, and the parts of it.
+
+    <start_working_out> 16 - 3 - 4 = 9, 9 * 2 = 18 <end_working_out><SOLUTION>18</SOLUTION>
+
+The first tag may be the end of the prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+WORK_START, WORK_END = "<start_working_out>", "<end_working_out>"
+SOLUTION_START, SOLUTION_END = "<SOLUTION>", "</SOLUTION>"
+
+_STRICT = re.compile(
+    rf"\s*(?:{WORK_START})?(?:(?!{WORK_START}|{WORK_END}).)*\S(?:(?!{WORK_START}|{WORK_END}).)*{WORK_END}\s*"
+    rf"{SOLUTION_START}(?:(?!</?SOLUTION>).)+{SOLUTION_END}\s*(?:<\|\w+\|>)?\s*",
+    re.DOTALL,
+)
+_END_OF_TEXT = re.compile(r"<\|\w+\|>\s*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The parts of one completion."""
+
+    solution: str | None  # between the last pair of its tags; None: there is none
+    strict: bool  # working out, one solution, and nothing else
+    thinks: bool  # the working out ends exactly once, after some text
+    tagged: bool  # exactly one pair of the solution's tags, in their order
+    trailing: int  # characters after the solution; 0 without one
+
+    def ends(self, *, within: int) -> bool:
+        """Whether there is a solution, and fewer than `within` characters after it."""
+        return self.solution is not None and self.trailing < within
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion: itself, or its last message's."""
+    if isinstance(completion, str):
+        return completion
+    return str(completion[-1].get("content") or "") if completion else ""
+
+
+def parse(completion: Any) -> Answer:
+    """The parts of a completion, in either of TRL's forms."""
+    text = text_of(completion)
+    _, opened, after = text.rpartition(SOLUTION_START)
+    inside, closed, rest = after.partition(SOLUTION_END)
+    found = bool(opened and closed)
+    work, ended, _ = text.partition(WORK_END)
+    return Answer(
+        solution=inside.strip() if found else None,
+        strict=_STRICT.fullmatch(text) is not None,
+        thinks=text.count(WORK_END) == 1 and bool(ended) and bool(work.replace(WORK_START, "").strip()),
+        tagged=found and text.count(SOLUTION_START) == text.count(SOLUTION_END) == 1,
+        trailing=len(_END_OF_TEXT.sub("", rest).strip()) if found else 0,
+    )
+
+
+def final_answer(completion: Any) -> str | None:
+    """What a majority votes on."""
+    return parse(completion).solution

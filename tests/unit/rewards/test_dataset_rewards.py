@@ -1,0 +1,119 @@
+"""The rewards for GSM8K, MATH and MBPP: their parts, and that hostile answers earn nothing by it."""
+
+from __future__ import annotations
+
+import pytest
+from test_sandbox import isolated
+
+from async_grpo.rewards import gsm8k, math, mbpp
+from async_grpo.rewards.answers import final_answer, parse
+from async_grpo.rewards.programs import check
+from async_grpo.rewards.sandbox import SWITCH
+
+RIGHT_FORM = "16 - 3 is it <end_working_out><SOLUTION>{}</SOLUTION>"
+TESTS = ["assert add(1, 2) == 3", "assert add(0, 1) == 1", "assert add(-1, 1) == 0"]
+GOOD = "def add(a, b):\n    return a + b"
+
+
+@pytest.mark.parametrize(
+    ("completion", "reward"),
+    [
+        (RIGHT_FORM.format("18"), 1.0),
+        (RIGHT_FORM.format(" 18.0\n") + "<|im_end|>", 1.0),
+        ("<start_working_out>" + RIGHT_FORM.format("1800%"), 1.0),
+        (RIGHT_FORM.format("19"), 0.4),
+        (RIGHT_FORM.format("18") + " because", 0.8),
+        ("<SOLUTION>18</SOLUTION>", 0.75),
+        ("<end_working_out><SOLUTION>18</SOLUTION>", 0.75),
+        ("a<end_working_out><SOLUTION>18</SOLUTION><SOLUTION>18</SOLUTION>", 0.75),
+        ("a<end_working_out><SOLUTION>18", 0.1),
+        ("18", 0.0),
+        ("", 0.0),
+        (RIGHT_FORM.format("9" * 5000), 0.4),
+    ],
+)
+def test_gsm8k(completion: str, reward: float) -> None:
+    conversation = [{"role": "assistant", "content": completion}]
+    assert gsm8k([completion, conversation], answer=["18", "so she has\n#### 18"]) == pytest.approx([reward] * 2)
+
+
+def test_equal_formulas_are_equal_and_hostile_ones_cost_themselves_only() -> None:
+    answers = ["\\frac{1}{2}", "0.5", "2/4", "\\frac{1}{3}", "\\frac{1}{0}", "{" * 900, "{" * 100_000, "10^{10^{10}}"]
+    found = math([RIGHT_FORM.format(answer) for answer in answers], answer=["so it is \\boxed{\\frac{1}{2}}"] * 8)
+    assert found == pytest.approx([1.0] * 3 + [0.3] * 5)
+
+
+def test_math_allows_a_short_end() -> None:
+    text = RIGHT_FORM.format("x")
+    assert math([text + "." * 49, text + "." * 50], answer=["x", "x"]) == pytest.approx([1.0, 0.95])
+
+
+def test_success_and_votes_are_declared() -> None:
+    assert (gsm8k.success_threshold, math.success_threshold, mbpp.success_threshold) == (0.6, 0.6, 0.6)  # type: ignore[attr-defined]
+    assert final_answer(RIGHT_FORM.format(" 7 ")) == "7"
+    assert final_answer("7") is None
+    assert parse([]).solution is None
+
+
+def score(program: str, monkeypatch: pytest.MonkeyPatch, tests: list[str] = TESTS) -> float:
+    monkeypatch.setenv(SWITCH, "1")
+    [reward] = mbpp([RIGHT_FORM.format(program)], test_list=[tests])
+    return reward
+
+
+@isolated
+@pytest.mark.parametrize("program", [GOOD, f"```python\n{GOOD}\n```", f"print('x' * 10**6)\n{GOOD}"])
+def test_a_right_program(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert score(program, monkeypatch) == 1.0
+
+
+@isolated
+@pytest.mark.parametrize(
+    "program",
+    {
+        "exits early": "import sys\nsys.exit(0)",
+        "ends the process": "import os\nos._exit(0)",
+        "equals everything": "class Any:\n  def __eq__(self, other): return True\ndef add(a, b): return Any()",
+        "is an int that equals everything": (
+            "class Any(int):\n  def __eq__(self, other): return True\ndef add(a, b): return Any()"
+        ),
+        "patches what it can": "import builtins\nbuiltins.AssertionError = None\nbuiltins.repr = lambda x: '3'",
+        "reads what it can": "def add(a, b):\n  return open('/proc/self/cmdline').read()",
+        "prints without end": "def add(a, b):\n  while True: print('x' * 1000)",
+        "says True": "def add(a, b):\n  return True",
+        "kills the parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
+    }.values(),
+)
+def test_a_hostile_program_earns_nothing_by_it(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert score(program, monkeypatch) == pytest.approx(0.3)
+
+
+@isolated
+def test_a_child_that_is_left_behind_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = f"import os, time\nif os.fork() == 0:\n  os.setsid()\n  time.sleep(1000)\n{GOOD}"
+    assert score(program, monkeypatch) == 1.0
+
+
+@isolated
+def test_a_test_that_hangs_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_grpo.rewards.programs.SECONDS", 1.0)
+    program = "def add(a, b):\n  while a == 0: pass\n  return a + b"
+    assert score(program, monkeypatch) == pytest.approx(0.7 * 2 / 3 + 0.3)
+
+
+@isolated
+def test_values_are_compared_as_in_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = [
+        "assert f(0) == (1, [2.0, 'x'], {'k': {3}})",
+        "assert f(1) == 1",
+        "assert f(2) == None",
+        "assert f(3) == [1]",
+    ]
+    program = "def f(n):\n  return [(1, [2.0, 'x'], {'k': {3}}), 1.0, None, (1,)][n]"
+    assert score(program, monkeypatch, tests) == pytest.approx(0.7 * 3 / 4 + 0.3)
+
+
+@pytest.mark.parametrize("test", ["assert add(1, 2)", "add(1, 2) == 3", "assert add(1, 2) == x", "assert 1 < 2", "def"])
+def test_a_test_of_another_form_is_refused(test: str) -> None:
+    with pytest.raises(ValueError, match="is not of the form"):
+        check(test)

@@ -1,0 +1,64 @@
+"""Rewards with a deadline: a slow or deadly completion costs itself only."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from async_grpo.rewards import with_deadline
+
+LIMIT_S = 2.0
+
+
+@with_deadline(seconds=LIMIT_S, late=-1.0)
+def trouble(completions: list[str], answer: list[str], **_: Any) -> list[float | None]:
+    (completion,), (right,) = completions, answer
+    if completion == "sleeps":
+        time.sleep(1000)
+    if completion == "dies":
+        os._exit(3)
+    if completion == "raises":
+        raise KeyError("no such answer")
+    if completion == "none":
+        return [None]
+    return [float(completion == right)]
+
+
+def test_each_completion_has_its_own_columns_and_its_own_time() -> None:
+    completions = ["a", "sleeps", "b", "dies", "none", "c"]
+    columns = {"answer": ["a", "x", "x", "x", "x", "c"], "trainer_state": object(), "log_metric": lambda *_: None}
+    assert trouble(completions, **columns) == [1.0, -1.0, 0.0, -1.0, None, 1.0]
+
+
+def test_an_exception_of_the_function_is_the_callers() -> None:
+    with pytest.raises(KeyError, match="no such answer"):
+        trouble(["raises"], answer=["x"])
+    assert trouble(["a"], answer=["a"]) == [1.0]
+
+
+def test_it_may_be_called_in_any_thread_and_in_several_at_a_time() -> None:
+    found: dict[int, list[float | None]] = {}
+
+    def call(number: int) -> None:
+        found[number] = list(trouble([str(number), "x"], answer=["1", "x"]))
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert found == {0: [0.0, 1.0], 1: [1.0, 1.0], 2: [0.0, 1.0], 3: [0.0, 1.0]}
+
+
+def test_what_others_see_of_the_function_stays() -> None:
+    assert trouble.__name__ == "trouble"
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_deadline_that_is_none_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="seconds must be positive"):
+        with_deadline(seconds=seconds)
