@@ -19,8 +19,6 @@ from concurrent.futures import Future, TimeoutError
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from loguru import logger
-
 if TYPE_CHECKING:
     from pebble import ProcessPool
 
@@ -101,6 +99,8 @@ class _Pool:
         return None if reward is None else float(reward)
 
     def _say(self, error: BaseException) -> None:
+        from loguru import logger  # importing this room needs nothing but Python, for rewards in plain TRL
+
         self._said += 1
         if self._said <= SAY_AT_MOST:
             why = f"took over {self._seconds:g} s" if isinstance(error, TimeoutError) else "ended its process"
