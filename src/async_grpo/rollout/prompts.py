@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from trl.data_utils import prepare_multimodal_messages
 
+from async_grpo.errors import UnsupportedError
 from async_grpo.images import opened
 
 if TYPE_CHECKING:
@@ -40,3 +42,21 @@ def as_fields(fields: dict[str, Any]) -> Fields:
 
 def _is_per_token(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], list)
+
+
+def refuse_written_images(config: Any, completions: Sequence[list[int]], masks: Sequence[list[int]] | None) -> None:
+    """Raise `UnsupportedError` where the model itself wrote a token that stands for an image.
+
+    The trainer's forward pass finds more such tokens than images then, and TRL ends with an error.
+
+    Args:
+        masks: 0 where a tool or an environment wrote.
+    """
+    marks = {getattr(config, name, None) for name in ("image_token_id", "video_token_id")} - {None}
+    for place, ids in enumerate(completions):
+        own = ids if masks is None else [token for token, mask in zip(ids, masks[place], strict=True) if mask]
+        if not marks.isdisjoint(own):
+            raise UnsupportedError(
+                "The model wrote a token that stands for an image, and there is none for it to train with. A trained "
+                "model hardly ever does so; if many groups fail with this, check the model and its chat template."
+            )

@@ -21,8 +21,8 @@ from async_grpo.images import images_in, opened
 from async_grpo.records import OWN_SAMPLING, Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.main_thread import UserCode, asks_for_main_thread
-from async_grpo.rollout.prompts import as_fields, prompt_of, rows_of
-from async_grpo.setup.generator_choice import engine_inside, refuse_late_vllm
+from async_grpo.rollout.prompts import as_fields, prompt_of, refuse_written_images, rows_of
+from async_grpo.setup.generator_choice import engine_inside, has_images, refuse_late_vllm
 from async_grpo.setup.overrides import overridden
 from async_grpo.setup.trl_compat import let_threads_share_tokenizers
 
@@ -304,7 +304,9 @@ class _Batch:
         prompt_ids, completion_ids, tool_masks, completions, logprobs, *_ = self.result
         if logprobs is None:
             raise UnsupportedError("rollout_func returned no log-probabilities ('logprobs'); they are needed here.")
-        environments = self.trainer.environments
+        environments, masks = self.trainer.environments, tool_masks[part] if tool_masks is not None else None
+        if has_images(self.trainer) or any(map(images_in, self.prompts[part])):
+            refuse_written_images(self.trainer.model.config, completion_ids[part], masks)
         return GeneratedGroup(
             job=job,
             version=min(chain.from_iterable(token_versions or ()), default=version),
@@ -315,7 +317,7 @@ class _Batch:
             completion_ids=completion_ids[part],
             logprobs=logprobs[part],
             token_versions=token_versions,
-            tool_masks=tool_masks[part] if tool_masks is not None else None,
+            tool_masks=masks,
             environments=environments[part] if environments is not None else None,
             state=_state_at_issue(self.trainer, job, version),
             metrics=self.metrics,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.images import encoded
+from async_grpo.setup.image_files import images_as_files
 from async_grpo.setup.overrides import own_dataloader
 from async_grpo.training import trl_trainer
 
@@ -32,8 +33,9 @@ def _drawn_rows(trainer: GRPOTrainer, start: int) -> Iterator[dict[str, Any]]:
     dataset = trl_trainer.training_columns(trainer)
     if not hasattr(dataset, "__len__"):
         yield from islice(_streamed_rows(trainer, dataset), start, None)
+    dataset, as_files = images_as_files(dataset)
     for index in islice(_row_indices(trainer, len(dataset)), start, None):
-        yield dataset[index]
+        yield as_files(dataset[index])
 
 
 def evaluation_problems(trainer: GRPOTrainer) -> list[dict[str, Any]]:

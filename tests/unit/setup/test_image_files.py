@@ -1,0 +1,91 @@
+"""Images of a dataset travel as their files, and are opened as the pixels that `datasets` gives."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from datasets import Dataset, Features, List, Value
+from datasets import Image as ImageFeature
+from PIL import ExifTags, Image
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.images import EncodedImage
+from async_grpo.setup.image_files import images_as_files
+
+
+def file_of(form: str, *, turned: bool = False, mode: str = "RGB") -> bytes:
+    noise = np.random.default_rng(0).integers(0, 256, (6, 9, 3), dtype=np.uint8)
+    exif = Image.Exif()
+    if turned:
+        exif[ExifTags.Base.Orientation] = 6
+    file = BytesIO()
+    Image.fromarray(noise).convert(mode).save(file, form, exif=exif)
+    return file.getvalue()
+
+
+def pixels_and_image(data: bytes | str, feature: ImageFeature) -> tuple[Image.Image, EncodedImage]:
+    """What `datasets` gives for a stored image, and what travels."""
+    stored = {"path": data} if isinstance(data, str) else {"bytes": data}
+    dataset = Dataset.from_list([{"image": {"bytes": None, "path": None, **stored}}], features=Features(image=feature))
+    undecoded, as_files = images_as_files(dataset)
+    travels = as_files(undecoded[0])["image"]
+    assert isinstance(dataset[0]["image"], Image.Image), "the dataset of the user is as it was"
+    return dataset[0]["image"], travels
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_bytes_of_the_file_unless_it_must_be_turned(form: str, turned: bool) -> None:
+    data = file_of(form, turned=turned)
+    pixels, travels = pixels_and_image(data, ImageFeature())
+    assert (travels.data == data) is not turned
+    assert travels.open().size == pixels.size == ((6, 9) if turned else (9, 6))
+    assert travels.open().tobytes() == pixels.tobytes()
+
+
+def test_a_mode_that_the_dataset_asks_for() -> None:
+    pixels, travels = pixels_and_image(file_of("JPEG"), ImageFeature(mode="L"))
+    assert travels.open().mode == pixels.mode == "L"
+    assert travels.open().tobytes() == pixels.tobytes()
+
+
+def test_a_file_on_disk(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(file_of("JPEG"))
+    _, travels = pixels_and_image(str(tmp_path / "a.jpg"), ImageFeature())
+    assert travels.data == file_of("JPEG")
+
+
+def test_images_deep_in_a_row_and_rows_without() -> None:
+    part = {"type": Value("string"), "image": ImageFeature()}
+    features = Features(prompt=List({"content": List(part)}), images=List(ImageFeature()), n=Value("int64"))
+    data = file_of("JPEG")
+    row = {"prompt": [{"content": [{"type": "image", "image": {"bytes": data}}, {"type": "text", "image": None}]}]}
+    dataset = Dataset.from_list([{**row, "images": [], "n": 3}, {"prompt": None, "images": None, "n": 4}], features)
+    undecoded, as_files = images_as_files(dataset)
+    first, second = (as_files(undecoded[index]) for index in range(2))
+    parts = first["prompt"][0]["content"]
+    assert [part["image"] for part in parts] == [EncodedImage(data), None]
+    assert (first["images"], first["n"]) == ([], 3)
+    assert second == {"prompt": None, "images": None, "n": 4}
+
+
+def test_a_broken_file_is_left_to_the_worker_whose_group_it_costs() -> None:
+    features = Features(image=ImageFeature())
+    dataset = Dataset.from_list([{"image": {"bytes": b"GIF89a, but broken", "path": None}}], features=features)
+    undecoded, as_files = images_as_files(dataset)
+    with pytest.raises(UnsupportedError, match="cannot be read"):
+        as_files(undecoded[0])["image"].open()
+
+
+def test_a_transform_of_the_user_stays() -> None:
+    def shrink(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {"image": [image.resize((3, 3)) for image in rows["image"]]}
+
+    features = Features(image=ImageFeature())
+    dataset = Dataset.from_list([{"image": {"bytes": file_of("PNG"), "path": None}}], features=features)
+    left, as_files = images_as_files(dataset.with_transform(shrink))
+    assert as_files(left[0])["image"].size == (3, 3)
