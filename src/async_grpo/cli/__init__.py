@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import importlib
 import io
 import os
 import sys
@@ -29,18 +27,8 @@ COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 for a failed run, 2 for input that cannot be used."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be text
-    if not argv or argv[0] not in COMMANDS:
-        return _top_level(argv)
-    command = importlib.import_module(f"async_grpo.cli.{argv[0]}")
-    parser = command.build_parser()
     try:
-        args = parser.parse_args(argv[1:], argparse.Namespace(command_line=argv[1:]))
-        code = int(command.run(args))
-        sys.stdout.flush()
-        return code
+        return _run(list(sys.argv[1:] if argv is None else argv))
     except BrokenPipeError:  # `async-grpo status | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # what a shell shows for a program that SIGPIPE ended
@@ -51,7 +39,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _run(argv: list[str]) -> int:
+    import argparse  # inside `main`, which ends quietly on Ctrl-C: these imports take most of the first moments
+    import importlib
+
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be text
+    if not argv or argv[0] not in COMMANDS:
+        return _top_level(argv)
+    command = importlib.import_module(f"async_grpo.cli.{argv[0]}")
+    parser = command.build_parser()
+    args = parser.parse_args(argv[1:], argparse.Namespace(command_line=argv[1:]))
+    code = int(command.run(args))
+    sys.stdout.flush()
+    return code
+
+
 def _top_level(argv: list[str]) -> int:
+    import argparse
+
     parser = argparse.ArgumentParser(
         prog="async-grpo",
         description="Bring your TRL GRPOTrainer, run it asynchronously on every GPU you have.",

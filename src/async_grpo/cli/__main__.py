@@ -4,9 +4,9 @@ import os
 import sys
 
 from async_grpo.cli import main
-from async_grpo.setup.process import rank_of_launch, run_as_rank
 
-_, ranks = rank_of_launch(os.environ)
-if ranks > 1:
+if os.environ.get("WORLD_SIZE", "1") != "1":  # a rank of `accelerate launch` or `torchrun`
+    from async_grpo.setup.process import run_as_rank
+
     run_as_rank(main)
 sys.exit(main())

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from async_grpo.errors import AsyncGRPOError, DiskFullError
+from async_grpo.errors import AsyncGRPOError, DiskFullError, RunDirError
 from async_grpo.formatting import counted
 from async_grpo.launch.accelerate_entry import processes_of
 from async_grpo.launch.child_log import LogTail
@@ -31,7 +31,7 @@ from async_grpo.rundir.place import Place
 from async_grpo.settings import STOP_GRACE_S, TrainingSettings, WorkerSettings, as_flags
 from async_grpo.setup.devices import CPU, threads_per_process
 from async_grpo.setup.output import survive_lost_output
-from async_grpo.setup.process import path_to_us
+from async_grpo.setup.process import StopRequest, path_to_us
 from async_grpo.telemetry.stalls import HangDetector
 
 REFUSED = AsyncGRPOError.exit_code  # of a process that cannot use its options, its setup file or what is installed
@@ -75,8 +75,10 @@ class LaunchOptions:
 
 def launch(options: LaunchOptions) -> int:
     """Run to the end; returns 0 for a run that finished or was asked to stop, the server's exit code otherwise."""
+    stop = StopRequest().install()
+    stop.defer()
     survive_lost_output()
-    prepare(
+    state = prepare(
         options.run_dir,
         config=options.config,
         resume=options.training.resume,
@@ -90,14 +92,14 @@ def launch(options: LaunchOptions) -> int:
         options=options.kept,
         resolved={"master_device": options.master_device, "worker_devices": list(options.worker_devices)},
     )
-    return _Launch(options, RunDir(options.run_dir)).run()
+    return _Launch(options, RunDir(options.run_dir), state.run_id).run(stop)
 
 
 class _Launch:
     """One run, from the start of its processes to its exit code."""
 
-    def __init__(self, options: LaunchOptions, run: RunDir) -> None:
-        self._options, self._run = options, run
+    def __init__(self, options: LaunchOptions, run: RunDir, run_id: str) -> None:
+        self._options, self._run, self._run_id = options, run, run_id
         self._place = Place(run.root)
         needed = self._needs_workers
         workers = [_worker(options, run, number, at, needed) for number, at in enumerate(options.worker_devices, 1)]
@@ -109,9 +111,11 @@ class _Launch:
         )
         self._supervisor = Supervisor(children, say=self._screen.warn, look=self._screen.refresh)
 
-    def run(self) -> int:
+    def run(self, asked_to_stop: StopRequest) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._supervisor.stop)
+        if asked_to_stop:
+            self._supervisor.stop()
         devices = self._options.worker_devices
         self._screen.say(
             f"run {self._run.root}: server on {self._options.master_device}, {counted(len(devices), 'worker')} on "
@@ -147,6 +151,10 @@ class _Launch:
 
     def _conclude(self, exits: Exits, server: Exit) -> int:
         """Say how the run ended; returns the exit code. `exits`: before the launcher ended the rest."""
+        stopping = self._supervisor.stopping
+        if stopping and server.code == -signal.SIGTERM:  # before it could write down that it was stopped
+            with suppress(RunDirError):
+                self._run.update_state(of=self._run_id, state=runs.STOPPED)
         state = self._run.read_state()
         if refused := self._refused(exits):
             begun = state is not None and (state.step > 0 or state.state == runs.RUNNING)
@@ -156,7 +164,6 @@ class _Launch:
             first = self._workers[0]
             said = f"The last words of {self._logs[first].path.name}:"
             return self._fail(f"gave up: every worker failed {MAX_RESTARTS_IN_A_ROW + 1} times in a row. {said}", first)
-        stopping = self._supervisor.stopping
         if stopping and server.code == -signal.SIGKILL:
             self._screen.warn(
                 f"the parameter server did not end in {self._options.stop_grace_s:g} s (--stop-grace) and was killed: "

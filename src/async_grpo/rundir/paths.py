@@ -58,6 +58,8 @@ class RunState:
     ranks: int = 1  # processes of the trainer
     generator: str | None = None  # that the command line named for the launcher's workers, if it named one
     seed: int | None = None  # that the command line gave, if it gave one
+    model: str = ""  # that is trained, and
+    data: str = ""  # on what, as `setup.fingerprints` describes them
     options: dict[str, Any] = field(default_factory=dict)  # of the command that began the run, defaults included
     resolved: dict[str, Any] = field(default_factory=dict)  # what they and the setup file came to
     num_workers: int = 0  # how many workers the launcher starts; 0 when started by hand

@@ -35,6 +35,7 @@ from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.reading import open_plain, parse_object
 from async_grpo.rundir.shape import shaped
 from async_grpo.settings import ArchiveLimit
+from async_grpo.setup import fingerprints
 from async_grpo.setup.trl_compat import is_adapter
 
 if TYPE_CHECKING:
@@ -69,10 +70,22 @@ def resume(trainer: GRPOTrainer, run: RunDir, state: RunState, start_ranks: Call
         RunDirError: the run has trained, and its checkpoints are not where they were or not as they were.
     """
     found = output_dir.find_checkpoint(trainer.args.output_dir, state, run.root)
+    if (data := fingerprints.of_data(trainer)) and state.data and data != state.data:
+        logger.warning(
+            "the training data are not what they were, or not in the same order: {}, before {}. The run continues at "
+            "the same place of the new order, so prompts may be used twice or left out",
+            data,
+            state.data,
+        )
     if found is None:
         logger.info("resuming from the start: the run has no complete checkpoint yet")
         return None
     checkpoint, used = found
+    if (model := fingerprints.of_model(trainer.model)) != state.model and state.model:
+        raise RunDirError(
+            f"{checkpoint} is of another model than the setup file builds now: {state.model}, not {model}. Set the "
+            "model, and its peft_config, as they were; or begin another run with --run-dir OTHER."
+        )
     logger.info("resuming from {}", checkpoint)
     if not used.passes_done:
         return Resumed(path=checkpoint, state=used, batch=None)
@@ -95,7 +108,8 @@ class CheckpointFolder:
         self.path = output_dir.absolute(trainer.args.output_dir, state, run.root)
         self.staging = checkpoint_folders.staging(self.path, state.run_id)
         self._trainer, self._run, self._run_id = trainer, run, state.run_id
-        self.whereabouts = run.where_it_is() if output_dir.was_moved(state, run.root) else {}  # for `run.json`
+        self.record = run.where_it_is() if output_dir.was_moved(state, run.root) else {}  # for `run.json`
+        self.record |= {"model": fingerprints.of_model(trainer.model), "data": fingerprints.of_data(trainer)}
         self._limit = trainer.args.save_total_limit
         output_dir.refuse_another_runs(self.path, state.run_id, run.root)
         if others := output_dir.what_stays(self.path, state.run_id):

@@ -95,7 +95,7 @@ class AsyncTraining(TrainingEvents):
             self._resumed = checkpoints.resume(trainer, run, state, self._leader.start)
         self._folder = CheckpointFolder(trainer, run, state)
         found_in = self._resumed.path.parent if self._resumed else self._folder.path
-        at = {**self._folder.whereabouts, "output_dir": str(found_in)}
+        at = {**self._folder.record, "output_dir": str(found_in)}
         correction = {name: value for name, value in asdict(settings).items() if name.startswith("correction")}
         run.update_state(of=state.run_id, seed=settings.seed, **correction, **at)
         used = self._resumed.state if self._resumed else None

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stage import (
@@ -243,3 +244,18 @@ def test_a_launcher_that_is_killed_leaves_no_child(stage: Stage) -> None:
     pids = stage.pids()
     assert len(pids) == 3
     eventually(lambda: all(is_gone(pid) for pid in pids))
+
+
+def test_a_stop_before_the_processes_are_there_is_not_lost(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the first moments: the run directory would say for ever that a run is alive in it."""
+    prepare = launcher.prepare
+
+    def stopped_while_preparing(*args: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return prepare(*args, **options)
+
+    monkeypatch.setattr(launcher, "prepare", stopped_while_preparing)
+    stage.children_are(server=FOR_EVER, worker=FOR_EVER)
+    assert launch(stage.options()) == 0
+    state = stage.run.read_state()
+    assert state is not None and state.state == runs.STOPPED

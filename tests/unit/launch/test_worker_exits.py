@@ -155,7 +155,7 @@ def test_no_worker_is_started_again_when_the_server_has_said_that_the_run_is_ove
 
 
 def test_where_server_and_workers_refuse_the_same_setup_the_server_s_words_count(stage: Stage) -> None:
-    run = launcher._Launch(stage.options(), stage.run)
+    run = launcher._Launch(stage.options(), stage.run, "any")
     refusals = {name: Exit(launcher.REFUSED, 4711, starts=1) for name in ("server", "worker 1", "worker 2")}
     assert run._is_over(refusals)
     assert not run._refused(refusals) and not run._all_gave_up(refusals)

@@ -1,0 +1,41 @@
+"""What a run was begun with, in a line each: its model, and its training data in their order."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.formatting import counted
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+_ROWS = 512  # of a dataset, spread over it
+_NOT_COMPARED = ("image", "images")  # decoding them takes seconds
+
+
+def of_model(model: Any) -> str:
+    """`27 tensors, 21,600 numbers, 21,600 of them trained (0123456789ab)`: whether weights and optimizer state fit."""
+    parameters = list(model.named_parameters())
+    numbers = sum(parameter.numel() for _, parameter in parameters)
+    trained = sum(parameter.numel() for _, parameter in parameters if parameter.requires_grad)
+    layout = sorted((name, list(parameter.shape), parameter.requires_grad) for name, parameter in parameters)
+    return f"{counted(len(parameters), 'tensor')}, {numbers:,} numbers, {trained:,} of them trained ({_digest(layout)})"
+
+
+def of_data(trainer: GRPOTrainer) -> str:
+    """`64 rows, seed 42 (0123456789ab)`; empty for data that are streamed, which cannot be looked at beforehand."""
+    dataset = trainer.train_dataset
+    if not hasattr(dataset, "__len__"):
+        return ""
+    rows, columns = len(dataset), [name for name in dataset.column_names or () if name not in _NOT_COMPARED]
+    looked_at = sorted({round(place * (rows - 1) / (_ROWS - 1)) for place in range(_ROWS)}) if rows else []
+    found = dataset.with_format(None).select_columns(columns).select(looked_at).to_list()
+    shuffled = "" if trainer.shuffle_dataset else ", not shuffled"
+    return f"{counted(rows, 'row')}, seed {trainer.args.seed}{shuffled} ({_digest([columns, found])})"
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, default=lambda other: type(other).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

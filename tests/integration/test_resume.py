@@ -1,0 +1,65 @@
+"""A run that is resumed with something else than it was begun with: refused, or said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from datasets import Dataset
+from in_process import build_model, build_tokenizer, build_trainer, plain_rows
+from loguru import logger
+
+from async_grpo.archive import checkpoint_folders
+from async_grpo.archive.rollout_state import RolloutState
+from async_grpo.errors import RunDirError
+from async_grpo.rundir.lifecycle import prepare
+from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.training.checkpoints import CheckpointFolder, resume
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    yield lines
+    logger.remove(sink)
+
+
+@pytest.fixture
+def begun(tmp_path: Path) -> RunState:
+    """A run in `worker` that has a checkpoint in `outputs`."""
+    run = RunDir(tmp_path / "worker")
+    state = prepare(run.root, config=Path("my_trainer.py"))
+    folder = CheckpointFolder(build_trainer(tmp_path / "outputs"), run, state)
+    checkpoint_folders.start_saving(folder.staging)
+    written = folder.staging / "checkpoint-4"
+    written.mkdir()
+    used = RolloutState(run_id=state.run_id, step=4, next_seq=16, rounds=4, unusable=[], consumed_below=16, consumed=[])
+    folder.put(written, used, batch=None)
+    return run.update_state(**folder.record)
+
+
+def test_the_same_is_resumed(tmp_path: Path, begun: RunState, warnings: list[str]) -> None:
+    found = resume(build_trainer(tmp_path / "outputs"), RunDir(tmp_path / "worker"), begun, lambda path: None)
+    assert found is not None and found.path == tmp_path / "outputs" / "checkpoint-4"
+    assert warnings == []
+    assert (begun.step, begun.output_dir) == (4, str(tmp_path / "outputs"))
+
+
+def test_another_model_is_refused_in_one_sentence(tmp_path: Path, begun: RunState) -> None:
+    larger = build_trainer(tmp_path / "outputs", model=build_model(build_tokenizer(), num_hidden_layers=3))
+    with pytest.raises(RunDirError, match=r"checkpoint-4 is of another model than the setup file builds now: \d+ tens"):
+        resume(larger, RunDir(tmp_path / "worker"), begun, lambda path: None)
+    earlier = replace(begun, model="", data="")  # a run of an earlier version did not note it
+    assert resume(larger, RunDir(tmp_path / "worker"), earlier, lambda path: None) is not None
+
+
+def test_data_in_another_order_are_said(tmp_path: Path, begun: RunState, warnings: list[str]) -> None:
+    turned = Dataset.from_list(plain_rows().to_list()[::-1])
+    trainer = build_trainer(tmp_path / "outputs", train_dataset=turned)
+    assert resume(trainer, RunDir(tmp_path / "worker"), begun, lambda path: None) is not None
+    assert len(warnings) == 1 and "not what they were, or not in the same order: 14 rows" in warnings[0]
