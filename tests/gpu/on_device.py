@@ -141,7 +141,7 @@ def alias_from_loaded(handle: str, layers: str, width: str) -> None:
     version = remote.alias(loaded)
     if not ON_CPU:
         torch.cuda.empty_cache()
-    values = sorted({float(parameter.flatten()[0]) for parameter in loaded.parameters()})
+    values = sorted({float(parameter.detach().flatten()[0]) for parameter in loaded.parameters()})
     say(version=version, loaded=before, aliased=reserved(), values=values)
     sys.stdin.readline()
     remote.close()
