@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: venv venv-test venv-bench bench docs demo test test-fast chaos gpu test-trl-next test-vllm bench-vllm clean
+.PHONY: venv venv-test venv-bench bench docs demo test test-fast chaos fuzz gpu test-trl-next test-vllm bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -72,6 +72,14 @@ bench-vllm: .venv-vllm/.installed
 
 bench: venv-bench venv-test
 	$(foreach name,$(BENCH),$(BIN)/python benchmarks/$(name).py --json benchmarks/results/$(name).json $(BENCH_$(name)) &&) \
+	$(BIN)/python benchmarks/to_docs.py
+
+# 10 minutes for each reader of files; FUZZ="--seconds 60 --only handle": one of them for a minute
+FUZZ ?=
+
+fuzz: venv-test
+	$(PIP) install --quiet --disable-pip-version-check $(CONSTRAINTS) -e ".[fuzz]"
+	$(BIN)/python benchmarks/fuzz.py $(FUZZ) --json benchmarks/results/fuzz.json
 	$(BIN)/python benchmarks/to_docs.py
 
 gpu: venv-test

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 _MOST_WAITING = 1 << 16  # characters without an end of line
 
@@ -33,6 +33,10 @@ class LossyOutput(io.TextIOBase):
             self._fd = -1
         with suppress(OSError):
             stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        """`buffer`, `reconfigure` and what else a program may use of a standard output."""
+        return getattr(self._stream, name)
 
     @property
     def encoding(self) -> str:  # type: ignore[override]

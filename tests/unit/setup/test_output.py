@@ -50,8 +50,11 @@ def test_lines_without_room_are_dropped_and_counted() -> None:
 
 def test_text_that_the_terminal_cannot_show_is_escaped(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w", encoding="ascii") as file:
-        print("→ \udcff", file=LossyOutput(file))
-    assert (tmp_path / "out").read_text() == "\\u2192 \\udcff\n"
+        output = LossyOutput(file)
+        print("→ \udcff", file=output)
+        output.reconfigure(line_buffering=True)
+        output.buffer.write(b"bytes")
+    assert (tmp_path / "out").read_text() == "\\u2192 \\udcff\nbytes"
 
 
 def test_a_process_goes_on_without_its_output_and_ends_well(tmp_path: Path) -> None:
