@@ -16,7 +16,15 @@ import pytest
 import torch
 from torch import nn
 
-from async_grpo_ipc import ExporterDiedError, IPCError, WeightExporter, attachment, open_remote_memory
+from async_grpo_ipc import (
+    AttachError,
+    ExporterDiedError,
+    IPCError,
+    WeightExporter,
+    attachment,
+    memory,
+    open_remote_memory,
+)
 from async_grpo_ipc.locks import is_exiting
 from async_grpo_ipc.memory import cuda_runtime
 from fake_cuda import FakeRuntime, Knobs, install
@@ -227,3 +235,18 @@ def test_a_frozen_base_that_is_published_elsewhere_stays_where_it_is(machine: An
     address = model[0].weight.data_ptr()
     with WeightExporter.from_model(model, path, share_frozen=True, dtype=torch.bfloat16):
         assert model[0].weight.data_ptr() == address
+
+
+@pytest.mark.parametrize(("dying", "error"), [(False, AttachError), (True, ExporterDiedError)])
+def test_an_exporter_that_dies_while_a_reader_attaches_is_no_trouble_of_the_readers(
+    readers: Any, path: Path, monkeypatch: pytest.MonkeyPatch, dying: bool, error: type[Exception]
+) -> None:
+    """Its handle does not open any more. A worker would take `AttachError` for a setup that it can never use."""
+
+    def cannot_open(*_: object) -> None:
+        raise AttachError("cudaErrorMapBufferObjectFailed")
+
+    monkeypatch.setattr(memory, "attach", cannot_open)
+    readers.dying = dying
+    with pytest.raises(error):
+        open_remote_memory(path)

@@ -257,6 +257,18 @@ def test_closing_starts_no_code_again() -> None:
     assert started == [10]
 
 
+def test_what_was_dropped_costs_nothing_and_the_next_groups_are_sampled() -> None:
+    """As when the weights of the groups in flight were lost: the worker hands their jobs back and goes on."""
+    engine = PlayedEngine(at_once=False)
+    turns = turns_of(one_turn, engine)
+    step_until(turns, lambda: len(engine.turns) == 2, turns.sample(prepared(turns, [10, 20])))
+    turns.close()
+    engine.turns.clear()
+    engine.at_once = True
+    assert set(ended(turns, prepared(turns, [30]))) == {30}
+    assert turns.sample([]) == []
+
+
 def sampled_turn(prompts: list[list[int]], ids: list[list[int]], versions: list[list[int]]) -> SampledGroup:
     turn = PreparedGroup(job=job(), version=0, prompt_ids=prompts)
     return SampledGroup(prepared=turn, token_ids=ids, logprobs=[], versions=versions)
