@@ -1,4 +1,4 @@
-"""Which methods of TRL's trainer a user may override, and where the override runs.
+"""What of the user's trainer a run could ignore: overrides of TRL's methods, and fields of its configuration.
 
 `HONOURED` has every method of `trl.GRPOTrainer` and of the classes below it. A new TRL may have others, whose effect
 on a distributed run nobody has looked at: `check_overrides` refuses an override of them, and
@@ -25,7 +25,7 @@ _LOGS = "logs, in the server"
 _SAVES = "saves and loads, in the server"
 _UNUSED = "is not called by training, in TRL neither"
 
-_METHODS: dict[str, str] = {
+EFFECTS: dict[str, str] = {
     _BUILT: """__init__ _validate_args _build_accelerator_args create_accelerator_and_postprocess _hp_search_setup
         add_callback pop_callback remove_callback _move_model_to_device call_model_init init_hf_repo _send_telemetry
         is_local_process_zero is_world_process_zero _get_output_dir""",
@@ -53,11 +53,32 @@ _METHODS: dict[str, str] = {
     _UNUSED: """get_test_dataloader predict hyperparameter_search _report_to_hp_search _tune_save_checkpoint
         log_metrics metrics_format save_metrics""",
 }
-HONOURED: dict[str, str] = {name: effect for effect, names in _METHODS.items() for name in names.split()}
+HONOURED: dict[str, str] = {name: effect for effect, names in EFFECTS.items() for name in names.split()}
 """By method, what an override of it does in a distributed run."""
 
 _ON_THE_CLASS = ("_generate", "_generate_single_turn", "_calculate_rewards", "_generate_and_score_completions")
 """Methods that the adapters to TRL find by the class: on the object, an assignment would go round them."""
+
+
+_NOT_FIELDS: dict[str, tuple[Any, str]] = {
+    "enable_jit_checkpoint": (
+        False,
+        "a server that gets SIGTERM ends with a checkpoint anyway, and the handler would take the place of the run's. "
+        "Remove it.",
+    ),
+    "parallelism_config": (
+        None,
+        "the weights of parallel parts of a layer cannot be published. Use FSDP2: examples/accelerate/fsdp2.yaml.",
+    ),
+}
+"""By field: the only value that a run can do with, and why with the way out."""
+
+
+def check_fields(trainer: GRPOTrainer) -> None:
+    """Refuse, before anything is started, a value of the configuration that the run would ignore or break on."""
+    for name, (allowed, reason) in _NOT_FIELDS.items():
+        if getattr(trainer.args, name, allowed) != allowed:
+            raise UnsupportedError(f"{name} cannot run distributed: {reason}")
 
 
 def overridden(trainer: GRPOTrainer) -> list[str]:

@@ -37,14 +37,14 @@ from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.generator_choice import choose_generator
-from async_grpo.setup.overrides import check_overrides, overridden
+from async_grpo.setup.overrides import check_fields, check_overrides, overridden
 from async_grpo.setup.process import StopRequest
 from async_grpo.setup.sampling import check_sampling
 from async_grpo.telemetry.activity import PUBLISHING, SAVING, TRAINING, activity
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training import checkpoints, trl_trainer
 from async_grpo.training.checkpoints import CheckpointFolder, Resumed, UsedGroups
-from async_grpo.training.corrections.checks import check, describe
+from async_grpo.training.corrections.checks import check, describe, describe_dropout
 from async_grpo.training.corrections.rule import Rule, rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.distributed import Leader, Ranks, is_sharded
@@ -317,6 +317,7 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
         raise UsageError("--filter-zero-variance depends on which worker is faster, so it excludes --deterministic.")
     settings.evaluated_ks()
     trl_trainer.refuse_unsupported(trainer)
+    check_fields(trainer)
     check_overrides(trainer)
     check(rule_of(settings), trainer, own_loss=has_own_loss(trainer))
     check_sampling(trainer, settings.correction, generator)
@@ -340,6 +341,8 @@ def _say_what_the_loss_is(trainer: GRPOTrainer, rule: Rule, settings: TrainingSe
             "equal rewards are replaced even if it gives them advantages that differ.",
             type(trainer).__name__,
         )
+    if rule.name != "none" and (told := describe_dropout(trainer)):
+        logger.warning("{}", told)
     if later := schedule_of(trainer, settings.max_staleness).versions_within_round:
         logger.info(
             "A rollout is at most {} versions old when its batch is begun, and at most {} in the last optimizer step "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup.generator_choice import wants_vllm
 from async_grpo.training.corrections.rule import TOKEN, Rule
@@ -64,6 +66,25 @@ def describe(rule: Rule, trainer: Any, *, max_staleness: int, own_loss: bool) ->
             "shape [B, C], one for each token, and the loss must take that shape."
         )
     return " ".join(sentences)
+
+
+def describe_dropout(trainer: Any) -> str:
+    """That the model trains with dropout and is sampled without, which TRL does not do; empty where it has none."""
+    rates = [
+        max(getattr(module, "p", 0.0) if isinstance(module, nn.Dropout) else 0.0, _attention_dropout(module))
+        for module in trainer.model.modules()
+    ]
+    if max(rates, default=0.0) == 0.0:
+        return ""
+    return (
+        f"The model trains with dropout ({max(rates):g}) and workers sample without it, so the ratio in the loss is "
+        "not 1 for fresh rollouts either. disable_dropout=True in the GRPOConfig, or lora_dropout=0, makes it 1."
+    )
+
+
+def _attention_dropout(module: nn.Module) -> float:
+    rate = getattr(module, "attention_dropout", 0.0)
+    return float(rate) if isinstance(rate, (int, float)) else 0.0
 
 
 def _of(rule: Rule) -> str:

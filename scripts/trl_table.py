@@ -1,0 +1,86 @@
+"""The tables of docs/trl.md, made from what the tests say of TRL (tests/integration/trl_table.py).
+
+    python scripts/trl_table.py [--write]
+
+Prints the tables; with --write, puts them into the page.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "trl.md"
+BEGIN, END = "<!-- begin: the tables -->\n", "<!-- end: the tables -->\n"
+sys.path.insert(0, str(ROOT / "tests" / "integration"))
+
+from trl_table import (  # noqa: E402
+    DIFFERENTIAL,
+    DRAWN,
+    IRRELEVANT,
+    REFUSED,
+    SHOWN_ARGUMENTS,
+    SHOWN_FIELDS,
+    SHOWN_METHODS,
+)
+
+from async_grpo.setup.overrides import EFFECTS  # noqa: E402
+
+
+def tables() -> str:
+    fields = [("as in TRL: random values are compared with plain TRL", DIFFERENTIAL, " ".join(sorted(DRAWN)))]
+    irrelevant = [f"| {_names(names)} | {reason} |" for reason, names in IRRELEVANT]
+    refused = [f"| `{name}` | {sentence.replace('.*', ' … ')} |" for name, _, sentence in REFUSED]
+    return "\n".join(
+        [
+            *("", "### Fields that are honoured", ""),
+            *_shown(fields + SHOWN_FIELDS, "fields of `GRPOConfig`"),
+            *("", "### Fields that are refused", "", "| field | the message |", "|---|---|", *refused),
+            *("", "### Fields that make no difference", "", "| fields | why |", "|---|---|", *irrelevant),
+            *("", "### Arguments of the trainer", ""),
+            *_shown(SHOWN_ARGUMENTS, "arguments"),
+            *("", "### Methods that a subclass overrides", ""),
+            *("| methods | an override | shown by |", "|---|---|---|", *map(_method_row, EFFECTS.items())),
+            "",
+        ]
+    )
+
+
+def _shown(rows: list[tuple[str, str, str]], what: str) -> list[str]:
+    head = [f"| {what} | how | shown by |", "|---|---|---|"]
+    return head + [f"| {_names(names)} | {how} | {_test(test)} |" for how, test, names in rows]
+
+
+def _method_row(effect: tuple[str, str]) -> str:
+    text, names = effect
+    tests = dict.fromkeys(_test(test) for name, test in SHOWN_METHODS.items() if name in names.split())
+    return f"| {_names(names)} | {text} | {', '.join(tests)} |"
+
+
+def _names(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split())
+
+
+def _test(test: str) -> str:
+    path, _, name = test.partition("::")
+    return f"[{name.removeprefix('test_').replace('_', ' ')}](../{path})"
+
+
+def page() -> str:
+    """The page with the tables of now."""
+    text = PAGE.read_text()
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}{tables()}{END}{rest.split(END)[1]}"
+
+
+def main(arguments: list[str]) -> int:
+    if "--write" in arguments:
+        PAGE.write_text(page())
+    else:
+        print(tables())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
