@@ -32,9 +32,9 @@ TITLES = {
 }
 HEAD = """# Benchmarks
 
-The scripts in `benchmarks/` measure these figures; `benchmarks/to_docs.py` makes this page from their
-results. A missed target says `no`, and stays. The figures are from one machine and vary from run to
-run, so read the spread too.
+The scripts in `benchmarks/` measure these figures; `benchmarks/to_docs.py` makes this page from
+their results. A missed target says `no`, and stays. The figures are from one machine and vary from
+run to run, so read the spread too.
 """
 
 
