@@ -112,6 +112,11 @@ def opened(value: Any) -> Any:
     return _replaced(value, lambda leaf: decode(leaf) if type(leaf) is EncodedImage else leaf)
 
 
+def encoded_in(value: Any) -> list[EncodedImage]:
+    """The images anywhere in `value`, each once, in their order."""
+    return taken_out({"": value})[1]
+
+
 def images_in(messages: Any, role: str | None = None) -> list[Any]:
     """The images in a prompt or a completion, or in its messages of one role, in their order."""
     found = []

@@ -262,10 +262,11 @@ def test_ten_thousand_completions_are_drawn_a_page_at_a_time(browser: Any, tmp_p
     opened = Page(browser, run, tmp_path)
     data = json.loads(opened.page.evaluate("document.getElementById('data').textContent"))
     opened.close()
-    group, _, *between, _, extras, right, form = data["rows"][0]
+    group, _, *between, _, extras, images, right, form = data["rows"][0]
     words = "word " * 100
     data["rows"] = [
-        [group, index / 10_000, *between, f"reply {index} {words}", extras, right, form] for index in range(10_000)
+        [group, index / 10_000, *between, f"reply {index} {words}", extras, images, right, form]
+        for index in range(10_000)
     ]
     text = opened.file.read_text()
     begin, end = text.index('id="data">') + len('id="data">'), text.index("</script>")

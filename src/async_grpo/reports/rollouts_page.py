@@ -2,18 +2,19 @@
 
 What a model wrote is hostile input. It is in the page as JSON in ASCII without `<`, `>` and `&`, so that nothing in it
 can end the element that holds it, and the script only ever makes text nodes of it. A Content-Security-Policy allows the
-page's own style and script, by their hashes, and nothing else: no request, no image, no form, no other script.
+page's own style and script, by their hashes, and images that are in the page; nothing else: no request, no form, no
+other script. Images are those formats of pixels that browsers decode; none that has text or references (SVG).
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import math
 import os
 import re
 import time
+from base64 import b64encode
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -23,12 +24,15 @@ from uuid import uuid4
 from async_grpo.archive.groups import FinishedGroup, FinishedGroups
 from async_grpo.errors import BadFileError, UsageError
 from async_grpo.formatting import as_text, printable
+from async_grpo.images import encoded_in
 from async_grpo.reports.rollouts import Rollout, Selection, row_of
 from async_grpo.rundir.reading import open_plain
 
 MARK = "<!doctype html><!-- async-grpo rollouts -->"
 _CHARACTERS = 20_000  # of one text; what is beyond is in the archive
 _PAGE_CHARACTERS = 64_000_000  # of all texts: a browser still opens it
+_IMAGE_BYTES = 2_000_000  # larger images are named only
+_TYPES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpeg", b"GIF8": "gif", b"RIFF": "webp"}  # by how their files begin
 
 
 def write_page(path: Path, groups: FinishedGroups, selection: Selection) -> int:
@@ -57,7 +61,7 @@ def page_of(groups: FinishedGroups, selection: Selection) -> str:
     template = resources.files("async_grpo.reports").joinpath("rollouts_page.html").read_text()
     style, script = _inner(template, "style"), _inner(template, "script")
     policy = (
-        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; "
+        f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
     return template.replace("{{policy}}", policy).replace("{{data}}", _as_element(_data(groups, selection)))
@@ -70,7 +74,7 @@ def _inner(template: str, element: str) -> str:
 
 
 def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    return "sha256-" + b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _as_element(data: dict[str, Any]) -> str:
@@ -80,7 +84,7 @@ def _as_element(data: dict[str, Any]) -> str:
 
 
 def _data(groups: FinishedGroups, selection: Selection) -> dict[str, Any]:
-    """Groups once, and their completions as rows: [group, total, advantage, tokens, text, extras, rewards...]."""
+    """Groups once, and their completions as rows: [group, total, advantage, tokens, text, extras, images, rewards…]."""
     names = list(dict.fromkeys(name for it in selection.rollouts for name in it.found.group.reward_names))
     numbers: dict[tuple[int, int], int] = {}
     about: list[dict[str, Any]] = []
@@ -91,9 +95,9 @@ def _data(groups: FinishedGroups, selection: Selection) -> dict[str, Any]:
         if key not in numbers:
             numbers[key] = len(about)
             about.append(_group(rollout.found))
-            room -= len(about[-1]["prompt"])
+            room -= len(about[-1]["prompt"]) + sum(map(len, about[-1]["images"]))
         rows.append([numbers[key], *_row(rollout, names)])
-        room -= len(rows[-1][4])
+        room -= len(rows[-1][4]) + sum(map(len, rows[-1][6]))
         if room < 0:
             break
     state = groups.state
@@ -123,6 +127,7 @@ def _group(found: FinishedGroup) -> dict[str, Any]:
         "dropped": printable(fate.reason) if fate.reason else None,
         "prompt": _text(prompt),
         "columns": _columns(others.items()),
+        "images": _images(row),
         "seconds": [round(group.timings.generate_s, 3), round(group.timings.score_s, 3)],
     }
 
@@ -135,12 +140,22 @@ def _row(rollout: Rollout, names: list[str]) -> list[Any]:
         rollout.length,
         _text(rollout.found.group.completions[rollout.index]),
         _columns(rollout.columns),
+        _images([*(value for _, value in rollout.columns), rollout.found.group.completions[rollout.index]]),
         *(_number(rewards.get(name)) for name in names),
     ]
 
 
 def _columns(values: Iterable[tuple[str, Any]]) -> list[list[str]]:
     return [[printable(str(name)), _text(value)] for name, value in values]
+
+
+def _images(value: Any) -> list[str]:
+    """The images in `value` that a page can show, as `data:` URIs."""
+    found = [image.data for image in encoded_in(value) if len(image.data) <= _IMAGE_BYTES]
+    types = [next((kind for start, kind in _TYPES.items() if data.startswith(start)), None) for data in found]
+    return [
+        f"data:image/{kind};base64,{b64encode(data).decode()}" for kind, data in zip(types, found, strict=True) if kind
+    ]
 
 
 def _text(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from archived_run import HOSTILE, ArchivedRun, three_steps
 
 from async_grpo.cli import main
 from async_grpo.formatting import as_text, printable
+from async_grpo.images import EncodedImage
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -119,6 +121,24 @@ def test_the_page_holds_the_rollouts_and_nothing_of_them_as_markup(tmp_path: Pat
     assert len(data["rows"]) == 16 and len(data["groups"]) == 8 and not data["newestOnly"]
     assert any("</script><script>document.title" in row[4] for row in data["rows"])
     assert page.stat().st_mode & 0o777 == 0o600
+
+
+def test_images_are_named_on_the_screen_and_shown_on_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    png, svg, large = b"\x89PNG...", b"<svg onload=alert(1)>", b"\xff\xd8\xff" + bytes(3_000_000)
+    looked = [{"role": "tool", "content": [{"type": "image", "image": EncodedImage(b"GIF89a")}]}]
+    run = ArchivedRun(tmp_path)
+    parts = [{"type": "image", "image": EncodedImage(data)} for data in (png, svg, large, png)]
+    prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": "see"}]}]
+    run.use(1, [0], completions=["a", looked], prompt=prompt)
+    screen = shown(capsys, run.root)
+    assert "[user] <image><image><image><image>see" in screen and "[tool] <image>" in screen
+    page = tmp_path / "page.html"
+    assert main(["rollouts", str(run.root), "--html", str(page)]) == 0
+    data = data_of(page)
+    assert data["groups"][0]["images"] == ["data:image/png;base64," + b64encode(png).decode()]
+    assert sorted(row[6] for row in data["rows"]) == [[], ["data:image/gif;base64," + b64encode(b"GIF89a").decode()]]
 
 
 def test_a_page_of_the_newest_says_so_and_replaces_only_its_own_kind(
