@@ -38,6 +38,8 @@ def to_json(options: Mapping[str, Any]) -> dict[str, Any]:
 def _json_value(value: Any) -> Any:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
+    if isinstance(value, Path):  # a resume may be started in another folder
+        return str(value.absolute())
     return value if isinstance(value, (bool, int, float, type(None))) else str(value)
 
 

@@ -149,3 +149,15 @@ def test_an_option_that_cannot_be_read_is_named(
     path.write_text(json.dumps(state))
     assert main(["train", "--resume"]) == 2
     assert f"run.json has {value!r} for --{name.replace('_', '-')}" in capsys.readouterr().err
+
+
+def test_a_path_means_the_same_in_another_folder(
+    launched: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ddp.yaml").write_text("num_processes: 2\n")
+    assert main(["train", "my trainer.py", "-n", "1", "--accelerate-config", "ddp.yaml"]) == 0
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert main(["train", "--resume", "--run-dir", "../worker"]) == 0
+    assert launched[-1].accelerate_config == tmp_path / "ddp.yaml"
+    assert launched[-1].config == tmp_path / "my trainer.py"
