@@ -9,7 +9,7 @@ from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
 
-from async_grpo.errors import DiskFullError
+from async_grpo.errors import DiskFullError, QueueError
 from async_grpo.queue.filesystem import Files, done_folders, job_files
 from async_grpo.queue.names import (
     BROKEN,
@@ -216,8 +216,13 @@ def _limited(reason: str) -> bytes:
     return data if len(data) <= _REASON_BYTES else b"[...]\n" + data[-_REASON_BYTES:]
 
 
-def _named(error: OSError, path: str) -> OSError | DiskFullError:
-    """A full disk in words; any other error as it is."""
+def _named(error: OSError, path: str) -> OSError | QueueError:
+    """A full disk, and a folder on another disk, in words; any other error as it is."""
+    if error.errno == errno.EXDEV:
+        return QueueError(
+            f"{path} is not on the disk that the queue is on, so no file can be renamed to it. A folder of the run "
+            "directory is a link or a mount: put a plain folder in its place, then continue with --resume."
+        )
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return error
     return DiskFullError(f"The disk is full: no room for {path}. Nothing is lost; work continues once there is room.")

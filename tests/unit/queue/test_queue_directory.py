@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import closing
 from pathlib import Path
@@ -168,3 +169,24 @@ def test_a_durable_result_is_on_the_disk_before_its_claim_is_dropped(server: Ser
         else:
             assert files.done == ["write tmp", "rename tmp to queue", "remove queue"]
     assert take_all(server) == [0]
+
+
+def test_a_folder_on_another_disk_is_named(tmp_path: Path) -> None:
+    """Such as a link that someone set in done/ to save room: a file cannot be renamed to there."""
+
+    class OtherDisk(filesystem.OsFiles):
+        def rename(self, path: str, to: str) -> None:
+            if to.startswith("done/"):
+                raise OSError(errno.EXDEV, "Invalid cross-device link")
+            super().rename(path, to)
+
+    root = tmp_path / "q"
+    folders.make_folder(root)
+    with closing(ServerQueue.open(root, RUN, watch_workers=False, files=OtherDisk(root))) as server:
+        server.submit(make_job(0))
+        with closing(WorkerQueue.open(root, 1, "cpu")) as worker:
+            [claim] = worker.claim(1)
+            worker.complete(claim, answer(claim))
+        with pytest.raises(QueueError, match=r"done/0000000/.* is not on the disk that the queue is on"):
+            take_all(server)
+        assert [name for name in names(server, "queue") if "complete" in name], "the group is still there"
