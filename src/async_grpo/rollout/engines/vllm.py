@@ -259,7 +259,8 @@ class VLLMEngine:
         on_cpu = torch.device(trainer.accelerator.device).type == "cpu"
         if on_cpu:
             keep_weights_unpacked()
-        choose_model_runner(os.environ)
+        else:
+            choose_model_runner(os.environ)
         with fresh_folder(folder) if folder else TemporaryDirectory(prefix="async-grpo-engine-") as described:
             self._describe_model(trainer, Path(described))
             arguments = {
