@@ -31,7 +31,7 @@ $(VENV)/.installed-bench: $(VENV)/.installed
 	touch $@
 
 demo: venv
-	$(BIN)/python src/cli/train.py src/app/trainer_setup_tiny.py --distributed --num-workers 2
+	$(BIN)/python src/cli/train.py src/app/trainer_setup_tiny.py --distributed --num-workers 2 --eval-every 25
 
 # Two tests at a time, one after another from the slow ones to the quick: most of them wait as often as they compute.
 JOBS ?= 2

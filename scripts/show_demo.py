@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- the demo's output: .*? -->\n```console\n).*?(\n```)", re.DOTALL)
-DEMO = ("src/app/trainer_setup_tiny.py", "--distributed", "--num-workers", "2")
+DEMO = ("src/app/trainer_setup_tiny.py", "--distributed", "--num-workers", "2", "--eval-every", "25")
 
 
 def main() -> None:
@@ -48,8 +48,9 @@ def excerpt(text: str) -> str:
     lines = text.splitlines()
     steps = [line for line in lines if re.match(r"[\d:]+ step ", line)]
     end = next(number for number, line in enumerate(lines) if re.match(r"run \w+ finished", line))
-    before = [line for line in lines if "run worker" in line or "evaluation at step 0" in line]
-    return "\n".join([*before, steps[0], steps[len(steps) // 2], steps[-1], *lines[end:]])
+    told = {0, *(lines.index(step) for step in (steps[0], steps[len(steps) // 2], steps[-1]))}
+    told |= {number for number, line in enumerate(lines) if "evaluation of version" in line}
+    return "\n".join([lines[number] for number in sorted(told)] + lines[end:])
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def test_of_two_processes_at_once_one_trains_and_both_have_the_same_model(tmp_pa
 
 
 def test_trainer_for_a_short_run(recipe, short_warm_start, tmp_path, monkeypatch):
-    """Two steps: evaluated before the first and after the last, and a checkpoint at the end."""
+    """Two steps, and a checkpoint at the end."""
     from async_grpo.setup.trl_compat import repair_trl
 
     repair_trl()
@@ -185,6 +185,4 @@ def test_trainer_for_a_short_run(recipe, short_warm_start, tmp_path, monkeypatch
     trainer.args.output_dir = str(tmp_path / "out")
     trainer.args.max_steps = 2
     trainer.train()
-    evaluations = [row for row in trainer.state.log_history if "eval_rewards/accuracy/mean" in row]
-    assert [row["step"] for row in evaluations] == [0, 2]
     assert (tmp_path / "out" / "checkpoint-2").is_dir()

@@ -19,7 +19,6 @@ from async_grpo.rundir.reading import LineReader, parse_object
 from async_grpo.rundir.shape import shaped
 
 SUCCESS = 1.0  # the total reward from which on a completion succeeds, where no reward function says otherwise
-HEADLINES = ("success_rate", "pass@1", "reward_mean")  # the figures that are shown first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +72,12 @@ class Evaluated:
     failed: dict[str, str]  # problem, by its place in the dataset -> why it has no answers
 
     def headline(self) -> str:
-        """`success_rate 0.712 ± 0.031, …` for the log."""
-        shown = [f"{name} {_shown(self.figures[name])}" for name in HEADLINES if name in self.figures]
-        return ", ".join(shown)
+        """`success rate 0.712 ± 0.031, pass@5 0.981 ± 0.008, mean reward 0.712 ± 0.031` for the log."""
+        if not self.figures:
+            return "no problem could be evaluated"
+        ks = [int(name.removeprefix("pass@")) for name in self.figures if name.startswith("pass@")]
+        named = {"success rate": "success_rate", f"pass@{max(ks)}": f"pass@{max(ks)}", "mean reward": "reward_mean"}
+        return ", ".join(f"{words} {_shown(self.figures[name])}" for words, name in named.items() if words != "pass@1")
 
 
 def evaluated(
