@@ -20,6 +20,7 @@ from async_grpo.evals.evaluation import Evaluation
 from async_grpo.evals.report import Judge, Ledger, compare
 from async_grpo.formatting import counted
 from async_grpo.queue import ServerQueue
+from async_grpo.roles.checkpoint_weights import load_weights, weights_digest
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.lifecycle import in_use
@@ -27,7 +28,6 @@ from async_grpo.rundir.locks import KernelLock, server_lock
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.rundir.reading import read_object
 from async_grpo.settings import TrainingSettings
-from async_grpo.setup.checkpoint_weights import load_weights, weights_digest
 from async_grpo.setup.devices import check_torch_sees
 from async_grpo.setup.process import StopRequest, gc_paused, own_compile_cache, write_stacks_on_signal
 from async_grpo.setup.setup_file import load_trainer
