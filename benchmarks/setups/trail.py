@@ -1,8 +1,8 @@
 """A task with answers of 64 tokens: write down a sequence of digits, each a fixed step after the one before.
 
 The prompt `37=` asks for `3`, `0`, `7`, `4`, ...: the digits of 3, 3 + 7, 3 + 14, ... The reward is the share of
-right digits, so an early slip costs all that follows it. The model of the demo, larger by the positions, is warmed up
-on trails in which one digit in twelve is wrong (and the next one goes on from it): it knows the rule, and slips.
+digits that are a right step from the one before, so a slip costs one digit. The model of the demo, larger by the
+positions, is warmed up on trails in which 30% of the digits are slips: it knows the rule, and slips as often.
 """
 
 from __future__ import annotations
@@ -26,14 +26,9 @@ import trainer_setup_tiny as tiny
 
 TOKENS = 64
 HELD_OUT = 20  # of 100 prompts
-SLIPS = 1 / 12
+SLIPS = 0.3
 WARM_START = {"steps": 500, "batch_size": 32, "learning_rate": 3e-3, "seed": 0}
 EVALUATED = 16  # sampled answers of each held-out prompt
-
-
-def right_digits(prompt: str) -> str:
-    start, step = int(prompt[0]), int(prompt[1])
-    return "".join(str((start + place * step) % 10) for place in range(TOKENS))
 
 
 def prompts(*, held_out: bool) -> list[str]:
@@ -42,10 +37,17 @@ def prompts(*, held_out: bool) -> list[str]:
     return everything[:HELD_OUT] if held_out else everything[HELD_OUT:]
 
 
-def right_share(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """The share of digits that are right."""
-    pairs = zip(completions, map(right_digits, prompts), strict=True)
-    return [sum(a == b for a, b in zip(text, right)) / TOKENS for text, right in pairs]
+def right_steps(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """The share of digits that are right, given the digit before."""
+    return [_right(prompt, text) / TOKENS for prompt, text in zip(prompts, completions, strict=True)]
+
+
+def _right(prompt: str, text: str) -> int:
+    step, right, expected = int(prompt[1]), 0, prompt[0]
+    for digit in text:
+        right += digit == expected
+        expected = str((int(digit) + step) % 10) if digit.isdigit() else ""
+    return right
 
 
 def build_model(tokenizer: Any) -> Qwen3ForCausalLM:
@@ -101,7 +103,7 @@ def build_trainer(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:
     return GRPOTrainer(
         model=build_model(tokenizer),
         processing_class=tokenizer,
-        reward_funcs=[right_share],
+        reward_funcs=[right_steps],
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts(held_out=False)]),
         args=GRPOConfig(
             output_dir=str(output_dir),
@@ -110,7 +112,7 @@ def build_trainer(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:
             num_generations=8,
             max_completion_length=TOKENS,
             temperature=1.0,
-            learning_rate=1e-3,
+            learning_rate=4e-4,
             lr_scheduler_type="constant",
             seed=seed,
             save_strategy="no",
@@ -126,7 +128,7 @@ def build_trainer(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:
 
 @torch.no_grad()
 def held_out_accuracy(model: Any, tokenizer: Any) -> float:
-    """The share of right digits in `EVALUATED` sampled answers to each held-out prompt."""
+    """The share of right steps in `EVALUATED` sampled answers to each held-out prompt."""
     asked = [prompt for prompt in prompts(held_out=True) for _ in range(EVALUATED)]
     ids = torch.tensor(tokenizer(asked)["input_ids"])
     with torch.random.fork_rng(devices=[]):
@@ -134,4 +136,4 @@ def held_out_accuracy(model: Any, tokenizer: Any) -> float:
         mask = torch.ones_like(ids)
         found = model.generate(ids, attention_mask=mask, do_sample=True, max_new_tokens=TOKENS, min_new_tokens=TOKENS)
     texts = tokenizer.batch_decode(found[:, ids.shape[1] :])
-    return sum(right_share(asked, texts)) / len(asked)
+    return sum(right_steps(asked, texts)) / len(asked)

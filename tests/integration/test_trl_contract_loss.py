@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOTrainer
 from trl.trainer import utils as trl_utils
-from trl_contract import INSTALLED, ON_CPU, ROLLOUT, TRAINING, moved, scripted_rollout, twice
+from trl_contract import INSTALLED, LOSS, ON_CPU, ROLLOUT, TRAINING, moved, scripted_rollout, twice
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.settings import TrainingSettings
@@ -113,6 +113,31 @@ def test_the_loss_takes_old_per_token_logps_as_the_policy_that_sampled(
         msg=lambda text: moved(
             "GRPOTrainer._compute_loss", f"does not use `old_per_token_logps` and `tool_mask`: {text}", TRAINING
         ),
+    )
+
+
+def test_the_loss_weighs_by_a_ratio_that_is_filled_in_after_its_forward_pass(
+    inputs_and_trainer: tuple[dict[str, Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, trainer = inputs_and_trainer
+    weights_BC = torch.linspace(0.0, 2.0, 24).view(8, 3)
+    inputs["importance_sampling_ratio"] = torch.ones(8, 3)
+    compute = trainer._get_per_token_logps_and_entropies
+
+    def then_fill(*args: Any, **kwargs: Any) -> Any:
+        result = compute(*args, **kwargs)
+        inputs["importance_sampling_ratio"].copy_(weights_BC)
+        return result
+
+    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", then_fill)
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+    mask_BC = inputs["completion_mask"] * inputs["tool_mask"]
+    weighed_BC = weights_BC * inputs["advantages"][:, None]  # the ratio to the old policy is 1
+    expected = -((weighed_BC * mask_BC).sum(1) / mask_BC.sum(1)).mean()
+    assert_close(
+        trainer._compute_loss(trainer.model, inputs).detach(),
+        expected,
+        msg=lambda text: moved("GRPOTrainer._compute_loss", f"weighs otherwise than with use_vllm=True: {text}", LOSS),
     )
 
 
