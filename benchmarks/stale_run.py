@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.setups import sums, trail
+from benchmarks.setups import sums, turns
 from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 
@@ -127,4 +127,4 @@ def _build_sums(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:
     )
 
 
-TASKS = {"sums": (_build_sums, sums.held_out_accuracy), "trail": (trail.build_trainer, trail.held_out_accuracy)}
+TASKS = {"sums": (_build_sums, sums.held_out_accuracy), "turns": (turns.build_trainer, turns.held_out_accuracy)}

@@ -1,12 +1,12 @@
 """Held-out accuracy after a fixed number of steps, by staleness and correction.
 
     python benchmarks/staleness.py [--quick] [--json FILE] [--plot PNG] [--update-docs]
-    python benchmarks/staleness.py --task trail --cells FILE --minutes 10     again and again, until all cells are there
+    python benchmarks/staleness.py --task turns --cells FILE --minutes 10     again and again, until all cells are there
 
 Everything is in one process: a copy of the trainer with the weights of exactly K versions ago generates, the trainer
 trains, through the same hooks and the same correction as a real run. (A real run keeps its rollouts fresher than its
 bound; here they are as old as can be.) Task and model are the demo's (`sums`, four tokens an answer), or those of
-`setups/trail.py` (64 tokens). Every combination is trained with the same seeds. With `--cells` each training run is
+`setups/turns.py` (64 tokens). Every combination is trained with the same seeds. With `--cells` each training run is
 written to a file when it is done, and those that are there already are not repeated.
 """
 
@@ -53,8 +53,8 @@ RULES: dict[str, Rule] = {
 }
 STALENESS = (0, 1, 4, 8, 16)
 SEEDS = (1, 2, 3, 4, 5)
-STEPS = {"sums": 80, "trail": 60}
-MARKS = {"sums": "staleness", "trail": "staleness-trail"}  # of the tables in the documentation
+STEPS = {"sums": 80, "turns": 40}
+MARKS = {"sums": "staleness", "turns": "staleness-turns"}  # of the tables in the documentation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,12 +236,12 @@ def plot(results: Results, path: Path, before: float, steps: int) -> None:
 
 
 def accuracy_before(task: str) -> float:
-    from benchmarks.setups import sums, trail
+    from benchmarks.setups import sums, turns
 
     with contextlib.redirect_stdout(io.StringIO()):
         tokenizer = sums.tiny.build_tokenizer()
-        build = sums.tiny.build_model if task == "sums" else trail.build_model
-        measure = sums.held_out_accuracy if task == "sums" else trail.held_out_accuracy
+        build = sums.tiny.build_model if task == "sums" else turns.build_model
+        measure = sums.held_out_accuracy if task == "sums" else turns.held_out_accuracy
         return measure(build(tokenizer), tokenizer)
 
 
@@ -259,7 +259,7 @@ def all_cells(task: str, *, quick: bool) -> list[Cell]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="one seed, 12 steps, staleness 0 and 4: a minute or two")
-    parser.add_argument("--task", choices=STEPS, default="sums", help="sums: 4 tokens an answer; trail: 64")
+    parser.add_argument("--task", choices=STEPS, default="sums", help="sums: 4 tokens an answer; turns: 64")
     parser.add_argument("--cells", type=Path, help="each training run is kept in this file, and not repeated")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no training run after so many minutes")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: one a core")

@@ -1,8 +1,8 @@
-"""A task with answers of 64 tokens: write down a sequence of digits, each a fixed step after the one before.
+"""A task with answers of 64 tokens: go on with two digits, in turn.
 
-The prompt `37=` asks for `3`, `0`, `7`, `4`, ...: the digits of 3, 3 + 7, 3 + 14, ... The reward is the share of
-digits that are a right step from the one before, so a slip costs one digit. The model of the demo, larger by the
-positions, is warmed up on trails in which 30% of the digits are slips: it knows the rule, and slips as often.
+The prompt `37` asks for `3`, `7`, `3`, `7`, ...: each digit is the one two places before. The reward is the share of
+digits for which that is so, and a slip costs one of them, or two. The model of the demo, larger by the positions, is
+warmed up on answers in which 30% of the digits are slips: it knows the rule, and slips as often.
 """
 
 from __future__ import annotations
@@ -27,27 +27,20 @@ import trainer_setup_tiny as tiny
 TOKENS = 64
 HELD_OUT = 20  # of 100 prompts
 SLIPS = 0.3
-WARM_START = {"steps": 500, "batch_size": 32, "learning_rate": 3e-3, "seed": 0}
+WARM_START = {"steps": 300, "batch_size": 32, "learning_rate": 3e-3, "seed": 0}
 EVALUATED = 16  # sampled answers of each held-out prompt
 
 
 def prompts(*, held_out: bool) -> list[str]:
-    everything = [f"{number:02}=" for number in range(100)]
+    everything = [f"{number:02}" for number in range(100)]
     random.Random(0).shuffle(everything)
     return everything[:HELD_OUT] if held_out else everything[HELD_OUT:]
 
 
-def right_steps(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    """The share of digits that are right, given the digit before."""
-    return [_right(prompt, text) / TOKENS for prompt, text in zip(prompts, completions, strict=True)]
-
-
-def _right(prompt: str, text: str) -> int:
-    step, right, expected = int(prompt[1]), 0, prompt[0]
-    for digit in text:
-        right += digit == expected
-        expected = str((int(digit) + step) % 10) if digit.isdigit() else ""
-    return right
+def in_turn(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    """The share of digits that are those two places before."""
+    texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    return [sum(map(str.__eq__, text, text[2:])) / TOKENS for text in texts]
 
 
 def build_model(tokenizer: Any) -> Qwen3ForCausalLM:
@@ -58,7 +51,7 @@ def build_model(tokenizer: Any) -> Qwen3ForCausalLM:
         torch.manual_seed(WARM_START["seed"])
         model = Qwen3ForCausalLM(Qwen3Config(**shape, vocab_size=len(tokenizer), **end))
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "async-grpo"
-        name = f"trail-{TOKENS}-{WARM_START['steps']}-{SLIPS:.4f}-{torch.__version__}"
+        name = f"turns-{TOKENS}-{WARM_START['steps']}-{SLIPS:.4f}-{torch.__version__}"
         weights = cache / f"{name}.safetensors"
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{name}.lock"):
@@ -89,13 +82,13 @@ def _warm_up(model: Qwen3ForCausalLM, tokenizer: Any) -> None:
 
 
 def _with_slips(rows_BP: torch.Tensor, randomness: torch.Generator) -> torch.Tensor:
-    """Trails [B, TOKENS] of these prompts; a digit's token id is its value."""
+    """Answers [B, TOKENS] to these prompts; a digit's token id is its value."""
     slips = torch.rand((len(rows_BP), TOKENS), generator=randomness) < SLIPS
     others = torch.randint(1, 10, (len(rows_BP), TOKENS), generator=randomness)
-    digits = [(rows_BP[:, 0] + others[:, 0] * slips[:, 0]) % 10]
-    for place in range(1, TOKENS):
-        digits.append((digits[-1] + rows_BP[:, 1] + others[:, place] * slips[:, place]) % 10)
-    return torch.stack(digits, dim=1)
+    digits = [*rows_BP.unbind(1)]
+    for place in range(TOKENS):
+        digits.append((digits[-2] + others[:, place] * slips[:, place]) % 10)
+    return torch.stack(digits[2:], dim=1)
 
 
 def build_trainer(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:
@@ -103,7 +96,7 @@ def build_trainer(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:
     return GRPOTrainer(
         model=build_model(tokenizer),
         processing_class=tokenizer,
-        reward_funcs=[right_steps],
+        reward_funcs=[in_turn],
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts(held_out=False)]),
         args=GRPOConfig(
             output_dir=str(output_dir),
@@ -112,7 +105,7 @@ def build_trainer(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:
             num_generations=8,
             max_completion_length=TOKENS,
             temperature=1.0,
-            learning_rate=4e-4,
+            learning_rate=1e-3,
             lr_scheduler_type="constant",
             seed=seed,
             save_strategy="no",
@@ -128,7 +121,7 @@ def build_trainer(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:
 
 @torch.no_grad()
 def held_out_accuracy(model: Any, tokenizer: Any) -> float:
-    """The share of right steps in `EVALUATED` sampled answers to each held-out prompt."""
+    """The share of right digits in `EVALUATED` sampled answers to each held-out prompt."""
     asked = [prompt for prompt in prompts(held_out=True) for _ in range(EVALUATED)]
     ids = torch.tensor(tokenizer(asked)["input_ids"])
     with torch.random.fork_rng(devices=[]):
@@ -136,4 +129,4 @@ def held_out_accuracy(model: Any, tokenizer: Any) -> float:
         mask = torch.ones_like(ids)
         found = model.generate(ids, attention_mask=mask, do_sample=True, max_new_tokens=TOKENS, min_new_tokens=TOKENS)
     texts = tokenizer.batch_decode(found[:, ids.shape[1] :])
-    return sum(right_steps(asked, texts)) / len(asked)
+    return sum(in_turn(asked, texts)) / len(asked)
