@@ -33,8 +33,8 @@ def check_place(root: Path) -> None:
         )
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder that only this user may enter, or take the one that is there. `RunDirError` if it is not ours."""
+def make_folder(folder: Path) -> Path:
+    """A folder that only this user may enter: a new one, or the one that is there. `RunDirError` if it is not ours."""
     if not os.path.lexists(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = open_folder(folder)
@@ -43,6 +43,7 @@ def make_folder(folder: Path) -> None:
             os.fchmod(descriptor, 0o700)
     finally:
         os.close(descriptor)
+    return folder
 
 
 def open_folder(folder: Path) -> int:

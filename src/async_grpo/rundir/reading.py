@@ -14,15 +14,13 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from async_grpo.errors import BadFileError
-from async_grpo.rundir.shape import shaped
 
 MAX_JSON_BYTES = 64 << 20  # of a whole file of JSON; the largest ones name every group that was not used
 MAX_LINE_BYTES = 4 << 20
 
-_Record = TypeVar("_Record")
 _BUFFER = 1 << 20
 _REFUSED = (  # faults of the file, not of this process or its disk
     *(errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.EPERM, errno.EIO),
@@ -96,13 +94,6 @@ def read_object(path: Path, at_most: int = MAX_JSON_BYTES) -> dict[str, Any]:
     data = read_file(path, at_most)
     with naming(path):
         return parse_object(data)
-
-
-def read_record(path: Path, kind: type[_Record], at_most: int = MAX_JSON_BYTES) -> _Record:
-    """The JSON object in a file, as the fields of a dataclass declare it."""
-    found = read_object(path, at_most)
-    with naming(path):
-        return shaped(kind, found)
 
 
 def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:

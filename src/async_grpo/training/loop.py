@@ -33,6 +33,7 @@ from async_grpo.evals.schedule import RunEvaluations
 from async_grpo.queue import ServerQueue
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.files import write_json
+from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.settings import TrainingSettings
@@ -113,7 +114,7 @@ class AsyncTraining(TrainingEvents):
         self._evaluations = self._run_evaluations(state.run_id, used.step if used else 0)
         self._rollouts = self._rollout_source(state.run_id, used)
         trl_trainer.make_async(trainer, self, correction=rule)
-        report(trainer, self.log, run.tensorboard)
+        report(trainer, self.log, make_folder(run.tensorboard))
         write_json(run.hyperparameters, hyperparameters(trainer, settings))
 
     def __enter__(self) -> Self:

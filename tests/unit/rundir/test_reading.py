@@ -17,7 +17,7 @@ import pytest
 from async_grpo import rundir
 from async_grpo.errors import BadFileError
 from async_grpo.rundir.files import LineFile
-from async_grpo.rundir.reading import MAX_LINE_BYTES, LineReader, read_end, read_object, read_record
+from async_grpo.rundir.reading import MAX_LINE_BYTES, LineReader, read_end, read_object
 from async_grpo.rundir.shape import shaped
 
 HUGE = 6 << 30
@@ -132,7 +132,7 @@ class Record:
 def test_a_record_is_read_as_it_is_declared(tmp_path: Path) -> None:
     written = {"name": "é", "count": 3, "rate": 1, "seed": 4, "seqs": [1], "points": [[1, 2.5]], "spent": {"a": 1.0}}
     (tmp_path / "r.json").write_text(json.dumps(written))
-    assert read_record(tmp_path / "r.json", Record) == Record(
+    assert shaped(Record, read_object(tmp_path / "r.json")) == Record(
         name="é", count=3, rate=1.0, seed=4, seqs=[1], points=(Point(1, 2.5),), spent={"a": 1.0}
     )
 
@@ -180,6 +180,7 @@ MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or nam
     "reports/rollouts_page.py": "of the package",
     "rewards": "/sys, and files of the package",
     "roles/replay.py": "the weights that it has just written",
+    "setup/image_files.py": "images of the user's dataset",
     "setup/setup_file.py": "named by the user",
     "status/processes.py": "/proc",
 }
