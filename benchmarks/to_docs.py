@@ -28,6 +28,11 @@ TITLES = {
         "its last group, so filling and emptying the engine counts.",
     ),
     "async_vs_trl": ("Asynchronous against synchronous training", "Sides are interleaved in one run."),
+    "sandbox": (
+        "The sandbox",
+        "Programs of one line, so a start is all that counts. *A core* divides them by the CPU time of all processes; "
+        "the other figures depend on what else the machine does.",
+    ),
     "staleness": ("Staleness and correction", "More in [staleness.md](staleness.md)."),
 }
 HEAD = """# Benchmarks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import marshal
 import os
 import platform
 import shutil
@@ -17,7 +18,8 @@ from async_grpo.rewards.sandbox.seccomp import filter_program
 
 FIRST_UID = 1_000_000_000  # root runs each program as a user of its own, who owns nothing
 _OLDEST_KERNEL = (5, 14)  # since then the processes of a user are counted in each user namespace by itself
-_STAGE = Path(__file__).with_name("stage.py").read_text(encoding="utf-8")
+_STAGE_FILE = Path(__file__).with_name("stage.py")
+_STAGE = marshal.dumps(compile(_STAGE_FILE.read_text(encoding="utf-8"), "stage.py", "exec"))  # once, not for each start
 _SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/dev/null", "/dev/zero", "/dev/urandom")
 _PAGES = 65536  # what the files of a full directory take besides their contents
 
@@ -55,7 +57,7 @@ def sandbox_command(limits: Limits, *, source_bytes: int, pipes: Pipes) -> list[
         # Besides the program, an ordinary user's namespace holds process 1, and `unshare` if it made the namespace.
         "rlimits": _rlimits(limits, others=0 if root else 1 if bubblewrap else 2),
     }
-    stage = [_python(), "-I", "-S", "-c", f"{_STAGE}\nmain({settings!r})\n"]
+    stage = [_python(), "-I", "-S", "-c", f"import marshal\nexec(marshal.loads({_STAGE!r}))\nmain({settings!r})"]
     if bubblewrap is not None:
         return [bubblewrap, *_bubblewrap_options(settings["work_bytes"]), "--", *stage]
     return [*_unshare(root=root), *stage]

@@ -1,6 +1,6 @@
 """Process 1 of a sandbox: makes the file system that the program sees, starts it with no rights, waits for it.
 
-Run as `python -I -S -c` with the text of this file and a call of `main`, so it imports nothing of Async-GRPO, and
+Run as `python -I -S -c` with the code of this file and a call of `main`, so it imports nothing of Async-GRPO, and
 nothing that takes long. Writes one word to the status pipe that the program is about to start; anything else there is
 the reason why it is not.
 """
@@ -11,7 +11,10 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # typing itself takes longer to import than all else here
+    from typing import Any
 
 WORK = "/program"  # the program's directory, the only place where it can write
 _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
