@@ -27,9 +27,10 @@ def squares() -> Dataset:
 
 
 def named(completions, colour, image, **_) -> list[float]:
-    """1 for an answer that begins with the letter of the colour. Reward functions get the images, too."""
+    """The share of letters that are in the name of the colour. Reward functions get the images, too."""
     assert all(picture.getpixel((0, 0)) for picture in image)
-    return [float(answer[-1]["content"][:1] == right[0]) for answer, right in zip(completions, colour)]
+    answers = [answer[-1]["content"] for answer in completions]
+    return [sum(letter in right for letter in text) / max(1, len(text)) for text, right in zip(answers, colour)]
 
 
 def get_trainer() -> GRPOTrainer:
@@ -40,5 +41,5 @@ def get_trainer() -> GRPOTrainer:
         processing_class=processor,
         reward_funcs=[named],
         train_dataset=squares(),
-        args=small_config("outputs/images", max_completion_length=4),
+        args=small_config("outputs/images", max_completion_length=4, learning_rate=3e-3),
     )

@@ -36,7 +36,7 @@ def build_processor(tokenizer):
     return ImageProcessor(images, tokenizer, chat_template=tokenizer.chat_template or CHAT_TEMPLATE)
 
 
-def build_vlm(tokenizer, initializer_range=0.02):
+def build_vlm(tokenizer, initializer_range=0.1):
     """The same random weights in every process. `tokenizer` is that of `build_processor`."""
     token = tokenizer.convert_tokens_to_ids
     text = {

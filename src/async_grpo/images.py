@@ -64,20 +64,35 @@ class EncodedImage:
 
     def open(self) -> Image:
         """The pixels. `UnsupportedError`: the bytes are no image, or of too large a one."""
-        import PIL.Image
-
         try:
-            PIL.Image.init()  # all readers; it does nothing the second time
-            image = PIL.Image.open(BytesIO(self.data), formats=_READ)
-            pixels = image.width * image.height
-            if pixels <= MOST_PIXELS:
-                image.load()
+            image = self._described()
+            image.load()
+        except UnsupportedError:
+            raise
         except Exception as error:  # whatever PIL's many readers raise for broken bytes
             raise UnsupportedError(
                 f"An image of {size(len(self.data))} cannot be read ({type(error).__name__}: {error}). "
                 "Repair it or take its row out of the dataset."
             ) from error
-        if pixels > MOST_PIXELS:
+        return image
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether the file says that its pixels are to be turned; False where it cannot be read."""
+        from PIL.ExifTags import Base
+
+        try:
+            return Base.Orientation in self._described().getexif()
+        except Exception:  # noqa: BLE001  # see `open`
+            return False
+
+    def _described(self) -> Image:
+        """The image before its pixels are unfolded."""
+        import PIL.Image
+
+        PIL.Image.init()  # all readers; it does nothing the second time
+        image = PIL.Image.open(BytesIO(self.data), formats=_READ)
+        if image.width * image.height > MOST_PIXELS:
             raise UnsupportedError(
                 f"An image has {image.width:,} x {image.height:,} pixels, over the limit of {MOST_PIXELS:,} in all. "
                 "Make it smaller or take its row out of the dataset."

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from compared_with_trl import largest_difference
 from datasets import Dataset, Features, Image, List, Value
 from in_process import InProcessRun, InProcessWorker, jobs_of, training_logs
@@ -17,6 +18,7 @@ from trl import GRPOTrainer
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import encoded
 from async_grpo.records import RolloutGroup
+from async_grpo.training.checkpoints import load_batch, save_batch
 from async_grpo.training.corrections.trl_loss import log_pi_old
 
 pytestmark = pytest.mark.integration
@@ -147,4 +149,11 @@ def test_corrections_see_the_images(tmp_path: Path) -> None:
 
 def test_a_batch_in_several_steps(tmp_path: Path) -> None:
     changes = {"num_iterations": 2, "steps_per_generation": 2, "per_device_train_batch_size": 4, "max_steps": 3}
-    trained_as_by_trl(settings(tmp_path, train_dataset=several_images(), **changes), correction="none")
+    run = trained_as_by_trl(settings(tmp_path, train_dataset=several_images(), **changes), correction="none")
+    batch = run.trainer.batch_after_step
+    assert batch is not None, "the last step was in the middle of a batch"
+    save_batch(tmp_path, batch)  # as a checkpoint does
+    for saved, inputs in zip(load_batch(tmp_path, torch.device("cpu")).inputs, batch.inputs, strict=True):
+        assert saved.keys() == inputs.keys() >= {"pixel_values", "image_grid_thw", "num_images"}
+        assert torch.equal(saved["pixel_values"], inputs["pixel_values"])
+        assert saved["num_images"] == inputs["num_images"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +62,6 @@ def _as_file(feature: datasets.Image, stored: dict[str, Any]) -> EncodedImage:
     data, path = stored["bytes"], stored["path"]
     if data is None and path is not None and Path(path).is_file():
         data = Path(path).read_bytes()
-    if data is not None and not feature.mode and not _is_turned(data):
+    if data is not None and not feature.mode and not EncodedImage(data).is_turned:
         return EncodedImage(data)
     return EncodedImage.of(feature.decode_example(stored))
-
-
-def _is_turned(data: bytes) -> bool:
-    """Whether the file says that it is to be turned, which `datasets` does. Workers say it if the file is broken."""
-    import PIL.ExifTags
-    import PIL.Image
-
-    try:
-        return PIL.ExifTags.Base.Orientation in PIL.Image.open(BytesIO(data)).getexif()
-    except Exception:  # noqa: BLE001  # whatever PIL's many readers raise for broken bytes
-        return False
