@@ -40,6 +40,7 @@ class Evaluation:
         replicates: n, completions a problem.
         sampling: as `Job.sampling` has it.
         ks: of pass@k and the others.
+        trainer_state: what reward functions see of the trainer.
         finished: groups that an earlier process left; those that answer a problem of this evaluation are used again.
     """
 
@@ -55,11 +56,13 @@ class Evaluation:
         sampling: dict[str, Any],
         ks: Sequence[int],
         seed: int,
+        trainer_state: dict[str, Any] | None = None,
         finished: Iterable[RolloutGroup] = (),
     ) -> None:
         self.version = version
         self._queue, self._judge, self._problems = queue, judge, problems
         self._run_id, self._replicates, self._sampling, self._ks, self._seed = run_id, replicates, sampling, ks, seed
+        self._trainer_state = trainer_state or {}
         self._started = time.monotonic()
         self._unissued = deque(range(len(problems)))
         self._first_seq = -1
@@ -125,6 +128,7 @@ class Evaluation:
             purpose="eval",
             sampling=self._sampling,
             task=str(row.get("task") or ""),
+            trainer_state=self._trainer_state,
         )
 
     def _is_answer(self, problem: int, job: Job) -> bool:

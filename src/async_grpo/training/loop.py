@@ -260,6 +260,7 @@ class AsyncTraining(TrainingEvents):
                 sampling=settings.eval_sampling(),
                 ks=ks,
                 seed=trainer.args.seed,
+                trainer_state=trl_trainer.state_for_rewards(trainer),
             )
 
         ledger = Ledger(self._run.evaluations, run_id, resumed_from)

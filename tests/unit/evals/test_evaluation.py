@@ -51,6 +51,7 @@ def begin(
         sampling=GREEDY,
         ks=(1, 2),
         seed=0,
+        trainer_state={"global_step": 7, "max_steps": 9},
     )
 
 
@@ -100,6 +101,7 @@ def test_every_problem_is_answered_at_the_version_and_summed_up_by_task(
         ("eval", 7, GREEDY)
     ] * 4
     assert [claim.job.task for claim in claims] == ["even", "odd", "even", "odd"]
+    assert all(claim.job.trainer_state["max_steps"] == 9 for claim in claims), "a reward may divide by it"
     for claim, rewards in zip(claims, ([1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]), strict=True):
         worker.complete(claim, answer(claim, version=7, rewards=rewards))
     result = evaluation.look()
