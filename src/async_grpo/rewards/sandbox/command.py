@@ -67,7 +67,8 @@ def unavailable(reason: str) -> SandboxError:
     return SandboxError(
         f"Code written by a model was not run, because it cannot be isolated here: {reason}. Isolation needs user "
         "namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu, or the package bubblewrap; in "
-        "containers the right to unshare). Without isolation, rewards that run code are not available."
+        "containers the right to unshare; SECURITY.md says where the sandbox runs). Without isolation, rewards that "
+        "run code are not available."
     )
 
 
