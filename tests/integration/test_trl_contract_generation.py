@@ -1,0 +1,196 @@
+"""What our hooks rely on in TRL's generation, its rewards and its counting, checked against the installed version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process import QWEN3_CHAT_TEMPLATE, build_trainer, letters, plain_rows
+from trl import GRPOTrainer
+from trl_contract import PROMPTS, ROLLOUT, TRAINING, moved, scripted_rollout, twice
+
+from async_grpo.rollout import trl_trainer as rollout_hooks
+from async_grpo.training import trl_trainer as training_hooks
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> GRPOTrainer:
+    return build_trainer(tmp_path)
+
+
+def test_generate_returns_eight_things(tmp_path: Path) -> None:
+    trainer: Any = build_trainer(tmp_path, arguments={"rollout_func": scripted_rollout})
+    prompts = ["a", "a", "bc", "bc"]
+    result = trainer._generate(prompts)
+    expected = scripted_rollout(prompts, trainer)
+    names = (
+        "prompt_ids",
+        "completion_ids",
+        "tool_mask",
+        "completions",
+        "logprobs",
+        "extra_fields",
+        "images",
+        "tool_images",
+    )
+    change = f"returns {len(result)} things, not {names}"
+    assert len(result) == len(names), moved("GRPOTrainer._generate", change, TRAINING, ROLLOUT)
+    values = (
+        expected["prompt_ids"],
+        expected["completion_ids"],
+        expected["env_mask"],
+        trainer.processing_class.batch_decode(expected["completion_ids"], skip_special_tokens=True),
+        expected["logprobs"],
+        {"score": expected["score"]},
+        None,
+        [],
+    )
+    for name, value, right in zip(names, result, values, strict=True):
+        change = f"has {value!r} in the place of {name}"
+        assert value == right, moved("GRPOTrainer._generate", change, TRAINING, ROLLOUT)
+
+
+def test_rollout_func_gets_each_prompt_repeated(tmp_path: Path) -> None:
+    asked: list[list[str]] = []
+
+    def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        asked.append(prompts)
+        return scripted_rollout(prompts, trainer)
+
+    trainer: Any = build_trainer(tmp_path, arguments={"rollout_func": rollout_func})
+    rows = twice(plain_rows(4))
+    trainer._generate_and_score_completions(rows)
+    assert asked == [[row["prompt"] for row in rows]], moved(
+        "rollout_func", "does not get one prompt a completion", TRAINING
+    )
+
+
+def test_a_single_turn_is_tokens_in_tokens_and_logprobs_out(tmp_path: Path) -> None:
+    turns: list[Any] = []
+
+    class Recording(GRPOTrainer):
+        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            turns.append(prompt_ids)
+            return [[1, 2] for _ in prompt_ids], [[-1.0, -2.0] for _ in prompt_ids]
+
+    trainer: Any = build_trainer(tmp_path, trainer_class=Recording)
+    rows = twice(plain_rows(4))
+    output = trainer._generate_and_score_completions(rows)
+    prompt_ids = trainer.processing_class([row["prompt"] for row in rows])["input_ids"]
+    assert turns == [prompt_ids], moved(
+        "GRPOTrainer._generate_single_turn", "gets no list of prompt token ids", ROLLOUT
+    )
+    assert output["completion_ids"].tolist() == [[1, 2]] * 8
+    assert output["sampling_per_token_logps"].tolist() == [[-1.0, -2.0]] * 8, moved(
+        "GRPOTrainer._generate_single_turn", "'s log-probabilities do not reach the loss", ROLLOUT
+    )
+
+
+def test_prompts_are_tokenized_once_and_then_sampled(tmp_path: Path) -> None:
+    calls: list[tuple[str, Any]] = []
+
+    class Recording(GRPOTrainer):
+        def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+            tokenized = super()._tokenize_prompts(prompts)
+            calls.append(("_tokenize_prompts", tokenized[0]))
+            return tokenized
+
+        def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            calls.append(("_generate_single_turn", prompt_ids))
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+
+    trainer: Any = build_trainer(tmp_path, trainer_class=Recording)
+    rows = twice(plain_rows(4))
+    trainer._generate_and_score_completions(rows)
+    prompt_ids = trainer.processing_class([row["prompt"] for row in rows])["input_ids"]
+    expected = [("_tokenize_prompts", prompt_ids), ("_generate_single_turn", prompt_ids)]
+    assert calls == expected, moved("GRPOTrainer._tokenize_prompts", f"is called so: {calls}", ROLLOUT)
+
+
+def test_scoring_follows_generation_through_our_overrides(tmp_path: Path) -> None:
+    calls: list[tuple[str, Any]] = []
+
+    class Recording(GRPOTrainer):
+        def _generate(self, prompts: list[Any]) -> Any:
+            result = super()._generate(prompts)
+            calls.append(("_generate", result))
+            return result
+
+        def _calculate_rewards(self, *args: Any) -> torch.Tensor:
+            calls.append(("_calculate_rewards", args))
+            return super()._calculate_rewards(*args)
+
+    trainer: Any = build_trainer(tmp_path, trainer_class=Recording)
+    rows = twice(plain_rows(4))
+    trainer._generate_and_score_completions(rows)
+    assert [name for name, _ in calls] == ["_generate", "_calculate_rewards"], moved(
+        "GRPOTrainer._generate_and_score_completions", "does not generate, then score", TRAINING, ROLLOUT
+    )
+    (_, (_, completion_ids, _, completions, *_)), (_, arguments) = calls
+    assert arguments == (rows, [row["prompt"] for row in rows], completions, completion_ids), moved(
+        "GRPOTrainer._calculate_rewards", f"is called with {arguments}", TRAINING, ROLLOUT
+    )
+
+
+def test_rewards_are_one_column_a_function(trainer: Any) -> None:
+    rows = [dict(row) for row in plain_rows(2)]
+    rewards = trainer._calculate_rewards(rows, ["a", "bc"], ["xy", "12"], [[1, 2], [3, 4]])
+    assert rewards.tolist() == [[1.0], [0.0]], moved(
+        "GRPOTrainer._calculate_rewards", "does not return rewards [completions, functions]", TRAINING, ROLLOUT
+    )
+
+
+def test_training_or_evaluation_is_read_off_the_top_of_the_model(trainer: Any) -> None:
+    trainer.model.eval()
+    trainer.model.training = True
+    trainer._generate_and_score_completions(twice(plain_rows(4)))
+    assert trainer._metrics["train"]["reward"], moved(
+        "GRPOTrainer", "does not take `model.training` as the sign of a training batch", TRAINING, ROLLOUT
+    )
+    assert not trainer._metrics["eval"]
+
+
+def test_what_trl_counts_while_generating_is_counted_once(tmp_path: Path) -> None:
+    """The trainer side counts again what these prefixes say; a metric of another name would come twice."""
+    trainer: Any = build_trainer(tmp_path, reward_funcs=[letters], chat_template=QWEN3_CHAT_TEMPLATE)
+    trainer._generate_and_score_completions(twice(trainer.train_dataset))
+    counted_again = rollout_hooks._COUNTED_BY_TRL_ON_THE_TRAINER
+    unknown = [name for name in trainer._metrics["train"] if not name.startswith(counted_again)]
+    assert not unknown, moved("GRPOTrainer._metrics", f"now counts {unknown} with a generation", ROLLOUT)
+
+
+def test_what_reward_functions_log_is_pending_until_the_batch_is_scored(trainer: Any) -> None:
+    trainer._log_metric("metric", 1.0)
+    trainer._log_metric("metric", 2.0)
+    trainer._log_completion_extra("column", ["x", "y"])
+    assert dict(trainer._pending_metrics) == {"metric": [1.0, 2.0]}, moved(
+        "GRPOTrainer._log_metric", "does not append to _pending_metrics", TRAINING, ROLLOUT
+    )
+    assert dict(trainer._pending_extra_logs) == {"column": ["x", "y"]}, moved(
+        "GRPOTrainer._log_completion_extra", "does not append to _pending_extra_logs", TRAINING, ROLLOUT
+    )
+
+
+def test_metrics_are_averaged_over_a_logging_interval(trainer: Any) -> None:
+    training_hooks.append_metric(trainer, "async/metric", 1.0)
+    training_hooks.append_metric(trainer, "async/metric", 4.0)
+    trainer.model.train()
+    trainer.log({})
+    assert trainer.state.log_history[-1]["async/metric"] == 2.5, moved(
+        "GRPOTrainer._metrics", "is not averaged into the logs", TRAINING
+    )
+    assert not trainer._metrics["train"]
+
+
+def test_the_sampler_repeats_rows_and_batches(tmp_path: Path) -> None:
+    trainer: Any = build_trainer(
+        tmp_path, per_device_train_batch_size=4, steps_per_generation=2, num_iterations=2, shuffle_dataset=False
+    )
+    first = list(training_hooks.train_sampler(trainer))[: 8 * 4]
+    assert first == [0, 0, 1, 1, 2, 2, 3, 3] * 4, moved(
+        "GRPOTrainer._get_train_sampler", "does not repeat rows and batches as before", TRAINING, PROMPTS
+    )
