@@ -182,7 +182,7 @@ def test_the_log_probability_function_that_we_replace(trainer: Any, monkeypatch:
         {"multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 3.0]},
     ],
 )
-@pytest.mark.parametrize("odd", [2.0, math.inf, -math.inf])
+@pytest.mark.parametrize("odd", [2.0, math.inf])
 def test_advantages_of_an_archive_are_those_of_trl(tmp_path: Path, changes: dict[str, Any], odd: float) -> None:
     def sometimes(completions: list[Any], target: list[int], **_: Any) -> list[float | None]:
         if target[0] == 3:

@@ -96,8 +96,7 @@ def test_rewards_of_none(tmp_path: Path) -> None:
     assert unscored, "some group must have had no reward at all"
 
 
-@pytest.mark.parametrize("scale_rewards", ["group", "batch"])
-@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(("wrong", "scale_rewards"), [(math.inf, "group"), (-math.inf, "batch"), (math.nan, "group")])
 def test_rewards_that_are_not_finite_do_what_they_do_in_trl(wrong: float, scale_rewards: str, tmp_path: Path) -> None:
     def sometimes(completions: list[str], target: list[int], **_: Any) -> list[float]:
         return [wrong if n == 3 else score for n, score in zip(target, letters(completions), strict=True)]
