@@ -108,3 +108,15 @@ def test_a_checkpoint_that_is_written_aside_names_its_place_as_the_best_one(tmp_
     assert state["best_model_checkpoint"] == str(best)
     assert (tmp_path / "checkpoint-30-backup").is_dir(), "transformers' own clearing up at the end deletes it"
     assert run.trainer.args.save_total_limit == 1
+
+
+def test_the_hub_gets_a_checkpoint_from_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload goes on in a thread: the folder that a checkpoint is written into is gone before it ends."""
+    run = StagedRun(lambda: build_trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1))
+    run.trainer.args.push_to_hub = True
+    pushed: list[Path] = []
+    monkeypatch.setattr(type(run.trainer), "_push_from_checkpoint", lambda self, folder: pushed.append(Path(folder)))
+    monkeypatch.setattr(type(run.trainer), "_finish_current_push", lambda self: None)
+    fit(run.trainer, resume_from=None)
+    assert pushed == [tmp_path / "checkpoint-1"] and (pushed[0] / "model.safetensors").exists()
+    assert run.trainer.args.push_to_hub
