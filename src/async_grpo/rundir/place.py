@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from async_grpo.errors import QueueError, RunDirError
+from async_grpo.rundir.paths import RunDir
 
 
 class Place:
@@ -16,6 +17,8 @@ class Place:
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
         self._identity = _identity(self._root)
+        self._state = RunDir(root).state_file
+        self._had_state = self._state.exists()
 
     def trouble(self) -> str:
         """Why the run cannot continue here, in a sentence; empty if the directory is as it was."""
@@ -29,6 +32,11 @@ class Place:
             return (
                 f"Another directory has taken the place of {self._root} while the run was going on. If the run has "
                 "another name now, continue with --run-dir THAT_NAME --resume."
+            )
+        if self._had_state and not self._state.exists():
+            return (
+                f"Files of {self._root} were deleted while the run was going on, so it cannot continue. Its "
+                "checkpoints are in the output_dir of the setup file."
             )
         if os.statvfs(self._root).f_flag & os.ST_RDONLY:
             return (

@@ -70,22 +70,12 @@ def resume(trainer: GRPOTrainer, run: RunDir, state: RunState, start_ranks: Call
         RunDirError: the run has trained, and its checkpoints are not where they were or not as they were.
     """
     found = output_dir.find_checkpoint(trainer.args.output_dir, state, run.root)
-    if (data := fingerprints.of_data(trainer)) and state.data and data != state.data:
-        logger.warning(
-            "the training data are not what they were, or not in the same order: {}, before {}. The run continues at "
-            "the same place of the new order, so prompts may be used twice or left out",
-            data,
-            state.data,
-        )
+    _say_if_other_data(trainer, state)
     if found is None:
         logger.info("resuming from the start: the run has no complete checkpoint yet")
         return None
     checkpoint, used = found
-    if (model := fingerprints.of_model(trainer.model)) != state.model and state.model:
-        raise RunDirError(
-            f"{checkpoint} is of another model than the setup file builds now: {state.model}, not {model}. Set the "
-            "model, and its peft_config, as they were; or begin another run with --run-dir OTHER."
-        )
+    refuse_another_model(trainer, state, checkpoint)
     logger.info("resuming from {}", checkpoint)
     if not used.passes_done:
         return Resumed(path=checkpoint, state=used, batch=None)
@@ -95,6 +85,25 @@ def resume(trainer: GRPOTrainer, run: RunDir, state: RunState, start_ranks: Call
         start_ranks(checkpoint)
         raise
     return Resumed(path=checkpoint, state=used, batch=load_batch(checkpoint, trainer.accelerator.device))
+
+
+def refuse_another_model(trainer: GRPOTrainer, state: RunState, checkpoint: Path) -> None:
+    """Raise `RunDirError` where the weights and the optimizer state of a checkpoint do not fit this trainer's model."""
+    if (model := fingerprints.of_model(trainer.model)) != state.model and state.model:
+        raise RunDirError(
+            f"{checkpoint} is of another model than the setup file builds now: {state.model}, not {model}. Set the "
+            "model, and its peft_config, as they were; or begin another run with --run-dir OTHER."
+        )
+
+
+def _say_if_other_data(trainer: GRPOTrainer, state: RunState) -> None:
+    if (data := fingerprints.of_data(trainer)) and state.data and data != state.data:
+        logger.warning(
+            "the training data are not what they were, or not in the same order: {}, before {}. The run continues at "
+            "the same place of the new order, so prompts may be used twice or left out",
+            data,
+            state.data,
+        )
 
 
 class CheckpointFolder:

@@ -19,6 +19,11 @@ def _rename(root: Path) -> None:
     root.rename(root.with_name("renamed"))
 
 
+def _empty(root: Path) -> None:
+    """What `rm -r` comes to where the server makes its lock again meanwhile."""
+    (root / "run.json").unlink()
+
+
 def _replace(root: Path) -> None:
     _rename(root)
     root.mkdir()
@@ -29,12 +34,14 @@ def _replace(root: Path) -> None:
     [
         (_rename, "was renamed or deleted while the run was going on"),
         (shutil.rmtree, "was renamed or deleted while the run was going on"),
+        (_empty, "Files of .* were deleted while the run was going on"),
         (_replace, "Another directory has taken the place of"),
     ],
 )
 def test_what_became_of_the_directory_is_said(tmp_path: Path, happens: Callable[[Path], None], said: str) -> None:
     root = tmp_path / "worker"
     root.mkdir()
+    (root / "run.json").write_text("{}")
     place = Place(root)
     assert place.trouble() == ""
     happens(root)

@@ -196,13 +196,15 @@ def _checkpoints(trainer: GRPOTrainer, question: Question) -> dict[str, str]:
     """
     from async_grpo.archive import output_dir
     from async_grpo.rundir.paths import RunDir
-    from async_grpo.training.checkpoints import check_ranks
+    from async_grpo.training.checkpoints import check_ranks, refuse_another_model
 
     assert question.run_dir is not None
     setting, state = trainer.args.output_dir, None
     if question.settings.resume:
         state = RunDir(question.run_dir).read_state()
     found = output_dir.find_checkpoint(setting, state, question.run_dir) if state is not None else None
+    if found and state is not None:
+        refuse_another_model(trainer, state, found.path)
     if found and found.state.passes_done:
         check_ranks(found.path, trainer.args.world_size)
     place, run_id = output_dir.absolute(setting, state, question.run_dir), state.run_id if state is not None else ""
