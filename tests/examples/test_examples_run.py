@@ -48,6 +48,18 @@ def test_the_setup_file_of_its_command_trains_with_the_rollouts_of_a_worker(
     assert [entry["step"] for entry in run.logs] == [1, 2]
 
 
+@pytest.mark.slow
+def test_images_train_distributed_and_are_replayed(tmp_path: Path) -> None:
+    (line,) = commands("images")
+    with command(*line[1:], "--distributed", "--steps", "6", "--deterministic", cwd=tmp_path) as run:
+        assert run.wait() == 0, run.output
+    assert steps_logged(tmp_path / "worker") == [1, 2, 3, 4, 5, 6]
+    assert read(tmp_path / "worker" / "summary.json")["jobs_quarantined"] == 0
+    with command("replay", "worker", cwd=tmp_path) as replay:
+        assert replay.wait() == 0, replay.output
+    assert "equal to" in replay.output
+
+
 def test_lora_trains_distributed(tmp_path: Path) -> None:
     (line,) = commands("lora")
     assert line.pop(0) == "async-grpo"
