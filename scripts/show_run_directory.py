@@ -64,7 +64,7 @@ def stages(home: Path) -> Iterator[tuple[str, str]]:
     process.send_signal(signal.SIGTERM)
     ended(process)
     yield "stopped", listing(run_dir)
-    yield "run", head(run_dir / "run.json")
+    yield "run", record(run_dir / "run.json")
     last = max(checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     yield "checkpoint", listing(last)
     yield "rollout_state", json.dumps(json.loads((last / "rollout_state.json").read_text()))
@@ -80,6 +80,13 @@ def stages(home: Path) -> Iterator[tuple[str, str]]:
 
     ended(train(home, "--steps", "1"))
     yield "aside", "\n".join(sorted(f"{path.name}/" for path in home.iterdir() if path.is_dir()))
+
+
+def record(path: Path) -> str:
+    """The JSON object in a file, with one option in place of all of them."""
+    data = json.loads(path.read_text())
+    data["options"] = {"steps": data["options"]["steps"], "...": "all others"}
+    return json.dumps(data, indent=2)
 
 
 def train(home: Path, *options: str) -> subprocess.Popen[bytes]:
