@@ -66,7 +66,7 @@ def test_the_plan_of_a_trainer_in_two_processes_counts_both(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
-        ("trainer.generation_config.top_k = 5", "Remove it from the GRPOConfig"),
+        ('trainer.args.vllm_structured_outputs_regex = "[0-9]+"', "transformers has no structured outputs"),
         ("raise FileNotFoundError('no model at /nowhere')", "FileNotFoundError: no model at /nowhere"),
     ],
     ids=["a setting", "an exception"],
