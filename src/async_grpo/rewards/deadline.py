@@ -30,7 +30,9 @@ SAY_AT_MOST = 3
 _functions: list[Reward] = []  # by number: a forked process has them too, so that nothing of the user's is pickled
 
 
-def with_deadline(*, seconds: float, late: float | None = 0.0) -> Callable[[Reward], Reward]:
+def with_deadline(
+    *, seconds: float, late: float | None = 0.0, prepare: Callable[[], object] | None = None
+) -> Callable[[Reward], Reward]:
     """Call a reward function once for each completion, for at most so many seconds each.
 
     The function sees one completion at a time: `completions` and every column hold one value. Its processes are forks
@@ -38,6 +40,7 @@ def with_deadline(*, seconds: float, late: float | None = 0.0) -> Callable[[Rewa
 
     Args:
         seconds: wall time of one completion, waiting for a free process not included.
+        prepare: called once, before the processes are made; what it imports is there in all of them, at no one's cost.
         late: the reward of a completion that took longer, or that ended its process; None: no reward.
 
     Raises:
@@ -48,7 +51,7 @@ def with_deadline(*, seconds: float, late: float | None = 0.0) -> Callable[[Rewa
 
     def decorate(function: Reward) -> Reward:
         _functions.append(function)
-        pool = _Pool(len(_functions) - 1, seconds, late)
+        pool = _Pool(len(_functions) - 1, seconds, late, prepare)
 
         @functools.wraps(function)
         def scored(completions: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -62,8 +65,8 @@ def with_deadline(*, seconds: float, late: float | None = 0.0) -> Callable[[Rewa
 class _Pool:
     """The processes of one function."""
 
-    def __init__(self, number: int, seconds: float, late: float | None) -> None:
-        self._number, self._seconds, self._late = number, seconds, late
+    def __init__(self, number: int, seconds: float, late: float | None, prepare: Callable[[], object] | None) -> None:
+        self._number, self._seconds, self._late, self._prepare = number, seconds, late, prepare
         self._processes: ProcessPool | None = None
         self._owner = 0
         self._lock = Lock()
@@ -83,6 +86,8 @@ class _Pool:
             if self._processes is None or self._owner != os.getpid():  # a fork has no part in its parent's pool
                 from pebble import ProcessPool
 
+                if self._prepare is not None:
+                    self._prepare()
                 context = multiprocessing.get_context("fork")
                 self._processes, self._owner = ProcessPool(max_workers=PROCESSES, context=context), os.getpid()
             found: Future[Any] = self._processes.schedule(_call, args=[self._number, arguments], timeout=self._seconds)

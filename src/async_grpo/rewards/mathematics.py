@@ -58,27 +58,29 @@ def _right(parts: Sequence[Answer], gold: Sequence[str]) -> list[float]:
     return [float(right.get(index) or 0.0) for index in range(len(parts))]
 
 
-@with_deadline(seconds=SECONDS)
+def _load_math_verify() -> None:
+    """Import it and have it build its grammar, which takes seconds."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
+    _equal("x + 1", "$1 + x$")
+
+
+@with_deadline(seconds=SECONDS, prepare=_load_math_verify)
 def equal(completions: Sequence[Any], gold: Sequence[str]) -> list[float]:
     """1 for each answer that is mathematically equal to its gold answer, by math-verify.
 
     Its own time limit is an alarm signal, which does nothing outside of the main thread: ours is the decorator's.
     """
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
+    return [float(_equal(text, right)) for text, right in zip(completions, gold, strict=True)]
+
+
+def _equal(text: str, right: str) -> bool:
     from math_verify import parse as parsed
     from math_verify import verify
 
-    return [
-        float(
-            text.strip() == right
-            or verify(
-                parsed(_as_latex(right), parsing_timeout=None),
-                parsed(_as_latex(text), parsing_timeout=None),
-                timeout_seconds=None,
-            )
-        )
-        for text, right in zip(completions, gold, strict=True)
-    ]
+    if text.strip() == right.strip():
+        return True
+    found, gold = (parsed(_as_latex(one), parsing_timeout=None) for one in (text, right))
+    return bool(verify(gold, found, timeout_seconds=None))
 
 
 def _as_latex(text: str) -> str:
