@@ -1,4 +1,6 @@
-"""100 strings with a secret and 100 without, as settings, logs and reports have them. Written before what finds them.
+"""100 strings with a secret and 100 without, as settings, logs and reports have them.
+
+Not independent of the rules: the author of the rules wrote them, and changed both after looking at what was missed.
 
 The secrets are made up anew from a seed, so that no scanner takes this file for a leak; `{name}` is one of `SECRETS`.
 """
