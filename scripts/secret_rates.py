@@ -42,8 +42,8 @@ def rates() -> str:
     all_planted, all_harmless = len(planted()), len(harmless())
     found = (
         f"Of {all_planted} strings with a planted secret, {all_planted - len(missed())} were cleaned completely; of "
-        f"{all_harmless} harmless ones, {len(taken())} lost something. Both lists were made by the author of the rules, "
-        "who changed rules and lists after looking at what was missed; strings by somebody else would give lower rates."
+        f"{all_harmless} harmless ones, {len(taken())} lost something. The author of the rules made both lists, and "
+        "changed rules and lists after looking at what was missed: strings by somebody else would give lower rates."
     )
     return textwrap.fill(found, 100) + "\n"
 
