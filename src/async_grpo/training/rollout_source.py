@@ -334,6 +334,8 @@ class RolloutSource:
         return self._queue.claimants() or [worker.name for worker in self._queue.workers()]
 
     def _waiting_for(self) -> str:
+        if self._evaluations is not None and self._evaluations.busy:
+            return self._evaluations.describe()
         if self._issuer.disk_full:
             return "room on the disk for new jobs"
         counts = self._queue.counts()

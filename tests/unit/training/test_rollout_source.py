@@ -6,7 +6,7 @@ import pytest
 from unit_fakes import RUN, Bench, schedule, seqs
 
 from async_grpo.archive.rollout_state import RolloutState
-from async_grpo.errors import AllGroupsFailedError, WaitTimeoutError
+from async_grpo.errors import WaitTimeoutError
 from async_grpo.training.job_issuer import sampling_seed
 from async_grpo.training.rollout_source import StopTraining
 
@@ -294,38 +294,6 @@ def test_a_stop_ends_the_wait_for_what_is_open_without_an_error() -> None:
     bench.source.advance(0)
     bench.queue.on_wait = lambda: setattr(bench, "stopping", True)
     assert not bench.source.finish_open(0), "so that the trainer logs the step and saves its checkpoint"
-
-
-def test_when_nothing_but_failures_comes_back_the_traceback_is_in_the_error() -> None:
-    bench = Bench(schedule(B=4, K=4))
-    bench.source.advance(0)
-    reason = "Traceback (most recent call last):\n  File 'rewards.py', line 3\nValueError: no number"
-
-    def everything_fails() -> None:
-        bench.queue.fail_for_good(*bench.queue.unclaimed(), reason=reason)
-
-    bench.queue.on_wait = everything_fails
-    with pytest.raises(AllGroupsFailedError, match=r"prompt groups all failed(.|\n)*rewards\.py(.|\n)*no number"):
-        bench.source.take(0)
-
-
-def test_one_poisoned_prompt_does_not_end_a_run_of_tiny_batches() -> None:
-    bench = Bench(schedule(B=1, K=0))
-    bench.source.advance(0)
-    bench.queue.fail_for_good(0)
-    bench.queue.on_wait = lambda: bench.queue.finish(1, version=0)
-    assert seqs(bench.source.take(0)) == [1]
-
-
-def test_some_failures_between_successes_do_not_end_the_run() -> None:
-    bench = Bench(schedule(B=4, K=0))
-    for version in range(20):
-        bench.source.advance(version)
-        bench.queue.fail_for_good(bench.queue.unclaimed()[0])
-        bench.queue.on_wait = lambda version=version: bench.queue.finish(*bench.queue.unclaimed(), version=version)
-        assert len(bench.source.take(version)) == 4
-        bench.step_done(version + 1)
-    assert bench.metrics.quarantined == 20
 
 
 def test_a_stop_ends_the_wait_but_not_a_batch_that_is_there() -> None:
