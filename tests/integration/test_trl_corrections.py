@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from compared_with_trl import largest_difference, run_as_trl_would, settings
-from in_process import InProcessRun, replay_with_trl, training_logs
+from in_process import InProcessRun, build_trainer, replay_with_trl, training_logs
 from torch.testing import assert_close
 from trl import GRPOTrainer
+from trl.experimental.gmpo import GMPOTrainer
 
+from async_grpo.errors import UnsupportedError
 from async_grpo.records import RolloutGroup
+from async_grpo.training.corrections.checks import check
 from async_grpo.training.corrections.rule import Rule, rule
 from async_grpo.training.corrections.trl_loss import has_own_loss
 
@@ -174,6 +178,71 @@ def test_the_weights_reach_a_loss_of_the_users(
     assert has_own_loss(get_trainer()) == own
     expected = steps_of(settings(tmp_path, max_steps=3), correction)
     assert steps_of(get_trainer, correction) == pytest.approx(expected, abs=1e-5)
+
+
+class WithATeacher(GRPOTrainer):
+    """Asks another model for log-probabilities before TRL's loss asks its own."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        ids = [torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], dim=1) for name in ("ids", "mask")]
+        with torch.no_grad():
+            self._get_per_token_logps_and_entropies(self.worse, *ids, inputs["completion_ids"].shape[1])
+        return super()._compute_loss(model, inputs)
+
+    @property
+    def worse(self) -> Any:
+        other = copy.deepcopy(self.model)
+        torch.nn.init.normal_(other.get_input_embeddings().weight)
+        return other
+
+
+def test_the_weights_are_of_the_model_that_trains(tmp_path: Path) -> None:
+    logs = [
+        MismatchedRun(settings(tmp_path, trainer_class=cls, max_steps=2), correction=rule("tis", most=1.1)).train().logs
+        for cls in (GRPOTrainer, WithATeacher)
+    ]
+    for ours, theirs in zip(*logs, strict=True):
+        for name in ("grad_norm", "async/ratio_max", "async/weight_changed_fraction"):
+            assert theirs[name] == pytest.approx(ours[name], abs=1e-5), name
+
+
+class OwnForwardPass(GRPOTrainer):
+    """A loss with a forward pass of its own."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        logits = model(input_ids=ids, attention_mask=mask).logits[:, -inputs["completion_ids"].shape[1] - 1 : -1]
+        log_pi = logits.log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
+        advantages = inputs["advantages"].view(len(ids), -1)
+        return -(advantages * log_pi * inputs["completion_mask"]).sum() / inputs["completion_mask"].sum()
+
+
+class OwnForwardPassWithWeights(GRPOTrainer):
+    """It would multiply by the weights, as TRL does, but nobody can know its log-probabilities."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        return OwnForwardPass._compute_loss(self, model, inputs) * inputs["importance_sampling_ratio"].mean()
+
+
+@pytest.mark.parametrize("correction", ["bypass", "tis", "none"])
+def test_a_loss_may_make_its_own_forward_pass(correction: str, tmp_path: Path) -> None:
+    get_trainer = settings(tmp_path, trainer_class=OwnForwardPass, max_steps=2)
+    assert len(MismatchedRun(get_trainer, correction=correction).train().logs) == 2
+
+
+def test_weights_that_nobody_fills_in_are_refused(tmp_path: Path) -> None:
+    get_trainer = settings(tmp_path, trainer_class=OwnForwardPassWithWeights, max_steps=1)
+    with pytest.raises(UnsupportedError, match=r"OwnForwardPassWithWeights.*_get_per_token_logps_and_entropies"):
+        MismatchedRun(get_trainer, correction="tis").train()
+
+
+def test_a_loss_of_trl_that_takes_no_weights_is_refused(tmp_path: Path) -> None:
+    trainer = build_trainer(tmp_path, trainer_class=GMPOTrainer)
+    with pytest.raises(UnsupportedError, match=r"GMPOTrainer.*--correction bypass"):
+        check(rule("tis"), trainer, own_loss=has_own_loss(trainer))
+    for name in ("bypass", "trl", "none"):
+        check(rule(name), trainer, own_loss=has_own_loss(trainer))
 
 
 # --- Forward passes ---------------------------------------------------------------------------------------

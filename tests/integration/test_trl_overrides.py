@@ -65,6 +65,32 @@ def test_a_single_turn_of_the_users_is_what_is_trained_on(tmp_path: Path) -> Non
     assert type(plain) is Shortened
 
 
+class SamplesAgain(GRPOTrainer):
+    """Samples until rewards differ, inside of one call."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        super()._generate_and_score_completions(inputs)
+        return super()._generate_and_score_completions(inputs)
+
+
+def test_a_trainer_that_samples_twice_for_one_batch_is_refused(tmp_path: Path) -> None:
+    """It would get the same completions again, for ever if it waits for better ones."""
+    with pytest.raises(UnsupportedError, match=r"SamplesAgain makes completions twice.*_prepare_inputs"):
+        InProcessRun(settings(tmp_path, trainer_class=SamplesAgain)).train()
+
+
+class ReadsOldLogProbabilities(GRPOTrainer):
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        output["advantages"] = output["advantages"] - output["old_per_token_logps"].mean(-1)
+        return output
+
+
+def test_old_log_probabilities_are_there_for_who_reads_them(tmp_path: Path) -> None:
+    """`bypass` has no use for them, and spares TRL their forward pass where nobody else has."""
+    run_as_trl_would(settings(tmp_path, trainer_class=ReadsOldLogProbabilities, num_iterations=2))
+
+
 class Naming(GRPOTrainer):
     def _log_metric(self, name: str, value: float) -> None:
         super()._log_metric(f"mine/{name}", value)
@@ -101,7 +127,9 @@ def test_an_override_of_a_method_that_is_not_known_is_refused(tmp_path: Path, mo
         check_overrides(trainer)
 
 
-@pytest.mark.parametrize("name", ["_generate", "_generate_single_turn", "_calculate_rewards"])
+@pytest.mark.parametrize(
+    "name", ["_generate", "_generate_single_turn", "_calculate_rewards", "_compute_loss", "_save_checkpoint"]
+)
 def test_a_method_that_is_assigned_to_the_trainer_is_refused(name: str, tmp_path: Path) -> None:
     trainer = build_trainer(tmp_path)
     setattr(trainer, name, getattr(trainer, name))

@@ -7,6 +7,7 @@ on a distributed run nobody has looked at: `check_overrides` refuses an override
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError
@@ -56,7 +57,10 @@ EFFECTS: dict[str, str] = {
 HONOURED: dict[str, str] = {name: effect for effect, names in EFFECTS.items() for name in names.split()}
 """By method, what an override of it does in a distributed run."""
 
-_ON_THE_CLASS = ("_generate", "_generate_single_turn", "_calculate_rewards", "_generate_and_score_completions")
+_ON_THE_CLASS = (
+    *("_generate", "_generate_single_turn", "_calculate_rewards", "_generate_and_score_completions"),
+    *("_compute_loss", "_get_per_token_logps_and_entropies", "_save_checkpoint", "_get_output_dir"),
+)
 """Methods that the adapters to TRL find by the class: on the object, an assignment would go round them."""
 
 
@@ -104,14 +108,30 @@ def check_overrides(trainer: GRPOTrainer) -> None:
             )
     if assigned := sorted(set(_ON_THE_CLASS) & set(vars(trainer))):
         raise UnsupportedError(
-            f"{assigned[0]} was assigned to the trainer object, where the run would ignore it. Override it in a "
-            "subclass of GRPOTrainer."
+            f"{assigned[0]} was assigned to the trainer object, where it and the run's own part of it cannot both "
+            "work. Override it in a subclass of GRPOTrainer."
         )
     if trainer.args.world_size > 1 and (loading := own_dataloader(trainer)):
         raise UnsupportedError(
             f"{type(trainer).__name__} overrides {loading}: with a trainer in several processes, each dataloader has a "
             "part of the prompts only. Override _get_train_sampler instead, or train in one process."
         )
+
+
+def served_once(completions: dict[str, list[Any]]) -> Callable[[list[Any], GRPOTrainer], dict[str, list[Any]]]:
+    """A `rollout_func` for one batch. A class that samples again while it is assembled would get the same ones."""
+    left = [completions]
+
+    def rollout_func(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+        if not left:
+            raise UnsupportedError(
+                f"{type(trainer).__name__.removeprefix('Async')} makes completions twice for one generation batch, and "
+                "the workers have made them once. Call _generate_and_score_completions again in _prepare_inputs, where "
+                "each call gets another batch, or train in one process (without --distributed)."
+            )
+        return left.pop()
+
+    return rollout_func
 
 
 def own_dataloader(trainer: GRPOTrainer) -> str | None:

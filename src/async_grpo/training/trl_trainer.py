@@ -22,6 +22,7 @@ from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import images_in, opened
 from async_grpo.setup.generator_choice import refuse_late_vllm
+from async_grpo.setup.overrides import served_once
 from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
 from async_grpo.training.checkpoints import BatchInUse
 from async_grpo.training.corrections.rule import Rule
@@ -175,7 +176,7 @@ def _serving(trainer: Any, groups: Sequence[RolloutGroup], rows: Sequence[dict[s
     if trainer.environment_factories is not None:
         trainer._batch_environments = [row.get("environment") if trainer._multi_environment else None for row in rows]
     output = {name: own_share(trainer, values) for name, values in _as_rollout_output(groups).items()}
-    trainer.rollout_func = lambda prompts, _trainer: output
+    trainer.rollout_func = served_once(output)
     trainer.tools, trainer.environment_factories, trainer.environments = [], None, None
     trainer.begin_batch()
     try:
@@ -246,8 +247,7 @@ def make_async(trainer: GRPOTrainer, events: TrainingEvents, *, correction: Rule
     progress bar and printer give way to the run's step line.
     """
     trainer.correct = correction_of(trainer, correction, partial(append_metric, trainer))
-    user_class = type(trainer)
-    trainer.__class__ = type(f"Async{user_class.__name__}", (AsyncGRPOMixin, user_class), {})
+    trainer.__class__ = type(f"Async{type(trainer).__name__}", (AsyncGRPOMixin, type(trainer)), {})
     trainer.events = events
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)

@@ -34,6 +34,7 @@ class Correction:
         clip: how TRL's loss clips ratios; None where it does not.
         log_pi_old: one forward pass without gradient over the batch, for `own_loss` only.
         append: adds a value to the training metrics.
+        keeps_old: the user's class sees the batch before it is corrected, and may read what TRL has computed.
     """
 
     rule: Rule
@@ -41,6 +42,7 @@ class Correction:
     clip: Clip | None
     log_pi_old: LogProbs
     append: Append
+    keeps_old: bool = False
 
     def __call__(self, batch: dict[str, Any]) -> None:
         """Correct a generation batch. `batch["sampling_per_token_logps"]` is log mu, [B, C]."""

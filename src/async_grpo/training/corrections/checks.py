@@ -9,6 +9,7 @@ from torch import nn
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup.generator_choice import wants_vllm
 from async_grpo.training.corrections.rule import TOKEN, Rule
+from async_grpo.training.corrections.trl_loss import takes_weights
 
 
 def check(rule: Rule, trainer: Any, *, own_loss: bool) -> None:
@@ -23,6 +24,11 @@ def check(rule: Rule, trainer: Any, *, own_loss: bool) -> None:
         raise UnsupportedError(
             f"--correction trl weighs the loss by TRL's own code, but {_class_name(trainer)} has a loss of its own "
             "that does not call TRL's. Take another --correction: bypass changes only what the ratio is against."
+        )
+    if rule.weighs and not takes_weights(trainer):
+        raise UnsupportedError(
+            f"--correction {rule.name} multiplies the loss by weights, which the loss of {_class_name(trainer)} does "
+            "not take, in TRL neither. Take --correction bypass."
         )
     if rule.weighs and own_loss and trainer.args.off_policy_mask_threshold is not None:
         raise UnsupportedError(

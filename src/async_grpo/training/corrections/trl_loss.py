@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from async_grpo.errors import UnsupportedError
 from async_grpo.images import MODEL_INPUTS
+from async_grpo.setup.overrides import overridden
 from async_grpo.training.corrections.batch import Correction
 from async_grpo.training.corrections.report import CLIPPING_LOSSES, Clip
 from async_grpo.training.corrections.rule import Rule
@@ -32,14 +34,14 @@ class CorrectedLoss(UserTrainer):
     """Put before the user's trainer class: TRL's loss, with the weights of `correct`."""
 
     correct: Correction
-    _log_pi: torch.Tensor  # [B, C], of the last forward pass
-    _in_loss: dict[str, Any] | None = None  # inputs of the loss that TRL computes, until its forward pass is done
+    _log_pi: torch.Tensor | None = None  # [B, C], of the loss that TRL computes, once its forward pass is done
+    _in_loss: dict[str, Any] | None = None  # inputs of that loss, until then
     _unused_old_logps: bool = False  # TRL is about to compute old log-probabilities that the correction replaces
 
     def begin_batch(self) -> None:
         """TRL is about to assemble a generation batch."""
         bypass = self.correct.rule.name == "bypass" and not self.correct.own_loss
-        self._unused_old_logps = bypass and not one_update(self)
+        self._unused_old_logps = bypass and not self.correct.keeps_old and not one_update(self)
 
     def tokens_are_there(self) -> None:
         """From here to `end_batch`, TRL does with the tokens what it does with those of vLLM, if that was asked for."""
@@ -54,7 +56,14 @@ class CorrectedLoss(UserTrainer):
             return super()._compute_loss(model, inputs)
         with _weighing(self, inputs):
             loss = super()._compute_loss(model, inputs)
-        self.correct.after_loss(inputs, self._log_pi, self.state.global_step)
+        if self._log_pi is not None:
+            self.correct.after_loss(inputs, self._log_pi, self.state.global_step)
+        elif "importance_sampling_ratio" in inputs and self.correct.rule.weighs:
+            raise UnsupportedError(
+                f"--correction {self.correct.rule.name} needs the log-probabilities of the loss to weigh it, and the "
+                f"loss of {type(self).__name__.removeprefix('Async')} does not compute them by "
+                "_get_per_token_logps_and_entropies. Call that method in it, or take --correction bypass."
+            )
         return loss
 
     def _get_per_token_logps_and_entropies(self, model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,11 +72,10 @@ class CorrectedLoss(UserTrainer):
             tokens = args[1] if len(args) > 1 else kwargs["logits_to_keep"]
             return torch.zeros((len(input_ids), tokens), device=input_ids.device), None, None
         result = super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
-        if result[0] is not None:  # Unsloth's first question gets no answer
-            self._log_pi = result[0].detach()
-            if self._in_loss is not None:
-                inputs, self._in_loss = self._in_loss, None
-                self.correct.in_loss(inputs, self._log_pi)
+        # Unsloth's first question gets no answer, and what has no gradient is of another model: a teacher's, perhaps.
+        if self._in_loss is not None and result[0] is not None and result[0].requires_grad:
+            inputs, self._in_loss, self._log_pi = self._in_loss, None, result[0].detach()
+            self.correct.in_loss(inputs, self._log_pi)
         return result
 
 
@@ -75,7 +83,7 @@ class CorrectedLoss(UserTrainer):
 def _weighing(trainer: Any, inputs: dict[str, Any]) -> Iterator[None]:
     """While TRL computes a loss: it multiplies by `importance_sampling_ratio`, if there is one, as with use_vllm."""
     saved = (trainer.use_vllm, trainer.vllm_importance_sampling_correction)
-    trainer._in_loss = inputs
+    trainer._in_loss, trainer._log_pi = inputs, None
     if "importance_sampling_ratio" in inputs:
         trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
     try:
@@ -93,6 +101,7 @@ def correction_of(trainer: GRPOTrainer, rule: Rule, append: Callable[[str, float
         clip=_clip(trainer),
         log_pi_old=partial(log_pi_old, trainer),
         append=append,
+        keeps_old="_generate_and_score_completions" in overridden(trainer),
     )
 
 
@@ -114,6 +123,13 @@ def has_own_loss(trainer: GRPOTrainer) -> bool:
             if code is not None and name not in code.co_names and "importance_sampling_ratio" not in code.co_consts:
                 return True
     return False
+
+
+def takes_weights(trainer: Any) -> bool:
+    """Whether the loss of this class of TRL's multiplies by the weights; that of `GMPOTrainer` does not."""
+    losses = [vars(base)["_compute_loss"] for base in type(trainer).__mro__ if "_compute_loss" in vars(base)]
+    of_trl = [inspect.unwrap(loss) for loss in losses if loss.__module__.startswith("trl.")]
+    return not of_trl or "importance_sampling_ratio" in of_trl[0].__code__.co_consts
 
 
 def _clip(trainer: Any) -> Clip | None:
