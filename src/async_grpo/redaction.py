@@ -32,7 +32,7 @@ _URL_PARAMETER = re.compile(
     r"(?i)([?&;](?:[\w.-]{0,60}(?:token|key|secret|signature|sig|passw(?:or)?d|pwd|credential)|code|auth)=)[^&\s\"'<>]+"
 )
 _HEADER = re.compile(
-    r"(?i)((?<![\w-])(?:(?:proxy-)?authorization|(?:set-)?cookie|x-[\w-]*(?:key|token|secret|auth)[\w-]*)"
+    r"(?i)((?<![\w-])(?:(?:proxy-)?authorization|(?:set-)?cookie|x-(?=[\w-]*(?:key|token|secret|auth))[\w-]++)"
     r"(?:\\*[\"'])?\s*(?::|=|,)\s*+(?:[bf]?\\*[\"'])?+)(?!\$|\w+ \{)[^\n\"'\\]{3,}"
 )
 _SCHEME = re.compile(r"(?i)\b(bearer|basic|negotiate)(\s+|%20)(?=[\w.~+/-]*[\d=._+/-])[\w.~+/-]{8,}=*")
@@ -55,7 +55,7 @@ _SHAPES = (
     r"figd_[\w-]{16,}|tskey-[\w-]{12,}|glsa_\w{16,}|key-[0-9a-f]{32}|[0-9a-f]{32}-us\d{1,2}|SK[0-9a-f]{32}",
     r"AGE-SECRET-KEY-1\w{16,}|\d{8,10}:AA[\w-]{30,}|[MNO][\w-]{23,25}\.[\w-]{6}\.[\w-]{27,}",  # age, Telegram, Discord
     r"eyJ[\w-]{8,2000}+\.[\w-]{4,}(?:\.[\w-]*)?",  # JSON web tokens
-    r"[0-9a-f]{40,}",  # wandb's former keys; digests too
+    r"(?<!/snapshots/)(?<!commit )(?<!sha256:)[0-9a-f]{40,}",  # wandb's former keys; most digests too
 )
 _KNOWN_SHAPES = re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(_SHAPES)})(?![A-Za-z0-9])")
 _RANDOM = re.compile(  # nobody names a thing like this
@@ -75,7 +75,7 @@ _VALUE = re.compile(
 
 _SHORTEST = 3  # characters of a secret
 _SHORTEST_NUMBER = 4
-_NUMBER = re.compile(r"-?[\d.,_]+(?:e-?\d+)?[%sMGTkB]*")
+_NUMBER = re.compile(r"[\[(]*-?[\d.,_]+(?:e-?\d+)?[%sMGTkB]*(?: -?[\d.,_]+)*[\])]*")  # or a list of them: token ids
 _HARMLESS = re.compile(
     r"(?:true|false|none|null|nan|str|int|bool|bytes|string)\)*|optional\b.*|"
     r"<[^>]*>?|\[[A-Z_]+\]?|\$.*|%\(.*|\{.*|\*+|x{3,}|\.{3}|removed|"  # placeholders, and the model's special tokens

@@ -53,6 +53,10 @@ def test_what_looks_like_a_secret_is_removed(text: str, secret: str) -> None:
         'File "/home/me/rewards.py", line 3 in accuracy',
         "step 50/100 reward 0.969  854 rollouts/s",
         "torch==2.13.0+cpu",
+        "stop_token_ids=[151643, 151645], prompt_token_ids=[9707,1879], suppress_token_ids=(1234, 5)",
+        '"eos_token_id": [151645, 151643], "bad_words_token_ids": [[1,2],[3,4]]',
+        "hub/models--Qwen--Qwen2.5-0.5B/snapshots/7ae557604adf67be50417f59c2c2f167def9a775/config.json",
+        "commit 7ae557604adf67be50417f59c2c2f167def9a775",
     ],
 )
 def test_what_a_report_is_made_of_stays(text: str) -> None:
@@ -102,7 +106,7 @@ def test_what_is_clean_stays_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "unit", ["://a:", "-eyJaaaaaaaa", 'token="a', 'token=\\"', "cookie:", "a.webhook", "?a-token", "sk-"]
+    "unit", ["://a:", "-eyJaaaaaaaa", 'token="a', 'token=\\"', "cookie:", "a.webhook", "?a-token", "sk-", "x-key"]
 )
 def test_a_long_line_that_was_made_for_it_takes_no_minutes(unit: str) -> None:
     Redactor()(unit * (100_000 // len(unit)))
