@@ -20,7 +20,7 @@ DIMENSIONS = """\
 P tokens of the prompt, G completions, N tokens of all completions, F reward functions, T turns of
 all completions. What is stored in `texts` is JSON in a tensor of that name, outside the header.
 
-Since format 3 a job or a group may have images anywhere in its JSON. There it has `null` in their
+Since format 4 a job or a group may have images anywhere in its JSON. There it has `null` in their
 places. Their bytes are in a tensor `images` (`uint8`), each image once. A tensor `image_table` has
 JSON: `sizes`, the bytes of each image, and `places`, a list of `[image, key, key, …]`, of which the
 first key is `header` or `texts`.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # numpy costs a tenth of a second that `--help` and `status` 
     import numpy as np
     from numpy.typing import NDArray
 
-FORMAT = 3  # of the queue files that this version writes
+FORMAT = 4  # of the queue files that this version writes
 OLDEST_FORMAT = 2  # that it reads
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class Job:
         "what reward functions see as `trainer_state`: the trainer's when the job was submitted",
         item="field of the trainer's state",
         default_factory=dict,
-        since=3,
+        since=4,
     )
 
 
@@ -150,7 +150,7 @@ class RolloutGroup:
         "int32", "P", "tokens of the prompt; with `prompt_lengths`, of the G prompts, back to back", least=0
     )
     prompt_lengths: NDArray[np.int32] | None = tensor(
-        "int32", "G", "tokens of each completion's prompt; absent where all have one", least=0, default=None, since=3
+        "int32", "G", "tokens of each completion's prompt; absent where all have one", least=0, default=None, since=4
     )
     completion_lengths: NDArray[np.int32] = tensor("int32", "G", "tokens of each completion", least=0)
     completion_ids: NDArray[np.int32] = tensor("int32", "N", "tokens of the completions", least=0)
@@ -184,7 +184,7 @@ class RolloutGroup:
         "the G prompts with what an environment added, as texts or messages; one: all are equal; none: the row's",
         item="prompt",
         default_factory=list,
-        since=3,
+        since=4,
     )
 
     def prompt(self, index: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import EncodedImage
-from async_grpo.records import OLDEST_FORMAT, Stored
+from async_grpo.records import Stored
 
 
 class Dtype(NamedTuple):
@@ -20,6 +20,7 @@ class Dtype(NamedTuple):
 
 
 IMAGES, TABLE = "images", "image_table"  # the tensors of a file with images
+IMAGES_SINCE = 4  # format
 
 DTYPES = {"int32": Dtype("I32", "<i4", 4), "float32": Dtype("F32", "<f4", 4), "uint8": Dtype("U8", "|u1", 1)}
 
@@ -133,7 +134,7 @@ class Schema:
         if self.texts.columns:
             self.dtypes["texts"], self.dimensions["texts"] = DTYPES["uint8"], 1
         self.required = self.dtypes.keys() - {field.name for field in fields(record) if field.default is None}
-        if number > OLDEST_FORMAT:
+        if number >= IMAGES_SINCE:
             self.dtypes |= {IMAGES: DTYPES["uint8"], TABLE: DTYPES["uint8"]}
             self.dimensions |= {IMAGES: 1, TABLE: 1}
 

@@ -337,7 +337,7 @@ class _NoHistory(list[Any]):
 
 
 def _state_at_issue(trainer: Any, job: Job, version: int) -> Any:
-    """The trainer's state when it issued the job; a job of format 2 has none, so only the version is known."""
+    """The trainer's state when it issued the job; a job of format 2 or 3 has none, so only the version is known."""
     state = copy.copy(trainer.state)
     vars(state).update(job.trainer_state or {"global_step": version})
     state.log_history = _NoHistory()

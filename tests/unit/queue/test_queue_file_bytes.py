@@ -123,8 +123,8 @@ def test_a_foreign_group_is_refused(expected: dict[str, Any], reason: str) -> No
 
 
 def test_a_file_of_an_unknown_format_is_refused_by_name() -> None:
-    older = encode_job(make_job(1)).replace(b"async-grpo-job/3", b"async-grpo-job/1")
-    with pytest.raises(BadFileError, match="its format is 'async-grpo-job/1', not 'async-grpo-job/3' or"):
+    older = encode_job(make_job(1)).replace(b"async-grpo-job/4", b"async-grpo-job/1")
+    with pytest.raises(BadFileError, match="its format is 'async-grpo-job/1', not 'async-grpo-job/4' or"):
         decode_job(older)
 
 

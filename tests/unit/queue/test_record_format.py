@@ -1,4 +1,4 @@
-"""The record format: every declared field round-trips, the page equals the declaration, format 2 is still read."""
+"""The record format: every declared field round-trips, the page equals the declaration, older files are read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from async_grpo.queue.codec import decode_group, decode_job, encode_group, encod
 from async_grpo.records import Job, Purpose, RolloutGroup, Timings
 
 ROOT = Path(__file__).parents[3]
-FORMAT_2 = Path(__file__).parent / "format_2"
+OLDER = [2, 3]  # formats
 
 json_values = st.recursive(
     st.builds(EncodedImage, st.binary(max_size=5))
@@ -137,20 +137,28 @@ def old_group() -> RolloutGroup:
     return make_group(make_job(5), tool_mask=mask, token_versions=versions)
 
 
-def test_files_of_format_2_are_read() -> None:
-    job, group = (FORMAT_2 / "job.safetensors").read_bytes(), (FORMAT_2 / "group.safetensors").read_bytes()
-    assert b"async-grpo-job/2" in job and b"async-grpo-group/2" in group
+def older_file(number: int, name: str) -> Path:
+    return Path(__file__).parent / f"format_{number}" / f"{name}.safetensors"
+
+
+@pytest.mark.parametrize("number", OLDER)
+def test_files_of_older_formats_are_read(number: int) -> None:
+    job, group = (older_file(number, name).read_bytes() for name in ("job", "group"))
+    assert f"async-grpo-job/{number}".encode() in job and f"async-grpo-group/{number}".encode() in group
     assert decode_job(job, expect_seq=5, expect_run=RUN) == make_job(5)
     back = decode_group(group, expect_seq=5, expect_run=RUN, expect_attempt=0, expect_worker="dev1")
     assert same_group(back, old_group())
 
 
+@pytest.mark.parametrize("number", OLDER)
 @pytest.mark.parametrize("where", ["queue/{}", "done/0000000/{}"])
-def test_a_finished_group_of_format_2_is_given_back_to_a_resumed_run(where: str, tmp_path: Path) -> None:
+def test_a_finished_group_of_an_older_format_is_given_back_to_a_resumed_run(
+    where: str, number: int, tmp_path: Path
+) -> None:
     ServerQueue.open(tmp_path, RUN, watch_workers=False).close()
     path = tmp_path / where.format("0000000005.a00_complete_from_dev1.safetensors")
     path.parent.mkdir(exist_ok=True)
-    shutil.copy(FORMAT_2 / "group.safetensors", path)
+    shutil.copy(older_file(number, "group"), path)
     with closing(ServerQueue.open(tmp_path, RUN, watch_workers=False)) as server:
         server.submit(make_job(5))
         [entry] = server.finished()
@@ -158,10 +166,11 @@ def test_a_finished_group_of_format_2_is_given_back_to_a_resumed_run(where: str,
     assert group is not None and same_group(group, old_group())
 
 
+@pytest.mark.parametrize("number", OLDER)
 @pytest.mark.parametrize("state", ["pending", "processing_by_dev1"])
-def test_an_open_job_of_format_2_can_be_finished(state: str, tmp_path: Path) -> None:
+def test_an_open_job_of_an_older_format_can_be_finished(state: str, number: int, tmp_path: Path) -> None:
     ServerQueue.open(tmp_path, RUN, watch_workers=False).close()
-    shutil.copy(FORMAT_2 / "job.safetensors", tmp_path / "queue" / f"0000000005.a00_{state}.safetensors")
+    shutil.copy(older_file(number, "job"), tmp_path / "queue" / f"0000000005.a00_{state}.safetensors")
     with closing(ServerQueue.open(tmp_path, RUN, watch_workers=False)) as server:
         server.submit(make_job(5))
         with closing(WorkerQueue.open(tmp_path, 1, "cpu")) as worker:
