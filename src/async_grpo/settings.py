@@ -6,6 +6,7 @@ import math
 import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,12 +36,15 @@ class ArchiveLimit:
         return f"{self.amount // 1000}KB" if self.in_bytes else str(self.amount)
 
     def groups(self, done: Path) -> int:
-        """How many of the groups in `done` may stay, the newest first."""
+        """How many of the groups in `done` may stay of each kind, the newest first."""
         if not self.in_bytes:
             return self.amount
         room, kept = self.amount, 0
-        for file in sorted(done.glob("*/*"), key=lambda path: path.name, reverse=True):
-            room -= file.stat().st_size
+        files = sorted(done.glob("*/*"), key=lambda path: path.name, reverse=True)
+        # As many groups of evaluations, whose numbers begin with 9, stay beside those that are trained on.
+        kinds = ([file for file in files if file.name.startswith("9") is is_eval] for is_eval in (False, True))
+        for pair in zip_longest(*kinds):
+            room -= sum(file.stat().st_size for file in pair if file is not None)
             if room < 0:
                 break
             kept += 1

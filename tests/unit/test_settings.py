@@ -43,6 +43,15 @@ def test_a_size_keeps_the_newest_groups_that_fit(tmp_path: Path) -> None:
     assert kept == {0: 0, 999: 0, 2000: 2, 2999: 2, 10**9: 6}
 
 
+def test_a_size_holds_for_evaluations_and_training_together(tmp_path: Path) -> None:
+    for number, size in ((0, 4000), (1, 4000), (9_000_000_000, 100), (9_000_000_001, 100), (9_000_000_002, 100)):
+        folder = tmp_path / f"{number // 1000:07d}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"{number:010d}.a00_complete").write_bytes(bytes(size))
+    kept = {size: ArchiveLimit(size, in_bytes=True).groups(tmp_path) for size in (99, 4100, 8200, 8300)}
+    assert kept == {99: 0, 4100: 1, 8200: 2, 8300: 3}
+
+
 OTHER_TRAINING = TrainingSettings(
     steps=3,
     seed=7,

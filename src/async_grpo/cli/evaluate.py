@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.cli import options
-from async_grpo.cli.train import plan_devices
+from async_grpo.cli.train import choose_weights, plan_devices
 from async_grpo.errors import UsageError
 from async_grpo.settings import TrainingSettings, positive
 
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
         **{name: getattr(args, name) for name in EVAL_SETTINGS},
     )
     settings.evaluated_ks()
+    _refuse_training_run(args)
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
     code = launch(
         LaunchOptions(
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
             run_dir=args.run_dir.absolute(),
             master_device=master,
             worker_devices=workers,
-            training=settings,
+            training=choose_weights(settings, master, workers),
             work=options.worker_settings(args),
             overwrite=args.overwrite,
             log_level=options.log_level(args),
@@ -77,6 +78,15 @@ def run(args: argparse.Namespace) -> int:
         )
     )
     return code or _tell(args)
+
+
+def _refuse_training_run(args: argparse.Namespace) -> None:
+    from async_grpo.rundir.paths import RunDir
+
+    if (args.resume or args.overwrite) and RunDir(args.run_dir).consumption.exists():
+        raise UsageError(
+            f"{args.run_dir} holds a training run, which would lose what it has. Choose another --run-dir."
+        )
 
 
 def _place(model: str) -> str:

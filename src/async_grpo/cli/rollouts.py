@@ -87,7 +87,7 @@ def _nothing(args: argparse.Namespace, groups: FinishedGroups) -> str:
     from async_grpo.queue.listing import quarantined
 
     root = args.run_dir
-    if args.eval:
+    if args.eval and args.job is None:
         which = "" if args.step is None else f" of version {args.step}"
         return f"{root} has no group of an evaluation{which}: see `--eval-every` of `async-grpo train`."
     if args.job is not None:

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from loguru import logger
+
 from async_grpo.errors import DiskFullError
 from async_grpo.evals.estimators import Answers
 from async_grpo.evals.report import Evaluated, Judge, evaluated
@@ -66,6 +68,7 @@ class Evaluation:
         self._started = time.monotonic()
         self._unissued = deque(range(len(problems)))
         self._first_seq = -1
+        self._disk_full = False
         self._open: dict[int, int] = {}  # sequence number -> problem
         self.answers: dict[int, Answers] = {}  # by problem
         self.failed: dict[int, str] = {}
@@ -91,8 +94,12 @@ class Evaluation:
         try:
             self._collect()
             self._issue()
-        except DiskFullError:  # the next look tries again; the trainer makes room
+        except DiskFullError as error:  # the next look tries again; the trainer makes room
+            if not self._disk_full:
+                logger.warning("{} The evaluation of version {} waits for room.", error, self.version)
+            self._disk_full = True
             return None
+        self._disk_full = False
         if self._open or self._unissued:
             return None
         return evaluated(

@@ -81,6 +81,7 @@ class RunEvaluations:
         self._next_at = (version // self._every + 1) * self._every
         self._skipped = False
         self._current = self._begin(version)
+        logger.info("evaluation of version {} on {}", version, counted(self._current.total, "problem"))
         self.look()
 
     def look(self) -> None:

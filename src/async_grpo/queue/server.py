@@ -207,6 +207,7 @@ class ServerQueue:
             elif name.seq not in self._left.files:
                 with suppress(DiskFullError):
                     self._refuse(name)
+        self._withdraw_forgotten(names)
         self._seen = {name for name in complete if name.seq in results}
         return [name for seq, name in results.items() if self._job_of(seq).purpose == purpose]
 
@@ -308,6 +309,14 @@ class ServerQueue:
             self._moves.set_aside(name, BROKEN, f"{name}: no job {name.seq} was issued by run {self.run_id}.\n")
         elif self._done.add(name, DUPLICATE):
             self.healing.duplicates += name.trains
+
+    def _withdraw_forgotten(self, names: list[JobName]) -> None:
+        """A dead server's evaluation, given back only now: it may ask for a version that is long in coming."""
+        for name in names:
+            known = name.seq in self._open or name.seq in self.given_up
+            if name.state == PENDING and not name.trains and not known:
+                with suppress(IsADirectoryError):  # a worker will set it aside
+                    self._moves.drop(f"queue/{name}")
 
     def _look_for(self, seq: int) -> None:
         """Find out why an open job is in no state that `finished` saw: given up, unusable, or really gone."""

@@ -11,6 +11,7 @@ from itertools import count, islice
 from typing import Any
 
 from async_grpo.archive.groups import Fate, FinishedGroup, FinishedGroups
+from async_grpo.queue.names import NOT_TRAINED_ON
 from async_grpo.records import RolloutGroup
 
 NEWEST, WORST, BEST = "newest", "worst", "best"
@@ -80,8 +81,8 @@ def select(
 
     evaluations: of groups of evaluations; `step` is then the version that was evaluated.
     """
-    if evaluations:
-        return _pick(_evaluated(groups, step), order, limit)
+    if evaluations if job is None else job >= NOT_TRAINED_ON:
+        return _pick(_evaluated(groups, step, job), order, limit)
     fates = groups.fates()
     only: set[int] | None = None
     if job is not None:
@@ -91,9 +92,9 @@ def select(
     return _pick(_rollouts(groups, groups.all(fates, only=only), fates), order, limit)
 
 
-def _evaluated(groups: FinishedGroups, version: int | None) -> Iterator[Rollout]:
+def _evaluated(groups: FinishedGroups, version: int | None, job: int | None) -> Iterator[Rollout]:
     for found in groups.evaluated():
-        if version in (None, found.group.policy_version):
+        if version in (None, found.group.policy_version) and job in (None, found.group.job.seq):
             yield from _of_group(found, None)
 
 

@@ -14,11 +14,6 @@ from typing import Any
 WORK_START, WORK_END = "<start_working_out>", "<end_working_out>"
 SOLUTION_START, SOLUTION_END = "<SOLUTION>", "</SOLUTION>"
 
-_STRICT = re.compile(
-    rf"\s*(?:{WORK_START})?(?:(?!{WORK_START}|{WORK_END}).)*\S(?:(?!{WORK_START}|{WORK_END}).)*{WORK_END}\s*"
-    rf"{SOLUTION_START}(?:(?!</?SOLUTION>).)+{SOLUTION_END}\s*(?:<\|\w+\|>)?\s*",
-    re.DOTALL,
-)
 _END_OF_TEXT = re.compile(r"<\|\w+\|>\s*\Z")
 
 
@@ -53,10 +48,25 @@ def parse(completion: Any) -> Answer:
     work, ended, _ = text.partition(WORK_END)
     return Answer(
         solution=inside.strip() if found else None,
-        strict=_STRICT.fullmatch(text) is not None,
+        strict=_is_strict(text),
         thinks=text.count(WORK_END) == 1 and bool(ended) and bool(work.replace(WORK_START, "").strip()),
         tagged=found and text.count(SOLUTION_START) == text.count(SOLUTION_END) == 1,
         trailing=len(_END_OF_TEXT.sub("", rest).strip()) if found else 0,
+    )
+
+
+def _is_strict(text: str) -> bool:
+    """By parts: one pattern for all of it takes time with the square of the length, and models write long texts."""
+    work, ended, rest = text.partition(WORK_END)
+    work = work.strip().removeprefix(WORK_START)
+    before, opened, rest = rest.partition(SOLUTION_START)
+    inside, closed, after = rest.partition(SOLUTION_END)
+    return (
+        bool(ended and opened and closed and work.strip() and inside)
+        and WORK_START not in work
+        and not before.strip()
+        and SOLUTION_START not in inside
+        and not _END_OF_TEXT.sub("", after).strip()
     )
 
 

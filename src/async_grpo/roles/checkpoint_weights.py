@@ -70,6 +70,7 @@ def _put(model: Any, weights: dict[str, Any], source: str, *, is_adapter: bool) 
         set_peft_model_state_dict(model, weights)
     else:
         _compare(model.state_dict(), weights, source)
+        _compare_ties(model.state_dict(), weights, source)
         model.load_state_dict(weights)
 
 
@@ -82,4 +83,18 @@ def _compare(ours: dict[str, Any], theirs: dict[str, Any], source: str) -> None:
             raise UsageError(
                 f"{source} is a checkpoint of another model than the setup file's: it {what} "
                 f"{', '.join(names[:SHOWN])}{more}."
+            )
+
+
+def _compare_ties(ours: dict[str, Any], theirs: dict[str, Any], source: str) -> None:
+    """Of weights that are one memory here, and two there, one would be lost."""
+    import torch
+
+    first: dict[tuple[Any, ...], str] = {}
+    for name, tensor in ours.items():
+        other = first.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()), name)
+        if other != name and tensor.numel() and not torch.equal(theirs[other], theirs[name]):
+            raise UsageError(
+                f"{source} is a checkpoint of another model than the setup file's: {other} and {name} are tied in the "
+                "setup file's model (tie_word_embeddings), and differ there."
             )

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.groups import FinishedGroups
 from async_grpo.errors import RunDirError, UsageError, WaitTimeoutError
+from async_grpo.evals.estimators import Answers
 from async_grpo.evals.evaluation import Evaluation
 from async_grpo.evals.report import Judge, Ledger, compare
 from async_grpo.formatting import counted
@@ -103,21 +104,29 @@ def _evaluate_all(
     """Evaluate the models one after the other; False if the process was asked to stop."""
     settings = options.settings
     begin = _beginning(options, run, state, trainer)
-    ledger = Ledger(run.evaluations, state.run_id, resumed_from=len(options.models))
+    ledger = Ledger(run.evaluations, state.run_id, resumed_from=-1)  # every figure is made anew of the groups
     evaluations: list[Evaluation] = []
     open_queue = partial(ServerQueue.open, run.root, state.run_id, max_attempts=settings.max_attempts, lock=lock)
-    with closing(open_queue()) as queue, closing(ledger), _Weights(trainer, run) as weights:
+    with closing(open_queue()) as queue, closing(ledger), _Weights(trainer, run, settings) as weights:
         for version, model in enumerate(options.models):
             weights.publish(version, model)
-            logger.info("evaluating {}", model)
             evaluation = begin(queue, version)
+            logger.info("evaluating {} on {}", model, counted(evaluation.total, "problem"))
             if not _finish(evaluation, queue, ledger, stop):
                 return False
             evaluations.append(evaluation)
     if len(evaluations) == 2:
         ours, theirs = (evaluation.answers for evaluation in evaluations)
-        write_json(run.comparison, asdict(compare(ours, theirs, ks=settings.evaluated_ks())))
+        write_json(run.comparison, _difference(ours, theirs, settings.evaluated_ks()))
     return True
+
+
+def _difference(ours: Mapping[int, Answers], theirs: Mapping[int, Answers], ks: Sequence[int]) -> dict[str, Any]:
+    try:
+        return asdict(compare(ours, theirs, ks=ks))
+    except ValueError as error:
+        logger.warning("there is no difference to tell: {}", error)
+        return {"figures": {}}
 
 
 def _beginning(
@@ -152,8 +161,8 @@ def _beginning(
 class _Weights:
     """Publishes one model's weights after another's."""
 
-    def __init__(self, trainer: GRPOTrainer, run: RunDir) -> None:
-        self._trainer, self._run = trainer, run
+    def __init__(self, trainer: GRPOTrainer, run: RunDir, settings: TrainingSettings) -> None:
+        self._trainer, self._run, self._settings = trainer, run, settings
         self._exporter: WeightExporter | None = None
 
     def __enter__(self) -> _Weights:
@@ -170,7 +179,15 @@ class _Weights:
         load_weights(self._trainer, model)
         self._require_same(str(version), model)
         if self._exporter is None:
-            self._exporter = WeightExporter.from_model(self._trainer.model, self._run.weights_handle, slots=2)
+            policy: Any = self._trainer.model
+            self._exporter = WeightExporter.from_model(
+                policy,
+                self._run.weights_handle,
+                slots=2,
+                # Of adapters the base stays. Another model has other weights also where the setup file freezes them.
+                frozen="static" if hasattr(policy, "peft_config") else "changing",
+                way=self._settings.weights,
+            )
         publish = self._exporter.publish
         wait_until(lambda: publish(version) or None, what="a free slot for the weights", timeout_s=PATIENCE_S)
 
@@ -206,6 +223,5 @@ def _finish(evaluation: Evaluation, queue: ServerQueue, ledger: Ledger, stop: St
                 logger.info("{} of {} problems done", done, evaluation.total)
             reminder.tick()
             queue.wait(WAKE_S)
-    if evaluation.version not in ledger.steps:
-        ledger.add(result)
+    ledger.add(result)
     return True

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from loguru import logger
+
 from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.images import encoded
 from async_grpo.setup.image_files import images_as_files
@@ -51,11 +53,17 @@ def evaluation_problems(trainer: GRPOTrainer) -> list[dict[str, Any]]:
     problems = [
         encoded({**row, "task": name} if name else row)
         for name, dataset in named
-        for row in islice(iter(trl_trainer.evaluation_columns(trainer, dataset)), MOST_PROBLEMS)
+        for row in _at_most(MOST_PROBLEMS, iter(trl_trainer.evaluation_columns(trainer, dataset)))
     ]
     if not problems:
         raise UsageError("The eval_dataset has no rows. Give it some, leave it out, or set --eval-every 0.")
     return problems
+
+
+def _at_most(count: int, rows: Iterator[Any]) -> Iterator[Any]:
+    yield from islice(rows, count)
+    if next(rows, None) is not None:
+        logger.warning("the eval_dataset has more than {} rows: evaluations use the first {} only", count, count)
 
 
 def _loaded_rows(trainer: GRPOTrainer) -> Iterator[dict[str, Any]]:

@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loguru import logger
 
 from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.errors import DiskFullError
 from async_grpo.evals.evaluation import OPEN_AT_A_TIME, Evaluation
 from async_grpo.evals.report import Evaluated, Judge, Ledger, read
 from async_grpo.evals.schedule import RunEvaluations
@@ -192,6 +194,35 @@ def test_a_server_that_is_killed_begins_its_evaluation_anew(tmp_path: Path) -> N
         assert not any((root / "queue").iterdir())
 
 
+def test_an_evaluation_of_a_dead_server_that_is_given_back_late_is_asked_of_nobody(tmp_path: Path) -> None:
+    root = tmp_path / "q"
+    first = ServerQueue.open(root, RUN, watch_workers=False)
+    begin(first, count=1, version=40).look()
+    with closing(WorkerQueue.open(root, 1, "cpu")) as worker:
+        [late] = worker.claim(1)
+        first._lock.release()  # what the kernel does for a killed process
+        with closing(ServerQueue.open(root, RUN, watch_workers=False)) as second:
+            worker.hand_back(late)
+            second.finished()
+            assert not any((root / "queue").iterdir()), "a worker would wait for version 40, and give nothing else back"
+
+
+def test_an_evaluation_says_that_the_disk_is_full(server: ServerQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = list[str]()
+    sink = logger.add(said.append, format="{message}", level="WARNING")
+
+    def refuse(job: Job) -> None:
+        raise DiskFullError("The disk is full: no room for the queue.")
+
+    monkeypatch.setattr(server, "submit", refuse)
+    evaluation = begin(server)
+    assert [evaluation.look(), evaluation.look()] == [None, None]
+    logger.remove(sink)
+    assert [line.strip() for line in said] == [
+        "The disk is full: no room for the queue. The evaluation of version 7 waits for room."
+    ]
+
+
 def test_evaluations_and_training_have_archives_of_the_same_size(server: ServerQueue, worker: WorkerQueue) -> None:
     for seq in range(3):
         server.submit(
@@ -254,8 +285,6 @@ def test_a_run_evaluates_before_every_n_steps_and_at_the_end_each_version_once(
 def test_an_evaluation_that_is_due_while_another_goes_on_is_skipped_and_said(
     server: ServerQueue, worker: WorkerQueue, tmp_path: Path
 ) -> None:
-    from loguru import logger
-
     said = list[str]()
     sink = logger.add(said.append, format="{message}", level="WARNING")
     weights, reported = Weights(), list[int]()

@@ -70,6 +70,16 @@ def test_prompts_are_shown_as_the_completions_were_sampled(tmp_path: Path, capsy
     assert "prompt as sampled, of completion 2: it snows" in capsys.readouterr().out
 
 
+def test_one_group_of_an_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = three_steps(tmp_path)
+    for seq in (9_000_000_000, 9_000_000_001):
+        run.group(seq)
+    for more in ([], ["--eval"]):
+        text = shown(capsys, run.root, "--job", 9_000_000_000, *more)
+        assert "group 9000000000" in text and "group 9000000001" not in text
+        assert "no finished group 9000000002" in refused(capsys, run.root, "--job", 9_000_000_002, *more)
+
+
 def test_what_is_not_there_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = three_steps(tmp_path)
     assert "No group of step 9" in refused(capsys, run.root, "--step", 9)

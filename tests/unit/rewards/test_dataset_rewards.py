@@ -48,6 +48,22 @@ def test_math_allows_a_short_end() -> None:
     assert math([text + "." * 49, text + "." * 50], answer=["x", "x"]) == pytest.approx([1.0, 0.95])
 
 
+@pytest.mark.parametrize(
+    "end", ["", "<end_working_out>", "<end_working_out><SOLUTION>18</SOLUTION>" + " " * 200_000 + "x"]
+)
+def test_a_long_text_is_read_in_time_with_its_length(end: str) -> None:
+    """With the square of it this would take minutes, in which nothing else runs in the worker."""
+    assert not parse("{" * 200_000 + end).strict
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a<start_working_out>b<end_working_out><SOLUTION>7</SOLUTION>", "a<end_working_out>" + RIGHT_FORM.format("7")],
+)
+def test_a_second_working_out_is_not_the_exact_form(text: str) -> None:
+    assert not parse(text).strict
+
+
 def test_success_and_votes_are_declared() -> None:
     assert (gsm8k.success_threshold, math.success_threshold, mbpp.success_threshold) == (0.6, 0.6, 0.6)  # type: ignore[attr-defined]
     assert final_answer(RIGHT_FORM.format(" 7 ")) == "7"

@@ -1,0 +1,108 @@
+"""The weights that `async-grpo evaluate` publishes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from async_grpo.errors import UsageError
+from async_grpo.evals.estimators import Answers
+from async_grpo.evals.report import Evaluated, evaluated, read
+from async_grpo.roles import evaluator
+from async_grpo.roles.checkpoint_weights import load_weights
+from async_grpo.roles.evaluator import EvaluatorOptions
+from async_grpo.rundir.locks import server_lock
+from async_grpo.rundir.paths import RunDir
+from async_grpo.settings import TrainingSettings
+from async_grpo_ipc import open_remote_memory
+
+
+def test_of_two_models_the_frozen_weights_are_each_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(requires_grad=False)
+
+    def load(trainer: Any, source: str) -> None:
+        for parameter in trainer.model.parameters():
+            nn.init.constant_(parameter, float(source))
+
+    monkeypatch.setattr(evaluator, "load_weights", load)
+    run = RunDir(tmp_path)
+    settings = TrainingSettings(weights="host")
+    with evaluator._Weights(SimpleNamespace(model=model), run, settings) as weights:  # type: ignore[arg-type]
+        for version in range(2):
+            weights.publish(version, str(version))
+            with open_remote_memory(run.weights_handle) as worker, worker.lease() as seen:
+                assert {name: seen[name].flatten()[0].item() for name in ("weight", "bias")} == {
+                    "weight": version,
+                    "bias": version,
+                }
+
+
+class Tied(nn.Module):
+    """As transformers has it: the input's and the output's embedding may be one."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    @classmethod
+    def from_pretrained(cls, source: str, **_: Any) -> tuple[Tied, dict[str, list[str]]]:
+        return cls(tied=source == "tied"), {"missing_keys": [], "mismatched_keys": []}
+
+
+def test_a_checkpoint_with_weights_of_its_own_for_tied_ones_is_refused() -> None:
+    trainer: Any = SimpleNamespace(model=Tied(tied=True))
+    load_weights(trainer, "tied")
+    with pytest.raises(UsageError, match=r"embed\.weight and head\.weight are tied in the setup file's model"):
+        load_weights(trainer, "untied")
+    untied: Any = SimpleNamespace(model=Tied(tied=False))
+    load_weights(untied, "tied")
+    assert torch.equal(untied.model.head.weight, untied.model.embed.weight)
+
+
+class Answered:
+    """An evaluation that is over at once."""
+
+    total = done = 1
+
+    def __init__(self, version: int, replicates: int, problem: int) -> None:
+        self.version, self._replicates = version, replicates
+        self.answers = {problem: Answers(rewards=[1.0], successes=[True])}
+
+    def look(self) -> Evaluated:
+        about = {"seconds": 1.0, "replicates": self._replicates, "sampling": {}, "first_seq": -1}
+        return evaluated(self.answers, {}, ks=(1,), run_id="run-1", step=self.version, **about)
+
+
+def test_a_resumed_evaluation_tells_what_it_found_now_and_needs_no_common_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where `--eval-replicates` is another one now, or a problem that had failed has its answers."""
+
+    def evaluate(replicates: int) -> None:
+        monkeypatch.setattr(
+            evaluator, "_beginning", lambda *_: lambda queue, version: Answered(version, replicates, problem=version)
+        )
+        options = EvaluatorOptions(
+            config=tmp_path, run_dir=run.root, device="cpu", settings=TrainingSettings(), models=("a", "b")
+        )
+        state: Any = SimpleNamespace(run_id="run-1")
+        trainer: Any = None
+        stop: Any = False
+        assert evaluator._evaluate_all(options, run, state, trainer, stop, server_lock(run.root))
+
+    monkeypatch.setattr(evaluator._Weights, "publish", lambda *_: None)
+    run = RunDir(tmp_path / "evaluation")
+    run.root.mkdir()
+    evaluate(1)
+    evaluate(2)
+    assert [(one.step, one.replicates) for one in read(run.evaluations)] == [(0, 2), (1, 2)]
+    assert json.loads(run.comparison.read_text()) == {"figures": {}}

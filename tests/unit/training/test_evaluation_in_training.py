@@ -1,0 +1,44 @@
+"""What training does around an evaluation that holds the published version back."""
+
+from __future__ import annotations
+
+from unit_fakes import Bench, FakePublisher, schedule, seqs
+
+
+class HoldingPublisher(FakePublisher):
+    """Publishes what is due unless it is held."""
+
+    due: int | None = None
+
+    def retry(self) -> None:
+        if self.due is not None and self.held_at is None:
+            self.version, self.due = self.due, None
+
+
+class EndingEvaluation:
+    """Ends at the next look."""
+
+    busy, done = True, 0
+
+    def __init__(self, publisher: FakePublisher) -> None:
+        self._publisher = publisher
+
+    def look(self) -> None:
+        self._publisher.held_at, self.busy = None, False
+
+
+def test_when_an_evaluation_ends_what_it_held_back_is_there_before_jobs_ask_for_it() -> None:
+    bench = Bench(schedule(B=2, K=1))
+    publisher = bench.source._publisher = HoldingPublisher()  # type: ignore[assignment]
+    bench.source.advance(0)
+    bench.queue.finish(0, 1, version=0)
+    assert seqs(bench.source.take(0)) == [0, 1]
+    publisher.held_at = 0
+    publisher.due = 1
+    bench.source.trained()
+    bench.source.advance(1)
+    bench.queue.finish(2, 3, version=0)
+    bench.source._evaluations = EndingEvaluation(publisher)  # type: ignore[assignment]
+    assert seqs(bench.source.take(1)) == [2, 3]
+    assert bench.queue.jobs[4].min_version == 1
+    assert publisher.version == 1, "a worker that has the job would wait for it as long as the optimizer step takes"
