@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import threading
 import time
 from typing import Any
@@ -52,6 +53,24 @@ def test_it_may_be_called_in_any_thread_and_in_several_at_a_time() -> None:
     for thread in threads:
         thread.join(timeout=60)
     assert found == {0: [0.0, 1.0], 1: [1.0, 1.0], 2: [0.0, 1.0], 3: [0.0, 1.0]}
+
+
+def test_its_processes_hold_no_open_file_of_others() -> None:
+    doubled = with_deadline(seconds=60.0)(lambda completions: [2.0 * completions[0]])
+    reader, writer = os.pipe()
+    assert doubled([1.0, 2.0]) == [2.0, 4.0]
+    os.close(writer)
+    ready, _, _ = select.select([reader], [], [], 60.0)
+    assert ready, "a fork holds the pipe open"
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+def test_what_cannot_be_sent_is_an_error_and_the_next_call_is_answered() -> None:
+    counted = with_deadline(seconds=60.0)(lambda completions: [float(len(completions))])
+    with pytest.raises(Exception, match="pickle"):
+        counted([lambda: None])
+    assert counted(["a"]) == [1.0]
 
 
 def test_what_others_see_of_the_function_stays() -> None:
