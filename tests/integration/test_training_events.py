@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from in_process import InProcessRun, build_trainer, plain_rows
 
+from async_grpo.archive import checkpoint_folders
+from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.trl_trainer import fit
 
@@ -108,6 +110,27 @@ def test_a_checkpoint_that_is_written_aside_names_its_place_as_the_best_one(tmp_
     assert state["best_model_checkpoint"] == str(best)
     assert (tmp_path / "checkpoint-30-backup").is_dir(), "transformers' own clearing up at the end deletes it"
     assert run.trainer.args.save_total_limit == 1
+
+
+def test_the_best_checkpoint_is_found_again_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative output_dir: the state names a place that only the folder of the first start has."""
+    steps = {"save_strategy": "steps", "save_steps": 1}
+    fit(NotedRun(lambda: build_trainer(tmp_path, max_steps=2, **steps)).trainer, resume_from=None)
+    for step in (1, 2):
+        used = RolloutState(
+            run_id="mine", step=step, next_seq=9, rounds=step, unusable=[], consumed_below=step, consumed=[]
+        )
+        state = json.loads((saved := tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
+        named = {"best_global_step": 1, "best_model_checkpoint": "relative/checkpoint-1"}
+        saved.write_text(json.dumps(state | named))
+        checkpoint_folders.save(tmp_path / f"checkpoint-{step}", used)
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(elsewhere)
+    again = StagedRun(lambda: build_trainer(tmp_path, max_steps=3, **steps))
+    fit(again.trainer, resume_from=tmp_path / "checkpoint-2")
+    assert again.trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
 
 
 def test_the_hub_gets_a_checkpoint_from_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ A checkpoint is a run's if its `rollout_state.json` says so. Nothing else in the
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import re
@@ -29,6 +30,7 @@ from async_grpo.errors import BadFileError, RunDirError
 _NAME = re.compile(r"checkpoint-(\d+)(-of-\w+(-\d+)?)?")
 _BOUND = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}  # files that a resume reads, besides the trainer's state
 _TRAINER_STATE = "trainer_state.json"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 _READ_WHOLE = 64 << 20  # bytes; of a larger file, pieces that are spread over it
 _PIECES, _PIECE = 64, 1 << 20
 
@@ -67,13 +69,14 @@ def put_in_place(written: Path, output_dir: Path, run_id: str) -> Path:
     other is renamed.
     """
     place = output_dir / written.name
-    if os.path.lexists(place):
-        mine = not place.is_symlink() and _run_of(place) == run_id
-        aside = written.with_name(f"{written.name}.old") if mine else _free_name(place)
-        if not mine:
-            logger.warning("{} is not this run's checkpoint: it is now {}", place, aside)
-        place.rename(aside)
-    written.rename(place)
+    mine = not place.is_symlink() and _run_of(place) == run_id
+    if not (mine and _exchange(written, place)):
+        if os.path.lexists(place):
+            aside = written.with_name(f"{written.name}.old") if mine else _free_name(place)
+            if not mine:
+                logger.warning("{} is not this run's checkpoint: it is now {}", place, aside)
+            place.rename(aside)
+        written.rename(place)
     _sync(output_dir)
     shutil.rmtree(written.parent, ignore_errors=True)
     return place
@@ -97,6 +100,13 @@ def of_run(output_dir: Path, run_id: str) -> list[Checkpoint]:
     """The run's checkpoints, oldest first."""
     found = [checkpoint for checkpoint in complete(output_dir) if checkpoint.state.run_id == run_id]
     return sorted(found, key=lambda checkpoint: checkpoint.state.step)
+
+
+def of_step(beside: Path, step: int) -> Path | None:
+    """The checkpoint of optimizer step `step` in the folder of checkpoint `beside`, of the same run."""
+    run_id = _run_of(beside)
+    mine = of_run(beside.parent, run_id) if run_id is not None else []
+    return next((checkpoint.path for checkpoint in mine if checkpoint.state.step == step), None)
 
 
 def complete(output_dir: Path) -> Iterator[Checkpoint]:
@@ -124,11 +134,18 @@ def rotate(output_dir: Path, run_id: str, limit: int | None, best: str | None) -
     """
     if limit is None or limit <= 0:
         return
-    mine = [checkpoint.path for checkpoint in of_run(output_dir, run_id) if not checkpoint.path.is_symlink()]
-    protected = {*mine[-1:], *([Path(best).absolute()] if best is not None else [])}
-    surplus = len(mine) - max(limit, len(protected & set(mine)))
+    mine = _named_by(output_dir, run_id)
+    protected = {*mine[-1:], *(path for path in mine if _is(path, best))}
+    surplus = len(mine) - max(limit, len(protected))
     for checkpoint in [path for path in mine if path not in protected][: max(0, surplus)]:
         delete(checkpoint)
+
+
+def keep_only(output_dir: Path, run_id: str, best: str) -> None:
+    """Delete the run's checkpoints but the `best`."""
+    for checkpoint in _named_by(output_dir, run_id):
+        if not _is(checkpoint, best):
+            delete(checkpoint)
 
 
 def delete(checkpoint: Path) -> None:
@@ -143,12 +160,41 @@ def _folders(output_dir: Path) -> list[Path]:
     return [path for path in sorted(output_dir.iterdir()) if _NAME.fullmatch(path.name) and path.is_dir()]
 
 
+def _named_by(output_dir: Path, run_id: str) -> list[Path]:
+    """Checkpoints that run `run_id` wrote and that have the names which it gave them, oldest first.
+
+    A copy under another name is the user's, and what cannot be read is not this run's to judge.
+    """
+    found: list[tuple[int, Path]] = []
+    for folder in _folders(output_dir):
+        state = None if folder.is_symlink() else _state_of(folder)
+        if state is not None and state.run_id == run_id:
+            name = rf"checkpoint-{state.step}(-of-{re.escape(run_id)}(-\d+)?)?"
+            found += [(state.step, folder)] if re.fullmatch(name, folder.name) else []
+    return [folder for _, folder in sorted(found)]
+
+
+def _is(checkpoint: Path, named: str | None) -> bool:
+    return named is not None and checkpoint.resolve() == Path(named).resolve()
+
+
+def _exchange(written: Path, place: Path) -> bool:
+    """Let the two change places at once; False where the file system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    paths = os.fsencode(written), os.fsencode(place)
+    return rename is not None and rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0
+
+
 def _run_of(checkpoint: Path) -> str | None:
+    state = _state_of(checkpoint)
+    return state.run_id if state is not None else None
+
+
+def _state_of(checkpoint: Path) -> RolloutState | None:
     try:
-        state = rollout_state.read(checkpoint / rollout_state.FILE_NAME)
+        return rollout_state.read(checkpoint / rollout_state.FILE_NAME)
     except (OSError, BadFileError):
         return None
-    return state.run_id if state is not None else None
 
 
 def _free_name(place: Path) -> Path:

@@ -17,7 +17,6 @@ from loguru import logger
 
 from async_grpo.errors import BadFileError
 from async_grpo.queue.names import NOT_TRAINED_ON
-from async_grpo.queue.server import MAX_OPEN
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import naming, read_object
 from async_grpo.rundir.shape import shaped
@@ -73,8 +72,8 @@ class RolloutState:
                 return f"{name} is not an ascending list of sequence numbers"
         if self.consumed and self.consumed[0] < self.consumed_below:
             return f"consumed names group {self.consumed[0]}, which is below consumed_below"
-        if self.consumed_below + len(self.consumed) > self.rounds * MAX_OPEN + len(self.unusable):
-            return f"{self.rounds} rounds cannot have consumed {self.consumed_below + len(self.consumed)} groups"
+        if self.rounds == 0 and self.consumed_below + len(self.consumed) > len(self.unusable):
+            return f"0 rounds cannot have consumed {self.consumed_below + len(self.consumed)} groups"
         return None
 
 

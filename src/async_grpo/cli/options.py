@@ -76,7 +76,7 @@ def resumed(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
     given = parser.given(args.command_line)
     recalled = run_options.recall(state, given, parser.read)
     config = args.config if "config" in given else Path(state.config)
-    for change in [*run_options.config_change(state, config), *recalled.changes]:
+    for change in [*run_options.not_kept(state), *run_options.config_change(state, config), *recalled.changes]:
         print(f"resuming run {state.run_id}: {change}")
     return argparse.Namespace(**{**vars(args), **recalled.options, "config": config})
 

@@ -70,9 +70,10 @@ def build_parser() -> options.Parser:
     )
     group.add_argument(
         "--accelerate-config",
-        type=Path,
+        type=lambda text: None if text == "none" else Path(text),
         metavar="FILE",
-        help="the trainer spans several processes, as this file of `accelerate config` says (examples/accelerate/)",
+        help="the trainer spans several processes, as this file of `accelerate config` says (examples/accelerate/); "
+        "none: it is one process from now on, with --resume",
     )
     group.add_argument(
         "--worker-timeout",
@@ -101,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
     from async_grpo.setup.setup_file import check_setup_file
 
     if args.resume:
-        args = options.resumed(build_parser(), args)
+        named, args = args.device, options.resumed(build_parser(), args)
+        args.device = named  # a server by hand has an option of this name, which means another thing here
         if options.nothing_to_do(args):
             return 0
     check_setup_file(args.config)

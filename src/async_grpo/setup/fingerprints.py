@@ -25,9 +25,9 @@ def of_model(model: Any) -> str:
 
 
 def of_data(trainer: GRPOTrainer) -> str:
-    """`64 rows, seed 42 (0123456789ab)`; empty for data that are streamed, which cannot be looked at beforehand."""
+    """`64 rows, seed 42 (0123456789ab)`; empty for data that are streamed, or made by a class of the user's."""
     dataset = trainer.train_dataset
-    if not hasattr(dataset, "__len__"):
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "select_columns"):
         return ""
     rows, columns = len(dataset), [name for name in dataset.column_names or () if name not in _NOT_COMPARED]
     looked_at = sorted({round(place * (rows - 1) / (_ROWS - 1)) for place in range(_ROWS)}) if rows else []

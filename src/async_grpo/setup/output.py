@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, TextIO
 
 _MOST_WAITING = 1 << 16  # characters without an end of line
@@ -90,5 +91,10 @@ class LossyOutput(io.TextIOBase):
 def survive_lost_output() -> None:
     """From now on this process goes on although nobody reads what it prints, or no disk has room for it."""
     if not isinstance(sys.stderr, LossyOutput):
-        sys.stderr = LossyOutput(sys.stderr)
-        sys.stdout = LossyOutput(sys.stdout, tell=sys.stderr.write)
+        sys.stderr = LossyOutput(sys.stderr or _nowhere())
+        sys.stdout = LossyOutput(sys.stdout or _nowhere(), tell=sys.stderr.write)
+
+
+def _nowhere() -> TextIO:
+    """In place of an output that was closed when the process began: Python has None for it."""
+    return Path(os.devnull).open("w")

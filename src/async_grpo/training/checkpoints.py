@@ -39,6 +39,7 @@ from async_grpo.setup import fingerprints
 from async_grpo.setup.trl_compat import is_adapter
 
 if TYPE_CHECKING:
+    from transformers import TrainerState
     from trl import GRPOTrainer
 
 
@@ -106,6 +107,17 @@ def _say_if_other_data(trainer: GRPOTrainer, state: RunState) -> None:
         )
 
 
+def find_best(state: TrainerState, resumed_from: Path | None) -> None:
+    """Let the state of a resumed trainer name the best checkpoint so far, where it is now.
+
+    It names a relative place, which only the folder has that the run was begun in, or one that was moved since.
+    """
+    if resumed_from is None or not state.best_global_step:
+        return
+    if (best := checkpoint_folders.of_step(resumed_from, state.best_global_step)) is not None:
+        state.best_model_checkpoint = str(best)
+
+
 class CheckpointFolder:
     """The `output_dir` of a run, which writes its checkpoints there and deletes no others.
 
@@ -144,9 +156,7 @@ class CheckpointFolder:
         """At the end, with `save_total_limit=1`, as transformers does: of the run's, only the best checkpoint stays."""
         best = self._trainer.state.best_model_checkpoint
         if self._limit == 1 and best is not None:
-            for path, _ in checkpoint_folders.of_run(self.path, self._run_id):
-                if path != Path(best).absolute():
-                    checkpoint_folders.delete(path)
+            checkpoint_folders.keep_only(self.path, self._run_id, best)
 
 
 def bytes_needed(model: nn.Module) -> int:
@@ -198,7 +208,7 @@ def check_ranks(checkpoint: Path, ranks: int) -> None:
     raise UnsupportedError(
         f"{checkpoint} was written in the middle of a generation batch by a trainer of {counted(shares, 'rank')}, and "
         f"this one has {ranks}. Each rank must continue with its own share of that batch. Resume with {shares} "
-        f"(num_processes of the accelerate configuration; 1: no --accelerate-config), or move {checkpoint} away to "
+        f"(num_processes of the accelerate configuration; 1: --accelerate-config none), or move {checkpoint} away to "
         "resume from an older checkpoint."
     )
 

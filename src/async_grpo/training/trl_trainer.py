@@ -24,7 +24,7 @@ from async_grpo.images import images_in, opened
 from async_grpo.setup.generator_choice import refuse_late_vllm
 from async_grpo.setup.overrides import served_once
 from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
-from async_grpo.training.checkpoints import BatchInUse
+from async_grpo.training.checkpoints import BatchInUse, find_best
 from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.corrections.trl_loss import CorrectedLoss, correction_of
 from async_grpo.training.rollout_metrics import longer_half
@@ -89,6 +89,7 @@ class AsyncGRPOMixin(CorrectedLoss):
     events: TrainingEvents
     batch_after_step: BatchInUse | None = None  # that the last optimizer step left unfinished
     _saves_into: Path | None = None  # in place of output_dir, while a checkpoint is written
+    _resumed_from: Path | None = None
     _serving: Sequence[RolloutGroup] | None = None  # the groups of the batch that TRL is assembling
     _prompts: dict[int, Any]  # by row: that it was sampled from, where it is not the dataset's
     _tools: tuple[Any, Any]  # the user's tools and environment factories, while it does
@@ -263,6 +264,7 @@ class _EventsCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         if state.global_step >= state.max_steps:
             raise _AllStepsDone
+        find_best(state, self.trainer._resumed_from)
         self.trainer.events.training_begins()
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
@@ -292,6 +294,7 @@ def fit(trainer: GRPOTrainer, resume_from: Path | None) -> bool:
     """
     # transformers deletes no checkpoint: its rotation takes those of other runs, and a user's own, with it.
     limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
+    trainer._resumed_from = resume_from
     try:
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     except _AllStepsDone:

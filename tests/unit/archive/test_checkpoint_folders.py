@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,33 @@ def test_a_run_that_went_back_replaces_its_own_checkpoint(tmp_path: Path) -> Non
     assert (tmp_path / "checkpoint-10" / "model.safetensors").read_bytes() == b"new"
 
 
+def test_a_kill_while_a_checkpoint_is_replaced_loses_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is stopped before its first step after a resume writes the checkpoint again that it resumed from."""
+    save(tmp_path, 10, weights=b"old")
+    written = write(tmp_path, 10, weights=b"new")
+    checkpoint_folders.save(written, state(10))
+    rename, renamed = Path.rename, list[Path]()
+
+    def killed_after_the_first(path: Path, target: Path) -> Path:
+        if renamed:
+            raise KeyboardInterrupt
+        renamed.append(path)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed_after_the_first)
+    with suppress(KeyboardInterrupt):
+        put_in_place(written, tmp_path, "mine")
+    assert latest(tmp_path).state.step == 10
+
+
+def test_a_file_system_that_cannot_exchange_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_folders, "_exchange", lambda written, place: False)
+    save(tmp_path, 10, weights=b"old")
+    save(tmp_path, 10, weights=b"new")
+    assert names(tmp_path) == {"checkpoint-10"}
+    assert (tmp_path / "checkpoint-10" / "model.safetensors").read_bytes() == b"new"
+
+
 @pytest.mark.parametrize("size", [7, 70_005])
 def test_weights_that_are_not_those_that_were_saved_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
@@ -180,6 +208,42 @@ def test_rotation_removes_only_what_the_run_wrote(tmp_path: Path) -> None:
     kept = {"checkpoint-5", "checkpoint-7", "checkpoint-30-backup", "checkpoint-best", "checkpoint-20", "elsewhere"}
     assert names(tmp_path) == {"checkpoint-40", *kept}
     assert (elsewhere / "model.safetensors").exists()
+
+
+def test_rotation_leaves_copies_and_what_cannot_be_read(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    for copy in ("checkpoint-10-of-paper", "checkpoint-11"):
+        shutil.copytree(tmp_path / "checkpoint-10", tmp_path / copy)
+    half = tmp_path / "checkpoint-99"  # that another program is just copying here
+    half.mkdir()
+    (half / FILE_NAME).touch()
+    rotate(tmp_path, "mine", 2, best=None)
+    kept = {"checkpoint-10-of-paper", "checkpoint-11", "checkpoint-99"}
+    assert names(tmp_path) == {"checkpoint-20", "checkpoint-30", *kept}
+    checkpoint_folders.keep_only(tmp_path, "mine", best=str(tmp_path / "checkpoint-20"))
+    assert names(tmp_path) == {"checkpoint-20", *kept}
+
+
+def test_the_best_checkpoint_is_kept_however_its_path_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path / "out", step)
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    rotate(tmp_path / "out", "mine", 1, best="link/../out/checkpoint-1")
+    assert names(tmp_path / "out") == {"checkpoint-1", "checkpoint-3"}
+
+
+def test_the_checkpoint_of_a_step_beside_another(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    newest = save(tmp_path, 2)
+    save(tmp_path, 1, run_id="another")  # it renames ours
+    assert checkpoint_folders.of_step(newest, 1) == tmp_path / "checkpoint-1-of-mine"
+    assert checkpoint_folders.of_step(newest, 3) is None
+    (tmp_path / "checkpoint-4").mkdir()
+    assert checkpoint_folders.of_step(tmp_path / "checkpoint-4", 1) is None
 
 
 @pytest.mark.parametrize(

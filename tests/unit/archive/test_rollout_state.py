@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_grpo.archive.rollout_state import RolloutState, pack_consumed
+from async_grpo.archive.rollout_state import FILE_NAME, RolloutState, pack_consumed, read, write
+from async_grpo.errors import BadFileError
 
 
 def state(step: int = 3, run_id: str = "mine", **changes: object) -> RolloutState:
     fields = {"next_seq": 9, "rounds": 3, "unusable": [2], "consumed_below": 4, "consumed": [6], **changes}
     return RolloutState(run_id=run_id, step=step, **fields)  # type: ignore[arg-type]
+
+
+def test_a_round_of_any_size_is_read_back(tmp_path: Path) -> None:
+    """512 prompts a batch: more than the queue has open at once."""
+    write(tmp_path, state(next_seq=600, rounds=1, unusable=[], consumed_below=512, consumed=[]))
+    assert read(tmp_path / FILE_NAME) == state(next_seq=600, rounds=1, unusable=[], consumed_below=512, consumed=[])
+    write(tmp_path, state(next_seq=600, rounds=0, unusable=[], consumed_below=512, consumed=[]))
+    with pytest.raises(BadFileError, match="0 rounds cannot have consumed 512 groups"):
+        read(tmp_path / FILE_NAME)
 
 
 def test_packing_keeps_the_set_small() -> None:

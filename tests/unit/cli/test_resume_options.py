@@ -105,6 +105,24 @@ def test_a_number_of_workers_takes_the_place_of_their_devices(launched: Launched
     assert [len(options.worker_devices) for options in launched] == [2, 1]
 
 
+def test_a_run_that_a_server_by_hand_began_continues_with_a_launcher(launched: Launched) -> None:
+    kept = {"device": "cpu", "steps": 30, "evaluate": None}
+    prepare(Path("worker"), config=Path("my trainer.py"), options=kept)
+    assert main(["train", "--resume"]) == 0
+    assert launched[-1].training.steps == 30
+    assert main(["train", "--resume", "--device", "cpu"]) == 2, "that is for one process"
+
+
+def test_a_trainer_of_several_processes_can_go_on_as_one(
+    launched: Launched, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ddp.yaml").write_text("num_processes: 2\n")
+    assert main(["train", "my trainer.py", "-n", "1", "--accelerate-config", "ddp.yaml"]) == 0
+    assert main(["train", "--resume", "--accelerate-config", "none"]) == 0
+    assert "without --accelerate-config from now on; the run was begun with" in capsys.readouterr().out
+    assert launched[-1].accelerate_config is None
+
+
 @pytest.mark.parametrize("command", [train, server])
 def test_a_finished_run_has_nothing_to_do(launched: Launched, command: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "my trainer.py", *BEGUN]) == 0
@@ -134,6 +152,17 @@ def test_a_record_of_another_version_of_ours(launched: Launched, change: Callabl
     change(state)
     path.write_text(json.dumps(state))
     assert main(["train", "--resume", "-n", "3"]) == 0
+
+
+def test_what_an_earlier_version_kept_of_a_run_counts_and_the_rest_is_said(
+    launched: Launched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(Path("worker"), config=Path("my trainer.py"), correction="tis")
+    RunDir(Path("worker")).update_state(seed=7)
+    assert main(["train", "--resume", "--correction", "bypass"]) == 2
+    assert main(["train", "--resume"]) == 0
+    assert "all other options are those of this command line" in capsys.readouterr().out
+    assert (launched[-1].training.seed, launched[-1].training.correction) == (7, "tis")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
 
@@ -46,6 +47,14 @@ def test_other_data_or_another_order_is_noticed(other: str) -> None:
 
 def test_streamed_data_are_not_looked_at() -> None:
     assert data(IterableDataset.from_generator(lambda: iter(ROWS))) == ""
+
+
+def test_a_dataset_of_a_class_of_the_users_is_not_looked_at() -> None:
+    class Numbers(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 3
+
+    assert data(Numbers()) == ""
 
 
 def test_images_are_not_decoded() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from async_grpo.setup.output import LossyOutput
 
@@ -19,6 +22,14 @@ for number in range(3):
     print("line", number, flush=True)
     logger.info("logged {}", number)
 print("still here", file=open(sys.argv[1], "w"))
+"""
+
+CLOSED = """
+import sys
+from async_grpo.setup.process import set_up_log
+set_up_log("INFO")
+print("to 1")
+print("to 2", file=sys.stderr)
 """
 
 
@@ -72,3 +83,12 @@ def test_a_process_goes_on_without_its_output_and_ends_well(tmp_path: Path) -> N
             assert [line.split()[-1] for line in log] == ["0", "1", "2"]
         done = subprocess.run([*command[:-1], str(tmp_path / "both")], stdout=full, stderr=full, timeout=60)
         assert (done.returncode, (tmp_path / "both").read_text()) == (0, "still here\n")
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_process_whose_output_was_closed_before_it_began(number: int) -> None:
+    """As by `train >&-`, or by a daemon that gives its children none: Python has None for it."""
+    other = 3 - number
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(CLOSED)} {number}>&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, (done.stdout, done.stderr)[other - 1]) == (0, f"to {other}\n")
