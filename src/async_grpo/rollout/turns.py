@@ -103,6 +103,9 @@ class Turns:
     def close(self) -> None:
         self._engine.close()
         self._asked.clear()
+        for group in self._made.values() if self._keeps_environments else ():  # nobody will score them
+            self._let_go(self._unscored.pop(id(group)))
+        self._made.clear()
         self._dropped |= self._open
         deadline = time.monotonic() + CLOSE_S
         while self._open and time.monotonic() < deadline:

@@ -269,6 +269,17 @@ def test_what_was_dropped_costs_nothing_and_the_next_groups_are_sampled() -> Non
     assert turns.sample([]) == []
 
 
+def test_environments_of_groups_that_are_dropped_when_they_have_just_ended_are_free_again() -> None:
+    """They will not be scored; an engine that samples nothing beside them would never get another group."""
+    turns = turns_of(one_turn, PlayedEngine(joins=False), environments=True)
+    ended(turns, prepared(turns, [10, 20]))
+    assert turns.most_groups == 0
+    turns.close()
+    assert turns.most_groups == PlayedEngine.most_groups
+    assert set(ended(turns, prepared(turns, [30]))) == {30}
+    assert turns._trl.forks == 0, "the copies are used again"  # type: ignore[attr-defined]
+
+
 def sampled_turn(prompts: list[list[int]], ids: list[list[int]], versions: list[list[int]]) -> SampledGroup:
     turn = PreparedGroup(job=job(), version=0, prompt_ids=prompts)
     return SampledGroup(prepared=turn, token_ids=ids, logprobs=[], versions=versions)
