@@ -122,6 +122,10 @@ def test_a_call_that_hangs_does_not_keep_the_process_from_ending(then: str, code
     assert said in ended.stderr
 
 
+def by_another_name(**columns: Any) -> bool:
+    return in_main()
+
+
 def test_code_that_looks_at_its_thread_is_known_before_it_is_called() -> None:
     from trl.rewards import accuracy_reward
 
@@ -129,7 +133,17 @@ def test_code_that_looks_at_its_thread_is_known_before_it_is_called() -> None:
         def __call__(self, **columns: Any) -> bool:
             return threading.current_thread() is threading.main_thread()
 
+    def rewarded(completions: list[str], **columns: Any) -> list[Any]:
+        return [accuracy_reward([completion], **columns) for completion in completions]
+
+    async def awaited() -> Any:
+        return rewarded([])
+
     assert asks_for_main_thread(accuracy_reward)
+    assert asks_for_main_thread(rewarded)
+    assert asks_for_main_thread(by_another_name)
+    assert not asks_for_main_thread(awaited), "no coroutine runs in the main thread"
+    assert not asks_for_main_thread(with_alarm_swallowed)
     assert asks_for_main_thread(functools.partial(in_main))
     assert asks_for_main_thread(Reward())
     assert not asks_for_main_thread(with_alarm)
