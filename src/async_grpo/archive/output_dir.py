@@ -77,11 +77,15 @@ def refuse_another_runs(output_dir: Path, run_id: str, run_dir: Path) -> None:
 
     A run of `run_dir` itself is no obstacle: `run_dir` is to be this run's.
     """
-    for owner in _others(output_dir, run_id):
+    for owner in _owners(output_dir):
         state = _unfinished(owner)
         if state is None or Path(owner.run_dir) == run_dir.resolve():
             continue
-        if checkpoint_folders.of_run(output_dir, owner.run_id) or server_alive(Path(owner.run_dir)):
+        if owner.run_id == run_id:  # a copy of this one; the checkpoints of both have the same names and the same id
+            stands_in_the_way = Path(state.output_dir).resolve() == output_dir.resolve() and _is_live(owner)
+        else:
+            stands_in_the_way = bool(checkpoint_folders.of_run(output_dir, owner.run_id)) or _is_live(owner)
+        if stands_in_the_way:
             raise RunDirError(
                 f"{output_dir} holds the checkpoints of another unfinished run ({owner.run_id}, {state.state}, step "
                 f"{state.step}, in {owner.run_dir}). Two runs in one output_dir would replace each other's "
@@ -108,12 +112,14 @@ def claim(output_dir: Path, run_id: str, run_dir: Path) -> None:
     write_json(output_dir / MARKER, Owner(run_id, str(run_dir.resolve()))._asdict())
 
 
-def _others(output_dir: Path, run_id: str) -> Iterator[Owner]:
-    """Every other run that the marker or a checkpoint names."""
+def _owners(output_dir: Path) -> Iterator[Owner]:
+    """Every run that the marker or a checkpoint names, wherever its directory was then."""
     found = [Owner(found.state.run_id, found.state.run_dir) for found in checkpoint_folders.complete(output_dir)]
-    for owner in dict.fromkeys([*_marked(output_dir), *found]):
-        if owner.run_id != run_id and owner.run_dir:
-            yield owner
+    yield from (owner for owner in dict.fromkeys([*_marked(output_dir), *found]) if owner.run_dir)
+
+
+def _is_live(owner: Owner) -> bool:
+    return server_alive(Path(owner.run_dir))
 
 
 def _marked(output_dir: Path) -> list[Owner]:

@@ -132,6 +132,25 @@ def test_a_live_run_without_a_checkpoint_keeps_another_out(tmp_path: Path) -> No
         lock.release()
 
 
+def test_a_copy_of_a_run_does_not_write_over_the_checkpoints_of_the_live_one(tmp_path: Path) -> None:
+    """`cp -r one two` while `one` goes on: both have one run id, and each would take the other's for its own."""
+    outputs = tmp_path / "outputs"
+    state = begun(tmp_path / "one", outputs, step=4)
+    save(outputs, state, 4, tmp_path / "one")
+    for name in ("one", "outputs"):
+        shutil.copytree(tmp_path / name, tmp_path / "copy" / name)
+    output_dir.refuse_another_runs(outputs, state.run_id, tmp_path / "copy" / "one")
+    lock = server_lock(tmp_path / "one")
+    assert lock.try_acquire()
+    try:
+        with pytest.raises(RunDirError, match="another unfinished run"):
+            output_dir.refuse_another_runs(outputs, state.run_id, tmp_path / "copy" / "one")
+        output_dir.refuse_another_runs(tmp_path / "copy" / "outputs", state.run_id, tmp_path / "copy" / "one")
+        output_dir.refuse_another_runs(outputs, state.run_id, tmp_path / "one")
+    finally:
+        lock.release()
+
+
 @pytest.mark.parametrize("fate", ["finished", "never trained", "deleted", "moved aside"])
 def test_a_run_that_is_over_keeps_nobody_out_and_its_checkpoints_stay(tmp_path: Path, fate: str) -> None:
     outputs, root = tmp_path / "outputs", tmp_path / "one"
