@@ -33,11 +33,15 @@ def check_place(root: Path) -> None:
         )
 
 
-def make_folder(folder: Path) -> Path:
-    """A folder that only this user may enter: a new one, or the one that is there. `RunDirError` if it is not ours."""
+def make_folder(folder: Path, *, in_private: bool = False) -> Path:
+    """A folder that only this user may enter: a new one, or the one that is there. `RunDirError` if it is not ours.
+
+    Args:
+        in_private: it is in a folder that only this user may enter, so that nobody has used what its mode permits.
+    """
     if not os.path.lexists(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor = open_folder(folder)
+    descriptor = open_folder(folder, any_mode=in_private)
     try:
         if stat.S_IMODE(os.fstat(descriptor).st_mode) != 0o700:
             os.fchmod(descriptor, 0o700)
@@ -46,7 +50,7 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
-def open_folder(folder: Path) -> int:
+def open_folder(folder: Path, *, any_mode: bool = False) -> int:
     """A descriptor of a directory of this user. `RunDirError` if it is a link, or others can write to it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -57,7 +61,7 @@ def open_folder(folder: Path) -> int:
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid():
         reason = f"{folder} belongs to user {status.st_uid}, this process runs as {os.geteuid()}."
-    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not any_mode:
         reason = (
             f"{folder} can be written by others (mode {stat.S_IMODE(status.st_mode):o}), who could make "
             f"workers run their jobs. Take that right away: chmod go-w {folder}"

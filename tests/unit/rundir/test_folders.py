@@ -14,6 +14,7 @@ from async_grpo.launch.supervisor import Child, Supervisor
 from async_grpo.queue.filesystem import prepare_root
 from async_grpo.reports.board import Board
 from async_grpo.rundir.files import LineFile
+from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.lifecycle import prepare, preview
 from async_grpo.rundir.paths import FINISHED, RunDir
 from async_grpo.setup.process import log_to, write_stacks_on_signal
@@ -79,6 +80,19 @@ def test_a_directory_that_only_others_can_read_becomes_private(tmp_path: Path) -
     (tmp_path / "worker").mkdir(mode=0o755)
     prepare(tmp_path / "worker", config=CONFIG)
     assert (tmp_path / "worker").stat().st_mode & 0o777 == 0o700
+
+
+def test_the_curves_of_an_earlier_version_get_a_folder_that_is_private(tmp_path: Path) -> None:
+    """TensorBoard had made it, with umask 002."""
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard").chmod(0o775)
+    with pytest.raises(RunDirError, match="can be written by others"):
+        make_folder(tmp_path / "tensorboard")
+    make_folder(tmp_path / "tensorboard", in_private=True)
+    assert (tmp_path / "tensorboard").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "link").symlink_to(tmp_path / "tensorboard")
+    with pytest.raises(RunDirError, match="links are not followed"):
+        make_folder(tmp_path / "link", in_private=True)
 
 
 def _start_child(log: Path) -> None:
