@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 MOST_PIXELS = 1 << 26  # of an image; opening a larger one is refused: a small file may unfold to any size
 _READ = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")  # PIL hands others to other programs
 _WRITTEN = {"PNG": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), "TIFF": ("CMYK", "YCbCr", "LAB", "I", "F")}
+_TURNING = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")  # one of these names a PNG's orientation
 _FORMATS = {mode: name for name, modes in _WRITTEN.items() for mode in modes}  # without loss
 
 MODEL_INPUTS = (
@@ -82,7 +83,10 @@ class EncodedImage:
         from PIL.ExifTags import Base
 
         try:
-            return Base.Orientation in self._described().getexif()
+            image = self._described()
+            if image.format == "PNG" and not any(name in self.data for name in _TURNING):
+                return False  # PIL would unfold the pixels to look for them at the end
+            return Base.Orientation in image.getexif()
         except Exception:  # noqa: BLE001  # see `open`
             return False
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from async_grpo.images import encoded
 from async_grpo.records import RolloutGroup
 from async_grpo.training.checkpoints import load_batch, save_batch
 from async_grpo.training.corrections.trl_loss import log_pi_old
+from async_grpo.training.prompts import evaluation_problems
 
 pytestmark = pytest.mark.integration
 
@@ -105,6 +108,19 @@ def test_one_image_a_prompt(tmp_path: Path) -> None:
     run = trained_as_by_trl(settings(tmp_path, train_dataset=one_image(), reward_funcs=[size_of_first]))
     mismatch = [entry["async/logprob_mismatch"] for entry in run.logs]
     assert max(mismatch) < 1e-5, "the worker has seen the images that the trainer sees"
+
+
+def test_images_of_an_evaluation_travel_as_their_files_too() -> None:
+    """A broken one costs its problem then, not the run its start."""
+    file = BytesIO()
+    picture(0).convert("RGB").save(file, "JPEG")
+    files = [file.getvalue(), b"GIF89a, but broken"]
+    rows = [{"prompt": "a", "image": {"bytes": data, "path": None}} for data in files]
+    given = Dataset.from_list(rows, features=Features(prompt=Value("string"), image=Image()))
+    trainer: Any = SimpleNamespace(eval_dataset={"maths": given}, _remove_unused_columns=lambda data, **_: data)
+    problems = evaluation_problems(trainer)
+    assert [problem["image"].data for problem in problems] == files
+    assert {problem["task"] for problem in problems} == {"maths"}
 
 
 def test_a_model_that_writes_image_tokens_fails_its_group_alone(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def images_as_files(dataset: Any) -> tuple[Any, Callable[[Row], Row]]:
     features = dataset.features
     if not _has_image(features):
         return dataset, lambda row: row
-    undecoded = dataset.with_format(None)  # a copy
+    undecoded = dataset.with_format(None, dataset.format["columns"])  # a copy
     undecoded.info.features = datasets.Features({name: _undecoded(kind) for name, kind in features.items()})
     return undecoded, partial(_as_files, features)
 

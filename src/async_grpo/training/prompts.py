@@ -53,11 +53,16 @@ def evaluation_problems(trainer: GRPOTrainer) -> list[dict[str, Any]]:
     problems = [
         encoded({**row, "task": name} if name else row)
         for name, dataset in named
-        for row in _at_most(MOST_PROBLEMS, iter(trl_trainer.evaluation_columns(trainer, dataset)))
+        for row in _at_most(MOST_PROBLEMS, _rows_as_files(trl_trainer.evaluation_columns(trainer, dataset)))
     ]
     if not problems:
         raise UsageError("The eval_dataset has no rows. Give it some, leave it out, or set --eval-every 0.")
     return problems
+
+
+def _rows_as_files(dataset: Any) -> Iterator[dict[str, Any]]:
+    dataset, as_files = images_as_files(dataset)
+    return map(as_files, dataset)
 
 
 def _at_most(count: int, rows: Iterator[Any]) -> Iterator[Any]:

@@ -11,6 +11,7 @@ import pytest
 from datasets import Dataset, Features, List, Value
 from datasets import Image as ImageFeature
 from PIL import ExifTags, Image
+from PIL.PngImagePlugin import PngInfo
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import EncodedImage
@@ -45,6 +46,33 @@ def test_the_bytes_of_the_file_unless_it_must_be_turned(form: str, turned: bool)
     assert (travels.data == data) is not turned
     assert travels.open().size == pixels.size == ((6, 9) if turned else (9, 6))
     assert travels.open().tobytes() == pixels.tobytes()
+
+
+def test_a_look_for_its_orientation_does_not_unfold_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    unfolded: list[Any] = []
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda image: unfolded.append(image))
+    assert not any(EncodedImage(file_of(form)).is_turned for form in ("PNG", "JPEG"))
+    assert unfolded == []
+
+
+@pytest.mark.parametrize("keyword", ["XML:com.adobe.xmp", "Raw profile type exif"])
+def test_a_png_may_say_in_text_that_it_is_turned(keyword: str) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    profile = "\n".join(["", "exif", str(len(exif.tobytes())), exif.tobytes().hex()])
+    texts, file = PngInfo(), BytesIO()
+    texts.add_itxt(keyword, profile if "exif" in keyword else '<x tiff:Orientation="6"/>')
+    Image.new("RGB", (9, 6)).save(file, "PNG", pnginfo=texts)
+    pixels, travels = pixels_and_image(file.getvalue(), ImageFeature())
+    assert pixels.size == travels.open().size == (6, 9)
+
+
+def test_a_column_that_the_user_hid_stays_hidden() -> None:
+    features = Features(image=ImageFeature(), answer=Value("int64"), note=Value("string"))
+    row = {"image": {"bytes": file_of("PNG"), "path": None}, "answer": 1, "note": "a"}
+    dataset = Dataset.from_list([row], features=features).with_format(None, columns=["image", "answer"])
+    undecoded, as_files = images_as_files(dataset)
+    assert as_files(undecoded[0]).keys() == dataset[0].keys() == {"image", "answer"}
 
 
 def test_a_mode_that_the_dataset_asks_for() -> None:
