@@ -28,6 +28,7 @@ Reward = Callable[..., Sequence[float | None]]
 
 PROCESSES = 2  # of each function, in each process that calls it
 SAY_AT_MOST = 3
+CALLER_S = 3.0  # that the caller has to end a process that is late
 
 
 def with_deadline(
@@ -100,7 +101,7 @@ class _Processes:
         try:
             if process is None:
                 with self._lock:  # so that the fork has no half-made one of another thread
-                    process = _Process(self._function)
+                    process = _Process(self._function, self._seconds)
             answer, value = process.ask(arguments, self._seconds)
         except BaseException:  # an argument that cannot be sent; the process may have had half of it
             if process is not None:
@@ -134,12 +135,12 @@ RETURNED, RAISED, LATE, GONE = "returned", "raised", "late", "gone"
 class _Process:
     """A fork of this process that calls the function whenever it is asked; it ends with its parent."""
 
-    def __init__(self, function: Reward) -> None:
+    def __init__(self, function: Reward, seconds: float) -> None:
         self._pipe, theirs = Pipe()
         self._pid = os.fork()
         if self._pid == 0:
             try:
-                _serve(function, theirs)
+                _serve(function, theirs, seconds)
             finally:
                 os._exit(1)
         theirs.close()
@@ -158,20 +159,23 @@ class _Process:
         os.waitpid(self._pid, 0)
 
 
-def _serve(function: Reward, pipe: Connection) -> None:
-    """In the fork: answer until the parent closes its end, or dies."""
+def _serve(function: Reward, pipe: Connection, seconds: float) -> None:
+    """In the fork: answer until the parent closes its end, or dies. An alarm ends a call that it died in."""
     mine = pipe.fileno()
     os.closerange(3, mine)
     os.closerange(mine + 1, os.sysconf("SC_OPEN_MAX"))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     while True:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         try:
             arguments = pipe.recv()
         except EOFError:
             os._exit(0)
         answer: tuple[str, Any]
         try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, seconds + CALLER_S)
             (reward,) = function(**arguments)
             answer = (RETURNED, reward)
         except Exception as error:  # noqa: BLE001  # it is the caller's

@@ -235,7 +235,10 @@ class RolloutSource:
 
     def _collect(self, version: int) -> None:
         if self._evaluations is not None:
+            before = self._evaluations.done
             self._evaluations.look()
+            if self._evaluations.done > before:
+                activity.progress()
             self._publisher.retry()  # where it has ended: jobs that are issued now may need what it held back
         with suppress(DiskFullError):  # no room in done/: the group stays in the queue, and `_wait` makes room
             for entry in self._queue.finished():

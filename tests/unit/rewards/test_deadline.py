@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import select
+import subprocess
+import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
+import psutil
 import pytest
 
 from async_grpo.rewards import with_deadline
@@ -81,3 +85,33 @@ def test_what_others_see_of_the_function_stays() -> None:
 def test_a_deadline_that_is_none_is_refused(seconds: float) -> None:
     with pytest.raises(ValueError, match="seconds must be positive"):
         with_deadline(seconds=seconds)
+
+
+_ENDLESS = """
+import os, sys
+from async_grpo.rewards import deadline, with_deadline
+
+deadline.CALLER_S = 0.5
+
+@with_deadline(seconds=0.5)
+def endless(completions, **columns):
+    os.write(1, b"%d\\n" % os.getpid())
+    while True:
+        pass
+
+endless(["x"])
+"""
+
+
+def test_a_call_whose_caller_is_killed_ends_too() -> None:
+    with subprocess.Popen([sys.executable, "-c", _ENDLESS], stdout=subprocess.PIPE, text=True) as caller:
+        assert caller.stdout is not None
+        child = psutil.Process(int(caller.stdout.readline()))
+        caller.kill()
+        with suppress(psutil.NoSuchProcess):
+            deadline = time.monotonic() + 30
+            while time.monotonic() < deadline and child.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.02)
+            ended = child.status() == psutil.STATUS_ZOMBIE
+            child.kill()
+            assert ended, "a process that nobody waits for computes for ever"

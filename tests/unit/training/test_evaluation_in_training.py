@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 from unit_fakes import Bench, FakePublisher, schedule, seqs
+
+from async_grpo.training import rollout_source
 
 
 class HoldingPublisher(FakePublisher):
@@ -19,12 +24,14 @@ class EndingEvaluation:
     """Ends at the next look."""
 
     busy, done = True, 0
+    describe = staticmethod(lambda: "an evaluation")
 
     def __init__(self, publisher: FakePublisher) -> None:
         self._publisher = publisher
 
     def look(self) -> None:
         self._publisher.held_at, self.busy = None, False
+        self.done += 1
 
 
 def test_when_an_evaluation_ends_what_it_held_back_is_there_before_jobs_ask_for_it() -> None:
@@ -42,3 +49,15 @@ def test_when_an_evaluation_ends_what_it_held_back_is_there_before_jobs_ask_for_
     assert seqs(bench.source.take(1)) == [2, 3]
     assert bench.queue.jobs[4].min_version == 1
     assert publisher.version == 1, "a worker that has the job would wait for it as long as the optimizer step takes"
+
+
+def test_training_that_waits_for_an_evaluation_is_not_stalled_while_problems_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    progress = list[int]()
+    monkeypatch.setattr(rollout_source, "activity", SimpleNamespace(progress=lambda: progress.append(1)))
+    bench = Bench(schedule(B=2, K=1))
+    bench.queue.on_wait = lambda: None
+    bench.source._evaluations = EndingEvaluation(bench.publisher)  # type: ignore[assignment]
+    assert bench.source.finish_evaluation(1)
+    assert progress
