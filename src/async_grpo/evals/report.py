@@ -45,16 +45,22 @@ class Judge:
         return cls(rule=rule, thresholds=thresholds, final_answer=finals[0] if finals else None)
 
     def answers(self, group: RolloutGroup) -> Answers:
-        """What a group says of its problem. `ValueError`: a completion has no reward."""
+        """What a group says of its problem. `ValueError`: a completion has no reward, or an infinite one."""
         totals = self.rule.totals(group.rewards).tolist()
         if any(map(math.isnan, totals)):
             raise ValueError("no reward function gave a reward for a completion")
+        if any(map(math.isinf, totals)):
+            raise ValueError("the reward of a completion is infinite")
         if self.thresholds:
             successes = [all(row[index] >= least for index, least in self.thresholds.items()) for row in group.rewards]
         else:
             successes = [total >= SUCCESS for total in totals]
-        finals = None if self.final_answer is None else [self.final_answer(one) for one in group.completions]
+        finals = None if self.final_answer is None else [_text(self.final_answer(one)) for one in group.completions]
         return Answers(rewards=totals, successes=successes, finals=finals, task=group.job.task)
+
+
+def _text(final: Any) -> str | None:
+    return None if final is None else str(final)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,8 +155,18 @@ def test_a_problem_that_fails_is_named_and_the_others_are_reported(server: Serve
 
 
 def test_a_problem_without_a_reward_is_named(server: ServerQueue, worker: WorkerQueue) -> None:
-    result = finish(begin(server, count=1), worker, rewards={"0+0=": [float("nan"), 1.0]})
-    assert result.failed == {"0": "ValueError: no reward function gave a reward for a completion"}
+    rewards = {"0+0=": [float("nan"), 1.0], "1+1=": [float("-inf"), 1.0]}
+    result = finish(begin(server, count=3), worker, rewards=rewards)
+    assert result.failed == {
+        "0": "ValueError: no reward function gave a reward for a completion",
+        "1": "ValueError: the reward of a completion is infinite",
+    }
+    assert result.figures["pass@1"].problems == 1
+
+
+def test_final_answers_of_any_kind_are_voted_on(server: ServerQueue, worker: WorkerQueue) -> None:
+    judge = Judge(rule=AdvantageRule(), final_answer=lambda completion: [completion])  # type: ignore[arg-type,return-value]
+    assert finish(begin(server, count=1, judge=judge), worker).figures["maj@2"].value == 1
 
 
 def test_thresholds_and_final_answers_are_those_of_the_reward_functions(
