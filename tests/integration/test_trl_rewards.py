@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,9 @@ from in_process import (
 from transformers import Qwen3ForSequenceClassification
 
 from async_grpo.errors import UnsupportedError
+from async_grpo.queue.codec import decode_job, encode_job
 from async_grpo.rollout.trl_trainer import RolloutTrainer
+from async_grpo.training.trl_trainer import state_for_rewards
 
 pytestmark = pytest.mark.integration
 
@@ -187,3 +190,12 @@ def test_a_reward_model(tmp_path: Path) -> None:
         settings(tmp_path, {"reward_processing_classes": [tokenizer, None]}, reward_funcs=[judge, letters])
     )
     assert len({group.rewards[0, 0].item() for group in run.groups}) > 1
+
+
+def test_what_a_callback_puts_into_the_state_can_be_sent_to_workers() -> None:
+    """Numbers of numpy would be refused in the middle of the run."""
+    state = SimpleNamespace(epoch=np.float64(0.5), level=np.int64(2), hard=np.bool_(True), kind="sums", best=[1.0])
+    sent = state_for_rewards(SimpleNamespace(state=state))  # type: ignore[arg-type]
+    [job] = jobs_of([{"prompt": "a"}])
+    received = decode_job(encode_job(replace(job, trainer_state=sent))).trainer_state
+    assert received == {"epoch": 0.5, "level": 2, "hard": True, "kind": "sums"}

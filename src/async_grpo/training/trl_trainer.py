@@ -202,8 +202,7 @@ def own_share(trainer: Any, completions: list[Any]) -> list[Any]:
     TRL cuts a batch into equal parts in the order of ranks, and counts on it when it gathers.
     """
     size = len(completions) // trainer.accelerator.num_processes
-    start = trainer.accelerator.process_index * size
-    return completions[start : start + size]
+    return completions[trainer.accelerator.process_index * size :][:size]
 
 
 def _rows(group: RolloutGroup) -> list[dict[str, Any]]:
@@ -219,8 +218,7 @@ def _as_rollout_output(groups: Sequence[RolloutGroup]) -> dict[str, list[Any]]:
     """What TRL expects of a `rollout_func`: one entry per completion, B*G in all."""
     output: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
     with_masks = any(group.tool_mask is not None for group in groups)
-    if with_masks:
-        output["env_mask"] = []
+    output |= {"env_mask": []} if with_masks else {}
     for group in groups:
         lengths = group.completion_lengths
         output["prompt_ids"] += (
@@ -380,7 +378,9 @@ def uniform_rewards(trainer: GRPOTrainer) -> Callable[[RolloutGroup], bool]:
 
 def state_for_rewards(trainer: GRPOTrainer) -> dict[str, Any]:
     """The trainer's state as it is now: its numbers and texts, without the history of its logs."""
-    return {name: value for name, value in vars(trainer.state).items() if isinstance(value, (int, float, str))}
+    state = vars(trainer.state).items()
+    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in state}
+    return {name: value for name, value in plain.items() if type(value) in (bool, int, float, str)}
 
 
 def append_metric(trainer: GRPOTrainer, name: str, value: float) -> None:
