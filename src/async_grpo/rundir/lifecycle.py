@@ -211,7 +211,7 @@ def _delete_run(run: RunDir) -> None:
 
     `server.lock` stays: we hold it, and without the file two servers could start.
     """
-    logs = [path.name for path in run.root.glob("log_*.txt")]
+    logs = [run.server_log.name, *(path.name for path in run.root.glob("log_worker_*.txt"))]
     last = run.state_file.name
     for name in (*(set(ENTRIES) - {SERVER_LOCK, last}), *logs, last):
         path = run.root / name

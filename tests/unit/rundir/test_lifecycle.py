@@ -161,15 +161,18 @@ def test_there_is_nothing_to_resume(root: Path, exists: bool) -> None:
 
 def test_overwriting_deletes_the_run_but_no_checkpoint_and_nothing_that_is_not_ours(root: Path) -> None:
     old = old_run(root, state=runs.STOPPED, step=7)
-    (root / "notes.txt").write_text("mine")
+    for name in ("notes.txt", "log_of_my_thesis.txt"):
+        (root / name).write_text("mine")
     new = prepare(root, config=CONFIG, overwrite=True)
     assert new.run_id != old.run_id
     assert set(everything(root)) - {"server.lock"} == {
         "run.json",
+        "log_of_my_thesis.txt",
         "notes.txt",
         "outputs/checkpoint-5/model.safetensors",
     }
-    assert sorted(path.name for path in root.iterdir()) == ["notes.txt", "outputs", "run.json", "server.lock"]
+    left = ["log_of_my_thesis.txt", "notes.txt", "outputs", "run.json", "server.lock"]
+    assert sorted(path.name for path in root.iterdir()) == left
 
 
 def test_overwriting_does_not_follow_links_out_of_the_directory(root: Path, tmp_path: Path) -> None:
