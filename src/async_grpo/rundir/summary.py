@@ -95,7 +95,9 @@ def program() -> str:
     if shutil.which("async-grpo"):
         return "async-grpo"
     beside_python = Path(sys.executable).with_name("async-grpo")
-    return shlex.quote(_shortest(beside_python)) if beside_python.exists() else f"{shlex.quote(sys.executable)} -m async_grpo.cli"
+    if beside_python.exists():
+        return shlex.quote(_shortest(beside_python))
+    return f"{shlex.quote(sys.executable)} -m async_grpo.cli"
 
 
 def _shortest(path: Path) -> str:
