@@ -52,7 +52,7 @@ class EncodedImage:
 
     @classmethod
     def of(cls, image: Image) -> EncodedImage:
-        """Encode pixels without loss. `UnsupportedError`: no format holds images of this mode exactly."""
+        """Encode pixels without loss. `UnsupportedError`: no format holds images of this mode, or they cannot be read."""
         if image.mode not in _FORMATS:
             raise UnsupportedError(
                 f"An image of PIL's mode {image.mode!r} cannot be sent to workers exactly. Convert it, for example "
@@ -60,7 +60,13 @@ class EncodedImage:
             )
         file = BytesIO()
         options = {"compress_level": 1} if _FORMATS[image.mode] == "PNG" else {}
-        image.save(file, _FORMATS[image.mode], **options)
+        try:
+            image.save(file, _FORMATS[image.mode], **options)
+        except Exception as error:  # PIL reads a file's pixels only now
+            raise UnsupportedError(
+                f"An image of {image.width} x {image.height} pixels cannot be read ({type(error).__name__}: {error}). "
+                "Repair it or leave it out."
+            ) from error
         return cls(file.getvalue())
 
     def open(self) -> Image:
