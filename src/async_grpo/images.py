@@ -52,7 +52,7 @@ class EncodedImage:
 
     @classmethod
     def of(cls, image: Image) -> EncodedImage:
-        """Encode pixels without loss. `UnsupportedError`: no format holds images of this mode, or they cannot be read."""
+        """Encode pixels without loss. `UnsupportedError`: they cannot be read, or no format holds this mode."""
         if image.mode not in _FORMATS:
             raise UnsupportedError(
                 f"An image of PIL's mode {image.mode!r} cannot be sent to workers exactly. Convert it, for example "
