@@ -6,12 +6,14 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.errors import UsageError
+from async_grpo.errors import BadFileError, UsageError
+from async_grpo.rundir.reading import read_object
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 SHOWN = 3  # names of tensors in an error
+SCALING = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")  # no shape tells all of them
 
 
 def load_weights(trainer: GRPOTrainer, source: str) -> None:
@@ -29,6 +31,8 @@ def load_weights(trainer: GRPOTrainer, source: str) -> None:
     if is_adapter != hasattr(model, "peft_config"):
         has, needs = ("an adapter", "no adapter") if is_adapter else ("no adapter", "one")
         raise UsageError(f"{source} is {has}, and the model of the setup file has {needs}. Give the checkpoint's own.")
+    if is_adapter:
+        _compare_adapters(model.peft_config.get("default"), Path(source) / "adapter_config.json", source)
     try:
         weights = _adapter(source) if is_adapter else _whole_model(model, source)
     except (OSError, ValueError, RuntimeError) as error:  # not there, no safetensors, other shapes
@@ -97,4 +101,18 @@ def _compare_ties(ours: dict[str, Any], theirs: dict[str, Any], source: str) -> 
             raise UsageError(
                 f"{source} is a checkpoint of another model than the setup file's: {other} and {name} are tied in the "
                 "setup file's model (tie_word_embeddings), and differ there."
+            )
+
+
+def _compare_adapters(ours: Any, file: Path, source: str) -> None:
+    """Weights of the same shapes are another adapter where they are scaled otherwise."""
+    try:
+        theirs = read_object(file)
+    except BadFileError as error:
+        raise UsageError(f"The adapter of {source} cannot be read: {error}") from error
+    for name in SCALING:
+        if hasattr(ours, name) and name in theirs and getattr(ours, name) != theirs[name]:
+            raise UsageError(
+                f"{source} is another adapter than the setup file's: {name} is {theirs[name]} there and "
+                f"{getattr(ours, name)} here. Set it in the setup file's peft_config."
             )

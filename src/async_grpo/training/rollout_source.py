@@ -129,6 +129,8 @@ class RolloutSource:
         """
         started, self._slept_s = time.monotonic(), 0.0
         self._schedule = self._schedule.with_round_at(self.rounds + len(self._taken), version)
+        if self.ends_at is not None and version >= self.ends_at:  # a callback of the user's has raised max_steps
+            self.ends_at = None
         self._publisher.retry()
         try:
             batch = self._wait_for_batch(version)
@@ -338,8 +340,6 @@ class RolloutSource:
         return self._queue.claimants() or [worker.name for worker in self._queue.workers()]
 
     def _waiting_for(self) -> str:
-        if self._evaluations is not None and self._evaluations.busy:
-            return self._evaluations.describe()
         if self._issuer.disk_full:
             return "room on the disk for new jobs"
         counts = self._queue.counts()
@@ -347,6 +347,8 @@ class RolloutSource:
         missing = max(1, self._schedule.groups_per_round - len(self._ready))
         if workers == 0:
             return f"{counted(missing, 'group')}, and no worker is alive: start one with `async-grpo worker`"
+        if self._evaluations is not None and self._evaluations.busy:
+            return self._evaluations.describe()
         return (
             f"{counted(missing, 'more group')} from {counted(workers, 'worker')} "
             f"({counts.pending} pending, {counts.processing} in process)"

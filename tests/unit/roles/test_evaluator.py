@@ -106,3 +106,11 @@ def test_a_resumed_evaluation_tells_what_it_found_now_and_needs_no_common_proble
     evaluate(2)
     assert [(one.step, one.replicates) for one in read(run.evaluations)] == [(0, 2), (1, 2)]
     assert json.loads(run.comparison.read_text()) == {"figures": {}}
+
+
+def test_an_adapter_that_is_scaled_otherwise_is_refused(tmp_path: Path) -> None:
+    """Its weights have the same names and shapes, so they would be taken and give other figures."""
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "lora_alpha": 32}')
+    model = SimpleNamespace(peft_config={"default": SimpleNamespace(r=8, lora_alpha=16)})
+    with pytest.raises(UsageError, match="another adapter than the setup file's: lora_alpha is 32 there and 16 here"):
+        load_weights(SimpleNamespace(model=model), str(tmp_path))  # type: ignore[arg-type]

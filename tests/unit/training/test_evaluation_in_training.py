@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from unit_fakes import Bench, FakePublisher, schedule, seqs
 
+from async_grpo.errors import WaitTimeoutError
 from async_grpo.training import rollout_source
 
 
@@ -61,3 +62,30 @@ def test_training_that_waits_for_an_evaluation_is_not_stalled_while_problems_are
     bench.source._evaluations = EndingEvaluation(bench.publisher)  # type: ignore[assignment]
     assert bench.source.finish_evaluation(1)
     assert progress
+
+
+def test_an_evaluation_that_never_ends_is_named_in_the_error() -> None:
+    bench = Bench(schedule(B=2, K=1), max_wait_s=0)
+    bench.queue.on_wait = lambda: None
+    evaluation = EndingEvaluation(bench.publisher)
+    evaluation.look = lambda: None  # type: ignore[method-assign]
+    bench.source._evaluations = evaluation  # type: ignore[assignment]
+    with pytest.raises(WaitTimeoutError, match="waiting for an evaluation"):
+        bench.source.finish_evaluation(1)
+    bench.queue.alive = 0
+    with pytest.raises(WaitTimeoutError, match="no worker is alive: start one"):
+        bench.source.finish_evaluation(1)
+
+
+def test_jobs_that_no_step_would_use_are_not_issued_unless_training_goes_on() -> None:
+    """As a callback can have it that raises `max_steps`."""
+    bench = Bench(schedule(B=2, K=4))
+    bench.source.ends_at = 1
+    bench.source.advance(0)
+    assert bench.queue.submitted == [0, 1]
+    bench.queue.finish(0, 1, version=0)
+    bench.source.take(0)
+    bench.step_done(1)
+    assert bench.queue.submitted == [0, 1]
+    bench.queue.on_wait = lambda: bench.queue.finish(*bench.queue.unclaimed()[:2], version=1)
+    assert seqs(bench.source.take(1)) == [2, 3]
