@@ -69,12 +69,13 @@ def put_in_place(written: Path, output_dir: Path, run_id: str) -> Path:
     other is renamed.
     """
     place = output_dir / written.name
-    mine = not place.is_symlink() and _run_of(place) == run_id
-    if not (mine and _exchange(written, place)):
+    older = None if place.is_symlink() else _state_of(place)
+    if older is not None and older.run_id == run_id:
+        _replace(place, written, older)
+    else:
         if os.path.lexists(place):
-            aside = written.with_name(f"{written.name}.old") if mine else _free_name(place)
-            if not mine:
-                logger.warning("{} is not this run's checkpoint: it is now {}", place, aside)
+            aside = _free_name(place)
+            logger.warning("{} is not this run's checkpoint: it is now {}", place, aside)
             place.rename(aside)
         written.rename(place)
     _sync(output_dir)
@@ -176,6 +177,20 @@ def _named_by(output_dir: Path, run_id: str) -> list[Path]:
 
 def _is(checkpoint: Path, named: str | None) -> bool:
     return named is not None and checkpoint.resolve() == Path(named).resolve()
+
+
+def _replace(place: Path, written: Path, older: RolloutState) -> None:
+    """Put `written` where the run has an older checkpoint. Files that a user added to that one stay."""
+    aside = written
+    if not _exchange(written, place):
+        aside = written.with_name(f"{written.name}.old")
+        place.rename(aside)
+        written.rename(place)
+    ours = {rollout_state.FILE_NAME, *(Path(name).parts[0] for name in older.files)}
+    for path in aside.iterdir():
+        if path.name in ours or (not older.files and path.suffix in _BOUND) or os.path.lexists(place / path.name):
+            continue
+        path.rename(place / path.name)
 
 
 def _exchange(written: Path, place: Path) -> bool:

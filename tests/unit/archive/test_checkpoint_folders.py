@@ -134,12 +134,25 @@ def test_a_kill_while_a_checkpoint_is_replaced_loses_neither(tmp_path: Path, mon
     assert latest(tmp_path).state.step == 10
 
 
-def test_a_file_system_that_cannot_exchange_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_folders, "_exchange", lambda written, place: False)
-    save(tmp_path, 10, weights=b"old")
+@pytest.mark.parametrize("exchange", [True, False])
+def test_what_a_user_added_to_a_checkpoint_that_is_replaced_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(checkpoint_folders, "_exchange", lambda written, place: False)
+    first = write(tmp_path, 10, weights=b"old")
+    (first / "rollout_batch.safetensors").write_bytes(b"of the batch that it is in the middle of")
+    checkpoint_folders.save(first, state(10))
+    checkpoint = put_in_place(first, tmp_path, "mine")
+    (checkpoint / "evaluations").mkdir()
+    (checkpoint / "evaluations" / "gsm8k.json").write_text("mine")
+    (checkpoint / "merged.safetensors").write_bytes(b"mine")
     save(tmp_path, 10, weights=b"new")
     assert names(tmp_path) == {"checkpoint-10"}
-    assert (tmp_path / "checkpoint-10" / "model.safetensors").read_bytes() == b"new"
+    saved = {"model.safetensors", "trainer_state.json", "README.md", FILE_NAME}
+    assert names(checkpoint) == {*saved, "evaluations", "merged.safetensors"}
+    assert (checkpoint / "evaluations" / "gsm8k.json").read_text() == "mine"
+    assert latest(tmp_path).path.joinpath("model.safetensors").read_bytes() == b"new"
 
 
 @pytest.mark.parametrize("size", [7, 70_005])
