@@ -96,8 +96,7 @@ class WorkerQueue:
     def close(self) -> None:
         """Hand back what this worker still has, and free its number."""
         try:
-            for claim in list(self._claims.values()):
-                self.hand_back(claim)
+            self.hand_back_all()
         finally:
             self._pipe.close()
             self._lock.release()
@@ -128,6 +127,10 @@ class WorkerQueue:
         self._lock.require_process()
         self._moves.move(f"queue/{claim.name}", f"queue/{claim.name.pending(claim.attempt)}")
         self._claims.pop(claim.job.seq, None)
+
+    def hand_back_all(self) -> None:
+        for claim in list(self._claims.values()):
+            self.hand_back(claim)
 
     def wait(self, timeout_s: float, skip: Collection[int] = ()) -> bool:
         deadline = time.monotonic() + timeout_s

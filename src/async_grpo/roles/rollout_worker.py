@@ -144,16 +144,17 @@ def _serve(
             settings=options.settings,
             deterministic=state.deterministic,
         )
-        main_thread.serve_while(partial(_run_worker, context, engine))
+        main_thread.serve_while(partial(_run_worker, context, engine, queue))
 
 
-def _run_worker(context: WorkerContext, engine: Engine) -> None:
+def _run_worker(context: WorkerContext, engine: Engine, queue: WorkerQueue) -> None:
     worker = Worker(context, engine)
     try:
         worker.run()
     finally:
         activity.doing(ENDING)
-        logger.info("worker {} ends: {}", context.queue.name, worker.statistics.report())
+        logger.info("worker {} ends: {}", queue.name, worker.statistics.report())
+        queue.hand_back_all()  # the main thread may not come to close the queue
 
 
 def _check_server(run: RunDir) -> None:

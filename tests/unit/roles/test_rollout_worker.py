@@ -1,0 +1,46 @@
+"""How a worker's loop ends."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_grpo.queue import ServerQueue, WorkerQueue
+from async_grpo.records import Job
+from async_grpo.roles import rollout_worker
+
+RUN = "f" * 32
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the engine is broken")], ids=["stopped", "failed"])
+def test_jobs_are_handed_back_even_if_the_main_thread_does_not_come_to_its_end(
+    error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reward that hangs there ends the process, and the jobs of a process that just ends have failed once more."""
+
+    class Ends:
+        statistics = SimpleNamespace(report=str)
+
+        def __init__(self, context: Any, engine: Any) -> None: ...
+
+        def run(self) -> None:
+            if error is not None:
+                raise error
+
+    monkeypatch.setattr(rollout_worker, "Worker", Ends)
+    with (
+        closing(ServerQueue.open(tmp_path / "q", RUN, watch_workers=False)) as server,
+        closing(WorkerQueue.open(server.root, 1, "cpu")) as queue,
+    ):
+        server.submit(Job(run_id=RUN, seq=0, row={}, num_generations=1, seed=0, born_version=0, min_version=0))
+        assert len(queue.claim(1)) == 1
+        if error is None:
+            rollout_worker._run_worker(None, None, queue)  # type: ignore[arg-type]
+        else:
+            with pytest.raises(RuntimeError, match="broken"):
+                rollout_worker._run_worker(None, None, queue)  # type: ignore[arg-type]
+        assert [file.name for file in (server.root / "queue").iterdir()] == ["0000000000.a00_pending.safetensors"]
