@@ -183,6 +183,10 @@ def test_advantages_of_another_shape_are_refused(name: str, shape: tuple[int, ..
     with pytest.raises(UnsupportedError, match=r"`advantages` of shape .* for 2 completions of 4 tokens"):
         correction(rule(name))(batch(ADVANTAGES["[B]"]) | {"advantages": torch.zeros(shape)})
     check_shapes(batch([[1.0], [2.0]]))
+    without = batch(ADVANTAGES["[B]"])
+    del without["sampling_per_token_logps"]
+    with pytest.raises(UnsupportedError, match=r"gave no `sampling_per_token_logps`. Return from _generate_and_score"):
+        check_shapes(without)
 
 
 # --- Metrics ----------------------------------------------------------------------------------------------

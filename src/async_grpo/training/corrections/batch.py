@@ -87,13 +87,17 @@ class Correction:
 
 
 def check_shapes(batch: dict[str, Any]) -> None:
-    """Raise `UnsupportedError` for advantages or log-probabilities of a shape that would be spread over the wrong axis.
+    """Raise `UnsupportedError` for advantages or log-probabilities that are not there, or spread over the wrong axis.
 
     TRL's loss takes advantages of shape [B] or [B, C], of B completions with C tokens.
     """
     rows, tokens = batch["completion_ids"].shape
     allowed = {"advantages": ((rows,), (rows, 1), (rows, tokens)), "sampling_per_token_logps": ((rows, tokens),)}
     for name, shapes in allowed.items():
+        if name not in batch:
+            raise UnsupportedError(
+                f"The trainer gave no `{name}`. Return from _generate_and_score_completions all that TRL's returns."
+            )
         found = tuple(batch[name].shape)
         if found not in shapes:
             raise UnsupportedError(
