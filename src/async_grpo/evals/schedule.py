@@ -43,7 +43,7 @@ class RunEvaluations:
         self._weights, self._ledger, self._begin = weights, ledger, begin
         self._every, self._report = every, report
         self._current: Evaluation | None = None
-        self._next_at = 0  # a version
+        self._next_at = self._after(max(ledger.steps)) if every and ledger.steps else 0  # a version
         self._skipped = False
         self._done = 0
 
@@ -77,8 +77,10 @@ class RunEvaluations:
             return
         if held != version:  # it found no free slot; the next version will do
             self._weights.release()
+            if last:
+                logger.warning("the last version, {}, is not evaluated: workers still read all older ones", version)
             return
-        self._next_at = (version // self._every + 1) * self._every
+        self._next_at = self._after(version)
         self._skipped = False
         self._current = self._begin(version)
         logger.info("evaluation of version {} on {}", version, counted(self._current.total, "problem"))
@@ -117,7 +119,11 @@ class RunEvaluations:
                 version,
             )
         self._skipped = True
-        self._next_at = (version // self._every + 1) * self._every
+        self._next_at = self._after(version)
+
+    def _after(self, version: int) -> int:
+        """When the next evaluation is due."""
+        return (version // self._every + 1) * self._every
 
     def _say(self, result: Evaluated) -> None:
         logger.info("evaluation of version {}: {}", result.step, result.headline())

@@ -213,7 +213,8 @@ class RolloutSource:
         starved = False
         with Reminder(self._waiting_for, self._waiting_on) as reminder:
             while (batch := self._complete_batch(version)) is None:
-                starved = starved or not self._queue.unclaimed()
+                held_back = self._publisher.held_at is not None  # the trainer waits for the end of an evaluation
+                starved = starved or not (held_back or self._queue.unclaimed())
                 if self._should_stop():
                     raise StopTraining
                 self._wait(patience, reminder)

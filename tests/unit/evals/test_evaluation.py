@@ -346,11 +346,32 @@ def test_a_resumed_run_forgets_evaluations_of_versions_that_have_not_happened(
         file.write('{"step": "broken"}\n')
         file.write(json.dumps({**json.loads(path.read_text().splitlines()[0]), "run_id": "another"}) + "\n")
         file.write('{"half a li')
-    again = run_evaluations(server, weights, path, reported, resumed_from=4)
+    again = run_evaluations(server, weights, path, reported, resumed_from=5)
     assert [one.step for one in read(path)] == [0, 4]
+    for weights.version in (5, 6, 7):  # a resume is no reason for one more
+        again.published(weights.version)
+        assert not again.busy
+    weights.version = 8
+    again.published(8)
+    assert again.busy
+
+
+def test_an_evaluation_that_was_lost_with_its_server_is_made_up_for(
+    server: ServerQueue, worker: WorkerQueue, tmp_path: Path
+) -> None:
+    path, weights = tmp_path / "evaluations.jsonl", Weights()
+    first = run_evaluations(server, weights, path, [])
+    weights.version = 0
+    first.published(0)
+    serve(worker, version=0)
+    first.look()
     weights.version = 4
-    again.published(4)
-    assert not again.busy
+    first.published(4)
+    first.close()
+    weights.version = 5
+    again = run_evaluations(server, weights, path, [], resumed_from=5)
+    again.published(5)
+    assert again.busy
 
 
 def test_without_evaluations_nothing_is_held(server: ServerQueue, tmp_path: Path) -> None:

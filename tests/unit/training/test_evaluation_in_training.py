@@ -89,3 +89,16 @@ def test_jobs_that_no_step_would_use_are_not_issued_unless_training_goes_on() ->
     assert bench.queue.submitted == [0, 1]
     bench.queue.on_wait = lambda: bench.queue.finish(*bench.queue.unclaimed()[:2], version=1)
     assert seqs(bench.source.take(1)) == [2, 3]
+
+
+@pytest.mark.parametrize(("held_at", "under_way"), [(0, 4), (None, 6)])
+def test_waiting_for_an_evaluation_makes_no_rollouts_staler(held_at: int | None, under_way: int) -> None:
+    """More are under way only where the workers had nothing to do."""
+    bench = Bench(schedule(B=2, K=4))
+    bench.source.advance(0)
+    for seq in bench.queue.unclaimed():
+        bench.queue.claim(seq)
+    bench.publisher.held_at = held_at
+    bench.queue.on_wait = lambda: bench.queue.finish(0, 1, version=0)
+    bench.source.take(0)
+    assert bench.source._lookahead.groups == under_way
