@@ -17,6 +17,7 @@ from async_grpo.queue.names import JobName
 from async_grpo.queue.server import MAX_OPEN, GivenUp
 from async_grpo.records import Job, Purpose, RolloutGroup
 
+REASON_CHARACTERS = 300  # so that the line of an evaluation stays one that is read again
 OPEN_AT_A_TIME = MAX_OPEN // 4  # problems; training has jobs of its own in the queue
 
 
@@ -149,20 +150,22 @@ class Evaluation:
                 self._came_back(problem, group)
                 del self._open[name.seq]
         for seq in [seq for seq in self._open if seq in self._queue.given_up]:
-            reason = self._queue.given_up[seq].reason
-            self.failed[self._open.pop(seq)] = reason.strip().rsplit("\n", 1)[-1]
+            self._failed(self._open.pop(seq), self._queue.given_up[seq].reason)
 
     def _came_back(self, problem: int, group: RolloutGroup) -> None:
         versions = {group.policy_version}
         if group.token_versions is not None:
             versions |= set(group.token_versions.tolist())
         if versions != {self.version}:
-            self.failed[problem] = f"it was answered by version {sorted(versions)}, not {self.version}"
+            self._failed(problem, f"it was answered by version {sorted(versions)}, not {self.version}")
             return
         try:
             self.answers[problem] = self._judge.answers(group)
         except Exception as error:  # noqa: BLE001  # `final_answer` is the user's
-            self.failed[problem] = f"{type(error).__name__}: {error}"
+            self._failed(problem, f"{type(error).__name__}: {error}")
+
+    def _failed(self, problem: int, reason: str) -> None:
+        self.failed[problem] = reason.strip().rsplit("\n", 1)[-1][:REASON_CHARACTERS]
 
 
 def sampling_seed(seed: int, problem: int) -> int:
