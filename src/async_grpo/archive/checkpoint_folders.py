@@ -139,20 +139,26 @@ def rotate(output_dir: Path, run_id: str, limit: int | None, best: str | None) -
     protected = {*mine[-1:], *(path for path in mine if _is(path, best))}
     surplus = len(mine) - max(limit, len(protected))
     for checkpoint in [path for path in mine if path not in protected][: max(0, surplus)]:
-        delete(checkpoint)
+        delete(checkpoint, run_id)
 
 
 def keep_only(output_dir: Path, run_id: str, best: str) -> None:
     """Delete the run's checkpoints but the `best`."""
     for checkpoint in _named_by(output_dir, run_id):
         if not _is(checkpoint, best):
-            delete(checkpoint)
+            delete(checkpoint, run_id)
 
 
-def delete(checkpoint: Path) -> None:
-    """Its rollout state goes first: what remains after a kill is no complete checkpoint."""
-    (checkpoint / rollout_state.FILE_NAME).unlink(missing_ok=True)
-    shutil.rmtree(checkpoint, ignore_errors=True)
+def delete(checkpoint: Path, run_id: str) -> None:
+    """Delete a checkpoint of the run. It loses its name first: what a kill leaves goes with the next one."""
+    aside = staging(checkpoint.parent, run_id)
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        checkpoint.rename(aside)
+    except OSError:  # something is left there that cannot be deleted
+        (checkpoint / rollout_state.FILE_NAME).unlink(missing_ok=True)
+        aside = checkpoint
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _folders(output_dir: Path) -> list[Path]:

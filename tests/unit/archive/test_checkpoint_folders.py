@@ -284,11 +284,25 @@ def test_rotation_keeps_the_newest_and_the_best(
     assert names(tmp_path) == {f"checkpoint-{step}" for step in left}
 
 
-def test_a_rotation_that_is_killed_leaves_no_checkpoint_that_looks_complete(
+def test_what_a_killed_rotation_leaves_goes_with_the_next_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = save(tmp_path, 1)
+    with monkeypatch.context() as killed:
+        killed.setattr(checkpoint_folders.shutil, "rmtree", lambda *args, **kwargs: None)
+        checkpoint_folders.delete(checkpoint, "mine")
+    assert names(tmp_path) == {"saving-mine"}
+    assert checkpoint_folders.latest([tmp_path], "mine") is None and not checkpoint_folders.without_owner(tmp_path)
+    save(tmp_path, 2)
+    assert names(tmp_path) == {"checkpoint-2"}
+
+
+def test_a_checkpoint_that_cannot_be_moved_loses_its_state_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = save(tmp_path, 1)
+    (tmp_path / "saving-mine" / "busy").mkdir(parents=True)
     monkeypatch.setattr(checkpoint_folders.shutil, "rmtree", lambda *args, **kwargs: None)
-    checkpoint_folders.delete(checkpoint)
+    checkpoint_folders.delete(checkpoint, "mine")
     assert checkpoint_folders.latest([tmp_path], "mine") is None
     assert (checkpoint / "model.safetensors").exists() and not (checkpoint / rollout_state.FILE_NAME).exists()
