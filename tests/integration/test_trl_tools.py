@@ -283,4 +283,4 @@ def test_a_rollout_func_of_the_user_runs_in_the_worker(tmp_path: Path) -> None:
     assert calls == [run.worker] * 2
     assert run.groups[0].rewards[:, 0].tolist() == [0, 1]
     assert run.inputs[0]["tool_mask"].tolist() == [[1, 0, 1]] * 8
-    assert (run.inputs[0]["old_per_token_logps"] == -1).all()
+    assert run.inputs[0]["old_per_token_logps"].tolist() == [[-1, 0, -1]] * 8

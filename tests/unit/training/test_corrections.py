@@ -16,7 +16,7 @@ from async_grpo.training.corrections.batch import Correction, check_shapes
 from async_grpo.training.corrections.checks import check, describe
 from async_grpo.training.corrections.report import Clip
 from async_grpo.training.corrections.rule import Rule, rule
-from async_grpo.training.corrections.weights import limited, ratios
+from async_grpo.training.corrections.weights import limited, loss_mask, ratios
 
 # Two completions of four tokens. The last token of the second is padding, and its second is a tool's.
 W = [[0.25, 1.0, 2.5, 8.0], [0.5, 7.0, 1.5, 9.0]]
@@ -165,8 +165,19 @@ def test_with_several_steps_a_batch_the_weights_are_those_of_the_policy_before_t
 def test_bypass_takes_the_samplers_log_probabilities_as_the_old_ones() -> None:
     given = batch(ADVANTAGES["[B]"]) | {"old_per_token_logps": logs(W)}
     correction(rule("bypass"))(given)
-    assert given["old_per_token_logps"] is given["sampling_per_token_logps"]
+    mask = loss_mask(given)
+    assert_close(given["old_per_token_logps"][mask], given["sampling_per_token_logps"][mask])
     assert "importance_sampling_ratio" not in given
+
+
+def test_what_a_tool_wrote_makes_no_nan_whatever_a_rollout_func_says_of_it() -> None:
+    """TRL multiplies the loss of each token by the mask: 0 times infinity."""
+    given = batch(ADVANTAGES["[B]"])
+    mask = loss_mask(given)
+    given["sampling_per_token_logps"] = given["sampling_per_token_logps"].where(mask, -1e4)
+    correction(rule("bypass"))(given)
+    ratio = torch.exp(logs(W) - given["old_per_token_logps"])
+    assert torch.isfinite((ratio * given["advantages"][:, None]) * mask).all()
 
 
 @pytest.mark.parametrize("name", ["trl", "none"])

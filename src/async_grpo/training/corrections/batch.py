@@ -48,7 +48,8 @@ class Correction:
         """Correct a generation batch. `batch["sampling_per_token_logps"]` is log mu, [B, C]."""
         check_shapes(batch)
         if self.rule.name == "bypass":
-            batch["old_per_token_logps"] = batch["sampling_per_token_logps"]
+            counted = loss_mask(batch)  # for other tokens a rollout_func may say anything; 0 keeps the ratio finite
+            batch["old_per_token_logps"] = batch["sampling_per_token_logps"].where(counted, 0.0)
         elif self.rule.weighs and self.own_loss:
             self._weigh_advantages(batch)
         elif self.rule.weighs:
