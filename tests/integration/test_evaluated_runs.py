@@ -13,7 +13,9 @@ from runs import SETUP, Command, command, finish, read
 
 pytestmark = pytest.mark.integration
 
-RUN = ("--distributed", "--num-workers", "2", "--eval-every", "4", "--eval-replicates", "2", "--eval-k", "1,2")
+STALENESS = ("--max-staleness", "2")  # training waits for each evaluation before the next is due: none is skipped
+EVALUATED = ("--eval-every", "4", "--eval-replicates", "2", "--eval-k", "1,2")
+RUN = ("--distributed", "--num-workers", "2", *STALENESS, *EVALUATED)
 
 
 def evaluations(folder: Path) -> list[dict[str, Any]]:
