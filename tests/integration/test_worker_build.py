@@ -26,6 +26,7 @@ def test_a_worker_loads_no_reference_model(tmp_path: Path, model_folder: str, mo
     assert loaded == [model_folder], "the policy alone"
     assert trainer.ref_model is None and trainer.accelerator._models == []
     assert (trainer.args.beta, trainer.args.sync_ref_model) == (0.1, True), "what the user's code may read"
+    assert trainer.beta == 0.1
     server = build_trainer(tmp_path, **changes)
     assert server.ref_model is not None and len(loaded) == 3
 

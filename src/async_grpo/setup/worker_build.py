@@ -11,6 +11,7 @@ from async_grpo.setup.trl_compat import is_adapter
 
 _OFF_THE_HUB: dict[str, Any] = {"push_to_hub": False, "log_completions_hub_repo": None}
 _NO_REFERENCE: dict[str, Any] = {"beta": 0.0, "sync_ref_model": False}
+_COPIED = {"beta"}  # what the trainer has as its own, too: the user's code may read it there
 
 
 @contextmanager
@@ -60,6 +61,7 @@ def _built_with(changes_for: Any) -> Iterator[None]:
             build(self, *args, **kwargs)
         finally:
             vars(config or self).update(kept)
+        vars(self).update({name: kept[name] for name in _COPIED & kept.keys()})
 
     GRPOTrainer.__init__ = build_changed
     try:
