@@ -74,6 +74,7 @@ _VALUE = re.compile(
 )
 
 _SHORTEST = 3  # characters of a secret
+_LOOKED_AT = 400  # characters of a value, to tell whether it is one: a line may be names and values all over
 _SHORTEST_NUMBER = 4
 _NUMBER = re.compile(r"[\[(]*-?[\d.,_]+(?:e-?\d+)?[%sMGTkB]*(?: -?[\d.,_]+)*[\])]*")  # or a list of them: token ids
 _HARMLESS = re.compile(
@@ -129,11 +130,13 @@ def _without_named(text: str) -> str:
         name = found[1] or found[2]
         if found.start() < copied or not names_a_secret(name):
             continue
-        value = _VALUE.match(text, found.end())
-        if value is None:
+        begins = _VALUE.match(text, found.end(), found.end() + _LOOKED_AT)
+        if begins is None:
             continue
-        kind = str(value.lastgroup)
-        if len(value[kind]) >= _SHORTEST and not value[kind].startswith(MASK) and is_secret(name, value[kind]):
+        shown = begins[str(begins.lastgroup)]
+        if len(shown) >= _SHORTEST and not shown.startswith(MASK) and is_secret(name, shown):
+            value = _VALUE.match(text, found.end()) or begins
+            kind = str(value.lastgroup)
             parts += [text[copied : value.start(kind)], MASK]
             copied = value.end(kind)
     return "".join([*parts, text[copied:]])
