@@ -84,9 +84,8 @@ class AsyncTraining(TrainingEvents):
         refuse(trainer, settings, _generator(trainer, state))
         rule = rule_of(settings)
         _say_what_the_loss_is(trainer, rule, settings)
-        self._trainer = trainer
+        self._trainer, self._settings = trainer, settings
         self._run, self._run_id = run, state.run_id
-        self._settings = settings
         self.has_trained = True  # False: the checkpoint was at the last step already
         self._leader = Leader(trainer, ranks, stop)
         self.log = RunLog(run.metrics)
