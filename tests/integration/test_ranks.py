@@ -117,7 +117,7 @@ def test_a_checkpoint_in_the_middle_of_a_batch_is_refused_by_another_number_of_r
     assert log.count(sentence.format("1 rank", 2)) == 2, "each rank has said so"
 
     share.with_name("rollout_batch.rank1.safetensors").write_bytes(share.read_bytes())
-    with command(*resume, "--dry-run", cwd=folder, **env) as run:
+    with command(*resume, "--accelerate-config", "none", "--dry-run", cwd=folder, **env) as run:
         assert run.wait() == 2, run.output
     assert sentence.format("2 ranks", 1) in run.output
 
