@@ -49,7 +49,7 @@ def excerpt(text: str) -> str:
     steps = [line for line in lines if re.match(r"[\d:]+ step ", line)]
     end = next(number for number, line in enumerate(lines) if re.match(r"run \w+ finished", line))
     told = {0, *(lines.index(step) for step in (steps[0], steps[len(steps) // 2], steps[-1]))}
-    told |= {number for number, line in enumerate(lines) if "evaluation of version" in line}
+    told |= {number for number, line in enumerate(lines) if "success rate" in line}
     return "\n".join([lines[number] for number in sorted(told)] + lines[end:])
 
 
