@@ -22,6 +22,12 @@ TITLES = {
         "Each reader of files against damaged and invented ones, searched by coverage (atheris, hypothesis): only its "
         "own errors may come out, within 5 s and 4 GiB.",
     ),
+    "evaluation": (
+        "Evaluation",
+        "The demo's recipe on two workers, three rounds: five evaluations of 300 problems, 5 answers each. An "
+        "evaluation in a run shares the workers with training's own groups, and on a CPU the cores with the trainer, "
+        "which is why it takes longer there than alone.",
+    ),
     "generators": (
         "Generators",
         "The same weights, prompts and lengths in one run; 64 tokens a completion. A batch is given whole and timed to "
