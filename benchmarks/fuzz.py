@@ -141,7 +141,7 @@ class Search:
     def _guided(self) -> None:
         import atheris
 
-        fuzz_one_input = self._test(0).hypothesis.fuzz_one_input  # type: ignore[attr-defined]
+        fuzz_one_input = self._test(0).hypothesis.fuzz_one_input  # type: ignore[attr-defined]  # hypothesis adds it to the function
 
         def one(raw: bytes) -> None:
             fuzz_one_input(raw)

@@ -10,12 +10,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "trl.md"
-BEGIN, END = "<!-- begin: the tables -->\n", "<!-- end: the tables -->\n"
-sys.path.insert(0, str(ROOT / "tests" / "integration"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integration"))
 
-from trl_table import (  # noqa: E402
+from trl_table import (
     DIFFERENTIAL,
     DRAWN,
     IRRELEVANT,
@@ -25,7 +22,11 @@ from trl_table import (  # noqa: E402
     SHOWN_METHODS,
 )
 
-from async_grpo.setup.overrides import EFFECTS  # noqa: E402
+from async_grpo.setup.overrides import EFFECTS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "trl.md"
+BEGIN, END = "<!-- begin: the tables -->\n", "<!-- end: the tables -->\n"
 
 
 def tables() -> str:

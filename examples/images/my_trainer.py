@@ -27,7 +27,7 @@ def squares() -> Dataset:
 
 
 def named(completions, colour, image, **_) -> list[float]:
-    """The share of letters that are in the name of the colour. Reward functions get the images, too."""
+    """The share of letters that are in the name of the colour. Reward functions also get the images."""
     assert all(picture.getpixel((0, 0)) for picture in image)
     answers = [answer[-1]["content"] for answer in completions]
     return [sum(letter in right for letter in text) / max(1, len(text)) for text, right in zip(answers, colour)]

@@ -50,18 +50,7 @@ def run(args: argparse.Namespace) -> int:
     options.become_role(args, device, fast_inference="0", one_device=ranks == 1)
 
     if args.evaluate:
-        from async_grpo.roles.evaluator import EvaluatorOptions, run_evaluator
-
-        run_evaluator(
-            EvaluatorOptions(
-                config=args.config.absolute(),
-                run_dir=args.run_dir,
-                device=device,
-                settings=options.training_settings(args),
-                models=tuple(args.evaluate),
-            )
-        )
-        return 0
+        return _evaluate(args, device)
     from async_grpo.roles.parameter_server import ServerOptions, run_parameter_server
 
     run_parameter_server(
@@ -98,3 +87,18 @@ def _prepare(args: argparse.Namespace, device: str, ranks: int) -> None:
         options=options.kept(args),
         resolved={"master_device": device},
     )
+
+
+def _evaluate(args: argparse.Namespace, device: str) -> int:
+    from async_grpo.roles.evaluator import EvaluatorOptions, run_evaluator
+
+    run_evaluator(
+        EvaluatorOptions(
+            config=args.config.absolute(),
+            run_dir=args.run_dir,
+            device=device,
+            settings=options.training_settings(args),
+            models=tuple(args.evaluate),
+        )
+    )
+    return 0

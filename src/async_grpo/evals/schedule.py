@@ -101,7 +101,7 @@ class RunEvaluations:
         self._weights.release()
 
     def close(self) -> None:
-        """Drop the evaluation that is under way. The next server begins it anew."""
+        """Drop the evaluation that is under way. The next server starts it again."""
         if self._current is not None:
             logger.info("the run ends during {}: it is dropped", self.describe())
             self._current = None
