@@ -9,7 +9,6 @@ unknown name in api.md are errors with `zensical build --strict`.
 from __future__ import annotations
 
 import argparse
-import importlib
 import posixpath
 import re
 import shutil
@@ -105,10 +104,10 @@ def page_text(path: str) -> str:
 def options_of_every_command() -> Iterator[str]:
     """Markdown: a section a command, from its own parser."""
     sys.path.insert(0, str(ROOT / "src"))
-    from async_grpo.cli import COMMANDS
+    from async_grpo.cli import COMMANDS, command_module
 
     for name, text in COMMANDS.items():
-        parser = importlib.import_module(f"async_grpo.cli.{name}").build_parser()
+        parser = command_module(name).build_parser()
         yield f"\n### async-grpo {name}\n\n{text[0].upper()}{text[1:]}.\n"
         yield f"```text\n{usage(parser)}\n```\n"
         yield from table(parser)

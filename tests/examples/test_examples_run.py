@@ -14,7 +14,7 @@ from in_process import InProcessRun
 from runs import ROOT, command, read, steps_logged
 from trl import GRPOTrainer
 
-from async_grpo.cli.train import build_parser
+from async_grpo.cli.compute.train import build_parser
 from async_grpo.setup.setup_file import load_trainer
 
 pytestmark = pytest.mark.integration

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from async_grpo.cli import options, server, worker
+from async_grpo.cli import options
+from async_grpo.cli.compute import server, worker
 from async_grpo.errors import UsageError
 from async_grpo.settings import ArchiveLimit, TrainingSettings, WorkerSettings, as_flags, share
 

@@ -1,4 +1,8 @@
-"""`async-grpo COMMAND`: one file a command, heavy imports inside functions only, so that `--help` is instant."""
+"""`async-grpo COMMAND`: one file a command, heavy imports inside functions only, so that `--help` is instant.
+
+`compute/` has the commands that train or generate, `inspect/` those that read what is there. What they have in common
+is in `options`.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,27 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from async_grpo.errors import AsyncGRPOError
 from async_grpo.version import __version__
 
-COMMANDS = {
+COMPUTE = {
     "train": "train a setup file: in one process, or distributed over a parameter server and workers",
     "server": "start the parameter server alone",
     "worker": "start one rollout worker",
-    "status": "what a run does, which process waits for which, what holds it up",
+    "evaluate": "have workers answer a setup file's eval_dataset with the weights of a checkpoint: pass@k and others",
     "replay": "train again from the archived groups of a run, with other settings or the same",
+}
+INSPECT = {
+    "status": "what a run does, which process waits for which, what holds it up",
     "board": "a run's curves, samples and settings in TensorBoard",
     "rollouts": "read what the model wrote, in the terminal or as a page",
-    "evaluate": "have workers answer a setup file's eval_dataset with the weights of a checkpoint: pass@k and others",
     "audit": "prove from a run's files that no prompt group was lost or used twice",
     "doctor": "check machine, directory and setup file, and say how to fix what is wrong; --dump for bug reports",
     "queue": "look at a run's queue and repair it by hand",
 }
+COMMANDS = {**COMPUTE, **INSPECT}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,18 +49,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: list[str]) -> int:
     import argparse  # inside `main`, which ends quietly on Ctrl-C: these imports take most of the first moments
-    import importlib
 
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be text
     if not argv or argv[0] not in COMMANDS:
         return _top_level(argv)
-    command = importlib.import_module(f"async_grpo.cli.{argv[0]}")
+    command = command_module(argv[0])
     parser = command.build_parser()
     args = parser.parse_args(argv[1:], argparse.Namespace(command_line=argv[1:]))
     code = int(command.run(args))
     sys.stdout.flush()
     return code
+
+
+def command_module(name: str) -> Any:
+    """The module of a command, with its `build_parser()` and `run(args)`."""
+    import importlib
+
+    folder = "compute" if name in COMPUTE else "inspect"
+    return importlib.import_module(f"async_grpo.cli.{folder}.{name}")
 
 
 def _top_level(argv: list[str]) -> int:

@@ -360,7 +360,7 @@ def test_a_file_that_is_no_setup_file(tmp_path: Path) -> None:
 
 def test_the_first_lines_need_no_torch() -> None:
     """All of torch's users are processes of their own, so that nothing waits for it and no driver can end us."""
-    modules = "async_grpo.cli.doctor, async_grpo.checks.doctor.checkup, async_grpo.checks.bug_report.dump"
+    modules = "async_grpo.cli.inspect.doctor, async_grpo.checks.doctor.checkup, async_grpo.checks.bug_report.dump"
     code = f"import sys, {modules}; print(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert not {"torch", "numpy", "trl", "transformers", "cupy"} & set(result.stdout.split())

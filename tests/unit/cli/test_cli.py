@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from async_grpo.cli import COMMANDS, main, options
-from async_grpo.cli import train as train_command
-from async_grpo.cli import worker as worker_command
-from async_grpo.cli.train import plan_devices
+from async_grpo.cli.compute import train as train_command
+from async_grpo.cli.compute import worker as worker_command
+from async_grpo.cli.compute.train import plan_devices
 from async_grpo.errors import UsageError
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.setup import devices, process
@@ -380,7 +380,7 @@ def test_the_server_never_has_fast_inference_and_a_worker_as_the_user_says(
     assert os.environ["FAST_INFERENCE"] == "0"
 
 
-@pytest.mark.parametrize("module", ["async_grpo.cli.train", "argparse"])
+@pytest.mark.parametrize("module", ["async_grpo.cli.compute.train", "argparse"])
 def test_ctrl_c_while_the_command_is_imported_is_no_traceback(module: str, tmp_path: Path) -> None:
     """The first moments of a command are imports: a signal that arrives in them raises there."""
     stop = (

@@ -115,7 +115,7 @@ def test_show_finds_a_group_wherever_it_is(command: Command, seq: str, texts: li
 @pytest.mark.usefixtures("server")
 def test_the_age_of_a_file_is_told_in_what_people_count_in(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     later = time.time() + 3 * 3600
-    monkeypatch.setattr("async_grpo.cli.queue.time.time", lambda: later)
+    monkeypatch.setattr("async_grpo.cli.inspect.queue.time.time", lambda: later)
     assert "3 h 0 min ago" in command("ls")[1]
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from async_grpo.cli import main, server, train
+from async_grpo.cli import main
+from async_grpo.cli.compute import server, train
 from async_grpo.launch import launcher
 from async_grpo.launch.launcher import LaunchOptions
 from async_grpo.rundir import paths as runs

@@ -24,8 +24,8 @@ from stage import (
 )
 
 from async_grpo.cli import main
-from async_grpo.cli import server as server_command
-from async_grpo.cli import worker as worker_command
+from async_grpo.cli.compute import server as server_command
+from async_grpo.cli.compute import worker as worker_command
 from async_grpo.launch import launcher
 from async_grpo.launch.launcher import launch
 from async_grpo.records import WorkerId

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.cli.train import choose_weights
+from async_grpo.cli.compute.train import choose_weights
 from async_grpo.errors import UsageError
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup import devices

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.cli import options
-from async_grpo.cli.train import choose_weights, plan_devices
+from async_grpo.cli.compute.train import choose_weights, plan_devices
 from async_grpo.errors import UsageError
 from async_grpo.settings import TrainingSettings, positive
 

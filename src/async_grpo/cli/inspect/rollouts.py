@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from async_grpo.archive.groups import EVALUATED
 from async_grpo.cli import options
-from async_grpo.cli.queue import group_number
+from async_grpo.cli.inspect.queue import group_number
 from async_grpo.errors import UsageError
 from async_grpo.rundir.paths import RUNNING
 from async_grpo.settings import not_negative, positive
