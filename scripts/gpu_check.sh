@@ -102,7 +102,8 @@ run_gsm8k() {
     part "GSM8K" $((limit + 45)) bash -c '
         cd "$1" || exit 1
         timeout "$2" env MODEL_PATH="$3" "$4" -m async_grpo.cli train "$5/src/app/trainer_setup_gsmk.py" \
-            --steps "$6" --master-device-id "$7" --worker-device-ids "$7,$7" --run-dir "$1/worker"
+            --steps "$6" --eval-every 0 --master-device-id "$7" --worker-device-ids "$7,$7" \
+            --run-dir "$1/worker"
         code=$?
         ((code == 124)) && echo "stopped after its $2 s" && code=0
         exit $code' _ "$scratch" "$limit" "$model" "$(command -v "$python")" "$PWD" "$steps" "$device"
