@@ -83,6 +83,7 @@ class Supervisor:
         self._processes = [_Process(child) for child in children]
         self._say, self._look = say, look
         self.stopping = False
+        self._hurry = False
         self.exits: dict[str, Exit] = {}  # of the children that will not be started again
 
     def __enter__(self) -> Self:
@@ -95,13 +96,29 @@ class Supervisor:
         """Make `run_until` return. A signal handler may call it."""
         self.stopping = True
 
+    def hurry(self) -> None:
+        """Let `end` kill what still runs instead of waiting for the grace. A signal handler may call it."""
+        self._hurry = True
+
+    def add(self, child: Child) -> int:
+        """Start one more child, and watch it from now on; returns its pid. `OSError` if it cannot be started."""
+        process = _Process(child)
+        process.start()
+        self._processes.append(process)
+        return process.pid
+
+    def forget(self, name: str) -> None:
+        """Drop a child that has ended for good: a supervisor of many short ones must not grow."""
+        del self.exits[name]
+        self._processes = [process for process in self._processes if process.child.name != name]
+
     def run_until(self, first_exit: Callable[[Exits], bool]) -> Exits:
         """Start every child, and watch them until `first_exit` holds or a stop is asked for."""
         for process in self._processes:
             process.start()
         while not self.stopping and not first_exit(self.exits):
             self._look()
-            for process in self._processes:
+            for process in list(self._processes):  # `look` may add some and forget others
                 self._watch(process)
             time.sleep(POLL_S)
         return self.exits
@@ -114,7 +131,7 @@ class Supervisor:
                 process.send(signal.SIGTERM)
         while left := [process for process in self._processes if process.running]:
             for process in left:
-                if time.monotonic() - began > process.child.grace_s:
+                if self._hurry or time.monotonic() - began > process.child.grace_s:
                     process.send(signal.SIGKILL)
             self._look()
             time.sleep(POLL_S)
@@ -165,6 +182,11 @@ class _Process:
         self._started = time.monotonic()
         self._next_start = None
         self._progress_at_start = self._progress()
+
+    @property
+    def pid(self) -> int:
+        assert self._popen is not None
+        return self._popen.pid
 
     @property
     def running(self) -> bool:

@@ -1,0 +1,108 @@
+"""What a queue of tasks has started and how each task ended: one line an event, on disk before the next event."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from async_grpo.errors import BadFileError
+from async_grpo.rundir.files import LineFile
+from async_grpo.rundir.reading import LineReader, parse_object
+from async_grpo.rundir.shape import shaped
+
+WAITING, RUNNING, FINISHED, FAILED, STOPPED = "waiting", "running", "finished", "failed", "stopped"
+KILL_WAIT_S = 30.0  # a process that SIGKILL does not end by then hangs in the kernel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """The newest that is known of a task."""
+
+    task: str
+    state: str
+    place: str = ""
+    pid: int = 0
+    born: float = 0.0  # when that process began, as the kernel says: another process may get its pid later
+    seconds: float = 0.0  # of all its processes
+    code: int | None = None  # exit code; negative: the signal that killed it
+    why: str = ""  # it is not finished
+    log: str = ""
+    last_words: str = ""  # of one that failed
+
+
+class Ledger:
+    """The records in a file. One process at a time writes it; its owner holds a lock.
+
+    >>> ledger = Ledger(Path("slots.jsonl"))
+    >>> ledger.put(Record(task="a", state=FINISHED))
+    >>> read(Path("slots.jsonl"))["a"].state
+    'finished'
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.records = read(path)
+        self._file = LineFile(path)
+
+    def put(self, record: Record) -> None:
+        self.records[record.task] = record
+        self._file.append(json.dumps(asdict(record)))
+
+    def change(self, task: str, **changes: object) -> Record:
+        self.put(replace(self.records[task], **changes))  # type: ignore[arg-type]  # names are checked by replace()
+        return self.records[task]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read(path: Path) -> dict[str, Record]:
+    """The newest record of each task, by name. Lines that cannot be read are left out: a crash may have cut one."""
+    found: dict[str, Record] = {}
+    for line in LineReader(path).new_lines():
+        with suppress(BadFileError):
+            record = shaped(Record, parse_object(line))
+            found[record.task] = record
+    return found
+
+
+def born(pid: int) -> float:
+    """When this process began; 0 if there is none."""
+    try:
+        return float(psutil.Process(pid).create_time())
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def end_leftovers(records: Iterable[Record], *, grace_s: float, say: Callable[[str], None]) -> None:
+    """End the processes that a killed queue has left: SIGTERM, and SIGKILL after the grace. Returns when they are gone.
+
+    A process that has the pid of a record, but began at another time, is somebody else's and is left alone.
+    """
+    left = [found for record in records if record.state == RUNNING and (found := _same_process(record)) is not None]
+    if not left:
+        return
+    pids = ", ".join(str(process.pid) for process in left)
+    say(f"ending what the killed queue has left: pid {pids}")
+    for process in left:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, deaf = psutil.wait_procs(left, timeout=grace_s)
+    for process in deaf:
+        say(f"killing pid {process.pid}: it did not end in {grace_s:g} s")
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(deaf, timeout=KILL_WAIT_S)
+
+
+def _same_process(record: Record) -> psutil.Process | None:
+    try:
+        process = psutil.Process(record.pid)
+        is_it = process.create_time() == record.born and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, ValueError):
+        return None
+    return process if is_it else None

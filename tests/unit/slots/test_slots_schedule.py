@@ -1,0 +1,238 @@
+"""Tasks run in places: who waits, who starts, what is remembered, and that nothing is left behind. Children sleep."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from async_grpo.errors import UsageError
+from async_grpo.launch import supervisor as supervisor_module
+from async_grpo.slots.ledger import (
+    FAILED,
+    FINISHED,
+    RUNNING,
+    STOPPED,
+    WAITING,
+    Ledger,
+    Record,
+    born,
+    end_leftovers,
+    read,
+)
+from async_grpo.slots.places import Place, core_places, gpu_places
+from async_grpo.slots.schedule import Command, Schedule, Task
+
+DEADLINE_S = 60.0
+TWO_PLACES = [Place(name="a"), Place(name="b")]
+DEAF = "trap '' TERM; echo deaf; while :; do sleep 0.05; done"
+
+
+@pytest.fixture(autouse=True)
+def polls_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "POLL_S", 0.005)
+
+
+class Yard:
+    """A folder with a ledger and the tasks' logs; keeps what was said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+
+    def task(self, name: str, script: str, **more: Any) -> Task:
+        def command(place: Place) -> Command:
+            env = {**os.environ, "PLACE": place.name}
+            return Command(["sh", "-c", script], env, self.folder / f"{name}.log")
+
+        return Task(name=name, command=command, **more)
+
+    def schedule(self, *tasks: Task, places: list[Place] | None = None, **more: Any) -> Schedule:
+        return Schedule(tasks, places or TWO_PLACES, self.ledger(), say=self.said.append, **more)
+
+    def ledger(self) -> Ledger:
+        return Ledger(self.folder / "slots.jsonl")
+
+    def wrote(self, name: str) -> str:
+        log = self.folder / f"{name}.log"
+        return log.read_text() if log.exists() else ""
+
+
+@pytest.fixture
+def yard(tmp_path: Path) -> Yard:
+    return Yard(tmp_path)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_more_tasks_than_places_wait_and_the_longest_start_first(yard: Yard) -> None:
+    names = {"short": 1.0, "long": 9.0, "unknown": None, "middle": 5.0}
+    tasks = [
+        yard.task(name, f"echo {name} >> {yard.folder}/order", expected_s=expected) for name, expected in names.items()
+    ]
+    records = yard.schedule(*tasks, places=[Place(name="only")]).run()
+    assert (yard.folder / "order").read_text().split() == ["unknown", "long", "middle", "short"]
+    assert {record.state for record in records.values()} == {FINISHED}
+    assert {record.place for record in records.values()} == {"only"}
+
+
+def test_a_place_has_one_task_at_a_time(yard: Yard) -> None:
+    busy = f"mkdir {yard.folder}/at_$PLACE && sleep 0.02 && rmdir {yard.folder}/at_$PLACE"
+    records = yard.schedule(*(yard.task(str(number), busy) for number in range(8))).run()
+    assert {record.state for record in records.values()} == {FINISHED}
+
+
+def test_a_task_that_fails_ends_none_other_and_its_last_words_are_kept(yard: Yard) -> None:
+    records = yard.schedule(yard.task("good", "sleep 0.1"), yard.task("bad", "echo error: no luck >&2; exit 3")).run()
+    assert (records["good"].state, records["bad"].state, records["bad"].code) == (FINISHED, FAILED, 3)
+    assert records["bad"].why == "exit code 3: error: no luck"
+    assert records["bad"].last_words == "error: no luck"
+    assert read(yard.folder / "slots.jsonl") == records
+
+
+def test_a_task_that_ends_well_without_being_done_has_failed(yard: Yard) -> None:
+    records = yard.schedule(yard.task("half", "true", unfinished=lambda: "it is at step 2 of 5")).run()
+    assert (records["half"].state, records["half"].why) == (FAILED, "it is at step 2 of 5")
+
+
+def test_a_task_whose_log_cannot_be_opened_fails_alone(yard: Yard) -> None:
+    (yard.folder / "stuck.log").mkdir()
+    records = yard.schedule(yard.task("stuck", "true"), yard.task("good", "true"), places=[Place(name="only")]).run()
+    assert (records["stuck"].state, records["good"].state) == (FAILED, FINISHED)
+    assert "stuck.log" in records["stuck"].why
+
+
+def test_a_command_that_does_not_exist_is_said_by_name(yard: Yard) -> None:
+    command = Command(["no-such-program"], os.environ, yard.folder / "lost.log")
+    records = yard.schedule(Task(name="lost", command=lambda place: command)).run()
+    assert records["lost"].why == "exit code 1: error: no-such-program cannot be started: No such file or directory"
+
+
+def test_a_second_queue_on_the_ledger_does_not_start_again_what_has_finished(yard: Yard) -> None:
+    script = f"echo x >> {yard.folder}/starts; test -e {yard.folder}/mended"
+    done = yard.task("done", f"echo x >> {yard.folder}/starts")
+    yard.schedule(done, yard.task("broken", script), places=[Place(name="only")]).run()
+    (yard.folder / "mended").touch()
+    records = yard.schedule(done, yard.task("broken", script)).run()
+    assert {record.state for record in records.values()} == {FINISHED}
+    assert len((yard.folder / "starts").read_text().split()) == 3
+
+
+def test_a_stop_asks_and_a_second_one_kills(yard: Yard) -> None:
+    def look() -> None:
+        if yard.wrote("deaf") or schedule.stopping:
+            schedule.stop()  # while it ends, a second time
+
+    deaf, polite = yard.task("deaf", DEAF, grace_s=1000.0), yard.task("polite", "sleep 1000")
+    schedule = yard.schedule(deaf, polite, yard.task("never", "touch never"), look=look)
+    records = schedule.run()
+    assert (records["deaf"].state, records["deaf"].code) == (STOPPED, -signal.SIGKILL)
+    assert records["polite"].state == STOPPED
+    assert records["never"].state == WAITING
+
+
+def test_starts_are_staggered(yard: Yard) -> None:
+    starts: list[float] = []
+
+    def command(place: Place) -> Command:
+        starts.append(time.monotonic())
+        return Command(["true"], os.environ, yard.folder / "log")
+
+    yard.schedule(*(Task(name=str(number), command=command) for number in range(3)), stagger_s=0.1).run()
+    assert starts[1] - starts[0] >= 0.1 and starts[2] - starts[1] >= 0.1
+
+
+KILLED_QUEUE = """
+import sys
+from pathlib import Path
+from async_grpo.slots.ledger import Ledger
+from async_grpo.slots.places import Place
+from async_grpo.slots.schedule import Command, Schedule, Task
+
+folder = Path(sys.argv[1])
+def task(name, script):
+    command = Command(["sh", "-c", script], {"PATH": "/usr/bin:/bin"}, folder / f"{name}.log")
+    return Task(name=name, command=lambda place: command)
+
+tasks = [task("polite", "echo $$; exec sleep 1000"), task("deaf", sys.argv[2])]
+Schedule(tasks, [Place(name="a"), Place(name="b")], Ledger(folder / "slots.jsonl"), say=print).run()
+"""
+
+
+def test_a_killed_queue_leaves_no_process_that_its_successor_does_not_end(yard: Yard) -> None:
+    queue = subprocess.Popen([sys.executable, "-c", KILLED_QUEUE, str(yard.folder), DEAF], stdout=subprocess.DEVNULL)
+    try:
+        until(lambda: yard.wrote("polite").endswith("\n") and yard.wrote("deaf"))
+        until(lambda: all(record.state == RUNNING for record in yard.ledger().records.values()))
+    finally:
+        queue.kill()
+        queue.wait()
+    polite, deaf = (yard.ledger().records[name] for name in ("polite", "deaf"))
+    until(lambda: born(polite.pid) != polite.born)  # the kernel ends it with its parent
+    assert born(deaf.pid) == deaf.born
+    end_leftovers(yard.ledger().records.values(), grace_s=0.2, say=yard.said.append)
+    assert born(deaf.pid) != deaf.born or psutil.Process(deaf.pid).status() == psutil.STATUS_ZOMBIE
+    assert str(deaf.pid) in yard.said[0] and str(polite.pid) not in yard.said[0]
+
+
+def test_a_process_that_only_has_the_pid_of_a_task_is_left_alone(yard: Yard) -> None:
+    stranger = subprocess.Popen(["sleep", "1000"])
+    try:
+        record = Record(task="a", state=RUNNING, pid=stranger.pid, born=born(stranger.pid) - 5)
+        end_leftovers([record], grace_s=0.1, say=yard.said.append)
+        assert stranger.poll() is None and not yard.said
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_many_tasks_leave_no_descriptors_and_no_processes(yard: Yard) -> None:
+    me = psutil.Process()
+    before, children = me.num_fds(), set(me.children())
+    schedule = yard.schedule(*(yard.task(str(number), "true") for number in range(40)), places=core_places(8, [0]))
+    records = schedule.run()
+    assert len(records) == 40 and {record.state for record in records.values()} == {FINISHED}
+    assert me.num_fds() <= before + 1  # the ledger's own
+    assert set(me.children()) == children
+    assert not schedule._supervisor._processes and not schedule._supervisor.exits
+
+
+def test_places_of_gpus_are_those_that_there_are() -> None:
+    assert [place.gpus for place in gpu_places(8, each=2)] == [("0", "1"), ("2", "3"), ("4", "5"), ("6", "7")]
+    assert [place.name for place in gpu_places(8, each=2, first=4, at_most=1)] == ["gpu4-5"]
+    assert (
+        gpu_places(4, each=1, first=3)[0].environment({"CUDA_VISIBLE_DEVICES": "7,6,5,4"})["CUDA_VISIBLE_DEVICES"]
+        == "4"
+    )
+    with pytest.raises(UsageError, match="2 GPUs from GPU 0 on were asked for, and 1 GPU can be seen"):
+        gpu_places(1, each=2)
+    with pytest.raises(UsageError, match="1 GPU from GPU 9 on"):
+        gpu_places(8, each=1, first=9)
+    with pytest.raises(UsageError, match="4 places of 2 GPUs"):
+        gpu_places(4, each=2, at_most=4)
+
+
+def test_places_of_cores_share_them_evenly() -> None:
+    assert [place.cores for place in core_places(2, [0, 1, 2, 3])] == [(0, 1), (2, 3)]
+    assert [place.cores for place in core_places(3, [0, 1])] == [(0,), (1,), (0,)]
+    assert len({place.name for place in core_places(3, [0, 1])}) == 3
+
+
+def test_a_task_runs_on_the_cores_of_its_place(yard: Yard) -> None:
+    core = min(os.sched_getaffinity(0))
+    script = f"{sys.executable} -S -c 'import os; print(sorted(os.sched_getaffinity(0)))'"
+    yard.schedule(yard.task("held", script), places=core_places(1, [core])).run()
+    assert yard.wrote("held") == f"[{core}]\n"
