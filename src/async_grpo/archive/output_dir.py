@@ -57,6 +57,24 @@ def find_checkpoint(setting: str, state: RunState, run_dir: Path) -> Checkpoint 
     return found
 
 
+def newest_checkpoint(run_dir: Path) -> Path:
+    """The newest complete checkpoint of the run in `run_dir`, for a reader.
+
+    Raises:
+        RunDirError: it has none, or its newest is not as it was written.
+    """
+    state = RunDir(run_dir).read_state()
+    if state is None:
+        raise RunDirError(f"{run_dir} holds no run.")
+    found = find_checkpoint(state.output_dir, state, run_dir)
+    if found is None:
+        raise RunDirError(
+            f"Run {state.run_id} in {run_dir} has no checkpoint yet. save_strategy and save_steps of its setup "
+            "file say when one is saved; stopping the run saves one too."
+        )
+    return found.path
+
+
 def was_moved(state: RunState, run_dir: Path) -> bool:
     """Whether the run directory is not where a server last found it: it was moved, or copied."""
     return Path(state.run_dir) != run_dir.resolve()
