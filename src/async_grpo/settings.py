@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from argparse import ArgumentTypeError
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
@@ -113,6 +114,23 @@ def _at_least(text: str, least: int) -> int:
     return int(text)
 
 
+def assignment(text: str) -> tuple[str, str]:
+    """`NAME=VALUE` in its parts."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip().isidentifier():
+        raise ArgumentTypeError(f"must be NAME=VALUE, such as learning_rate=1e-5, got {text!r}")
+    return name.strip(), value
+
+
+class Assign(Action):
+    """Collects `assignment`s by name; the last of a name counts."""
+
+    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None) -> None:
+        earlier = getattr(namespace, self.dest)
+        name, value = values
+        setattr(namespace, self.dest, {**(earlier if isinstance(earlier, dict) else {}), name: value})
+
+
 def setting(default: Any, help: str, **argument: Any) -> Any:
     """A field with its flag: `argument` and the help are for `argparse.add_argument`."""
     return field(default=default, metadata={"help": help, **argument})
@@ -129,6 +147,13 @@ class TrainingSettings:
 
     steps: int | None = setting(None, "optimizer steps; overrides max_steps of the setup file", type=positive)
     seed: int | None = setting(None, "overrides the seed of the setup file", type=int)
+    set: Mapping[str, str] | None = setting(
+        None,
+        "a field of the setup file's GRPOConfig, such as learning_rate=1e-5; may be given several times",
+        action=Assign,
+        type=assignment,
+        metavar="NAME=VALUE",
+    )
     max_staleness: int = setting(
         4,
         "maximum age of a rollout in policy versions when it is trained on; 0 is the synchronous schedule (default: 4)",
@@ -255,6 +280,8 @@ def as_flags(settings: TrainingSettings | WorkerSettings) -> list[str]:
             flags.append(flag_name(setting.name))
         elif isinstance(value, tuple):
             flags += [flag_name(setting.name), ",".join(map(str, value))]
+        elif isinstance(value, Mapping):
+            flags += [text for name, one in value.items() for text in (flag_name(setting.name), f"{name}={one}")]
         elif value is not None and value is not False:
             flags += [flag_name(setting.name), str(value)]
     return flags

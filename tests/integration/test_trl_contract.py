@@ -7,16 +7,18 @@ next TRL.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 from in_process import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, letters
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 from trl_contract import LOSS, PROMPTS, ROLLOUT, TRAINING, moved, twice
 
 from async_grpo.rollout import trl_trainer as rollout_hooks
+from async_grpo.setup.config_values import field_types, parsed
 from async_grpo.setup.overrides import HONOURED
 from async_grpo.training import trl_trainer as training_hooks
 from async_grpo.training.corrections import trl_loss as loss_hooks
@@ -240,3 +242,13 @@ def test_batch_sizes(tmp_path: Path) -> None:
 def test_transformers_functions_that_we_call(trainer: Any) -> None:
     ends = tuple(inspect.signature(trainer.callback_handler.on_train_end).parameters)
     assert ends[:3] == ("args", "state", "control"), moved("CallbackHandler.on_train_end", f"takes {ends}", TRAINING)
+
+
+def test_the_fields_of_a_configuration_are_in_the_sources_where_we_read_them() -> None:
+    fields = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    assert field_types().keys() == fields.keys(), "setup/config_values.py: _SOURCES"
+    plain = {name: default for name, default in fields.items() if type(default) in (bool, int, float)}
+    given = {name: str(default) for name, default in plain.items() if name not in ("max_steps", "seed")}
+    found = parsed(given)
+    assert {name: found[name] for name in given} == {name: plain[name] for name in given}
+    assert len(given) > 80

@@ -56,6 +56,7 @@ def test_a_size_holds_for_evaluations_and_training_together(tmp_path: Path) -> N
 OTHER_TRAINING = TrainingSettings(
     steps=3,
     seed=7,
+    set={"learning_rate": "1e-5", "output_dir": "a, b=c"},
     max_staleness=0,
     correction="tis",
     correction_level="sequence",

@@ -74,7 +74,9 @@ def command_module(name: str) -> Any:
 def _top_level(argv: list[str]) -> int:
     import argparse
 
-    parser = argparse.ArgumentParser(
+    from async_grpo.cli.parser import Parser, nearest
+
+    parser = Parser(
         prog="async-grpo",
         description="Bring your TRL GRPOTrainer, run it asynchronously on every GPU you have.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -84,5 +86,7 @@ def _top_level(argv: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"async-grpo {__version__}")
     parser.add_argument("command", choices=list(COMMANDS), metavar="COMMAND")
+    if argv and not argv[0].startswith("-"):
+        parser.error(f"there is no command {argv[0]!r}{nearest(argv[0], COMMANDS)}")
     parser.parse_args(argv or ["--help"])
     return 2

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from async_grpo.errors import AsyncGRPOError, UsageError
+from async_grpo.cli.parser import Parser
+from async_grpo.errors import UsageError
 from async_grpo.rundir import run_options
 from async_grpo.rundir.paths import FINISHED, RunDir
 from async_grpo.settings import TrainingSettings, WorkerSettings, flag_name
@@ -22,38 +23,6 @@ SHORT_FLAGS = {"steps": ("-s",)}
 LEFT_OUT_SHOWN = 3
 _NOT_KEPT = ("command_line", "config", "run_dir", "resume", "overwrite", "dry_run", "distributed", "launched_by")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that can tell what a command line gave from what it left to the defaults."""
-
-    def given(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """The arguments that a valid command line has, by name."""
-        defaults = [(action, action.default) for action in self._actions]
-        absent = object()
-        for action, default in defaults:
-            action.default = default if default is argparse.SUPPRESS else absent
-        try:
-            found = vars(self.parse_args(arguments))
-        finally:
-            for action, default in defaults:
-                action.default = default
-        return {name: value for name, value in found.items() if value is not absent}
-
-    def read(self, name: str, value: Any) -> Any:
-        """The value of option `name` in `run.json`. `KeyError`: no such option; `ValueError`: no value of it."""
-        action = next((action for action in self._actions if action.dest == name), None)
-        if action is None:
-            raise KeyError(name)
-        if value is None or isinstance(action, argparse._StoreTrueAction):
-            return value
-        try:
-            read = action.type(str(value)) if callable(action.type) else str(value)
-        except (argparse.ArgumentTypeError, AsyncGRPOError) as error:
-            raise ValueError(str(error)) from error
-        if action.choices is not None and read not in action.choices:
-            raise ValueError(f"it must be one of {', '.join(action.choices)}")
-        return read
 
 
 def parser(command: str, description: str, examples: str) -> Parser:
@@ -131,12 +100,12 @@ def add_settings(parser: argparse._ActionsContainer, settings: type, *names: str
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
-    add_settings(parser, TrainingSettings, "steps", "seed")
+    add_settings(parser, TrainingSettings, "steps", "seed", "set")
 
 
 def add_distributed_options(parser: argparse.ArgumentParser) -> None:
     """What the parameter server takes besides `add_training_options`."""
-    elsewhere = ("steps", "seed", "stall_warning", "resume")
+    elsewhere = ("steps", "seed", "set", "stall_warning", "resume")
     add_settings(parser, TrainingSettings, *(f.name for f in fields(TrainingSettings) if f.name not in elsewhere))
     unfinished = parser.add_mutually_exclusive_group()
     add_settings(unfinished, TrainingSettings, "resume")

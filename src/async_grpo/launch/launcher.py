@@ -89,6 +89,7 @@ def launch(options: LaunchOptions) -> int:
         correction=options.training.correction,
         generator=options.work.generator,
         ranks=processes_of(options.accelerate_config) if options.accelerate_config is not None else 1,
+        config_values=options.training.set,
         options=options.kept,
         resolved={"master_device": options.master_device, "worker_devices": list(options.worker_devices)},
     )

@@ -74,7 +74,8 @@ def run_evaluator(options: EvaluatorOptions) -> None:
         own_compile_cache("parameter_server", os.environ)
         check_torch_sees(options.device)
         with gc_paused():
-            trainer = load_trainer(options.config, engine_here=False, seed=options.settings.seed)
+            seed, values = options.settings.seed, options.settings.set
+            trainer = load_trainer(options.config, engine_here=False, seed=seed, config_values=values)
         stop.defer()
         done = _evaluate_all(options, run, state, trainer, stop, lock)
         run.update_state(state=runs.FINISHED if done else runs.STOPPED)

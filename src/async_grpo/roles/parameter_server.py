@@ -144,7 +144,9 @@ def _load(options: ServerOptions) -> GRPOTrainer:
     if options.settings.deterministic:
         make_deterministic()
     settings = options.settings
-    return load_trainer(options.config, engine_here=False, steps=settings.steps, seed=settings.seed)
+    return load_trainer(
+        options.config, engine_here=False, steps=settings.steps, seed=settings.seed, config_values=settings.set
+    )
 
 
 def _ranks(trainer: GRPOTrainer) -> Ranks | None:

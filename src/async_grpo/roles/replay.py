@@ -77,7 +77,13 @@ def run_replay(options: ReplayOptions) -> Replayed:
 
     make_deterministic()
     with gc_paused():
-        trainer = load_trainer(Path(state.config), engine_here=False, steps=options.steps or done, seed=state.seed)
+        trainer = load_trainer(
+            Path(state.config),
+            engine_here=False,
+            steps=options.steps or done,
+            seed=state.seed,
+            config_values=state.config_values,
+        )
     trainer.args.output_dir = str(options.output_dir)
     trainer.args.save_strategy = "no"
     if options.loss_type is not None:

@@ -76,7 +76,7 @@ def _work(options: WorkerOptions, stop: StopRequest) -> None:
     with Place(run.root).explained(), closing(WorkerQueue.open(run.root, options.worker_id, options.device)) as queue:
         _begin(options, run, state, queue)
         with gc_paused():
-            trl = _load(options.config or Path(state.config), state.ranks)
+            trl = _load(options.config or Path(state.config), state)
             from async_grpo_ipc import AttachError, IPCError, MismatchError
 
         try:
@@ -112,8 +112,9 @@ def _begin(options: WorkerOptions, run: RunDir, state: RunState, queue: WorkerQu
         make_deterministic()
 
 
-def _load(setup_file: Path, ranks: int) -> RolloutTrainer:
-    trainer = load_trainer(setup_file, engine_here=False, worker_of=ranks)
+def _load(setup_file: Path, state: RunState) -> RolloutTrainer:
+    values = state.config_values
+    trainer = load_trainer(setup_file, engine_here=False, worker_of=state.ranks, config_values=values)
     from async_grpo.rollout.trl_trainer import RolloutTrainer
 
     return RolloutTrainer(trainer)

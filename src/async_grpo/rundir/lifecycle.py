@@ -44,6 +44,7 @@ def prepare(
     correction: str = "bypass",
     generator: str | None = None,
     ranks: int = 1,
+    config_values: Mapping[str, str] | None = None,
     options: Mapping[str, Any] | None = None,
     resolved: Mapping[str, Any] | None = None,
 ) -> RunState:
@@ -69,6 +70,7 @@ def prepare(
         "correction": correction,
         "generator": generator,
         "ranks": ranks,
+        "config_values": dict(config_values or {}),
     }
     record: dict[str, Any] = {"options": dict(options or {}), "resolved": dict(resolved or {})}
     if run.root.exists():

@@ -58,6 +58,7 @@ class RunState:
     ranks: int = 1  # processes of the trainer
     generator: str | None = None  # that the command line named for the launcher's workers, if it named one
     seed: int | None = None  # that the command line gave, if it gave one
+    config_values: dict[str, str] = field(default_factory=dict)  # of --set, for the GRPOConfig of the setup file
     model: str = ""  # that is trained, and
     data: str = ""  # on what, as `setup.fingerprints` describes them
     options: dict[str, Any] = field(default_factory=dict)  # of the command that began the run, defaults included

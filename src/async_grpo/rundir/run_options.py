@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ def _json_value(value: Any) -> Any:
         return ",".join(map(str, value))
     if isinstance(value, Path):  # a resume may be started in another folder
         return str(value.absolute())
-    return value if isinstance(value, (bool, int, float, type(None))) else str(value)
+    return value if isinstance(value, (bool, int, float, dict, type(None))) else str(value)
 
 
 def recall(state: RunState, given: Mapping[str, Any], read: Callable[[str, Any], Any]) -> Recalled:
@@ -66,6 +66,9 @@ def recall(state: RunState, given: Mapping[str, Any], read: Callable[[str, Any],
             raise RunDirError(f"run.json has {kept!r} for {flag_name(name)}, which is none: {error}") from error
         if name not in given:
             recalled.options[name] = None if name in replaced else value
+        elif isinstance(given[name], dict):
+            recalled.options[name] = {**(value or {}), **given[name]}
+            recalled.changes.extend(_changed_values(name, given[name], value or {}))
         elif to_json({name: given[name]}) != to_json({name: value}):
             recalled.changes.append(_changed(state, name, given[name], value))
     return recalled
@@ -84,6 +87,13 @@ def _changed(state: RunState, name: str, given: Any, kept: Any) -> str:
             f"{flag_name(name)} out, which keeps it as it was; or begin another run with --run-dir OTHER."
         )
     return f"{now or 'without ' + flag_name(name)} from now on; the run was begun {_how(before)}"
+
+
+def _changed_values(option: str, given: Mapping[str, str], kept: Mapping[str, str]) -> Iterator[str]:
+    for name, value in given.items():
+        before = f"it was {kept[name]}" if name in kept else "the run was begun without this value"
+        if kept.get(name) != value:
+            yield f"{flag_name(option)} {name}={value} from now on; {before}"
 
 
 def _how(flag: str) -> str:

@@ -6,12 +6,14 @@ import ast
 import importlib.util
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import SetupFileError
+from async_grpo.setup.config_values import check_set, set_in_configurations
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -59,6 +61,7 @@ def load_trainer(
     worker_of: int | None = None,
     steps: int | None = None,
     seed: int | None = None,
+    config_values: Mapping[str, str] | None = None,
 ) -> GRPOTrainer:
     """Run the file and return what its `get_trainer()` returns.
 
@@ -68,12 +71,33 @@ def load_trainer(
         worker_of: the trainer only samples and scores, for one of that many processes.
         steps: overrides the file's `max_steps`.
         seed: overrides the file's seed.
+        config_values: override fields of the file's `GRPOConfig` (`--set`).
 
     Raises:
         SetupFileError: the file or `get_trainer()` raises (its traceback is in the text, from the user's file on),
             or the result is not a `trl.GRPOTrainer`.
+        UsageError: one of `config_values` is wrong, or would have no effect.
     """
     check_setup_file(path)
+    with set_in_configurations(config_values or {}, path) as made:
+        trainer = _built(path, engine_here=engine_here, hub_here=hub_here, worker_of=worker_of)
+
+    from trl import GRPOTrainer
+
+    from async_grpo.setup.trl_compat import repair_trl
+
+    if not isinstance(trainer, GRPOTrainer):
+        raise SetupFileError(
+            f"get_trainer() in {path} must return a trl.GRPOTrainer, but returned {_described(trainer)}."
+        )
+    check_set(trainer, config_values or {}, made)
+    repair_trl()
+    _override(trainer, steps, seed)
+    return trainer
+
+
+def _built(path: Path, *, engine_here: bool, hub_here: bool, worker_of: int | None) -> Any:
+    """What `get_trainer()` returns."""
     module = _run_file(path)
     get_trainer = getattr(module, "get_trainer", None)
     if not callable(get_trainer):
@@ -89,21 +113,9 @@ def load_trainer(
                 changed.enter_context(built_for_a_worker(worker_of))
             elif not hub_here:
                 changed.enter_context(nothing_on_the_hub())
-            trainer = get_trainer()
+            return get_trainer()
     except Exception as error:  # anything the user's code raises is the user's to read
         raise SetupFileError(_failed(f"get_trainer() in {path} failed", error, path)) from error
-
-    from trl import GRPOTrainer
-
-    from async_grpo.setup.trl_compat import repair_trl
-
-    if not isinstance(trainer, GRPOTrainer):
-        raise SetupFileError(
-            f"get_trainer() in {path} must return a trl.GRPOTrainer, but returned {_described(trainer)}."
-        )
-    repair_trl()
-    _override(trainer, steps, seed)
-    return trainer
 
 
 def _override(trainer: GRPOTrainer, steps: int | None, seed: int | None) -> None:

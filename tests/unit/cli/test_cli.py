@@ -262,6 +262,35 @@ def test_naming_devices_implies_distributed(
     assert chosen == ["distributed", "single"]
 
 
+# --- how options are spelled
+
+
+def test_underscores_are_dashes(setup_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[argparse.Namespace] = []
+    monkeypatch.setattr(train_command, "_distributed", lambda args: chosen.append(args) or 0)
+    options_given = ["--max_staleness", "2", "--run_dir=a_b", "--keep_done", "7"]
+    assert main(["train", str(setup_file), "--distributed", *options_given]) == 0
+    assert (chosen[0].max_staleness, chosen[0].run_dir, chosen[0].keep_done.amount) == (2, Path("a_b"), 7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (["train", "--max-stalness", "2"], "--max-staleness"),
+        (["train", "--max_stalness=2"], "--max-staleness"),
+        (["status", "--wach"], "--watch"),
+        (["trian"], "train"),
+    ],
+)
+def test_a_misspelled_word_gets_the_nearest(
+    arguments: list[str], nearest: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+    assert f"Did you mean {nearest}?" in capsys.readouterr().err
+
+
 # --- a flag beats the environment, which beats the default
 
 

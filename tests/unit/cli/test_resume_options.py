@@ -21,6 +21,7 @@ from async_grpo.rundir.paths import RunDir
 from async_grpo.setup import devices
 
 BEGUN = shlex.split("-n 3 --steps 30 --max-staleness 2 --seed 7 --keep-done 2GB --eval-k 1,5 --worker-timeout 9")
+BEGUN += ["--set", "learning_rate=1e-5", "--set", "reward_weights=[1, 2]"]
 Launched = list[LaunchOptions]
 
 
@@ -83,6 +84,18 @@ def test_what_may_change_is_changed_and_said(launched: Launched, capsys: pytest.
     assert main(["train", "--resume"]) == 0
     assert launched[-1].training.steps == 50, "the next resume continues from there"
     assert launched[-1].config.name == "other.py"
+
+
+def test_values_of_the_configuration_are_kept_one_by_one(
+    launched: Launched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "my trainer.py", *BEGUN]) == 0
+    assert main(["train", "--resume", "--set", "learning_rate=2e-5", "--set", "beta=0.1"]) == 0
+    said = capsys.readouterr().out
+    assert "--set learning_rate=2e-5 from now on; it was 1e-5" in said
+    assert "--set beta=0.1 from now on; the run was begun without this value" in said
+    assert main(["train", "--resume"]) == 0
+    assert launched[-1].training.set == {"learning_rate": "2e-5", "reward_weights": "[1, 2]", "beta": "0.1"}
 
 
 @pytest.mark.parametrize(

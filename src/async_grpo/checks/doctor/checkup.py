@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -12,7 +12,7 @@ from async_grpo.checks.doctor import gpu, machine, packages, setup, storage, wei
 from async_grpo.checks.doctor.finding import Check, Finding, Level, error
 
 
-def checks(run_dir: Path, config: Path | None = None) -> list[Check]:
+def checks(run_dir: Path, config: Path | None = None, config_values: Mapping[str, str] | None = None) -> list[Check]:
     """Each yields its findings as it makes them. Only those on GPUs, weights and the setup file take seconds."""
     found = gpu.driver()
     every: list[Check] = [
@@ -29,7 +29,7 @@ def checks(run_dir: Path, config: Path | None = None) -> list[Check]:
     ]
     if config is not None:
         available = psutil.virtual_memory().available
-        every.append(lambda: setup.setup_file(config, gpus=found.visible, memory=available))
+        every.append(lambda: setup.setup_file(config, config_values, gpus=found.visible, memory=available))
     return every
 
 

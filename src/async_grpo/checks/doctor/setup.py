@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from async_grpo.checks.doctor.finding import Finding, error, ok, warning
@@ -19,10 +19,13 @@ TIMEOUT_S = 600.0
 _HINT = "`async-grpo train FILE --device 0` runs it in one process, as TRL does."
 
 
-def setup_file(config: Path, *, gpus: int, memory: int) -> Iterator[Finding]:
+def setup_file(
+    config: Path, config_values: Mapping[str, str] | None = None, *, gpus: int, memory: int
+) -> Iterator[Finding]:
     """Build the trainer that the file's `get_trainer()` returns, and say what would stop or hinder a run.
 
     Args:
+        config_values: of `--set`.
         gpus: how many are visible.
         memory: bytes of RAM that are available.
     """
@@ -31,7 +34,7 @@ def setup_file(config: Path, *, gpus: int, memory: int) -> Iterator[Finding]:
     except SetupFileError as refusal:
         yield error("setup file", str(refusal).splitlines()[0], "Give a Python file with get_trainer().")
         return
-    question = Question(config=config, device="0" if gpus else CPU, settings=TrainingSettings())
+    question = Question(config=config, device="0" if gpus else CPU, settings=TrainingSettings(set=config_values))
     yield from judge(look_at_trainer(question, TIMEOUT_S), gpus, memory)
 
 

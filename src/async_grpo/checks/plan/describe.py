@@ -39,7 +39,12 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
         if question.accelerate_config is not None:
             _count_processes(question.accelerate_config)
         trainer = load_trainer(
-            question.config, engine_here=False, hub_here=False, steps=settings.steps, seed=settings.seed
+            question.config,
+            engine_here=False,
+            hub_here=False,
+            steps=settings.steps,
+            seed=settings.seed,
+            config_values=settings.set,
         )
         answer["facts"] = asdict(describe(trainer, settings, question.sharing))
         if question.distributed:

@@ -63,9 +63,8 @@ def plan_distributed(options: LaunchOptions) -> None:
     )
 
 
-def plan_single(config: Path, device: str, *, steps: int | None, seed: int | None) -> None:
+def plan_single(config: Path, device: str, settings: TrainingSettings) -> None:
     """Print what training in one process would be. Raises as `plan_distributed` does."""
-    settings = TrainingSettings(steps=steps, seed=seed)
     _announce(config)
     question = Question(config=config, device=device, settings=settings, distributed=False)
     facts = facts_or_refusal(look_at_trainer(question))

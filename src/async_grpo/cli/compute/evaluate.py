@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-workers", "--workers", "-n", type=positive, help="default: one a GPU, 2 on a CPU")
     parser.add_argument("--master-device-id", metavar="N", help="the server's GPU, or 'cpu' (default: 0)")
     parser.add_argument("--worker-device-ids", metavar="1,2,3", help="the workers' GPUs, one worker each")
-    options.add_settings(parser, TrainingSettings, "seed", *EVAL_SETTINGS, "max_attempts", "stall_warning")
+    options.add_settings(parser, TrainingSettings, "seed", "set", *EVAL_SETTINGS, "max_attempts", "stall_warning")
     options.add_worker_options(parser)
     unfinished = parser.add_mutually_exclusive_group()
     options.add_settings(unfinished, TrainingSettings, "resume")
@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     check_setup_file(args.config)
     settings = TrainingSettings(
         seed=args.seed,
+        set=args.set,
         max_attempts=args.max_attempts,
         stall_warning=args.stall_warning,
         resume=args.resume,

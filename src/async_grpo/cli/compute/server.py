@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from async_grpo.cli import options
+from async_grpo.cli.parser import Parser
 from async_grpo.setup.devices import check_weights
 
 EXAMPLES = """\
@@ -17,7 +18,7 @@ EXAMPLES = """\
                                                        a trainer of several GPUs"""
 
 
-def build_parser() -> options.Parser:
+def build_parser() -> Parser:
     parser = options.parser("server", "Train on what the workers deliver, and publish every new policy.", EXAMPLES)
     parser.add_argument(
         "--config",
@@ -84,6 +85,7 @@ def _prepare(args: argparse.Namespace, device: str, ranks: int) -> None:
         deterministic=args.deterministic,
         correction=args.correction,
         ranks=ranks,
+        config_values=args.set,
         options=options.kept(args),
         resolved={"master_device": device},
     )

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from async_grpo.cli import options
+from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.settings import STOP_GRACE_S, TrainingSettings, positive, positive_seconds
 from async_grpo.setup.devices import (
@@ -34,7 +35,7 @@ EXAMPLES = """\
   async-grpo train --resume                                  continue the run in worker/ with its own options"""
 
 
-def build_parser() -> options.Parser:
+def build_parser() -> Parser:
     parser = options.parser("train", "Train the GRPOTrainer that a setup file returns.", EXAMPLES)
     parser.add_argument(
         "config",
@@ -58,13 +59,11 @@ def build_parser() -> options.Parser:
     )
     group.add_argument(
         "--master-device-id",
-        "--master_device_id",
         metavar="N",
         help="the server's GPU, or 'cpu' (default: 0)",
     )
     group.add_argument(
         "--worker-device-ids",
-        "--worker_device_ids",
         metavar="1,2,3",
         help="the workers' GPUs, one worker each",
     )
@@ -122,7 +121,7 @@ def _single(args: argparse.Namespace) -> int:
     if args.dry_run:
         from async_grpo.checks.plan.dry_run import plan_single
 
-        plan_single(args.config.absolute(), device, steps=args.steps, seed=args.seed)
+        plan_single(args.config.absolute(), device, TrainingSettings(steps=args.steps, seed=args.seed, set=args.set))
         return 0
     set_up_log(options.log_level(args))
     hold_to_device(device, os.environ)
@@ -135,7 +134,7 @@ def _single(args: argparse.Namespace) -> int:
     from async_grpo.setup.setup_file import load_trainer
 
     with gc_paused():
-        trainer = load_trainer(args.config.absolute(), steps=args.steps, seed=args.seed)
+        trainer = load_trainer(args.config.absolute(), steps=args.steps, seed=args.seed, config_values=args.set)
     trainer.train()
     return 0
 

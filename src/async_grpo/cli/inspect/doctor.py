@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 from async_grpo.cli import options
+from async_grpo.errors import UsageError
+from async_grpo.settings import TrainingSettings
 
 EXAMPLES = """\
   async-grpo doctor                             this machine, and worker/ as the run directory
@@ -25,6 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="also build this setup file's trainer, in a process of its own"
     )
+    options.add_settings(parser, TrainingSettings, "set")
     parser.add_argument(
         "--run-dir",
         type=Path,
@@ -52,11 +55,13 @@ def _check(args: argparse.Namespace) -> int:
     from async_grpo.checks.doctor.checkup import checks, exit_code, findings
     from async_grpo.checks.doctor.finding import line, verdict
 
+    if args.set and args.config is None:
+        raise UsageError("--set is for the GRPOConfig of a setup file: add --config FILE.")
     config = None if args.config is None else args.config.absolute()
     if config is not None:
         print(f"Last comes {args.config}: its get_trainer() may take a while to load the model.", file=sys.stderr)
     found = []
-    for finding in findings(checks(args.run_dir, config)):
+    for finding in findings(checks(args.run_dir, config, args.set)):
         found.append(finding)
         if not args.json:
             print(line(finding, colour=sys.stdout.isatty()), flush=True)

@@ -1,0 +1,79 @@
+"""The argument parser of every command: forgiving in spelling, strict in what is given."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from async_grpo.errors import AsyncGRPOError
+from async_grpo.rundir.shape import shaped
+from async_grpo.settings import Assign
+from async_grpo.setup import config_values
+
+_UNKNOWN = "unrecognized arguments: "
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that can tell what a command line gave from what it left to the defaults."""
+
+    def given(self, arguments: Sequence[str]) -> dict[str, Any]:
+        """The arguments that a valid command line has, by name."""
+        defaults = [(action, action.default) for action in self._actions]
+        absent = object()
+        for action, default in defaults:
+            action.default = default if default is argparse.SUPPRESS else absent
+        try:
+            found = vars(self.parse_args(arguments))
+        finally:
+            for action, default in defaults:
+                action.default = default
+        return {name: value for name, value in found.items() if value is not absent}
+
+    def read(self, name: str, value: Any) -> Any:
+        """The value of option `name` in `run.json`. `KeyError`: no such option; `ValueError`: no value of it."""
+        action = next((action for action in self._actions if action.dest == name), None)
+        if action is None:
+            raise KeyError(name)
+        if value is None or isinstance(action, argparse._StoreTrueAction):
+            return value
+        try:
+            if isinstance(action, Assign):
+                return shaped(dict[str, str], value)
+            read = action.type(str(value)) if callable(action.type) else str(value)
+        except (argparse.ArgumentTypeError, AsyncGRPOError) as error:
+            raise ValueError(str(error)) from error
+        if action.choices is not None and read not in action.choices:
+            raise ValueError(f"it must be one of {', '.join(action.choices)}")
+        return read
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As in `argparse`, with `--max_staleness` as another spelling of `--max-staleness`."""
+        found, rest = super().parse_known_args(list(_dashed(sys.argv[1:] if args is None else args)), namespace)
+        for action in self._actions:
+            values = getattr(found, action.dest, None) if isinstance(action, Assign) else None
+            if isinstance(values, dict):
+                config_values.parsed(values)
+        return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith(_UNKNOWN):
+            message += nearest(message.removeprefix(_UNKNOWN).split()[0].split("=")[0], self._option_string_actions)
+        super().error(message)
+
+
+def nearest(given: str, known: Iterable[str]) -> str:
+    """`". Did you mean --max-staleness?"`, or nothing where no known word is like `given`."""
+    near = difflib.get_close_matches(given, list(known), n=1)
+    return f". Did you mean {near[0]}?" if near else ""
+
+
+def _dashed(arguments: Sequence[str]) -> Iterator[str]:
+    for place, argument in enumerate(arguments):
+        if argument == "--":
+            yield from arguments[place:]
+            return
+        name, equals, value = argument.partition("=")
+        yield name.replace("_", "-") + equals + value if name.startswith("--") else argument

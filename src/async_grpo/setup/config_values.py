@@ -1,0 +1,226 @@
+"""`--set NAME=VALUE`: values of `GRPOConfig` that the command line gives, in place of those in the setup file.
+
+Which fields there are, and their types, is read from the sources of TRL and transformers: importing them takes seconds,
+and a wrong name is to be refused at once.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import importlib.util
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.errors import UsageError
+from async_grpo.setup.generator_choice import installed
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+_SOURCES = (
+    ("transformers", "training_args.py", "TrainingArguments"),
+    ("trl", "trainer/base_config.py", "_BaseConfig"),
+    ("trl", "trainer/grpo_config.py", "GRPOConfig"),
+)
+"""`GRPOConfig` and its bases, the base first; tests/integration/test_trl_contract.py compares with the class."""
+
+_ELSEWHERE = {
+    "max_steps": "it is --steps.",
+    "seed": "it is --seed.",
+    "hub_token": "run.json keeps these values, and a token is a secret: set HF_TOKEN in the environment.",
+    "resume_from_checkpoint": "it is --resume.",
+}
+_CHANGED_BY_TRL = ("use_vllm", "gradient_checkpointing_kwargs", "dataloader_num_workers", "liger_kernel_config")
+"""Fields that a trainer may change itself while it is built; `use_vllm` is changed by `engines_left_to_workers`."""
+
+
+def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
+    """The values of these fields, each of the type that its annotation names. Imports neither TRL nor torch.
+
+    Raises:
+        UsageError: a field that does not exist, with the nearest name; or a text that is not of the field's type.
+    """
+    return {name: _value(name, text) for name, text in texts.items()}
+
+
+def _value(name: str, text: str) -> Any:
+    fields = field_types()
+    if name in _ELSEWHERE:
+        raise UsageError(f"--set {name}: {_ELSEWHERE[name]}")
+    if name not in fields:
+        near = difflib.get_close_matches(name, fields, n=1)
+        hint = f" Did you mean {near[0]}?" if near else " TRL's documentation of GRPOConfig lists all."
+        raise UsageError(f"--set {name}: GRPOConfig has no field of this name.{hint}")
+    types = _alternatives(fields[name])
+    for reader in (_none, _truth, _whole, _number, _json, _plain):
+        value = reader(types, text)
+        if value is not _NOT:
+            return value
+    raise UsageError(f"--set {name}={text}: {name} must be {_described(types)}, got {text!r}.")
+
+
+@functools.cache
+def field_types() -> dict[str, str]:
+    """The annotation of each field of `GRPOConfig`, as its source has it.
+
+    Raises:
+        UsageError: TRL or transformers is not installed, or has another layout.
+    """
+    found: dict[str, str] = {}
+    for package, file, name in _SOURCES:
+        spec = importlib.util.find_spec(package)
+        source = Path(spec.origin).parent / file if spec is not None and spec.origin else None
+        if source is None or not source.is_file():
+            raise UsageError(f"--set needs the fields of GRPOConfig, and {package} has no {file}. Is it installed?")
+        classes = [node for node in ast.parse(source.read_bytes()).body if isinstance(node, ast.ClassDef)]
+        bodies = [node.body for node in classes if node.name == name]
+        annotated = [node for body in bodies for node in body if isinstance(node, ast.AnnAssign)]
+        found |= {ast.unparse(node.target): ast.unparse(node.annotation) for node in annotated}
+    return {name: types for name, types in found.items() if not types.startswith(("ClassVar", "InitVar"))}
+
+
+_NOT = object()  # the text is not of this type
+
+
+def _alternatives(annotation: str) -> set[str]:
+    """`'list[str] | str | None'` -> {'list', 'str', 'None'}; of a `Literal` its values."""
+    return set(_names(ast.parse(annotation, mode="eval").body))
+
+
+def _names(node: ast.expr) -> Iterator[str]:
+    if isinstance(node, ast.BinOp):
+        yield from (*_names(node.left), *_names(node.right))
+    elif isinstance(node, ast.Subscript):
+        kind = ast.unparse(node.value).rpartition(".")[2]
+        if kind in ("Optional", "Union", "Literal"):
+            parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+            yield from (name for part in parts for name in _names(part))
+            yield from ["None"] if kind == "Optional" else []
+        else:
+            yield kind.lower()
+    else:
+        yield ast.unparse(node)
+
+
+def _none(types: set[str], text: str) -> Any:
+    """For `report_to`, whose type is `None | str | list[str]`, "none" is a name."""
+    is_none = text.lower() in ("none", "null") and "None" in types and not types >= {"str", "list"}
+    return None if is_none else _NOT
+
+
+def _truth(types: set[str], text: str) -> Any:
+    value = {"true": True, "false": False}.get(text.lower())
+    return value if value is not None and types & {"bool", str(value)} else _NOT
+
+
+def _whole(types: set[str], text: str) -> Any:
+    try:
+        return int(text) if "int" in types else _NOT
+    except ValueError:
+        return _NOT
+
+
+def _number(types: set[str], text: str) -> Any:
+    try:
+        value = float(text) if "float" in types else math.nan
+    except ValueError:
+        return _NOT
+    return _NOT if math.isnan(value) else value
+
+
+def _json(types: set[str], text: str) -> Any:
+    """A list or an object, where the field may be one."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return _NOT
+    return value if type(value).__name__ in types & {"list", "dict"} else _NOT
+
+
+def _plain(types: set[str], text: str) -> Any:
+    """The text itself. A `dict | str` is the text of an object, which `_json` has read, or a file that has one."""
+    return text if "str" in types and ("dict" not in types or text.endswith(".json")) else _NOT
+
+
+_WORDS = {
+    "None": "none",
+    "bool": "true or false",
+    "False": "false",
+    "int": "a whole number",
+    "float": "a number",
+    "list": "a list in JSON",
+    "dict": "an object in JSON",
+    "str": "a text",
+}
+
+
+def _described(types: set[str]) -> str:
+    known = [
+        word for name, word in reversed(_WORDS.items()) if name in types and not (name == "str" and "dict" in types)
+    ]
+    return ", or ".join(known) or "made in the setup file"
+
+
+@contextmanager
+def set_in_configurations(texts: Mapping[str, str], setup_file: Path) -> Iterator[list[dict[str, Any]]]:
+    """Inside this block, each `GRPOConfig` has these values, whatever it is given.
+
+    They are in place before the configuration checks itself, so what is derived from them is right. Yields what
+    became of them in each configuration that is made.
+    """
+    if not texts:
+        yield []
+        return
+    values = parsed(texts)
+    if _imports_unsloth(setup_file):  # which wants to come before TRL
+        importlib.import_module("unsloth")
+    from trl import GRPOConfig
+
+    made: list[dict[str, Any]] = []
+    check = GRPOConfig.__post_init__
+
+    def set_and_check(self: Any) -> None:
+        vars(self).update(values)
+        check(self)
+        made.append({name: getattr(self, name) for name in values})
+
+    GRPOConfig.__post_init__ = set_and_check
+    try:
+        yield made
+    finally:
+        GRPOConfig.__post_init__ = check
+
+
+def _imports_unsloth(setup_file: Path) -> bool:
+    """Whether the file has an import of it, and it is installed."""
+    named: set[str] = set()
+    for node in ast.walk(ast.parse(setup_file.read_bytes())):
+        if isinstance(node, ast.Import):
+            named |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            named.add(node.module or "")
+    return "unsloth" in {name.split(".")[0] for name in named} and installed("unsloth")
+
+
+def check_set(trainer: GRPOTrainer, texts: Mapping[str, str], made: list[dict[str, Any]]) -> None:
+    """Raise `UsageError` where the trainer does not train with these values."""
+    if not texts:
+        return
+    if not made:
+        raise UsageError(
+            f"--set {next(iter(texts))} has no effect: the setup file makes no GRPOConfig, neither when it is loaded "
+            "nor in get_trainer(). Give the trainer args=GRPOConfig(...), or leave --set out."
+        )
+    for name in texts:
+        values = [config[name] for config in made]
+        if name not in _CHANGED_BY_TRL and getattr(trainer.args, name) not in values:
+            raise UsageError(
+                f"--set {name}={texts[name]} has no effect: the trainer has {getattr(trainer.args, name)!r}. The setup "
+                "file changes this field after the GRPOConfig is made: give it to the GRPOConfig, or leave --set out."
+            )

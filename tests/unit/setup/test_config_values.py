@@ -1,0 +1,187 @@
+"""`--set NAME=VALUE`: what becomes of the text, what is refused, and that nothing is silently without effect."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.cli import main
+from async_grpo.errors import UsageError
+from async_grpo.setup import trl_compat
+from async_grpo.setup.config_values import field_types, parsed
+from async_grpo.setup.setup_file import MODULE_NAME, load_trainer
+
+field_types()  # reads the sources of the real TRL, and remembers what they say
+
+
+@dataclass
+class FakeConfig:
+    """In place of `trl.GRPOConfig`: checks itself, and derives one field from others, as that does."""
+
+    learning_rate: float = 1e-6
+    num_generations: int = 8
+    gradient_accumulation_steps: int = 1
+    generation_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        self.generation_batch_size = self.generation_batch_size or self.num_generations
+
+
+class FakeTrainer:
+    """In place of `trl.GRPOTrainer`."""
+
+    def __init__(self, args: Any = None) -> None:
+        self.args = args or types.SimpleNamespace(learning_rate=1e-6)
+
+
+@pytest.fixture(autouse=True)
+def fake_trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    trl = types.ModuleType("trl")
+    trl.GRPOConfig, trl.GRPOTrainer = FakeConfig, FakeTrainer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trl", trl)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(trl_compat, "repair_trl", lambda: None)
+    yield
+    sys.modules.pop(MODULE_NAME, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("learning_rate", "1e-5", 1e-5),
+        ("num_generations", "4", 4),
+        ("num_generations", "none", None),
+        ("bf16", "true", True),
+        ("bf16", "False", False),
+        ("loss_type", "cispo", "cispo"),
+        ("optim", "adamw_torch", "adamw_torch"),
+        ("scale_rewards", "none", "none"),
+        ("report_to", "none", "none"),
+        ("report_to", '["wandb"]', ["wandb"]),
+        ("reward_weights", "[1, 0.5]", [1, 0.5]),
+        ("generation_kwargs", '{"min_p": 0.1}', {"min_p": 0.1}),
+        ("generation_kwargs", "none", None),
+        ("deepspeed", "zero2.json", "zero2.json"),
+        ("max_grad_norm", "inf", float("inf")),
+        ("output_dir", "a folder=1", "a folder=1"),
+    ],
+)
+def test_a_text_becomes_a_value_of_the_type_of_the_field(name: str, text: str, value: object) -> None:
+    found = parsed({name: text})[name]
+    assert (type(found), found) == (type(value), value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("learning_rte", "1", "GRPOConfig has no field of this name. Did you mean learning_rate?"),
+        ("zzz", "1", "GRPOConfig has no field of this name. TRL's documentation"),
+        ("learning_rate", "fast", "learning_rate must be a number, got 'fast'"),
+        ("learning_rate", "nan", "learning_rate must be a number"),
+        ("num_generations", "2.5", "num_generations must be a whole number, or none, got '2.5'"),
+        ("bf16", "yes", "bf16 must be true or false, or none"),
+        ("reward_weights", "1,2", "reward_weights must be a list in JSON, or none"),
+        ("generation_kwargs", "min_p", "generation_kwargs must be an object in JSON, or none"),
+        ("max_steps", "5", "it is --steps"),
+        ("seed", "5", "it is --seed"),
+        ("hub_token", "x", "a token is a secret"),
+    ],
+)
+def test_what_is_refused_and_how(name: str, text: str, message: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        parsed({name: text})
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize("command", ["train", "server", "evaluate", "doctor"])
+def test_every_command_refuses_it_before_it_does_anything(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = ["model"] if command == "evaluate" else []
+    assert main([command, *model, "--set", "learning_rte=1"]) == 2
+    assert "Did you mean learning_rate?" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+IN_GET_TRAINER = """
+from trl import GRPOConfig, GRPOTrainer
+
+def get_trainer():
+    return GRPOTrainer(args=GRPOConfig(learning_rate=3e-6))
+"""
+AT_THE_TOP = """
+from trl import GRPOConfig, GRPOTrainer
+args = GRPOConfig(learning_rate=3e-6)
+
+def get_trainer():
+    return GRPOTrainer(args=args)
+"""
+A_SUBCLASS = """
+from dataclasses import dataclass
+from trl import GRPOConfig, GRPOTrainer
+
+@dataclass
+class Config(GRPOConfig):
+    learning_rate: float = 3e-6
+
+def get_trainer():
+    return GRPOTrainer(args=Config(3e-6))
+"""
+
+
+@pytest.mark.parametrize("text", [IN_GET_TRAINER, AT_THE_TOP, A_SUBCLASS])
+def test_it_reaches_the_configuration_before_it_checks_itself(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "my_trainer.py"
+    file.write_text(text)
+    trainer = load_trainer(file, config_values={"learning_rate": "1e-5", "num_generations": "4"})
+    assert (trainer.args.learning_rate, trainer.args.generation_batch_size) == (1e-5, 4)
+    assert load_trainer(file).args.learning_rate == 3e-6, "another trainer is as its file says"
+
+
+NO_CONFIGURATION = """
+from trl import GRPOTrainer
+
+def get_trainer():
+    return GRPOTrainer()
+"""
+CHANGED_AFTERWARDS = """
+from trl import GRPOConfig, GRPOTrainer
+
+def get_trainer():
+    args = GRPOConfig()
+    args.learning_rate = 3e-6
+    return GRPOTrainer(args=args)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [(NO_CONFIGURATION, "makes no GRPOConfig"), (CHANGED_AFTERWARDS, "the trainer has 3e-06")]
+)
+def test_what_would_have_no_effect_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "my_trainer.py"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=f"--set learning_rate.* has no effect: .*{reason}"):
+        load_trainer(file, config_values={"learning_rate": "1e-5"})
+
+
+def test_unsloth_is_imported_before_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    (folder / "unsloth.py").write_text("import sys\nwithout_trl = 'trl' not in sys.modules\n")
+    (folder / "trl.py").write_text("class GRPOConfig:\n    def __post_init__(self): ...\nclass GRPOTrainer: ...\n")
+    monkeypatch.delitem(sys.modules, "trl")
+    monkeypatch.syspath_prepend(str(folder))
+    file = tmp_path / "my_trainer.py"
+    file.write_text("from unsloth import without_trl\nassert without_trl\n" + NO_CONFIGURATION)
+    try:
+        with pytest.raises(UsageError, match="makes no GRPOConfig"):
+            load_trainer(file, config_values={"learning_rate": "1e-5"})
+    finally:
+        sys.modules.pop("unsloth"), sys.modules.pop("trl")
