@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,3 +144,14 @@ def test_the_hub_gets_a_checkpoint_from_its_place(tmp_path: Path, monkeypatch: p
     fit(run.trainer, resume_from=None)
     assert pushed == [tmp_path / "checkpoint-1"] and (pushed[0] / "model.safetensors").exists()
     assert run.trainer.args.push_to_hub
+
+
+def test_the_hub_leaves_out_what_begins_with_an_underscore(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it gets nothing of ours: the names of our files in an output_dir begin like that."""
+    patterns: list[list[str]] = []
+    hub = SimpleNamespace(upload_folder=lambda **options: patterns.append(options["ignore_patterns"]))
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    trainer = build_trainer(tmp_path)
+    trainer.hub_model_id, trainer.push_in_progress = "me/model", SimpleNamespace(is_done=lambda: True, jobs=[])
+    trainer.push_to_hub()
+    assert patterns == [["_*", "checkpoint-*"]]

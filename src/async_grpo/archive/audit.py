@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import chain, islice, pairwise
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +20,10 @@ from async_grpo.archive.groups import open_run
 from async_grpo.archive.history import Process, final_history
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.queue.names import COMPLETE, DUPLICATE, JobName
-from async_grpo.queue.server import MAX_OPEN
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
 
-WIDEST_GAP = 10_000  # numbers in a row that no file knows: a server has at most `MAX_OPEN` jobs open
+WIDEST_GAP = 10_000  # numbers in a row that no file knows: a server has a few hundred jobs open at most
 SHOWN = 10  # sequence numbers in one sentence
 LOOKS, PAUSE_S = 3, 0.1  # what only some looks show was a file on its way from one name to the next
 
@@ -232,15 +232,20 @@ def _surely_issued_below(found: Evidence) -> int:
 def _without_file(found: Evidence, uses: dict[int, list[Use]], *, finished: bool) -> tuple[list[int], list[int]]:
     """Used groups of which no file is left: (trimmed, vanished).
 
-    Only what a checkpoint has is trimmed, and the oldest first, but for groups that were still open then. The
-    checkpoints of a finished run may have been moved away.
+    Only what a checkpoint has is trimmed, and the oldest first. So a file that is left, of an older group, was used by
+    a later step: that group was still open then. The checkpoints of a finished run may have been moved away.
     """
-    kept = [seq for seq in uses if any(name.state == COMPLETE for name in found.done.get(seq, []))]
-    absent = sorted(uses.keys() - set(kept))
-    covered: Container[int] = found.checkpoints[-1] if found.checkpoints else set(absent) if finished else set()
-    oldest_kept = min(kept, default=max(absent, default=0))
-    trimmed = [seq for seq in absent if seq in covered and seq < oldest_kept + MAX_OPEN]
-    return trimmed, sorted(set(absent) - set(trimmed))
+    absent = {seq for seq in uses if not any(name.state == COMPLETE for name in found.done.get(seq, []))}
+    covered: Container[int] = found.checkpoints[-1] if found.checkpoints else absent if finished else ()
+    trimmed: list[int] = []
+    first_kept_step = inf  # that used a group older than `seq` of which a file is left
+    for seq in sorted(uses):
+        step = uses[seq][0].step
+        if seq not in absent:
+            first_kept_step = min(first_kept_step, step)
+        elif seq in covered and step < first_kept_step:
+            trimmed.append(seq)
+    return trimmed, sorted(absent - set(trimmed))
 
 
 def _unrecorded(found: Evidence, state: runs.RunState) -> Iterator[str]:

@@ -116,7 +116,8 @@ class Reader:
             except FileNotFoundError:
                 continue  # an old checkpoint was removed for a new one
             except BadFileError as error:
-                found.unusable.append(f"{error}.")
+                if not rollout_state.names_another(path, self._state.run_id):
+                    found.unusable.append(f"{error}.")
                 continue
             if state is not None and state.run_id == self._state.run_id:
                 found.checkpoints.append(state)

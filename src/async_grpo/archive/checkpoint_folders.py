@@ -2,11 +2,12 @@
 
     OUTPUT_DIR/
         checkpoint-N/                  complete: it gets this name when everything in it is on disk
-        saving-RUN/checkpoint-N/       run RUN is writing it, or was killed while it did
+        _saving-RUN/checkpoint-N/      run RUN is writing it, or was killed while it did
         checkpoint-N-of-RUN/           was checkpoint-N of run RUN until another run wrote its own
-        async_grpo.json                the run that writes here
+        _async_grpo.json               the run that writes here
 
 A checkpoint is a run's if its `rollout_state.json` says so. Nothing else in the folder is ever changed or deleted.
+`push_to_hub` uploads the folder without what begins with an underscore, and without checkpoints.
 """
 
 from __future__ import annotations
@@ -44,13 +45,29 @@ class Checkpoint(NamedTuple):
 
 def staging(output_dir: Path, run_id: str) -> Path:
     """Where run `run_id` writes a checkpoint before it is complete."""
-    return output_dir / f"saving-{run_id}"
+    return output_dir / f"_saving-{run_id}"
 
 
 def start_saving(folder: Path) -> None:
     """Make `folder` ready for a checkpoint: what a killed process left there is removed first."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+
+
+def check_renames(output_dir: Path, run_id: str) -> None:
+    """Raise `RunDirError` where folders cannot be renamed: a checkpoint gets its name like that."""
+    folder = staging(output_dir, run_id)
+    start_saving(folder / "probe")
+    try:
+        (folder / "probe").rename(folder / "renamed")
+    except OSError as error:
+        raise RunDirError(
+            f"No folder can be renamed in {output_dir} ({error.strerror}). A checkpoint is written under another name "
+            "and renamed when it is complete, so that no half one is taken for it. Set output_dir to a folder on "
+            "another file system, and copy the checkpoints from there."
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def save(checkpoint: Path, state: RolloutState) -> None:
@@ -87,14 +104,26 @@ def latest(places: Sequence[Path], run_id: str) -> Checkpoint | None:
     """The newest checkpoint that run `run_id` wrote into one of `places`, or None.
 
     Raises:
-        RunDirError: it is not as it was written.
+        RunDirError: it is not as it was written, or what may be a newer one cannot be read.
     """
     found = [checkpoint for place in places for checkpoint in of_run(place, run_id)]
-    if not found:
-        return None
-    newest = max(found, key=lambda checkpoint: checkpoint.state.step)
-    _check_whole(newest)
+    newest = max(found, key=lambda checkpoint: checkpoint.state.step, default=None)
+    for place in places:
+        _refuse_unreadable(place, run_id, newer_than=newest.state.step if newest else -1)
+    if newest is not None:
+        _check_whole(newest)
     return newest
+
+
+def _refuse_unreadable(output_dir: Path, run_id: str, newer_than: int) -> None:
+    for folder in _folders(output_dir):
+        try:
+            rollout_state.read(path := folder / rollout_state.FILE_NAME)
+        except FileNotFoundError:
+            continue
+        except BadFileError as error:
+            if _step_named(folder) > newer_than and not rollout_state.names_another(path, run_id):
+                raise RunDirError(f"{error}. Move {folder} away to resume from an older checkpoint.") from error
 
 
 def of_run(output_dir: Path, run_id: str) -> list[Checkpoint]:
@@ -111,21 +140,15 @@ def of_step(beside: Path, step: int) -> Path | None:
 
 
 def complete(output_dir: Path) -> Iterator[Checkpoint]:
-    """Every complete checkpoint in `output_dir`, whichever run's. `RunDirError` names one that cannot be read."""
+    """Every complete checkpoint in `output_dir` that can be read, whichever run's."""
     for folder in _folders(output_dir):
-        try:
-            state = rollout_state.read(folder / rollout_state.FILE_NAME)
-        except FileNotFoundError:
-            continue  # not ours, or removed meanwhile
-        except BadFileError as error:
-            raise RunDirError(f"{error}. Move {folder} away to resume from an older checkpoint.") from error
-        if state is not None:
+        if (state := _state_of(folder)) is not None:
             yield Checkpoint(folder, state)
 
 
 def without_owner(output_dir: Path) -> list[Path]:
-    """Checkpoints that no run of ours completed, such as plain TRL's."""
-    return [folder for folder in _folders(output_dir) if not (folder / rollout_state.FILE_NAME).exists()]
+    """Checkpoints that no run of ours completed, such as plain TRL's, or whose state cannot be read."""
+    return [folder for folder in _folders(output_dir) if _state_of(folder) is None]
 
 
 def rotate(output_dir: Path, run_id: str, limit: int | None, best: str | None) -> None:
@@ -165,6 +188,12 @@ def _folders(output_dir: Path) -> list[Path]:
     if not output_dir.is_dir():
         return []
     return [path for path in sorted(output_dir.iterdir()) if _NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def _step_named(folder: Path) -> int:
+    named = _NAME.fullmatch(folder.name)
+    assert named is not None, "`_folders` gives no others"
+    return int(named[1])
 
 
 def _named_by(output_dir: Path, run_id: str) -> list[Path]:

@@ -17,7 +17,7 @@ from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import shaped
 
-MARKER = "async_grpo.json"
+MARKER = "_async_grpo.json"
 
 
 class Owner(NamedTuple):
@@ -125,8 +125,9 @@ def what_stays(output_dir: Path, run_id: str) -> str:
 
 
 def claim(output_dir: Path, run_id: str, run_dir: Path) -> None:
-    """Say in `output_dir` that this run writes here."""
+    """Say in `output_dir` that this run writes here. `RunDirError`: it cannot."""
     output_dir.mkdir(parents=True, exist_ok=True)
+    checkpoint_folders.check_renames(output_dir, run_id)
     write_json(output_dir / MARKER, Owner(run_id, str(run_dir.resolve()))._asdict())
 
 

@@ -119,6 +119,15 @@ def wait_for_room(
             time.sleep(ROOM_RETRY_S)
 
 
+def names_another(path: Path, run_id: str) -> bool:
+    """Whether the state in the file `path`, which cannot be used, says at least that it is another run's."""
+    try:
+        named = read_object(path).get("run_id")
+    except (OSError, BadFileError):
+        return False
+    return isinstance(named, str) and named != run_id
+
+
 def read(path: Path) -> RolloutState | None:
     """The state in the file `path`, None if it is of another format; `BadFileError` if it is broken."""
     data = read_object(path)

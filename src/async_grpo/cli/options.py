@@ -39,7 +39,7 @@ def resumed(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
 
     Says what it gives otherwise. Without a run there is nothing to recall: `prepare` refuses.
     """
-    state = RunDir(args.run_dir).read_state()
+    state = RunDir(args.run_dir).read_state(accepted=True)
     if state is None:
         return args
     given = parser.given(args.command_line)
@@ -52,7 +52,7 @@ def resumed(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
 
 def nothing_to_do(args: argparse.Namespace) -> bool:
     """Whether the run to be resumed has finished all steps that the command asks for; says so."""
-    state = RunDir(args.run_dir).read_state()
+    state = RunDir(args.run_dir).read_state(accepted=True)
     if state is None or state.state != FINISHED or args.steps is None or state.step < args.steps:
         return False
     print(

@@ -155,7 +155,8 @@ class _Launch:
         stopping = self._supervisor.stopping
         if stopping and server.code == -signal.SIGTERM:  # before it could write down that it was stopped
             with suppress(RunDirError):
-                self._run.update_state(of=self._run_id, state=runs.STOPPED)
+                if not self._run.take_back_resume(self._run_id):
+                    self._run.update_state(of=self._run_id, state=runs.STOPPED)
         state = self._run.read_state()
         if refused := self._refused(exits):
             begun = state is not None and (state.step > 0 or state.state == runs.RUNNING)

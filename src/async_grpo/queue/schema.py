@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import EncodedImage
 from async_grpo.records import Stored
+from async_grpo.rundir.reading import is_nested_deeper
 
 
 class Dtype(NamedTuple):
@@ -21,6 +22,7 @@ class Dtype(NamedTuple):
 
 IMAGES, TABLE = "images", "image_table"  # the tensors of a file with images
 IMAGES_SINCE = 4  # format
+MAX_NESTING = 100  # of a value in a column
 
 DTYPES = {"int32": Dtype("I32", "<i4", 4), "float32": Dtype("F32", "<f4", 4), "uint8": Dtype("U8", "|u1", 1)}
 
@@ -103,6 +105,9 @@ class Values:
         for name, is_sound in self._checked:
             if not is_sound(values[name]):
                 return f"{name} is not a valid {self.columns[name].kind}"
+        for name, _ in self._free:
+            if is_nested_deeper(values[name], MAX_NESTING + 2):  # the column is the first of them
+                return f"{name} is nested too deeply"
         for name, least in self._least:
             if values[name] < least:
                 return f"{name} is {values[name]}, less than {least}"
@@ -168,8 +173,8 @@ def _inexact(value: Any, images: list[EncodedImage], depth: int) -> str | None:
         return None
     if kind is int:
         return None if value.bit_length() < 4096 else "an integer of over 1,000 digits"
-    if depth > 100:
-        return "over 100 levels of nesting"
+    if depth > MAX_NESTING:
+        return f"over {MAX_NESTING} levels of nesting"
     if kind is dict:
         for key in value:
             if type(key) is not str:

@@ -77,6 +77,7 @@ def run_evaluator(options: EvaluatorOptions) -> None:
             seed, values = options.settings.seed, options.settings.set
             trainer = load_trainer(options.config, engine_here=False, seed=seed, config_values=values)
         stop.defer()
+        run.update_state(of=state.run_id, undo={})  # a resume is accepted
         done = _evaluate_all(options, run, state, trainer, stop, lock)
         run.update_state(state=runs.FINISHED if done else runs.STOPPED)
 
@@ -92,7 +93,7 @@ def _serving(run: RunDir) -> Iterator[tuple[KernelLock, RunState]]:
             raise RunDirError(f"{run.root} holds no run: prepare one first.")
         yield lock, state
     except BaseException as error:
-        if run.read_state() is not None:
+        if run.read_state() is not None and not run.take_back_resume(None):
             run.update_state(state=runs.STOPPED if isinstance(error, SystemExit) else runs.FAILED)
         raise
     finally:

@@ -85,7 +85,10 @@ def _serve(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
     except BaseException as error:
         with suppress(AsyncGRPOError, OSError):  # the first error is the one to be told
             now = run.state_of(state.run_id)
-            if now.state == runs.RUNNING:  # it ended before there was a training to sum up
+            if now.undo:
+                _require(lock)
+                run.take_back_resume(state.run_id)
+            elif now.state == runs.RUNNING:  # it ended before there was a training to sum up
                 result = runs.STOPPED if isinstance(error, SystemExit) else runs.FAILED
                 _sum_up(run, lock, result, {"steps": now.step, "run_id": now.run_id})
         raise
@@ -183,9 +186,13 @@ def _sum_up(
     Raises:
         AsyncGRPOError: another server has the directory by now, or another run is in it. Nothing was written.
     """
-    lock.retake_if_deleted()
-    lock.require_process()
+    _require(lock)
     run.state_of(figures["run_id"])
     process = {"state": state, "server_pid": os.getpid(), "worker_restarts": 0}
     write_json(run.summary, {**process, **figures, **earlier, **process, "steps": figures["steps"]})
     run.update_state(of=figures["run_id"], state=state, step=figures["steps"])
+
+
+def _require(lock: KernelLock) -> None:
+    lock.retake_if_deleted()
+    lock.require_process()

@@ -51,7 +51,7 @@ def prepare(
     """Make `root` ready for a run and return its state, which is the old one's under `resume`.
 
     A finished run, or one that ended before its first step, is moved aside. An unfinished one is never touched
-    unless the caller says how.
+    unless the caller says how. A resume that the server refuses leaves the run as it was (`RunState.undo`).
 
     Args:
         options, resolved: for people, and for a later `--resume` (`run_options`).
@@ -103,9 +103,11 @@ def _begin(run: RunDir, settings: Mapping[str, Any], record: Mapping[str, Any]) 
 def _resume(run: RunDir, settings: Mapping[str, Any], record: Mapping[str, Any]) -> RunState:
     # Out of date: by it `status` would call the run dead until the next server starts.
     activity_file(run.root, SERVER).unlink(missing_ok=True)
-    old = run.state_of(None)  # another command may have fewer options than the one that began the run
-    merged = {name: {**getattr(old, name), **values} for name, values in record.items()}
-    return run.update_state(of=old.run_id, **settings, **merged)
+    old = run.read_state(accepted=True)
+    assert old is not None, "it was there a moment ago, and nobody else may change it"
+    merged = {name: {**getattr(old, name), **values} for name, values in record.items()}  # it may have fewer options
+    changes = {**settings, **merged}
+    return run.update_state(of=old.run_id, **changes, undo={name: getattr(old, name) for name in changes})
 
 
 class Fate(Enum):
@@ -136,7 +138,7 @@ def preview(root: Path, *, resume: bool = False, overwrite: bool = False) -> tup
 def _fate(run: RunDir, *, resume: bool, overwrite: bool) -> Fate:
     if resume and not run.root.exists():
         raise RunDirError(f"Nothing to resume: {run.root} does not exist. Start without --resume.")
-    old = run.read_state()
+    old = run.read_state(accepted=True)
     if resume:
         if old is None:
             raise RunDirError(f"Nothing to resume: {run.root} holds no run. Start without --resume.")

@@ -65,6 +65,7 @@ class RunState:
     resolved: dict[str, Any] = field(default_factory=dict)  # what they and the setup file came to
     num_workers: int = 0  # how many workers the launcher starts; 0 when started by hand
     workers_sharing: int = 0  # of them, those on the server's device: they read its weights in place
+    undo: dict[str, Any] = field(default_factory=dict)  # what a resume has changed, as it was, until it is accepted
     format: int = FORMAT
 
 
@@ -118,10 +119,13 @@ class RunDir:
         """Fields of the state: where directory and process are."""
         return {"run_dir": str(self.root.resolve()), "started_in": str(Path.cwd())}
 
-    def read_state(self) -> RunState | None:
+    def read_state(self, *, accepted: bool = False) -> RunState | None:
         """The contents of `run.json`, or None where there is none.
 
         Raises `RunDirError` when it is of another format or not the record of a run.
+
+        Args:
+            accepted: without the changes of a resume that no server has accepted.
         """
         try:
             data = read_object(self.state_file)
@@ -133,6 +137,8 @@ class RunDir:
             raise RunDirError(
                 f"{self.state_file} was written by another version of Async-GRPO. Choose another --run-dir."
             )
+        if accepted and isinstance(data.get("undo"), dict):
+            data = {**data, **data["undo"], "undo": {}}
         try:
             return shaped(RunState, data)
         except BadFileError as error:
@@ -167,3 +173,12 @@ class RunDir:
         changed = replace(current, **changes)  # type: ignore[arg-type]  # field names are checked by replace()
         self.write_state(changed)
         return changed
+
+    def take_back_resume(self, run_id: str | None) -> bool:
+        """Undo what a resume has changed in `run.json` that was not accepted; False where there is none such."""
+        if not self.state_of(run_id).undo:
+            return False
+        before = self.read_state(accepted=True)
+        assert before is not None, "it was read just now"
+        self.write_state(before)
+        return True

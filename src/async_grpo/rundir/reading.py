@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from async_grpo.errors import BadFileError
 
 MAX_JSON_BYTES = 64 << 20  # of a whole file of JSON; the largest ones name every group that was not used
 MAX_LINE_BYTES = 4 << 20
+MAX_NESTING = 200  # of JSON; more than anything of ours, and less than makes code that goes through it fail
 
 _BUFFER = 1 << 20
 _REFUSED = (  # faults of the file, not of this process or its disk
@@ -106,7 +108,20 @@ def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
         raise BadFileError(f"it is not valid JSON ({error})") from error
     if not isinstance(found, dict):
         _bad("its JSON is not an object")
+    if is_nested_deeper(found, MAX_NESTING):
+        _bad("its JSON is nested too deeply")
     return found
+
+
+def is_nested_deeper(value: dict[str, Any] | list[Any], levels: int) -> bool:
+    """Whether a JSON value has more than so many lists and objects within each other, itself among them."""
+    outer: list[Any] = [value]
+    for _ in range(levels):
+        items = chain.from_iterable(one.values() if type(one) is dict else one for one in outer)
+        outer = [item for item in items if type(item) in (dict, list)]
+        if not outer:
+            return False
+    return True
 
 
 class LineReader:

@@ -97,7 +97,7 @@ class AsyncTraining(TrainingEvents):
         found_in = self._resumed.path.parent if self._resumed else self._folder.path
         at = {**self._folder.record, "output_dir": str(found_in)}
         correction = {name: value for name, value in asdict(settings).items() if name.startswith("correction")}
-        run.update_state(of=state.run_id, seed=settings.seed, **correction, **at)
+        run.update_state(of=state.run_id, seed=settings.seed, **correction, **at, undo={})  # a resume is accepted
         used = self._resumed.state if self._resumed else None
         self._history = ConsumptionRecord(  # opened before the queue, which withdraws the jobs to be issued again
             run.consumption,

@@ -86,6 +86,28 @@ def test_what_a_killed_process_left_is_removed_before_the_next_checkpoint(tmp_pa
     assert names(tmp_path) == {"checkpoint-11"}
 
 
+BROKEN = {
+    "no JSON": ("{", True),
+    "another's by its own words": ('{"run_id": "other", "step": "many"}', False),
+    "mine by its own words": ('{"run_id": "mine", "step": "many"}', True),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_state_that_cannot_be_read_keeps_only_those_out_who_might_need_it(tmp_path: Path, what: str) -> None:
+    content, may_be_mine = BROKEN[what]
+    save(tmp_path, 10)
+    for step in (9, 11):
+        (folder := tmp_path / f"checkpoint-{step}").mkdir()
+        (folder / FILE_NAME).write_text(content)
+        assert len(list(checkpoint_folders.complete(tmp_path))) == 1
+        if step == 9 or not may_be_mine:
+            assert latest(tmp_path).state.step == 10
+            continue
+        with pytest.raises(RunDirError, match=rf"{FILE_NAME} cannot be used.*Move {folder} away to resume from an ol"):
+            latest(tmp_path)
+
+
 def test_a_second_run_leaves_the_checkpoints_of_the_first(tmp_path: Path) -> None:
     save(tmp_path, 10, "first", b"first")
     save(tmp_path, 10, "second", b"second")
@@ -291,7 +313,7 @@ def test_what_a_killed_rotation_leaves_goes_with_the_next_checkpoint(
     with monkeypatch.context() as killed:
         killed.setattr(checkpoint_folders.shutil, "rmtree", lambda *args, **kwargs: None)
         checkpoint_folders.delete(checkpoint, "mine")
-    assert names(tmp_path) == {"saving-mine"}
+    assert names(tmp_path) == {"_saving-mine"}
     assert checkpoint_folders.latest([tmp_path], "mine") is None and not checkpoint_folders.without_owner(tmp_path)
     save(tmp_path, 2)
     assert names(tmp_path) == {"checkpoint-2"}
@@ -301,7 +323,7 @@ def test_a_checkpoint_that_cannot_be_moved_loses_its_state_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = save(tmp_path, 1)
-    (tmp_path / "saving-mine" / "busy").mkdir(parents=True)
+    (tmp_path / "_saving-mine" / "busy").mkdir(parents=True)
     monkeypatch.setattr(checkpoint_folders.shutil, "rmtree", lambda *args, **kwargs: None)
     checkpoint_folders.delete(checkpoint, "mine")
     assert checkpoint_folders.latest([tmp_path], "mine") is None

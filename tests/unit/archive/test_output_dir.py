@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from archived_run import save_checkpoint
+from huggingface_hub.utils import filter_repo_objects
 
 from async_grpo.archive import output_dir
+from async_grpo.archive.checkpoint_folders import staging, start_saving
 from async_grpo.errors import RunDirError
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import prepare
@@ -176,3 +179,40 @@ def test_checkpoints_of_plain_trl_are_mentioned(tmp_path: Path) -> None:
 def test_a_marker_that_cannot_be_read_is_no_owner(tmp_path: Path, content: str) -> None:
     (tmp_path / output_dir.MARKER).write_text(content)
     output_dir.refuse_another_runs(tmp_path, "mine", tmp_path / "worker")
+
+
+def test_a_state_that_cannot_be_read_is_no_owner_and_stays(tmp_path: Path) -> None:
+    """One torn file of somebody else kept every run out of the folder."""
+    (tmp_path / "checkpoint-7").mkdir()
+    (tmp_path / "checkpoint-7" / "rollout_state.json").write_text("{")
+    output_dir.refuse_another_runs(tmp_path, "mine", tmp_path / "worker")
+    assert "has 1 checkpoint that this run did not write" in output_dir.what_stays(tmp_path, "mine")
+
+
+# --- the folder itself
+
+
+def test_a_folder_in_which_no_folder_can_be_renamed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start, not when the first checkpoint is complete."""
+    rename = Path.rename
+
+    def only_files(self: Path, target: Path) -> Path:
+        if self.is_dir():
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", only_files)
+    with pytest.raises(RunDirError, match=r"No folder can be renamed in .*outputs \(Invalid cross-device link\)"):
+        output_dir.claim(tmp_path / "outputs", "mine", tmp_path / "worker")
+    assert list((tmp_path / "outputs").iterdir()) == []
+
+
+def test_what_a_hub_gets_of_the_folder_has_nothing_of_ours(tmp_path: Path) -> None:
+    """The patterns are transformers'; `test_the_hub_leaves_out_what_begins_with_an_underscore` holds it to them."""
+    output_dir.claim(tmp_path, "mine", tmp_path / "worker")
+    start_saving(staging(tmp_path, "mine"))
+    (staging(tmp_path, "mine") / "model.safetensors").touch()
+    (tmp_path / "model.safetensors").touch()
+    files = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 3
+    assert list(filter_repo_objects(files, ignore_patterns=["_*", "checkpoint-*"])) == ["model.safetensors"]

@@ -34,7 +34,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
         found.append(options)
         resume, kept = options.training.resume, options.kept
         prepare(options.run_dir, config=options.config, resume=resume, num_workers=3, options=kept)
-        RunDir(options.run_dir).update_state(state=runs.STOPPED, step=5)
+        RunDir(options.run_dir).update_state(state=runs.STOPPED, step=5, undo={})
         return 0
 
     monkeypatch.chdir(tmp_path)
@@ -192,6 +192,20 @@ def test_an_option_that_cannot_be_read_is_named(
     path.write_text(json.dumps(state))
     assert main(["train", "--resume"]) == 2
     assert f"run.json has {value!r} for --{name.replace('_', '-')}" in capsys.readouterr().err
+
+
+def test_a_resume_that_was_not_accepted_leaves_no_option_behind(launched: Launched, tmp_path: Path) -> None:
+    """Not even one that was killed while the server loaded."""
+    assert main(["train", "my trainer.py", *BEGUN]) == 0
+    RunDir(tmp_path / "worker").update_state(state=runs.FINISHED, step=30)
+    for config in ("ddp.yaml", "fsdp.yaml"):
+        refused = {"accelerate_config": str(tmp_path / config), "steps": 50}
+        prepare(tmp_path / "worker", config=Path("other.py"), resume=True, num_workers=7, options=refused)
+    assert main(["train", "--resume", "-q"]) == 0, "it has nothing to do"
+    assert len(launched) == 1
+    assert main(["train", "--resume", "-q", "--steps", "40"]) == 0
+    assert (launched[-1].accelerate_config, launched[-1].training.steps) == (None, 40)
+    assert launched[-1].config.name == "my trainer.py"
 
 
 def test_a_path_means_the_same_in_another_folder(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,27 @@ def test_a_group_that_contradicts_itself_is_not_written(changes: dict[str, Any],
 def test_a_foreign_group_is_refused(expected: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadFileError, match=reason):
         decode_group(encode_group(make_group(make_job(1))), **expected)
+
+
+@pytest.mark.parametrize("levels", [101, 102, 500, 900])
+@pytest.mark.parametrize("column", ["row", "completions", "extra_columns"])
+def test_a_value_is_nested_no_deeper_than_what_is_written(
+    column: str, levels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that goes through such a value would raise RecursionError, at some 490 levels already."""
+    value = reduce(lambda inner, _: [inner], range(levels), "x")
+    if column == "row":
+        group = make_group(make_job(1, deep=value))
+    else:
+        group = make_group(make_job(1), **{column: [value, "y"] if column == "completions" else {"note": value}})
+    if levels == 101:
+        decode_group(encode_group(group))
+        return
+    with pytest.raises(UnsupportedError, match="over 100 levels of nesting"):
+        encode_group(group)
+    monkeypatch.setattr("async_grpo.queue.schema._inexact", lambda *_, **__: None)
+    with pytest.raises(BadFileError, match="is nested too deeply"):
+        decode_group(encode_group(group))
 
 
 def test_a_file_of_an_unknown_format_is_refused_by_name() -> None:

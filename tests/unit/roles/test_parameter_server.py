@@ -48,6 +48,25 @@ def test_a_server_that_fails_while_it_loads_says_so_in_its_files(
     assert state is not None and state.state == runs.FAILED
 
 
+@pytest.mark.parametrize("reason", [RunDirError("it is of another model"), SystemExit(143)])
+def test_a_resume_that_is_refused_or_stopped_while_it_loads_changes_nothing(
+    tmp_path: Path, serve: Callable[[Callable[..., Any]], str], reason: BaseException
+) -> None:
+    def refuse(*_: object) -> None:
+        assert RunDir(tmp_path / "worker").state_of(None).num_workers == 7, "what the refused run would have"
+        raise reason
+
+    run = RunDir(tmp_path / "worker")
+    run.update_state(state=runs.FINISHED, step=30, options={"steps": 30})
+    run.summary.write_text("of the training")
+    before = run.state_file.read_bytes()
+    prepare(run.root, config=Path("other.py"), resume=True, num_workers=7, options={"steps": 50})
+    with pytest.raises(type(reason)):
+        serve(refuse)
+    assert run.state_file.read_bytes() == before
+    assert run.summary.read_text() == "of the training"
+
+
 def test_a_server_whose_directory_another_run_has_now_leaves_that_run_alone(
     tmp_path: Path, serve: Callable[[Callable[..., Any]], str]
 ) -> None:

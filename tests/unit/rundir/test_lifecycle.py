@@ -295,6 +295,13 @@ def test_a_state_with_the_wrong_fields(root: Path) -> None:
         prepare(root, config=CONFIG)
 
 
+@pytest.mark.parametrize("undo", [{"nonsense": 1}, {"num_workers": "two"}, {"format": 1, "run_id": None}])
+def test_a_state_whose_undo_is_none(root: Path, undo: dict[str, Any]) -> None:
+    RunDir(root).update_state(of=prepare(root, config=CONFIG).run_id, undo=undo)
+    with pytest.raises(RunDirError, match="is not the record of a run"):
+        prepare(root, config=CONFIG, resume=True)
+
+
 def test_a_state_that_vanishes_during_the_run_is_noticed(root: Path) -> None:
     prepare(root, config=CONFIG)
     run = RunDir(root)

@@ -76,7 +76,8 @@ def test_a_sparse_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
     assert len(read_end(path, 100)[0]) == 100
 
 
-NO_OBJECTS = [b"", b"{", b"[]", b"\xff\xfe", b"[" * 10**6, b'{"a": ' + b"9" * 5000 + b"}", b"null"]
+DEEP = b'{"options": ' + b"[" * 500 + b"]" * 500 + b"}"  # json reads it, and `dataclasses.asdict` fails on it
+NO_OBJECTS = [b"", b"{", b"[]", b"\xff\xfe", b"[" * 10**6, b'{"a": ' + b"9" * 5000 + b"}", b"null", DEEP]
 
 
 @pytest.mark.parametrize("content", NO_OBJECTS)
