@@ -1,9 +1,14 @@
-"""Random configurations over two worker processes from the command line, and plain TRL on the same completions."""
+"""Two worker processes from the command line, and plain TRL on the same completions: what both log is equal.
+
+With random configurations, and with recipes that once were trained on something else than in TRL.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,7 @@ from compared_with_trl import largest_difference, own_names
 from in_process import replay_with_trl, training_logs
 from random_configurations import trainer_of
 from runs import command, finish
+from setups import audited_cases  # a namespace package beside the tests
 
 from async_grpo.archive.groups import FinishedGroups, UsedStep
 from async_grpo.records import RolloutGroup
@@ -23,6 +29,14 @@ HERE = Path(__file__).parent
 DRAWN = int(os.environ.get("DISTRIBUTED_CONFIGURATIONS", "6"))
 
 
+def train(folder: Path, setup: str, **env: str) -> None:
+    """Train with two workers and fresh weights for each batch; the run's audit finds nothing wrong."""
+    options = ("--distributed", "-n", "2", "--max-staleness", "0", "--deterministic")
+    finish(folder, *options, setup=HERE / "setups" / setup, TEST_EXTRA_PATH=str(HERE), **env)
+    with command("audit", "worker", cwd=folder) as audit:
+        assert audit.wait() == 0, audit.output
+
+
 def used_batches(run_dir: Path) -> list[list[RolloutGroup]]:
     """What the trainer took, batch by batch; a batch that serves several optimizer steps is there once."""
     steps = [entry for entry in FinishedGroups(run_dir).news() if isinstance(entry, UsedStep)]
@@ -30,19 +44,27 @@ def used_batches(run_dir: Path) -> list[list[RolloutGroup]]:
     return [[found.group for found in step.groups] for step in steps]
 
 
-def logged(run_dir: Path, names: set[str]) -> list[dict[str, Any]]:
-    """The training steps in `metrics.jsonl`, without what only the asynchronous run has."""
+def compare(run_dir: Path, get_trainer: Callable[..., Any]) -> None:
+    """The training steps in `metrics.jsonl` and those of plain TRL, without what only the asynchronous run has."""
+    plain = training_logs(replay_with_trl(get_trainer, used_batches(run_dir)))
+    reference = [{name: as_in_json(value) for name, value in entry.items()} for entry in plain]
     entries = [json.loads(line) for line in LineReader(run_dir / "metrics.jsonl").new_lines()]
-    return [{name: entry[name] for name in entry if name in names} for entry in entries if "loss" in entry]
+    names = own_names(reference[0])
+    ours = [{name: entry[name] for name in entry if name in names} for entry in entries if "loss" in entry]
+    largest_difference(ours, reference)
+
+
+def as_in_json(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None
 
 
 @pytest.mark.parametrize("seed", range(1000, 1000 + DRAWN))
-def test_two_workers_train_a_random_configuration_as_trl_does(seed: int, tmp_path: Path, model_folder: str) -> None:
-    options = ("--distributed", "-n", "2", "--max-staleness", "0", "--deterministic")
-    env = {"TEST_DRAWN": str(seed), "TEST_MODEL_FOLDER": model_folder, "TEST_EXTRA_PATH": str(HERE)}
-    finish(tmp_path, *options, setup=HERE / "setups" / "drawn_configuration.py", **env)
-    with command("audit", "worker", cwd=tmp_path) as audit:
-        assert audit.wait() == 0, audit.output
-    plain = replay_with_trl(trainer_of(seed, tmp_path / "plain", model_folder), used_batches(tmp_path / "worker"))
-    reference = training_logs(plain)
-    largest_difference(logged(tmp_path / "worker", own_names(reference[0])), reference)
+def test_a_random_configuration(seed: int, tmp_path: Path, model_folder: str) -> None:
+    train(tmp_path, "drawn_configuration.py", TEST_DRAWN=str(seed), TEST_MODEL_FOLDER=model_folder)
+    compare(tmp_path / "worker", trainer_of(seed, tmp_path / "plain", model_folder))
+
+
+@pytest.mark.parametrize("case", audited_cases.CASES)
+def test_a_recipe_that_once_trained_on_something_else(case: str, tmp_path: Path, model_folder: str) -> None:
+    train(tmp_path, "audited_cases.py", TEST_CASE=case, TEST_MODEL_FOLDER=model_folder)
+    compare(tmp_path / "worker", audited_cases.make(case, tmp_path / "plain", model_folder))
