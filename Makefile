@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: venv venv-test venv-bench bench docs demo test test-fast chaos fuzz gpu test-trl-next test-vllm bench-vllm clean
+.PHONY: venv venv-test venv-bench bench docs demo test test-fast chaos fuzz gpu test-trl-next test-vllm test-trackers bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -99,5 +99,13 @@ test-trl-next: venv-test
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest tests/with_vllm
 
+# The clients of W&B and trackio lie beside .venv, and borrow all else from it.
+.venv-trackers/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/trackers_env.sh
+	scripts/trackers_env.sh .venv-trackers
+	touch $@
+
+test-trackers: .venv-trackers/.installed
+	.venv-trackers/bin/python -m pytest tests/with_trackers
+
 clean:
-	rm -rf .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv-trackers .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

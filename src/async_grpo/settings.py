@@ -87,6 +87,18 @@ def comma_separated(text: str) -> tuple[int, ...]:
     return tuple(sorted({positive(part.strip()) for part in text.split(",")}))
 
 
+def name(text: str) -> str:
+    """A name for people. It may not begin with `-`: it is passed on as the value of a flag."""
+    if not text.strip() or text.startswith("-"):
+        raise ArgumentTypeError(f"must be a name that does not begin with '-', got {text!r}")
+    return text.strip()
+
+
+def names(text: str) -> tuple[str, ...]:
+    """`baseline,seed 3` as names."""
+    return tuple(name(part) for part in text.split(","))
+
+
 def _number_in(text: str, least: float, most: float) -> float:
     try:
         number = float(text)
@@ -153,6 +165,15 @@ class TrainingSettings:
         action=Assign,
         type=assignment,
         metavar="NAME=VALUE",
+    )
+    run_name: str | None = setting(
+        None, "name of the run in W&B and trackio; overrides run_name of the setup file", type=name, metavar="NAME"
+    )
+    run_group: str | None = setting(
+        None, "group of runs that this one belongs to in W&B and trackio", type=name, metavar="NAME"
+    )
+    run_tags: tuple[str, ...] | None = setting(
+        None, "tags of the run in W&B and trackio", type=names, metavar="TAG,TAG"
     )
     max_staleness: int = setting(
         4,

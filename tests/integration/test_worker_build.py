@@ -7,9 +7,13 @@ from typing import Any
 
 import pytest
 from in_process import build_trainer
+from runs import SETUP
+from transformers.integrations import integration_utils
 from trl.trainer import grpo_trainer
 
 from async_grpo.launch.accelerate_entry import processes_of
+from async_grpo.setup.generator_choice import wants_vllm
+from async_grpo.setup.setup_file import load_trainer
 from async_grpo.setup.worker_build import built_for_a_worker, nothing_on_the_hub
 
 pytestmark = pytest.mark.integration
@@ -47,6 +51,17 @@ def test_an_adapter_keeps_its_own_reference(tmp_path: Path) -> None:
     assert any(".ref." in name for name in names)
 
 
+def test_a_worker_that_leaves_the_engine_to_its_process_is_built_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both change how a trainer is built, and every worker does so in both ways."""
+    monkeypatch.setenv("TEST_GRPO", '{"beta": 0.1, "use_vllm": true, "report_to": ["tensorboard"]}')
+    monkeypatch.chdir(tmp_path)
+    trainer: Any = load_trainer(SETUP, engine_here=False, worker_of=1)
+    assert trainer.ref_model is None and trainer.args.report_to == []
+    assert wants_vllm(trainer) and trainer.args.beta == 0.1
+
+
 @pytest.mark.parametrize("block", [lambda: built_for_a_worker(1), nothing_on_the_hub], ids=["worker", "dry run"])
 def test_the_hub_is_the_servers_alone(block: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
@@ -61,6 +76,15 @@ def test_the_hub_is_the_servers_alone(block: Any, tmp_path: Path, monkeypatch: p
     assert trainer.args.push_to_hub and trainer.args.log_completions_hub_repo == "me/completions"
     build_trainer(tmp_path, **changes)
     assert made == ["model", "me/completions", "card", "scheduler"]
+
+
+def test_a_worker_reports_to_no_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL times the reward functions and logs that to trackio, which refuses where no run was begun."""
+    made: list[str] = []
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tracker", lambda: made.append("a run"))
+    with built_for_a_worker(1):
+        trainer = build_trainer(tmp_path, report_to=["tracker"])
+    assert made == [] and trainer.args.report_to == []
 
 
 def test_a_batch_that_needs_several_ranks_is_built_in_one_worker(tmp_path: Path) -> None:

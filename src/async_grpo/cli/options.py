@@ -22,6 +22,7 @@ DEFAULT_RUN_DIR = Path("worker")
 SHORT_FLAGS = {"steps": ("-s",)}
 LEFT_OUT_SHOWN = 3
 _NOT_KEPT = ("command_line", "config", "run_dir", "resume", "overwrite", "dry_run", "distributed", "launched_by")
+_OF_EVERY_TRAINING = ("steps", "seed", "set", "run_name", "run_group", "run_tags")  # in one process, too
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -100,12 +101,12 @@ def add_settings(parser: argparse._ActionsContainer, settings: type, *names: str
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
-    add_settings(parser, TrainingSettings, "steps", "seed", "set")
+    add_settings(parser, TrainingSettings, *_OF_EVERY_TRAINING)
 
 
 def add_distributed_options(parser: argparse.ArgumentParser) -> None:
     """What the parameter server takes besides `add_training_options`."""
-    elsewhere = ("steps", "seed", "set", "stall_warning", "resume")
+    elsewhere = (*_OF_EVERY_TRAINING, "stall_warning", "resume")
     add_settings(parser, TrainingSettings, *(f.name for f in fields(TrainingSettings) if f.name not in elsewhere))
     unfinished = parser.add_mutually_exclusive_group()
     add_settings(unfinished, TrainingSettings, "resume")

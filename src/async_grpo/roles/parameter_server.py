@@ -33,6 +33,7 @@ from async_grpo.setup.process import (
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.activity import ENDING, LOADING, activity
 from async_grpo.telemetry.stalls import StallReporter
+from async_grpo.telemetry.trackers import name_for_wandb, name_run
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -147,9 +148,12 @@ def _load(options: ServerOptions) -> GRPOTrainer:
     if options.settings.deterministic:
         make_deterministic()
     settings = options.settings
-    return load_trainer(
+    name_for_wandb(settings, os.environ)
+    trainer = load_trainer(
         options.config, engine_here=False, steps=settings.steps, seed=settings.seed, config_values=settings.set
     )
+    name_run(trainer, settings)
+    return trainer
 
 
 def _ranks(trainer: GRPOTrainer) -> Ranks | None:

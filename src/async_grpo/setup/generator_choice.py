@@ -10,6 +10,7 @@ import importlib.util
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError, UsageError
@@ -33,6 +34,7 @@ def engines_left_to_workers() -> Iterator[None]:
     build = GRPOTrainer.__init__
     signature = inspect.signature(build)
 
+    @wraps(build)  # whoever changes the building too sees the same signature
     def build_without_engine(self: Any, *args: Any, **kwargs: Any) -> None:
         config: Any = signature.bind(self, *args, **kwargs).arguments.get("args")
         requested = bool(config and config.use_vllm)

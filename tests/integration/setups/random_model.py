@@ -88,10 +88,9 @@ def get_trainer() -> GRPOTrainer:
             save_strategy="steps",
             save_steps=4,
             logging_steps=1,
-            report_to="none",
             disable_tqdm=True,
             bf16=False,
             use_cpu=True,
-            **json.loads(os.environ.get("TEST_GRPO", "{}")),
+            **{"report_to": "none", **json.loads(os.environ.get("TEST_GRPO", "{}"))},
         ),
     )

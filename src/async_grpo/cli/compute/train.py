@@ -132,9 +132,13 @@ def _single(args: argparse.Namespace) -> int:
     check_torch_sees(device)
 
     from async_grpo.setup.setup_file import load_trainer
+    from async_grpo.telemetry.trackers import name_for_wandb, name_run
 
+    settings = options.training_settings(args)
+    name_for_wandb(settings, os.environ)
     with gc_paused():
         trainer = load_trainer(args.config.absolute(), steps=args.steps, seed=args.seed, config_values=args.set)
+    name_run(trainer, settings)
     trainer.train()
     return 0
 

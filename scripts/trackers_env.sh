@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Creates (or repairs) a virtual environment with the clients of W&B and trackio: scripts/trackers_env.sh DIR
+# It borrows everything else from .venv. There these clients are not: TRL would import them in each test's process.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+env=$1
+test -x "$env/bin/python" || .venv/bin/python -m venv "$env"
+site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+printf 'import site; site.addsitedir("%s")\n' "$(site .venv)" > "$(site "$env")/borrowed.pth"
+"$env/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt wandb trackio
