@@ -69,3 +69,7 @@ class AllGroupsFailedError(AsyncGRPOError):
     """Every prompt group failed, so there is nothing to train on."""
 
     exit_code = 1
+
+
+class DeltaChainError(AsyncGRPOError):
+    """A chain of deltas is not there, is another run's, or cannot be rebuilt up to the version asked for."""

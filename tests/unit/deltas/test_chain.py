@@ -1,0 +1,225 @@
+"""A chain on disk: exact, resumable, and never a wrong version, whatever became of its files."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from delta_chains import ABOUT, equal, weights, write_chain
+
+from async_grpo.deltas import writer as writer_module
+from async_grpo.deltas.chain import Chain, read_latest
+from async_grpo.deltas.writer import ChainWriter
+from async_grpo.errors import DeltaChainError, DiskFullError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Versions 0 to 9, of which 0, 4 and 8 are snapshots."""
+    return write_chain(tmp_path / "chain", 9, full_every=4)
+
+
+def snapshots(folder: Path) -> list[int]:
+    return sorted(version for version, entry in Chain(folder).entries.items() if entry.is_snapshot)
+
+
+def test_every_version_is_rebuilt(folder: Path) -> None:
+    chain = Chain(folder)
+    assert snapshots(folder) == [0, 4, 8]
+    assert all(equal(chain.rebuild(version), weights(version)) for version in range(10))
+    verdict = chain.verify()
+    assert (verdict.versions, verdict.problems, verdict.intact_up_to) == (list(range(10)), [], 9)
+    assert read_latest(folder) == 9
+    with pytest.raises(DeltaChainError, match=r"Version 12 is not in .*of which 9 are the nearest"):
+        chain.rebuild(12)
+
+
+def flip(folder: Path) -> None:
+    path = folder / "000006.delta"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(folder: Path) -> None:
+    path = folder / "000006.delta"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def swap(folder: Path) -> None:
+    first, second = (folder / f"00000{version}.delta" for version in (6, 7))
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+
+
+def foreign(folder: Path) -> None:
+    other = write_chain(folder.parent / "other", 6, about=replace(ABOUT, chain="d" * 32))
+    shutil.copy(other / "000006.delta", folder / "000006.delta")
+
+
+def another_base(folder: Path) -> None:
+    """A delta of the same chain and version, from other weights: as two machines would write that share a folder."""
+    other = folder.parent / "other"
+    writer = ChainWriter(other, ABOUT)
+    writer.begin(5, weights(5, seed=1))
+    writer.append(6, weights(6, seed=1))
+    writer.close()
+    shutil.copy(other / "000006.delta", folder / "000006.delta")
+
+
+def link(folder: Path) -> None:
+    path = folder / "000006.delta"
+    path.rename(folder / "elsewhere")
+    path.symlink_to(folder / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (flip, "000006.delta: its (header|body) is damaged"),
+        (cut, "000006.delta: it has [0-9,]+ bytes instead of"),
+        (lambda folder: (folder / "000006.delta").unlink(), "000007.delta: it starts from version 6, whose file is"),
+        (swap, r"000006.delta: it holds 000007.delta: it was renamed or swapped"),
+        (lambda folder: (folder / "000006.delta").rename(folder / "000011.delta"), "000011.delta: it holds 000006"),
+        (foreign, "000006.delta: it belongs to another chain"),
+        (another_base, "000006.delta: it starts from other weights than version 5"),
+        (link, "000006.delta: it is a link"),
+        (lambda folder: (folder / "000006.delta").write_bytes(b"x" * 900), "000006.delta: it is not a delta"),
+    ],
+)
+def test_damage_is_named_and_the_rest_rebuilds(folder: Path, damage: Callable[[Path], object], said: str) -> None:
+    damage(folder)
+    chain = Chain(folder)
+    verdict = chain.verify()
+    assert verdict.intact_up_to == 5
+    assert verdict.versions == [0, 1, 2, 3, 4, 5, 8, 9]  # again from the snapshot on
+    assert any(re.match(said, str(problem)) for problem in verdict.problems), verdict.problems
+    assert all(equal(chain.rebuild(version), weights(version)) for version in verdict.versions)
+    for version in {*chain.versions, 6, 7} - {*verdict.versions}:
+        with pytest.raises(DeltaChainError):
+            chain.rebuild(version)
+
+
+def test_what_no_other_file_shows_to_be_missing(folder: Path) -> None:
+    (folder / "000003.delta").unlink()  # the next one is a snapshot
+    (folder / "000009.delta").unlink()  # the newest
+    assert [problem.version for problem in Chain(folder).verify().problems] == [3, 9]
+
+
+def test_each_byte_of_each_file_that_flips_makes_no_wrong_version(tmp_path: Path) -> None:
+    folder = write_chain(tmp_path / "chain", 2)
+    for path in sorted(folder.glob("0*")):
+        data = path.read_bytes()
+        for at in range(0, len(data), 37):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
+            verdict = Chain(folder).verify()
+            assert verdict.problems and verdict.versions == list(range(int(path.stem)))
+        path.write_bytes(data)
+    assert not Chain(folder).verify().problems
+
+
+def test_a_resumed_run_goes_on_and_sets_aside_what_it_trains_again(folder: Path) -> None:
+    writer = ChainWriter(folder, ABOUT)
+    assert writer.begin(6, weights(6)) is None  # it is there already
+    assert read_latest(folder) == 6
+    writer.append(7, weights(7, seed=5))
+    writer.close()
+    chain = Chain(folder)
+    assert (chain.versions, snapshots(folder)) == ([0, 1, 2, 3, 4, 5, 6, 7], [0, 4])
+    assert equal(chain.rebuild(7), weights(7, seed=5)) and not chain.verify().problems
+    assert {path.name for path in (folder / "superseded-1").iterdir()} == {
+        "000007.delta",
+        "000008.full",
+        "000009.delta",
+    }
+
+
+@pytest.mark.parametrize("damage", [flip, lambda folder: None])
+def test_what_a_resume_cannot_go_on_from_is_followed_by_a_snapshot(
+    folder: Path, damage: Callable[[Path], None]
+) -> None:
+    """The weights differ from those of the chain, or the chain does not lead there."""
+    damage(folder)
+    (folder / "000005.delta").unlink()
+    writer = ChainWriter(folder, ABOUT)
+    written = writer.begin(7, weights(7, seed=2))
+    assert written is not None and written.is_snapshot
+    writer.append(8, weights(8, seed=2))
+    writer.close()
+    assert equal(Chain(folder).rebuild(8), weights(8, seed=2))
+
+
+def test_versions_that_were_left_out_are_spanned(tmp_path: Path) -> None:
+    writer = ChainWriter(tmp_path / "chain", ABOUT)
+    writer.begin(0, weights(0))
+    assert writer.append(3, weights(3)).span == 3
+    with pytest.raises(DeltaChainError, match="Version 3 cannot follow version 3"):
+        writer.append(3, weights(3))
+    writer.close()
+    assert equal(Chain(tmp_path / "chain").rebuild(3), weights(3))
+
+
+def test_retention_keeps_whole_pieces_of_the_chain(tmp_path: Path) -> None:
+    folder = write_chain(tmp_path / "chain", 23, full_every=4, keep=6)
+    chain = Chain(folder)
+    assert chain.versions == list(range(12, 24))  # at 20, only the snapshot at 12 has six versions after it
+    assert not chain.verify().problems
+    assert all(equal(chain.rebuild(version), weights(version)) for version in chain.versions)
+
+
+def test_a_full_disk_leaves_no_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "chain"
+    writer = ChainWriter(folder, ABOUT)
+    writer.begin(0, weights(0))
+    writer.append(1, weights(1))
+
+    def no_room(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(writer_module.os, "fsync", no_room)
+        with pytest.raises(DiskFullError):
+            writer.append(2, weights(2))
+    assert sorted(path.name for path in folder.glob("*0*")) == ["000000.full", "000001.delta"]
+    written = writer.append(3, weights(3))
+    writer.close()
+    assert written.is_snapshot and written.span == 2
+    chain = Chain(folder)
+    assert chain.verify().versions == [0, 1, 3] and not chain.verify().problems
+    assert not list(folder.glob(".writing*"))
+
+
+def test_two_writers_exclude_each_other(folder: Path) -> None:
+    writer = ChainWriter(folder, ABOUT)
+    with pytest.raises(DeltaChainError, match=f"is written by process {os.getpid()}"):
+        ChainWriter(folder, ABOUT)
+    writer.close()
+    ChainWriter(folder, ABOUT).close()
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        (replace(ABOUT, run_id="run-2"), "holds the chain of run run-1; this run is run-2"),
+        (replace(ABOUT, kind="adapter", frozen="0" * 32), "of another base"),
+    ],
+)
+def test_the_chain_of_another_run_or_base_is_refused(folder: Path, about: object, said: str) -> None:
+    with pytest.raises(DeltaChainError, match=said):
+        ChainWriter(folder, about)  # type: ignore[arg-type]
+
+
+def test_a_folder_without_a_chain_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DeltaChainError, match="holds no chain of deltas"):
+        Chain(tmp_path)
+    (tmp_path / "chain.json").write_text(json.dumps({"chain": 3}))
+    with pytest.raises(DeltaChainError, match="cannot be used"):
+        Chain(tmp_path)
