@@ -9,11 +9,14 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
 
 from async_grpo.errors import AsyncGRPOError
 from async_grpo.version import __version__
+
+TYPE_CHECKING = False  # without importing `typing`: a Ctrl-C before `main` is a traceback, so little is imported here
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
 
 COMPUTE = {
     "train": "train a setup file: in one process, or distributed over a parameter server and workers",

@@ -407,20 +407,3 @@ def test_the_server_never_has_fast_inference_and_a_worker_as_the_user_says(
         monkeypatch.setenv(name, "1")  # so that what the role sets is taken back
     real(argparse.Namespace(log_level="INFO", launched_by=None), "cpu", fast_inference="0")
     assert os.environ["FAST_INFERENCE"] == "0"
-
-
-@pytest.mark.parametrize("module", ["async_grpo.cli.compute.train", "argparse"])
-def test_ctrl_c_while_the_command_is_imported_is_no_traceback(module: str, tmp_path: Path) -> None:
-    """The first moments of a command are imports: a signal that arrives in them raises there."""
-    stop = (
-        "import os, signal, sys, importlib.abc\n"
-        "class Stop(importlib.abc.MetaPathFinder):\n"
-        "    def find_spec(self, name, path, target=None):\n"
-        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
-        "from async_grpo.cli import main\n"
-        "sys.modules.pop('argparse', None)\n"
-        "sys.meta_path.insert(0, Stop())\n"
-        "sys.exit(main(['train', '--help']))"
-    )
-    ended = subprocess.run([sys.executable, "-c", stop], capture_output=True, text=True, timeout=60, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

@@ -17,7 +17,7 @@ from types import ModuleType
 import psutil
 import pytest
 
-from async_grpo.rewards.sandbox import SWITCH, Limits, SandboxError, SandboxResult, command, run_code
+from async_grpo.rewards.sandbox import SWITCH, Limits, SandboxError, SandboxResult, command, run, run_code
 
 ROOT = Path(__file__).resolve().parents[3]
 SHORT = Limits(wall_s=2.0, cpu_s=1, memory_bytes=192 << 20)
@@ -52,6 +52,26 @@ def test_a_program_gets_its_input_and_its_output_comes_back() -> None:
     assert (result.outcome, result.exit_code, result.ok) == ("exited", 3, False)
     assert (result.stdout, result.stderr) == ("hello!\n", "bad\n")
     assert run_code("").ok
+
+
+@isolated
+def test_a_sandbox_that_is_slow_to_start_is_not_said_to_be_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_START_S", 1e-9)
+    with pytest.raises(SandboxError, match=r"was not ready after .* too busy") as error:
+        run_code("pass")
+    assert "cannot be isolated" not in str(error.value)
+
+
+def test_a_program_that_ended_in_time_has_not_timed_out_because_its_end_was_seen_late() -> None:
+    """The worker was stopped meanwhile, or the machine slept."""
+    told, ready = os.pipe()
+    process = subprocess.Popen(["echo", "done"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    os.write(ready, b"ready")
+    os.close(ready)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    with os.fdopen(told, "rb") as status:
+        result = run._watch(process, status, Limits(wall_s=1e-9))
+    assert (result.outcome, result.exit_code, result.stdout) == ("exited", 0, "done\n")
 
 
 @isolated

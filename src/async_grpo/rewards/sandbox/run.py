@@ -15,7 +15,7 @@ from async_grpo.rewards.sandbox.records import EXITED, TIMED_OUT, TOO_MUCH_OUTPU
 
 SWITCH = "ASYNC_GRPO_RUN_MODEL_CODE"
 
-_START_S = 10.0  # for the namespaces to be there, on a busy machine
+_START_S = 60.0  # for the namespaces to be there: milliseconds, but for a machine that is very busy
 _READY = b"ready"
 
 
@@ -86,10 +86,15 @@ def _watch(process: subprocess.Popen[bytes], status_pipe: IO[bytes], limits: Lim
                     deadline = started + limits.wall_s
                 elif key.fd != status and len(read[key.fd]) > limits.output_bytes:
                     outcome = TOO_MUCH_OUTPUT
-            if time.monotonic() >= deadline and outcome == EXITED:
-                outcome = TIMED_OUT
+            if time.monotonic() >= deadline and outcome == EXITED and process.poll() is None:
+                outcome = TIMED_OUT  # one that has ended was only seen late: this process was stopped meanwhile
     ended = time.monotonic()
     code = _end(process, outcome, deadline)
+    if started is None and outcome == TIMED_OUT:
+        raise SandboxError(
+            f"A program was not run: its sandbox was not ready after {_START_S:g} s. The machine is too busy: "
+            "start fewer workers on it, or give it less to do beside them."
+        )
     if read[status] != _READY or started is None:
         raise unavailable((read[status] or read[err]).decode(errors="replace").strip() or "it did not start")
     stdout, stderr = (read[pipe][: limits.output_bytes].decode(errors="replace") for pipe in (out, err))
