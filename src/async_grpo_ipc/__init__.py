@@ -24,6 +24,7 @@ from async_grpo_ipc.errors import (
     IPCError,
     MismatchError,
     ShareTimeoutError,
+    VersionGoneError,
 )
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ __all__ = [
     "MismatchError",
     "RemoteWeights",
     "ShareTimeoutError",
+    "VersionGoneError",
     "WeightExporter",
     "WeightsView",
     "flatten_parameters",

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from async_grpo_ipc import memory
 from async_grpo_ipc.binding import Binding
 from async_grpo_ipc.control import Control, SlotRecord, SlotState
-from async_grpo_ipc.errors import AttachError, ExporterDiedError, HandleFileError, IPCError, ShareTimeoutError
+from async_grpo_ipc.errors import (
+    AttachError,
+    ExporterDiedError,
+    HandleFileError,
+    IPCError,
+    ShareTimeoutError,
+    VersionGoneError,
+)
 from async_grpo_ipc.handle import Handle, boot_id, pid_namespace, read_handle
 from async_grpo_ipc.layout import views
 from async_grpo_ipc.locks import is_exiting
@@ -69,13 +76,15 @@ class Attachment:
         if not self.readable():
             raise _died(self._path, self.handle.pid)
 
-    def try_lease(self) -> "Lease | None":
-        """A hold on the newest version, or None where there is none or the exporter is just writing that slot."""
-        wanted = self.newest()
+    def try_lease(self, version: int | None = None) -> "Lease | None":
+        """A hold on the newest version, or on this one. None where it is not there, or its slot is just written."""
+        header = self._control.header
+        wanted = header.newest() if version is None else header.find(version)
         if wanted is None or not self._control.leases.try_acquire(wanted.slot):
             return None
-        found = self._control.header.slot(wanted.slot)  # now that it cannot change
-        if found.state is SlotState.READY and found.version >= wanted.version:
+        found = header.slot(wanted.slot)  # now that it cannot change
+        as_wanted = found.version == version if version is not None else found.version >= wanted.version
+        if found.state is SlotState.READY and as_wanted:
             self._leases += 1
             return Lease(self, found.slot, found.version)
         self._control.leases.release(wanted.slot)
@@ -166,19 +175,26 @@ class Generations:
     def exporter_alive(self) -> bool:
         return self.current.exporter_alive() or (self._next is not None and self._next.exporter_alive())
 
-    def take_lease(self, timeout_s: float) -> Lease:
-        """A hold on the newest version. Waits where none is there yet, or the only slot is being written."""
+    def take_lease(self, timeout_s: float, version: int | None = None) -> Lease:
+        """A hold on the newest version, or on this one. Waits where it is not there yet, or its slot is written."""
         deadline = time.monotonic() + timeout_s
         while True:
             self.follow()
-            lease = self.current.try_lease() if self.current.readable() else None
+            lease = self.current.try_lease(version) if self.current.readable() else None
             if lease is not None:
                 return lease
+            newest = self.current.newest()
+            if version is not None and newest is not None and newest.version > version:
+                raise VersionGoneError(
+                    f"Version {version} at {self._path} is not there any more ({self.current.describe_slots()}). "
+                    "The process that names a version must hold a lease on it until it has been read."
+                )
             if not self.exporter_alive() and (not self.current.readable() or self.current.newest() is None):
                 raise _died(self._path, self.current.handle.pid)
             if time.monotonic() >= deadline:
+                wanted = "A version" if version is None else f"Version {version}"
                 raise ShareTimeoutError(
-                    f"No version could be read at {self._path} within {timeout_s:g} s "
+                    f"{wanted} could not be read at {self._path} within {timeout_s:g} s "
                     f"({self.current.describe_slots()}; exporter "
                     f"{'alive' if self.exporter_alive() else 'gone'}). Wait longer, or see whether it "
                     f"publishes: python -m async_grpo_ipc inspect {self._path}"

@@ -112,6 +112,11 @@ class Header:
         ready = [record for record in self.records() if record.state is SlotState.READY]
         return max(ready, key=lambda record: record.version, default=None)
 
+    def find(self, version: int) -> SlotRecord | None:
+        """The record of this version if it is whole: a hint, as `newest` is."""
+        found = (record for record in self.records() if record.version == version)
+        return next((record for record in found if record.state is SlotState.READY), None)
+
     def _write(self, index: int, body: bytes) -> None:
         self._control[index * RECORD_BYTES : (index + 1) * RECORD_BYTES] = body + _CRC.pack(zlib.crc32(body))
 

@@ -29,6 +29,10 @@ class ShareTimeoutError(IPCError):
     """A wait reached its deadline."""
 
 
+class VersionGoneError(IPCError):
+    """The version that was asked for has been overwritten by a newer one."""
+
+
 class MismatchError(IPCError):
     """The model's tensors and the published ones differ in name, shape, dtype or device."""
 

@@ -111,15 +111,21 @@ class RemoteWeights:
         return self._generations.exporter_alive()
 
     @contextmanager
-    def lease(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> Iterator[WeightsView]:
+    def lease(self, timeout_s: float = DEFAULT_TIMEOUT_S, *, version: int | None = None) -> Iterator[WeightsView]:
         """Hold the newest version until the block ends; the exporter writes into other slots meanwhile.
 
+        Args:
+            timeout_s: How long to wait for it.
+            version: Hold this version instead: one that another process holds and told this one to read, so that
+                both read the same.
+
         Raises:
-            ShareTimeoutError: Nothing was published in time.
+            ShareTimeoutError: It was not published in time.
+            VersionGoneError: `version` was overwritten, because nobody held it.
             ExporterDiedError: Nothing is published, and no exporter lives; or at the block's end: the exporter died
                 meanwhile and its memory with it, so nothing that was read may be used, nor an error drawn from it.
         """
-        lease = self._take_lease(timeout_s)
+        lease = self._take_lease(timeout_s, version)
         view = WeightsView(dict(lease.tensors()), lease.version, self.generation)
         try:
             yield view
@@ -233,8 +239,8 @@ class RemoteWeights:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _take_lease(self, timeout_s: float) -> Lease:
-        lease = self._generations.take_lease(timeout_s)
+    def _take_lease(self, timeout_s: float, version: int | None = None) -> Lease:
+        lease = self._generations.take_lease(timeout_s, version)
         self.generation = lease.attachment.handle.generation
         return lease
 
