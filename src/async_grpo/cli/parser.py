@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from async_grpo.errors import AsyncGRPOError
 from async_grpo.rundir.shape import shaped
 from async_grpo.settings import Assign
-from async_grpo.setup import config_values
+from async_grpo.setup.grpo_config.values import parsed
 
 _UNKNOWN = "unrecognized arguments: "
 
@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             values = getattr(found, action.dest, None) if isinstance(action, Assign) else None
             if isinstance(values, dict):
-                config_values.parsed(values)
+                parsed(values)
         return found, rest
 
     def error(self, message: str) -> NoReturn:

@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import SetupFileError
-from async_grpo.setup.config_values import check_set, set_in_configurations
+from async_grpo.setup.grpo_config.batch import BatchError
+from async_grpo.setup.grpo_config.building import check_set, configurations_with
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -79,7 +80,7 @@ def load_trainer(
         UsageError: one of `config_values` is wrong, or would have no effect.
     """
     check_setup_file(path)
-    with set_in_configurations(config_values or {}, path) as made:
+    with configurations_with(config_values or {}) as made:
         trainer = _built(path, engine_here=engine_here, hub_here=hub_here, worker_of=worker_of)
 
     from trl import GRPOTrainer
@@ -114,6 +115,8 @@ def _built(path: Path, *, engine_here: bool, hub_here: bool, worker_of: int | No
             elif not hub_here:
                 changed.enter_context(nothing_on_the_hub())
             return get_trainer()
+    except BatchError:
+        raise
     except Exception as error:  # anything the user's code raises is the user's to read
         raise SetupFileError(_failed(f"get_trainer() in {path} failed", error, path)) from error
 
@@ -136,6 +139,8 @@ def _run_file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent))  # so that the file can import its neighbours, as `python FILE` would
     try:
         spec.loader.exec_module(module)
+    except BatchError:
+        raise
     except Exception as error:  # anything the user's code raises is the user's to read
         raise SetupFileError(_failed(f"{path} could not be loaded", error, path)) from error
     return module

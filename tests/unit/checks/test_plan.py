@@ -14,21 +14,22 @@ import pytest
 
 from async_grpo.checks import probe
 from async_grpo.checks.plan import dry_run
-from async_grpo.checks.plan.batch_arithmetic import misfit, optimizer_steps, rounds_of, what_to_set
-from async_grpo.checks.plan.facts import BatchFacts, Look, Parameters, Question, TrainerFacts, look_at_trainer
+from async_grpo.checks.plan.batch_arithmetic import optimizer_steps, rounds_of
+from async_grpo.checks.plan.facts import Look, Parameters, Question, TrainerFacts, look_at_trainer
 from async_grpo.checks.plan.memory import estimate
 from async_grpo.errors import RunDirError
 from async_grpo.formatting import size
 from async_grpo.launch.launcher import LaunchOptions
 from async_grpo.rundir.folders import check_place, nearest_existing
 from async_grpo.settings import TrainingSettings, WorkerSettings
+from async_grpo.setup.grpo_config.batch import Batch, misfit, what_to_set
 
 MILLION = 1_000_000
 
 
-def batch(size: int = 8, *, group: int = 8, passes: int = 1, processes: int = 1, **changes: Any) -> BatchFacts:
+def batch(size: int = 8, *, group: int = 8, passes: int = 1, processes: int = 1, **changes: Any) -> Batch:
     return replace(
-        BatchFacts(
+        Batch(
             per_device_train_batch_size=size,
             gradient_accumulation_steps=passes,
             steps_per_generation=passes,
@@ -85,7 +86,7 @@ def facts(**changes: Any) -> TrainerFacts:
     return TrainerFacts(**{**values, **changes})
 
 
-def applied(numbers: BatchFacts, change: str) -> BatchFacts:
+def applied(numbers: Batch, change: str) -> Batch:
     """The numbers after a change that `what_to_set` proposes, as TRL would derive them."""
     name, _, value = change.partition("=")
     changed = replace(numbers, **{name: int(value)})
@@ -110,7 +111,7 @@ def applied(numbers: BatchFacts, change: str) -> BatchFacts:
         batch(1, group=2),
     ],
 )
-def test_every_proposed_change_alone_makes_the_numbers_fit(numbers: BatchFacts) -> None:
+def test_every_proposed_change_alone_makes_the_numbers_fit(numbers: Batch) -> None:
     assert "not divisible" in misfit(numbers)
     proposals = what_to_set(numbers)
     assert any("num_generations" in text for text in proposals) or numbers.generation_batch_size == 1
@@ -139,7 +140,7 @@ def test_numbers_that_fit_are_left_alone() -> None:
         (batch(8), {"max_steps": -1, "epochs": 1.0, "epoch_rounds": None}, None, None),
     ],
 )
-def test_steps_and_rounds(numbers: BatchFacts, limits: dict[str, Any], steps: int | None, rounds: int | None) -> None:
+def test_steps_and_rounds(numbers: Batch, limits: dict[str, Any], steps: int | None, rounds: int | None) -> None:
     assert optimizer_steps(numbers, **limits) == steps
     if steps is not None:
         assert rounds_of(numbers, steps) == rounds

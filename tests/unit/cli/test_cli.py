@@ -262,6 +262,16 @@ def test_naming_devices_implies_distributed(
     assert chosen == ["distributed", "single"]
 
 
+def test_without_a_setup_file_it_says_which_one_it_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train"]) == 2
+    error = capsys.readouterr().err
+    assert "the default, src/app/trainer_setup_gsmk.py, is not in this folder" in error
+    assert "async-grpo train my_trainer.py" in error
+
+
 # --- how options are spelled
 
 

@@ -181,7 +181,7 @@ MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or nam
     "reports/rollouts_page.py": "of the package",
     "rewards": "/sys, and files of the package",
     "roles/replay.py": "the weights that it has just written",
-    "setup/config_values.py": "sources of TRL and transformers, and what the user names",
+    "setup/grpo_config/values.py": "sources of TRL and transformers, and what the user names",
     "setup/image_files.py": "images of the user's dataset",
     "setup/setup_file.py": "named by the user",
     "status/processes.py": "/proc",

@@ -14,7 +14,8 @@ import pytest
 from async_grpo.cli import main
 from async_grpo.errors import UsageError
 from async_grpo.setup import trl_compat
-from async_grpo.setup.config_values import field_types, parsed
+from async_grpo.setup.grpo_config.batch import BatchError
+from async_grpo.setup.grpo_config.values import field_types, parsed
 from async_grpo.setup.setup_file import MODULE_NAME, load_trainer
 
 field_types()  # reads the sources of the real TRL, and remembers what they say
@@ -26,11 +27,17 @@ class FakeConfig:
 
     learning_rate: float = 1e-6
     num_generations: int = 8
-    gradient_accumulation_steps: int = 1
     generation_batch_size: int | None = None
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    steps_per_generation: int = 1
+    num_iterations: int = 1
+    world_size: int = 1
 
     def __post_init__(self) -> None:
         self.generation_batch_size = self.generation_batch_size or self.num_generations
+        if self.generation_batch_size % self.num_generations:
+            raise ValueError("generation_batch_size must be divisible by num_generations")
 
 
 class FakeTrainer:
@@ -45,6 +52,7 @@ def fake_trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     trl = types.ModuleType("trl")
     trl.GRPOConfig, trl.GRPOTrainer = FakeConfig, FakeTrainer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "trl", trl)
+    monkeypatch.setitem(sys.modules, "trl.trainer.grpo_config", trl)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(trl_compat, "repair_trl", lambda: None)
     yield
@@ -171,17 +179,42 @@ def test_what_would_have_no_effect_is_refused(text: str, reason: str, tmp_path: 
         load_trainer(file, config_values={"learning_rate": "1e-5"})
 
 
-def test_unsloth_is_imported_before_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "packages"
-    folder.mkdir()
-    (folder / "unsloth.py").write_text("import sys\nwithout_trl = 'trl' not in sys.modules\n")
-    (folder / "trl.py").write_text("class GRPOConfig:\n    def __post_init__(self): ...\nclass GRPOTrainer: ...\n")
-    monkeypatch.delitem(sys.modules, "trl")
-    monkeypatch.syspath_prepend(str(folder))
+def test_the_file_decides_when_trl_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may set variables of the environment first, or import Unsloth."""
+    package = tmp_path / "packages" / "trl"
+    (package / "trainer").mkdir(parents=True)
+    (package / "trainer" / "__init__.py").touch()
+    config = "class GRPOConfig:\n    learning_rate = 0.1\n    def __post_init__(self): ...\n"
+    (package / "trainer" / "grpo_config.py").write_text(config)
+    trainer = "class GRPOTrainer:\n    def __init__(self, args): self.args = args\n"
+    (package / "__init__.py").write_text("from trl.trainer.grpo_config import GRPOConfig\n" + trainer)
+    for name in ("trl", "trl.trainer.grpo_config"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(package.parent))
     file = tmp_path / "my_trainer.py"
-    file.write_text("from unsloth import without_trl\nassert without_trl\n" + NO_CONFIGURATION)
+    made = "args = GRPOConfig()\nargs.__post_init__()\n"
+    first = "import sys\nassert 'trl' not in sys.modules\nfrom trl import GRPOConfig, GRPOTrainer\n"
+    file.write_text(first + made + "def get_trainer():\n    return GRPOTrainer(args=args)\n")
+    before = list(sys.meta_path)
     try:
-        with pytest.raises(UsageError, match="makes no GRPOConfig"):
-            load_trainer(file, config_values={"learning_rate": "1e-5"})
+        assert load_trainer(file, config_values={"learning_rate": "1e-5"}).args.learning_rate == 1e-5
     finally:
-        sys.modules.pop("unsloth"), sys.modules.pop("trl")
+        for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
+            del sys.modules[name]
+    assert sys.meta_path == before
+
+
+A_MISFIT = """
+from trl import GRPOConfig, GRPOTrainer
+
+def get_trainer():
+    return GRPOTrainer(args=GRPOConfig(num_generations=3, generation_batch_size=8))
+"""
+
+
+def test_a_batch_that_does_not_divide_gets_the_numbers_that_fit(tmp_path: Path) -> None:
+    file = tmp_path / "my_trainer.py"
+    file.write_text(A_MISFIT)
+    with pytest.raises(BatchError, match=r"batch of 8 .* not divisible by num_generations=3.*Set one of: "):
+        load_trainer(file)
+    assert load_trainer(file, config_values={"num_generations": "4"}).args.num_generations == 4

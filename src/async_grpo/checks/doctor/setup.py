@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from async_grpo.checks.doctor.finding import Finding, error, ok, warning
-from async_grpo.checks.plan.batch_arithmetic import misfit, optimizer_steps, rounds_of, what_to_set
-from async_grpo.checks.plan.facts import BatchFacts, Look, Question, TrainerFacts, look_at_trainer
+from async_grpo.checks.plan.batch_arithmetic import optimizer_steps, rounds_of
+from async_grpo.checks.plan.facts import Look, Question, TrainerFacts, look_at_trainer
 from async_grpo.checks.plan.memory import estimate
 from async_grpo.errors import SetupFileError
 from async_grpo.formatting import size
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU
+from async_grpo.setup.grpo_config.batch import Batch, misfit, what_to_set
 from async_grpo.setup.setup_file import check_setup_file
 
 TIMEOUT_S = 600.0
@@ -62,7 +63,7 @@ def judge(look: Look, gpus: int, memory: int) -> Iterator[Finding]:
     yield from (_precision(facts, gpus), _memory(facts, gpus, memory), _pace(facts), _checkpoints(facts))
 
 
-def _batch(batch: BatchFacts) -> Finding:
+def _batch(batch: Batch) -> Finding:
     wrong = misfit(batch)
     if wrong:
         return error("batch", wrong, f"Set one of: {'; '.join(what_to_set(batch))}.")

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.checks import probe
-from async_grpo.checks.plan.facts import BatchFacts, Parameters, Question, TrainerFacts
-from async_grpo.errors import AsyncGRPOError, SetupFileError
+from async_grpo.checks.plan.facts import Parameters, Question, TrainerFacts
+from async_grpo.errors import AsyncGRPOError
 from async_grpo.redaction import Redactor
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
 from async_grpo.setup.generator_choice import VLLM_SERVER, choose_generator, refuse_with_server, wants_vllm
+from async_grpo.setup.grpo_config.batch import Batch, BatchError
 from async_grpo.setup.setup_file import load_trainer
 
 if TYPE_CHECKING:
     from torch import nn
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
 PROMPTS_MEASURED = 64
 _FROM_CONFIG = (
@@ -32,7 +33,6 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
     question = Question.from_json(data)
     settings = question.settings
     answer: dict[str, Any] = {"facts": None, "error": "", "exit_code": 0, "batch": None}
-    made = _watch_configurations()
     try:
         check_torch_sees(question.device)
         _save_nothing()
@@ -51,8 +51,8 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
             answer["facts"].update(_distributed(trainer, question))
     except AsyncGRPOError as error:
         answer.update(error=str(error), exit_code=error.exit_code)
-        if isinstance(error, SetupFileError) and made:
-            answer["batch"] = _numbers(made[-1])
+        if isinstance(error, BatchError):
+            answer["batch"] = asdict(error.batch)
     return answer
 
 
@@ -68,7 +68,7 @@ def _distributed(trainer: GRPOTrainer, question: Question) -> dict[str, str]:
     return {"generator": generator, **(_checkpoints(trainer, question) if question.run_dir is not None else {})}
 
 
-# Three changes to classes of transformers and TRL, in this process only, which ends with its answer.
+# Two changes to classes of transformers and TRL, in this process only, which ends with its answer.
 
 
 def _save_nothing() -> None:
@@ -88,26 +88,6 @@ def _count_processes(accelerate_config: Path) -> None:
     TrainingArguments.world_size = property(lambda self: processes)
 
 
-def _watch_configurations() -> list[GRPOConfig]:
-    """Every GRPOConfig that is made from now on, those included whose numbers TRL refuses."""
-    from trl import GRPOConfig
-
-    made = []
-    check = GRPOConfig.__post_init__
-
-    def watch(self: GRPOConfig) -> None:
-        made.append(self)
-        check(self)
-
-    GRPOConfig.__post_init__ = watch
-    return made
-
-
-def _numbers(config: GRPOConfig) -> dict[str, int] | None:
-    """Of a configuration that was refused; None where it was for something else, before these were set."""
-    return asdict(_batch(config)) if config.steps_per_generation and config.generation_batch_size else None
-
-
 def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | None = None) -> TrainerFacts:
     """The facts of a built trainer. Changes nothing about it.
 
@@ -119,8 +99,9 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | No
     from async_grpo.training.trl_trainer import groups_per_round
     from async_grpo.training.weight_publisher import slots_for
 
-    args = trainer.args
-    model = trainer.model
+    args, model = trainer.args, trainer.model
+    batch = Batch.of(args)
+    assert batch is not None, "TRL has checked it"
     rows = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None
     schedule = schedule_of(trainer, settings.max_staleness)
     tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
@@ -136,7 +117,7 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | No
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         optimizer=str(getattr(args.optim, "value", args.optim)),
         use_vllm=wants_vllm(trainer),
-        batch=_batch(args),
+        batch=batch,
         epochs=args.num_train_epochs,
         dataset_rows=rows,
         columns=list(trainer.train_dataset.column_names or ()),
@@ -170,11 +151,6 @@ def parameters_of(model: nn.Module) -> Parameters:
         dtypes=dtypes,
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
     )
-
-
-def _batch(args: Any) -> BatchFacts:
-    same = {entry.name: getattr(args, entry.name) for entry in fields(BatchFacts) if entry.name != "processes"}
-    return BatchFacts(**same, processes=args.world_size)
 
 
 def _longest_prompt(trainer: GRPOTrainer, tokenizer: Any) -> tuple[int | None, int]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from async_grpo.checks.plan.batch_arithmetic import optimizer_steps, rounds_of
+from async_grpo.checks.plan.batch_arithmetic import optimizer_steps, rounds_of, versions_within_round
 from async_grpo.checks.plan.facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
 from async_grpo.checks.plan.memory import MemoryEstimate, estimate
 from async_grpo.formatting import counted, size
@@ -180,8 +180,8 @@ def _staleness_rows(facts: TrainerFacts, training: TrainingSettings) -> Iterator
         f"at most {bound} policy versions; {facts.first_groups} prompt groups under way at first, at most "
         f"{facts.groups_ahead}" + (" (the synchronous schedule)" if bound == 0 else ""),
     )
-    if facts.batch.versions_within_round:
-        yield "", f"  when a batch is begun; {facts.batch.versions_within_round} more in its last optimizer step"
+    if later := versions_within_round(facts.batch):
+        yield "", f"  when a batch is begun; {later} more in its last optimizer step"
     extras = [
         text
         for text, on in (

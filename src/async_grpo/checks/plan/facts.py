@@ -15,38 +15,9 @@ from async_grpo.checks import probe
 from async_grpo.errors import AsyncGRPOError
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, hold_to_device
-from async_grpo.training.schedule import Schedule
+from async_grpo.setup.grpo_config.batch import Batch
 
 BUILD_TIMEOUT_S = 1800.0  # a large model is read from a slow disk
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchFacts:
-    """The numbers that must fit each other; all of them are counted in completions, but for the steps."""
-
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-    steps_per_generation: int
-    generation_batch_size: int
-    num_generations: int
-    num_iterations: int = 1
-    processes: int = 1
-
-    @property
-    def prompts(self) -> int:
-        """Of one round."""
-        return self.generation_batch_size // self.num_generations
-
-    @property
-    def versions_within_round(self) -> int:
-        """How much older a rollout is in the last optimizer step on its batch than in the first."""
-        plan = Schedule(
-            groups_per_round=self.prompts,
-            micro_steps_per_round=self.steps_per_generation * self.num_iterations,
-            micro_steps_per_version=self.gradient_accumulation_steps,
-            max_staleness=0,
-        )
-        return plan.versions_within_round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +49,7 @@ class TrainerFacts:
     beta: float
     temperature: float
     use_vllm: bool  # the setup file asks for it
-    batch: BatchFacts
+    batch: Batch
     max_steps: int  # 0 or less: `epochs` counts
     epochs: float
     dataset_rows: int | None  # None: streamed
@@ -103,7 +74,7 @@ class TrainerFacts:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainerFacts:
-        return cls(**{**data, "batch": BatchFacts(**data["batch"]), "parameters": Parameters(**data["parameters"])})
+        return cls(**{**data, "batch": Batch(**data["batch"]), "parameters": Parameters(**data["parameters"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +84,7 @@ class Look:
     facts: TrainerFacts | None = None
     error: str = ""  # a real start would refuse with this text
     exit_code: int = 0  # and this code
-    batch: BatchFacts | None = None  # of a configuration that TRL refused
+    batch: Batch | None = None  # of a configuration that TRL refused
 
 
 class RefusedError(AsyncGRPOError):
@@ -169,7 +140,7 @@ def look_at_trainer(question: Question, timeout_s: float = BUILD_TIMEOUT_S) -> L
         facts=TrainerFacts.from_json(found["facts"]) if found["facts"] else None,
         error=found["error"],
         exit_code=found["exit_code"],
-        batch=BatchFacts(**found["batch"]) if found["batch"] else None,
+        batch=Batch(**found["batch"]) if found["batch"] else None,
     )
 
 

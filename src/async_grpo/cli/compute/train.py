@@ -105,6 +105,11 @@ def run(args: argparse.Namespace) -> int:
         args.device = named  # a server by hand has an option of this name, which means another thing here
         if options.nothing_to_do(args):
             return 0
+    if args.config == options.DEFAULT_CONFIG and not args.config.is_file():
+        raise UsageError(
+            f"No setup file was named, and the default, {args.config}, is not in this folder (it is the GSM8K recipe "
+            "of a checkout). Name yours: async-grpo train my_trainer.py. The quick start has one to copy."
+        )
     check_setup_file(args.config)
     named = (args.num_workers, args.master_device_id, args.worker_device_ids, args.accelerate_config)
     if args.distributed or args.resume or any(value is not None for value in named):

@@ -13,15 +13,10 @@ import importlib.util
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from async_grpo.errors import UsageError
-from async_grpo.setup.generator_choice import installed
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
 
 _SOURCES = (
     ("transformers", "training_args.py", "TrainingArguments"),
@@ -36,8 +31,6 @@ _ELSEWHERE = {
     "hub_token": "run.json keeps these values, and a token is a secret: set HF_TOKEN in the environment.",
     "resume_from_checkpoint": "it is --resume.",
 }
-_CHANGED_BY_TRL = ("use_vllm", "gradient_checkpointing_kwargs", "dataloader_num_workers", "liger_kernel_config")
-"""Fields that a trainer may change itself while it is built; `use_vllm` is changed by `engines_left_to_workers`."""
 
 
 def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
@@ -165,62 +158,3 @@ def _described(types: set[str]) -> str:
         word for name, word in reversed(_WORDS.items()) if name in types and not (name == "str" and "dict" in types)
     ]
     return ", or ".join(known) or "made in the setup file"
-
-
-@contextmanager
-def set_in_configurations(texts: Mapping[str, str], setup_file: Path) -> Iterator[list[dict[str, Any]]]:
-    """Inside this block, each `GRPOConfig` has these values, whatever it is given.
-
-    They are in place before the configuration checks itself, so what is derived from them is right. Yields what
-    became of them in each configuration that is made.
-    """
-    if not texts:
-        yield []
-        return
-    values = parsed(texts)
-    if _imports_unsloth(setup_file):  # which wants to come before TRL
-        importlib.import_module("unsloth")
-    from trl import GRPOConfig
-
-    made: list[dict[str, Any]] = []
-    check = GRPOConfig.__post_init__
-
-    def set_and_check(self: Any) -> None:
-        vars(self).update(values)
-        check(self)
-        made.append({name: getattr(self, name) for name in values})
-
-    GRPOConfig.__post_init__ = set_and_check
-    try:
-        yield made
-    finally:
-        GRPOConfig.__post_init__ = check
-
-
-def _imports_unsloth(setup_file: Path) -> bool:
-    """Whether the file has an import of it, and it is installed."""
-    named: set[str] = set()
-    for node in ast.walk(ast.parse(setup_file.read_bytes())):
-        if isinstance(node, ast.Import):
-            named |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            named.add(node.module or "")
-    return "unsloth" in {name.split(".")[0] for name in named} and installed("unsloth")
-
-
-def check_set(trainer: GRPOTrainer, texts: Mapping[str, str], made: list[dict[str, Any]]) -> None:
-    """Raise `UsageError` where the trainer does not train with these values."""
-    if not texts:
-        return
-    if not made:
-        raise UsageError(
-            f"--set {next(iter(texts))} has no effect: the setup file makes no GRPOConfig, neither when it is loaded "
-            "nor in get_trainer(). Give the trainer args=GRPOConfig(...), or leave --set out."
-        )
-    for name in texts:
-        values = [config[name] for config in made]
-        if name not in _CHANGED_BY_TRL and getattr(trainer.args, name) not in values:
-            raise UsageError(
-                f"--set {name}={texts[name]} has no effect: the trainer has {getattr(trainer.args, name)!r}. The setup "
-                "file changes this field after the GRPOConfig is made: give it to the GRPOConfig, or leave --set out."
-            )

@@ -1,0 +1,91 @@
+"""The arithmetic of TRL's batches: what fits, and what to set where it does not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+from async_grpo.errors import SetupFileError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The numbers that must fit each other; all of them are counted in completions, but for the steps."""
+
+    per_device_train_batch_size: int
+    gradient_accumulation_steps: int
+    steps_per_generation: int
+    generation_batch_size: int
+    num_generations: int
+    num_iterations: int = 1
+    processes: int = 1
+
+    @classmethod
+    def of(cls, config: Any) -> Batch | None:
+        """Of a `GRPOConfig`; None where it was refused before these numbers were set."""
+        if not (config.steps_per_generation and config.generation_batch_size):
+            return None
+        same = {entry.name: getattr(config, entry.name) for entry in fields(cls) if entry.name != "processes"}
+        return cls(**same, processes=config.world_size)
+
+    @property
+    def prompts(self) -> int:
+        """Of one round."""
+        return self.generation_batch_size // self.num_generations
+
+
+class BatchError(SetupFileError, ValueError):
+    """The numbers of a `GRPOConfig` do not fit each other; as `ValueError` it is what TRL raises."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(f"{misfit(batch)}. Set one of: {'; '.join(what_to_set(batch))}.")
+        self.batch = batch
+
+
+def misfit(batch: Batch) -> str:
+    """What is wrong with the numbers, empty if nothing is. The same rules as TRL's own, which stop at the first."""
+    if batch.num_generations < 2:
+        return (
+            f"num_generations={batch.num_generations}: GRPO compares completions of one prompt, so it needs at least 2"
+        )
+    if batch.generation_batch_size % batch.num_generations:
+        return (
+            f"a generation batch of {batch.generation_batch_size} completions ({_product(batch)}) is not divisible by "
+            f"num_generations={batch.num_generations}: the last prompt's group would be cut"
+        )
+    return ""
+
+
+def what_to_set(batch: Batch) -> list[str]:
+    """Single changes, each of which makes the numbers fit, the smallest first."""
+    if batch.num_generations < 2:
+        return [f"num_generations={value}" for value in _divisors(batch.generation_batch_size) if value > 1][:1] or [
+            "num_generations=8 and per_device_train_batch_size=8"
+        ]
+    group = batch.num_generations
+    fits = [value for value in _divisors(batch.generation_batch_size) if value > 1]
+    nearest = sorted(fits, key=lambda value: (abs(value - group), value))[:2]
+    advice = [f"num_generations={value}" for value in nearest]
+    others = batch.generation_batch_size // batch.per_device_train_batch_size
+    step = group // math.gcd(group, others)
+    size = -(-batch.per_device_train_batch_size // step) * step
+    advice.append(f"per_device_train_batch_size={size}")
+    per_pass = batch.per_device_train_batch_size * batch.processes
+    step = group // math.gcd(group, per_pass)
+    passes = -(-batch.steps_per_generation // step) * step
+    same = batch.steps_per_generation == batch.gradient_accumulation_steps
+    advice.append(f"{'gradient_accumulation_steps' if same else 'steps_per_generation'}={passes}")
+    return advice
+
+
+def _product(batch: Batch) -> str:
+    processes = f" * {batch.processes} processes" if batch.processes > 1 else ""
+    return (
+        f"per_device_train_batch_size={batch.per_device_train_batch_size}{processes} * "
+        f"steps_per_generation={batch.steps_per_generation}"
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [value for value in range(1, number + 1) if number % value == 0]

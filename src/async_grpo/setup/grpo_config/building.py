@@ -1,0 +1,114 @@
+"""While a trainer is built: gives its `GRPOConfig` the values of `--set`, and refuses a batch that does not divide.
+
+`GRPOConfig` is changed when the setup file, or what it imports, has imported TRL, not before: the file may set
+variables of the environment first, or import Unsloth, which wants to come before TRL.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.errors import UsageError
+from async_grpo.setup.grpo_config.batch import Batch, BatchError, misfit
+from async_grpo.setup.grpo_config.values import parsed
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+_MODULE = "trl.trainer.grpo_config"
+_CHANGED_BY_TRL = ("use_vllm", "gradient_checkpointing_kwargs", "dataloader_num_workers", "liger_kernel_config")
+"""Fields that a trainer may change itself while it is built; `use_vllm` is changed by `engines_left_to_workers`."""
+
+
+@contextmanager
+def configurations_with(texts: Mapping[str, str]) -> Iterator[list[dict[str, Any]]]:
+    """Inside this block, each `GRPOConfig` has these values, whatever it is given.
+
+    They are in place before the configuration checks itself, so what is derived from them is right. Yields what
+    became of them in each configuration that is made.
+    """
+    values = parsed(texts)
+    made: list[dict[str, Any]] = []
+    restored: list[Callable[[], None]] = []
+
+    def change(module: ModuleType) -> None:
+        config_class: Any = vars(module)["GRPOConfig"]
+        check = config_class.__post_init__
+
+        def set_and_check(self: Any) -> None:
+            vars(self).update(values)
+            _check_itself(self, check)
+            made.append({name: getattr(self, name) for name in values})
+
+        config_class.__post_init__ = set_and_check
+        restored.append(lambda: setattr(config_class, "__post_init__", check))
+
+    finder = _WhenImported(_MODULE, change)
+    if _MODULE in sys.modules:
+        change(sys.modules[_MODULE])
+    else:
+        sys.meta_path.insert(0, finder)
+    try:
+        yield made
+    finally:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+        for restore in restored:
+            restore()
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Calls `then` with module `name` as soon as that has been imported."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == self._name else None
+        if spec is None or spec.loader is None:
+            return None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def execute_and_tell(module: ModuleType) -> None:
+            execute(module)
+            self._then(module)
+
+        loader.exec_module = execute_and_tell
+        return spec
+
+
+def _check_itself(config: Any, check: Callable[[Any], None]) -> None:
+    try:
+        check(config)
+    except ValueError as error:
+        batch = Batch.of(config)
+        if batch is not None and misfit(batch):
+            raise BatchError(batch) from error
+        raise
+
+
+def check_set(trainer: GRPOTrainer, texts: Mapping[str, str], made: list[dict[str, Any]]) -> None:
+    """Raise `UsageError` where the trainer does not train with these values."""
+    if not texts:
+        return
+    if not made:
+        raise UsageError(
+            f"--set {next(iter(texts))} has no effect: the setup file makes no GRPOConfig, neither when it is loaded "
+            "nor in get_trainer(). Give the trainer args=GRPOConfig(...), or leave --set out."
+        )
+    for name in texts:
+        values = [config[name] for config in made]
+        if name not in _CHANGED_BY_TRL and getattr(trainer.args, name) not in values:
+            raise UsageError(
+                f"--set {name}={texts[name]} has no effect: the trainer has {getattr(trainer.args, name)!r}. The setup "
+                "file changes this field after the GRPOConfig is made: give it to the GRPOConfig, or leave --set out."
+            )
