@@ -1,7 +1,7 @@
 """The screenshots of docs/seeing.md, of a real run of the demo: `python scripts/screenshots.py`.
 
-Runs the demo in a folder of its own (about a minute), opens its board and its page of rollouts in the Chromium of this
-machine, and writes docs/images/board.png and docs/images/rollouts.png.
+Runs the demo twice in a folder of its own (about two minutes), opens its board and its page of rollouts in the Chromium
+of this machine, and writes board.png, hparams.png and rollouts.png of docs/images.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
@@ -24,16 +25,15 @@ IMAGES = ROOT / "docs" / "images"
 MOST_BYTES = 200_000
 COMMAND = [sys.executable, "-m", "async_grpo.cli"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-SHOWN = "^(rewards/total|staleness/(mean|job_age)|speed|timing/generation|workers/(reward|groups|tokens))"
-
 WITHOUT_PATH = """(about, folder) => { about.textContent = about.textContent.replace(folder + "/", ""); }"""
-HIDDEN = """elements => { for (const element of elements) element.style.visibility = "hidden"; }"""
+OTHER_RUN = ["--run-dir", "worker2", "--steps", "60", "--max-staleness", "2", "--correction", "decoupled"]
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         demo = ["train", str(ROOT / "src/app/trainer_setup_tiny.py"), "--num-workers", "2"]
-        subprocess.run([*COMMAND, *demo], cwd=folder, env=ENVIRONMENT, check=True)
+        for options in ([], OTHER_RUN):
+            subprocess.run([*COMMAND, *demo, *options], cwd=folder, env=ENVIRONMENT, check=True)
         subprocess.run([*COMMAND, "rollouts", "--html", "page.html"], cwd=folder, env=ENVIRONMENT, check=True)
         as_root = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=as_root)
@@ -54,19 +54,31 @@ def photograph_rollouts(browser: Any, file: Path) -> None:
 
 
 def photograph_board(browser: Any, folder: str) -> None:
-    served = subprocess.Popen(
-        [*COMMAND, "board", "--serve", "--port", "0"], cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
-    )
+    """As it opens, for one run; and the settings of two, side by side."""
+    with board(folder, "worker") as url:
+        page = browser.new_page(viewport={"width": 1440, "height": 1000})
+        page.goto(url)
+        page.get_by_text("1_rewards/total").first.wait_for()
+        page.get_by_role("button", name="Close").or_(page.locator(".settings-pane button")).first.click()
+        page.wait_for_load_state("networkidle")
+        page.wait_for_timeout(3000)  # its charts draw themselves with an animation
+        save(page, "board.png")
+    with board(folder, "worker", "worker2") as url:
+        page = browser.new_page(viewport={"width": 1440, "height": 560})
+        page.goto(f"{url}#hparams")
+        page.get_by_text("decoupled").first.wait_for()
+        page.wait_for_timeout(3000)
+        save(page, "hparams.png")
+
+
+@contextmanager
+def board(folder: str, *runs: str) -> Iterator[str]:
+    """The address of a TensorBoard on these runs."""
+    command = [*COMMAND, "board", *runs, "--serve", "--port", "0"]
+    served = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
     try:
         assert served.stdout is not None
-        url = next(found[0] for line in served.stdout if (found := re.search(r"http://\S+", line)))
-        page = browser.new_page(viewport={"width": 1440, "height": 1000})
-        page.goto(f"{url}#scalars&tagFilter={quote(SHOWN)}")
-        page.get_by_text("tag: workers/reward").first.wait_for()
-        page.wait_for_load_state("networkidle")
-        page.wait_for_timeout(2000)  # its charts draw themselves with an animation
-        page.locator("tf-wbr-string").evaluate_all(HIDDEN)  # the path of the folder
-        save(page, "board.png")
+        yield next(found[0] for line in served.stdout if (found := re.search(r"http://\S+", line)))
     finally:
         served.terminate()
         served.wait()

@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
+from tensorboard.plugins.hparams import metadata
+from tensorboard.plugins.hparams.api_pb2 import Status
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
+from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -30,6 +35,7 @@ from async_grpo.errors import BadFileError, DiskFullError, RunDirError
 from async_grpo.reports import series
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.locks import KernelLock
+from async_grpo.rundir.paths import FINISHED
 from async_grpo.rundir.reading import LineReader
 from async_grpo.telemetry.run_log import parse_entry
 
@@ -72,6 +78,7 @@ class Board:
         self._metrics = LineReader(self.run.metrics)
         self._files: EventFiles | None = None
         self._described = False  # whether the settings are shown
+        self._ended = False  # whether it says that the run has finished
         self._dropped = 0  # groups, so far
         self._times = {0: self.run.state_file.stat().st_mtime}  # of each step of which a group was there
 
@@ -117,7 +124,7 @@ class Board:
                 self._files = EventFiles(self.folder)
             steps, missing = self._add_groups(self._files)
             logged = self._add_metrics(self._files)
-            self._describe(self._files)
+            self._describe(self._files, is_finished=state.state == FINISHED)
             self._files.flush()
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -128,11 +135,17 @@ class Board:
             raise DiskFullError(f"The disk is full: no room for {self.folder}.") from error
         return Added(steps, logged, missing)
 
-    def _describe(self, files: EventFiles) -> None:
+    def _describe(self, files: EventFiles, *, is_finished: bool) -> None:
         if not self._described and self._groups.hyperparameters:
             table = series.hyperparameter_table(self._groups.hyperparameters)
             files.text(_RUN, "hyperparameters", table, 0, self._times[0])
+            values = series.hyperparameter_values(self._groups.hyperparameters)
+            name = f"{self.run.root.name} {self._run_id[:6]}"
+            files.session_starts(_RUN, name, values, self._times[0])
             self._described = True
+        if self._described and is_finished and not self._ended:
+            files.session_ends(_RUN, max(self._times.values()))
+            self._ended = True
 
     def _add_groups(self, files: EventFiles) -> tuple[int, int]:
         """How many steps were added, and how many of their groups have no file."""
@@ -159,7 +172,7 @@ class Board:
         step, at = used.step, self._times[used.step]
         for tag, value in series.scalars(used).items():
             files.scalar(_RUN, tag, value, step, at)
-        files.scalar(_RUN, "groups/dropped", self._dropped, step, at)
+        files.scalar(_RUN, f"{series.COMPLETIONS}/dropped_groups", self._dropped, step, at)
         for tag, values in series.histograms(used, self._groups.rule).items():
             files.histogram(_RUN, tag, values, step, at)
         for tag, text in series.samples(used.groups).items():
@@ -222,12 +235,24 @@ class EventFiles:
     def histogram(self, folder: str, tag: str, values: NDArray[Any], step: int, at: float) -> None:
         finite = values[np.isfinite(values)].astype(float)
         if len(finite):
-            summary = histogram_pb(f"{tag}_distribution", finite)
+            summary = histogram_pb(tag, finite)
             self._add(folder, Event(step=step, wall_time=at, summary=summary))
 
     def text(self, folder: str, tag: str, markdown: str, step: int, at: float) -> None:
         if markdown:
             self._add(folder, Event(step=step, wall_time=at, summary=text_pb(tag, markdown)))
+
+    def session_starts(self, folder: str, name: str, values: dict[str, bool | float | str], at: float) -> None:
+        """The row of TensorBoard's HPARAMS tab; its figures are the newest of each curve in the folder."""
+        summary = hparams_pb(values, trial_id=name, start_time_secs=at)
+        self._add(folder, Event(step=0, wall_time=at, summary=summary))
+
+    def session_ends(self, folder: str, at: float) -> None:
+        ended = SessionEndInfo(status=Status.STATUS_SUCCESS, end_time_secs=at)
+        content = metadata.create_summary_metadata(HParamsPluginData(session_end_info=ended))
+        summary = Summary()
+        summary.value.add(tag=metadata.SESSION_END_INFO_TAG, metadata=content, tensor=metadata.NULL_TENSOR)
+        self._add(folder, Event(step=0, wall_time=at, summary=summary))
 
     def _add(self, folder: str, event: Event) -> None:
         if folder not in self._files:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import chain, count, islice
 from typing import Any
 
-from async_grpo.archive.groups import Fate, FinishedGroup, FinishedGroups
+from async_grpo.archive.groups import WAITING, Fate, FinishedGroup, FinishedGroups
 from async_grpo.queue.names import NOT_TRAINED_ON
 from async_grpo.records import RolloutGroup
 
@@ -79,17 +79,30 @@ def select(
 ) -> Selection:
     """Pick completions of finished groups; of one optimizer step or one job if asked.
 
+    In every order, groups that no step has used (not yet, or left over when the run ended) come last.
+
     evaluations: of groups of evaluations; `step` is then the version that was evaluated.
     """
     if evaluations if job is None else job >= NOT_TRAINED_ON:
         return _pick(_evaluated(groups, step, job), order, limit)
     fates = groups.fates()
-    only: set[int] | None = None
     if job is not None:
-        only = {job}
+        found = groups.all(fates, only={job})
     elif step is not None:
-        only = {seq for seq, fate in fates.items() if fate.step == step}
-    return _pick(_rollouts(groups, groups.all(fates, only=only), fates), order, limit)
+        found = groups.all(fates, only={seq for seq, fate in fates.items() if fate.step == step})
+    else:
+        found = chain(groups.all(fates, only=fates), groups.all(fates, only=_Others(fates)))
+    return _pick(_rollouts(groups, found, fates), order, limit)
+
+
+class _Others:
+    """Every job but `known`."""
+
+    def __init__(self, known: Container[int]) -> None:
+        self._known = known
+
+    def __contains__(self, seq: object) -> bool:
+        return seq not in self._known
 
 
 def _evaluated(groups: FinishedGroups, version: int | None, job: int | None) -> Iterator[Rollout]:
@@ -111,7 +124,10 @@ def _pick(everything: Iterator[Rollout], order: str, limit: int | None) -> Selec
 def _extreme(rollouts: Iterable[Rollout], order: str, limit: int | None) -> list[Rollout]:
     """The lowest or highest rewards first, the newest of equal ones first; what has no reward is left out."""
     sign = 1.0 if order == WORST else -1.0
-    key: Callable[[Rollout], tuple[float, int]] = lambda it: (sign * it.total, -it.found.group.job.seq)  # noqa: E731
+
+    def key(it: Rollout) -> tuple[bool, float, int]:
+        return it.found.fate.state == WAITING, sign * it.total, -it.found.group.job.seq
+
     scored = (rollout for rollout in rollouts if not math.isnan(rollout.total))
     return sorted(scored, key=key) if limit is None else heapq.nsmallest(limit, scored, key=key)
 

@@ -119,6 +119,7 @@ def _group(found: FinishedGroup) -> dict[str, Any]:
     others = {name: value for name, value in row.items() if name != "prompt"} if "prompt" in row else {}
     return {
         "seq": group.job.seq,
+        "state": fate.state,
         "step": fate.step,
         "staleness": found.staleness,
         "version": group.policy_version,

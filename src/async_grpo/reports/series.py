@@ -1,6 +1,7 @@
 """What the board shows of an optimizer step, of a line of `metrics.jsonl`, and of the settings, by tag.
 
-`docs/seeing.md` lists the tags.
+TensorBoard sorts the groups of tags by name. Numbers bring what a person looks at first to the top: rewards, staleness,
+throughput, evaluation. `docs/seeing.md` lists the tags.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ from async_grpo.archive.groups import FinishedGroup, UsedStep
 from async_grpo.formatting import as_text, printable
 from async_grpo.redaction import MASK, Redactor, is_secret
 
+REWARDS, STALENESS, THROUGHPUT, EVALUATION = "1_rewards", "2_staleness", "3_throughput", "4_evaluation"
+COMPLETIONS, TIMING, WORKERS, DISTRIBUTIONS = "5_completions", "6_timing", "7_workers", "8_distributions"
+
 _redact = Redactor()
 _NO_SERIES = ("step", "monotonic_s")  # of metrics.jsonl
+_THROUGHPUT = ("async/rollouts_per_second", "async/trainer_wait_fraction", "async/worker_busy_fraction", "step_time")
 _SAMPLE_CHARACTERS = 4000  # of a prompt or a completion that is shown as text
 
 
@@ -30,10 +35,10 @@ def scalars(used: UsedStep) -> dict[str, float]:
     ages = [used.version_used - found.group.job.born_version for found in groups]
     return {
         **_rewards(groups),
-        "completions/length": float(_lengths(groups).mean()),
-        "staleness/mean": float(staleness.mean()),
-        "staleness/max": float(staleness.max()),
-        "staleness/job_age": float(np.mean(ages)),
+        f"{COMPLETIONS}/length": float(_lengths(groups).mean()),
+        f"{STALENESS}/mean": float(staleness.mean()),
+        f"{STALENESS}/max": float(staleness.max()),
+        f"{TIMING}/job_age_versions": float(np.mean(ages)),
         **_seconds(groups),
     }
 
@@ -42,10 +47,10 @@ def histograms(used: UsedStep, rule: AdvantageRule) -> dict[str, NDArray[Any]]:
     """Of the same groups: a value for each completion, and for each group its staleness."""
     totals = _totals(used.groups)
     return {
-        "rewards/total": totals[~np.isnan(totals)],
-        "rewards/advantages": np.concatenate(rule.advantages([found.group.rewards for found in used.groups])),
-        "completions/length": _lengths(used.groups),
-        "staleness/versions": _staleness(used),
+        f"{DISTRIBUTIONS}/rewards": totals[~np.isnan(totals)],
+        f"{DISTRIBUTIONS}/advantages": np.concatenate(rule.advantages([found.group.rewards for found in used.groups])),
+        f"{DISTRIBUTIONS}/completion_length": _lengths(used.groups),
+        f"{DISTRIBUTIONS}/staleness": _staleness(used),
     }
 
 
@@ -60,7 +65,7 @@ def samples(groups: Sequence[FinishedGroup]) -> dict[str, str]:
     if not scored:
         return {}
     best, worst = max(scored, key=lambda it: it[:3]), min(scored, key=lambda it: it[:3])
-    return {"completions/best": _sample(best[3], best[2]), "completions/worst": _sample(worst[3], worst[2])}
+    return {f"{COMPLETIONS}/best": _sample(best[3], best[2]), f"{COMPLETIONS}/worst": _sample(worst[3], worst[2])}
 
 
 def of_workers(groups: Sequence[FinishedGroup]) -> dict[str, dict[str, float]]:
@@ -70,23 +75,43 @@ def of_workers(groups: Sequence[FinishedGroup]) -> dict[str, dict[str, float]]:
 
 
 def logged(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """The scalars of one line of metrics.jsonl, under the tags that transformers gives them."""
-    for name, value in entry.items():
-        if name in _NO_SERIES or isinstance(value, bool) or not isinstance(value, (int, float)):
-            continue
-        yield (f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"), float(value)
-    rate, length = entry.get("async/rollouts_per_second"), entry.get("completions/mean_length")
-    if isinstance(rate, float) and isinstance(length, float):
-        yield "speed/tokens_per_second", rate * length
+    """The scalars of one line of metrics.jsonl: those of training under the tags that transformers gives them."""
+    numbers = {name: float(value) for name, value in entry.items() if _is_number(value) and name not in _NO_SERIES}
+    for name, value in numbers.items():
+        is_evaluation = name.startswith("eval_")
+        yield (f"{EVALUATION}/{name.removeprefix('eval_')}" if is_evaluation else f"train/{name}"), value
+    for name in _THROUGHPUT:
+        if name in numbers:
+            yield f"{THROUGHPUT}/{name.removeprefix('async/')}", numbers[name]
+    rate, length = numbers.get("async/rollouts_per_second"), numbers.get("completions/mean_length")
+    if rate is not None and length is not None:
+        yield f"{THROUGHPUT}/tokens_per_second", rate * length
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def hyperparameter_table(hyperparameters: dict[str, Any]) -> str:
-    """Markdown; empty without any. Without secrets, which files of earlier versions may hold."""
-    shown = (
-        (name, MASK if is_secret(name.rpartition(".")[2], value) else value) for name, value in _flat(hyperparameters)
-    )
-    rows = [f"| {name} | {_redact(_cell(value))} |" for name, value in shown]
+    """Markdown; empty without any."""
+    rows = [f"| {name} | {_redact(_cell(value))} |" for name, value in _without_secrets(hyperparameters)]
     return "\n".join(["| name | value |", "|---|---|", *rows]) if rows else ""
+
+
+def hyperparameter_values(hyperparameters: dict[str, Any]) -> dict[str, bool | float | str]:
+    """The settings by which runs are compared, under their own names; lists as text, and nothing that is not set."""
+    values: dict[str, bool | float | str] = {}
+    for name, value in _without_secrets(hyperparameters):
+        if value is not None and value != {}:
+            own_name = name.removeprefix("trainer.").removeprefix("run.")
+            values[own_name] = value if isinstance(value, (bool, int, float)) else _redact(_cell(value))
+    return values
+
+
+def _without_secrets(hyperparameters: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Flat names and values. Files of earlier versions may hold secrets."""
+    for name, value in _flat(hyperparameters):
+        yield name, MASK if is_secret(name.rpartition(".")[2], value) else value
 
 
 # --- scalars
@@ -110,18 +135,18 @@ def _rewards(groups: Sequence[FinishedGroup]) -> dict[str, float]:
     for found in groups:
         for index, name in enumerate(found.group.reward_names):
             by_name.setdefault(name, []).extend(found.group.rewards[:, index].tolist())
-    named = {f"rewards/{name}": _mean(values) for name, values in by_name.items()}
-    return {"rewards/total": _mean(_totals(groups).tolist()), **named}
+    named = {f"{REWARDS}/{name}": _mean(values) for name, values in by_name.items()}
+    return {f"{REWARDS}/total": _mean(_totals(groups).tolist()), **named}
 
 
 def _seconds(groups: Sequence[FinishedGroup]) -> dict[str, float]:
     """A worker's seconds for a group, in the mean."""
     spent = [found.group.timings for found in groups]
     return {
-        "timing/generation_s": _mean(times.generate_s for times in spent),
-        "timing/scoring_s": _mean(times.score_s for times in spent),
-        "timing/queue_s": _mean(times.queue_s for times in spent),
-        "timing/weights_s": _mean(times.adopt_s for times in spent),
+        f"{TIMING}/generation_s": _mean(times.generate_s for times in spent),
+        f"{TIMING}/scoring_s": _mean(times.score_s for times in spent),
+        f"{TIMING}/queue_s": _mean(times.queue_s for times in spent),
+        f"{TIMING}/weights_s": _mean(times.adopt_s for times in spent),
     }
 
 
@@ -131,11 +156,11 @@ def _of_worker(groups: Sequence[FinishedGroup]) -> dict[str, float]:
     busy = generating + sum(times.adopt_s + times.score_s + times.queue_s for times in spent)
     tokens = sum(int(found.group.completion_lengths.sum()) for found in groups)
     return {
-        "workers/groups": float(len(groups)),
-        "workers/seconds_per_group": busy / len(groups),
-        "workers/tokens_per_generating_second": tokens / generating if generating else math.nan,
-        "workers/reward": _mean(value for found in groups for value in found.totals.tolist()),
-        "workers/staleness": _mean(found.staleness for found in groups if found.staleness is not None),
+        f"{WORKERS}/groups": float(len(groups)),
+        f"{WORKERS}/seconds_per_group": busy / len(groups),
+        f"{WORKERS}/tokens_per_generating_second": tokens / generating if generating else math.nan,
+        f"{WORKERS}/reward": _mean(value for found in groups for value in found.totals.tolist()),
+        f"{WORKERS}/staleness": _mean(found.staleness for found in groups if found.staleness is not None),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import re
 import socket
 from pathlib import Path
@@ -14,9 +15,12 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 import pytest
 from archived_run import HOSTILE, ArchivedRun, three_steps
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams import metadata
+from tensorboard.plugins.hparams.api_pb2 import Status
 from tensorboard.util.tensor_util import make_ndarray
 
 from async_grpo.cli import main
+from async_grpo.cli.inspect import board as board_command
 from async_grpo.errors import DiskFullError, RunDirError, UsageError
 from async_grpo.reports import tensorboard
 from async_grpo.reports.board import Board, BoardKeptError
@@ -43,22 +47,53 @@ def test_everything_is_there(tmp_path: Path) -> None:
     run.run.hyperparameters.write_text(json.dumps({"reward_weights": [1, 2], "trainer": {"learning_rate": 0.1}}))
     with Board(run.root) as board:
         assert board.update() == (3, 3, 0)
-    assert series(run, "rewards/total") == [(1, 1.5), (2, 1.5), (3, 1.5)]
-    assert series(run, "rewards/right") == [(1, 0.5), (2, 0.5), (3, 0.5)]
-    assert series(run, "staleness/mean") == [(1, 0.0), (2, 1.0), (3, 1.0)]
-    assert series(run, "staleness/job_age") == [(1, 0.0), (2, 1.0), (3, 2.0)]
-    assert series(run, "completions/length")[0] == (1, 2.5)
-    assert series(run, "timing/generation_s")[0] == (1, 0.5)
-    assert series(run, "speed/tokens_per_second")[0] == (1, 20.0)
+    assert series(run, "1_rewards/total") == [(1, 1.5), (2, 1.5), (3, 1.5)]
+    assert series(run, "1_rewards/right") == [(1, 0.5), (2, 0.5), (3, 0.5)]
+    assert series(run, "2_staleness/mean") == [(1, 0.0), (2, 1.0), (3, 1.0)]
+    assert series(run, "6_timing/job_age_versions") == [(1, 0.0), (2, 1.0), (3, 2.0)]
+    assert series(run, "5_completions/length")[0] == (1, 2.5)
+    assert series(run, "6_timing/generation_s")[0] == (1, 0.5)
+    assert series(run, "3_throughput/tokens_per_second")[0] == (1, 20.0)
     assert series(run, "train/loss") == [(1, 0.5), (2, 0.5), (3, 0.5)]
-    assert series(run, "workers/groups", "dev2") == [(1, 1.0), (2, 1.0), (3, 1.0)]
-    assert series(run, "workers/tokens_per_generating_second", "dev1")[0] == (1, 10.0)
+    assert series(run, "7_workers/groups", "dev2") == [(1, 1.0), (2, 1.0), (3, 1.0)]
+    assert series(run, "7_workers/tokens_per_generating_second", "dev1")[0] == (1, 10.0)
     assert not any("monotonic" in tag for tag in tags(run))
-    histogram = {"rewards/advantages", "rewards/total", "staleness/versions", "completions/length"}
-    assert {f"{tag}_distribution" for tag in histogram} <= tags(run)
+    histograms = {"rewards", "advantages", "staleness", "completion_length"}
+    assert {f"8_distributions/{name}" for name in histograms} <= tags(run)
     assert b"trainer.learning_rate | 0.1" in series(run, "hyperparameters")[0][1]
-    ((_, best), *_), ((_, worst), *_) = series(run, "completions/best"), series(run, "completions/worst")
+    ((_, best), *_), ((_, worst), *_) = series(run, "5_completions/best"), series(run, "5_completions/worst")
     assert b"good reply" in best and b"bad reply" in worst and b"question" in best
+
+
+def test_the_groups_of_curves_come_in_the_order_in_which_they_are_asked_for(tmp_path: Path) -> None:
+    """TensorBoard sorts them by name."""
+    run = three_steps(tmp_path)
+    run.log(3, eval_success_rate=0.5)
+    with Board(run.root) as board:
+        board.update()
+    order = list(dict.fromkeys(tag.partition("/")[0] for tag in sorted(tags(run)) if "/" in tag and tag[0] != "_"))
+    assert order[:4] == ["1_rewards", "2_staleness", "3_throughput", "4_evaluation"]
+    assert series(run, "4_evaluation/success_rate") == [(3, 0.5)]
+
+
+def test_settings_and_newest_figures_of_runs_are_compared_in_the_hparams_tab(tmp_path: Path) -> None:
+    run = three_steps(tmp_path, state="finished")
+    settings = {"model": "m", "run": {"max_staleness": 2, "steps": None}, "reward_weights": [1, 2]}
+    trainer = {"learning_rate": 0.1, "hub_token": "hf_abcdefghijklmnopqrstuvwxyzabcdefgh"}
+    run.run.hyperparameters.write_text(json.dumps({**settings, "trainer": trainer}))
+    with Board(run.root) as board:
+        board.update()
+        board.update()
+    events = EventAccumulator(str(run.run.board / "run"))
+    events.Reload()
+    content = events.SummaryMetadata(metadata.SESSION_START_INFO_TAG).plugin_data.content
+    start = metadata.parse_session_start_info_plugin_data(content)
+    assert start.group_name and start.hparams["learning_rate"].number_value == 0.1
+    assert start.hparams["max_staleness"].number_value == 2
+    assert start.hparams["reward_weights"].string_value == "[1, 2]"
+    assert "steps" not in start.hparams and "hf_" not in str(start)
+    content = events.SummaryMetadata(metadata.SESSION_END_INFO_TAG).plugin_data.content
+    assert metadata.parse_session_end_info_plugin_data(content).status == Status.STATUS_SUCCESS
 
 
 def test_rewards_that_are_not_finite_are_left_out_of_the_curves(tmp_path: Path) -> None:
@@ -67,8 +102,8 @@ def test_rewards_that_are_not_finite_are_left_out_of_the_curves(tmp_path: Path) 
     run.use(2, [2], rewards=((-math.inf, 0.5), (math.inf, math.nan)))
     with Board(run.root) as board:
         assert board.update() == (2, 2, 0)
-    assert series(run, "rewards/format") == [(1, 0.5), (2, 0.5)]
-    ((_, histogram),) = series(run, "rewards/total_distribution")
+    assert series(run, "1_rewards/format") == [(1, 0.5), (2, 0.5)]
+    ((_, histogram),) = series(run, "8_distributions/rewards")
     assert sum(count for _, _, count in histogram) == 2
 
 
@@ -81,7 +116,7 @@ def test_a_second_look_adds_only_what_is_new(tmp_path: Path) -> None:
         assert {path: path.read_bytes() for path in run.run.board.rglob("*") if path.is_file()} == before
         run.use(4, [6])
         assert board.update() == (1, 1, 0)
-    assert [step for step, _ in series(run, "rewards/total")] == [1, 2, 3, 4]
+    assert [step for step, _ in series(run, "1_rewards/total")] == [1, 2, 3, 4]
     assert [step for step, _ in series(run, "train/loss")] == [1, 2, 3, 4]
 
 
@@ -96,7 +131,7 @@ def test_a_second_board_is_made_whole_in_place_of_the_first(tmp_path: Path) -> N
     run.use(4, [6])
     with Board(run.root) as board:
         assert board.update() == (4, 4, 0)
-    assert [step for step, _ in series(run, "rewards/total")] == [1, 2, 3, 4]
+    assert [step for step, _ in series(run, "1_rewards/total")] == [1, 2, 3, 4]
     for _ in range(3):
         with Board(run.root) as board:
             board.update()
@@ -115,7 +150,7 @@ def test_a_reader_of_the_first_board_sees_the_second_in_its_place(tmp_path: Path
     with Board(run.root) as board:
         board.update()
     events.Reload()
-    assert [it.step for it in events.Tensors("rewards/total")] == [1]
+    assert [it.step for it in events.Tensors("1_rewards/total")] == [1]
 
 
 def test_a_full_disk_is_a_sentence_and_the_next_look_makes_the_board_whole(
@@ -132,7 +167,7 @@ def test_a_full_disk_is_a_sentence_and_the_next_look_makes_the_board_whole(
             with pytest.raises(DiskFullError, match="disk is full"):
                 board.update()
         assert board.update() == (3, 3, 0)
-    assert [step for step, _ in series(run, "rewards/total")] == [1, 2, 3]
+    assert [step for step, _ in series(run, "1_rewards/total")] == [1, 2, 3]
 
 
 def test_what_a_resumed_run_took_back_is_taken_off_the_board(tmp_path: Path) -> None:
@@ -142,7 +177,7 @@ def test_what_a_resumed_run_took_back_is_taken_off_the_board(tmp_path: Path) -> 
         run.begin(1)
         run.use(2, [7], rewards=((3.0, 0.0), (3.0, 0.0)))
         board.update()
-    assert series(run, "rewards/total") == [(1, 1.0), (2, 3.0)]
+    assert series(run, "1_rewards/total") == [(1, 1.0), (2, 3.0)]
 
 
 def test_a_resume_between_two_looks_shows_its_own_metrics(tmp_path: Path) -> None:
@@ -160,7 +195,7 @@ def test_groups_that_made_room_are_counted(tmp_path: Path) -> None:
         file.unlink()
     with Board(run.root) as board:
         assert board.update() == (3, 3, 3)
-    assert [step for step, _ in series(run, "rewards/total")] == [2, 3]
+    assert [step for step, _ in series(run, "1_rewards/total")] == [2, 3]
 
 
 def test_hostile_text_stays_in_its_block(tmp_path: Path) -> None:
@@ -168,7 +203,7 @@ def test_hostile_text_stays_in_its_block(tmp_path: Path) -> None:
     run.use(1, [0], completions=[HOSTILE + "\n```\n# heading\n", "x"], prompt=HOSTILE)
     with Board(run.root) as board:
         board.update()
-    ((_, shown),) = series(run, "completions/best")
+    ((_, shown),) = series(run, "5_completions/best")
     lines = shown.decode().split("\n")
     assert [line for line in lines if "script" in line or "heading" in line or "`" in line] != []
     assert all(line.startswith("    ") for line in lines if "script" in line or "heading" in line or "`" in line)
@@ -218,6 +253,25 @@ def test_the_command_says_where_and_how_to_see_it(tmp_path: Path, capsys: pytest
     assert "is not a run directory, but holds event files" in capsys.readouterr().out
     assert main(["board", str(tmp_path / "nowhere")]) == 2
     assert "is not a run directory" in capsys.readouterr().err
+
+
+def test_several_runs_are_shown_side_by_side_under_names_that_tell_them_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    roots = [three_steps(tmp_path / name).root for name in ("a", "b")]
+    served: list[set[str]] = []
+
+    def serve(folder: Path, port: int, shown: object) -> int:
+        found = (Path(path) for path, _, files in os.walk(folder, followlinks=True) if files)
+        served.append({str(path.relative_to(folder)) for path in found})
+        return 0
+
+    monkeypatch.setattr(board_command, "_serve", serve)
+    assert main(["board", *map(str, roots), "--serve"]) == 0
+    assert {f"{name}/worker/{of}" for name in "ab" for of in ("run", "dev1", "dev2")} <= served[0]
+    monkeypatch.chdir(tmp_path / "a")
+    assert main(["board", "worker", str(roots[1]), "worker"]) == 0
+    assert f"board worker {roots[1]} --serve" in capsys.readouterr().out
 
 
 def test_a_taken_port_is_a_sentence(tmp_path: Path) -> None:

@@ -36,11 +36,25 @@ def data_of(page: Path) -> dict[str, Any]:
 def test_the_newest_are_shown_with_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = three_steps(tmp_path)
     text = shown(capsys, run.root, "--limit", 4)
-    assert "group 6  left over when the run ended, dev1, policy 3" in text
     assert "group 5  step 3, staleness 1, dev2, policy 1" in text
     assert "prompt: question 5" in text and "answer: answer 5" in text
     assert "right 1  format 0.5" in text and "advantage +0.71" in text and "good reply 5" in text
-    assert "group 4" not in text and "the newest 4" in text
+    assert "group 4" in text and "group 3" not in text and "the newest 4" in text
+
+
+@pytest.mark.parametrize("order", [[], ["--worst"], ["--best"]])
+@pytest.mark.parametrize("state", ["stopped", "running"])
+def test_what_no_step_used_comes_last_and_says_so(
+    order: list[str], state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = three_steps(tmp_path, state=state)
+    run.line(dropped=7, reason="equal rewards")
+    run.group(7, 3)
+    text = shown(capsys, run.root, *order, "--limit", 100)
+    groups = list(dict.fromkeys(re.findall(r"group (\d)  (\w+)", text)))
+    assert [fate for _, fate in groups if fate in ("step", "dropped", "left")] == [fate for _, fate in groups]
+    assert sorted(groups[:-1]) == [(str(seq), "step") for seq in range(6)] + [("7", "dropped")]
+    assert groups[-1] == ("6", "left") and "left over when the run ended, not trained on, dev1, policy 3" in text
 
 
 def test_the_worst_of_a_step_and_one_job_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

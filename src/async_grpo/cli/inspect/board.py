@@ -1,11 +1,14 @@
-"""`async-grpo board DIR`: a run's curves, samples and settings for TensorBoard, made from its files."""
+"""`async-grpo board RUN_DIR…`: curves, samples and settings of runs for TensorBoard, made from their files."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,19 +25,35 @@ if TYPE_CHECKING:
 EXAMPLES = """\
   async-grpo board worker                       write event files to worker/board, and say how to see them
   async-grpo board worker --serve               open TensorBoard on them, and add what is new while the run lives
+  async-grpo board worker worker2 --serve       several runs side by side; the HPARAMS tab compares their settings
   async-grpo board worker --serve --port 6007   on another port"""
 
 LOOK_EVERY_S = 5.0
 
 
+@dataclass(slots=True)
+class Shown:
+    """One of the directories that the command was given."""
+
+    folder: Path  # of its event files
+    board: Board | None  # which this process keeps; None: another one's, or no run's
+    is_live: bool = False
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = options.parser(
         "board",
-        "Make TensorBoard event files of a run's archived groups and metrics: rewards, advantages, lengths, staleness, "
-        "timing, workers, sample completions. Calling it again makes them again.",
+        "Make TensorBoard event files of a run's archived groups and metrics: rewards, staleness, throughput, "
+        "evaluations, lengths, timing, workers, sample completions. Calling it again makes them again.",
         EXAMPLES,
     )
-    parser.add_argument("directory", type=Path, nargs="?", default=options.DEFAULT_RUN_DIR, help="default: worker/")
+    parser.add_argument(
+        "directories",
+        type=Path,
+        nargs="*",
+        metavar="RUN_DIR",
+        help="one run, or several to compare (default: worker/); a folder of event files too",
+    )
     parser.add_argument(
         "--serve", action="store_true", help="open TensorBoard on this machine only; Ctrl-C ends it, not the run"
     )
@@ -43,30 +62,58 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    directory: Path = args.directory
-    if _is_log_directory(directory):
+    directories: list[Path] = list(dict.fromkeys(args.directories)) or [options.DEFAULT_RUN_DIR]
+    with ExitStack() as resources:
+        shown = [_shown(directory, resources, serve=args.serve) for directory in directories]
         if args.serve:
-            return _serve(directory, args.port, None)
-        print(
-            f"{directory} is not a run directory, but holds event files. To see them:\n  {_command(directory)} --serve"
-        )
-        return 0
+            folder = shown[0].folder
+            if len(shown) > 1:
+                folder = resources.enter_context(_side_by_side(directories, shown))
+            return _serve(folder, args.port, shown)
+        print(f"to see {'it' if len(shown) == 1 else 'them'}: {_command(directories)} --serve")
+        if len(shown) == 1:
+            print(f"         or: tensorboard --logdir {shlex.quote(str(shown[0].folder))}")
+    return 0
+
+
+def _shown(directory: Path, resources: ExitStack, *, serve: bool) -> Shown:
+    """Make the event files of a run, and keep its board until `resources` are closed."""
+    if _is_log_directory(directory):
+        if not serve:
+            print(f"{directory} is not a run directory, but holds event files")
+        return Shown(directory, None)
 
     from async_grpo.reports.board import Board, BoardKeptError
 
     try:
-        with Board(directory) as board:
-            _report(board, board.update(), again=False)
-            if args.serve:
-                return _serve(board.folder, args.port, board)
+        board = resources.enter_context(Board(directory))
     except BoardKeptError as error:
-        if not args.serve:
+        if not serve:
             raise
         print(error)
-        return _serve(RunDir(directory).board, args.port, None)
-    print(f"to see them: {_command(directory)} --serve")
-    print(f"         or: tensorboard --logdir {shlex.quote(str(board.folder))}")
-    return 0
+        return Shown(RunDir(directory).board, None)
+    _report(board, board.update(), again=False)
+    return Shown(board.folder, board, server_alive(board.run.root))
+
+
+@contextmanager
+def _side_by_side(directories: Sequence[Path], shown: Sequence[Shown]) -> Iterator[Path]:
+    """A folder that leads to the event files of each, under the shortest names that tell them apart."""
+    with tempfile.TemporaryDirectory(prefix="async-grpo-board-") as folder:
+        for name, one in zip(_names(directories), shown, strict=True):
+            link = Path(folder) / name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(one.folder.absolute())
+        yield Path(folder)
+
+
+def _names(directories: Sequence[Path]) -> list[str]:
+    """The last parts of each path: `worker` and `worker2`; `a/worker` and `b/worker`."""
+    parts = [directory.resolve().parts for directory in directories]
+    length = 1
+    while len({part[-length:] for part in parts}) < len(set(parts)):
+        length += 1
+    return ["/".join(part[-length:]).lstrip("/") for part in parts]
 
 
 def _is_log_directory(directory: Path) -> bool:
@@ -95,32 +142,40 @@ def _counted(added: Added) -> str:
     return f"{counted(added.steps, 'step')} and {counted(added.logged, 'logged line')}"
 
 
-def _serve(folder: Path, port: int, board: Board | None) -> int:
+def _serve(folder: Path, port: int, shown: Sequence[Shown]) -> int:
     """TensorBoard in this process, until Ctrl-C or SIGTERM."""
     from async_grpo.reports.tensorboard import start
     from async_grpo.setup.process import StopRequest
 
     stop = StopRequest().install()
     url = start(folder, port)
-    print(f"TensorBoard on {folder}: {url} (Ctrl-C ends it, not the run)", flush=True)
+    print(
+        f"TensorBoard on {', '.join(str(one.folder) for one in shown)}: {url} (Ctrl-C ends it, not the run)", flush=True
+    )
     stop.defer()
-    live, looked = board is not None and server_alive(board.run.root), time.monotonic()
+    looked = time.monotonic()
     while not stop:
         time.sleep(0.2)
-        if board is None or time.monotonic() - looked < LOOK_EVERY_S:
+        if time.monotonic() - looked < LOOK_EVERY_S:
             continue
-        was_live, live = live, server_alive(board.run.root)  # before the look, which so sees the last of it
-        try:
-            _report(board, board.update(), again=True)
-        except DiskFullError as error:
-            print(error, flush=True)
-        if was_live and not live:
-            print("the run has ended: this is everything, unless it is resumed", flush=True)
+        for one in shown:
+            if one.board is not None:
+                _look_again(one, one.board)
         looked = time.monotonic()
     return 0
 
 
-def _command(directory: Path) -> str:
+def _look_again(one: Shown, board: Board) -> None:
+    was_live, one.is_live = one.is_live, server_alive(board.run.root)  # before the look, which so sees the last of it
+    try:
+        _report(board, board.update(), again=True)
+    except DiskFullError as error:
+        print(error, flush=True)
+    if was_live and not one.is_live:
+        print(f"{board.run.root}: the run has ended: this is everything, unless it is resumed", flush=True)
+
+
+def _command(directories: Sequence[Path]) -> str:
     from async_grpo.rundir.summary import program
 
-    return f"{program()} board {shlex.quote(str(directory))}"
+    return f"{program()} board {shlex.join(map(str, directories))}"

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_grpo.archive.groups import EVALUATED
+from async_grpo.archive.groups import EVALUATED, WAITING
 from async_grpo.cli import options
 from async_grpo.cli.inspect.queue import group_number
 from async_grpo.errors import UsageError
@@ -129,9 +129,9 @@ def _show_group(console: Console, found: FinishedGroup, *, ended: bool) -> None:
     from async_grpo.reports.rollouts import row_of
 
     group = found.group
-    console.print(
-        Rule(Text.assemble((f"group {group.job.seq}", "bold"), f"  {about(found, ended=ended)}"), align="left")
-    )
+    mark = "bold yellow" if found.fate.state == WAITING else ""
+    title = Text.assemble((f"group {group.job.seq}", "bold"), "  ", (about(found, ended=ended), mark))
+    console.print(Rule(title, align="left"))
     row = row_of(group)
     shown = {name: value for name, value in row.items() if name == "prompt"} or row
     others = {name: value for name, value in row.items() if name not in shown}
@@ -152,7 +152,7 @@ def about(found: FinishedGroup, *, ended: bool) -> str:
         return f"evaluation of version {group.policy_version}, {group.worker}{tries}"
     if fate.reason:
         return f"dropped: {fate.reason}, {made}"
-    return f"{'left over when the run ended' if ended else 'not used yet'}, {made}"
+    return f"{'left over when the run ended, not trained on' if ended else 'not used yet'}, {made}"
 
 
 def _lines(rollout: Rollout, console: Console, *, whole: bool) -> Iterator[Text]:
