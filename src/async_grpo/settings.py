@@ -277,6 +277,21 @@ class WorkerSettings:
     score_concurrency: int = setting(
         4, "groups that a worker scores while it generates the next ones (default: 4)", type=positive, metavar="N"
     )
+    tool_timeout: float = setting(
+        30.0,
+        "a tool call that takes longer is given up, and the model reads an error (default: 30)",
+        type=positive_seconds,
+        metavar="S",
+    )
+    tool_concurrency: int = setting(
+        64, "tool calls that a worker runs at a time (default: 64)", type=positive, metavar="N"
+    )
+    max_turns: int | None = setting(
+        None,
+        "times that a completion may call tools; overrides max_tool_calling_iterations of the setup file",
+        type=positive,
+        metavar="N",
+    )
     stall_warning: float = stall_warning()
     generator: str | None = setting(
         None,

@@ -28,7 +28,7 @@ from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.engines.choice import transformers_engine
 from async_grpo.rollout.finished import to_record
 from async_grpo.rollout.trl_trainer import GeneratedGroup, RolloutTrainer
-from async_grpo.rollout.turns import Turns
+from async_grpo.rollout.turns.groups import Turns
 from async_grpo.setup.trl_compat import repair_trl
 from async_grpo.setup.worker_build import built_for_a_worker
 from async_grpo.training.corrections.rule import Rule, rule
@@ -394,6 +394,9 @@ class ScriptedEngine(BatchEngine):
         raise AssertionError("nobody asks for weights")
 
     def _decode(self, groups: Sequence[PreparedGroup]) -> Decoding:
+        """The place in the batch is counted over all groups, as in TRL."""
+        ids, logprobs = self._script.generate([prompt for group in groups for prompt in group.prompt_ids])
         for group in groups:
-            ids, logprobs = self._script.generate(group.prompt_ids)
-            yield [SampledGroup(prepared=group, token_ids=ids, logprobs=logprobs)]
+            size = len(group.prompt_ids)
+            yield [SampledGroup(prepared=group, token_ids=ids[:size], logprobs=logprobs[:size])]
+            ids, logprobs = ids[size:], logprobs[size:]

@@ -74,7 +74,7 @@ def test_groups_with_tools_are_in_flight_together(kind: str, tmp_path: Path) -> 
     worker = InProcessWorker(trainer, engine)
     rows = list(trainer.train_dataset)[:GROUPS]
     groups = worker.generate(jobs_of(rows, group_size=2), version=4)
-    assert engine.most == GROUPS, "all were in flight before any got a token"
+    assert engine.most == GROUPS * 2, "all dialogues were in flight before any got a token"
     for group in groups:
         roles = [[message["role"] for message in completion] for completion in group.completions]
         assert roles == [["assistant", "tool", "assistant"], ["assistant"]]
@@ -103,7 +103,7 @@ class Played:
     def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
         self._first += [turn for turn in new if turn.turn == 0]
         ended = [self._answer(turn) for turn in new if turn.turn]
-        if len(self._first) == GROUPS:
+        if len(self._first) == GROUPS * 2:
             self.most = len(self._first)
             ended += [self._answer(turn) for turn in self._first]
             self._first = []
@@ -114,12 +114,8 @@ class Played:
     def close(self) -> None: ...
 
     def _answer(self, turn: PreparedGroup) -> SampledGroup:
-        texts = self._answers[turn.turn]
-        assert len(texts) == len(turn.prompt_ids)
-        ids = [self._tokenizer(text + self._tokenizer.eos_token)["input_ids"] for text in texts]
+        assert len(turn.prompt_ids) == 1
+        ids = self._tokenizer(self._answers[turn.turn][turn.place] + self._tokenizer.eos_token)["input_ids"]
         return SampledGroup(
-            prepared=turn,
-            token_ids=ids,
-            logprobs=[[-1.0] * len(row) for row in ids],
-            versions=[[4 + turn.turn] * len(row) for row in ids],
+            prepared=turn, token_ids=[ids], logprobs=[[-1.0] * len(ids)], versions=[[4 + turn.turn] * len(ids)]
         )

@@ -80,7 +80,14 @@ OTHER_TRAINING = TrainingSettings(
     stall_warning=1.5,
 )
 OTHER_WORK = WorkerSettings(
-    groups_per_claim=2, score_concurrency=1, stall_warning=0.5, generator="hf", in_flight_update="on"
+    groups_per_claim=2,
+    score_concurrency=1,
+    tool_timeout=2.5,
+    tool_concurrency=3,
+    max_turns=2,
+    stall_warning=0.5,
+    generator="hf",
+    in_flight_update="on",
 )
 
 

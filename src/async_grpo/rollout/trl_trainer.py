@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
-from async_grpo.errors import UnsupportedError
+from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.images import images_in, opened
 from async_grpo.records import OWN_SAMPLING, Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
@@ -94,7 +94,7 @@ class RolloutTrainer:
 
     _turns_of_users: bool  # the user's class overrides `_generate_single_turn`
     _rewards: UserCode
-    _tools: defaultdict[str, UserCode]  # by name
+    tools: defaultdict[str, UserCode]  # by name
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         if engine_inside(trainer.model) is not None:  # Unsloth has set it; this worker feeds the engine
@@ -109,20 +109,25 @@ class RolloutTrainer:
             trainer.__class__ = _sampling_below(type(trainer))
         self.trainer: Any = trainer
         self._rewards = UserCode("the reward functions", in_main=any(map(asks_for_main_thread, trainer.reward_funcs)))
-        self._tools = defaultdict(lambda: UserCode("the tools"))
+        self.tools = defaultdict(lambda: UserCode("the tools"))
 
     @property
     def samples_whole(self) -> bool:
         """Whether TRL asks for whole completions, once: no code runs between the tokens of a group."""
+        own_generation = self._turns_of_users or self._overrides("_generate", "_generate_and_score_completions")
+        trainer = self.trainer
+        return not (own_generation or trainer.tools or trainer.environment_factories or trainer.rollout_func)
+
+    @property
+    def goes_by_turns(self) -> bool:
+        """Whether the generation is TRL's own, with tools or environments: each completion is a dialogue of its own."""
+        own = self._overrides("_generate", "_generate_and_score_completions", "_tool_call_loop")
+        return not (own or self._turns_of_users or self.trainer.rollout_func)
+
+    def _overrides(self, *names: str) -> bool:
         from trl import GRPOTrainer as TRLTrainer
 
-        trainer = self.trainer
-        own_generation = any(
-            getattr(type(trainer), name) is not getattr(TRLTrainer, name)
-            for name in ("_generate", "_generate_and_score_completions")
-        )
-        own_generation = own_generation or self._turns_of_users
-        return not (own_generation or trainer.tools or trainer.environment_factories or trainer.rollout_func)
+        return any(getattr(type(self.trainer), name) is not getattr(TRLTrainer, name) for name in names)
 
     @property
     def pad_token_id(self) -> int:
@@ -137,9 +142,18 @@ class RolloutTrainer:
         config = getattr(config, "text_config", config)
         config.max_position_embeddings = min(tokens, config.max_position_embeddings)
 
+    def limit_turns(self, most: int) -> None:
+        """Let a completion call tools so many times. `UsageError`: TRL's trainer calls none."""
+        if not self.trainer.tools or self.trainer.rollout_func:
+            raise UsageError(
+                "--max-turns limits how often a completion calls tools, and this setup file gives TRL none to call "
+                "(tools, environment_factory). Leave it out."
+            )
+        self.trainer.max_tool_calling_iterations = most
+
     def prepare(self, jobs: Sequence[Job], version: int) -> list[PreparedGroup]:
         """Turn the rows of the jobs into prompts, as token ids, to be sampled by this policy version."""
-        _refuse_unknown_sampling(jobs)
+        refuse_unknown_sampling(jobs)
         own = [prompt_of(opened(job.row)) for job in jobs]
         if any(map(images_in, own)):
             return [self._with_images(job, prompt, version) for job, prompt in zip(jobs, own, strict=True)]
@@ -174,9 +188,9 @@ class RolloutTrainer:
         trainer._metrics = {mode: defaultdict(list) for mode in trainer._metrics}
         trainer._tokenize_prompts = lambda prompts: (prompt_ids, None, {})
         trainer._generate_single_turn = lambda *args, **kwargs: (tokens, logprobs)
-        rows = _rows(jobs)
+        rows = rows_of_jobs(jobs)
         prompts = [prompt_of(row) for row in rows]
-        made = _Batch(trainer, rows, prompts, trainer._generate(prompts), metrics={})
+        made = Batch(trainer, rows, prompts, trainer._generate(prompts), metrics={})
         return [
             made.group(group.prepared.job, part, group.prepared.version, group.versions)
             for group, part in zip(sampled, _parts(jobs), strict=True)
@@ -217,9 +231,9 @@ class RolloutTrainer:
         Args:
             sample: called whenever TRL wants completions.
         """
-        _refuse_unknown_sampling(jobs)
+        refuse_unknown_sampling(jobs)
         trainer = self.trainer
-        trainer.state = _state_at_issue(trainer, jobs[0], version)  # for tools and a `rollout_func`
+        trainer.state = state_at_issue(trainer, jobs[0], version)  # for tools and a `rollout_func`
         trainer._metrics["train"].clear()
         generate = type(trainer)._generate
 
@@ -230,12 +244,12 @@ class RolloutTrainer:
 
         trainer._generate = leave_with
         below = "_sampled_below" if self._turns_of_users else "_generate_single_turn"
-        setattr(trainer, below, partial(self._single_turn, sample))
-        rows = _rows(jobs)
+        setattr(trainer, below, partial(self.single_turn, sample))
+        rows = rows_of_jobs(jobs)
         try:
             trainer._generate_and_score_completions(rows)
         except _Generated as generated:
-            made = _Batch(trainer, rows, generated.prompts, generated.result, metrics=_own_metrics(trainer))
+            made = Batch(trainer, rows, generated.prompts, generated.result, metrics=own_metrics(trainer))
             _merge_extra_fields(rows, generated.result[5])
             return [made.group(job, part, version) for job, part in zip(jobs, _parts(jobs), strict=True)]
         raise UnsupportedError(
@@ -244,9 +258,9 @@ class RolloutTrainer:
         )
 
     def _where_they_can_run(self, tools: dict[str, Any]) -> dict[str, Any]:
-        return {name: partial(self._tools[name].call, tool) for name, tool in tools.items()}
+        return {name: partial(self.tools[name].call, tool) for name, tool in tools.items()}
 
-    def _single_turn(
+    def single_turn(
         self,
         sample: Sample,
         prompt_ids: list[list[int]],
@@ -289,7 +303,7 @@ class _Generated(BaseException):  # not an `Exception`: the user's trainer may c
 
 
 @dataclass(slots=True)
-class _Batch:
+class Batch:
     """A result of `GRPOTrainer._generate`, to be divided into groups."""
 
     trainer: Any
@@ -319,7 +333,7 @@ class _Batch:
             token_versions=token_versions,
             tool_masks=masks,
             environments=environments[part] if environments is not None else None,
-            state=_state_at_issue(self.trainer, job, version),
+            state=state_at_issue(self.trainer, job, version),
             metrics=self.metrics,
         )
 
@@ -336,7 +350,7 @@ class _NoHistory(list[Any]):
     __iter__ = __len__ = __getitem__ = _refuse
 
 
-def _state_at_issue(trainer: Any, job: Job, version: int) -> Any:
+def state_at_issue(trainer: Any, job: Job, version: int) -> Any:
     """The trainer's state when it issued the job; a job of format 2 or 3 has none, so only the version is known."""
     state = copy.copy(trainer.state)
     vars(state).update(job.trainer_state or {"global_step": version})
@@ -344,7 +358,7 @@ def _state_at_issue(trainer: Any, job: Job, version: int) -> Any:
     return state
 
 
-def _refuse_unknown_sampling(jobs: Sequence[Job]) -> None:
+def refuse_unknown_sampling(jobs: Sequence[Job]) -> None:
     for job in jobs:
         if unknown := sorted(job.sampling.keys() - set(OWN_SAMPLING)):
             raise UnsupportedError(
@@ -352,7 +366,7 @@ def _refuse_unknown_sampling(jobs: Sequence[Job]) -> None:
             )
 
 
-def _rows(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+def rows_of_jobs(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     """Each job's row, once per completion."""
     return [row for job in jobs for row in rows_of(job)]
 
@@ -373,7 +387,7 @@ def _merge_extra_fields(rows: list[dict[str, Any]], fields: dict[str, Any] | Non
                 row[name] = values[index]
 
 
-def _own_metrics(trainer: Any) -> dict[str, list[float]]:
+def own_metrics(trainer: Any) -> dict[str, list[float]]:
     """What TRL counted while generating that the trainer side cannot count again from the finished groups."""
     return {
         name: list(values)

@@ -79,9 +79,9 @@ class Worker:
 
     def __init__(self, context: WorkerContext, engine: Engine) -> None:
         from async_grpo.rollout.scoring import Scoring
-        from async_grpo.rollout.turns import Turns
+        from async_grpo.rollout.turns.groups import Turns
 
-        turns = None if context.trl.samples_whole else Turns(context.trl, engine)
+        turns = None if context.trl.samples_whole else Turns(context.trl, engine, context.settings)
         self._trl = turns or context.trl
         self._engine = turns or engine
         self._queue, self._run_dir, self._stop = context.queue, context.run, context.stop

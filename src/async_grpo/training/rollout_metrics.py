@@ -9,6 +9,8 @@ from statistics import mean, median
 
 from async_grpo.records import RolloutGroup, Timings
 
+CALLS, FAILURES = "tools/call_frequency", "tools/failure_frequency"  # TRL's: calls a completion, failures a call
+
 
 class RolloutMetrics:
     """Counts what passes through the trainer. Times are seconds on this process's monotonic clock.
@@ -107,6 +109,24 @@ class RolloutMetrics:
             "jobs_quarantined": self.quarantined,
             "groups_dropped": self.dropped,
         }
+
+
+def logged_by_workers(batch: Sequence[RolloutGroup]) -> Iterator[tuple[str, float]]:
+    """What workers counted and reward functions logged: TRL takes the mean of a metric's values.
+
+    Failures are a share of the calls, of which groups have different numbers.
+    """
+    for group in batch:
+        for name, values in group.metrics.items():
+            yield from ((name, value) for value in values if name != FAILURES)
+    counted = [(mean(group.metrics[CALLS]) * group.job.num_generations, group) for group in batch if _calls(group)]
+    if any(FAILURES in group.metrics for group in batch):
+        calls = sum(count for count, _ in counted)
+        yield FAILURES, sum(count * mean(group.metrics[FAILURES]) for count, group in counted) / calls if calls else 0.0
+
+
+def _calls(group: RolloutGroup) -> bool:
+    return bool(group.metrics.get(CALLS) and group.metrics.get(FAILURES))
 
 
 def staleness_by_length(batch: Sequence[RolloutGroup], version: int) -> dict[str, list[int]]:

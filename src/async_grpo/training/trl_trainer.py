@@ -27,7 +27,7 @@ from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
 from async_grpo.training.checkpoints import BatchInUse, find_best
 from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.corrections.trl_loss import CorrectedLoss, correction_of
-from async_grpo.training.rollout_metrics import longer_half
+from async_grpo.training.rollout_metrics import logged_by_workers, longer_half
 from async_grpo.training.rollout_source import StopTraining
 
 if TYPE_CHECKING:
@@ -133,9 +133,8 @@ class AsyncGRPOMixin(CorrectedLoss):
             for column in columns:  # a group without it must not shift the others
                 values = group.extra_columns.get(column, [None] * len(group.rewards))
                 extra_columns[column] += values
-            for name, metric_values in group.metrics.items():
-                for value in metric_values if self.accelerator.is_main_process else ():  # TRL adds up the ranks'
-                    self._log_metric(name, value)
+        for name, value in logged_by_workers(self._serving) if self.accelerator.is_main_process else ():
+            self._log_metric(name, value)  # TRL adds up the ranks'
         for column, values in extra_columns.items():
             self._log_completion_extra(column, own_share(self, values))
         rewards = torch.cat([torch.from_numpy(group.rewards) for group in self._serving])

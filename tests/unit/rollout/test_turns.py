@@ -14,13 +14,17 @@ from engines import DEADLINE_S, job
 
 from async_grpo.records import Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
-from async_grpo.rollout.turns import Turns, versions_of_tokens
+from async_grpo.rollout.turns.groups import Turns
+from async_grpo.rollout.turns.whole import versions_of_tokens
 
 Code = Callable[[Any, Any], Any]  # what a group does: (sample, row) -> its group
 
 
 class FakeTRL:
-    """Runs the test's code in place of TRL's."""
+    """Runs the test's code in place of TRL's, as a whole."""
+
+    goes_by_turns = False
+    tools: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, code: Code, *, environments: bool = False) -> None:
         self.code = code
@@ -298,10 +302,11 @@ def test_every_token_knows_its_version_through_a_tool_loop() -> None:
 
 
 def test_a_group_that_waits_says_who_died(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_grpo.rollout.turns.LOOK_S", 0.01)
+    monkeypatch.setattr("async_grpo.rollout.turns.whole.LOOK_S", 0.01)
     turns = turns_of(one_turn, PlayedEngine(at_once=False))
-    turns._worker_thread = threading.Thread(target=lambda: None)
-    turns._worker_thread.start()
-    turns._worker_thread.join()
+    gone = threading.Thread(target=lambda: None)
+    gone.start()
+    gone.join()
+    turns._whole._worker_thread = gone
     groups = ended(turns, prepared(turns, [1]))
     assert "worker's thread has ended" in text(groups[1])

@@ -208,8 +208,8 @@ def test_a_worker_that_is_asked_to_stop_does_not_wait_for_room(tmp_path: Path) -
 
 def test_a_tool_that_hangs_is_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or `--worker-timeout` would never end the worker."""
-    monkeypatch.setattr("async_grpo.rollout.turns.CODE_WAKE_S", 0.001)
-    monkeypatch.setattr("async_grpo.rollout.turns.CLOSE_S", 0.0)
+    monkeypatch.setattr("async_grpo.rollout.turns.groups.WAKE_S", 0.001)
+    monkeypatch.setattr("async_grpo.rollout.turns.groups.CLOSE_S", 0.0)
     setting = Setting(tmp_path, [job(0)], FakeEngine(), stop=StopAfter(100))
     if setting.trl.samples_whole:
         pytest.skip("no code of the user's runs between the tokens")

@@ -137,7 +137,7 @@ class FakeTRL:
     """The prompts are in the row; `samples_whole` decides whether TRL asks for their tokens itself."""
 
     def __init__(self, *, samples_whole: bool) -> None:
-        self.samples_whole = samples_whole
+        self.samples_whole, self.goes_by_turns, self.tools = samples_whole, False, {}
         self.trainer = SimpleNamespace(reward_func_names=("reward",), environment_factories=None)
         self.finish_each: Callable[[SampledGroup], None] = lambda sampled: None
 

@@ -27,14 +27,16 @@ class PreparedGroup:
     images: list[list[Any] | None] | None = None  # [G], as PIL has them; None: no prompt has any
     fields: Sequence[Fields] = ()  # of neighbouring prompts together; the same object: equal prompts
     turn: int = 0  # of several in which the same job asks for tokens
+    place: int = 0  # of its first prompt among the job's completions
 
     @property
     def seed(self) -> int:
         """Seed of this turn: the job's own for the first."""
         return self.seed_of("") if self.turn else self.job.seed
 
-    def seed_of(self, place: int | str) -> int:
+    def seed_of(self, index: int | str) -> int:
         """Seed of one completion, the same for every worker that samples the job."""
+        place = self.place + index if isinstance(index, int) else index
         text = f"{self.job.seed}:{self.turn}:{place}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 

@@ -40,6 +40,8 @@ def make_engine(
     """
     chosen = choose_generator(settings.generator, trl.trainer, on_gpu=on_gpu)
     check_sampling(trl.trainer, state.correction, chosen)
+    if settings.max_turns is not None:
+        trl.limit_turns(settings.max_turns)
     in_flight_update = settings.in_flight_update == "on"
     if chosen == HF:
         return transformers_engine(trl)

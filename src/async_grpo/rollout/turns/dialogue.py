@@ -1,0 +1,365 @@
+"""A completion with its turns and tools, as steps of TRL's own tool loop.
+
+TRL's loop calls tools and asks for tokens in the middle of a function. It is a function of what tools and model
+answer, so a turn is called up to three times: until it has called its tools, which are only noted; with their results,
+until it asks for tokens; with the tokens. What is counted, cut, rolled back and masked is TRL's.
+
+`HOOKS` of TRL's trainer are private; `tests/integration/test_dialogues.py` names the one that moved.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.images import images_in
+from async_grpo.records import Job
+from async_grpo.rollout.main_thread import refusing_signals
+from async_grpo.rollout.trl_trainer import (
+    Batch,
+    GeneratedGroup,
+    Images,
+    RolloutTrainer,
+    own_metrics,
+    refuse_unknown_sampling,
+    rows_of_jobs,
+    state_at_issue,
+)
+
+HOOKS = ("_generate", "_tokenize_prompts", "_tool_call_loop", "_get_tool_suffix_ids", "_generate_single_turn")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool that the model has called, by TRL's reading of its message."""
+
+    name: str
+    tool: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    coroutine: Any = None  # of an async tool that took its arguments
+    error: Exception | None = None  # an async tool did not take its arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a tool returned, a text or a list of content blocks, or what it raised."""
+
+    value: Any = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What a dialogue wants to be continued."""
+
+    ids: list[int]
+    images: Images = None
+    fields: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What the model wrote in one turn."""
+
+    ids: list[int]
+    logprobs: list[float]
+    versions: list[int] | None  # of each token, where weights change meanwhile
+
+
+class Dialogue:
+    """One completion on its way: `begin`, then `calls`, `prompt_after` and `add` as long as it `wants_tools`."""
+
+    def __init__(self, trl: RolloutTrainer, place: int, message: Any, prompt: Prompt) -> None:
+        self._trl = trl
+        self.tool_images: list[Any] = []
+        self._trainer = copy.copy(trl.trainer)
+        self._tools = (_at(trl.trainer, "_sync_tool_dicts", place), _at(trl.trainer, "_async_tool_dicts", place))
+        self._message = message
+        self._most_turns = self._trainer.max_tool_calling_iterations
+        self._trainer.max_tool_calling_iterations = 1
+        self._trainer.environments = None
+        self.place = place
+        self.turns = 0
+        self.prompt = self._asked([prompt.ids], prompt.images, prompt.fields)  # the first one
+        self._images, self._fields = prompt.images, prompt.fields
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.mask: list[int] = []
+        self.versions: list[int] = []
+        self.messages: Any = None  # the completion, as TRL has it
+        self.call_count = self.failure_count = 0
+
+    def begin(self, first: Continuation) -> None:
+        """Take the tokens of the first turn."""
+        self._note(first)
+        if not self._trainer.tools:
+            return
+        self._trainer._tokenize_prompts = lambda prompts: ([self.prompt.ids], self._images, self._fields or {})
+        self._trainer._generate_single_turn = lambda *_, **__: ([first.ids], [first.logprobs])
+        self._trainer._tool_call_loop = _leave_with
+        arguments = self._left_with(type(self._trainer)._generate, self._trainer, [self._message])
+        self.messages = arguments[3][0]
+        del self._trainer._tool_call_loop
+
+    @property
+    def wants_tools(self) -> bool:
+        return bool(self.messages) and self.turns <= self._most_turns and bool(_calls_of(self.messages))
+
+    def calls(self) -> list[Call]:
+        """The tools of the last message, to be run; those that do not exist are TRL's to answer."""
+        noted: list[Call] = []
+        self._set_tools(lambda name, tool: _noting(noted, name, tool), lambda name, tool: _starting(noted, name, tool))
+        self._trainer._get_tool_suffix_ids = _leave_with
+        self._left_with(self._turn)
+        return noted
+
+    def prompt_after(self, outcomes: Sequence[Outcome]) -> Prompt | None:
+        """What the model is to continue now; None: there is no room, the completion stays as it is."""
+        self._answer_with(outcomes)
+        self._trainer._generate_single_turn = _leave_with
+        try:
+            result = self._turn()
+        except _Left as left:
+            return self._asked(*left.arguments, **left.keywords)
+        self.call_count, self.failure_count = self.call_count + result[4], self.failure_count + result[5]
+        self.messages = self._before(result)
+        return None
+
+    def add(self, outcomes: Sequence[Outcome], next_turn: Continuation) -> None:
+        """Take the tokens of the next turn."""
+        self._answer_with(outcomes)
+        self._trainer._generate_single_turn = lambda *_, **__: ([list(next_turn.ids)], [list(next_turn.logprobs)])
+        masks, completions, ids, logprobs, calls, failures, images = self._turn()
+        before = len(self.ids)
+        self.messages = self._before([masks, completions])
+        self.mask += masks[0][before:]
+        self.ids, self.logprobs = ids[0], logprobs[0]
+        self.call_count, self.failure_count = self.call_count + calls, self.failure_count + failures
+        self.tool_images += images[0]
+        if images[0]:
+            self._images = [[*((self._images or [None])[0] or []), *images[0]]]
+        self._note_versions(next_turn)
+        self.turns += 1
+
+    def _turn(self) -> Any:
+        return type(self._trainer)._tool_call_loop(
+            self._trainer,
+            [[]],
+            [self.prompt.ids],
+            [list(self.ids)],
+            [[self.messages[-1]]],
+            [list(self.logprobs)],
+            self._images,
+            {} if self.tool_images else self._fields or {},
+        )
+
+    def _before(self, result: Sequence[Any]) -> Any:
+        return [*self.messages[:-1], *result[1][0]]
+
+    def _asked(
+        self,
+        ids: Any,
+        images: Images = None,
+        fields: Any = None,
+        num_generations: int = 1,
+        has_tool_images: bool = False,
+    ) -> Prompt:
+        if self.tool_images and not has_tool_images:  # of an earlier turn; TRL's loop sees all of its turns at once
+            assert self._images is not None
+            processor = self._trainer.processing_class.image_processor
+            images, has_tool_images = self._images, True
+            fields = dict(processor(images=self._images[0], return_tensors="pt"))
+        asked: list[Prompt] = []
+
+        def note(prompt_ids: list[list[int]], images: Images = None, fields: Any = None) -> Any:
+            asked.append(Prompt(prompt_ids[0], images, fields))
+            return [], []
+
+        self._trl.single_turn(note, ids, images, fields, num_generations, has_tool_images)
+        return asked[0]
+
+    def _answer_with(self, outcomes: Sequence[Outcome]) -> None:
+        left = iter(outcomes)
+        self._set_tools(lambda *_: _giving(left), lambda *_: _giving_later(left))
+        vars(self._trainer).pop("_get_tool_suffix_ids", None)
+
+    def _set_tools(self, sync: Callable[[str, Any], Any], later: Callable[[str, Any], Any]) -> None:
+        now, waited_for = self._tools
+        self._trainer._sync_tool_dicts = [{name: sync(name, tool) for name, tool in now.items()}]
+        self._trainer._async_tool_dicts = [{name: later(name, tool) for name, tool in waited_for.items()}]
+
+    def _left_with(self, function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
+        try:
+            function(*arguments)
+        except _Left as left:
+            return left.arguments
+        raise UnsupportedError("TRL's tool loop did not come to the place where it was to stop. Is this TRL supported?")
+
+    def _note(self, first: Continuation) -> None:
+        self.ids, self.logprobs = list(first.ids), list(first.logprobs)
+        self.mask = [1] * len(self.ids)
+        self._note_versions(first)
+        self.turns = 1
+
+    def _note_versions(self, turn: Continuation) -> None:
+        """A tool's tokens get the version of the turn before."""
+        if turn.versions is None:
+            return
+        kept = min(len(turn.ids), sum(self.mask[len(self.versions) :]))
+        read = len(self.ids) - len(self.versions) - kept
+        self.versions += [self.versions[-1]] * read if self.versions else []
+        self.versions += turn.versions[:kept]
+
+
+class Dialogues:
+    """The G dialogues of one group.
+
+    Args:
+        trl: a copy of the worker's trainer that no other group uses.
+    """
+
+    def __init__(self, trl: RolloutTrainer, job: Job, version: int) -> None:
+        self.trl, self.job, self.version = trl, job, version
+        self.all: list[Dialogue] = []
+        self._rows: list[dict[str, Any]] = []
+        self._prompts: list[Any] = []
+        self._tokenized: tuple[Any, Any, Any] = ([], None, {})
+
+    def begin(self) -> None:
+        """Have TRL make the prompts: environments are reset."""
+        refuse_unknown_sampling([self.job])
+        trainer = self.trl.trainer
+        trainer.state = state_at_issue(trainer, self.job, self.version)
+        trainer._metrics = {mode: defaultdict(list) for mode in trainer._metrics}
+        trainer._generate = _leave_with
+        self._rows = rows_of_jobs([self.job])
+        with refusing_signals():
+            try:
+                trainer._generate_and_score_completions(self._rows)
+            except _Left as left:
+                (self._prompts,) = left.arguments
+        prompts = self._first_prompts(trainer)
+        self.all = [
+            Dialogue(self.trl, place, message, prompt)
+            for place, (message, prompt) in enumerate(zip(self._prompts, prompts, strict=True))
+        ]
+
+    def _first_prompts(self, trainer: Any) -> list[Prompt]:
+        copies = copy.deepcopy(self._prompts)
+        if not any(map(images_in, self._prompts)):
+            self._tokenized = trainer._tokenize_prompts(copies)
+            return [Prompt(list(ids)) for ids in self._tokenized[0]]
+        names = getattr(trainer, "_batch_environments", None)
+        made = []
+        for place, prompt in enumerate(copies):  # each with the fields of its own images
+            if names is not None:
+                trainer._batch_environments = [names[place]]
+            ids, images, fields = trainer._tokenize_prompts([prompt])
+            made.append(Prompt(list(ids[0]), images, fields))
+        if names is not None:
+            trainer._batch_environments = names
+        self._tokenized = ([prompt.ids for prompt in made], [(prompt.images or [None])[0] for prompt in made], {})
+        return made
+
+    def finish(self) -> GeneratedGroup:
+        """Have TRL make the group's result, and count it."""
+        trainer, ended = copy.copy(self.trl.trainer), self.all
+        vars(trainer).pop("_generate", None)
+        trainer._tokenize_prompts = lambda prompts: self._tokenized
+        if trainer.tools:
+            trainer._generate_single_turn = lambda *_, **__: ([[self.trl.pad_token_id]] * len(ended), None)
+            trainer._tool_call_loop = lambda *_: self._result()
+        else:
+            trainer._generate_single_turn = lambda *_, **__: ([d.ids for d in ended], [d.logprobs for d in ended])
+        result = trainer._generate(self._prompts)
+        batch = Batch(trainer, self._rows, self._prompts, result, metrics=own_metrics(trainer))
+        versions = [dialogue.versions for dialogue in ended] if any(d.versions for d in ended) else None
+        return batch.group(self.job, slice(None), self.version, versions)
+
+    def _result(self) -> tuple[Any, ...]:
+        """As `GRPOTrainer._tool_call_loop` returns it."""
+        return (
+            [dialogue.mask for dialogue in self.all],
+            [dialogue.messages for dialogue in self.all],
+            [dialogue.ids for dialogue in self.all],
+            [dialogue.logprobs for dialogue in self.all],
+            sum(dialogue.call_count for dialogue in self.all),
+            sum(dialogue.failure_count for dialogue in self.all),
+            [dialogue.tool_images for dialogue in self.all],
+        )
+
+
+class _Left(BaseException):  # not an `Exception`: TRL's loop catches those of tools
+    """Leaves TRL where it would go on with these arguments."""
+
+    def __init__(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments, self.keywords = arguments, keywords
+
+
+def _leave_with(*arguments: Any, **keywords: Any) -> NoReturn:
+    raise _Left(arguments, keywords)
+
+
+def _calls_of(messages: Any) -> Any:
+    last = messages[-1]
+    return last.get("tool_calls") if isinstance(last, dict) else None
+
+
+def _at(trainer: Any, name: str, place: int) -> dict[str, Any]:
+    """The tools of one completion, by name."""
+    return dict(getattr(trainer, name)[place]) if trainer.tools else {}
+
+
+def _noting(noted: list[Call], name: str, tool: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda **arguments: noted.append(Call(name, tool, arguments))
+
+
+def _starting(noted: list[Call], name: str, tool: Callable[..., Any]) -> Callable[..., Any]:
+    def start(**arguments: Any) -> Any:
+        try:
+            noted.append(Call(name, tool, arguments, coroutine=tool(**arguments)))
+        except Exception as error:
+            noted.append(Call(name, tool, arguments, error=error))
+            raise
+        return _later(Outcome())
+
+    return start
+
+
+def _giving(left: Iterator[Outcome]) -> Callable[..., Any]:
+    def give(**_: Any) -> Any:
+        outcome = next(left)
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
+
+    return give
+
+
+def _giving_later(left: Iterator[Outcome]) -> Callable[..., Any]:
+    def give(**_: Any) -> Any:
+        outcome = next(left)
+        if isinstance(outcome.error, Refused):
+            raise outcome.error.error
+        return _later(outcome)
+
+    return give
+
+
+class Refused(Exception):
+    """An async tool did not take its arguments: TRL answers that before it waits for any tool."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+async def _later(outcome: Outcome) -> Any:
+    if outcome.error is not None:
+        raise outcome.error
+    return outcome.value

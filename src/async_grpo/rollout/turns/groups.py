@@ -1,0 +1,252 @@
+"""Takes the place of trainer and engine in the worker: `prepare`, `sample`, `finish`, `score`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from async_grpo.errors import PeerDiedError
+from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
+from async_grpo.rollout.turns.asks import Ask, Asks
+from async_grpo.rollout.turns.dialogue import Dialogue, Dialogues, Prompt
+from async_grpo.rollout.turns.tools import Tools
+from async_grpo.rollout.turns.whole import Threads, WholeGenerations
+from async_grpo.settings import WorkerSettings
+from async_grpo.telemetry.activity import activity
+
+if TYPE_CHECKING:
+    from async_grpo.records import Job
+    from async_grpo.rollout.policy import Policy
+    from async_grpo.rollout.trl_trainer import GeneratedGroup, RolloutTrainer, Scores
+    from async_grpo_ipc import RemoteWeights
+
+WAKE_S = 0.02  # a worker whose engine is idle waits this long for its dialogues before it looks around
+ROUNDS = 6  # of the event loop between two steps of the engine: what woke up gets to its next wait
+CLOSE_S = 2.0  # that code which waits for tokens gets to end
+
+
+class Turns:
+    """Made and used by the worker's thread, which steps the event loop; `score` may be called by others."""
+
+    def __init__(self, trl: RolloutTrainer, engine: Engine, settings: WorkerSettings | None = None) -> None:
+        settings = settings or WorkerSettings()
+        self.joins = engine.joins
+        self._trl = trl
+        self._engine = engine
+        self._keeps_environments = trl.trainer.environment_factories is not None
+        self._loop = asyncio.new_event_loop()
+        self._asks = Asks(engine)
+        self._threads = Threads()
+        self._whole = WholeGenerations(self._asks, self._threads, threading.current_thread())
+        self._tools = Tools(
+            trl.tools,
+            timeout_s=settings.tool_timeout,
+            at_once=settings.tool_concurrency,
+            users_loop=lambda: trl.trainer.async_loop,
+        )
+        self._beginning = asyncio.Lock()  # environments are reset group by group
+        self._scoring = threading.Lock()
+        self._idle = [trl]  # the trainer and copies of it that no group uses
+        self._open: dict[asyncio.Task[list[SampledGroup]], Sequence[PreparedGroup]] = {}
+        self._made: dict[PreparedGroup, GeneratedGroup] = {}  # to be finished
+        self._unscored: dict[int, _Copy] = {}  # by id of the group, whose environments are still in use
+
+    @property
+    def most_groups(self) -> int:
+        """No more than the engine has room for, less those whose environments are not free for another group yet."""
+        left = self._engine.most_groups - len(self._unscored)
+        return left if self.joins or not self._unscored else 0
+
+    # The four calls
+
+    def prepare(self, jobs: Sequence[Job], version: int) -> list[PreparedGroup]:
+        """Nothing to do yet: TRL makes the prompts when the group begins."""
+        return [PreparedGroup(job=job, version=version, prompt_ids=[]) for job in jobs]
+
+    def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
+        self._start(new)
+        if self._open:
+            self._loop.run_until_complete(self._go_on())
+        if self._tools.in_time:  # each has its own time-out, which may be longer than the worker's
+            activity.progress()
+        self._tools.check()
+        if self._asks.step():
+            self._loop.run_until_complete(_rounds())
+        return self._ended()
+
+    def finish(self, sampled: Sequence[SampledGroup]) -> list[GeneratedGroup]:
+        """Nothing is left to do: TRL has made the groups."""
+        return [self._made.pop(group.prepared) for group in sampled]
+
+    def score(self, group: GeneratedGroup) -> Scores:
+        if not self._keeps_environments:
+            return self._trl.score(group)
+        with self._scoring:  # environments are used again once their groups have been scored
+            try:
+                return self._trl.score(group)
+            finally:
+                self._let_go(self._unscored.pop(id(group)))
+
+    def follow(self, weights: RemoteWeights) -> Policy:
+        return self._engine.follow(weights)
+
+    def close(self) -> None:
+        """Drop what is open. It can be used again."""
+        self._engine.close()
+        for group in self._made.values() if self._keeps_environments else ():  # nobody will score them
+            self._let_go(self._unscored.pop(id(group)))
+        self._made.clear()
+        self._asks.refuse(PeerDiedError("Nobody waits for this group any more."))
+        dropped, self._open = [*self._open], {}
+        for task in dropped if self._trl.goes_by_turns else ():
+            task.cancel()
+        if dropped:
+            self._loop.run_until_complete(asyncio.wait(dropped, timeout=CLOSE_S))
+
+    # Groups, on the event loop
+
+    def _start(self, new: Sequence[PreparedGroup]) -> None:
+        """All together where a function of the user's generates, and the engine samples nothing else meanwhile."""
+        if not new:
+            return
+        together = not (self.joins or self._trl.goes_by_turns)
+        for groups in [list(new)] if together else [[group] for group in new]:
+            self._open_task(groups)
+
+    def _open_task(self, groups: Sequence[PreparedGroup]) -> None:
+        work = self._by_turns(groups[0]) if self._trl.goes_by_turns else self._as_a_whole(groups)
+        self._open[self._loop.create_task(self._noting_errors(groups, work))] = groups
+
+    async def _noting_errors(
+        self, groups: Sequence[PreparedGroup], work: Coroutine[Any, Any, None]
+    ) -> list[SampledGroup]:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001  # of a prompt, a template, the user's code: it belongs to the job
+            return [SampledGroup(prepared=group, error=error) for group in groups]
+        finally:
+            self._asks.happened.set()
+        return [SampledGroup(prepared=group) for group in groups]
+
+    async def _by_turns(self, group: PreparedGroup) -> None:
+        copy = self._copy()
+        dialogues = Dialogues(copy.trl, group.job, group.version)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            with self._asks.working():
+                await self._begin(dialogues)
+                tasks += [asyncio.create_task(self._converse(each, group, copy)) for each in dialogues.all]
+                await asyncio.sleep(0)  # now each of them is working
+            await asyncio.gather(*tasks)
+            self._keep({group: dialogues.finish()}, copy)
+        except BaseException:
+            for task in tasks:  # an error of one ends the others
+                task.cancel()
+            if tasks:
+                await asyncio.wait(tasks)
+            self._release(copy)
+            raise
+
+    async def _begin(self, dialogues: Dialogues) -> None:
+        if not self._keeps_environments:
+            dialogues.begin()
+            return
+        async with self._beginning:
+            await self._threads.run(dialogues.begin, name=f"group {dialogues.job.seq}")
+
+    async def _converse(self, dialogue: Dialogue, group: PreparedGroup, copy: _Copy) -> None:
+        with self._asks.working():
+            dialogue.begin(await self._asks.continued(_ask(group, dialogue, dialogue.prompt)))
+            while dialogue.wants_tools:
+                outcomes = await self._tools.run(dialogue.calls(), copy.calls_left)
+                prompt = dialogue.prompt_after(outcomes)
+                if prompt is None:
+                    return
+                dialogue.add(outcomes, await self._asks.continued(_ask(group, dialogue, prompt)))
+
+    async def _as_a_whole(self, groups: Sequence[PreparedGroup]) -> None:
+        if not self.joins:
+            torch.manual_seed(groups[0].seed)  # a rollout_func may sample with the worker's own model
+        copy = self._copy()
+        try:
+            with self._asks.working():
+                made = await self._whole.run(copy.trl, groups)
+            self._keep(dict(zip(groups, made, strict=True)), copy)
+        except BaseException:
+            self._release(copy)
+            raise
+
+    async def _go_on(self) -> None:
+        """Let all go on that can, until the engine has something to do."""
+        happened = self._asks.happened
+        if self._asks.are_sampled:
+            await _rounds()
+        elif not happened.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(happened.wait(), WAKE_S)
+        happened.clear()
+
+    def _ended(self) -> list[SampledGroup]:
+        ended: list[SampledGroup] = []
+        for task in [task for task in self._open if task.done()]:
+            groups, results = self._open.pop(task), task.result()
+            if len(groups) > 1 and results[0].error is not None:  # the error belongs to one of them
+                for group in groups:
+                    self._open_task([group])
+            else:
+                ended += results
+        return ended
+
+    # Copies of the trainer, each with environments of its own
+
+    def _copy(self) -> _Copy:
+        return _Copy(self._idle.pop() if self._idle else self._trl.fork())
+
+    def _keep(self, made: dict[PreparedGroup, GeneratedGroup], copy: _Copy) -> None:
+        self._made.update(made)
+        if self._keeps_environments:
+            copy.unscored = len(made)
+            self._unscored.update((id(group), copy) for group in made.values())
+        else:
+            self._release(copy)
+
+    def _let_go(self, copy: _Copy) -> None:
+        copy.unscored -= 1
+        if copy.unscored == 0:
+            self._release(copy)
+
+    def _release(self, copy: _Copy) -> None:
+        """Use it for other groups, unless a tool that was given up may still use its environments."""
+        if not (self._keeps_environments and self._tools.still_running(copy.calls_left)):
+            self._idle.append(copy.trl)
+
+
+class _Copy:
+    """A copy of the worker's trainer that generates some groups."""
+
+    def __init__(self, trl: RolloutTrainer) -> None:
+        self.trl = trl
+        self.unscored = 0  # groups that use its environments
+        self.calls_left: set[int] = set()  # of tools, that were given up
+
+
+def _ask(group: PreparedGroup, dialogue: Dialogue, prompt: Prompt) -> Ask:
+    return Ask(
+        job=group.job,
+        version=group.version,
+        turn=dialogue.turns,
+        prompt_ids=[prompt.ids],
+        images=prompt.images,
+        fields=prompt.fields,
+        place=dialogue.place,
+    )
+
+
+async def _rounds() -> None:
+    for _ in range(ROUNDS):
+        await asyncio.sleep(0)

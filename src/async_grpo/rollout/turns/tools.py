@@ -1,0 +1,218 @@
+"""Runs the tools that dialogues call, side by side, each for a limited time.
+
+An async tool runs on TRL's own event loop, with those of all other dialogues. Any other runs in a thread: beside all
+others if it is marked `thread_safe`, else one call of it at a time. The calls of one message that are not async run in
+their order, as in TRL.
+
+Whatever a tool does, its dialogue gets a text: TRL's own for what TRL knows (it raised an exception, it does not exist,
+its arguments are wrong), the same for what TRL does not survive (it hangs, exits, or returns what is no text).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from loguru import logger
+
+from async_grpo.errors import GeneratorError
+from async_grpo.rollout.main_thread import UserCode
+from async_grpo.rollout.threads import KeptThreads
+from async_grpo.rollout.turns.dialogue import Call, Outcome, Refused
+
+MOST_TEXT = 65_536  # characters of a tool's result; a longer one becomes an error with its beginning
+SHOWN = 2_000  # characters of a result that is too long
+MOST_LEFT_BEHIND = 16  # calls that did not end in time and still run; one more ends the worker
+
+
+class ToolFailed(Exception):
+    """What a dialogue reads of a call that came to nothing."""
+
+
+class Tools:
+    """The tools of all dialogues of a worker. Used on its event loop.
+
+    Args:
+        code: by name, runs a tool where it can run: in the main thread if it uses signals.
+        timeout_s: of one call.
+        at_once: calls that run at a time.
+        users_loop: TRL's, on which async tools and rewards run.
+    """
+
+    def __init__(
+        self, code: Mapping[str, UserCode], *, timeout_s: float, at_once: int, users_loop: Callable[[], Any]
+    ) -> None:
+        self._code = code
+        self._timeout_s = timeout_s
+        self._room = asyncio.Semaphore(at_once)
+        self._users_loop = users_loop
+        self._threads = KeptThreads()
+        self._one_at_a_time: dict[Any, asyncio.Lock] = {}  # by tool
+        self._numbers = itertools.count()
+        self._running: dict[int, str] = {}  # calls that have not ended, by number: the tool's name
+        self._left_behind: set[int] = set()  # those of them that nobody waits for any more
+        self._said: Counter[str] = Counter()
+
+    @property
+    def in_time(self) -> int:
+        """Calls that run and whose time is not over."""
+        return len(self._running.keys() - self._left_behind)
+
+    def check(self) -> None:
+        """Raise `GeneratorError` if too many calls will not end: each keeps a thread, and what it holds."""
+        stuck = [self._running[number] for number in [*self._left_behind] if number in self._running]
+        if len(stuck) > MOST_LEFT_BEHIND:
+            names = ", ".join(f"{name} ({count})" for name, count in Counter(stuck).most_common(3))
+            raise GeneratorError(
+                f"{len(stuck)} tool calls still run after their {self._timeout_s:g} s (--tool-timeout): {names}. "
+                "Python cannot stop a thread, so this worker ends and another takes its place. Give the tool a "
+                "time-out of its own, or raise --tool-timeout."
+            )
+
+    async def run(self, calls: Sequence[Call], owner: set[int] | None = None) -> list[Outcome]:
+        """What the calls of one message came to, in their order.
+
+        Args:
+            owner: gets the numbers of calls that run on after this has ended.
+        """
+        owner = set() if owner is None else owner
+        outcomes: dict[int, Outcome] = {}
+        later = [index for index, call in enumerate(calls) if call.coroutine is not None]
+        for index, call in enumerate(calls):
+            if call.error is not None:
+                outcomes[index] = Outcome(error=Refused(call.error))
+            elif call.coroutine is None:
+                outcomes[index] = await self._in_thread(call, owner)
+        ended = await asyncio.gather(*(self._on_users_loop(calls[index], owner) for index in later))
+        outcomes.update(zip(later, ended, strict=True))
+        return [outcomes[index] for index in range(len(calls))]
+
+    def still_running(self, owner: set[int]) -> bool:
+        return not owner.isdisjoint(self._running)
+
+    async def _in_thread(self, call: Call, owner: set[int]) -> Outcome:
+        alone = contextlib.nullcontext() if is_thread_safe(call.tool) else self._lock_of(call.tool)
+        async with alone, self._room:
+            loop, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+            number = self._begun(call)
+
+            def work() -> None:
+                outcome = _outcome(partial(self._code[call.name].call, call.tool, **call.arguments))
+                self._running.pop(number, None)
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
+                    loop.call_soon_threadsafe(_give, answer, outcome)
+
+            self._threads.run(work, name=f"tool {call.name}")
+            return await self._in_its_time(call, number, answer, owner)
+
+    async def _on_users_loop(self, call: Call, owner: set[int]) -> Outcome:
+        async with self._room:
+            number = self._begun(call)
+
+            async def work() -> Outcome:
+                try:
+                    return await _awaited(call.coroutine)
+                finally:
+                    self._running.pop(number, None)
+
+            running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), self._users_loop()))
+            return await self._in_its_time(call, number, running, owner)
+
+    async def _in_its_time(self, call: Call, number: int, answer: asyncio.Future[Outcome], owner: set[int]) -> Outcome:
+        try:
+            return await asyncio.wait_for(answer, self._timeout_s)
+        except TimeoutError:
+            self._say(call.name)
+            return Outcome(
+                error=ToolFailed(f"Error: {call.name} did not return within {self._timeout_s:g} s and was given up.")
+            )
+        finally:
+            if number in self._running:  # timed out, or nobody wants it any more
+                self._left_behind.add(number)
+                owner.add(number)
+            self._left_behind.intersection_update(self._running)
+
+    def _begun(self, call: Call) -> int:
+        number = next(self._numbers)
+        self._running[number] = call.name
+        return number
+
+    def _lock_of(self, tool: Callable[..., Any]) -> asyncio.Lock:
+        """One for all instances of an environment's method."""
+        return self._one_at_a_time.setdefault(getattr(tool, "__func__", tool), asyncio.Lock())
+
+    def _say(self, name: str) -> None:
+        self._said[name] += 1
+        if self._said[name] == 1:
+            logger.warning(
+                "the tool {} did not return within {:g} s (--tool-timeout); its dialogue goes on with an error, its "
+                "thread is left behind. More of the same are not shown",
+                name,
+                self._timeout_s,
+            )
+
+
+def is_thread_safe(tool: Callable[..., Any]) -> bool:
+    """Whether the tool, or the class of its environment, is marked `thread_safe`."""
+    owner = getattr(tool, "__self__", None)
+    return bool(getattr(tool, "thread_safe", getattr(owner, "thread_safe", False)))
+
+
+def _give(answer: asyncio.Future[Outcome], outcome: Outcome) -> None:
+    if not answer.done():
+        answer.set_result(outcome)
+
+
+def _outcome(call: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(readable(call()))
+    except BaseException as error:  # noqa: BLE001  # whatever a tool raises is text for the model
+        return Outcome(error=_as_exception(error))
+
+
+async def _awaited(coroutine: Any) -> Outcome:
+    try:
+        return Outcome(readable(await coroutine))
+    except (asyncio.CancelledError, GeneratorExit):  # given up
+        raise
+    except BaseException as error:  # noqa: BLE001  # an `exit()` would end TRL's loop
+        return Outcome(error=_as_exception(error))
+
+
+def _as_exception(error: BaseException) -> Exception:
+    """The error, or what a dialogue reads in its place: of one that is no `Exception`, or that has no text."""
+    try:
+        text = str(error)
+        if isinstance(error, Exception):
+            fits = len(text) <= MOST_TEXT and text == _encodable(text)
+            return error if fits else ToolFailed(_encodable(text[:SHOWN]))
+        return ToolFailed(f"Error: {type(error).__name__}: {_encodable(text[:SHOWN])}")
+    except BaseException:  # noqa: BLE001  # its `__str__` raised
+        return ToolFailed(f"Error: {type(error).__name__}")
+
+
+def readable(result: Any) -> Any:
+    """A result as TRL writes it: its text; a list of content blocks as it is.
+
+    Raises:
+        ToolFailed: it is longer than any dialogue.
+    """
+    if isinstance(result, list):
+        return result
+    text = str(result)
+    if len(text) > MOST_TEXT:
+        raise ToolFailed(
+            f"Error: the result has {len(text):,} characters, and at most {MOST_TEXT:,} can be read. It begins: "
+            f"{_encodable(text[:SHOWN])}"
+        )
+    return _encodable(text)
+
+
+def _encodable(text: str) -> str:
+    """Without lone surrogates, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode()

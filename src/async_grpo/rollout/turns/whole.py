@@ -1,0 +1,144 @@
+"""Code of the user's from prompts to completions: a `rollout_func`, an override of TRL's generation.
+
+It is one function, which asks for tokens in its middle, so it runs in a thread. Only one runs at a time: it need not be
+thread-safe. While it waits for tokens, others run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from async_grpo.errors import PeerDiedError, WaitTimeoutError
+from async_grpo.rollout.engines import Fields, PreparedGroup, SampledGroup
+from async_grpo.rollout.main_thread import refusing_signals
+from async_grpo.rollout.threads import KeptThreads
+from async_grpo.rollout.turns.asks import Ask, Asks, as_exception
+
+if TYPE_CHECKING:
+    from async_grpo.rollout.trl_trainer import GeneratedGroup, Images, RolloutTrainer, Tokens
+
+TURN_WAIT_S = 4 * 3600.0  # for the completions of one turn; the worker's thread is watched meanwhile
+LOOK_S = 5.0  # waiting code looks this often whether the worker's thread is alive
+
+
+class Threads:
+    """Runs functions beside the event loop that awaits them."""
+
+    def __init__(self) -> None:
+        self._threads = KeptThreads()
+
+    async def run(self, work: Callable[[], None], name: str) -> None:
+        """Await `work`. Raises what it raised; `UserCodeExit` for what would end the loop."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def in_thread() -> None:
+            error: Exception | None = None
+            try:
+                work()
+            except BaseException as raised:  # noqa: BLE001  # of the user's code: it belongs to the job
+                error = as_exception(raised)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
+                loop.call_soon_threadsafe(_end, ended, error)
+
+        self._threads.run(in_thread, name)
+        await ended
+
+
+class WholeGenerations:
+    """Runs TRL's generation as one function, on a copy of the trainer for each.
+
+    Args:
+        worker_thread: that steps the event loop.
+    """
+
+    def __init__(self, asks: Asks, threads: Threads, worker_thread: threading.Thread) -> None:
+        self._asks = asks
+        self._threads = threads
+        self._worker_thread = worker_thread
+        self._alone = threading.Lock()
+
+    async def run(self, trl: RolloutTrainer, groups: Sequence[PreparedGroup]) -> list[GeneratedGroup]:
+        """The groups, generated together."""
+        turns: list[SampledGroup] = []
+        made: list[GeneratedGroup] = []
+        loop = asyncio.get_running_loop()
+
+        def sample(prompt_ids: list[list[int]], images: Images = None, fields: Fields | None = None) -> Tokens:
+            ask = partial(self._sampled, groups[0], len(turns), prompt_ids, images, fields)
+            self._alone.release()
+            try:
+                turns.append(self._wait(asyncio.run_coroutine_threadsafe(ask(), loop)))
+            finally:
+                self._alone.acquire()
+            return [list(ids) for ids in turns[-1].token_ids], [list(row) for row in turns[-1].logprobs]
+
+        def work() -> None:
+            with self._alone, refusing_signals():
+                made.extend(trl.generate([group.job for group in groups], groups[0].version, sample))
+
+        await self._threads.run(work, name=f"group {groups[0].job.seq}")
+        if any(turn.versions is not None for turn in turns):
+            return [_with_versions(group, turns) for group in made]
+        return made
+
+    async def _sampled(
+        self, group: PreparedGroup, turn: int, prompt_ids: list[list[int]], images: Images, fields: Fields | None
+    ) -> SampledGroup:
+        ask = Ask(job=group.job, version=group.version, turn=turn, prompt_ids=prompt_ids, images=images, fields=fields)
+        return await self._asks.sampled(ask)
+
+    def _wait(self, sampled: Future[SampledGroup]) -> SampledGroup:
+        deadline = time.monotonic() + TURN_WAIT_S
+        while not wait([sampled], LOOK_S).done:
+            if not self._worker_thread.is_alive():
+                raise PeerDiedError("The worker's thread has ended.")
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(f"Timed out after {TURN_WAIT_S:.0f} s waiting for the engine's tokens.")
+        return sampled.result()
+
+
+def _end(ended: asyncio.Future[None], error: Exception | None) -> None:
+    if ended.done():
+        return
+    if error is None:
+        ended.set_result(None)
+    else:
+        ended.set_exception(error)
+
+
+def _with_versions(group: GeneratedGroup, turns: Sequence[SampledGroup]) -> GeneratedGroup:
+    oldest = min((version for turn in turns for row in turn.versions or () for version in row), default=group.version)
+    return replace(group, version=oldest, token_versions=versions_of_tokens(group, turns, oldest))
+
+
+def versions_of_tokens(group: GeneratedGroup, turns: Sequence[SampledGroup], default: int) -> list[list[int]]:
+    """The policy version of each token of each completion; `default` for what a tool wrote.
+
+    A later turn's prompt is the group's prompt and the completion so far, and its rows are in the completions' order.
+    """
+    versions = [[default] * len(ids) for ids in group.completion_ids]
+    for turn in turns:
+        row = 0
+        for prompt, ids, sampled in zip(turn.prepared.prompt_ids, turn.token_ids, turn.versions or (), strict=True):
+            while not _continues(group, row, prompt, ids):
+                row += 1
+            start = len(prompt) - len(group.prompt_ids[row])
+            kept = versions[row][start : start + len(sampled)]
+            versions[row][start : start + len(kept)] = sampled[: len(kept)]
+            row += 1
+    return versions
+
+
+def _continues(group: GeneratedGroup, row: int, prompt: list[int], ids: list[int]) -> bool:
+    """Whether `prompt` and then `ids`, which TRL may have cut, is how the row's prompt and completion begin."""
+    whole = group.prompt_ids[row] + group.completion_ids[row]
+    return whole[: len(prompt)] == prompt and ids[: len(whole) - len(prompt)] == whole[len(prompt) :][: len(ids)]

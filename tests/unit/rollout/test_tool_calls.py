@@ -1,0 +1,243 @@
+"""The tools of dialogues: side by side, in their time, and whatever they do, a text."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from engines import DEADLINE_S
+
+from async_grpo.errors import GeneratorError
+from async_grpo.rollout.main_thread import UserCode
+from async_grpo.rollout.turns import tools as module
+from async_grpo.rollout.turns.dialogue import Call, Outcome, Refused
+from async_grpo.rollout.turns.tools import MOST_TEXT, Tools
+
+
+def made(**options: Any) -> Tools:
+    settings: dict[str, Any] = {"timeout_s": DEADLINE_S, "at_once": 64, "users_loop": asyncio.get_running_loop}
+    return Tools(defaultdict(lambda: UserCode("the tools")), **{**settings, **options})
+
+
+def call(tool: Callable[..., Any], **arguments: Any) -> Call:
+    return Call(tool.__name__, tool, arguments)
+
+
+def later(tool: Callable[..., Any], **arguments: Any) -> Call:
+    return Call(tool.__name__, tool, arguments, coroutine=tool(**arguments))
+
+
+def outcomes(dialogues: Sequence[Sequence[Callable[[], Call]]], **options: Any) -> list[list[Outcome]]:
+    """What the calls of several dialogues came to, made at the same time."""
+
+    async def run() -> list[list[Outcome]]:
+        tools = made(**options)
+        return await asyncio.gather(*(tools.run([make() for make in calls]) for calls in dialogues))
+
+    return asyncio.run(run())
+
+
+def outcome(tool: Callable[..., Any], **options: Any) -> Outcome:
+    return outcomes([[lambda: call(tool)]], **options)[0][0]
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    """Set at the end: what hangs in a test ends."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_what_is_thread_safe_runs_side_by_side() -> None:
+    met = threading.Barrier(16)
+
+    def meet() -> int:
+        return met.wait(DEADLINE_S)
+
+    meet.thread_safe = True  # type: ignore[attr-defined]
+    results = outcomes([[lambda: call(meet)]] * 16)
+    assert sorted(one.value for [one] in results) == sorted(map(str, range(16)))
+
+
+def test_any_other_tool_runs_one_call_at_a_time_beside_other_tools() -> None:
+    met = threading.Barrier(2)
+    running: list[str] = []
+    most: list[int] = []
+
+    def alone() -> str:
+        running.append("")
+        most.append(len(running))
+        threading.Event().wait(0.002)
+        running.pop()
+        return "done"
+
+    def left() -> int:
+        return met.wait(DEADLINE_S)
+
+    def right() -> int:
+        return met.wait(DEADLINE_S)
+
+    outcomes([[lambda: call(alone)]] * 8 + [[lambda: call(left)], [lambda: call(right)]])
+    assert max(most) == 1
+
+
+def test_the_methods_of_two_environments_are_one_tool_unless_their_class_is_thread_safe() -> None:
+    class Environment:
+        thread_safe = False
+
+        def step(self) -> int:
+            return met.wait(0.05 if not self.thread_safe else DEADLINE_S)
+
+    for thread_safe, right in ((True, None), (False, threading.BrokenBarrierError)):
+        met, Environment.thread_safe = threading.Barrier(2), thread_safe
+        results = outcomes([[lambda: call(Environment().step)]] * 2)
+        assert all((one.error is None) if right is None else isinstance(one.error, right) for [one] in results)
+
+
+def test_async_tools_of_all_dialogues_are_awaited_together() -> None:
+    met: list[asyncio.Barrier] = []
+
+    async def meet() -> str:
+        await met[0].wait()
+        return "met"
+
+    async def run() -> list[list[Outcome]]:
+        met.append(asyncio.Barrier(4))
+        tools = made()
+        return await asyncio.gather(*(tools.run([later(meet), later(meet)]) for _ in range(2)))
+
+    assert [one.value for results in asyncio.run(run()) for one in results] == ["met"] * 4
+
+
+def test_no_more_calls_than_the_limit_run_at_a_time() -> None:
+    running: list[str] = []
+    most: list[int] = []
+
+    def busy() -> str:
+        running.append("")
+        most.append(len(running))
+        threading.Event().wait(0.002)
+        running.pop()
+        return ""
+
+    busy.thread_safe = True  # type: ignore[attr-defined]
+    outcomes([[lambda: call(busy)]] * 12, at_once=3)
+    assert max(most) <= 3
+
+
+def test_calls_of_one_message_run_in_their_order() -> None:
+    order: list[int] = []
+
+    def note(n: int) -> None:
+        order.append(n)
+
+    note.thread_safe = True  # type: ignore[attr-defined]
+    outcomes([[lambda n=n: call(note, n=n) for n in range(5)]])  # type: ignore[misc]
+    assert order == list(range(5))
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def tool() -> Any:
+        raise error
+
+    return tool
+
+
+class Textless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        (raising(ValueError("no such page")), "no such page"),
+        (raising(SystemExit(3)), "Error: SystemExit: 3"),
+        (raising(KeyboardInterrupt()), "Error: KeyboardInterrupt: "),
+        (raising(Textless()), "Error: Textless"),
+        (raising(ValueError("\ud800")), "?"),
+        (lambda: "x" * 1_000_000, "Error: the result has 1,000,000 characters, and at most"),
+    ],
+)
+def test_what_a_tool_raises_is_a_text(tool: Callable[[], Any], text: str) -> None:
+    tool.__name__ = "tool"
+    error = outcome(tool).error
+    assert str(error).startswith(text)
+    assert len(str(error)) < MOST_TEXT
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [(b"\xff", "b'\\xff'"), ("a\ud800b", "a?b"), (None, "None"), ({"a": 1}, "{'a': 1}"), ([{"type": "text"}], None)],
+)
+def test_what_a_tool_returns_is_a_text_or_blocks(result: Any, text: str | None) -> None:
+    def tool() -> Any:
+        return result
+
+    assert outcome(tool).value == (result if text is None else text)
+
+
+def test_a_result_without_a_text_is_an_error() -> None:
+    def tool() -> Any:
+        return Textless()
+
+    assert str(outcome(tool).error) == "no text"
+
+
+def test_an_async_tool_that_exits_or_took_no_arguments() -> None:
+    async def leave() -> None:
+        raise SystemExit
+
+    refused = Call("leave", leave, {"a": 1}, error=TypeError("unexpected"))
+    [[left, wrong]] = outcomes([[lambda: later(leave), lambda: refused]])
+    assert str(left.error) == "Error: SystemExit: "
+    assert isinstance(wrong.error, Refused)
+
+
+def test_a_tool_that_hangs_is_given_up_and_others_of_its_name_go_on(released: threading.Event) -> None:
+    begun: list[int] = []
+
+    def hang() -> str:
+        begun.append(1)
+        if len(begun) == 1:
+            released.wait(DEADLINE_S)
+        return "done"
+
+    async def waits() -> None:
+        await asyncio.sleep(DEADLINE_S)
+
+    results = outcomes([[lambda: call(hang)], [lambda: call(hang)], [lambda: later(waits)]], timeout_s=0.05)
+    assert "Error: hang did not return within 0.05 s" in str(results[0][0].error)
+    assert results[1][0].value == "done"
+    assert "waits did not return" in str(results[2][0].error)
+
+
+def test_too_many_threads_that_are_left_behind_end_the_worker(
+    released: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MOST_LEFT_BEHIND", 2)
+
+    def hang() -> None:
+        released.wait(DEADLINE_S)
+
+    async def run() -> None:
+        tools, owner = made(timeout_s=0.02), set[int]()
+        await tools.run([call(hang)] * 2, owner)
+        assert tools.still_running(owner)
+        tools.check()
+        await tools.run([call(hang)])
+        with pytest.raises(GeneratorError, match=r"3 tool calls still run after their 0\.02 s .*hang \(3\)"):
+            tools.check()
+        released.set()
+        deadline = asyncio.get_running_loop().time() + DEADLINE_S
+        while tools.still_running(owner):
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.005)
+        tools.check()
+
+    asyncio.run(run())
