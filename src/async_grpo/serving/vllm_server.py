@@ -1,0 +1,238 @@
+"""A vLLM server as a child of this process.
+
+    with VLLMServerProcess(ServerPlan(model="Qwen/Qwen3-0.6B", port=8000, log=Path("vllm.log"))) as server:
+        server.wait_ready()  # asks, and shows the server's last line meanwhile
+        ...                  # requests to server.base_url; server.running; server.restart()
+
+The server is the leader of a process group of its own. It is signalled only before it has been waited for, so nothing
+else can have its pid, and whatever of the group is left after it is killed. If this process is killed, it ends as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, replace
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Self
+
+from loguru import logger
+
+from async_grpo.errors import GeneratorError
+from async_grpo.formatting import printable
+from async_grpo.rundir.reading import naming, open_plain
+from async_grpo.setup.process import path_to_us
+from async_grpo.telemetry.waiting import Reminder
+
+SHARED_MEMORY, NCCL = "async_grpo_ipc", "nccl"  # how new weights come
+READY_S = 300.0
+GRACE_S = 20.0  # after SIGTERM
+LOOK_S = 5.0  # for an answer to /health
+POLL_S = 0.2
+STARTS = 3  # in a row of a server that is killed before it is ready
+LAST_BYTES = 1 << 16
+LAST_LINES = 20
+TAKEN = "ddress already in use"
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the requests that bring new weights
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # servers share the cores: none of them may claim one for itself
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlan:
+    """What to start."""
+
+    model: str  # a folder, or a name on the hub
+    port: int  # if it is taken, the next free one
+    log: Path  # standard output and standard error are appended to it
+    host: str = "127.0.0.1"
+    tensor_parallel_size: int = 1
+    weights: str = SHARED_MEMORY
+    arguments: Sequence[str] = ()  # more of `vllm serve`
+    env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def command(self) -> list[str]:
+        """For a child of this process."""
+        return [
+            *(sys.executable, "-m", "async_grpo.serving.entry", str(os.getpid())),
+            *("--model", self.model, "--host", self.host, "--port", str(self.port)),
+            *("--tensor-parallel-size", str(self.tensor_parallel_size)),
+            *("--weight-transfer-config", json.dumps({"backend": self.weights})),
+            *("--logprobs-mode", "processed_logprobs"),  # of the distribution that is sampled from
+            *self.arguments,
+        ]
+
+    def environment(self) -> dict[str, str]:
+        env = {**ENVIRONMENT, **self.env, "PYTHONPATH": path_to_us(self.env), "VLLM_SERVER_DEV_MODE": "1"}
+        plugins = env.get("VLLM_PLUGINS")
+        if plugins is not None and SHARED_MEMORY not in plugins.split(","):
+            env["VLLM_PLUGINS"] = ",".join(filter(None, (plugins, SHARED_MEMORY)))
+        return env
+
+
+class VLLMServerProcess:
+    """One server. Use it from one thread; as a context manager it starts at the beginning and ends at the end."""
+
+    def __init__(self, plan: ServerPlan) -> None:
+        self._plan = plan
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0
+        self.starts = 0
+
+    @property
+    def port(self) -> int:
+        return self._plan.port
+
+    @property
+    def base_url(self) -> str:
+        return f"http://{self._plan.host}:{self._plan.port}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "the server has not been started"
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is there; it may be loading, or hang."""
+        return self._process is not None and not self._has_ended()
+
+    def start(self) -> None:
+        """Start the server, on the next free port if its own is taken, and return at once."""
+        assert not self.running, "the server runs already"
+        port = free_port(self._plan.host, self._plan.port)
+        if port != self._plan.port:
+            logger.warning("port {} is taken: the vLLM server listens on {}", self._plan.port, port)
+            self._plan = replace(self._plan, port=port)
+        log = self._plan.log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with naming(log), os.fdopen(open_plain(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
+            self._log_start = file.tell()
+            self._process = subprocess.Popen(
+                self._plan.command(),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                env=self._plan.environment(),
+                start_new_session=True,
+            )
+        self.starts += 1
+
+    def answers(self) -> bool:
+        """Whether it says that it is well."""
+        with closing(HTTPConnection(self._plan.host, self.port, timeout=LOOK_S)) as connection:
+            try:
+                connection.request("GET", "/health")
+                return connection.getresponse().status == 200 and self.running
+            except (OSError, HTTPException):
+                return False
+
+    def wait_ready(self, timeout_s: float = READY_S) -> None:
+        """Wait until it answers; it is started again if it is killed meanwhile, or its port was taken from it.
+
+        Raises:
+            GeneratorError: it ended, was killed three times, or did not answer in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        last_start = self.starts + STARTS - 1
+        with Reminder(lambda: f"the vLLM server at {self.base_url} ({self.last_line()})") as reminder:
+            while not self.answers():
+                if not self.running:
+                    self._start_again_or_raise(last_start)
+                if time.monotonic() > deadline:
+                    raise GeneratorError(
+                        f"Timed out after {timeout_s:.0f} s waiting for the vLLM server at {self.base_url}. It last "
+                        f"wrote: {self.last_line()}. All of it is in {self._plan.log}."
+                    )
+                reminder.tick()
+                time.sleep(POLL_S)
+
+    def restart(self) -> None:
+        """End what is left of it and start it again; `wait_ready` comes next."""
+        self.end(grace_s=0.0)
+        logger.warning("starting the vLLM server at {} again", self.base_url)
+        self.start()
+
+    def end(self, grace_s: float = GRACE_S) -> None:
+        """SIGTERM, after a grace SIGKILL, and SIGKILL to what it left behind. Does nothing where none runs."""
+        if self._process is None:
+            return
+        if grace_s > 0:
+            self._process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while not self._has_ended() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # its leader has not been waited for, so it is still this one
+        self._process.wait()
+        self._process = None
+
+    def last_line(self) -> str:
+        """What it wrote last, for people."""
+        lines = self.last_words().splitlines()
+        return lines[-1] if lines else "it has written nothing yet"
+
+    def last_words(self) -> str:
+        """The last lines since it was started."""
+        with suppress(OSError), self._plan.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, size - LAST_BYTES))
+            lines = printable(file.read().decode(errors="replace")).splitlines()
+            return "\n".join([line.strip() for line in lines if line.strip()][-LAST_LINES:])
+        return ""
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+
+    def _has_ended(self) -> bool:
+        """Without waiting for it, so that its pid and its group stay its own until `end`."""
+        assert self._process is not None
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:
+            return True
+
+    def _start_again_or_raise(self, last_start: int) -> None:
+        words = self.last_words()
+        assert self._process is not None
+        status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        killed = status is not None and status.si_code != os.CLD_EXITED
+        if self.starts < last_start and (killed or TAKEN in words):
+            self.restart()
+            return
+        self.end(grace_s=0.0)
+        how = "was killed" if killed else "ended"
+        raise GeneratorError(
+            f"The vLLM server at {self.base_url} {how} before it was ready. Its last words, from {self._plan.log}:\n"
+            f"{words}"
+        )
+
+
+def free_port(host: str, first: int) -> int:
+    """The first port from `first` on that nobody listens on.
+
+    Raises:
+        GeneratorError: none of the next hundred is free.
+    """
+    for port in range(first, min(first + 100, 65536)):
+        with closing(socket.socket()) as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: TIME_WAIT is no holder
+            probe.bind((host, port))
+            return port
+    raise GeneratorError(f"No port from {first} to {first + 99} is free for a vLLM server. Choose another first port.")

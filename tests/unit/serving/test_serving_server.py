@@ -1,0 +1,136 @@
+"""A server that we start: ready, killed before and after, a port that is taken, last words, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from async_grpo.errors import GeneratorError
+from async_grpo.serving import vllm_server
+from async_grpo.serving.vllm_server import ServerPlan, VLLMServerProcess, free_port
+
+HERE = Path(__file__).parent
+Make = Callable[..., VLLMServerProcess]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Servers that are `fake_vllm.py`, and at the end no process of them."""
+    package = tmp_path / "fake" / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    (package / "api_server.py").write_text((HERE / "fake_vllm.py").read_text())
+    monkeypatch.setattr(vllm_server, "POLL_S", 0.02)
+    made = []
+
+    def build(port: int | None = None, **behaviour: Any) -> VLLMServerProcess:
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(tmp_path / "fake"),
+            "FAKE_VLLM": json.dumps({**behaviour, "folder": str(tmp_path)}),
+        }
+        plan = ServerPlan(model="M", port=port or free_port("127.0.0.1", 18000), log=tmp_path / "log", env=env)
+        made.append(VLLMServerProcess(plan))
+        return made[-1]
+
+    yield build
+    for server in made:
+        server.end(grace_s=5.0)
+    wait_for(lambda: not any(map(lives, pids(tmp_path))), "the end of all processes")
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def pids(folder: Path) -> list[int]:
+    """Of every server that was started, and its child."""
+    return [pid for path in folder.glob("*.json") for pid in (int(path.stem), json.loads(path.read_text())["child"])]
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + 60
+    while not (found := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+    return found
+
+
+def test_it_is_started_asked_and_ended(make: Make, tmp_path: Path) -> None:
+    with make() as server:
+        server.wait_ready(60)
+        assert server.answers()
+        arguments = json.loads((tmp_path / f"{server.pid}.json").read_text())["arguments"]
+    assert not server.running
+    assert arguments[:2] == ["--model", "M"]
+    assert '{"backend": "async_grpo_ipc"}' in arguments
+
+
+def test_killed_before_it_is_ready_it_is_started_three_times(make: Make, tmp_path: Path) -> None:
+    server = make(hangs=True)
+    killed: list[int] = []
+
+    def answers() -> bool:
+        if server.pid not in killed and (tmp_path / f"{server.pid}.json").exists():
+            killed.append(server.pid)
+            os.kill(server.pid, signal.SIGKILL)
+            wait_for(lambda: not server.running, "its end")
+        return False
+
+    server.answers = answers  # type: ignore[method-assign]
+    server.start()
+    with pytest.raises(GeneratorError, match=r"(?s)was killed before it was ready.*Loading the weights"):
+        server.wait_ready(60)
+    assert len(killed) == 3
+
+
+def test_killed_later_it_is_started_again_and_leaves_nothing(make: Make, tmp_path: Path) -> None:
+    with make() as server:
+        server.wait_ready(60)
+        first = server.pid
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: not server.running, "its end")
+        assert not server.answers()
+        server.restart()
+        server.wait_ready(60)
+        assert (server.starts, server.pid != first) == (2, True)
+
+
+def test_a_server_that_ends_says_why(make: Make) -> None:
+    with make(says="ValueError: no such model") as server, pytest.raises(GeneratorError, match="no such model"):
+        server.wait_ready(60)
+    assert server.starts == 1, "what it said it would say again"
+
+
+def test_a_wait_has_an_end_and_shows_the_last_line(make: Make, tmp_path: Path) -> None:
+    with make(hangs=True) as server:
+        wait_for(lambda: pids(tmp_path), "its start")
+        with pytest.raises(GeneratorError, match=r"Timed out after 0 s.*Loading the weights"):
+            server.wait_ready(0.1)
+
+
+def test_a_taken_port_is_left_to_its_holder(make: Make) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        taken = holder.getsockname()[1]
+        with make(port=taken) as server:
+            assert server.port > taken
+            server.wait_ready(60)
+
+
+def test_our_plugin_is_among_those_that_the_user_allows() -> None:
+    plan = ServerPlan(model="M", port=1, log=Path("log"), env={"VLLM_PLUGINS": "other"})
+    assert plan.environment()["VLLM_PLUGINS"] == "other,async_grpo_ipc"
+    assert "VLLM_PLUGINS" not in ServerPlan(model="M", port=1, log=Path("log"), env={}).environment()
