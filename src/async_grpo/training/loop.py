@@ -26,6 +26,7 @@ from async_grpo.archive import checkpoint_folders, rollout_state
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.history import ConsumptionRecord
 from async_grpo.archive.rollout_state import RolloutState
+from async_grpo.deltas.recorder import recorder_of
 from async_grpo.errors import DiskFullError, UsageError
 from async_grpo.evals.evaluation import Evaluation
 from async_grpo.evals.report import Evaluated, Judge, Ledger
@@ -109,7 +110,8 @@ class AsyncTraining(TrainingEvents):
             run.root, state.run_id, max_attempts=settings.max_attempts, consumed=used or (), lock=lock
         )
         self._archive = UsedGroups(self._queue, run.root / "done", settings.keep_done, used)
-        self._publisher = WeightPublisher(_exporter(trainer, self._leader, run, state, settings))
+        recorder = recorder_of(trainer, run, state, settings)
+        self._publisher = WeightPublisher(_exporter(trainer, self._leader, run, state, settings), recorder)
         self._evaluations = self._run_evaluations(state.run_id, used.step if used else 0)
         self._rollouts = self._rollout_source(state.run_id, used)
         trl_trainer.make_async(trainer, self, correction=rule)
@@ -369,7 +371,7 @@ def _exporter(
     """Makes the exporter, once the model is where it trains."""
     model = trainer.model
     sharing = state.workers_sharing if state.num_workers else None
-    slots = slots_for(model, max_staleness=settings.max_staleness, sharing=sharing)
+    slots = slots_for(model, max_staleness=settings.max_staleness, sharing=sharing, recorded=settings.delta_every > 0)
     if not is_sharded(trainer):
         return lambda: WeightExporter.from_model(
             model, run.weights_handle, slots=slots, way=settings.weights, share_frozen=True
