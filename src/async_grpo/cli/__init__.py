@@ -32,6 +32,7 @@ INSPECT = {
     "rollouts": "read what the model wrote, in the terminal or as a page",
     "audit": "prove from a run's files that no prompt group was lost or used twice",
     "doctor": "check machine, directory and setup file, and say how to fix what is wrong; --dump for bug reports",
+    "delta": "verify, rebuild and study the versions that a run kept with --delta-every",
     "queue": "look at a run's queue and repair it by hand",
 }
 COMMANDS = {**COMPUTE, **INSPECT}
