@@ -253,7 +253,7 @@ class TrainingSettings:
     publish_dtype: str | None = setting(
         None,
         "dtype in which floating-point weights are published, and so kept by --delta-every (default: as they train)",
-        choices=("bf16", "fp16"),
+        choices=("bf16",),
     )
     delta_every: int = setting(
         0,

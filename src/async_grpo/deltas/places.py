@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from async_grpo.deltas.chain import CHAIN_FILE
+from async_grpo.deltas.chain import CHAIN_FILE, Chain
 from async_grpo.errors import DeltaChainError
 from async_grpo.rundir.paths import RunDir
 
@@ -44,3 +44,8 @@ def named_version(text: str) -> Named | None:
     if match is None or Path(text).exists() or not Path(match[1]).expanduser().is_dir():
         return None
     return Named(chain_folder(Path(match[1]).expanduser()).absolute(), int(match[2]))
+
+
+def require_version(named: Named) -> None:
+    """`DeltaChainError` where the version is not there, or the files that lead to it are not."""
+    Chain(named.folder).path_to(named.version)

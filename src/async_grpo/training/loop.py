@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import torch
 from loguru import logger
 
 from async_grpo.archive import checkpoint_folders, rollout_state
@@ -27,7 +28,7 @@ from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.history import ConsumptionRecord
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.deltas.recorder import recorder_of
-from async_grpo.errors import DiskFullError, UsageError
+from async_grpo.errors import DiskFullError, UnsupportedError, UsageError
 from async_grpo.evals.evaluation import Evaluation
 from async_grpo.evals.report import Evaluated, Judge, Ledger
 from async_grpo.evals.schedule import RunEvaluations
@@ -319,6 +320,11 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     if settings.deterministic and settings.filter_zero_variance:
         raise UsageError("--filter-zero-variance depends on which worker is faster, so it excludes --deterministic.")
     settings.evaluated_ks()
+    if settings.publish_dtype is not None and is_sharded(trainer):
+        raise UnsupportedError(
+            "--publish-dtype is not possible with a trainer that is sharded over several GPUs: its weights are "
+            "published as they are gathered. Leave it out, or load the model in bf16."
+        )
     trl_trainer.refuse_unsupported(trainer)
     check_fields(trainer)
     check_overrides(trainer)
@@ -372,9 +378,10 @@ def _exporter(
     model = trainer.model
     sharing = state.workers_sharing if state.num_workers else None
     slots = slots_for(model, max_staleness=settings.max_staleness, sharing=sharing, recorded=settings.delta_every > 0)
+    dtype = torch.bfloat16 if settings.publish_dtype == "bf16" else None
     if not is_sharded(trainer):
         return lambda: WeightExporter.from_model(
-            model, run.weights_handle, slots=slots, way=settings.weights, share_frozen=True
+            model, run.weights_handle, slots=slots, way=settings.weights, share_frozen=True, dtype=dtype
         )
     blueprint = Blueprint.of_model(model)
     device = trainer.accelerator.device
