@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from pathlib import Path
@@ -80,11 +80,6 @@ def share(text: str) -> float:
     if number == 0:
         raise ArgumentTypeError("must be over 0, and at most 1")
     return number
-
-
-def absolute(folder: str) -> str:
-    """As a resume may be started in another folder."""
-    return str(Path(folder).expanduser().absolute())
 
 
 def comma_separated(text: str) -> tuple[int, ...]:
@@ -250,32 +245,6 @@ class TrainingSettings:
     )
     eval_top_p: float = setting(0.95, "top_p in evaluations; 1: off (default: 0.95)", type=share, metavar="P")
     eval_top_k: int = setting(20, "top_k in evaluations; 0: off (default: 20)", type=not_negative, metavar="K")
-    publish_dtype: str | None = setting(
-        None,
-        "dtype in which floating-point weights are published, and so kept by --delta-every (default: as they train)",
-        choices=("bf16",),
-    )
-    delta_every: int = setting(
-        0,
-        "keep every N-th version of the weights, as its exact difference from the one before; 0: none (default: 0)",
-        type=not_negative,
-        metavar="N",
-    )
-    full_every: int = setting(
-        100,
-        "of the versions that --delta-every keeps, each M-th is a snapshot; 0: only the first (default: 100)",
-        type=not_negative,
-        metavar="M",
-    )
-    delta_keep: int | None = setting(
-        None,
-        "delete the oldest kept versions, but keep the newest N at least (default: keep all)",
-        type=positive,
-        metavar="N",
-    )
-    delta_dir: str | None = setting(
-        None, "folder of the kept versions (default: checkpoints/deltas_RUN)", type=absolute, metavar="DIR"
-    )
     resume: bool = setting(False, "continue the unfinished run in --run-dir")
     stall_warning: float = stall_warning()
 
@@ -338,10 +307,12 @@ class WorkerSettings:
     )
 
 
-def as_flags(settings: TrainingSettings | WorkerSettings) -> list[str]:
-    """`TrainingSettings(seed=3, resume=True, …)` -> `["--seed", "3", "--resume", …]`."""
+def as_flags(settings: TrainingSettings | WorkerSettings, only: Collection[str] | None = None) -> list[str]:
+    """`TrainingSettings(seed=3, resume=True, …)` -> `["--seed", "3", "--resume", …]`. `only`: these fields."""
     flags: list[str] = []
     for setting in fields(settings):
+        if only is not None and setting.name not in only:
+            continue
         value: Any = getattr(settings, setting.name)
         if value is True:
             flags.append(flag_name(setting.name))

@@ -24,15 +24,16 @@ COMPUTE = {
     "worker": "start one rollout worker",
     "evaluate": "have workers answer a setup file's eval_dataset with the weights of a checkpoint: pass@k and others",
     "chat": "ask a checkpoint something, and read its answer",
+    "sweep": "train a setup file on several seeds side by side, and sum up what they agree on",
     "replay": "train again from the archived groups of a run, with other settings or the same",
 }
 INSPECT = {
     "status": "what a run does, which process waits for which, what holds it up",
     "board": "a run's curves, samples and settings in TensorBoard",
     "rollouts": "read what the model wrote, in the terminal or as a page",
+    "compare": "how much better one sweep is than another, over seeds and over problems",
     "audit": "prove from a run's files that no prompt group was lost or used twice",
     "doctor": "check machine, directory and setup file, and say how to fix what is wrong; --dump for bug reports",
-    "delta": "verify, rebuild and study the versions that a run kept with --delta-every",
     "queue": "look at a run's queue and repair it by hand",
 }
 COMMANDS = {**COMPUTE, **INSPECT}

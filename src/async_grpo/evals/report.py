@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from async_grpo.archive.advantages import AdvantageRule
@@ -76,6 +77,7 @@ class Evaluated:
     figures: dict[str, Estimate]
     tasks: dict[str, dict[str, Estimate]]  # of each task, where problems have some
     failed: dict[str, str]  # problem, by its place in the dataset -> why it has no answers
+    by_problem: dict[str, list[float]] = field(default_factory=dict)  # -> [mean success, mean reward]
 
     def headline(self) -> str:
         """`success rate 0.712 ± 0.031, pass@5 0.981 ± 0.008, mean reward 0.712 ± 0.031` for the log."""
@@ -100,8 +102,13 @@ def evaluated(
         figures=estimates(problems, ks) if problems else {},
         tasks={task: estimates([one for one in problems if one.task == task], ks) for task in tasks},
         failed={str(problem): reason for problem, reason in failed.items()},
+        by_problem={str(problem): _means(answers[problem]) for problem in sorted(answers)},
         **about,
     )
+
+
+def _means(answers: Answers) -> list[float]:
+    return [round(fmean(answers.successes), 6), round(fmean(answers.rewards), 6)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

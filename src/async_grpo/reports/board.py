@@ -254,6 +254,12 @@ class EventFiles:
         summary.value.add(tag=metadata.SESSION_END_INFO_TAG, metadata=content, tensor=metadata.NULL_TENSOR)
         self._add(folder, Event(step=0, wall_time=at, summary=summary))
 
+    def image(self, folder: str, tag: str, png: bytes, step: int, at: float) -> None:
+        width, height = (int.from_bytes(png[start : start + 4]) for start in (16, 20))  # the header of every PNG
+        image = Summary.Image(width=width, height=height, encoded_image_string=png)
+        summary = Summary(value=[Summary.Value(tag=tag, image=image)])
+        self._add(folder, Event(step=step, wall_time=at, summary=summary))
+
     def _add(self, folder: str, event: Event) -> None:
         if folder not in self._files:
             self._files[folder] = self._open(folder)

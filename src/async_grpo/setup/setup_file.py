@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import random
 import sys
 import traceback
 from collections.abc import Mapping
@@ -80,6 +81,8 @@ def load_trainer(
         UsageError: one of `config_values` is wrong, or would have no effect.
     """
     check_setup_file(path)
+    if seed is not None:
+        _seed(seed)
     with configurations_with(config_values or {}) as made:
         trainer = _built(path, engine_here=engine_here, hub_here=hub_here, worker_of=worker_of)
 
@@ -119,6 +122,19 @@ def _built(path: Path, *, engine_here: bool, hub_here: bool, worker_of: int | No
         raise
     except Exception as error:  # anything the user's code raises is the user's to read
         raise SetupFileError(_failed(f"get_trainer() in {path} failed", error, path)) from error
+
+
+def _seed(seed: int) -> None:
+    """For what the file itself draws, such as a model's first weights: python, numpy, torch and CUDA.
+
+    transformers' `set_seed` would do the same, but Unsloth wants to be imported before it.
+    """
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # of all devices
 
 
 def _override(trainer: GRPOTrainer, steps: int | None, seed: int | None) -> None:

@@ -15,7 +15,7 @@ from async_grpo.setup.devices import physical_gpus
 class Place:
     """One place; a task has it alone."""
 
-    name: str  # `gpu0`, `gpu2-3`, `cores0-3`
+    name: str  # `gpu0`, `gpu2-3`, `core1`, `cores0-3`
     gpus: tuple[str, ...] = ()  # as indices within the CUDA_VISIBLE_DEVICES of this process
     cores: tuple[int, ...] = ()  # empty: all that this process has
 
@@ -52,8 +52,13 @@ def core_places(count: int, cores: Sequence[int] | None = None) -> list[Place]:
     mine = sorted(os.sched_getaffinity(0) if cores is None else cores)
     each = max(1, len(mine) // count)
     shares = [tuple(mine[(index * each + offset) % len(mine)] for offset in range(each)) for index in range(count)]
-    return [Place(name=f"cores{_range(share)}.{index}", cores=share) for index, share in enumerate(shares)]
+    names = [_name(share) for share in shares]
+    shared = len(set(names)) < len(names)
+    return [
+        Place(name=f"{name}.{index}" if shared else name, cores=share)
+        for index, (name, share) in enumerate(zip(names, shares, strict=True))
+    ]
 
 
-def _range(cores: tuple[int, ...]) -> str:
-    return str(cores[0]) if len(cores) == 1 else f"{cores[0]}-{cores[-1]}"
+def _name(cores: tuple[int, ...]) -> str:
+    return f"core{cores[0]}" if len(cores) == 1 else f"cores{cores[0]}-{cores[-1]}"

@@ -113,9 +113,7 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | No
         model_name=Redactor()(str(getattr(model.config, "_name_or_path", "") or "")),
         parameters=parameters_of(model),
         reference_bytes=parameters_of(trainer.ref_model).nbytes if trainer.ref_model is not None else 0,
-        slots=slots_for(
-            model, max_staleness=settings.max_staleness, sharing=sharing, recorded=settings.delta_every > 0
-        ),
+        slots=slots_for(model, max_staleness=settings.max_staleness, sharing=sharing),
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         optimizer=str(getattr(args.optim, "value", args.optim)),
         use_vllm=wants_vllm(trainer),
@@ -130,6 +128,8 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | No
         longest_prompt=longest,
         prompts_measured=measured,
         output_dir=str(Path(args.output_dir).absolute()),
+        report_to=list(args.report_to or ()),
+        save_total_limit=args.save_total_limit,
         save_strategy=str(getattr(args.save_strategy, "value", args.save_strategy)),
         epoch_rounds=None if rows is None else rows // groups_per_round(trainer),
         groups_ahead=schedule.groups_ahead,

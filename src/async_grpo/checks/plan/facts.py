@@ -7,7 +7,7 @@ a sentence here.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,8 @@ class TrainerFacts:
     epoch_rounds: int | None = None  # whole generation batches in the dataset
     groups_ahead: int = 0  # most groups that the staleness bound can use
     first_groups: int = 0  # kept under way at first
+    report_to: list[str] = field(default_factory=list)
+    save_total_limit: int | None = None
     generator: str = ""  # hf or vllm: what the workers of a distributed run generate with
     resumes_from: str = ""  # checkpoint, under --resume
     other_checkpoints: str = ""  # a sentence about those in output_dir that are not this run's

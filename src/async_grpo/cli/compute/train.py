@@ -26,6 +26,8 @@ from async_grpo.setup.generator_choice import choose_generator
 
 EXAMPLES = """\
   async-grpo train my_trainer.py --device 0 --steps 50       one process, plain TRL
+  async-grpo train my_trainer.py --device 0 --run-dir trl    the same, with its metrics in trl/, and continued by
+                                                             the same command after Ctrl-C
   async-grpo train my_trainer.py --distributed               server on GPU 0, a worker on every other GPU
   async-grpo train my_trainer.py -n 2                        two workers (they share the GPU when there is one)
   async-grpo train my_trainer.py --worker-device-ids 1,2,3   workers on exactly these GPUs
@@ -141,10 +143,16 @@ def _single(args: argparse.Namespace) -> int:
 
     settings = options.training_settings(args)
     name_for_wandb(settings, os.environ)
+    given = build_parser().given(args.command_line)
     with gc_paused():
         trainer = load_trainer(args.config.absolute(), steps=args.steps, seed=args.seed, config_values=args.set)
     name_run(trainer, settings)
-    trainer.train()
+    if "run_dir" not in given:
+        trainer.train()
+        return 0
+    from async_grpo.roles.plain_trl import train
+
+    train(trainer, args.run_dir.absolute(), eval_every=args.eval_every if "eval_every" in given else None)
     return 0
 
 

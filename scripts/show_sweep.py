@@ -1,0 +1,69 @@
+"""Runs the demo on four seeds and puts its output and its picture into docs/sweeps.md.
+
+python scripts/show_sweep.py --write
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.table import describe_machine, machine_line, update_docs  # noqa: E402  # needs the path above
+
+COMMAND = (
+    *("sweep", "src/app/trainer_setup_tiny.py", "--seeds", "42,1337,2024,9999", "--num-instances", "2"),
+    *("--eval-every", "20"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="change the page; else only print")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as place:
+        shutil.copytree(ROOT / "src" / "app", Path(place) / "src" / "app")
+        said = run(Path(place))
+        text = shown(said, place)
+        print(text)
+        if options.write:
+            update_docs("sweep demo", text)
+            shutil.copy(
+                Path(place) / "outputs" / "sweep_tiny" / "agreement.png", ROOT / "docs" / "images" / "sweep.png"
+            )
+
+
+def run(place: Path) -> str:
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    ran = subprocess.run(
+        [sys.executable, "-m", "async_grpo.cli", *COMMAND],
+        cwd=place,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ran.returncode != 0:
+        sys.exit(ran.stdout + ran.stderr)
+    return ran.stdout
+
+
+def shown(said: str, place: str) -> str:
+    lines = said.replace(f"{place}/", "").splitlines()
+    table = [line for line in lines if line.startswith(("|", "n ="))]
+    progress = [re.sub(r" \(pid \d+\)", "", line) for line in lines if line.startswith("[sweep]")]
+    console = "\n".join([f"$ async-grpo {' '.join(COMMAND)}", *progress])
+    machine = machine_line(describe_machine())
+    return f"```console\n{console}\n```\n\n{table[0]} Success rate:\n\n" + "\n".join([*table[1:], "", f"{machine}."])
+
+
+if __name__ == "__main__":
+    main()

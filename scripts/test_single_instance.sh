@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Trains five steps with plain TRL, to see whether a dataset and a machine fit: scripts/test_single_instance.sh gsm8k
+# Further arguments go to scripts/train_trl_grpo.py. What it writes ends with test_instance, and whatever happens, it
+# ends what it has started.
+set -euo pipefail
+
+dataset=${1:?usage: scripts/test_single_instance.sh gsm8k|math|mbpp [OPTIONS]}
+shift
+here=$(cd "$(dirname "$0")" && pwd)
+log=logs/parallel_training/training_test_instance.log
+mkdir -p "$(dirname "$log")"
+
+"${PYTHON:-python}" "$here/train_trl_grpo.py" --dataset "$dataset" --run-suffix test_instance --steps 5 "$@" >"$log" 2>&1 &
+training=$!
+trap 'kill "$training" 2>/dev/null || true; wait "$training" || true' EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+echo "training in outputs/trl_${dataset}_test_instance, log $log"
+if wait "$training"; then
+    echo "test_instance of $dataset: passed"
+else
+    code=$?
+    echo "test_instance of $dataset: failed with exit code $code. Its last words:" >&2
+    tail -n 20 "$log" >&2
+    exit "$code"
+fi

@@ -1,0 +1,49 @@
+"""Train one run with plain TRL: `async-grpo train --device 0` under the name that users of GRAIL know.
+
+    python scripts/train_trl_grpo.py --dataset gsm8k --seed 42 --run-suffix mine
+    python scripts/train_trl_grpo.py --seed 42 --vllm-port 8000 --group-port 51216 --run-suffix mine
+
+Checkpoints and metrics go to outputs/trl_DATASET_SUFFIX/. With `--vllm-port`, TRL generates with the `vllm serve` of
+that port, which has to run already; without it, as the setup file says. All other options are those of `train`.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from async_grpo.cli import main
+from async_grpo.cli.compute.sweep import DATASET_SETUP, DATASETS
+
+GROUP_PORT = 51216  # TRL's own default
+
+
+def command() -> list[str]:
+    """The arguments of `async-grpo`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=DATASET_SETUP, help=f"setup file (default: {DATASET_SETUP})")
+    parser.add_argument("--dataset", choices=DATASETS, default="gsm8k")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--device", default="0", help="GPU index or 'cpu' (default: 0)")
+    parser.add_argument("--vllm-port", type=int, metavar="P", help="generate with the vLLM server of this port")
+    parser.add_argument("--group-port", type=int, metavar="P", help=f"default: {GROUP_PORT}")
+    parser.add_argument("--run-suffix", default="", metavar="S", help="ends the names of what is written")
+    args, of_train = parser.parse_known_args()
+    if args.group_port is not None and args.vllm_port is None:
+        parser.error("--group-port is of a vLLM server: give --vllm-port, too")
+    os.environ["DATASET"] = args.dataset
+    name = "_".join(filter(None, ("trl", args.dataset, args.run_suffix)))
+    output = Path("outputs") / name
+    sets = {"output_dir": str(output)}
+    if args.vllm_port is not None:
+        server = {"vllm_server_port": args.vllm_port, "vllm_group_port": args.group_port or GROUP_PORT}
+        sets |= {"use_vllm": "true", "vllm_mode": "server", **{key: str(value) for key, value in server.items()}}
+    given = [text for key, value in sets.items() for text in ("--set", f"{key}={value}")]
+    where = ["--device", args.device, "--seed", str(args.seed), "--run-dir", str(output / "run"), "--run-name", name]
+    return ["train", str(args.config), *where, *given, *of_train]
+
+
+if __name__ == "__main__":
+    sys.exit(main(command()))

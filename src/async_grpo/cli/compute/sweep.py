@@ -1,0 +1,171 @@
+"""`async-grpo sweep`: one setup file on many seeds, side by side, and what the seeds agree on."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.cli import options
+from async_grpo.cli.parser import Parser
+from async_grpo.errors import UsageError
+from async_grpo.settings import TrainingSettings, WorkerSettings, as_flags, flag_name, not_negative, positive
+from async_grpo.sweeps.plan import OWN_OPTIONS
+
+if TYPE_CHECKING:
+    from async_grpo.sweeps.plan import Sweep
+
+EXAMPLES = """\
+  async-grpo sweep my_trainer.py --seeds 42,1337,2024,9999           as many runs at once as there is room for
+  async-grpo sweep my_trainer.py --gpus-per-run 2 --num-instances 4  four runs at once, two GPUs each
+  async-grpo sweep --dataset gsm8k --set learning_rate=1e-6          the recipe for GSM8K, MATH or MBPP
+  async-grpo sweep my_trainer.py --mode trl                          plain TRL for each seed, to compare with
+  async-grpo sweep outputs/sweep_gsm8k --resume                      continue after a kill; finished runs stay
+
+exit codes: 0 all runs finished; 1 at least one failed; 2 nothing could be started; 130 stopped by Ctrl-C"""
+DATASETS = ("gsm8k", "math", "mbpp")
+DATASET_SETUP = Path("src/app/trainer_setup_dataset.py")
+_PLACES = ("output_base", "run_prefix", "start_instance", "config", "dataset")  # say which sweep is meant
+_OWN = ("seed", "set", "resume", *OWN_OPTIONS)  # of each run
+_OF_TRAIN = (
+    *((TrainingSettings, f.name) for f in fields(TrainingSettings) if f.name not in _OWN),
+    *((WorkerSettings, f.name) for f in fields(WorkerSettings) if f.name != "stall_warning"),
+)
+
+
+def build_parser() -> Parser:
+    parser = options.parser(
+        "sweep", "Run a setup file on several seeds at once, and sum up what they agree on.", EXAMPLES
+    )
+    parser.add_argument("config", nargs="?", type=Path, help="setup file; with --resume also the folder of a sweep")
+    parser.add_argument("--seeds", type=seeds, metavar="S,S", help="default: 42,1337,2024,9999")
+    parser.add_argument("--mode", choices=("async", "trl"), default="async", help="trl: plain TRL (default: async)")
+    parser.add_argument("--dataset", choices=DATASETS, help=f"set DATASET; without a setup file: {DATASET_SETUP}")
+    parser.add_argument("--num-instances", type=positive, metavar="N", help="runs at once (default: all that fit)")
+    parser.add_argument("--gpus-per-run", type=positive, metavar="N", help="default: 1; without GPUs, runs share cores")
+    parser.add_argument("--num-workers", "-n", type=positive, help="workers of each run (default: as `train`)")
+    where = parser.add_argument_group("two sweeps on one machine", "each of these moves everything that could clash")
+    where.add_argument("--start-instance", type=not_negative, default=0, metavar="I", help="number of the first run")
+    where.add_argument("--base-port", type=port, default=8000, metavar="P", help="port of instance 0 (default: 8000)")
+    where.add_argument("--output-base", type=Path, default=Path("outputs"), help="default: outputs/")
+    where.add_argument("--run-prefix", type=prefix, metavar="NAME", help="begins the name of each run")
+    parser.add_argument("--resume", action="store_true", help="continue a sweep; finished runs are not run again")
+    options.add_settings(
+        parser, TrainingSettings, "set", *(name for kind, name in _OF_TRAIN if kind is TrainingSettings)
+    )
+    group = parser.add_argument_group("workers of each run")
+    options.add_settings(group, WorkerSettings, *(name for kind, name in _OF_TRAIN if kind is WorkerSettings))
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    from async_grpo.sweeps import plan
+    from async_grpo.sweeps.sweep import run_sweep
+
+    given = build_parser().given(args.command_line)
+    if args.resume:
+        sweep = _resumed(args, given)
+        begun_with = [*sweep.arguments, *_sets(sweep.settings)]
+        return run_sweep(sweep, _settings(build_parser().parse_args(begun_with), sweep), resume=True)
+    sweep = _sweep(args, given)
+    plan.check(sweep)
+    return run_sweep(sweep, _settings(args, sweep), resume=False)
+
+
+def _settings(args: argparse.Namespace, sweep: Sweep) -> TrainingSettings:
+    """Of the first run, by which the others are judged before anything starts."""
+    first = sweep.runs[0]
+    values = {name: getattr(args, name) for kind, name in _OF_TRAIN if kind is TrainingSettings}
+    settings = TrainingSettings(**values, seed=first.seed, set=first.settings())
+    settings.evaluated_ks()
+    return settings
+
+
+def _sweep(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
+    from async_grpo.setup.setup_file import check_setup_file
+    from async_grpo.sweeps.plan import DEFAULT_SEEDS, Sweep, name_of
+
+    setup = args.config or (DATASET_SETUP if args.dataset else None)
+    if setup is None:
+        raise UsageError("Say what to train: a setup file, or --dataset gsm8k, math or mbpp.")
+    check_setup_file(setup)
+    if args.mode == "trl":
+        _refuse_for_plain_trl(given)
+    if own := [name for name in ("output_dir", "run_name") if name in (args.set or {})]:
+        raise UsageError(f"--set {own[0]}: each run of a sweep has its own. Choose --output-base and --run-prefix.")
+    return Sweep(
+        setup=str(setup.absolute()),
+        seeds=args.seeds or DEFAULT_SEEDS[: args.num_instances],
+        mode=args.mode,
+        name=name_of(setup, args.dataset),
+        dataset=args.dataset,
+        output_base=str(args.output_base),
+        run_prefix=args.run_prefix or "",
+        start_instance=args.start_instance,
+        base_port=args.base_port,
+        gpus_per_run=args.gpus_per_run,
+        num_instances=args.num_instances,
+        arguments=tuple(_arguments(args, given)),
+        settings=dict(args.set or {}),
+    )
+
+
+def _arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> list[str]:
+    """The options of `train` that the command line gave, as flags again."""
+    flags = ["--num-workers", str(args.num_workers)] if "num_workers" in given else []
+    for kind, name in _OF_TRAIN:
+        if name in given:
+            flags += as_flags(kind(**{name: getattr(args, name)}), only=[name])
+    return flags
+
+
+def _refuse_for_plain_trl(given: Mapping[str, Any]) -> None:
+    unused = [flag_name(name) for _, name in _OF_TRAIN if name in given and name not in ("steps", "eval_every")]
+    unused += ["--num-workers"] if "num_workers" in given else []
+    if unused:
+        raise UsageError(f"{', '.join(unused)}: plain TRL (--mode trl) has no such option. Leave it out.")
+
+
+def _resumed(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
+    """The sweep to continue, with the options that it was begun with."""
+    from async_grpo.sweeps import plan
+
+    if other := sorted(set(given) - {*_PLACES, "resume", "command_line"}):
+        raise UsageError(
+            f"A resumed sweep has the options that it was begun with: leave {', '.join(map(flag_name, other))} out."
+        )
+    if args.config is not None and args.config.is_dir():
+        return plan.load(plan.find(args.config))
+    if args.config is None and args.dataset is None:
+        return plan.load(plan.find(args.output_base))
+    return plan.load(_sweep(argparse.Namespace(**{**vars(args), "resume": False}), {}).folder)
+
+
+def _sets(values: Mapping[str, str]) -> list[str]:
+    return [text for name, value in values.items() for text in ("--set", f"{name}={value}")]
+
+
+def seeds(text: str) -> tuple[int, ...]:
+    """`42,1337`."""
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be whole numbers with commas between them, got {text!r}") from None
+    if any(not 0 <= seed < 2**32 for seed in found):
+        raise argparse.ArgumentTypeError(f"must be from 0 to 2^32 - 1, as numpy takes no others, got {text!r}")
+    return found
+
+
+def port(text: str) -> int:
+    number = positive(text)
+    if not 1024 <= number <= 22000:
+        raise argparse.ArgumentTypeError(f"must be from 1024 to 22000, since group ports are 43200 above, got {text}")
+    return number
+
+
+def prefix(text: str) -> str:
+    if not text.replace("-", "").replace("_", "").replace(".", "").isalnum() or text.startswith("."):
+        raise argparse.ArgumentTypeError(f"must be letters, digits, '-', '_' and '.', got {text!r}")
+    return text

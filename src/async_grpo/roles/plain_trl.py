@@ -1,0 +1,114 @@
+"""Plain TRL in one process with a run directory: `async-grpo train SETUP --device 0 --run-dir DIR`.
+
+The trainer trains as TRL has it. `RUN_DIR/metrics.jsonl` gets what it logs, so that a sweep can follow and compare it.
+SIGTERM ends it after its optimizer step, with a checkpoint, from which the same command continues.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from async_grpo.errors import BadFileError, RunDirError
+from async_grpo.rundir.files import write_json
+from async_grpo.rundir.folders import make_folder
+from async_grpo.rundir.paths import FINISHED, RUNNING, STOPPED, RunDir
+from async_grpo.rundir.reading import read_object
+from async_grpo.rundir.shape import shaped
+from async_grpo.setup.process import StopRequest
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+    from trl import GRPOTrainer
+
+PROGRESS = "plain_trl.json"  # in the run directory
+
+
+class Progress(NamedTuple):
+    """What `plain_trl.json` says."""
+
+    state: str  # running, finished, stopped
+    step: int
+    total_steps: int
+
+
+def read_progress(run_dir: Path) -> Progress | None:
+    """How far the run is; None if it has not begun to train."""
+    try:
+        found = read_object(run_dir / PROGRESS)
+        return shaped(Progress, [found.get(name) for name in Progress._fields], PROGRESS)
+    except FileNotFoundError:
+        return None
+    except BadFileError as error:
+        raise RunDirError(f"{error}. Choose another --run-dir.") from error
+
+
+def train(trainer: GRPOTrainer, run_dir: Path, *, eval_every: int | None = None) -> None:
+    """Train to the end, or to a stop. A run that was begun in the run directory continues from its newest checkpoint.
+
+    Args:
+        eval_every: steps between two evaluations of TRL's own; 0: none; None: as the setup file says.
+
+    Raises:
+        RunDirError: it holds a run that has finished, or a distributed one.
+    """
+    from transformers.trainer_utils import get_last_checkpoint
+
+    begun = _begun(run_dir)
+    make_folder(run_dir)
+    if eval_every is not None and trainer.eval_dataset is not None:
+        _evaluate_every(trainer, eval_every)
+    stop = StopRequest().install()
+    stop.defer()
+    trainer.add_callback(_reporter(RunDir(run_dir), stop))
+    place = Path(trainer.args.output_dir)
+    checkpoint = get_last_checkpoint(str(place)) if begun and place.is_dir() else None
+    trainer.train(resume_from_checkpoint=checkpoint)
+
+
+def _begun(run_dir: Path) -> bool:
+    if RunDir(run_dir).state_file.exists():
+        raise RunDirError(f"{run_dir} holds a distributed run. Choose another --run-dir for training in one process.")
+    progress = read_progress(run_dir)
+    if progress is not None and progress.state == FINISHED:
+        raise RunDirError(f"{run_dir} holds a run that has finished. Choose another --run-dir.")
+    return progress is not None
+
+
+def _evaluate_every(trainer: Any, steps: int) -> None:
+    from transformers.trainer_utils import IntervalStrategy
+
+    trainer.args.eval_strategy = IntervalStrategy.STEPS if steps else IntervalStrategy.NO
+    trainer.args.eval_steps, trainer.args.eval_on_start = steps or None, steps > 0
+
+
+def _reporter(run: RunDir, stop: StopRequest) -> TrainerCallback:
+    from transformers import TrainerCallback
+
+    from async_grpo.telemetry.run_log import RunLog
+
+    log = RunLog(run.metrics)
+
+    class Reporter(TrainerCallback):
+        """Writes what a sweep reads."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            log.training_begins(state.max_steps)
+            self._say(state, RUNNING)
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+            log.logged(state.global_step, logs or {})
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self._say(state, RUNNING)
+            if stop:
+                control.should_save = control.should_training_stop = True
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self._say(state, FINISHED if state.global_step >= state.max_steps else STOPPED)
+            log.close()
+
+        def _say(self, state: Any, text: str) -> None:
+            write_json(run.root / PROGRESS, Progress(text, state.global_step, state.max_steps)._asdict())
+
+    return Reporter()

@@ -1,0 +1,81 @@
+"""The process of a run: its command line and its environment, by the mode of the sweep."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from async_grpo.rundir.paths import FINISHED, RunDir
+from async_grpo.setup.process import path_to_us
+from async_grpo.slots.places import Place
+from async_grpo.slots.schedule import Command
+from async_grpo.sweeps.plan import ASYNC, Run
+
+PROGRAM = (sys.executable, "-m", "async_grpo.cli")
+CACHES = {  # by environment variable: compilers write there, and two that share a folder can clash
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "VLLM_CACHE_ROOT": "vllm",
+    "UNSLOTH_COMPILE_LOCATION": "unsloth",
+}
+_SHARED_BY_MISTAKE = ("CUDA_IPC_HANDLE_PATH", "WORKER_DEVICE")  # one value for all runs would make them meet
+
+
+def command(run: Run, place: Place, *, offline: bool) -> Command:
+    """How the run is started in this place: from its beginning, or from where it was stopped."""
+    arguments = _async(run, place) if run.sweep.mode == ASYNC else _trl(run, place)
+    log = run.training_log(place)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    run.output.mkdir(parents=True, exist_ok=True)
+    env = environment(run, os.environ, offline=offline)
+    return Command([*PROGRAM, *arguments], place.environment(env), log)
+
+
+def _async(run: Run, place: Place) -> list[str]:
+    began = ["--resume"] if _has_begun(run) else []
+    device = [] if place.gpus else ["--master-device-id", "cpu"]
+    return ["train", run.sweep.setup, "--distributed", *device, *began, *_common(run)]
+
+
+def _trl(run: Run, place: Place) -> list[str]:
+    device = ["--device", "0" if place.gpus else "cpu"]
+    return ["train", run.sweep.setup, *device, *_common(run)]
+
+
+def _common(run: Run) -> list[str]:
+    sets = [text for name, value in run.settings().items() for text in ("--set", f"{name}={value}")]
+    return ["--run-dir", str(run.run_dir), "--seed", str(run.seed), *run.names(), *sets, *run.sweep.arguments]
+
+
+def _has_begun(run: Run) -> bool:
+    """Whether there is a run to continue. One that failed before its first step is begun anew."""
+    state = RunDir(run.run_dir).read_state()
+    return state is not None and state.state != FINISHED
+
+
+def environment(run: Run, env: Mapping[str, str], *, offline: bool) -> dict[str, str]:
+    """The variables of this run: caches and names of its own."""
+    mine = {name: value for name, value in env.items() if name not in _SHARED_BY_MISTAKE}
+    mine |= {name: str(run.caches / folder) for name, folder in CACHES.items()}
+    mine |= {
+        "PYTHONPATH": path_to_us(env),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONHASHSEED": str(run.seed % 2**32),
+        "WANDB_DIR": str(run.output),
+    }
+    if run.sweep.dataset is not None:
+        mine["DATASET"] = run.sweep.dataset
+    if offline:
+        mine["WANDB_MODE"] = "offline"
+    mine.setdefault("TQDM_DISABLE", "1")
+    return mine
+
+
+def wandb_is_offline(env: Mapping[str, str], home: Path) -> bool:
+    """Whether W&B has no key to upload with: neither in the environment nor from `wandb login`."""
+    if env.get("WANDB_MODE") or env.get("WANDB_API_KEY"):
+        return False
+    netrc = home / ".netrc"
+    return not (netrc.is_file() and "wandb" in netrc.read_text(errors="replace"))

@@ -1,0 +1,167 @@
+"""What a sweep is, and what each of its runs gets: names, folders, ports. Nothing is shared that can clash."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from async_grpo.errors import BadFileError, RunDirError, UsageError
+from async_grpo.rundir.files import write_json
+from async_grpo.rundir.reading import read_object
+from async_grpo.rundir.shape import shaped
+from async_grpo.slots.places import Place
+
+ASYNC, TRL = "async", "trl"
+DEFAULT_SEEDS = (42, 1337, 2024, 9999)
+DEFAULT_OUTPUTS = "outputs"
+BASE_PORT = 8000
+GROUP_PORTS_ABOVE = 43200  # the first group port less the base port
+GROUP_PORTS_APART = 100
+MAX_PORT = 65535
+LEDGER = "slots.jsonl"  # of the sweep's folder: which runs were started, and how they ended
+OWN_OPTIONS = ("run_name", "run_group", "run_tags")  # that differ from run to run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What the command line decides. `sweep.json` keeps it for `--resume`."""
+
+    setup: str  # the setup file, absolute
+    seeds: tuple[int, ...]
+    mode: str = ASYNC
+    name: str  # of the data, in the names of folders
+    dataset: str | None = None  # what `DATASET` is set to for the setup file
+    output_base: str = DEFAULT_OUTPUTS
+    run_prefix: str = ""
+    start_instance: int = 0
+    base_port: int = BASE_PORT
+    gpus_per_run: int = 1
+    num_instances: int | None = None  # runs at once; None: as many as there is room for
+    arguments: tuple[str, ...] = ()  # options of `async-grpo train` for each run
+    settings: dict[str, str] = field(default_factory=dict)  # of the GRPOConfig, by field
+
+    @property
+    def folder(self) -> Path:
+        """Where the sweep keeps what it knows, next to the folders of its runs."""
+        start = f"_instance{self.start_instance}" if self.start_instance else ""
+        return Path(self.output_base) / f"{self.prefix}sweep_{self.name}{start}"
+
+    @property
+    def prefix(self) -> str:
+        return f"{self.run_prefix}_" if self.run_prefix else ""
+
+    @property
+    def logs(self) -> Path:
+        """`logs/parallel_training`, or the same below another `--output-base`."""
+        base = Path(self.output_base)
+        return Path("logs" if base == Path(DEFAULT_OUTPUTS) else base / "logs") / "parallel_training"
+
+    @property
+    def runs(self) -> list[Run]:
+        return [Run(self, self.start_instance + index, seed) for index, seed in enumerate(self.seeds)]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One seed of the sweep. An instance number is never used twice in one sweep."""
+
+    sweep: Sweep
+    instance: int
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.sweep.prefix}trl_{self.sweep.name}_instance{self.instance}_seed{self.seed}"
+
+    @property
+    def output(self) -> Path:
+        """Its folder: checkpoints, and below it the run directory and the caches."""
+        return Path(self.sweep.output_base).absolute() / self.name
+
+    @property
+    def run_dir(self) -> Path:
+        return self.output / "run"
+
+    @property
+    def caches(self) -> Path:
+        return self.output / "cache"
+
+    def settings(self) -> dict[str, str]:
+        """What `--set` gives this run."""
+        return {"output_dir": str(self.output), **self.sweep.settings}
+
+    def names(self) -> list[str]:
+        """What W&B and trackio show it as, as options of `train`."""
+        tags = f"{self.sweep.name},{self.sweep.mode},seed{self.seed}"
+        return ["--run-name", self.name, "--run-group", self.sweep.folder.name, "--run-tags", tags]
+
+    def training_log(self, place: Place) -> Path:
+        where = f"gpu{'-'.join(place.gpus)}" if place.gpus else "cpu"
+        return self._log(f"training_instance{self.instance}_{where}_seed{self.seed}.log")
+
+    def server_log(self, place: Place, port: int) -> Path:
+        where = f"gpu{place.gpus[-1]}" if place.gpus else "cpu"
+        return self._log(f"vllm_instance{self.instance}_{where}_port{port}.log")
+
+    def _log(self, name: str) -> Path:
+        return (self.sweep.logs / f"{self.sweep.prefix}{name}").absolute()
+
+    def port_pairs(self) -> list[tuple[int, int]]:
+        """A server's port and its group port: the run's own, then those that no other run of the sweep has."""
+        group = self.sweep.base_port + GROUP_PORTS_ABOVE
+        last = self.sweep.start_instance + len(self.sweep.seeds)
+        spare = range(last + self.instance, MAX_PORT, len(self.sweep.seeds))
+        pairs = [(self.sweep.base_port + k, group + GROUP_PORTS_APART * k) for k in (self.instance, *spare)]
+        return [pair for pair in pairs if max(pair) <= MAX_PORT]
+
+
+def check(sweep: Sweep) -> None:
+    """Refuse what cannot be run. `UsageError` says why."""
+    if not sweep.seeds:
+        raise UsageError("A sweep needs at least one seed: --seeds 42,1337,2024,9999.")
+    if twice := sorted({seed for seed in sweep.seeds if sweep.seeds.count(seed) > 1}):
+        raise UsageError(
+            f"--seeds has {', '.join(map(str, twice))} twice. A seed that is counted twice would make the interval too "
+            "narrow. Give each seed once."
+        )
+    if not all(run.port_pairs() for run in sweep.runs):
+        raise UsageError(
+            f"--base-port {sweep.base_port} leaves no port below {MAX_PORT} for instance {sweep.runs[-1].instance}: an "
+            f"instance i takes {sweep.base_port} + i and {sweep.base_port + GROUP_PORTS_ABOVE} + 100 i. Choose a "
+            "lower one."
+        )
+
+
+def name_of(setup: Path, dataset: str | None) -> str:
+    """`gsm8k`, or what of the setup file's name is its own: `trainer_setup_tiny.py` is `tiny`."""
+    return dataset or setup.stem.removeprefix("trainer_setup_") or "runs"
+
+
+def write(sweep: Sweep) -> None:
+    write_json(sweep.folder / "sweep.json", asdict(sweep))
+
+
+def load(folder: Path) -> Sweep:
+    """The sweep that has this folder. `RunDirError` if there is none."""
+    try:
+        return shaped(Sweep, read_object(folder / "sweep.json"))
+    except FileNotFoundError as error:
+        raise RunDirError(f"{folder} holds no sweep: there is no sweep.json in it.") from error
+    except BadFileError as error:
+        raise RunDirError(f"{folder / 'sweep.json'} is not the record of a sweep ({error}).") from error
+
+
+def find(place: Path) -> Path:
+    """The folder of the sweep in `place`, or of the only one below it. `RunDirError` if there is none, or several."""
+    if (place / "sweep.json").exists():
+        return place
+    found = sorted(path.parent for path in place.glob("*/sweep.json"))
+    if len(found) == 1:
+        return found[0]
+    what = f"{len(found)} sweeps ({_names(found)}); name one" if found else "no sweep"
+    raise RunDirError(f"{place} holds {what}.")
+
+
+def _names(folders: Sequence[Path]) -> str:
+    return ", ".join(str(folder) for folder in folders)

@@ -1,0 +1,111 @@
+"""Before anything is started: places, ports, the setup file built once, room on the disk, and W&B's key."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_grpo.checks.plan.facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
+from async_grpo.errors import UsageError
+from async_grpo.formatting import counted, size
+from async_grpo.settings import TrainingSettings
+from async_grpo.setup.devices import CPU, visible_gpus
+from async_grpo.slots.places import Place, core_places, gpu_places
+from async_grpo.sweeps.commands import wandb_is_offline
+from async_grpo.sweeps.plan import ASYNC, Sweep
+from async_grpo.sweeps.ports import is_free
+
+CORES_PER_RUN = 2  # without a GPU: for a server and a worker
+OPTIMIZER_BYTES = 8  # two float32 for each parameter that is trained
+LOGS_BYTES = 100_000_000  # of each run: logs, metrics and the archive of groups
+SMALL_MODEL_BYTES = 1_000_000_000  # several that load at once do no harm
+STAGGER_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preflight:
+    """What was found."""
+
+    places: list[Place]
+    offline: bool  # W&B has no key
+    stagger_s: float  # between the starts of two runs
+
+
+def preflight(sweep: Sweep, settings: TrainingSettings, say: Callable[[str], None]) -> Preflight:
+    """Look at everything that could stop the runs later. Starts none.
+
+    Raises:
+        AsyncGRPOError: a run could not start, or the disk has too little room; says what to do.
+    """
+    places = places_of(sweep)
+    _say_taken_ports(sweep, say)
+    say(f"building the trainer of {sweep.setup} once")
+    facts = _facts(sweep, settings, places[0])
+    _check_disk(sweep, facts)
+    offline = "wandb" in facts.report_to and wandb_is_offline(os.environ, Path.home())
+    if offline:
+        say("W&B has no key (WANDB_API_KEY, or `wandb login`), so the runs log offline; `wandb sync` uploads later")
+    large = facts.parameters.nbytes >= SMALL_MODEL_BYTES
+    return Preflight(places=places, offline=offline, stagger_s=STAGGER_S if large else 0.0)
+
+
+def places_of(sweep: Sweep) -> list[Place]:
+    """The places of the runs: GPUs where there are some, else shares of the cores. No more than there are runs."""
+    gpus = visible_gpus()
+    if gpus or sweep.gpus_per_run is not None:
+        each = sweep.gpus_per_run or 1
+        places = gpu_places(gpus, each=each, first=sweep.start_instance * each, at_most=sweep.num_instances)
+        return places[: len(sweep.seeds)]
+    count = sweep.num_instances or max(1, len(os.sched_getaffinity(0)) // CORES_PER_RUN)
+    return core_places(min(count, len(sweep.seeds)))
+
+
+def _say_taken_ports(sweep: Sweep, say: Callable[[str], None]) -> None:
+    taken = [port for run in sweep.runs for port in run.port_pairs()[0] if not is_free(port)]
+    if taken:
+        say(f"taken by other programs now: port {', '.join(map(str, taken))}; a run that needs one gets the next free")
+
+
+def _facts(sweep: Sweep, settings: TrainingSettings, place: Place) -> TrainerFacts:
+    device = place.gpus[0] if place.gpus else CPU
+    before = os.environ.get("DATASET")
+    if sweep.dataset is not None:
+        os.environ["DATASET"] = sweep.dataset
+    try:
+        question = Question(config=Path(sweep.setup), device=device, settings=settings, distributed=sweep.mode == ASYNC)
+        return facts_or_refusal(look_at_trainer(question))
+    finally:
+        if sweep.dataset is not None:
+            os.environ.pop("DATASET")
+            os.environ |= {} if before is None else {"DATASET": before}
+
+
+def _check_disk(sweep: Sweep, facts: TrainerFacts) -> None:
+    each = needed_bytes(facts)
+    base = Path(sweep.output_base).absolute()
+    free = shutil.disk_usage(next(folder for folder in (base, *base.parents) if folder.exists())).free
+    if each * len(sweep.seeds) > free:
+        raise UsageError(
+            f"{counted(len(sweep.seeds), 'run')} need about {size(each * len(sweep.seeds))} in {base} for checkpoints "
+            f"and logs ({size(each)} each), and {size(free)} are free. Make room, set save_total_limit or save_steps "
+            "(--set save_total_limit=1), or choose another --output-base."
+        )
+
+
+def needed_bytes(facts: TrainerFacts) -> int:
+    """What a run writes: the checkpoints that it keeps, each with weights and optimizer, and its logs."""
+    parameters = facts.parameters
+    weights = parameters.trained_bytes if parameters.trained < parameters.count else parameters.nbytes
+    checkpoint = weights + OPTIMIZER_BYTES * parameters.trained
+    saved = 1
+    if facts.save_strategy == "steps" and facts.max_steps > 0 and facts.save_steps >= 1:
+        saved = math.ceil(facts.max_steps / facts.save_steps)
+    if facts.save_strategy == "no":
+        saved = 0
+    if facts.save_total_limit is not None:
+        saved = min(saved, facts.save_total_limit + 1)  # the oldest goes once the newest is there
+    return saved * checkpoint + LOGS_BYTES

@@ -1,0 +1,144 @@
+"""How far a run of a sweep is, and what it has found, from the files of its run directory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_grpo.errors import BadFileError, RunDirError
+from async_grpo.evals import report
+from async_grpo.roles.plain_trl import read_progress
+from async_grpo.rundir.paths import FINISHED, RunDir
+from async_grpo.rundir.reading import LineReader
+from async_grpo.status.snapshot import look
+from async_grpo.sweeps.plan import ASYNC, Run
+from async_grpo.telemetry.run_log import TAIL_BYTES, parse_entry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """One look at a run."""
+
+    state: str
+    step: int = 0
+    total_steps: int | None = None
+    reward: float | None = None  # of the last step
+    evaluation: float | None = None  # the newest
+    rollouts_per_second: float | None = None
+    eta_s: float | None = None
+    pids: tuple[int, ...] = ()  # of the processes that compute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """What a run has measured."""
+
+    reward: Mapping[int, float] = field(default_factory=dict)  # of training, by step
+    evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # figures, by step
+    by_problem: Mapping[int, Mapping[str, list[float]]] = field(default_factory=dict)  # step -> problem -> values
+
+
+def progress_of(run: Run) -> Progress:
+    """How far it is. A run that cannot be read is `loading`: it may be making its files just now."""
+    try:
+        return _distributed(run) if run.sweep.mode == ASYNC else _plain(run)
+    except (RunDirError, BadFileError, OSError):
+        return Progress(state="loading")
+
+
+def _distributed(run: Run) -> Progress:
+    view = look(run.run_dir, details=False)
+    recent = _entries(run.run_dir, at_most=TAIL_BYTES)
+    return Progress(
+        state=view.state,
+        step=view.step,
+        total_steps=view.total_steps,
+        reward=_newest(recent, "reward"),
+        evaluation=_newest(recent, "eval_success_rate"),
+        rollouts_per_second=view.rates.rollouts_per_second if view.rates else None,
+        eta_s=view.eta_s,
+        pids=tuple(one.pid for one in (view.server, *view.workers) if one is not None and one.alive),
+    )
+
+
+def _plain(run: Run) -> Progress:
+    found = read_progress(run.run_dir)
+    if found is None:
+        return Progress(state="loading")
+    recent = _entries(run.run_dir, at_most=TAIL_BYTES)
+    return Progress(
+        state=found.state,
+        step=found.step,
+        total_steps=found.total_steps,
+        reward=_newest(recent, "reward"),
+        evaluation=_newest(recent, "eval_reward"),
+    )
+
+
+def unfinished(run: Run) -> str:
+    """Why a run is not done although its process ended well; empty if it is done."""
+    try:
+        ended, step = _end_of(run)
+    except (RunDirError, OSError) as error:
+        return str(error)
+    return "" if ended == FINISHED else f"its process ended at step {step}, before the run was finished"
+
+
+def _end_of(run: Run) -> tuple[str, int]:
+    """The state that the run has written, and its step."""
+    if run.sweep.mode == ASYNC:
+        state = RunDir(run.run_dir).read_state()
+        return (state.state, state.step) if state is not None else ("not begun", 0)
+    found = read_progress(run.run_dir)
+    return (found.state, found.step) if found is not None else ("not begun", 0)
+
+
+def steps_left(run: Run) -> int | None:
+    """Of a run that was begun: how much is left. None: unknown."""
+    found = progress_of(run)
+    return None if found.total_steps is None else found.total_steps - found.step
+
+
+def curves(run: Run) -> Curves:
+    """Everything that the run has logged. After a resume, the last value of a step counts.
+
+    Raises:
+        BadFileError: a file of the run cannot be read.
+    """
+    rewards: dict[int, float] = {}
+    evaluations: dict[int, dict[str, float]] = {}
+    for entry in _entries(run.run_dir):
+        step = entry["step"]
+        if "loss" in entry:
+            rewards = {earlier: value for earlier, value in rewards.items() if earlier < step}
+            if _is_number(entry.get("reward")):
+                rewards[step] = entry["reward"]
+        elif _is_number(entry.get("eval_reward")):  # TRL's own
+            evaluations[step] = {"reward_mean": entry["eval_reward"]}
+    by_problem: dict[int, Mapping[str, list[float]]] = {}
+    for one in report.read(RunDir(run.run_dir).evaluations):
+        evaluations[one.step] = {name: figure.value for name, figure in one.figures.items()}
+        by_problem[one.step] = one.by_problem
+    return Curves(reward=rewards, evaluations=evaluations, by_problem=by_problem)
+
+
+def _entries(run_dir: Path, at_most: int | None = None) -> list[dict[str, Any]]:
+    """The lines of `metrics.jsonl`, or the whole ones among its last bytes."""
+    path, found = RunDir(run_dir).metrics, []
+    start = max(0, path.stat().st_size - at_most) if at_most is not None and path.exists() else 0
+    for line in LineReader(path, start).new_lines():
+        with suppress(BadFileError):
+            found.append(parse_entry(line))
+    return found
+
+
+def _newest(entries: list[dict[str, Any]], name: str) -> float | None:
+    return next((entry[name] for entry in reversed(entries) if _is_number(entry.get(name))), None)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and math.isfinite(value)

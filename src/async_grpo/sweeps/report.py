@@ -1,0 +1,115 @@
+"""The report of a sweep in its folder: `report.json`, `report.md`, `agreement.png`, and curves for TensorBoard."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.rundir.files import room_for, write_json, write_lines
+from async_grpo.sweeps.agreement import Agreed, Agreement
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SIZE_INCHES, DPI = (9.0, 3.6), 110
+
+
+def write_report(folder: Path, agreement: Agreement) -> None:
+    """Write all forms of the report. `DiskFullError` if there is no room for one."""
+    write_json(folder / "report.json", asdict(agreement))
+    write_lines(folder / "report.md", markdown(agreement))
+    if agreement.evaluations or agreement.reward:
+        picture = band_plot(agreement)
+        with room_for(folder / "agreement.png"):
+            (folder / "agreement.png").write_bytes(picture)
+        _write_events(folder / "tensorboard", agreement, picture)
+
+
+def markdown(agreement: Agreement) -> Iterator[str]:
+    """A table of the headline figure, and what was counted."""
+    yield f"# {agreement.name}"
+    yield ""
+    yield agreement.counted()
+    yield ""
+    if not agreement.headline:
+        yield "No run was evaluated: the setup file has no `eval_dataset`, or `--eval-every` is 0."
+        return
+    for figure in dict.fromkeys([agreement.headline, *agreement.evaluations]):
+        yield f"## {figure}"
+        yield ""
+        yield from _table(agreement.evaluations[figure], agreement.seeds)
+        yield ""
+
+
+def _table(rows: Sequence[Agreed], seeds: Sequence[int]) -> Iterator[str]:
+    yield f"| step | n | mean | 95% interval | {' | '.join(f'seed {seed}' for seed in seeds)} |"
+    yield "|" + "---|" * (4 + len(seeds))
+    for row in rows:
+        values = [f"{row.by_seed[str(seed)]:.3f}" if str(seed) in row.by_seed else "" for seed in seeds]
+        yield f"| {row.step} | {row.n} | {row.mean:.3f} | {interval(row)} | {' | '.join(values)} |"
+
+
+def interval(row: Agreed) -> str:
+    """`0.912 … 0.954`; empty for a single seed."""
+    return "" if row.low is None or row.high is None else f"{row.low:.3f} … {row.high:.3f}"
+
+
+def band_plot(agreement: Agreement) -> bytes:
+    """A PNG: evaluations and the reward of training, each seed as a thin line, the mean with its interval as a band."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = [(name.replace("_", " "), agreement.evaluations[name]) for name in [agreement.headline] if name]
+    panels += [("reward of training", agreement.reward)] if agreement.reward else []
+    figure = Figure(figsize=SIZE_INCHES, dpi=DPI, layout="constrained")
+    FigureCanvasAgg(figure)
+    for index, (title, rows) in enumerate(panels):
+        _draw(figure.add_subplot(1, len(panels), index + 1), title, rows, agreement.seeds)
+    figure.suptitle(f"{agreement.name}: mean and 95% interval over {len(agreement.seeds)} seeds", fontsize=10)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    return drawn.getvalue()
+
+
+def _draw(axes: Axes, title: str, rows: Sequence[Agreed], seeds: Sequence[int]) -> None:
+    for seed in seeds:
+        points = [(row.step, row.by_seed[str(seed)]) for row in rows if str(seed) in row.by_seed]
+        axes.plot(*zip(*points), linewidth=0.7, alpha=0.6, color="0.5", label="each seed" if seed == seeds[0] else None)
+    steps = [row.step for row in rows]
+    axes.plot(steps, [row.mean for row in rows], linewidth=1.8, color="tab:blue", label="mean")
+    band = [(row.step, row.low, row.high) for row in rows if row.low is not None and row.high is not None]
+    at, low, high = ([row[part] for row in band] for part in range(3))
+    if band:
+        axes.fill_between(at, low, high, alpha=0.2, color="tab:blue", linewidth=0, label="95% interval")
+    values = [value for row in rows for value in row.by_seed.values()]
+    margin = 0.05 * (max(values) - min(values)) or 0.05
+    axes.set_ylim(min(values) - margin, max(values) + margin)  # an interval of two seeds may be far wider
+    axes.set_xlabel("optimizer step")
+    axes.set_title(title, fontsize=9)
+    axes.legend(fontsize=7, loc="lower right")
+    axes.grid(alpha=0.3)
+
+
+def _write_events(root: Path, agreement: Agreement, picture: bytes) -> None:
+    from async_grpo.reports.board import EventFiles
+
+    files, at = EventFiles(root), time.time()
+    with room_for(root):
+        for tag, row in _tagged(agreement):
+            bounds: dict[str, Any] = {"mean": row.mean, "low": row.low, "high": row.high}
+            for folder, value in bounds.items():
+                if value is not None:
+                    files.scalar(folder, tag, value, row.step, at)
+        files.image("mean", "agreement", picture, 0, at)
+        files.flush()
+        files.close()
+
+
+def _tagged(agreement: Agreement) -> Iterator[tuple[str, Agreed]]:
+    for name, rows in agreement.evaluations.items():
+        yield from ((f"eval/{name}", row) for row in rows)
+    yield from (("train/reward", row) for row in agreement.reward)

@@ -1,0 +1,140 @@
+"""A sweep from its start to its report: look first, run each seed in a place, say what the seeds agree on."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from async_grpo.errors import DiskFullError, RunDirError
+from async_grpo.rundir.folders import make_folder
+from async_grpo.rundir.locks import KernelLock, describe_holder
+from async_grpo.rundir.summary import program
+from async_grpo.settings import TrainingSettings
+from async_grpo.setup.output import survive_lost_output
+from async_grpo.slots.ledger import FAILED, FINISHED, Ledger, Record, end_leftovers
+from async_grpo.slots.schedule import Schedule, Task
+from async_grpo.sweeps import plan
+from async_grpo.sweeps.agreement import agreement
+from async_grpo.sweeps.commands import command
+from async_grpo.sweeps.plan import LEDGER, Run, Sweep
+from async_grpo.sweeps.preflight import Preflight, preflight
+from async_grpo.sweeps.progress import steps_left, unfinished
+from async_grpo.sweeps.report import markdown, write_report
+from async_grpo.sweeps.screen import Screen, open_screen
+
+GRACE_S = 15.0  # a run ends within 10 s
+STOPPED_CODE = 130  # as a shell has it for Ctrl-C
+
+
+def run_sweep(sweep: Sweep, settings: TrainingSettings, *, resume: bool) -> int:
+    """Run to the end; returns 0, 1 if a run failed, 130 if the sweep was asked to stop.
+
+    Raises:
+        AsyncGRPOError: nothing can be started, or the folders are not free.
+    """
+    survive_lost_output()
+    plan.check(sweep)
+    _make_parents(sweep.folder)
+    with _held(sweep):
+        if not resume:
+            _refuse_old_outputs(sweep)
+        found = preflight(sweep, settings, _say)
+        plan.write(sweep)
+        ledger = Ledger(sweep.folder / LEDGER)
+        end_leftovers(ledger.records.values(), grace_s=GRACE_S, say=_say)
+        stopped = _run(sweep, found, ledger)
+        return _conclude(sweep, ledger.records, stopped=stopped)
+
+
+def _run(sweep: Sweep, found: Preflight, ledger: Ledger) -> bool:
+    """Run all that has not finished; returns whether a stop was asked for."""
+    tasks = [_task(run, found, begun=run.name in ledger.records) for run in sweep.runs]
+    screen = open_screen(sweep, ledger.records)
+    schedule = Schedule(tasks, found.places, ledger, say=screen.say, look=screen.look, stagger_s=found.stagger_s)
+    before = {number: signal.signal(number, schedule.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        _announce(sweep, found, screen)
+        with screen:
+            schedule.run()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return schedule.stopping
+
+
+def _task(run: Run, found: Preflight, *, begun: bool) -> Task:
+    left = steps_left(run) if begun else None
+    return Task(
+        name=run.name,
+        command=lambda place: command(run, place, offline=found.offline),
+        expected_s=None if left is None else float(left),  # in steps: it is only compared
+        grace_s=GRACE_S,
+        unfinished=lambda: unfinished(run),
+    )
+
+
+def _announce(sweep: Sweep, found: Preflight, screen: Screen) -> None:
+    places = ", ".join(place.name for place in found.places)
+    screen.say(
+        f"{len(sweep.seeds)} runs of {sweep.setup} ({sweep.mode}), {len(found.places)} at a time on {places}; "
+        f"logs in {sweep.logs}, report in {sweep.folder}"
+    )
+
+
+def _conclude(sweep: Sweep, records: Mapping[str, Record], *, stopped: bool) -> int:
+    for run in sweep.runs:
+        if (record := records[run.name]).state == FAILED:
+            print(f"[sweep] seed {run.seed} failed ({record.why}). Its last words:", file=sys.stderr)
+            print(record.last_words or record.why, file=sys.stderr)
+    found = agreement(sweep, records)
+    try:
+        write_report(sweep.folder, found)
+    except DiskFullError as error:
+        print(f"[sweep] the report is not complete: {error}", file=sys.stderr)
+    lines = list(markdown(found))
+    print("\n".join(lines[2 : lines.index("", 6) if "" in lines[6:] else None]), flush=True)
+    print(f"report: {sweep.folder / 'report.md'}", flush=True)
+    undone = [run for run in sweep.runs if records[run.name].state != FINISHED]
+    if undone:
+        print(f"continue: {program()} sweep {sweep.folder} --resume", flush=True)
+    if any(records[run.name].state == FAILED for run in undone):
+        return 1
+    return STOPPED_CODE if stopped and undone else 0
+
+
+def _make_parents(folder: Path) -> None:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
+
+
+@contextmanager
+def _held(sweep: Sweep) -> Iterator[None]:
+    """One process at a time runs this sweep."""
+    lock = KernelLock(sweep.folder / "sweep.lock")
+    if not lock.try_acquire({"role": "sweep"}):
+        raise RunDirError(
+            f"{sweep.folder} is in use by another sweep ({describe_holder(lock.holder())}). Wait for it or stop it, or "
+            "let this one write elsewhere: --output-base DIR or --run-prefix NAME."
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _refuse_old_outputs(sweep: Sweep) -> None:
+    old = [sweep.folder] if (sweep.folder / "sweep.json").exists() else []
+    old += [run.output for run in sweep.runs if run.output.exists()]
+    if old:
+        raise RunDirError(
+            f"{old[0]} is there already, from another sweep. Nothing was changed. Three ways out:\n"
+            "  --resume                                 continue that sweep; finished runs are kept\n"
+            "  --run-prefix NAME or --output-base DIR   leave it alone and write elsewhere\n"
+            "  move or delete it yourself, if nobody needs it"
+        )
+
+
+_say: Callable[[str], None] = lambda text: print(f"[sweep] {text}", flush=True)  # noqa: E731

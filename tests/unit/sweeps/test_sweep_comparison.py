@@ -1,0 +1,109 @@
+"""The statistics of sweeps, against values that were computed by hand or by scipy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from async_grpo.errors import UsageError
+from async_grpo.sweeps.agreement import agree
+from async_grpo.sweeps.comparison import Side, bootstrap, compare, in_words, sign_test, smallest_sign_test, welch
+from async_grpo.sweeps.progress import Curves
+
+
+def curves(by_problem: Mapping[str, float] | None = None, step: int = 10, value: float | None = None) -> Curves:
+    values = by_problem or {}
+    mean = float(np.mean([*values.values()])) if value is None else value
+    found = {problem: [one, one] for problem, one in values.items()}
+    return Curves(evaluations={0: {"success_rate": 0.1}, step: {"success_rate": mean}}, by_problem={step: found})
+
+
+def side(name: str, runs: Mapping[int, Curves], *missing: str) -> Side:
+    return Side(name=name, runs=runs, not_counted=missing)
+
+
+def test_the_mean_over_seeds_has_students_interval_and_says_how_many() -> None:
+    rows = agree({1: {0: 0.1, 10: 0.5}, 2: {0: 0.3, 10: 0.7}, 3: {0: 0.2}})
+    assert [(row.step, row.n) for row in rows] == [(0, 3), (10, 2)]
+    assert rows[0].mean == pytest.approx(0.2)
+    assert rows[0].high == pytest.approx(0.2 + 4.302653 * 0.1 / 3**0.5)
+    assert rows[1].low == pytest.approx(0.6 - 12.706205 * 0.1)
+    assert rows[1].by_seed == {"1": 0.5, "2": 0.7}
+    assert agree({1: {0: 0.5}})[0].low is None
+
+
+def test_sweeps_of_the_same_seeds_are_paired() -> None:
+    a = side("a", {seed: curves(value=0.5 + 0.1 * seed + 0.02 * (seed % 2)) for seed in range(4)})
+    b = side("b", {seed: curves(value=0.5 + 0.1 * seed) for seed in range(4)})
+    effect = compare(a, b)
+    assert (effect.paired, effect.step, effect.seeds) == (True, 10, (0, 1, 2, 3))
+    assert effect.over_seeds.value == pytest.approx(0.01)
+    half = 3.182446 * 0.0115470 / 2
+    assert effect.over_seeds.high == pytest.approx(0.01 + half, abs=1e-5)
+    assert effect.over_problems is None
+
+
+def test_seeds_that_only_one_side_has_are_named_and_left_out() -> None:
+    a = side("a", {1: curves(value=0.5), 2: curves(value=0.6), 3: curves(value=0.9)}, "4")
+    b = side("b", {1: curves(value=0.4), 2: curves(value=0.5)})
+    effect = compare(a, b)
+    assert effect.over_seeds.value == pytest.approx(0.1)
+    words = "\n".join(in_words(effect, a, b))
+    assert "not counted: seed 4 of A, whose runs have not finished" in words
+    assert "not counted: seed 3 of A, which the other sweep lacks" in words
+
+
+def test_sweeps_of_other_seeds_have_welchs_interval() -> None:
+    from scipy import stats
+
+    ours, theirs = [0.5, 0.7, 0.6], [0.4, 0.45, 0.41, 0.44]
+    expected = stats.ttest_ind(ours, theirs, equal_var=False).confidence_interval()
+    found = welch(ours, theirs)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+    a = side("a", {seed: curves(value=value) for seed, value in enumerate(ours)})
+    b = side("b", {seed + 9: curves(value=value) for seed, value in enumerate(theirs)})
+    effect = compare(a, b)
+    assert not effect.paired and effect.sign_test is None
+    assert effect.over_seeds == found
+    assert welch([0.5], [0.4]).low is None
+
+
+def test_the_bootstrap_over_problems_is_that_of_scipy() -> None:
+    from scipy import stats
+
+    differences = np.random.default_rng(1).normal(0.05, 0.2, size=200)
+    expected = stats.bootstrap((differences,), np.mean, method="percentile", rng=2).confidence_interval
+    found = bootstrap(differences)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high), abs=0.002)
+    assert found == bootstrap(differences)
+
+
+def test_only_problems_that_every_run_answered_are_bootstrapped() -> None:
+    a = side("a", {seed: curves({"0": 1.0, "1": 0.5, "2": 0.9}) for seed in (1, 2)})
+    b = side("b", {1: curves({"0": 0.5, "1": 0.5}), 2: curves({"0": 0.5, "1": 0.5, "9": 0.0})})
+    found = compare(a, b).over_problems
+    assert found is not None and found.problems == 2
+    assert found.value == pytest.approx(0.25)
+    assert (found.low, found.high) == pytest.approx((0.0, 0.5))
+
+
+def test_four_seeds_cannot_be_significant_and_the_output_says_so() -> None:
+    assert sign_test([0.1, 0.2, 0.1, 0.3]) == smallest_sign_test(4) == 0.125
+    assert sign_test([0.1, 0.0, -0.1]) == 1.0
+    a = side("a", {seed: curves(value=0.6) for seed in range(4)})
+    b = side("b", {seed: curves(value=0.5) for seed in range(4)})
+    words = "\n".join(in_words(compare(a, b), a, b))
+    assert "With 4 seeds an exact sign test cannot go below 0.125" in words
+    six = [side(name, {seed: curves(value=value) for seed in range(6)}) for name, value in (("a", 0.6), ("b", 0.5))]
+    assert "cannot go below" not in "\n".join(in_words(compare(*six), *six))
+
+
+def test_a_step_that_not_all_runs_evaluated_is_refused() -> None:
+    a, b = side("a", {1: curves(value=0.6)}), side("b", {1: curves(step=20, value=0.5)})
+    assert compare(a, b).step == 0
+    with pytest.raises(UsageError, match="The steps that all have: 0"):
+        compare(a, b, step=10)
+    with pytest.raises(UsageError, match="a has no finished run"):
+        compare(side("a", {}), b)

@@ -1,0 +1,154 @@
+"""What a sweep's command line is understood as, and what it is refused for, before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_grpo.checks.plan.facts import Parameters, TrainerFacts
+from async_grpo.cli import main
+from async_grpo.errors import UsageError
+from async_grpo.sweeps import plan, preflight
+from async_grpo.sweeps.commands import wandb_is_offline
+from async_grpo.sweeps.plan import Sweep
+
+SETUP = "def get_trainer(): ...\n"
+
+
+@pytest.fixture
+def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trainer_setup_mine.py").write_text(SETUP)
+    return tmp_path / "trainer_setup_mine.py"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--seeds", "1,2,1"], "--seeds has 1 twice"),
+        (["--seeds", "1,x"], "must be whole numbers"),
+        (["--seeds", "-1"], "must be from 0 to 2"),
+        (["--gpus-per-run", "2"], "2 GPUs from GPU 0 on were asked for, and no GPUs can be seen here"),
+        (["--set", "learning_rate=fast"], "learning_rate must be a number"),
+        (["--set", "learning_rat=1"], "Did you mean learning_rate?"),
+        (["--set", "output_dir=mine"], "--set output_dir: each run of a sweep has its own"),
+        (["--mode", "trl", "--max-staleness", "2"], "--max-staleness: plain TRL (--mode trl) has no such option"),
+        (["--base-port", "30000"], "must be from 1024 to 22000"),
+        (["--base-port", "22000", "--start-instance", "300"], "leaves no port below 65535"),
+        (["--run-prefix", "../up"], "must be letters, digits"),
+        (["--resume"], "holds no sweep"),
+        (["--eval-k", "9"], "--eval-k 9 needs at least as many completions"),
+    ],
+)
+def test_bad_input_is_refused_with_a_sentence_and_leaves_nothing(
+    setup: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    try:
+        code = main(["sweep", str(setup), *arguments])
+    except SystemExit as exit:
+        code = int(exit.code or 0)
+    assert code == 2
+    assert words in capsys.readouterr().err
+    assert not list(Path().glob("outputs/*/sweep.json"))
+
+
+def test_without_a_setup_file_the_dataset_has_one(setup: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep"]) == 2
+    assert "a setup file, or --dataset" in capsys.readouterr().err
+    assert main(["sweep", "--dataset", "gsm8k"]) == 2
+    assert "Setup file not found: src/app/trainer_setup_dataset.py" in capsys.readouterr().err
+
+
+def test_a_resumed_sweep_takes_no_other_options(setup: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", str(setup), "--resume", "--seeds", "3", "--steps", "9"]) == 2
+    assert "leave --seeds, --steps out" in capsys.readouterr().err
+
+
+def test_two_sweeps_have_nothing_in_common(setup: Path) -> None:
+    one = Sweep(setup=str(setup), seeds=(1, 2), name="mine")
+    others = [
+        Sweep(setup=str(setup), seeds=(1, 2), name="mine", start_instance=2),
+        Sweep(setup=str(setup), seeds=(1, 2), name="mine", base_port=9000, run_prefix="b"),
+        Sweep(setup=str(setup), seeds=(1, 2), name="mine", base_port=9000, output_base="b"),
+    ]
+    for other in others:
+        assert one.folder != other.folder
+        for attribute in ("output", "run_dir", "caches"):
+            assert not {getattr(run, attribute) for run in one.runs} & {getattr(run, attribute) for run in other.runs}
+        logs = [{run.training_log(preflight.core_places(1, [0])[0]) for run in each.runs} for each in (one, other)]
+        assert not logs[0] & logs[1]
+        ports = [{port for run in each.runs for port in run.port_pairs()[0]} for each in (one, other)]
+        assert len(ports[0]) == len(ports[1]) == 4 and not ports[0] & ports[1]
+
+
+def test_the_ports_are_those_of_the_original(setup: Path) -> None:
+    sweep = Sweep(setup=str(setup), seeds=(1, 2, 3, 4), name="mine")
+    assert [run.port_pairs()[0] for run in sweep.runs] == [(8000, 51200), (8001, 51300), (8002, 51400), (8003, 51500)]
+    every = [pair for run in sweep.runs for pair in run.port_pairs()]
+    assert len(every) == len(set(every))
+
+
+def test_a_sweep_is_found_by_its_folder_or_by_the_one_above(setup: Path) -> None:
+    sweep = Sweep(setup=str(setup), seeds=(1, 2), name="mine", settings={"beta": "0.1"}, arguments=("--steps", "3"))
+    sweep.folder.mkdir(parents=True)
+    plan.write(sweep)
+    assert plan.load(plan.find(Path("outputs"))) == plan.load(sweep.folder) == sweep
+    other = Sweep(setup=str(setup), seeds=(1,), name="other")
+    other.folder.mkdir()
+    plan.write(other)
+    with pytest.raises(plan.RunDirError, match="2 sweeps"):
+        plan.find(Path("outputs"))
+
+
+def facts(**changes: object) -> TrainerFacts:
+    parameters = Parameters(count=1000, trained=1000, nbytes=4000, trained_bytes=4000, dtypes={})
+    values: dict[str, object] = {
+        "trainer": "",
+        "model": "",
+        "model_name": "",
+        "reference_bytes": 0,
+        "slots": 3,
+        "precision": "fp32",
+        "optimizer": "adamw",
+        "learning_rate": 1e-5,
+        "loss_type": "dapo",
+        "beta": 0.0,
+        "temperature": 1.0,
+        "use_vllm": False,
+        "max_steps": 100,
+        "epochs": 1.0,
+        "dataset_rows": 1,
+        "columns": [],
+        "rewards": [],
+        "padding_token": "",
+        "end_token": "",
+        "max_completion_length": 1,
+        "context_length": 1,
+        "seed": 0,
+        "longest_prompt": 1,
+        "prompts_measured": 1,
+        "output_dir": "",
+        "save_strategy": "steps",
+        "save_steps": 25,
+    }
+    return TrainerFacts(**{**values, "parameters": parameters, "batch": None, **changes})  # type: ignore[arg-type]
+
+
+def test_the_disk_that_the_checkpoints_need_is_looked_at_first(setup: Path) -> None:
+    each = 4000 + 8000
+    assert preflight.needed_bytes(facts()) - preflight.LOGS_BYTES == 4 * each
+    assert preflight.needed_bytes(facts(save_total_limit=1)) - preflight.LOGS_BYTES == 2 * each
+    assert preflight.needed_bytes(facts(save_strategy="no")) == preflight.LOGS_BYTES
+    huge = Parameters(count=10**15, trained=10**15, nbytes=2 * 10**15, trained_bytes=2 * 10**15, dtypes={})
+    sweep = Sweep(setup=str(setup), seeds=(1, 2), name="mine")
+    with pytest.raises(UsageError, match=r"2 runs need about .* GB in .*save_total_limit"):
+        preflight._check_disk(sweep, facts(parameters=huge))
+
+
+def test_wandb_without_a_key_is_offline(tmp_path: Path) -> None:
+    assert wandb_is_offline({}, tmp_path)
+    assert not wandb_is_offline({"WANDB_API_KEY": "k"}, tmp_path)
+    assert not wandb_is_offline({"WANDB_MODE": "disabled"}, tmp_path)
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai\n  login user\n")
+    assert not wandb_is_offline({}, tmp_path)

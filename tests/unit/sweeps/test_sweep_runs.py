@@ -1,0 +1,186 @@
+"""Sweeps run, fail in part, are killed and resumed. Their runs are a few lines long."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from sweep_yard import SweepYard
+
+from async_grpo.errors import RunDirError
+from async_grpo.slots.ledger import FINISHED, RUNNING, read
+from async_grpo.sweeps import plan, report
+
+DEADLINE_S = 60.0
+BAND_PLOT = report.band_plot
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_each_seed_has_folders_names_caches_and_a_log_of_its_own(yard: SweepYard) -> None:
+    assert yard.run(yard.sweep(42, 7, mode="async")) == 0
+    starts = {seed: (arguments, env) for seed, _, arguments, env in yard.starts()}
+    arguments, env = starts["42"]
+    output = yard.folder / "outputs" / "trl_mine_instance0_seed42"
+    assert arguments[:3] == ["train", str(yard.setup), "--distributed"]
+    assert ["--run-dir", str(output / "run")] == arguments[arguments.index("--run-dir") :][:2]
+    assert f"output_dir={output}" in arguments
+    assert "trl_mine_instance0_seed42" in arguments and "mine,async,seed42" in arguments
+    assert (env["TRITON_CACHE_DIR"], env["CUDA_VISIBLE_DEVICES"]) == (str(output / "cache" / "triton"), "")
+    assert "CUDA_IPC_HANDLE_PATH" not in env and env["PYTHONHASHSEED"] == "42"
+    different = [name for name in env if env[name] != starts["7"][1][name]]
+    assert {"TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "WANDB_DIR"} <= {*different}
+    logs = sorted(path.name for path in (yard.folder / "logs" / "parallel_training").iterdir())
+    assert logs == ["training_instance0_cpu_seed42.log", "training_instance1_cpu_seed7.log"]
+
+
+def test_the_report_has_mean_interval_and_picture(
+    yard: SweepYard, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "band_plot", BAND_PLOT)
+    assert yard.run(yard.sweep(1, 2, 3)) == 0
+    folder = yard.folder / "outputs" / "sweep_mine"
+    found = json.loads((folder / "report.json").read_text())
+    last = found["evaluations"]["success_rate"][-1]
+    assert (last["step"], last["n"], round(last["mean"], 3)) == (5, 3, 0.82)
+    assert last["low"] == pytest.approx(0.82 - 4.30265 * 0.01 / 3**0.5, abs=1e-4)
+    assert (folder / "agreement.png").read_bytes().startswith(b"\x89PNG")
+    assert list((folder / "tensorboard" / "mean").glob("events*"))
+    assert "| 5 | 3 | 0.820 | 0.795 … 0.845 | 0.810 | 0.820 | 0.830 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "words"),
+    [("raise", "RuntimeError: reward of step 3"), ("full", "The disk is full"), ("half", "at step 2")],
+)
+def test_a_run_that_fails_ends_no_other_and_is_named(
+    yard: SweepYard, capsys: pytest.CaptureFixture[str], behaviour: str, words: str
+) -> None:
+    yard.behave(s2=behaviour)
+    assert yard.run(yard.sweep(1, 2, 3)) == 1
+    said = capsys.readouterr()
+    assert words in said.err and "seed 2 failed" in said.err
+    assert "n = 2 of 3 seeds (1, 3). Not counted: seed 2, failed:" in said.out
+    assert "sweep outputs/sweep_mine --resume" in said.out
+
+
+def test_a_resumed_sweep_redoes_no_finished_run_and_continues_the_others(yard: SweepYard) -> None:
+    yard.behave(s2="raise")
+    wanted = yard.sweep(1, 2, 3)
+    assert yard.run(wanted) == 1
+    yard.behave()
+    assert yard.run(plan.load(wanted.folder), resume=True) == 0
+    starts = [(seed, "--resume" in arguments) for seed, _, arguments, _ in yard.starts()]
+    assert sorted(starts) == [("1", False), ("2", False), ("2", True), ("3", False)]
+
+
+def test_what_another_sweep_has_written_is_left_alone(yard: SweepYard) -> None:
+    assert yard.run(yard.sweep(1)) == 0
+    with pytest.raises(RunDirError, match=r"(?s)outputs/sweep_mine is there already.*--resume.*--run-prefix"):
+        yard.run(yard.sweep(2))
+    with pytest.raises(RunDirError, match="trl_mine_instance0_seed1 is there already"):
+        (yard.folder / "outputs" / "sweep_mine" / "sweep.json").unlink()
+        yard.run(yard.sweep(1))
+    assert yard.run(yard.sweep(1, run_prefix="again")) == 0
+    assert yard.run(yard.sweep(1, start_instance=4)) == 0
+    assert yard.run(yard.sweep(1, output_base="elsewhere")) == 0
+    assert len({value for _, _, given, _ in yard.starts() for value in given if value.startswith("output_dir=")}) == 4
+
+
+SWEEP = """
+import sys
+from pathlib import Path
+import pytest
+from sweep_yard import SweepYard, play
+from async_grpo.sweeps import plan, report
+folder = Path(sys.argv[1])
+play(pytest.MonkeyPatch(), folder)
+yard = SweepYard(folder) if sys.argv[2] == "new" else None
+if yard is not None:
+    yard.behave(s2="deaf", s3="hang")
+    sys.exit(yard.run(yard.sweep(1, 2, 3)))
+"""
+
+
+def started(yard: SweepYard) -> subprocess.Popen[str]:
+    """A sweep in a process of its own: seed 1 finishes, seed 2 is deaf to SIGTERM, seed 3 hangs."""
+    here = Path(__file__).parent
+    path = os.pathsep.join((str(here.parents[2] / "src"), str(here)))
+    process = subprocess.Popen(
+        [sys.executable, "-c", SWEEP, str(yard.folder), "new"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    ledger = yard.folder / "outputs" / "sweep_mine" / "slots.jsonl"
+    until(lambda: sum("began" in log.read_text() for log in yard.folder.glob("logs/*/*.log")) == 3)
+    until(lambda: [one.state for one in read(ledger).values()] == [FINISHED, RUNNING, RUNNING])
+    return process
+
+
+def alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_sweep_that_is_killed_is_resumed_and_leaves_no_orphan(
+    yard: SweepYard, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = started(yard)
+    with pytest.raises(RunDirError, match="is in use by another sweep"):
+        yard.run(yard.sweep(1, 2, 3))
+    process.kill()
+    process.communicate()
+    pids = {seed: pid for seed, pid, _, _ in yard.starts()}
+    until(lambda: not alive(pids["3"]))  # the kernel told it
+    assert alive(pids["2"])
+    monkeypatch.setattr("async_grpo.sweeps.sweep.GRACE_S", 0.2)
+    yard.behave()
+    assert yard.run(plan.load(Path("outputs/sweep_mine")), resume=True) == 0
+    assert not alive(pids["2"])
+    assert sorted(seed for seed, *_ in yard.starts()) == ["1", "2", "2", "3", "3"]
+    assert "n = 3 of 3 seeds" in capsys.readouterr().out
+
+
+def test_ctrl_c_twice_kills_what_is_deaf(yard: SweepYard) -> None:
+    process = started(yard)
+    process.send_signal(signal.SIGINT)
+    pids = {seed: pid for seed, pid, _, _ in yard.starts()}
+    until(lambda: not alive(pids["3"]))
+    assert process.poll() is None and alive(pids["2"])
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert not alive(pids["2"])
+    assert "n = 1 of 3 seeds (1). Not counted: seed 2, stopped: it was asked to stop; seed 3, stopped:" in said
+
+
+def test_a_port_that_is_taken_is_said_and_the_next_free_pair_is_chosen() -> None:
+    from async_grpo.sweeps.ports import choose, is_free
+
+    said: list[str] = []
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert not is_free(port)
+        free = next(other for other in range(port - 1, 1024, -1) if is_free(other) and is_free(other - 1))
+        assert choose([(port, free), (free, free - 1)], what="instance 0", say=said.append) == (free, free - 1)
+    assert said == [
+        f"instance 0: port {port} is taken by another program",
+        f"instance 0 takes the next free ports, {free} and {free - 1}",
+    ]
