@@ -59,6 +59,11 @@ class RolloutState:
         yield from (seq for seq in range(self.consumed_below) if seq not in unusable)
         yield from self.consumed
 
+    @property
+    def consumed_groups(self) -> int:
+        """How many groups have been trained on."""
+        return self.consumed_below - bisect_left(self.unusable, self.consumed_below) + len(self.consumed)
+
     def contradiction(self) -> str | None:
         """Why these numbers cannot be those of a run, or None."""
         if not 0 <= self.consumed_below <= self.next_seq <= NOT_TRAINED_ON:

@@ -14,7 +14,7 @@ from loguru import logger
 from async_grpo.archive.checkpoint_folders import Checkpoint, of_run
 from async_grpo.archive.groups import done_files
 from async_grpo.archive.history import Used, final_history, read_record
-from async_grpo.errors import RunDirError, UsageError
+from async_grpo.errors import AsyncGRPOError, RunDirError, UsageError
 from async_grpo.queue.codec import MAX_FILE_BYTES, decode_group
 from async_grpo.queue.filesystem import OsFiles
 from async_grpo.queue.names import COMPLETE
@@ -23,8 +23,14 @@ from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.reading import naming, read_file
 from async_grpo.setup.process import gc_paused, make_deterministic
 from async_grpo.setup.setup_file import load_trainer
-from async_grpo.telemetry.run_log import RunLog
+from async_grpo.telemetry.run_log import REPLAY_LINE, RunLog, described
 from async_grpo.training.corrections.rule import Rule, rule
+
+
+class ReplayStoppedError(AsyncGRPOError):
+    """Ctrl-C: what became of the replay."""
+
+    exit_code = 130  # what a shell shows for a program that SIGINT ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +52,7 @@ class Replayed:
     """What came out of it."""
 
     steps: int
-    reward_last: float
-    loss_last: float
+    last_step: list[str]  # the figures of its step line
     digest: str  # SHA-256 over the saved weight files
     same_as: Path | None  # the run's own checkpoint of the same step, where its weights are equal bit for bit
     compared: Path | None  # that checkpoint, equal or not; None where there is none
@@ -144,10 +149,25 @@ def _train(trainer: Any, batches: Iterator[list[RolloutGroup]], correction: Rule
 
     check(correction, trainer, own_loss=has_own_loss(trainer))
     trl_trainer.make_async(trainer, Replay(), correction=correction)
-    with closing(RunLog(_fresh(output_dir / "metrics.jsonl"))) as log:
-        report(trainer, log, output_dir / "tensorboard")
-        trl_trainer.fit(trainer, resume_from=None)
-    trainer.save_model(str(output_dir))
+    try:
+        with closing(RunLog(_fresh(output_dir / "metrics.jsonl"), REPLAY_LINE)) as log:
+            report(trainer, log, output_dir / "tensorboard")
+            trl_trainer.fit(trainer, resume_from=None)
+        trainer.save_model(str(output_dir))
+    except KeyboardInterrupt as error:
+        raise ReplayStoppedError(
+            _what_became(trainer.state.global_step, trainer.state.max_steps, output_dir)
+        ) from error
+
+
+def _what_became(done: int, steps: int, output_dir: Path) -> str:
+    if done == steps:
+        return f"The replay was stopped while it saved its weights: those in {output_dir} may not be complete."
+    return (
+        f"The replay was stopped after {done} of {steps} steps and saved no weights. {output_dir} has the metrics and "
+        "curves of these steps, and the run that was replayed is as it was. A replay cannot be continued, only started "
+        "again; --steps N replays the first N steps."
+    )
 
 
 def _fresh(file: Path) -> Path:
@@ -164,14 +184,13 @@ def _fresh(file: Path) -> Path:
 def _outcome(trainer: Any, saved: Path, checkpoints: Iterable[Checkpoint]) -> Replayed:
     step = int(trainer.state.global_step)
     last: dict[str, Any] = {}
-    for entry in trainer.state.log_history:  # a step on a batch that an earlier step began has no reward of its own
-        last |= {name: entry[name] for name in ("loss", "reward") if name in entry}
+    for entry in trainer.state.log_history:
+        last = entry if "loss" in entry else last
     compared = next((checkpoint.path for checkpoint in checkpoints if checkpoint.state.step == step), None)
     digest = weights_digest(saved)
     return Replayed(
         steps=step,
-        reward_last=last["reward"],
-        loss_last=last["loss"],
+        last_step=described(last, REPLAY_LINE),
         digest=digest,
         same_as=compared if compared is not None and weights_digest(compared) == digest else None,
         compared=compared,

@@ -14,6 +14,8 @@ from async_grpo.rundir.files import write_json
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import read_object
 
+_PLACES = (("checkpoints", "checkpoints"), ("TensorBoard", "tensorboard"))
+
 
 def read(path: Path) -> dict[str, Any]:
     """What the summary says; empty where there is none."""
@@ -49,21 +51,46 @@ def show(run: RunDir) -> None:
         print(f"run {figures['run_id']} {figures['state']} before training began")
         return
     table = Table(title=f"run {figures.get('run_id', '')} {figures['state']}", show_header=False, title_justify="left")
-    for label, text in _rows(figures, run):
-        table.add_row(label, text)
+    for section in _sections(figures, run):
+        for label, text in section:
+            table.add_row(label, text)
+        table.add_section()
     console = Console(soft_wrap=True, markup=False)  # a path may hold square brackets
     console.print(table)
     console.print(f"next: {next_command(figures['state'], run)}", highlight=False)
 
 
-def _rows(figures: dict[str, Any], run: RunDir) -> list[tuple[str, str]]:
-    rows = [("steps", f"{figures['steps']} in {figures['wall_seconds']:.0f} s (loading included)")]
+Row = tuple[str, str]
+
+
+def _sections(figures: dict[str, Any], run: RunDir) -> list[list[Row]]:
+    """The figures of the run; apart from them, where it was resumed, those of the process that resumed it."""
+    steps, rollouts, resumed_from = figures["steps"], figures["rollouts"], figures.get("resumed_from")
+    time = f"in {figures['wall_seconds']:.0f} s (loading included)"
+    rate = f"{figures['rollouts_per_second']:.1f} a second"
+    places = [(name, _shortest(Path(figures[key]))) for name, key in _PLACES]
+    if resumed_from is None:
+        counts = [("steps", f"{steps} {time}"), *_learning(figures), ("rollouts", f"{rollouts}, {rate}")]
+        return [[*counts, *_of_process(figures, run), *places]]
+    totals = [("steps", f"{steps}"), *_learning(figures), ("rollouts", f"{rollouts + figures['rollouts_before']}")]
+    since = [
+        (f"since the resume at step {resumed_from}", f"{steps - resumed_from} steps {time}"),
+        ("rollouts", f"{rollouts}, {rate}"),
+    ]
+    return [totals, [*since, *_of_process(figures, run)], places]
+
+
+def _learning(figures: dict[str, Any]) -> list[Row]:
+    rows = []
     if "reward_first" in figures:
         rows.append(("reward first → last", f"{figures['reward_first']:.3f} → {figures['reward_last']:.3f}"))
     if "accuracy_after" in figures:
         rows.append(("accuracy before → after", f"{figures['accuracy_before']:.3f} → {figures['accuracy_after']:.3f}"))
-    rows += [
-        ("rollouts", f"{figures['rollouts']}, {figures['rollouts_per_second']:.1f} a second"),
+    return rows
+
+
+def _of_process(figures: dict[str, Any], run: RunDir) -> list[Row]:
+    rows = [
         ("staleness, in versions", f"mean {figures['staleness_mean']:.2f}, max {figures['staleness_max']}"),
         ("trainer waited", f"{figures['trainer_wait_fraction']:.0%} of the time"),
         ("workers busy", f"{figures['worker_busy_fraction']:.0%} of the time"),
@@ -73,8 +100,6 @@ def _rows(figures: dict[str, Any], run: RunDir) -> list[tuple[str, str]]:
         rows.append(("groups set aside", f"{figures['jobs_quarantined']}, with reasons in {run.root / 'quarantine'}"))
     if figures["groups_dropped"]:
         rows.append(("groups dropped", f"{figures['groups_dropped']}, of equal rewards or over age"))
-    rows.append(("checkpoints", _shortest(Path(figures["checkpoints"]))))
-    rows.append(("TensorBoard", _shortest(Path(figures["tensorboard"]))))
     return rows
 
 

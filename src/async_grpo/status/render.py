@@ -124,9 +124,15 @@ def _slots(view: RunView) -> RenderableType:
 def _outcome(view: RunView) -> Text:
     assert view.summary is not None
     figures = view.summary
-    text = f"{figures['steps']} steps in {for_people(figures['wall_seconds'])}, {figures['rollouts']} rollouts"
+    steps, rollouts, resumed_from = figures["steps"], figures["rollouts"], figures.get("resumed_from")
+    time = f"in {for_people(figures['wall_seconds'])}"
+    text = f"{steps} steps {time}, {rollouts} rollouts"
+    if resumed_from is not None:
+        text = f"{steps} steps, {rollouts + figures['rollouts_before']} rollouts"
     if "reward_first" in figures:
         text += f", reward {figures['reward_first']:.3f} → {figures['reward_last']:.3f}"
+    if resumed_from is not None:
+        text += f"; since the resume at step {resumed_from}: {steps - resumed_from} steps {time}, {rollouts} rollouts"
     return Text(text)
 
 

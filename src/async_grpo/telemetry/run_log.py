@@ -27,13 +27,22 @@ logger.level(STEP, no=logger.level("INFO").no)
 WINDOW_S = 60.0  # that rates are over
 TAIL_BYTES = 256 * 1024  # a minute of all but the fastest runs
 
-_STEP_LINE = (  # each part with the metrics it needs; left out where one is missing
+StepLine = tuple[tuple[str, ...], ...]  # each part with the metrics it needs; left out where one is missing
+
+TRAINING_LINE: StepLine = (
     ("reward {:.3f}", "reward"),
     ("{:.0f} rollouts/s", "async/rollouts_per_second"),
     ("staleness {:.1f}", "async/staleness_mean"),
     ("queue {:.0f}/{:.0f}/{:.0f}", "async/queue_pending", "async/queue_processing", "async/queue_complete"),
     ("trainer waits {:.0%}", "async/trainer_wait_fraction"),
     ("workers busy {:.0%}", "async/worker_busy_fraction"),
+)
+REPLAY_LINE: StepLine = (  # of the policy in training; the rewards and the queue's figures are those of the archive
+    ("loss {:+.3g}", "loss"),
+    ("clipped {:.1%}", "clip_ratio/region_mean"),
+    ("clipped {:.1%}", "cispo_clip_ratio"),
+    ("KL to the sampler {:.2g}", "async/kl_to_sampler"),
+    ("probability ratios {:.2f} to {:.2f}", "async/ratio_min", "async/ratio_max"),
 )
 _NUMBERS = (  # of an entry, where it has them; nothing relies on the others
     *("reward", "eval_success_rate", "eval_rewards/accuracy/mean", "async/rollouts_per_second"),
@@ -46,9 +55,11 @@ class RunLog:
 
     Args:
         path: `metrics.jsonl`; a resumed run appends to it.
+        line: what the step line has.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, line: StepLine = TRAINING_LINE) -> None:
+        self._line = line
         self._total_steps = 0
         self._first_step: int | None = None
         self._first_step_at = 0.0
@@ -75,13 +86,8 @@ class RunLog:
         when = {"monotonic_s": round(time.monotonic(), 3)}
         self._file.append(json.dumps({"step": step, **when, **_json_values(logs)}, default=str))
         self._remember(logs)
-        if _is_training_step(logs):
-            parts = [f"ETA {self._eta(step)}"]
-            parts += [
-                text.format(*(logs[name] for name in names))
-                for text, *names in _STEP_LINE
-                if all(logs.get(name) is not None for name in names)
-            ]
+        if "loss" in logs:
+            parts = [f"ETA {self._eta(step)}", *described(logs, self._line)]
             logger.log(STEP, "step {}/{} {}", step, self._total_steps, "  ".join(parts))
         elif "eval_reward" in logs:
             logger.info("evaluation at step {}: reward {:.3f}", step, logs["eval_reward"])
@@ -108,6 +114,15 @@ class RunLog:
             return "?"
         seconds_per_step = (time.monotonic() - self._first_step_at) / (step - self._first_step)
         return eta((self._total_steps - step) * seconds_per_step)
+
+
+def described(logs: dict[str, Any], line: StepLine) -> list[str]:
+    """The parts of a line whose metrics are there."""
+    return [
+        text.format(*(logs[name] for name in names))
+        for text, *names in line
+        if all(logs.get(name) is not None for name in names)
+    ]
 
 
 def _json_values(logs: dict[str, Any]) -> dict[str, Any]:

@@ -99,6 +99,8 @@ class AsyncTraining(TrainingEvents):
         correction = {name: value for name, value in asdict(settings).items() if name.startswith("correction")}
         run.update_state(of=state.run_id, seed=settings.seed, **correction, **at, undo={})  # a resume is accepted
         used = self._resumed.state if self._resumed else None
+        if used is not None:
+            self.metrics.resumes(step=used.step, rollouts=used.consumed_groups * trainer.num_generations)
         self._history = ConsumptionRecord(  # opened before the queue, which withdraws the jobs to be issued again
             run.consumption,
             run_id=state.run_id,

@@ -22,6 +22,7 @@ class RolloutMetrics:
     def __init__(self, append: Callable[[str, float], None]) -> None:
         self._append = append
         self._started = self._last_batch = time.monotonic()
+        self._before: dict[str, int] = {}  # what a resumed run had done
         self._workers = 0
         self._last_wait_s = 0.0
         self._server_overhead_s = 0.0  # since the last batch
@@ -36,6 +37,10 @@ class RolloutMetrics:
         self.staleness_max = 0
         self.quarantined = 0
         self.dropped = 0
+
+    def resumes(self, *, step: int, rollouts: int) -> None:
+        """The run goes on at `step`, where it had been trained on so many rollouts."""
+        self._before = {"resumed_from": step, "rollouts_before": rollouts}
 
     def training_begins(self) -> None:
         """The clock of the summary's shares and rates starts when the trainer could first use a rollout."""
@@ -108,6 +113,7 @@ class RolloutMetrics:
             "overhead_fraction": round(min(1.0, self.overhead_s / (wall + self.worker_s)), 4),
             "jobs_quarantined": self.quarantined,
             "groups_dropped": self.dropped,
+            **self._before,
         }
 
 

@@ -41,6 +41,6 @@ def test_packing_loses_nothing(consumed: set[int], others: set[int], earlier: in
     packed = pack_consumed(0, {seq for seq in consumed if seq < earlier}, unusable)
     below, above = pack_consumed(packed[0], packed[1] | consumed, unusable)
     saved = state(consumed_below=below, consumed=sorted(above), unusable=sorted(unusable))
-    assert set(saved.consumed_seqs()) == consumed
+    assert set(saved.consumed_seqs()) == consumed and saved.consumed_groups == len(consumed)
     assert {seq for seq in range(70) if saved.has_consumed(seq)} == consumed
     assert {seq for seq in range(70) if seq in saved} == consumed | unusable

@@ -16,7 +16,7 @@ from unit_fakes import make_group, make_job
 from async_grpo.records import Timings
 from async_grpo.rollout.statistics import WorkerStatistics
 from async_grpo.telemetry import run_log as metrics_module
-from async_grpo.telemetry.run_log import RunLog
+from async_grpo.telemetry.run_log import REPLAY_LINE, RunLog
 from async_grpo.training import rollout_metrics as rollout_metrics_module
 from async_grpo.training.rollout_metrics import RolloutMetrics, longer_half
 
@@ -194,6 +194,21 @@ def test_the_step_line(tmp_path: Path, messages: list[str], clock: Clock) -> Non
         "step 3/10 ETA 21 s  reward 0.750  42 rollouts/s  staleness 0.0  queue 3/2/0  trainer waits 31%  "
         "workers busy 100%",
         "evaluation at step 3: reward 0.500",
+    ]
+    log.close()
+
+
+def test_the_step_line_of_a_replay_tells_of_the_new_policy_and_nothing_of_the_archive(
+    tmp_path: Path, messages: list[str], clock: Clock
+) -> None:
+    log = RunLog(tmp_path / "metrics.jsonl", REPLAY_LINE)
+    log.training_begins(10)
+    figures = {"clip_ratio/region_mean": 0.0123, "async/kl_to_sampler": 0.00149, "async/staleness_mean": 1.0}
+    log.logged(1, step_logs(0.25, **figures, **{"async/ratio_min": 0.5, "async/ratio_max": 2.0}))
+    log.logged(2, {"loss": -0.5})  # the second step on a batch
+    assert messages == [
+        "step 1/10 ETA ?  loss +0.1  clipped 1.2%  KL to the sampler 0.0015  probability ratios 0.50 to 2.00",
+        "step 2/10 ETA 0 s  loss -0.5",
     ]
     log.close()
 

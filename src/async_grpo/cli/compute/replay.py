@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 
 from async_grpo.cli import options
+from async_grpo.formatting import counted
 from async_grpo.settings import CORRECTION_LEVELS, CORRECTIONS, not_negative_number, positive
 
 LOSS_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
@@ -32,6 +34,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        print("The replay was stopped before its first step: nothing was written.", file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
     from async_grpo.setup.devices import check_torch_sees, hold_to_device
     from async_grpo.setup.process import set_up_log
 
@@ -41,21 +51,25 @@ def run(args: argparse.Namespace) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     check_torch_sees(device)
 
-    from async_grpo.roles.replay import ReplayOptions, run_replay
+    from async_grpo.roles.replay import ReplayOptions, ReplayStoppedError, run_replay
 
-    outcome = run_replay(
-        ReplayOptions(
-            run_dir=args.run,
-            output_dir=args.output_dir,
-            correction=args.correction,
-            correction_level=args.correction_level,
-            correction_min=args.correction_min,
-            correction_max=args.correction_max,
-            loss_type=args.loss_type,
-            steps=args.steps,
+    try:
+        outcome = run_replay(
+            ReplayOptions(
+                run_dir=args.run,
+                output_dir=args.output_dir,
+                correction=args.correction,
+                correction_level=args.correction_level,
+                correction_min=args.correction_min,
+                correction_max=args.correction_max,
+                loss_type=args.loss_type,
+                steps=args.steps,
+            )
         )
-    )
-    print(f"{outcome.steps} steps, last reward {outcome.reward_last:.3f}, last loss {outcome.loss_last:.6g}")
+    except ReplayStoppedError as stopped:
+        print(stopped, file=sys.stderr)
+        return stopped.exit_code
+    print(f"{counted(outcome.steps, 'step')} replayed. The last: {', '.join(outcome.last_step)}")
     print(f"weights: {args.output_dir}, SHA-256 {outcome.digest}")
     if outcome.compared is not None:
         verdict = "equal to" if outcome.same_as else "different from"

@@ -33,6 +33,9 @@ class Clip:
 def report_ratio(batch: Batch, log_pi: Tensor, version: int, append: Append) -> None:
     """Metrics of pi / mu over a micro-batch, before anything is limited.
 
+    The mean of r - 1 - log r over tokens that mu sampled is an estimate of KL(mu || pi) without bias, never below 0:
+    k3 of J. Schulman, Approximating KL Divergence, http://joschu.net/blog/kl-approx.html.
+
     Args:
         log_pi: [B, C], of the policy in training.
         version: of that policy.
@@ -47,6 +50,7 @@ def report_ratio(batch: Batch, log_pi: Tensor, version: int, append: Append) -> 
     append("async/ratio_mean", ratio.mean().item())
     append("async/ratio_min", ratio.min().item())
     append("async/ratio_max", ratio.max().item())
+    append("async/kl_to_sampler", (ratio - 1 - difference[mask]).mean().item())
     append("async/effective_sample_size", (ratio.sum() ** 2 / (ratio.numel() * (ratio**2).sum())).item())
     fresh = mask & (batch["policy_version"] == version)[:, None]
     if fresh.any():  # what is left at equal versions is the mismatch of sampler and trainer
