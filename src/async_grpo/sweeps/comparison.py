@@ -172,6 +172,9 @@ def in_words(effect: Effect, a: Side, b: Side) -> Iterator[str]:
             yield f"not counted: seed {', '.join(one.not_counted)} of {name}, whose runs have not finished"
         if left_out:
             yield f"not counted: seed {', '.join(left_out)} of {name}, which the other sweep lacks"
+    sampled = [sorted({one.sampling for one in each.runs.values()}) for each in (a, b)]
+    if sampled[0] != sampled[1]:
+        yield f"Mind: A's completions were sampled {_or(sampled[0])}, B's {_or(sampled[1])}."
     yield f"A {effect.a:.4f}, B {effect.b:.4f}, A - B {effect.over_seeds.value:+.4f}"
     yield f"95% interval over {_number(effect)}: {_interval(effect.over_seeds)}"
     if effect.over_problems is not None:
@@ -184,6 +187,10 @@ def in_words(effect: Effect, a: Side, b: Side) -> Iterator[str]:
                 f"With {counted(len(effect.by_pair), 'seed')} an exact sign test cannot go below "
                 f"{effect.smallest_possible:g}, whatever the runs show: it takes six pairs for 0.05."
             )
+
+
+def _or(texts: Sequence[str]) -> str:
+    return " or ".join(text or "in an unknown way" for text in texts)
 
 
 def _number(effect: Effect) -> str:

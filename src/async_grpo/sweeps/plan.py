@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from async_grpo.errors import BadFileError, RunDirError, UsageError
@@ -33,10 +33,11 @@ class Sweep:
     name: str  # of the data, in the names of folders
     dataset: str | None = None  # what `DATASET` is set to for the setup file
     output_base: str = DEFAULT_OUTPUTS
+    logs: str = ""  # a folder; empty: next to the default outputs, or below others
     run_prefix: str = ""
     start_instance: int = 0
     base_port: int = BASE_PORT
-    gpus_per_run: int = 1
+    gpus_per_run: int | None = None  # None: one where there are GPUs
     num_instances: int | None = None  # runs at once; None: as many as there is room for
     arguments: tuple[str, ...] = ()  # options of `async-grpo train` for each run
     settings: dict[str, str] = field(default_factory=dict)  # of the GRPOConfig, by field
@@ -52,8 +53,10 @@ class Sweep:
         return f"{self.run_prefix}_" if self.run_prefix else ""
 
     @property
-    def logs(self) -> Path:
+    def log_folder(self) -> Path:
         """`logs/parallel_training`, or the same below another `--output-base`."""
+        if self.logs:
+            return Path(self.logs)
         base = Path(self.output_base)
         return Path("logs" if base == Path(DEFAULT_OUTPUTS) else base / "logs") / "parallel_training"
 
@@ -105,7 +108,7 @@ class Run:
         return self._log(f"vllm_instance{self.instance}_{where}_port{port}.log")
 
     def _log(self, name: str) -> Path:
-        return (self.sweep.logs / f"{self.sweep.prefix}{name}").absolute()
+        return (self.sweep.log_folder / f"{self.sweep.prefix}{name}").absolute()
 
     def port_pairs(self) -> list[tuple[int, int]]:
         """A server's port and its group port: the run's own, then those that no other run of the sweep has."""
@@ -139,13 +142,16 @@ def name_of(setup: Path, dataset: str | None) -> str:
 
 
 def write(sweep: Sweep) -> None:
-    write_json(sweep.folder / "sweep.json", asdict(sweep))
+    """Keep the sweep, so that it can be continued from any folder, and compared after it was moved."""
+    kept = replace(sweep, logs=str(sweep.log_folder.absolute()), output_base=str(Path(sweep.output_base).absolute()))
+    write_json(sweep.folder / "sweep.json", asdict(kept))
 
 
 def load(folder: Path) -> Sweep:
     """The sweep that has this folder. `RunDirError` if there is none."""
     try:
-        return shaped(Sweep, read_object(folder / "sweep.json"))
+        kept = shaped(Sweep, read_object(folder / "sweep.json"))
+        return replace(kept, output_base=str(folder.parent))
     except FileNotFoundError as error:
         raise RunDirError(f"{folder} holds no sweep: there is no sweep.json in it.") from error
     except BadFileError as error:

@@ -40,6 +40,7 @@ class Curves:
     reward: Mapping[int, float] = field(default_factory=dict)  # of training, by step
     evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # figures, by step
     by_problem: Mapping[int, Mapping[str, list[float]]] = field(default_factory=dict)  # step -> problem -> values
+    sampling: str = ""  # how the evaluations' completions were sampled, in words
 
 
 def progress_of(run: Run) -> Progress:
@@ -111,6 +112,7 @@ def curves(run: Run) -> Curves:
     """
     rewards: dict[int, float] = {}
     evaluations: dict[int, dict[str, float]] = {}
+    sampling = ""
     for entry in _entries(run.run_dir):
         step = entry["step"]
         if "loss" in entry:
@@ -118,12 +120,14 @@ def curves(run: Run) -> Curves:
             if _is_number(entry.get("reward")):
                 rewards[step] = entry["reward"]
         elif _is_number(entry.get("eval_reward")):  # TRL's own
+            sampling = "as in training"
             evaluations[step] = {"reward_mean": entry["eval_reward"]}
     by_problem: dict[int, Mapping[str, list[float]]] = {}
     for one in report.read(RunDir(run.run_dir).evaluations):
         evaluations[one.step] = {name: figure.value for name, figure in one.figures.items()}
         by_problem[one.step] = one.by_problem
-    return Curves(reward=rewards, evaluations=evaluations, by_problem=by_problem)
+        sampling = "with " + ", ".join(f"{name} {value}" for name, value in one.sampling.items())
+    return Curves(reward=rewards, evaluations=evaluations, by_problem=by_problem, sampling=sampling)
 
 
 def _entries(run_dir: Path, at_most: int | None = None) -> list[dict[str, Any]]:

@@ -80,7 +80,7 @@ def _announce(sweep: Sweep, found: Preflight, screen: Screen) -> None:
     places = ", ".join(place.name for place in found.places)
     screen.say(
         f"{len(sweep.seeds)} runs of {sweep.setup} ({sweep.mode}), {len(found.places)} at a time on {places}; "
-        f"logs in {sweep.logs}, report in {sweep.folder}"
+        f"logs in {sweep.log_folder}, report in {sweep.folder}"
     )
 
 

@@ -100,6 +100,14 @@ def test_four_seeds_cannot_be_significant_and_the_output_says_so() -> None:
     assert "cannot go below" not in "\n".join(in_words(compare(*six), *six))
 
 
+def test_other_sampling_is_said() -> None:
+    a = side("a", {1: Curves(evaluations={5: {"reward_mean": 0.5}}, sampling="with temperature 0.6")})
+    b = side("b", {1: Curves(evaluations={5: {"reward_mean": 0.4}}, sampling="as in training")})
+    words = "\n".join(in_words(compare(a, b), a, b))
+    assert "Mind: A's completions were sampled with temperature 0.6, B's as in training." in words
+    assert "Mind" not in "\n".join(in_words(compare(a, a), a, a))
+
+
 def test_a_step_that_not_all_runs_evaluated_is_refused() -> None:
     a, b = side("a", {1: curves(value=0.6)}), side("b", {1: curves(step=20, value=0.5)})
     assert compare(a, b).step == 0

@@ -89,11 +89,20 @@ def test_the_ports_are_those_of_the_original(setup: Path) -> None:
     assert len(every) == len(set(every))
 
 
-def test_a_sweep_is_found_by_its_folder_or_by_the_one_above(setup: Path) -> None:
+def test_a_sweep_is_found_from_anywhere_by_its_folder_or_by_the_one_above(
+    setup: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sweep = Sweep(setup=str(setup), seeds=(1, 2), name="mine", settings={"beta": "0.1"}, arguments=("--steps", "3"))
     sweep.folder.mkdir(parents=True)
     plan.write(sweep)
-    assert plan.load(plan.find(Path("outputs"))) == plan.load(sweep.folder) == sweep
+    found = plan.load(plan.find(Path("outputs")))
+    assert found == plan.load(sweep.folder)
+    output = found.runs[0].output
+    assert (output, found.log_folder) == (sweep.runs[0].output, sweep.log_folder.absolute())
+    assert (found.settings, found.arguments, found.seeds) == (sweep.settings, sweep.arguments, sweep.seeds)
+    monkeypatch.chdir("/")
+    assert plan.load(setup.parent / "outputs" / "sweep_mine").runs[0].output == output
+    monkeypatch.chdir(setup.parent)
     other = Sweep(setup=str(setup), seeds=(1,), name="other")
     other.folder.mkdir()
     plan.write(other)
