@@ -50,8 +50,11 @@ test-fast: venv-test
 # How many random configurations are compared with plain TRL.
 RANDOM_CONFIGURATIONS ?= 300
 
+# How long the monkey strikes at real runs.
+MONKEY_SECONDS ?= 600
+
 chaos: venv-test
-	RANDOM_CONFIGURATIONS=$(RANDOM_CONFIGURATIONS) $(BIN)/python -m pytest -m slow tests --timeout 3600
+	RANDOM_CONFIGURATIONS=$(RANDOM_CONFIGURATIONS) MONKEY_SECONDS=$(MONKEY_SECONDS) $(BIN)/python -m pytest -m slow tests --timeout 3600
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/python scripts/site_pages.py
@@ -59,7 +62,7 @@ docs: $(VENV)/.installed-docs
 	@echo "site/index.html; with search: $(BIN)/python -m http.server -d site"
 
 # Which of benchmarks/*.py to run, one after another on a quiet machine, e.g. make bench BENCH=staleness
-BENCH ?= weights job_queue sandbox evaluation chaos async_vs_trl staleness long_run
+BENCH ?= weights job_queue sandbox evaluation chaos monkey async_vs_trl staleness long_run
 # Options of one of them. These three write tables of their own into docs/.
 BENCH_async_vs_trl = --update-docs
 BENCH_long_run = --update-docs

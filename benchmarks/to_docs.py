@@ -17,10 +17,16 @@ TITLES = {
     "weights": ("Sharing weights", "Figures called *raw* are a plain copy of the same bytes in the same run."),
     "job_queue": ("The job queue", "Compared with other queues for one machine, in one run."),
     "chaos": ("Faults", "Every row is a test that kills, stops or corrupts; the figures are what it counted."),
+    "monkey": (
+        "The monkey",
+        "Faults from a table, in any order, against real runs of a tiny model with two workers, 8 to a run. After "
+        "each, the audit is clean or says what is really lost, the weights are bit for bit those of a run that nothing "
+        "disturbed, and the user's files are as they were. A row says how often a fault was struck.",
+    ),
     "fuzz": (
         "Hostile files",
         "Each reader of files against damaged and invented ones, searched by coverage (atheris, hypothesis): only its "
-        "own errors may come out, within 5 s and 4 GiB.",
+        "own errors may come out, within 5 s of CPU time and 4 GiB.",
     ),
     "evaluation": (
         "Evaluation",
