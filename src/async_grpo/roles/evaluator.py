@@ -19,7 +19,7 @@ from async_grpo.errors import RunDirError, UsageError, WaitTimeoutError
 from async_grpo.evals.estimators import Answers
 from async_grpo.evals.evaluation import Evaluation
 from async_grpo.evals.report import Judge, Ledger, compare
-from async_grpo.formatting import counted
+from async_grpo.formatting import counted, eta
 from async_grpo.queue import ServerQueue
 from async_grpo.roles.checkpoint_weights import load_weights, weights_digest
 from async_grpo.rundir import paths as runs
@@ -32,7 +32,7 @@ from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import check_torch_sees
 from async_grpo.setup.process import StopRequest, gc_paused, own_compile_cache, write_stacks_on_signal
 from async_grpo.setup.setup_file import load_trainer
-from async_grpo.telemetry.activity import EVALUATING, LOADING, activity
+from async_grpo.telemetry.activity import ENDING, EVALUATING, LOADING, activity
 from async_grpo.telemetry.stalls import StallReporter
 from async_grpo.telemetry.waiting import Reminder, wait_until
 
@@ -79,6 +79,7 @@ def run_evaluator(options: EvaluatorOptions) -> None:
         stop.defer()
         run.update_state(of=state.run_id, undo={})  # a resume is accepted
         done = _evaluate_all(options, run, state, trainer, stop, lock)
+        activity.doing(ENDING)
         run.update_state(state=runs.FINISHED if done else runs.STOPPED)
 
 
@@ -208,22 +209,40 @@ class _Weights:
 def _finish(evaluation: Evaluation, queue: ServerQueue, ledger: Ledger, stop: StopRequest) -> bool:
     """Wait for the result and keep it; False if the process was asked to stop."""
     activity.doing(EVALUATING, version=evaluation.version)
-    progress_at = said_at = time.monotonic()
-    done = -1
+    pace = _Pace(evaluation)
     with Reminder(lambda: f"answers from {counted(len(queue.workers()), 'worker')}") as reminder:
         while (result := evaluation.look()) is None:
-            now = time.monotonic()
             if stop:
                 return False
-            if evaluation.done != done:
-                done, progress_at = evaluation.done, now
-                activity.progress()
-            elif now > progress_at + PATIENCE_S:
-                raise WaitTimeoutError(f"Timed out after {PATIENCE_S:.0f} s waiting for an answered problem.")
-            if now > said_at + SAY_EVERY_S:
-                said_at = now
-                logger.info("{} of {} problems done", done, evaluation.total)
+            pace.tell()
             reminder.tick()
             queue.wait(WAKE_S)
+    pace.tell()
     ledger.add(result)
     return True
+
+
+class _Pace:
+    """How far an evaluation is: for the bar on the screen, a line now and then, and the end of patience."""
+
+    def __init__(self, evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
+        self._done, self._began_with = -1, evaluation.done  # answers of an earlier process took no time now
+        self._began = self._progress_at = self._said_at = time.monotonic()
+
+    def tell(self) -> None:
+        """Call it after each look. `WaitTimeoutError` where nothing was answered for long."""
+        now, done, total = time.monotonic(), self._evaluation.done, self._evaluation.total
+        if done != self._done:
+            self._done, self._progress_at = done, now
+            activity.evaluates(answered=done, problems=total, eta_s=self._eta_s(now))
+        elif now > self._progress_at + PATIENCE_S:
+            raise WaitTimeoutError(f"Timed out after {PATIENCE_S:.0f} s waiting for an answered problem.")
+        if now > self._said_at + SAY_EVERY_S:
+            self._said_at = now
+            left = self._eta_s(now)
+            logger.info("{} of {} problems answered, ETA {}", done, total, "?" if left is None else eta(left))
+
+    def _eta_s(self, now: float) -> float | None:
+        answered = self._done - self._began_with
+        return (self._evaluation.total - self._done) * (now - self._began) / answered if answered else None

@@ -14,10 +14,10 @@ from async_grpo.queue.liveness import live_workers
 from async_grpo.rundir.paths import FAILED, FINISHED, RUNNING, SERVER, STOPPED, RunDir, RunState
 from async_grpo.rundir.summary import next_command
 from async_grpo.status.processes import Processes
-from async_grpo.telemetry.activity import BUSY_WORKER, ENDING, LOADING, SCORING, STARTING, TRAINING, WAITING
+from async_grpo.telemetry.activity import BUSY_WORKER, ENDING, EVALUATING, LOADING, SCORING, STARTING, TRAINING, WAITING
 
 DEAD = "dead"
-LIVE = (STARTING, LOADING, TRAINING, ENDING)  # a parameter server is alive or expected
+LIVE = (STARTING, LOADING, TRAINING, EVALUATING, ENDING)  # a parameter server is alive or expected
 
 TRAINER_WAITS = 0.15  # of the trainer's time: less is noise, and not worth another worker
 WORKERS_IDLE = 0.15  # of the workers' time
@@ -56,7 +56,10 @@ def condition(state: RunState, processes: Processes) -> str:
         return DEAD
     if server.state in (STARTING, ENDING):
         return server.state
-    return LOADING if processes.records[SERVER].step is None else TRAINING
+    record = processes.records[SERVER]
+    if record.problems is not None:
+        return EVALUATING
+    return LOADING if record.step is None else TRAINING
 
 
 def sentence(word: str, state: RunState, processes: Processes, run: RunDir) -> str:
@@ -76,6 +79,7 @@ def sentence(word: str, state: RunState, processes: Processes, run: RunDir) -> s
         LOADING: f"the parameter server is loading {Path(state.config).name}; workers load meanwhile, or wait for "
         "weights.",
         TRAINING: at_work,
+        EVALUATING: at_work.replace("training", "evaluating a checkpoint"),
         ENDING: "the run is ending: the last checkpoint and the summary are written.",
         FINISHED: f"the run has finished. Next: {next_one}",
         STOPPED: f"the run was stopped. To continue: {next_one}",

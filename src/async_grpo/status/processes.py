@@ -20,6 +20,8 @@ from async_grpo.telemetry import stalls
 from async_grpo.telemetry.activity import ENDING, LOADING, STARTING, WAITING, ActivityRecord, read_all
 from async_grpo_ipc.handle import boot_id
 
+SERVING = ("parameter server", "evaluation")  # roles; a process that prepares a run has the server's lock, too
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessView:
@@ -90,7 +92,7 @@ def _alive(run: RunDir, now: float) -> dict[str, ActivityRecord]:
     """What the locks say of the processes that hold them, by name."""
     found: dict[str, ActivityRecord] = {}
     holder = server_lock(run.root).holder()
-    if holder is not None and holder.get("role") == "parameter server":
+    if holder is not None and holder.get("role") in SERVING:
         found[SERVER] = ActivityRecord(name=SERVER, pid=int(holder["pid"]), since_s=now, progress_s=now)
     for worker in live_workers(run.root):
         found[worker.name] = ActivityRecord(

@@ -38,7 +38,7 @@ def report(view: RunView) -> RenderableType:
     if view.state != TRAINING or not any(worker.alive for worker in view.workers):
         lines.append(Text(view.sentence))
     if view.live or view.state == DEAD:
-        if view.total_steps:
+        if view.total_steps or view.problems:
             lines.append(_progress(view))
         lines += [Text(text) for text in (_figures(view), _queue(view)) if text]
         lines += [Text(), _processes(view)] if view.server or view.workers else []
@@ -54,11 +54,15 @@ def _title(view: RunView) -> Text:
 
 
 def _progress(view: RunView) -> RenderableType:
-    if not view.total_steps:
+    if view.problems:
+        what, done, total = "problem", view.answered or 0, view.problems
+    elif view.total_steps:
+        what, done, total = "step", view.step, view.total_steps
+    else:
         return Text(view.sentence)
     row = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
     left = f"ETA {'?' if view.eta_s is None else eta(view.eta_s)}" if view.live else ""
-    row.add_row(f"step {view.step}/{view.total_steps}", ProgressBar(total=view.total_steps, completed=view.step), left)
+    row.add_row(f"{what} {done}/{total}", ProgressBar(total=total, completed=done), left)
     return row
 
 

@@ -62,6 +62,8 @@ class RunView:
     step: int
     total_steps: int | None
     eta_s: float | None
+    answered: int | None  # problems of an evaluation without training
+    problems: int | None
     server: ProcessView | None
     workers: tuple[ProcessView, ...]
     queue: OpenGroups
@@ -123,7 +125,9 @@ def _look(run: RunDir, *, details: bool) -> RunView:
         num_workers=state.num_workers,
         step=step,
         total_steps=server.total_steps,
-        eta_s=_eta_s(step, server.total_steps, rates),
+        eta_s=server.answered_eta_s if server.problems else _eta_s(step, server.total_steps, rates),
+        answered=server.answered,
+        problems=server.problems,
         server=processes.server,
         workers=processes.workers,
         queue=_open_groups(run.root, counts),

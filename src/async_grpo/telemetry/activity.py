@@ -88,6 +88,9 @@ class ActivityRecord:
     step: int | None = None  # optimizer steps done; of the server
     total_steps: int | None = None
     max_staleness: int | None = None
+    answered: int | None = None  # problems of an evaluation without training; of the server
+    problems: int | None = None
+    answered_eta_s: float | None = None  # seconds to the last of them
     stall_after_s: float = 60.0  # seconds without progress that count as a stall
     spent_s: dict[str, float] = field(default_factory=dict)  # seconds in each state, up to `since_s`
     minute_ago: Sample = field(default=Sample(0.0, {}))  # as it was SAMPLE_AGE_S ago, or when it began
@@ -204,6 +207,13 @@ class Activity:
     def trains(self, *, step: int, total_steps: int, max_staleness: int) -> None:
         """Set how far the server is; written with the next change of state."""
         self._now.step, self._now.total_steps, self._now.max_staleness = step, total_steps, max_staleness
+
+    def evaluates(self, *, answered: int, problems: int, eta_s: float | None) -> None:
+        """Set how far an evaluation is, and write it at once."""
+        with self._lock:
+            self._now.answered, self._now.problems, self._now.answered_eta_s = answered, problems, eta_s
+            self._write()
+        self.progress()
 
     def flush(self) -> None:
         """Write what has changed, and keep a sample for the shares of the last minute."""

@@ -112,7 +112,7 @@ def _tell(args: argparse.Namespace) -> int:
     difference = read_object(run.comparison)["figures"] if args.against else {}
     for model, one in zip(models, found, strict=False):
         _table(model, one.figures, one.failed)
-        for task, figures in one.tasks.items():
+        for task, figures in one.tasks.items() if len(one.tasks) > 1 else ():  # of one task they are the same
             _table(f"{model}, task {task}", figures, {})
     if difference:
         from async_grpo.evals.report import Comparison
