@@ -191,3 +191,11 @@ class RolloutGroup:
         """What completion `index` answers, text or messages; the whole row where it names no prompt."""
         own = self.prompts or [self.job.row.get("prompt", self.job.row)]
         return own[index % len(own)]
+
+    def rewards_of_turns(self) -> list[list[float]]:
+        """Of each completion, one reward a turn, NaN for none; empty where the group has none."""
+        if self.turn_counts is None or self.turn_rewards is None:
+            return [[] for _ in range(self.job.num_generations)]
+        ends = self.turn_counts.cumsum().tolist()
+        values = self.turn_rewards.tolist()
+        return [values[end - count : end] for end, count in zip(ends, self.turn_counts.tolist(), strict=True)]

@@ -48,10 +48,16 @@ class Rollout:
         return [("prompt", group.prompt(self.index))] if len(group.prompts) > 1 else []
 
     @property
+    def turn_rewards(self) -> list[float]:
+        """One a turn, NaN for none; empty where its trainer gives no turn rewards."""
+        return self.found.group.rewards_of_turns()[self.index]
+
+    @property
     def columns(self) -> list[tuple[str, Any]]:
-        """What is its own beside the text: the prompt, and what the reward functions logged with `log_extra`."""
+        """What is its own beside the text: the prompt, turn rewards, and what reward functions logged (`log_extra`)."""
         extra = self.found.group.extra_columns
-        return self.own_prompt + [(name, values[self.index]) for name, values in extra.items()]
+        turns = [("turn rewards", in_a_line(self.turn_rewards))] if self.turn_rewards else []
+        return self.own_prompt + turns + [(name, values[self.index]) for name, values in extra.items()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +67,11 @@ class Selection:
     rollouts: list[Rollout]
     completions: int  # that were looked through
     more: bool  # whether there are older ones that were not looked at
+
+
+def in_a_line(rewards: Iterable[float]) -> str:
+    """Rewards in a line; NaN is none."""
+    return "  ".join("none" if math.isnan(reward) else f"{reward:.3g}" for reward in rewards)
 
 
 def row_of(group: RolloutGroup) -> dict[str, Any]:

@@ -41,6 +41,8 @@ def to_record(
             sampling_logprobs=_flat(group.logprobs, np.float32),
             tool_mask=_flat(group.tool_masks, np.uint8) if group.tool_masks is not None else None,
             token_versions=_flat(group.token_versions, np.int32) if group.token_versions is not None else None,
+            turn_counts=_lengths(scores.turn_rewards) if scores.turn_rewards is not None else None,
+            turn_rewards=_flat(scores.turn_rewards, np.float32) if scores.turn_rewards is not None else None,
             rewards=scores.rewards.numpy().astype(np.float32),
             completions=encoded(group.completions),
             metrics={**group.metrics, **scores.metrics},

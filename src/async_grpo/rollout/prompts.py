@@ -11,6 +11,7 @@ from trl.data_utils import prepare_multimodal_messages
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import opened
+from async_grpo.records import OWN_SAMPLING
 
 if TYPE_CHECKING:
     from async_grpo.records import Job
@@ -21,6 +22,19 @@ def rows_of(job: Job) -> list[dict[str, Any]]:
     """The job's row, once per completion. `UnsupportedError`: an image cannot be read."""
     row = opened(job.row)
     return [dict(row) for _ in range(job.num_generations)]
+
+
+def rows_of_jobs(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """Each job's row, once per completion."""
+    return [row for job in jobs for row in rows_of(job)]
+
+
+def refuse_unknown_sampling(jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        if unknown := sorted(job.sampling.keys() - set(OWN_SAMPLING)):
+            raise UnsupportedError(
+                f"Job {job.seq} sets {', '.join(unknown)}. A job may set {', '.join(OWN_SAMPLING)} and nothing else."
+            )
 
 
 def prompt_of(row: dict[str, Any]) -> Any:

@@ -18,10 +18,16 @@ import torch
 
 from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.images import images_in, opened
-from async_grpo.records import OWN_SAMPLING, Job
+from async_grpo.records import Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.main_thread import UserCode, asks_for_main_thread
-from async_grpo.rollout.prompts import as_fields, prompt_of, refuse_written_images, rows_of
+from async_grpo.rollout.prompts import (
+    as_fields,
+    prompt_of,
+    refuse_unknown_sampling,
+    refuse_written_images,
+    rows_of_jobs,
+)
 from async_grpo.setup.generator_choice import engine_inside, has_images, refuse_late_vllm
 from async_grpo.setup.overrides import overridden
 from async_grpo.setup.trl_compat import let_threads_share_tokenizers
@@ -83,6 +89,7 @@ class Scores:
     rewards: torch.Tensor  # [G, F], NaN for None
     metrics: dict[str, list[float]]  # `log_metric`
     extra_columns: dict[str, list[Any]]  # `log_extra`
+    turn_rewards: list[list[float]] | None = None  # [G], one a turn, NaN for none
 
 
 class RolloutTrainer:
@@ -127,7 +134,8 @@ class RolloutTrainer:
     def _overrides(self, *names: str) -> bool:
         from trl import GRPOTrainer as TRLTrainer
 
-        return any(getattr(type(self.trainer), name) is not getattr(TRLTrainer, name) for name in names)
+        own = [cls for cls in type(self.trainer).__mro__ if cls not in TRLTrainer.__mro__]
+        return any(name in vars(cls) for cls in own for name in names if cls.__module__ != "async_grpo.credit.trainer")
 
     @property
     def pad_token_id(self) -> int:
@@ -213,6 +221,7 @@ class RolloutTrainer:
             rewards=rewards.float().cpu(),
             metrics=dict(scorer._pending_metrics),
             extra_columns=dict(scorer._pending_extra_logs),
+            turn_rewards=_turn_rewards(scorer, group),
         )
 
     def fork(self) -> RolloutTrainer:
@@ -338,6 +347,12 @@ class Batch:
         )
 
 
+def _turn_rewards(scorer: Any, group: GeneratedGroup) -> list[list[float]] | None:
+    """Where the trainer is a `TurnGRPOTrainer`."""
+    masks = group.tool_masks or [[1] * len(ids) for ids in group.completion_ids]
+    return scorer.turn_rewards(masks) if hasattr(scorer, "turn_rewards") else None
+
+
 class _NoHistory(list[Any]):
     """In the place of `log_history`, which would seem to be empty."""
 
@@ -356,19 +371,6 @@ def state_at_issue(trainer: Any, job: Job, version: int) -> Any:
     vars(state).update(job.trainer_state or {"global_step": version})
     state.log_history = _NoHistory()
     return state
-
-
-def refuse_unknown_sampling(jobs: Sequence[Job]) -> None:
-    for job in jobs:
-        if unknown := sorted(job.sampling.keys() - set(OWN_SAMPLING)):
-            raise UnsupportedError(
-                f"Job {job.seq} sets {', '.join(unknown)}. A job may set {', '.join(OWN_SAMPLING)} and nothing else."
-            )
-
-
-def rows_of_jobs(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Each job's row, once per completion."""
-    return [row for job in jobs for row in rows_of(job)]
 
 
 def _parts(jobs: Sequence[Job]) -> list[slice]:

@@ -135,6 +135,11 @@ def _calls(group: RolloutGroup) -> bool:
     return bool(group.metrics.get(CALLS) and group.metrics.get(FAILURES))
 
 
+def turn_rewards(batch: Sequence[RolloutGroup]) -> list[list[float]]:
+    """Of each completion of the batch, one reward a turn."""
+    return [row for group in batch for row in group.rewards_of_turns()]
+
+
 def staleness_by_length(batch: Sequence[RolloutGroup], version: int) -> dict[str, list[int]]:
     """Staleness of each completion of the batch that is longer than the median one (`long`), and of the others.
 

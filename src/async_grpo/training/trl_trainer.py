@@ -27,7 +27,7 @@ from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
 from async_grpo.training.checkpoints import BatchInUse, find_best
 from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.corrections.trl_loss import CorrectedLoss, correction_of
-from async_grpo.training.rollout_metrics import logged_by_workers, longer_half
+from async_grpo.training.rollout_metrics import logged_by_workers, longer_half, turn_rewards
 from async_grpo.training.rollout_source import StopTraining
 
 if TYPE_CHECKING:
@@ -131,14 +131,15 @@ class AsyncGRPOMixin(CorrectedLoss):
         extra_columns: dict[str, list[Any]] = {column: [] for column in columns}
         for group in self._serving:
             for column in columns:  # a group without it must not shift the others
-                values = group.extra_columns.get(column, [None] * len(group.rewards))
-                extra_columns[column] += values
+                extra_columns[column] += group.extra_columns.get(column, [None] * len(group.rewards))
         for name, value in logged_by_workers(self._serving) if self.accelerator.is_main_process else ():
             self._log_metric(name, value)  # TRL adds up the ranks'
         for column, values in extra_columns.items():
             self._log_completion_extra(column, own_share(self, values))
-        rewards = torch.cat([torch.from_numpy(group.rewards) for group in self._serving])
-        return rewards.to(self.accelerator.device)
+        rewards = torch.cat([torch.from_numpy(group.rewards) for group in self._serving]).to(self.accelerator.device)
+        if hasattr(self, "take_rewards"):  # a `TurnGRPOTrainer`
+            self.take_rewards(rewards, turn_rewards(self._serving))
+        return rewards
 
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._saves_into is None else str(self._saves_into)

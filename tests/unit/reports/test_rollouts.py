@@ -113,6 +113,14 @@ def test_a_damaged_file_is_left_out_and_named(tmp_path: Path, capsys: pytest.Cap
     assert "group 4" in text and "left out: done/0000000/0000000005" in text
 
 
+def test_turn_rewards_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ArchivedRun(tmp_path)
+    counts, rewards = np.array([2, 1], np.int32), np.array([0.25, np.nan, 0.5], np.float32)
+    run.use(1, [0], turn_counts=counts, turn_rewards=rewards)
+    assert "turns 0.25  none" in shown(capsys, run.root)
+    assert "turn rewards: 0.5" in shown(capsys, run.root, "--job", "0")
+
+
 def test_hostile_text_steers_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = ArchivedRun(tmp_path)
     run.use(1, [0], completions=[HOSTILE, "[bold red]x[/]"], prompt=HOSTILE)

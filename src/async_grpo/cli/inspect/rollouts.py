@@ -160,6 +160,7 @@ def _lines(rollout: Rollout, console: Console, *, whole: bool) -> Iterator[Text]
     from rich.text import Text
 
     from async_grpo.formatting import as_text, printable
+    from async_grpo.reports.rollouts import in_a_line
 
     head = Text.assemble((f" {_number(rollout.total):>6} ", _style(rollout)), " ")
     if rollout.advantage is not None:
@@ -167,6 +168,8 @@ def _lines(rollout: Rollout, console: Console, *, whole: bool) -> Iterator[Text]
     head.append(f"{rollout.length:>4} tokens", "dim")
     if len(rollout.rewards) > 1:
         head.append("  " + "  ".join(f"{name} {_number(value)}" for name, value in rollout.rewards.items()), "dim")
+    if rollout.turn_rewards:
+        head.append(f"  turns {in_a_line(rollout.turn_rewards)}", "dim")
     group = rollout.found.group
     lines = _cut(printable(as_text(group.completions[rollout.index])), whole=whole).split("\n")
     if len(lines) == 1 and len(head) + 2 + len(lines[0]) <= console.width:

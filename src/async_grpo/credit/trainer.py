@@ -1,0 +1,229 @@
+"""TRL's trainer with turn rewards. The private names of TRL's trainer that it touches are `HOOKS`, and in this file."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from trl import GRPOTrainer
+
+from async_grpo.credit.formulas import CREDITS, Credit, Turns, of_each_turn, per_token, turn_starts
+
+HOOKS = ("_calculate_rewards", "_generate_and_score_completions")
+
+Given = float | Sequence[float | None] | None  # by one function, to one completion
+_given_now: ContextVar[dict[str, list[Given]] | None] = ContextVar("what turn reward functions return", default=None)
+
+
+class TurnGRPOTrainer(GRPOTrainer):
+    """A `GRPOTrainer` in which each turn of a dialogue has its own advantage.
+
+    Args:
+        turn_reward_funcs: called as `reward_funcs` are; each returns for each completion one number, or a list with one
+            for each turn. A turn is what the model writes at a stretch: a run of 1 in TRL's `tool_mask`. One number
+            counts for the first turn. `reward_weights` has the weights of `reward_funcs`, then of these.
+        credit: `outcome`, `merged`, `turn`, `recursive` or `reward_to_go` (`Credit` has the formulas).
+        turn_advantage_coef: weighs the turn advantage of `turn`.
+        turn_discount: alpha of `recursive` and `reward_to_go`.
+        no_turn_reward: turn rewards are measured and not trained on.
+        original: `turn` as the authors' code has it where it differs from the paper.
+
+    Raises:
+        ValueError: the credit is unknown, or the configuration compares rewards in another way than within a group.
+    """
+
+    reward_func_names: list[str]
+    batch_rewards: torch.Tensor  # [B, F], of the batch that was scored last
+    _served_turns: list[list[float]] | None = None  # of that batch, where workers scored it
+
+    def __init__(
+        self,
+        *args: Any,
+        turn_reward_funcs: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
+        credit: str = "turn",
+        turn_advantage_coef: float = 1.0,
+        turn_discount: float = 1.0,
+        no_turn_reward: bool = False,
+        original: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if credit not in CREDITS:
+            raise ValueError(f"credit must be one of {', '.join(CREDITS)}, got {credit!r}.")
+        of_turns = [turn_reward_funcs] if callable(turn_reward_funcs) else list(turn_reward_funcs)
+        bound = inspect.signature(GRPOTrainer.__init__).bind(self, *args, **kwargs)
+        outcome = bound.arguments.get("reward_funcs") or []
+        outcome = list(outcome) if isinstance(outcome, list) else [outcome]
+        bound.arguments["reward_funcs"] = outcome + [_summing(function) for function in of_turns]
+        self._turn_columns = range(len(outcome), len(outcome) + len(of_turns))
+        super().__init__(*bound.args[1:], **bound.kwargs)
+        _refuse_other_comparisons(self)
+        self.reward_func_names = [
+            f"{'turn' if column in self._turn_columns else 'outcome'}/{name}"
+            for column, name in enumerate(self.reward_func_names)
+        ]
+        self.credit = Credit(
+            kind="outcome" if no_turn_reward else credit,
+            coefficient=turn_advantage_coef,
+            discount=turn_discount,
+            scaled=self.scale_rewards != "none",
+            original=original,
+        )
+
+    # What reward functions gave; in a distributed run the workers call these, on a copy for each group
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> torch.Tensor:
+        with _noting() as given:
+            rewards: torch.Tensor = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._given = given
+        self.batch_rewards = rewards
+        return rewards
+
+    def turn_rewards(self, masks: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Of each completion that was scored last, one reward a turn: the functions' weighted sum, NaN for none.
+
+        Raises:
+            ValueError: a function gave not as many rewards as there are turns.
+        """
+        weights = self.reward_weights.tolist()
+        rows = [[float("nan")] * len(turn_starts(mask)) for mask in masks]
+        for column, (name, values) in zip(self._turn_columns, self._given.items(), strict=True):
+            for row, value in zip(rows, values, strict=True):
+                for turn, reward in enumerate(of_each_turn(value, len(row), name)):
+                    if reward == reward:
+                        row[turn] = weights[column] * reward + (row[turn] if row[turn] == row[turn] else 0.0)
+        return rows
+
+    def take_rewards(self, rewards: torch.Tensor, turn_rewards: list[list[float]]) -> None:
+        """In place of scoring: what workers made, [B, F] and one list a completion."""
+        self.batch_rewards, self._served_turns = rewards, turn_rewards
+
+    # The advantages of each token
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        self._served_turns = None
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            return output
+        masks = _masks(output)
+        turns, all_masks = self._served_turns, masks
+        if turns is None:
+            turns = gather_object(self.turn_rewards(masks))
+        if self.accelerator.num_processes > 1:
+            all_masks = gather_object(masks)
+        advantages = self._advantages(turns, all_masks)
+        first = self.accelerator.process_index * len(masks)
+        width = output["completion_ids"].shape[1]
+        rows = [
+            torch.nn.functional.pad(torch.from_numpy(per_token(mask, of_turns)), (0, width - len(mask)))
+            for mask, of_turns in zip(masks, advantages[first : first + len(masks)], strict=True)
+        ]
+        output["advantages"] = torch.stack(rows).to(output["advantages"])
+        return output
+
+    def _advantages(self, turns: list[list[float]], masks: list[list[int]]) -> list[Any]:
+        """Of the turns of each completion of the batch, of all processes."""
+        rewards = self.batch_rewards * self.reward_weights.to(self.batch_rewards.device)
+        is_turn = torch.tensor([column in self._turn_columns for column in range(rewards.shape[1])])
+        outcome, total = _sums(rewards[:, ~is_turn]), _sums(rewards[:, is_turn])
+        self._report(outcome, total, [len(row) for row in turns])
+        everything = [
+            Turns(outcome=one, total=of_turns, rewards=row, has_result=not all(mask))
+            for one, of_turns, row, mask in zip(outcome.tolist(), total.tolist(), turns, masks, strict=True)
+        ]
+        size = self.num_generations
+        return [
+            row
+            for start in range(0, len(everything), size)
+            for row in self.credit.advantages(everything[start : start + size])
+        ]
+
+    def _report(self, outcome: torch.Tensor, total: torch.Tensor, turns: list[int]) -> None:
+        combined = _sums(torch.stack([outcome, total], dim=1))
+        metrics = self._metrics["train"]
+        for name, values in (("outcome", outcome), ("turn", total), ("combined", combined)):
+            known = values[~values.isnan()]
+            metrics[f"reward/{name}"].append(known.mean().item() if len(known) else float("nan"))
+            metrics[f"reward_std/{name}"].append(known.std().item() if len(known) > 1 else 0.0)
+        metrics["completions/turns_mean"].append(sum(turns) / len(turns))
+        metrics["completions/turns_max"].append(float(max(turns)))
+
+
+@contextmanager
+def _noting() -> Iterator[dict[str, list[Given]]]:
+    """While rewards are calculated: what the turn reward functions return, by name."""
+    given: dict[str, list[Given]] = {}
+    token = _given_now.set(given)
+    try:
+        yield given
+    finally:
+        _given_now.reset(token)
+
+
+def _summing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as TRL calls it: each completion's rewards are added up, and noted one by one."""
+    name = getattr(function, "__name__", type(function).__name__)
+
+    def noted(values: list[Given]) -> list[float | None]:
+        given = _given_now.get()
+        if given is not None:
+            given[name] = list(values)
+        return [_total(value, name) for value in values]
+
+    if inspect.iscoroutinefunction(function):
+
+        @wraps(function)
+        async def summed_later(*args: Any, **kwargs: Any) -> list[float | None]:
+            return noted(await function(*args, **kwargs))
+
+        return summed_later
+
+    def summed(*args: Any, **kwargs: Any) -> list[float | None]:
+        return noted(function(*args, **kwargs))
+
+    summed.__name__ = name
+    return summed
+
+
+def _total(value: Given, name: str) -> float | None:
+    if value is None or isinstance(value, (int, float)):
+        return value
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(
+            f"The turn reward {name!r} gave a {type(value).__name__} to a completion. Return one number for each "
+            "completion, or a list with one for each turn; None: no reward."
+        )
+    known = [reward for reward in value if reward is not None]
+    return float(sum(known)) if known else None
+
+
+def _sums(rewards: torch.Tensor) -> torch.Tensor:
+    """Over the columns that are known; NaN where none is, or there are no columns."""
+    sums = rewards.nansum(dim=1)
+    sums[rewards.isnan().all(dim=1)] = torch.nan
+    return sums
+
+
+def _masks(output: dict[str, Any]) -> list[list[int]]:
+    """Of each completion, 1 for what the model wrote, without padding."""
+    lengths = output["completion_mask"].sum(dim=1).tolist()
+    mine = output.get("tool_mask", torch.ones_like(output["completion_mask"]))
+    return [row[:length] for row, length in zip(mine.tolist(), lengths, strict=True)]
+
+
+def _refuse_other_comparisons(trainer: Any) -> None:
+    if trainer.scale_rewards == "batch":
+        raise ValueError(
+            'scale_rewards="batch" divides by the spread of a whole batch, and the advantages of turns compare within '
+            'a group. Take scale_rewards="group" or "none".'
+        )
+    if trainer.multi_objective_aggregation != "sum_then_normalize":
+        raise ValueError(
+            "multi_objective_aggregation compares each reward by itself, and the advantages of turns compare their "
+            'sums. Take "sum_then_normalize".'
+        )
