@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Self
-
-import psutil
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Self
 
 from async_grpo.formatting import eta
 from async_grpo.slots.ledger import RUNNING, WAITING, Record
+from async_grpo.slots.places import Place
 from async_grpo.sweeps.plan import Run, Sweep
 from async_grpo.sweeps.progress import Progress, progress_of
+from async_grpo.sweeps.usage import Usage
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 TABLE_EVERY_S = 2.0
 LINE_EVERY_S = 60.0
-COLUMNS = ("seed", "place", "state", "step", "reward", "evaluation", "rollouts/s", "cores", "ETA")
+COLUMNS = ("seed", "place", "state", "step", "reward", "evaluation", "rollouts/s", "use", "ETA")
 
 
 class Screen:
@@ -29,8 +28,9 @@ class Screen:
 
     every_s = LINE_EVERY_S
 
-    def __init__(self, sweep: Sweep, records: Mapping[str, Record]) -> None:
+    def __init__(self, sweep: Sweep, records: Mapping[str, Record], places: Sequence[Place]) -> None:
         self._runs, self._records = sweep.runs, records
+        self._gpus = {place.name: place.gpus for place in places}
         self._usage = Usage()
         self._next_look = 0.0
 
@@ -54,7 +54,7 @@ class Screen:
         """A row of `COLUMNS` for each run."""
         for run in self._runs:
             record = self._records.get(run.name, Record(task=run.name, state=WAITING))
-            yield _row(run, record, self._usage)
+            yield _row(run, record, self._usage, self._gpus)
 
     def _show(self) -> None:
         self.say(" | ".join(_in_words(row) for row in self.rows()))
@@ -65,8 +65,8 @@ class TableScreen(Screen):
 
     every_s = TABLE_EVERY_S
 
-    def __init__(self, sweep: Sweep, records: Mapping[str, Record], console: Console) -> None:
-        super().__init__(sweep, records)
+    def __init__(self, sweep: Sweep, records: Mapping[str, Record], places: Sequence[Place], console: Console) -> None:
+        super().__init__(sweep, records, places)
         from rich.live import Live
 
         self._console = console
@@ -88,15 +88,15 @@ class TableScreen(Screen):
         self._live.update(table(self.rows()), refresh=True)
 
 
-def open_screen(sweep: Sweep, records: Mapping[str, Record]) -> Screen:
+def open_screen(sweep: Sweep, records: Mapping[str, Record], places: Sequence[Place]) -> Screen:
     """A table where standard output is a terminal that can move its cursor, else lines."""
     if sys.stdout.isatty():
         from rich.console import Console
 
         console = Console(highlight=False, markup=False)
         if console.is_terminal and not console.is_dumb_terminal:
-            return TableScreen(sweep, records, console)
-    return Screen(sweep, records)
+            return TableScreen(sweep, records, places, console)
+    return Screen(sweep, records, places)
 
 
 def table(rows: Iterator[tuple[str, ...]]) -> Table:
@@ -110,7 +110,7 @@ def table(rows: Iterator[tuple[str, ...]]) -> Table:
     return drawn
 
 
-def _row(run: Run, record: Record, usage: Usage) -> tuple[str, ...]:
+def _row(run: Run, record: Record, usage: Usage, gpus: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     if record.state == WAITING:
         return (str(run.seed), "", WAITING, *[""] * (len(COLUMNS) - 3))
     found = progress_of(run)
@@ -123,7 +123,7 @@ def _row(run: Run, record: Record, usage: Usage) -> tuple[str, ...]:
         _figure(found.reward),
         _figure(found.evaluation),
         "" if not running or found.rollouts_per_second is None else f"{found.rollouts_per_second:.0f}",
-        usage.cores((record.pid, *found.pids)) if running else "",
+        usage.of(run.name, (record.pid, *found.pids), gpus.get(record.place, ())) if running else "",
         eta(found.eta_s) if running and found.eta_s is not None else "",
     )
 
@@ -141,31 +141,3 @@ def _in_words(row: tuple[str, ...]) -> str:
     named = dict(zip(COLUMNS, row, strict=True))
     parts = [f"{name} {named[name]}" for name in COLUMNS[3:] if named[name]]
     return f"seed {named['seed']}: {', '.join([named['state'], *parts])}"
-
-
-class _Spent(NamedTuple):
-    at: float  # monotonic
-    cpu_s: float
-
-
-class Usage:
-    """How many cores the processes of a run use, between two looks."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._last: dict[int, _Spent] = {}  # by the first pid
-
-    def cores(self, pids: tuple[int, ...]) -> str:
-        """`1.8`; empty at the first look."""
-        spent, before = _Spent(self._now(), sum(map(_cpu_s, pids))), self._last.get(pids[0])
-        self._last[pids[0]] = spent
-        if before is None or spent.cpu_s < before.cpu_s or spent.at <= before.at:
-            return ""
-        return f"{(spent.cpu_s - before.cpu_s) / (spent.at - before.at):.1f}"
-
-
-def _cpu_s(pid: int) -> float:
-    with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-        times = psutil.Process(pid).cpu_times()
-        return float(times.user + times.system)
-    return 0.0

@@ -52,7 +52,7 @@ def run_sweep(sweep: Sweep, settings: TrainingSettings, *, resume: bool) -> int:
 def _run(sweep: Sweep, found: Preflight, ledger: Ledger) -> bool:
     """Run all that has not finished; returns whether a stop was asked for."""
     tasks = [_task(run, found, begun=run.name in ledger.records) for run in sweep.runs]
-    screen = open_screen(sweep, ledger.records)
+    screen = open_screen(sweep, ledger.records, found.places)
     schedule = Schedule(tasks, found.places, ledger, say=screen.say, look=screen.look, stagger_s=found.stagger_s)
     before = {number: signal.signal(number, schedule.stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

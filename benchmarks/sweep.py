@@ -1,0 +1,176 @@
+"""What running many seeds side by side costs: the packing of runs in slots, the supervisor, and leaks.
+
+    python benchmarks/sweep.py [--quick] [--json FILE]
+
+Four runs of the demo in two slots of one core each, against the best packing of the same four runs, each measured alone
+on one core. The supervisor is the process of `async-grpo sweep`, with its table on a pseudo terminal, from the first
+start to the last end. Simulated runs are children that sleep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pty
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.table import Row, as_text, row, write_json
+
+from async_grpo.slots.ledger import FINISHED, RUNNING, Ledger, read
+from async_grpo.slots.places import Place
+from async_grpo.slots.schedule import Command, Schedule, Task
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPE = ROOT / "src" / "app" / "trainer_setup_tiny.py"
+SEEDS = (42, 1337, 2024, 9999)
+SLOTS = 2
+CHILDREN, PLACES = 1000, 16
+
+
+class Measured(NamedTuple):
+    """A sweep."""
+
+    wall_s: float  # from the first start to the last end
+    supervisor: float  # share of a core, meanwhile
+    runs_s: list[float]
+
+
+def sweep(folder: Path, seeds: tuple[int, ...], slots: int, steps: int) -> Measured:
+    """Run a sweep of the demo, with its table on a terminal."""
+    screen, terminal = pty.openpty()
+    threading.Thread(target=drain, args=(screen,), daemon=True).start()
+    arguments = ["sweep", str(RECIPE), "--seeds", ",".join(map(str, seeds)), "--num-instances", str(slots)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "async_grpo.cli", *arguments, "--steps", str(steps), "--eval-every", "25"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TERM": "xterm"},
+        stdout=terminal,
+        stderr=terminal,
+    )
+    wall_s, share = watch(process, folder / "outputs" / "sweep_tiny" / "slots.jsonl")
+    os.close(terminal)
+    records = read(folder / "outputs" / "sweep_tiny" / "slots.jsonl")
+    if process.returncode != 0:
+        sys.exit(f"the sweep failed: {json.dumps({name: one.why for name, one in records.items()})}")
+    return Measured(wall_s, share, [one.seconds for one in records.values()])
+
+
+def drain(screen: int) -> None:
+    try:
+        while os.read(screen, 1 << 16):
+            pass
+    except OSError:  # the other end is closed
+        return
+
+
+def watch(process: subprocess.Popen[bytes], ledger: Path) -> tuple[float, float]:
+    """From the first start to the last end: seconds, and the share of a core that the process used."""
+    seen, first, last = psutil.Process(process.pid), None, None
+    while process.poll() is None:
+        if ledger.exists() and any(one.state == RUNNING for one in read(ledger).values()):
+            times = seen.cpu_times()
+            last = (time.monotonic(), times.user + times.system)
+            first = first or last
+        time.sleep(0.1)
+    assert first is not None and last is not None
+    wall_s = last[0] - first[0]
+    return wall_s, (last[1] - first[1]) / wall_s
+
+
+def best_packing(seconds: list[float], slots: int) -> float:
+    """The shortest time in which that many slots can do all of them: every division is tried."""
+    divisions = product(range(slots), repeat=len(seconds))
+    return min(
+        max(sum(one for one, slot in zip(seconds, slots_of) if slot == place) for place in range(slots))
+        for slots_of in divisions
+    )
+
+
+def packing(rounds: int, steps: int) -> list[Row]:
+    ratios, shares, walls = [], [], []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as place:
+            folders = [Path(place) / name for name in ("together", *map(str, SEEDS))]
+            for folder in folders:
+                folder.mkdir()
+            together = sweep(folders[0], SEEDS, SLOTS, steps)
+            alone = [one_core(folder, seed, steps) for folder, seed in zip(folders[1:], SEEDS, strict=True)]
+        best = best_packing(alone, SLOTS)
+        ratios.append(together.wall_s / best)
+        shares.append(together.supervisor)
+        walls.append(together.wall_s)
+    return [
+        row(f"4 runs in {SLOTS} slots, by the best packing of the same runs alone", ratios, "×", target="<= 1.03"),
+        row("the same, from the first start to the last end", walls, "s"),
+        row("the supervisor with its table, share of a core", shares, "", target="<= 0.01"),
+    ]
+
+
+def one_core(folder: Path, seed: int, steps: int) -> float:
+    """The run alone, on one core like each run of the sweep."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(before)})
+    try:
+        return sweep(folder, (seed,), 1, steps).runs_s[0]
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def simulated(children: int) -> list[Row]:
+    """Descriptors, processes and memory after many children that sleep."""
+    me = psutil.Process()
+    with tempfile.TemporaryDirectory() as place:
+        ledger = Ledger(Path(place) / "slots.jsonl")
+        run(ledger, Path(place), "warm", children // 5)
+        descriptors, memory, processes = me.num_fds(), me.memory_info().rss, len(me.children())
+        started, cpu = time.monotonic(), sum(me.cpu_times()[:2])
+        run(ledger, Path(place), "run", children)
+        took, cpu = time.monotonic() - started, sum(me.cpu_times()[:2]) - cpu
+        assert sum(one.state == FINISHED for one in ledger.records.values()) == children + children // 5
+    return [
+        row(
+            f"descriptors more after {children} simulated runs", [float(me.num_fds() - descriptors)], "", target="<= 0"
+        ),
+        row("processes more", [float(len(me.children()) - processes)], "", target="<= 0"),
+        row("memory more, a run", [(me.memory_info().rss - memory) / children / 1e3], "kB", target="<= 2"),
+        row("CPU time of the supervisor, a run", [cpu / children * 1e3], "ms"),
+        row(f"runs a second in {PLACES} places, with each child's own start", [children / took], "1/s"),
+    ]
+
+
+def run(ledger: Ledger, folder: Path, name: str, children: int) -> None:
+    def command(place: Place) -> Command:
+        return Command(["sleep", "0.05"], os.environ, folder / "log")
+
+    tasks = [Task(name=f"{name}{number}", command=command) for number in range(children)]
+    Schedule(tasks, [Place(name=str(number)) for number in range(PLACES)], ledger, say=lambda text: None).run()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="simulated runs only")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    load: Any = os.getloadavg()
+    measured = simulated(CHILDREN // 5 if options.quick else CHILDREN) + (
+        [] if options.quick else packing(1, steps=100)
+    )
+    print(as_text(measured))
+    if options.json:
+        write_json(options.json, measured, load_before=load)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Sweeps of real training: killed and resumed, and with plain TRL."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+from runs import SETUP, command
+
+from async_grpo.roles.plain_trl import read_progress
+from async_grpo.rundir.paths import RunDir
+from async_grpo.slots.ledger import read
+
+pytestmark = [pytest.mark.slow, pytest.mark.integration]
+ARGUMENTS = ("--seeds", "1,2", "--num-instances", "2", "--eval-every", "6")
+
+
+def gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_killed_sweep_leaves_no_process_and_is_resumed_from_checkpoints(tmp_path: Path) -> None:
+    env = {"TEST_EVAL": "4", "TEST_STEPS": "18", "TEST_REWARD_S": "0.2"}
+    runs = [tmp_path / "outputs" / f"trl_random_model_instance{index}_seed{index + 1}" / "run" for index in range(2)]
+
+    def trained() -> bool:
+        logs = [run / "metrics.jsonl" for run in runs]
+        return all(log.exists() and "loss" in log.read_text() for log in logs)
+
+    with command("sweep", str(SETUP), *ARGUMENTS, cwd=tmp_path, **env) as sweep:
+        sweep.wait_until(trained, "steps")
+        family = sweep.children()
+        assert len(family) >= 8  # of each run a launcher, a server and two workers
+        sweep.process.kill()
+        sweep.process.wait()
+        assert not psutil.wait_procs(family, timeout=60)[1]
+    with command("sweep", "--resume", cwd=tmp_path, **env) as sweep:
+        assert sweep.wait() == 0, sweep.output
+    assert "n = 2 of 2 seeds (1, 2)." in sweep.output
+    for run in runs:
+        state = RunDir(run).read_state()
+        assert state is not None and (state.state, state.step, state.seed) == ("finished", 18, int(run.parent.name[-1]))
+    report = json.loads((tmp_path / "outputs" / "sweep_random_model" / "report.json").read_text())
+    assert [row["n"] for row in report["evaluations"]["reward_mean"]] == [2, 2, 2, 2]
+    assert [row["step"] for row in report["evaluations"]["reward_mean"]] == [0, 6, 12, 18]
+
+
+def test_plain_trl_runs_in_a_sweep_stops_with_a_checkpoint_and_continues(tmp_path: Path) -> None:
+    env = {"TEST_EVAL": "4", "TEST_STEPS": "12", "TEST_REWARD_S": "0.3"}
+    arguments = ("sweep", str(SETUP), "--mode", "trl", *ARGUMENTS)
+    runs = [tmp_path / "outputs" / f"trl_random_model_instance{index}_seed{index + 1}" / "run" for index in range(2)]
+
+    def step(run: Path) -> int:
+        found = read_progress(run)
+        return found.step if found is not None else 0
+
+    with command(*arguments, cwd=tmp_path, **env) as sweep:
+        sweep.wait_until(lambda: all(step(run) >= 2 for run in runs), "steps")
+        sweep.process.terminate()
+        assert sweep.wait() == 130, sweep.output
+    stopped = [step(run) for run in runs]
+    assert all(2 <= found < 12 for found in stopped), stopped
+    assert all((run.parent / f"checkpoint-{found}").is_dir() for run, found in zip(runs, stopped, strict=True))
+    with command("sweep", "--resume", cwd=tmp_path, **env) as sweep:
+        assert sweep.wait() == 0, sweep.output
+    assert {record.state for record in read(tmp_path / "outputs/sweep_random_model/slots.jsonl").values()} == {
+        "finished"
+    }
+    assert "| 12 | 2 |" in sweep.output
+    steps = [
+        json.loads(line)["step"] for line in (runs[0] / "metrics.jsonl").read_text().splitlines() if "loss" in line
+    ]
+    assert sorted(set(steps)) == list(range(1, 13))  # none was skipped

@@ -1,0 +1,73 @@
+"""What the terminal shows of a sweep, and what the runs use."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from sweep_yard import SweepYard
+
+from async_grpo.slots.ledger import FAILED, RUNNING, Record
+from async_grpo.slots.places import Place
+from async_grpo.sweeps.screen import Screen, table
+from async_grpo.sweeps.usage import GpuUse, Usage
+
+
+def test_a_table_has_a_row_for_each_run(yard: SweepYard) -> None:
+    wanted = yard.sweep(1, 2, 3)
+    assert yard.run(yard.sweep(1)) == 0
+    names = [run.name for run in wanted.runs]
+    records = {
+        names[0]: Record(task=names[0], state=RUNNING, place="core0", pid=os.getpid()),
+        names[1]: Record(task=names[1], state=FAILED, place="core1"),
+    }
+    screen = Screen(wanted, records, [Place(name="core0", cores=(0,))])
+    drawn = io.StringIO()
+    Console(file=drawn, width=100).print(table(screen.rows()))
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in drawn.getvalue().splitlines()]
+    rows = {row[0]: row for row in cells if row[0].isdecimal()}
+    assert rows["1"][:5] == ["1", "core0", "finished", "5", "0.500"]
+    assert rows["2"][:3] == ["2", "core1", "failed"]
+    assert rows["3"][:3] == ["3", "", "waiting"]
+
+
+def test_a_line_a_minute_where_there_is_no_terminal(yard: SweepYard, capsys: pytest.CaptureFixture[str]) -> None:
+    wanted = yard.sweep(1, 2)
+    assert yard.run(yard.sweep(1)) == 0
+    name = wanted.runs[0].name
+    screen = Screen(wanted, {name: Record(task=name, state="finished")}, [])
+    capsys.readouterr()
+    with screen:
+        screen.look()
+        assert capsys.readouterr().out == ""  # not before a minute is over
+        screen._next_look = 0.0
+        screen.look()
+        screen.look()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("seed 1: finished, step 5, reward 0.500 | seed 2: waiting")
+
+
+def test_cores_are_counted_between_two_looks() -> None:
+    times = iter([0.0, 1e-9])
+    usage = Usage(now=lambda: next(times))
+    assert usage.of("run", [os.getpid()], ()) == ""
+    assert usage.of("run", [os.getpid()], ()).endswith(" cores")
+
+
+def test_the_use_of_gpus_comes_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b,GPU-a")
+    program = "print('0, GPU-a, 90'); print('1, GPU-b, 40'); print('2, GPU-c, [N/A]')"
+    use = GpuUse([sys.executable, "-S", "-c", program])
+    assert use.of(["0"]) == ""
+    assert use._asked is not None
+    use._asked.wait()
+    assert use.of(["0"]) == "GPU 40%"
+    assert use.of(["0", "1"]) == "GPU 65%"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert use.of(["2"]) == ""
+    use._asked.communicate()
+    assert GpuUse([str(Path("/no/such/program"))]).of(["0"]) == ""
