@@ -14,8 +14,9 @@ venv-bench: $(VENV)/.installed-bench
 
 $(VENV)/.installed: pyproject.toml src/async_grpo/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --disable-pip-version-check $(CONSTRAINTS) torch
-	$(PIP) install --quiet --disable-pip-version-check $(CONSTRAINTS) -e .
+	@echo "Installing torch, TRL and what they need into $(VENV), 1 to 10 minutes; pip names each package as it comes."
+	$(PIP) install --disable-pip-version-check $(CONSTRAINTS) torch
+	$(PIP) install --disable-pip-version-check $(CONSTRAINTS) -e .
 	touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed

@@ -163,11 +163,11 @@ def train_warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast
         (WARM_START["clean_steps"], WARM_START["clean_learning_rate"], 0.0),
         (WARM_START["noisy_steps"], WARM_START["noisy_learning_rate"], WARM_START["wrong_answers"]),
     ]
-    print("warm start: training, once, about 15 s on one core ...", flush=True)
+    print("warm start: training, once; it takes 10 to 60 s on two cores", flush=True)
     started = time.monotonic()
     prompts, answers = teacher_tokens(tokenizer)
     randomness = torch.Generator().manual_seed(WARM_START["seed"])
-    for steps, learning_rate, wrong_answers in phases:
+    for number, (steps, learning_rate, wrong_answers) in enumerate(phases, start=1):
         optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer,
@@ -188,6 +188,8 @@ def train_warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
+            if step % 100 == 0:
+                print(f"warm start: part {number} of {len(phases)}, step {step} of {steps}", flush=True)
     print(f"warm start: trained in {time.monotonic() - started:.0f} s", flush=True)
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 STEP_LINE_EVERY_S = 2.0  # faster steps are thinned; metrics.jsonl and the logs have every one
 PANEL_EVERY_S = 0.5
-LOADING_EVERY_S = 15.0
+LOADING_EVERY_S = 5.0
 PANEL_MARGIN = 4  # columns: a panel as wide as the terminal would be shifted when Ctrl-C writes `^C` behind it
 
 
@@ -171,13 +171,20 @@ class PanelScreen(Screen):
         self._live.update(shown, refresh=True)
 
     def _print(self, text: str, *, is_step: bool = False) -> None:
-        """A step line is cut where the terminal ends: the panel has the rest."""
         from rich.text import Text
 
         if is_step:
-            self._console.print(Text(text), no_wrap=True, overflow="ellipsis")
+            self._console.print(Text(fitting(text, self._console.width)), no_wrap=True, overflow="ellipsis")
         else:
             self._console.print(Text(text), soft_wrap=True)
+
+
+def fitting(step_line: str, width: int) -> str:
+    """The parts of a step line that fit into a terminal; the panel has the others."""
+    parts = step_line.split("  ")
+    while len(parts) > 1 and len("  ".join(parts)) > width:
+        parts.pop()
+    return "  ".join(parts)
 
 
 def open_screen(root: Path, logs: Sequence[LogTail], *, quiet: bool, verbose: bool) -> Screen:

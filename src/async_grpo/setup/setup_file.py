@@ -6,12 +6,15 @@ import ast
 import importlib.util
 import random
 import sys
+import time
 import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from loguru import logger
 
 from async_grpo.errors import SetupFileError
 from async_grpo.setup.grpo_config.batch import BatchError
@@ -20,6 +23,7 @@ from async_grpo.setup.grpo_config.building import check_set, configurations_with
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
+_OURS = str(Path(__file__).parent)
 MODULE_NAME = "async_grpo_setup_file"
 
 
@@ -102,6 +106,7 @@ def load_trainer(
 
 def _built(path: Path, *, engine_here: bool, hub_here: bool, worker_of: int | None) -> Any:
     """What `get_trainer()` returns."""
+    began = time.monotonic()
     module = _run_file(path)
     get_trainer = getattr(module, "get_trainer", None)
     if not callable(get_trainer):
@@ -117,7 +122,10 @@ def _built(path: Path, *, engine_here: bool, hub_here: bool, worker_of: int | No
                 changed.enter_context(built_for_a_worker(worker_of))
             elif not hub_here:
                 changed.enter_context(nothing_on_the_hub())
-            return get_trainer()
+            logger.info("{} is imported ({:.0f} s); now its get_trainer()", path.name, time.monotonic() - began)
+            trainer = get_trainer()
+            logger.info("get_trainer() has built the trainer ({:.0f} s)", time.monotonic() - began)
+            return trainer
     except BatchError:
         raise
     except Exception as error:  # anything the user's code raises is the user's to read
@@ -170,5 +178,6 @@ def _failed(what: str, error: Exception, path: Path) -> str:
     """One message: the frames from the user's file on, then the error; Async-GRPO's own frames would not help."""
     frames = traceback.extract_tb(error.__traceback__)
     first = next((i for i, frame in enumerate(frames) if frame.filename == str(path)), 0)
-    lines = traceback.format_list(frames[first:]) + traceback.format_exception_only(error)
+    shown = [frame for frame in frames[first:] if not frame.filename.startswith(_OURS)]
+    lines = traceback.format_list(shown) + traceback.format_exception_only(error)
     return f"{what}:\n{''.join(lines).rstrip()}"

@@ -230,7 +230,8 @@ class Activity:
         if state != self._now.state:
             now = time.monotonic()
             self._now.spent_s = self._now.spent(now)
-            if self._now.state == LOADING:  # rates are about what comes after it
+            if self._now.state == LOADING:  # it was progress, however long it took; rates are about what comes after it
+                self._now.progress_s = now
                 self._samples = [Sample(now, self._now.spent_s)]
                 self._now.minute_ago = self._samples[0]
             self._now.state, self._now.since_s = state, now

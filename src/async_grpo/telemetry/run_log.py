@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -63,6 +63,7 @@ class RunLog:
         self._total_steps = 0
         self._first_step: int | None = None
         self._first_step_at = 0.0
+        self._last_shown: int | None = None
         self._quotes: dict[str, float] = {}
         self._file = LineFile(path)
         self._remember_earlier(path)
@@ -78,8 +79,9 @@ class RunLog:
         if broken:
             logger.warning("{} of {} cannot be read and left out ({})", counted(len(broken), "line"), path, broken[0])
 
-    def training_begins(self, total_steps: int) -> None:
-        self._total_steps = total_steps
+    def training_begins(self, total_steps: int, step: int = 0) -> None:
+        """Set how far the training goes, and from which step it continues."""
+        self._total_steps, self._last_shown = total_steps, step
 
     def logged(self, step: int, logs: dict[str, Any]) -> None:
         """One call of the trainer's `log`: a training step, an evaluation, or the closing totals."""
@@ -87,10 +89,17 @@ class RunLog:
         self._file.append(json.dumps({"step": step, **when, **_json_values(logs)}, default=str))
         self._remember(logs)
         if "loss" in logs:
-            parts = [f"ETA {self._eta(step)}", *described(logs, self._line)]
-            logger.log(STEP, "step {}/{} {}", step, self._total_steps, "  ".join(parts))
+            self.step_done(step, logs)
         elif "eval_reward" in logs:
             logger.info("evaluation at step {}: reward {:.3f}", step, logs["eval_reward"])
+
+    def step_done(self, step: int, figures: Mapping[str, Any]) -> None:
+        """The step line of an optimizer step, once: also of one that the trainer does not log."""
+        if step == self._last_shown:
+            return
+        self._last_shown = step
+        parts = [f"ETA {self._eta(step)}", *described(figures, self._line)]
+        logger.log(STEP, "step {}/{} {}", step, self._total_steps, "  ".join(parts))
 
     def close(self) -> None:
         self._file.close()
@@ -116,7 +125,7 @@ class RunLog:
         return eta((self._total_steps - step) * seconds_per_step)
 
 
-def described(logs: dict[str, Any], line: StepLine) -> list[str]:
+def described(logs: Mapping[str, Any], line: StepLine) -> list[str]:
     """The parts of a line whose metrics are there."""
     return [
         text.format(*(logs[name] for name in names))

@@ -19,6 +19,7 @@ from transformers.integrations import TensorBoardCallback
 from async_grpo.redaction import MASK, Redactor, is_secret
 from async_grpo.settings import TrainingSettings
 from async_grpo.telemetry.run_log import RunLog
+from async_grpo.training.trl_trainer import latest_metrics
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -29,17 +30,27 @@ def report(trainer: GRPOTrainer, log: RunLog, tensorboard: Path) -> None:
     callbacks = trainer.callback_handler.callbacks
     if not any(isinstance(callback, TensorBoardCallback) for callback in callbacks):
         trainer.add_callback(CurvesCallback(tensorboard))
-    callbacks.insert(0, LogCallback(log))
+    callbacks.insert(0, LogCallback(log, partial(latest_metrics, trainer)))
 
 
 class LogCallback(TrainerCallback):
-    """Step lines on the screen, and `metrics.jsonl`."""
+    """Step lines on the screen, one for each optimizer step, and `metrics.jsonl`, as often as the trainer logs.
 
-    def __init__(self, log: RunLog) -> None:
-        self._log = log
+    Args:
+        latest: the figures of the last step, for the steps that the trainer does not log (`logging_steps`).
+    """
+
+    def __init__(self, log: RunLog, latest: Callable[[], dict[str, float]]) -> None:
+        self._log, self._latest = log, latest
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._log.training_begins(state.max_steps)
+        self._log.training_begins(state.max_steps, state.global_step)
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._log.step_done(state.global_step, self._latest())  # the trainer logs a step after `on_step_end`
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._log.step_done(state.global_step, self._latest())
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **kwargs: Any) -> None:
         self._log.logged(state.global_step, logs)

@@ -388,6 +388,11 @@ def append_metric(trainer: GRPOTrainer, name: str, value: float) -> None:
     trainer._metrics["train"][name].append(value)
 
 
+def latest_metrics(trainer: GRPOTrainer) -> dict[str, float]:
+    """The newest value of each of TRL's training metrics that it has not logged yet."""
+    return {name: values[-1] for name, values in trainer._metrics["train"].items() if values}
+
+
 def _batch_in_use(trainer: GRPOTrainer) -> BatchInUse | None:
     """The generation batch that TRL is in the middle of, None between two."""
     passes = trainer._step % (trainer.args.steps_per_generation * trainer.num_iterations)

@@ -13,7 +13,7 @@ from stage import FOLLOW_THE_RUN, LAUNCH, REAL_PYTHON, Stage, launch_env
 
 from async_grpo.launch import screen as screen_module
 from async_grpo.launch.child_log import LogLine, LogTail
-from async_grpo.launch.screen import LineFilter, PanelScreen, Screen
+from async_grpo.launch.screen import LineFilter, PanelScreen, Screen, fitting
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import prepare
 from pseudo_terminal import HIDE_CURSOR, PseudoTerminal, plain
@@ -88,8 +88,13 @@ def test_the_panel_stays_under_lines_that_scroll(tmp_path: Path, width: int) -> 
         screen.warn("a long [markup] sentence " * 10)
     text = plain(console.file.getvalue())  # type: ignore[attr-defined]
     assert "╭─ run " in text and "starting" in text
-    assert "…" in text and text.count("  more") < 40, "a step line is cut: the panel has the rest"
+    assert 8 < text.count("  more") < 40, "a step line has the parts that fit: the panel has the rest"
     assert text.count("a long [markup] sentence") == 10, "a warning is not"
+
+
+@pytest.mark.parametrize(("width", "shown"), [(80, "1  2  3"), (7, "1  2  3"), (6, "1  2"), (1, "1"), (0, "1")])
+def test_a_step_line_loses_its_last_parts_where_the_terminal_is_narrow(width: int, shown: str) -> None:
+    assert fitting("1  2  3", width) == shown
 
 
 def test_a_run_that_cannot_be_shown_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

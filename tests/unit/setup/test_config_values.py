@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from async_grpo.cli import main
 from async_grpo.errors import UsageError
 from async_grpo.setup import trl_compat
+from async_grpo.setup.devices import hold_to_device
 from async_grpo.setup.grpo_config.batch import BatchError
 from async_grpo.setup.grpo_config.values import field_types, parsed
 from async_grpo.setup.setup_file import MODULE_NAME, load_trainer
@@ -33,6 +35,7 @@ class FakeConfig:
     steps_per_generation: int = 1
     num_iterations: int = 1
     world_size: int = 1
+    use_cpu: bool = False
 
     def __post_init__(self) -> None:
         self.generation_batch_size = self.generation_batch_size or self.num_generations
@@ -188,7 +191,7 @@ def test_the_file_decides_when_trl_is_imported(tmp_path: Path, monkeypatch: pyte
     (package / "trainer" / "grpo_config.py").write_text(config)
     trainer = "class GRPOTrainer:\n    def __init__(self, args): self.args = args\n"
     (package / "__init__.py").write_text("from trl.trainer.grpo_config import GRPOConfig\n" + trainer)
-    for name in ("trl", "trl.trainer.grpo_config"):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trl"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(package.parent))
     file = tmp_path / "my_trainer.py"
@@ -218,3 +221,12 @@ def test_a_batch_that_does_not_divide_gets_the_numbers_that_fit(tmp_path: Path) 
     with pytest.raises(BatchError, match=r"batch of 8 .* not divisible by num_generations=3.*Set one of: "):
         load_trainer(file)
     assert load_trainer(file, config_values={"num_generations": "4"}).args.num_generations == 4
+
+
+def test_a_process_on_the_cpu_says_so_to_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "my_trainer.py"
+    file.write_text(IN_GET_TRAINER)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert load_trainer(file).args.use_cpu is False
+    hold_to_device("cpu", os.environ)
+    assert load_trainer(file).args.use_cpu is True

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from loguru import logger
+from transformers import TrainerState
 from unit_fakes import make_group, make_job
 
 from async_grpo.records import Timings
@@ -18,6 +19,7 @@ from async_grpo.rollout.statistics import WorkerStatistics
 from async_grpo.telemetry import run_log as metrics_module
 from async_grpo.telemetry.run_log import REPLAY_LINE, RunLog
 from async_grpo.training import rollout_metrics as rollout_metrics_module
+from async_grpo.training.reporting import LogCallback
 from async_grpo.training.rollout_metrics import RolloutMetrics, longer_half
 
 
@@ -210,6 +212,26 @@ def test_the_step_line_of_a_replay_tells_of_the_new_policy_and_nothing_of_the_ar
         "step 1/10 ETA ?  loss +0.1  clipped 1.2%  KL to the sampler 0.0015  probability ratios 0.50 to 2.00",
         "step 2/10 ETA 0 s  loss -0.5",
     ]
+    log.close()
+
+
+def test_each_optimizer_step_has_one_line_whether_the_trainer_logs_it_or_not(
+    tmp_path: Path, messages: list[str], clock: Clock
+) -> None:
+    log = RunLog(tmp_path / "metrics.jsonl")
+    latest: dict[str, float] = {}
+    callback = LogCallback(log, lambda: latest)
+    state = TrainerState(max_steps=13, global_step=10)
+    callback.on_train_begin(None, state, None)
+    for step, logged in ((11, False), (12, True), (13, False)):
+        callback.on_step_begin(None, state, None)
+        state.global_step, latest["reward"] = step, step / 100
+        if logged:
+            callback.on_log(None, state, None, logs=step_logs(0.5))
+    callback.on_train_end(None, state, None)
+    assert [line.split(" ETA")[0] for line in messages] == ["step 11/13", "step 12/13", "step 13/13"]
+    assert messages[0].endswith("reward 0.110") and messages[1].endswith("reward 0.500")
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     log.close()
 
 

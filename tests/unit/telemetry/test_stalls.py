@@ -20,6 +20,7 @@ from async_grpo.telemetry.activity import (
     LOADING,
     SCORING,
     WAITING,
+    Activity,
     ActivityRecord,
     read_count,
 )
@@ -132,6 +133,19 @@ class Watch:
     def hang_after(self, seconds: float, pid: int = os.getpid()) -> str:
         self.clock.now += seconds
         return self.detector.hang(pid)
+
+
+def test_a_wait_after_long_loading_is_no_stall(tmp_path: Path, clock: SimpleNamespace, messages: list[str]) -> None:
+    activity = Activity()
+    activity.publish(tmp_path, "server", device="cpu", run_id="r", state=LOADING)
+    reporter = StallReporter(activity, tmp_path, after_s=60.0)
+    clock.now += 76.0
+    activity.waits("4 groups", on=["dev1"])
+    reporter.look(clock.now)
+    assert messages == []
+    clock.now += 61.0
+    reporter.look(clock.now)
+    assert messages == ["no progress for 61 s: waiting 61 s for 4 groups"]
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """While a trainer is built: gives its `GRPOConfig` the values of `--set`, and refuses a batch that does not divide.
 
+In a process on the CPU it also says `use_cpu=True`, without which transformers refuses bf16, the default of TRL.
+
 `GRPOConfig` is changed when the setup file, or what it imports, has imported TRL, not before: the file may set
 variables of the environment first, or import Unsloth, which wants to come before TRL.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +45,8 @@ def configurations_with(texts: Mapping[str, str]) -> Iterator[list[dict[str, Any
         check = config_class.__post_init__
 
         def set_and_check(self: Any) -> None:
+            if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # `hold_to_device`: this process computes on the CPU
+                self.use_cpu = True
             vars(self).update(values)
             _check_itself(self, check)
             made.append({name: getattr(self, name) for name in values})

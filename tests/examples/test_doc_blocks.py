@@ -1,0 +1,134 @@
+"""Every code block of README, quick start, recipes and examples: it parses, and a reader can type it.
+
+The quick tests look at each block; the slow one executes all of them, page after page, as one reader would. Blocks that
+need a GPU, vLLM or a browser are marked in the page, `<!-- not run: REASON -->`, and the test lists them.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from doc_blocks import PAGES, ROOT, Block, blocks, by_hand, endless, setup_file_of_the_quick_start, shortened
+from in_process import InProcessRun, build_model, build_tokenizer
+
+from async_grpo.cli import COMMANDS, command_module
+from async_grpo.setup.setup_file import load_trainer
+
+ALL = [block for page in PAGES for block in blocks(page)]
+RUN = [block for block in ALL if not block.not_run and block.language != "text"]
+NOT_RUN = {
+    ("docs/recipes.md", "needs vLLM"),
+    ("examples/accelerate/README.md", "needs GPUs"),
+    ("examples/notebook/README.md", "needs a browser; tests/examples/test_examples_notebook.py executes the notebook"),
+    ("examples/trackers/README.md", "a part of a setup file"),
+    ("examples/trackers/README.md", "needs W&B or trackio"),
+}
+DEADLINE_S = 300.0
+LOOK_S = 8.0  # at what shows something until Ctrl-C
+
+
+def named(block: Block) -> str:
+    return f"{block.page}:{block.text[:20]!r}"
+
+
+def test_every_block_is_executed_or_listed_here() -> None:
+    assert {(block.page, block.not_run) for block in ALL if block.not_run} == NOT_RUN
+    assert {block.language for block in ALL} == {"console", "bash", "python"}
+    assert len(RUN) >= 14, "the pattern finds too few"
+
+
+@pytest.mark.parametrize("block", [block for block in RUN if block.language == "python"], ids=named)
+def test_the_python_of_a_page_runs(block: Block) -> None:
+    exec(compile(block.text, block.page, "exec"), {"__name__": "a page"})
+    assert ast.parse(block.text).body
+
+
+@pytest.mark.parametrize("block", [block for block in ALL if block.language != "python"], ids=named)
+def test_every_command_has_the_options_that_it_is_given_and_the_files(block: Block) -> None:
+    assert block.commands or block.language == "console"
+    for line in block.commands:
+        program, *arguments = shlex.split(line.removeprefix(".venv/bin/"))
+        if program == "async-grpo":
+            assert arguments[0] in COMMANDS
+            command_module(arguments[0]).build_parser().parse_args(arguments[1:])
+        for file in re.findall(r"\S+\.(?:py|yaml|ipynb)\b", line):
+            assert file == "my_trainer.py" or (ROOT / file).is_file(), f"{block.page}: there is no {file}"
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Weights and a tokenizer, as the hub has them."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(folder)
+    build_model(tokenizer).save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_setup_file_of_the_quick_start_trains_as_it_stands(
+    tiny_model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    Path("my_trainer.py").write_text(setup_file_of_the_quick_start(tiny_model))
+    run = InProcessRun(lambda: load_trainer(Path("my_trainer.py").absolute(), engine_here=False, steps=1)).train()
+    assert [entry["step"] for entry in run.logs] == [1]
+
+
+@pytest.mark.slow
+def test_a_reader_types_all_of_it(tiny_model: str, tmp_path: Path) -> None:
+    for name in ("src", "examples"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "my_trainer.py").write_text(setup_file_of_the_quick_start(tiny_model))
+    for block in RUN:
+        if block.language != "python":
+            for together, lines in groupby(map(shortened, block.commands), by_hand):
+                _type(list(lines), block, tmp_path, at_once=together)
+
+
+def _type(lines: list[str], block: Block, folder: Path, *, at_once: bool) -> None:
+    started = []
+    for line in lines:
+        process = _started(line, folder)
+        started.append((line, process))
+        if not at_once:
+            _ends_well(line, process, block)
+    for line, process in started if at_once else []:
+        _ends_well(line, process, block)
+
+
+def _started(line: str, folder: Path) -> subprocess.Popen[str]:
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT / 'src'}"}
+    program = re.sub(r"^async-grpo ", f"{sys.executable} -m async_grpo.cli ", line)
+    program = re.sub(r"^python ", f"{sys.executable} ", program)
+    return subprocess.Popen(
+        shlex.split(program),
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _ends_well(line: str, process: subprocess.Popen[str], block: Block) -> None:
+    try:
+        output, _ = process.communicate(timeout=LOOK_S if endless(line) else DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=DEADLINE_S)
+        assert endless(line), f"{block.page}: {line} did not end in {DEADLINE_S:g} s:\n{output}"
+        assert process.returncode in (0, 130, -signal.SIGINT), f"{block.page}: {line}:\n{output}"
+        return
+    assert process.returncode == 0, f"{block.page}: {line} ended with {process.returncode}:\n{output}"
