@@ -82,6 +82,11 @@ def share(text: str) -> float:
     return number
 
 
+def absolute(folder: str) -> str:
+    """As a resume may be started in another folder."""
+    return str(Path(folder).expanduser().absolute())
+
+
 def comma_separated(text: str) -> tuple[int, ...]:
     """`1,5,10` as numbers."""
     return tuple(sorted({positive(part.strip()) for part in text.split(",")}))
@@ -245,6 +250,32 @@ class TrainingSettings:
     )
     eval_top_p: float = setting(0.95, "top_p in evaluations; 1: off (default: 0.95)", type=share, metavar="P")
     eval_top_k: int = setting(20, "top_k in evaluations; 0: off (default: 20)", type=not_negative, metavar="K")
+    publish_dtype: str | None = setting(
+        None,
+        "dtype in which floating-point weights are published, and so kept by --delta-every (default: as they train)",
+        choices=("bf16",),
+    )
+    delta_every: int = setting(
+        0,
+        "keep every N-th version of the weights, as its exact difference from the one before; 0: none (default: 0)",
+        type=not_negative,
+        metavar="N",
+    )
+    full_every: int = setting(
+        100,
+        "of the versions that --delta-every keeps, each M-th is a snapshot; 0: only the first (default: 100)",
+        type=not_negative,
+        metavar="M",
+    )
+    delta_keep: int | None = setting(
+        None,
+        "delete the oldest kept versions, but keep the newest N at least (default: keep all)",
+        type=positive,
+        metavar="N",
+    )
+    delta_dir: str | None = setting(
+        None, "folder of the kept versions (default: checkpoints/deltas_RUN)", type=absolute, metavar="DIR"
+    )
     resume: bool = setting(False, "continue the unfinished run in --run-dir")
     stall_warning: float = stall_warning()
 

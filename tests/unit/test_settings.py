@@ -76,6 +76,11 @@ OTHER_TRAINING = TrainingSettings(
     eval_temperature=0.0,
     eval_top_p=1.0,
     eval_top_k=0,
+    publish_dtype="bf16",
+    delta_every=2,
+    full_every=50,
+    delta_keep=20,
+    delta_dir="/runs/deltas",
     resume=True,
     stall_warning=1.5,
 )

@@ -34,6 +34,7 @@ INSPECT = {
     "compare": "how much better one sweep is than another, over seeds and over problems",
     "audit": "prove from a run's files that no prompt group was lost or used twice",
     "doctor": "check machine, directory and setup file, and say how to fix what is wrong; --dump for bug reports",
+    "delta": "verify, rebuild and study the versions that a run kept with --delta-every",
     "queue": "look at a run's queue and repair it by hand",
 }
 COMMANDS = {**COMPUTE, **INSPECT}

@@ -140,8 +140,6 @@ class Chain:
         Raises:
             DeltaChainError: it is not in the chain, or a file that leads to it is missing or damaged.
         """
-        if version not in self.versions:
-            raise DeltaChainError(f"Version {version} is not in {self.folder}: {self._nearby(version)}.")
         buffers: dict[str, Buffer] | None = None
         for entry in self.path_to(version):
             try:
@@ -153,6 +151,8 @@ class Chain:
 
     def path_to(self, version: int) -> list[Entry]:
         """The files that lead to `version`, a snapshot first. `DeltaChainError` names the one that is missing."""
+        if version not in self.versions:
+            raise DeltaChainError(f"Version {version} is not in {self.folder}: {self._nearby(version)}.")
         path: list[Entry] = []
         wanted = version
         while True:

@@ -6,6 +6,8 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.deltas.chain import MODEL, Chain
+from async_grpo.deltas.places import named_version
 from async_grpo.errors import BadFileError, UsageError
 from async_grpo.rundir.reading import read_object
 
@@ -21,12 +23,15 @@ def load_weights(trainer: GRPOTrainer, source: str) -> None:
 
     Args:
         source: a folder that `save_pretrained` or a training run wrote (a whole model, or an adapter for a model that
-            has one), or a model of the Hugging Face hub.
+            has one), a model of the Hugging Face hub, or `RUN_DIR@137`, a version that a run kept.
 
     Raises:
         UsageError: it cannot be read, or is of another model. The trainer's weights are then undefined.
     """
     model: Any = trainer.model
+    if (named := named_version(source)) is not None:
+        _load_version(model, Chain(named.folder), named.version, source)
+        return
     is_adapter = (Path(source) / "adapter_config.json").is_file()
     if is_adapter != hasattr(model, "peft_config"):
         has, needs = ("an adapter", "no adapter") if is_adapter else ("no adapter", "one")
@@ -38,6 +43,41 @@ def load_weights(trainer: GRPOTrainer, source: str) -> None:
     except (OSError, ValueError, RuntimeError) as error:  # not there, no safetensors, other shapes
         raise UsageError(f"The weights of {source} cannot be read: {str(error).splitlines()[0]}") from error
     _put(model, weights, source, is_adapter=is_adapter)
+
+
+def _load_version(model: Any, chain: Chain, version: int, source: str) -> None:
+    from async_grpo_ipc.delta.tensors import as_tensors
+
+    is_adapter = chain.about.kind == "adapter"
+    if is_adapter != hasattr(model, "peft_config"):
+        has, needs = ("an adapter", "no adapter") if is_adapter else ("no adapter", "one")
+        raise UsageError(f"{source} is {has}, and the model of the setup file has {needs}. Give the run's own.")
+    if is_adapter:
+        _compare_adapters(model.peft_config.get("default"), chain.folder / MODEL / "adapter_config.json", source)
+        _compare_base(model, chain, source)
+    weights = as_tensors(chain.rebuild(version))
+    ours = dict(model.named_parameters())
+    _compare({name: ours[name] for name in ours if name in weights or not is_adapter}, weights, source)
+    for name, tensor in weights.items():
+        ours[name].data.copy_(tensor)
+
+
+def _compare_base(model: Any, chain: Chain, source: str) -> None:
+    """The frozen weights that an adapter belongs to."""
+    import torch
+
+    from async_grpo_ipc.delta.buffers import digest_of
+    from async_grpo_ipc.delta.tensors import copied
+
+    parameters = dict(model.named_parameters())
+    frozen = [(name, parameters[name].data) for name in sorted(parameters) if not parameters[name].requires_grad]
+    in_bf16 = ((name, data.to(torch.bfloat16) if data.is_floating_point() else data) for name, data in frozen)
+    found = digest_of(copied(frozen))
+    if chain.about.frozen not in (found, digest_of(copied(in_bf16))):  # the run may have published in bf16
+        raise UsageError(
+            f"{source} is an adapter for another base: its frozen weights have the hash {chain.about.frozen}, those of "
+            f"the setup file's model {found}. Load the model that the run was begun with."
+        )
 
 
 def weights_digest(model: Any) -> str:

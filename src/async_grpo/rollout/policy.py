@@ -104,6 +104,13 @@ def keep_layout(model: nn.Module) -> None:
             setattr(module, _REPACKS, False)
 
 
+def cast_parameters(model: nn.Module) -> None:
+    """Give the parameters the dtype of `--publish-dtype bf16`. Buffers, such as rotary tables, keep theirs."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
 def check_same_base(model: nn.Module, remote: RemoteWeights, timeout_s: float) -> None:
     """Compare the quantised weights that this process made with the trainer's; each is read once.
 

@@ -50,6 +50,7 @@ class RunState:
     run_dir: str = ""  # where the run directory was when a server last started in it, absolute
     started_in: str = ""  # the current folder then: a relative output_dir is relative to it
     output_dir: str = ""  # where the checkpoints are, absolute; empty until the trainer is built
+    delta_dir: str = ""  # where the chain of deltas is, absolute; empty where there is none
     deterministic: bool = False
     correction: str = "bypass"  # of the process that trained last
     correction_level: str | None = None  # and its options, where the command line gave them

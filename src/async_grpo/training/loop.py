@@ -20,13 +20,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+import torch
 from loguru import logger
 
 from async_grpo.archive import checkpoint_folders, rollout_state
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.history import ConsumptionRecord
 from async_grpo.archive.rollout_state import RolloutState
-from async_grpo.errors import DiskFullError, UsageError
+from async_grpo.deltas.recorder import recorder_of
+from async_grpo.errors import DiskFullError, UnsupportedError, UsageError
 from async_grpo.evals.evaluation import Evaluation
 from async_grpo.evals.report import Evaluated, Judge, Ledger
 from async_grpo.evals.schedule import RunEvaluations
@@ -111,7 +113,8 @@ class AsyncTraining(TrainingEvents):
             run.root, state.run_id, max_attempts=settings.max_attempts, consumed=used or (), lock=lock
         )
         self._archive = UsedGroups(self._queue, run.root / "done", settings.keep_done, used)
-        self._publisher = WeightPublisher(_exporter(trainer, self._leader, run, state, settings))
+        recorder = recorder_of(trainer, run, state, settings)
+        self._publisher = WeightPublisher(_exporter(trainer, self._leader, run, state, settings), recorder)
         self._evaluations = self._run_evaluations(state.run_id, used.step if used else 0)
         self._rollouts = self._rollout_source(state.run_id, used)
         trl_trainer.make_async(trainer, self, correction=rule)
@@ -319,6 +322,11 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     if settings.deterministic and settings.filter_zero_variance:
         raise UsageError("--filter-zero-variance depends on which worker is faster, so it excludes --deterministic.")
     settings.evaluated_ks()
+    if settings.publish_dtype is not None and is_sharded(trainer):
+        raise UnsupportedError(
+            "--publish-dtype is not possible with a trainer that is sharded over several GPUs: its weights are "
+            "published as they are gathered. Leave it out, or load the model in bf16."
+        )
     trl_trainer.refuse_unsupported(trainer)
     check_fields(trainer)
     check_overrides(trainer)
@@ -371,10 +379,11 @@ def _exporter(
     """Makes the exporter, once the model is where it trains."""
     model = trainer.model
     sharing = state.workers_sharing if state.num_workers else None
-    slots = slots_for(model, max_staleness=settings.max_staleness, sharing=sharing)
+    slots = slots_for(model, max_staleness=settings.max_staleness, sharing=sharing, recorded=settings.delta_every > 0)
+    dtype = torch.bfloat16 if settings.publish_dtype == "bf16" else None
     if not is_sharded(trainer):
         return lambda: WeightExporter.from_model(
-            model, run.weights_handle, slots=slots, way=settings.weights, share_frozen=True
+            model, run.weights_handle, slots=slots, way=settings.weights, share_frozen=True, dtype=dtype
         )
     blueprint = Blueprint.of_model(model)
     device = trainer.accelerator.device

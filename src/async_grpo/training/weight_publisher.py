@@ -16,12 +16,14 @@ from async_grpo_ipc.control import MAX_SLOTS
 if TYPE_CHECKING:
     from torch import nn
 
+    from async_grpo.deltas.recorder import Recorder
+
 SAY_AFTER_S = 10.0  # warn when workers see no new version for this long, and again as often
 MIN_SLOTS = 3  # one that is being read, the newest, and one to write into
 EXTRA_BYTES = 256 * 2**20  # that further slots may take
 
 
-def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None) -> int:
+def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None, recorded: bool = False) -> int:
     """How many versions of the weights are kept at a time, so that one can nearly always be published.
 
     A worker on the server's device reads a version in place as long as it generates a batch, so each may hold another
@@ -31,11 +33,12 @@ def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None) -> i
     Args:
         model: not sharded yet.
         sharing: workers on the server's device; None: unknown.
+        recorded: versions are copied into a chain of deltas, which is one reader more.
     """
     held = max_staleness if sharing is None else min(sharing, max_staleness)
     slot_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     extra = min(held - 1, EXTRA_BYTES // max(1, slot_bytes))
-    return min(MIN_SLOTS + max(0, extra), MAX_SLOTS)
+    return min(MIN_SLOTS + max(0, extra) + recorded, MAX_SLOTS)
 
 
 class WeightPublisher:
@@ -46,9 +49,11 @@ class WeightPublisher:
 
     Args:
         open_exporter: called with the first version, when the trainer has put the model where it trains.
+        recorder: keeps the published versions.
     """
 
-    def __init__(self, open_exporter: Callable[[], WeightExporter]) -> None:
+    def __init__(self, open_exporter: Callable[[], WeightExporter], recorder: Recorder | None = None) -> None:
+        self._recorder = recorder
         self._open_exporter = open_exporter
         self._exporter: WeightExporter | None = None
         self._due: int | None = None
@@ -88,7 +93,9 @@ class WeightPublisher:
             except IPCError as error:
                 raise WeightsError(str(error)) from error
         if self._exporter.publish(self._due):
-            self._due = self._late_since = None
+            version, self._due, self._late_since = self._due, None, None
+            if self._recorder is not None:
+                self._recorder.published(version)
         else:
             self._late(self._due)
 
@@ -109,5 +116,7 @@ class WeightPublisher:
 
     def close(self) -> None:
         """Withdraw the weights: workers that ask for them see that there is no publisher."""
+        if self._recorder is not None:
+            self._recorder.close()
         if self._exporter is not None:
             self._exporter.close()

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from async_grpo_ipc.delta.buffers import ITEM_BYTES, Buffer, Buffers, digest
-from async_grpo_ipc.delta.coding import FULL, SPARSE, Coded, change_sparsely, code, decode
+from async_grpo_ipc.delta.coding import FULL, SAME, SPARSE, Coded, change_sparsely, code, decode
 from async_grpo_ipc.errors import DeltaError
 
 __all__ = ["Buffer", "Buffers", "Delta", "DeltaError", "Part", "apply", "digest", "encode"]
@@ -62,7 +62,7 @@ def encode(old: Buffers | None, new: Buffers, *, base: str | None = None) -> Del
     if old is not None:
         _require_same_tensors({name: buffer.kind for name, buffer in new.items()}, old, "the new version")
     parts = tuple(
-        Part(name, buffer.dtype, buffer.shape, code(None if old is None else old[name].words, buffer.words))
+        Part(name, buffer.dtype, buffer.shape, _coded(None if old is None else old[name], buffer))
         for name, buffer in new.items()
     )
     return Delta(None if old is None else base or digest(old), digest(new), parts)
@@ -92,6 +92,12 @@ def apply(delta: Delta, base: Buffers | None, *, in_place: bool = False, known: 
     if found != delta.result:
         raise DeltaError(f"The rebuilt version has the hash {found} instead of {delta.result}: the delta is damaged.")
     return new
+
+
+def _coded(old: Buffer | None, new: Buffer) -> Coded:
+    if old is new:  # what is frozen, in a caller that copies it once
+        return Coded(SAME, 0, 0, b"")
+    return code(None if old is None else old.words, new.words)
 
 
 def _applied(part: Part, old: Buffer | None) -> Buffer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,9 +60,13 @@ Buffers = Mapping[str, Buffer]
 
 def digest(buffers: Buffers) -> str:
     """xxh3-128 of the names, dtypes, shapes and bytes, in the order of the names; 32 hexadecimal digits."""
+    return digest_of((name, buffers[name]) for name in sorted(buffers))
+
+
+def digest_of(buffers: Iterable[tuple[str, Buffer]]) -> str:
+    """The same of buffers that come one after another, in the order of their names."""
     found = xxhash.xxh3_128()
-    for name in sorted(buffers):
-        buffer = buffers[name]
+    for name, buffer in buffers:
         found.update(f"{name}\0{buffer.dtype}\0{','.join(map(str, buffer.shape))}\0".encode())
         found.update(buffer.data.data)
     return found.hexdigest()

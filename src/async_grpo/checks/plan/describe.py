@@ -113,7 +113,9 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | No
         model_name=Redactor()(str(getattr(model.config, "_name_or_path", "") or "")),
         parameters=parameters_of(model),
         reference_bytes=parameters_of(trainer.ref_model).nbytes if trainer.ref_model is not None else 0,
-        slots=slots_for(model, max_staleness=settings.max_staleness, sharing=sharing),
+        slots=slots_for(
+            model, max_staleness=settings.max_staleness, sharing=sharing, recorded=settings.delta_every > 0
+        ),
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         optimizer=str(getattr(args.optim, "value", args.optim)),
         use_vllm=wants_vllm(trainer),

@@ -20,6 +20,7 @@ EXAMPLES = """\
   async-grpo evaluate outputs/run/checkpoint-100 --config my_trainer.py
   async-grpo evaluate Qwen/Qwen2.5-1.5B-Instruct --config my_trainer.py --eval-temperature 0 --eval-replicates 1
   async-grpo evaluate checkpoint-100 --against checkpoint-50 --config my_trainer.py   the paired difference
+  async-grpo evaluate worker@137 --config my_trainer.py     version 137 of the run in worker/ (train --delta-every)
   async-grpo evaluate checkpoint-100 --config my_trainer.py --resume                  after a kill"""
 
 DEFAULT_RUN_DIR = Path("evaluation")
@@ -30,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = options.parser(
         "evaluate", "Answer the setup file's eval_dataset with the weights of a checkpoint, on workers.", EXAMPLES
     )
-    parser.add_argument("model", help="a checkpoint's folder, an adapter's, or a model of the hub")
+    parser.add_argument("model", help="a checkpoint's folder, an adapter's, a model of the hub, or RUN_DIR@N")
     parser.add_argument("--against", metavar="OTHER", help="evaluate this one too, and tell the paired difference")
     parser.add_argument(
         "--config", type=Path, default=options.DEFAULT_CONFIG, help=f"setup file (default: {options.DEFAULT_CONFIG})"
@@ -92,6 +93,11 @@ def _refuse_training_run(args: argparse.Namespace) -> None:
 
 def _place(model: str) -> str:
     """A folder as an absolute path, as the server may run elsewhere; anything else is a name of the hub."""
+    from async_grpo.deltas.places import named_version, require_version
+
+    if (named := named_version(model)) is not None:
+        require_version(named)
+        return f"{named.folder}@{named.version}"
     path = Path(model).expanduser()
     if not path.exists() and (path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1):
         raise UsageError(f"There is no folder {model}, and it is no name of a model of the hub either.")

@@ -1,0 +1,82 @@
+"""Pictures of a chain: where it changes and when, and how much of it stays. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from async_grpo.deltas.statistics import Statistics, StepFigures
+from async_grpo.errors import UsageError
+
+_INK, _PAPER = "#24292f", "white"
+_LABELLED = 24  # rows that each have a label
+
+
+def draw(statistics: Statistics, path: Path, *, title: str) -> None:
+    """Heat maps of layers and of kinds of matrices over the versions, and the share that stays, as one picture.
+
+    Raises:
+        UsageError: matplotlib is not installed, or no two versions can be compared.
+    """
+    if not statistics.steps:
+        raise UsageError("The chain has no two versions that can be compared, so there is nothing to draw.")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError(
+            "A picture needs matplotlib: pip install matplotlib. Without --plot it is not needed."
+        ) from error
+    layers, kinds = statistics.layers, statistics.kinds
+    heights = [max(3.0, 0.24 * len(layers)), max(2.4, 0.24 * len(kinds)), 2.0]
+    figure = Figure(figsize=(11, sum(heights) + 2.2), facecolor=_PAPER, layout="constrained")
+    top, middle, bottom = figure.subplots(3, 1, height_ratios=heights, sharex=True)
+    figure.suptitle(title, color=_INK, fontsize=13, x=0.01, ha="left")
+    of_layer: Callable[[StepFigures], Mapping[str, float]] = lambda step: step.by_layer  # noqa: E731
+    of_kind: Callable[[StepFigures], Mapping[str, float]] = lambda step: step.by_kind  # noqa: E731
+    highest = max(value for step in statistics.steps for value in (*step.by_layer.values(), *step.by_kind.values()))
+    for axes, rows, values, what in ((top, layers, of_layer, "layer"), (middle, kinds, of_kind, "kind of matrix")):
+        image = _map(axes, statistics.steps, rows, values, highest)
+        axes.set_ylabel(what, color=_INK)
+    bar = figure.colorbar(image, ax=[top, middle], aspect=40, pad=0.01)
+    bar.set_label("share of the elements that changed", color=_INK)
+    _lines(bottom, statistics)
+    figure.savefig(path, dpi=130)
+
+
+def _map(
+    axes: Any,
+    steps: Sequence[StepFigures],
+    rows: Sequence[str],
+    values: Callable[[StepFigures], Mapping[str, float]],
+    highest: float,
+) -> Any:
+    table = np.array([[values(step).get(row, np.nan) for step in steps] for row in rows])
+    edges = [steps[0].version - steps[0].span, *(step.version for step in steps)]
+    image = axes.pcolormesh(edges, np.arange(len(rows) + 1), table, cmap="viridis", vmin=0, vmax=highest or 1)
+    every = -(-len(rows) // _LABELLED)
+    axes.set_yticks(np.arange(0, len(rows), every) + 0.5, list(rows)[::every], fontsize=8)
+    axes.invert_yaxis()
+    axes.tick_params(length=0, colors=_INK)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    return image
+
+
+def _lines(axes: Any, statistics: Statistics) -> None:
+    versions = [step.version for step in statistics.steps]
+    axes.plot(versions, [step.unchanged for step in statistics.steps], color="#0969da", label="elements unchanged")
+    axes.plot(
+        versions,
+        [np.nan if step.jaccard is None else step.jaccard for step in statistics.steps],
+        color="#bc4c00",
+        label="Jaccard of what changes, with the version before",
+    )
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("version", color=_INK)
+    axes.legend(frameon=False, fontsize=8, loc="best")
+    axes.grid(axis="y", alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

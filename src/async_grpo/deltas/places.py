@@ -1,0 +1,51 @@
+"""Where a chain is: in a folder, or named by a run directory; and `RUN_DIR@137`, one version of it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from async_grpo.deltas.chain import CHAIN_FILE, Chain
+from async_grpo.errors import DeltaChainError
+from async_grpo.rundir.paths import RunDir
+
+_AT = re.compile(r"(.+)@(\d+)")
+
+
+class Named(NamedTuple):
+    """What `PLACE@VERSION` says."""
+
+    folder: Path  # of the chain
+    version: int
+
+
+def chain_folder(place: Path) -> Path:
+    """The chain in `place`, or of the run in it. `DeltaChainError` where there is none."""
+    if (place / CHAIN_FILE).exists():
+        return place
+    state = RunDir(place).read_state()
+    if state is None:
+        raise DeltaChainError(f"{place} is neither a chain of deltas nor a run directory.")
+    if not state.delta_dir:
+        raise DeltaChainError(
+            f"The run in {place} kept no versions. `train --delta-every 1` keeps them; its checkpoints are in "
+            f"{state.output_dir or 'output_dir of the setup file'}."
+        )
+    folder = Path(state.delta_dir)
+    if not (folder / CHAIN_FILE).exists():
+        raise DeltaChainError(f"The run in {place} kept its versions in {folder}, where no chain is: was it moved?")
+    return folder
+
+
+def named_version(text: str) -> Named | None:
+    """`worker@137` -> the chain and 137; None where `text` names no version. `DeltaChainError` as `chain_folder`."""
+    match = _AT.fullmatch(text)
+    if match is None or Path(text).exists() or not Path(match[1]).expanduser().is_dir():
+        return None
+    return Named(chain_folder(Path(match[1]).expanduser()).absolute(), int(match[2]))
+
+
+def require_version(named: Named) -> None:
+    """`DeltaChainError` where the version is not there, or the files that lead to it are not."""
+    Chain(named.folder).path_to(named.version)

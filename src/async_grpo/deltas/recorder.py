@@ -1,0 +1,276 @@
+"""Gives the chain's writer the versions that a parameter server publishes, from two threads of its own.
+
+The trainer's thread only takes a lease on the slot that it has just published, which waits for nothing. One thread
+copies the slot and ends the lease, another encodes and writes. At most two versions wait between them: if encoding is
+slower than training, a version is left out, and the next delta spans it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+import torch
+from loguru import logger
+
+from async_grpo.deltas.chain import MODEL, About
+from async_grpo.deltas.checkpoint import keep_surroundings, names_in_adapter
+from async_grpo.deltas.writer import ChainWriter, Written
+from async_grpo.errors import AsyncGRPOError, DeltaChainError, DiskFullError, WaitTimeoutError
+from async_grpo.formatting import counted, size
+from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.settings import TrainingSettings
+from async_grpo.telemetry.waiting import wait_until
+from async_grpo_ipc.attachment import Attachment, Lease
+from async_grpo_ipc.delta import Buffer
+from async_grpo_ipc.delta.buffers import digest_of
+from async_grpo_ipc.delta.tensors import copied
+from async_grpo_ipc.errors import IPCError
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+MAX_WAITING = 2
+SAY_EVERY_S = 60.0
+ENDING_S = 600.0  # for the versions that still wait when training has ended
+NICENESS = 10  # encoding takes the processor that training leaves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecorderOptions:
+    """What the command line and the run decide."""
+
+    folder: Path
+    run_id: str
+    every: int
+    full_every: int
+    keep: int | None
+
+
+def recorder_of(trainer: GRPOTrainer, run: RunDir, state: RunState, settings: TrainingSettings) -> Recorder | None:
+    """What the settings ask for, None where they ask for nothing. `run.json` says where the chain is."""
+    if not settings.delta_every:
+        return None
+    folder = Path(settings.delta_dir or state.delta_dir or f"checkpoints/deltas_{state.run_id}")
+    options = RecorderOptions(
+        folder=folder.absolute(),
+        run_id=state.run_id,
+        every=settings.delta_every,
+        full_every=settings.full_every,
+        keep=settings.delta_keep,
+    )
+    run.update_state(of=state.run_id, delta_dir=str(options.folder))
+    return Recorder(trainer, run.weights_handle, options)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was written so far."""
+
+    versions: int = 0
+    nbytes: int = 0
+    spanning: int = 0  # deltas over more versions than asked for
+    changed: int = 0
+    size: int = 0
+    last: int | None = None
+
+    def add(self, written: Written, *, late: bool) -> None:
+        self.versions += 1
+        self.nbytes += written.nbytes
+        self.spanning += late
+        self.last = written.version
+        if not written.is_snapshot:
+            self.changed += written.changed
+            self.size += written.size
+
+    def __str__(self) -> str:
+        same = f", {1 - self.changed / self.size:.2%} of the elements unchanged" if self.size else ""
+        late = f", {self.spanning} of them over several versions" if self.spanning else ""
+        return f"{counted(self.versions, 'version')}{late} in {size(self.nbytes)}{same}"
+
+
+class Recorder:
+    """Records what is published at `handle`. All its methods belong to the trainer's thread."""
+
+    def __init__(self, trainer: GRPOTrainer, handle: Path, options: RecorderOptions) -> None:
+        self.tally = Tally()
+        self._trainer, self._handle, self._options = trainer, handle, options
+        self._attachment: Attachment | None = None
+        self._writer: ChainWriter | None = None
+        self._static: dict[str, Buffer] = {}  # what does not train, copied once
+        self._leases: SimpleQueue[Lease | None] = SimpleQueue()
+        self._copies: SimpleQueue[tuple[int, dict[str, Buffer]] | None] = SimpleQueue()
+        self._mutex = threading.Lock()
+        self._threads: list[threading.Thread] = []
+        self._waiting = 0
+        self._last: int | None = None  # version that was published last
+        self._taken: int | None = None  # version that was leased last
+        self._said_at = -SAY_EVERY_S
+        self._failed = False
+
+    def published(self, version: int) -> None:
+        """Record `version`, which is the newest now, if it is due and there is room among those that wait.
+
+        Raises:
+            DeltaChainError: with the first version: there can be no chain in the folder.
+        """
+        self._last = version
+        if self._attachment is None:
+            self._begin()
+        elif version // self._options.every == (self._taken or 0) // self._options.every:
+            return
+        self._take()
+
+    def close(self) -> None:
+        """Write the newest version too, and wait until all is on the disk."""
+        if self._attachment is None:
+            return
+        with suppress(WaitTimeoutError):
+            if self._taken != self._last and not self._failed:
+                wait_until(self._has_room, what="room for the last delta", timeout_s=ENDING_S)
+                self._take()
+            self._leases.put(None)
+            wait_until(self._has_ended, what="the last delta to be written", timeout_s=ENDING_S)
+        self._attachment.close()
+        if self._writer is not None:
+            self._writer.close()
+        logger.info("deltas: {} in {}", self.tally, self._options.folder)
+
+    def _begin(self) -> None:
+        self._attachment = Attachment(self._handle)
+        lease = self._lease()
+        if lease is None:
+            raise DeltaChainError(f"The first version at {self._handle} cannot be read, so no chain can begin.")
+        try:
+            self._writer = self._open(lease)
+        finally:
+            self._release(lease)
+        for name, work in (("delta-copies", self._copy_all), ("delta-writer", self._write_all)):
+            self._threads.append(threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True))
+            self._threads[-1].start()
+
+    def _open(self, lease: Lease) -> ChainWriter:
+        model, options = self._trainer.model, self._options
+        is_adapter = hasattr(model, "peft_config")
+        tensors, static = lease.tensors(), lease.attachment.handle.static.tensors
+        frozen = sorted(spec.name for spec in static)
+        about = About(
+            chain=uuid4().hex,
+            run_id=options.run_id,
+            kind="adapter" if is_adapter else "model",
+            frozen=digest_of(copied((name, tensors[name]) for name in frozen)) if is_adapter else None,
+            names=names_in_adapter(model) if is_adapter else {},
+        )
+        writer = ChainWriter(options.folder, about, full_every=options.full_every, keep=options.keep)
+        try:
+            keep_surroundings(model, self._trainer.processing_class, options.folder / MODEL)
+        except BaseException:
+            writer.close()
+            raise
+        if not is_adapter:
+            self._static = dict(copied((name, tensors[name]) for name in frozen))
+        return writer
+
+    def _take(self) -> None:
+        if self._failed or not self._has_room():
+            return
+        lease = self._lease()
+        if lease is not None:
+            self._taken = lease.version
+            with self._mutex:
+                self._waiting += 1
+            self._leases.put(lease)
+
+    def _has_room(self) -> bool | None:
+        return self._waiting < MAX_WAITING or self._failed or None
+
+    def _has_ended(self) -> bool | None:
+        return not any(thread.is_alive() for thread in self._threads) or None
+
+    def _lease(self) -> Lease | None:
+        assert self._attachment is not None
+        with self._mutex:
+            return self._attachment.try_lease()
+
+    def _release(self, lease: Lease) -> None:
+        with self._mutex:
+            lease.release()
+
+    # The two threads.
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            work()
+        except (AsyncGRPOError, IPCError, OSError, MemoryError) as error:
+            logger.error("no more deltas are written, and training continues: {}", error)
+        finally:
+            self._failed = True  # also where it has ended: nothing more is taken
+            self._copies.put(None)
+
+    def _copy_all(self) -> None:
+        while (lease := self._leases.get()) is not None:
+            try:
+                buffers = self._copy_of(lease)
+            finally:
+                self._release(lease)
+            self._copies.put((lease.version, buffers))
+
+    def _copy_of(self, lease: Lease) -> dict[str, Buffer]:
+        tensors = lease.tensors()
+        names = [spec.name for spec in lease.attachment.handle.slot.tensors]
+        with _own_stream(tensors[names[0]].device):
+            found = dict(copied((name, tensors[name]) for name in names))
+        lease.attachment.require_readable()
+        return {**self._static, **found}
+
+    def _write_all(self) -> None:
+        while (copy := self._copies.get()) is not None:
+            version, buffers = copy
+            try:
+                self._write(version, buffers)
+            except DiskFullError as error:
+                self._say(f"version {version} is not kept, and the next one becomes a snapshot: {error}")
+            finally:
+                with self._mutex:
+                    self._waiting -= 1
+
+    def _write(self, version: int, buffers: dict[str, Buffer]) -> None:
+        assert self._writer is not None
+        is_first = self.tally.last is None
+        written = self._writer.begin(version, buffers) if is_first else self._writer.append(version, buffers)
+        if written is None:
+            self.tally.last = version
+            logger.info("deltas continue after version {} in {}", version, self._options.folder)
+            return
+        late = not is_first and written.span > self._options.every
+        self.tally.add(written, late=late)
+        if late:
+            self._say(
+                f"the delta of version {version} spans {written.span} versions: encoding is slower than training. "
+                "A larger --delta-every asks for fewer"
+            )
+
+    def _say(self, sentence: str) -> None:
+        if time.monotonic() >= self._said_at + SAY_EVERY_S:
+            self._said_at = time.monotonic()
+            logger.warning("deltas: {}", sentence)
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """Copy beside what the trainer computes on the device, not after it."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        yield

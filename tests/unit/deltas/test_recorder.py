@@ -1,0 +1,208 @@
+"""What a parameter server publishes is kept bit for bit, beside the training and never in its way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from loguru import logger
+from torch import Tensor, nn
+
+from async_grpo.deltas import recorder as recorder_module
+from async_grpo.deltas.chain import Chain
+from async_grpo.deltas.recorder import Recorder, RecorderOptions
+from async_grpo.errors import DeltaChainError, DiskFullError
+from async_grpo.training.weight_publisher import WeightPublisher
+from async_grpo_ipc import WeightExporter
+from async_grpo_ipc.delta.tensors import as_tensors
+
+Versions = dict[int, dict[str, Tensor]]
+
+
+class Saving:
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "config.json").write_text("{}")
+
+
+class Model(nn.Module):
+    """One frozen and two trained matrices, and what `save_pretrained` of a model is asked for."""
+
+    config = Saving()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 16)
+        self.layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+        self.embed.requires_grad_(False)
+
+
+class Run:
+    """A training of `Model`, its versions published and kept."""
+
+    def __init__(self, tmp_path: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Model()
+        self.folder = tmp_path / "deltas"
+        settings = RecorderOptions(
+            folder=self.folder, run_id="r", **{"every": 1, "full_every": 0, "keep": None, **options}
+        )
+        handle = tmp_path / "handle.json"
+        self.recorder = Recorder(SimpleNamespace(model=self.model, processing_class=None), handle, settings)  # type: ignore[arg-type]
+        exporter = WeightExporter.from_model(self.model, handle, slots=4)
+        self.publisher = WeightPublisher(lambda: exporter, self.recorder)
+        self.saved: Versions = {}
+
+    def step(self, version: int) -> None:
+        with torch.no_grad():
+            for parameter in self.model.layers.parameters():
+                parameter += 1e-3 * torch.randn_like(parameter) * (torch.rand_like(parameter) < 0.1)
+        self.saved[version] = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.publisher.publish(version)
+
+    def written(self, version: int) -> None:
+        """Wait until `version` is on the disk."""
+        recorder_module.wait_until(
+            lambda: (self.recorder.tally.last == version) or None, what="a delta", timeout_s=60, poll_s=0.001
+        )
+
+
+def is_exact(run: Run) -> bool:
+    chain = Chain(run.folder)
+    return not chain.verify().problems and all(
+        torch.equal(tensor.view(torch.int32), run.saved[version][name].view(torch.int32))
+        for version in chain.versions
+        for name, tensor in as_tensors(chain.rebuild(version)).items()
+    )
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
+    yield lines
+    logger.remove(sink)
+
+
+def test_every_version_is_kept_bit_for_bit(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for version in range(12):
+        run.step(version)
+        run.written(version)
+    run.publisher.close()
+    assert Chain(run.folder).versions == list(range(12))
+    assert is_exact(run)
+    assert sum(entry.is_snapshot for entry in Chain(run.folder).entries.values()) == 1
+    assert (run.folder / "model" / "config.json").exists()
+
+
+def test_every_third_version_and_the_last(tmp_path: Path) -> None:
+    run = Run(tmp_path, every=3)
+    for version in range(9):
+        run.step(version)
+        if version % 3 == 0:
+            run.written(version)
+    run.publisher.close()
+    assert Chain(run.folder).versions == [0, 3, 6, 8]
+    assert is_exact(run)
+
+
+def test_versions_that_come_faster_than_they_are_written_are_spanned_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    run = Run(tmp_path)
+    run.step(0)
+    run.written(0)
+    go = threading.Event()
+    append = recorder_module.ChainWriter.append
+
+    def slowly(self: Any, *args: Any) -> Any:
+        assert go.wait(60)
+        return append(self, *args)
+
+    monkeypatch.setattr(recorder_module.ChainWriter, "append", slowly)
+    for version in range(1, 9):
+        run.step(version)  # returns at once
+        assert run.publisher.version == version
+    go.set()
+    run.publisher.close()
+    versions = Chain(run.folder).versions
+    assert versions[:2] == [0, 1] and versions[-1] == 8 and len(versions) in (4, 5)
+    assert is_exact(run)
+    assert any("spans" in line and "encoding is slower than training" in line for line in warnings)
+
+
+def test_a_full_disk_costs_a_version_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    run = Run(tmp_path)
+    run.step(0)
+    run.written(0)
+    write = recorder_module.ChainWriter._write
+
+    def no_room(self: Any, name: str, pieces: Any) -> int:
+        if name == "000001.delta":
+            raise DiskFullError("The disk is full.")
+        return write(self, name, pieces)
+
+    monkeypatch.setattr(recorder_module.ChainWriter, "_write", no_room)
+    for version in (1, 2, 3):
+        run.step(version)
+        if version > 1:
+            run.written(version)
+    run.publisher.close()
+    chain = Chain(run.folder)
+    assert chain.versions == [0, 2, 3] and chain.entries[2].is_snapshot
+    assert is_exact(run)
+    assert any("version 1 is not kept" in line for line in warnings)
+
+
+def test_a_thread_that_fails_ends_the_chain_and_not_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Any, *args: Any) -> Any:
+        raise OSError("gone")
+
+    run = Run(tmp_path)
+    run.step(0)
+    run.written(0)
+    monkeypatch.setattr(recorder_module.ChainWriter, "append", broken)
+    for version in range(1, 6):
+        run.step(version)
+    run.publisher.close()
+    assert run.recorder.tally.last == 0
+    assert is_exact(run)
+
+
+def test_a_chain_of_another_run_is_refused_before_training(tmp_path: Path) -> None:
+    first = Run(tmp_path)
+    first.step(0)
+    first.publisher.close()
+    (first.folder / "chain.json").write_text((first.folder / "chain.json").read_text().replace('"r"', '"other"'))
+    second = Run(tmp_path)
+    with pytest.raises(DeltaChainError, match="holds the chain of run other"):
+        second.step(0)
+    second.publisher.close()
+
+
+def test_a_resumed_run_goes_on_in_its_chain(tmp_path: Path) -> None:
+    first = Run(tmp_path)
+    for version in range(4):
+        first.step(version)
+        first.written(version)
+    first.publisher.close()
+    second = Run(tmp_path)
+    second.model.load_state_dict(first.saved[2])
+    second.saved = {version: first.saved[version] for version in (0, 1, 2)}
+    second.publisher.publish(2)
+    second.written(2)
+    second.step(3)
+    second.publisher.close()
+    chain = Chain(second.folder)
+    assert chain.versions == [0, 1, 2, 3] and is_exact(second)
+    assert [entry.is_snapshot for entry in chain.entries.values()] == [True, False, False, False]
+    assert (second.folder / "superseded-1" / "000003.delta").exists()
