@@ -115,8 +115,11 @@ def _begin(options: WorkerOptions, run: RunDir, state: RunState, queue: WorkerQu
 def _load(setup_file: Path, state: RunState) -> RolloutTrainer:
     values = state.config_values
     trainer = load_trainer(setup_file, engine_here=False, worker_of=state.ranks, config_values=values)
+    from async_grpo.rollout.policy import cast_parameters
     from async_grpo.rollout.trl_trainer import RolloutTrainer
 
+    if state.options.get("publish_dtype") == "bf16":
+        cast_parameters(trainer.model)
     return RolloutTrainer(trainer)
 
 
