@@ -43,6 +43,7 @@ def draw(statistics: Statistics, path: Path, *, title: str) -> None:
     bar = figure.colorbar(image, ax=[top, middle], aspect=40, pad=0.01)
     bar.set_label("share of the elements that changed", color=_INK)
     _lines(bottom, statistics)
+    figure.align_ylabels()
     figure.savefig(path, dpi=130)
 
 

@@ -1,0 +1,183 @@
+"""Versions that a run kept: loaded by transformers and PEFT, read without our package, and those of a whole demo."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from in_process import build_model, build_tokenizer
+from peft import LoraConfig, PeftModel, get_peft_model
+from runs import ROOT, command, finish, read
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from async_grpo.deltas.chain import Chain
+from async_grpo.deltas.checkpoint import write_checkpoint
+from async_grpo.deltas.places import chain_folder
+from async_grpo.deltas.recorder import Recorder, RecorderOptions
+from async_grpo.errors import UsageError
+from async_grpo.roles.checkpoint_weights import load_weights
+from async_grpo_ipc import WeightExporter
+from async_grpo_ipc.delta.tensors import as_tensors
+
+pytestmark = pytest.mark.integration
+
+EXAMPLE = ROOT / "examples" / "read_deltas.py"
+
+
+def keep(model: Any, folder: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Publish and keep versions 0 and 1 of `model`, and return what was trained of version 1."""
+    handle = folder / "handle.json"
+    options = RecorderOptions(folder=folder / "deltas", run_id="r", every=1, full_every=0, keep=None)
+    trainer: Any = SimpleNamespace(model=model, processing_class=build_tokenizer())
+    recorder = Recorder(trainer, handle, options)
+    with WeightExporter.from_model(model, handle, slots=4, dtype=dtype) as exporter:
+        for version in (0, 1):
+            if version:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter += 0.01 * torch.rand_like(parameter) * parameter.requires_grad
+            exporter.publish(version)
+            recorder.published(version)
+        recorder.close()
+    assert Chain(folder / "deltas").versions == [0, 1]
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def equal(first: Tensor, second: Tensor) -> bool:
+    return first.dtype == second.dtype and torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+
+
+def test_a_rebuilt_version_loads_as_a_checkpoint_of_transformers(tmp_path: Path) -> None:
+    trained = keep(build_model(build_tokenizer()), tmp_path)
+    write_checkpoint(Chain(tmp_path / "deltas"), 1, tmp_path / "rebuilt")
+    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path / "rebuilt", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert all(equal(parameter, trained[name]) for name, parameter in loaded.named_parameters())
+    assert AutoTokenizer.from_pretrained(tmp_path / "rebuilt").pad_token == "<pad>"
+    other = SimpleNamespace(model=build_model(build_tokenizer(), seed=5))
+    load_weights(other, f"{tmp_path / 'deltas'}@1")  # type: ignore[arg-type]
+    assert all(equal(parameter.data, trained[name]) for name, parameter in other.model.named_parameters())
+
+
+def test_a_version_that_was_published_in_bf16_is_a_checkpoint_in_bf16(tmp_path: Path) -> None:
+    trained = keep(build_model(build_tokenizer()), tmp_path, dtype=torch.bfloat16)
+    write_checkpoint(Chain(tmp_path / "deltas"), 1, tmp_path / "rebuilt")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "rebuilt")
+    assert all(equal(p, trained[name].to(torch.bfloat16)) for name, p in loaded.named_parameters())
+
+
+def adapted(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])
+    return get_peft_model(build_model(build_tokenizer(), tie_word_embeddings=False, seed=seed), config)
+
+
+def test_of_an_adapter_only_the_adapter_is_kept(tmp_path: Path) -> None:
+    model = adapted()
+    trained = keep(model, tmp_path)
+    chain = Chain(tmp_path / "deltas")
+    assert chain.about.kind == "adapter" and chain.about.frozen
+    assert chain.rebuild(1).keys() == trained.keys()
+    write_checkpoint(chain, 1, tmp_path / "rebuilt")
+    model.save_pretrained(tmp_path / "saved")
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("rebuilt", "saved"))
+    assert ours.keys() == theirs.keys() and all(equal(ours[name], theirs[name]) for name in ours)
+    base = build_model(build_tokenizer(), tie_word_embeddings=False)
+    loaded = dict(PeftModel.from_pretrained(base, tmp_path / "rebuilt").named_parameters())
+    assert all(equal(loaded[name].data, tensor) for name, tensor in trained.items())
+    load_weights(SimpleNamespace(model=adapted()), f"{tmp_path / 'deltas'}@1")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="is an adapter for another base"):
+        load_weights(SimpleNamespace(model=adapted(seed=3)), f"{tmp_path / 'deltas'}@1")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="is an adapter, and the model"):
+        load_weights(SimpleNamespace(model=build_model(build_tokenizer())), f"{tmp_path / 'deltas'}@1")  # type: ignore[arg-type]
+
+
+def read_by_example() -> Callable[[Path, int], dict[str, Any]]:
+    spec = importlib.util.spec_from_file_location("read_deltas", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.rebuild
+
+
+def same_as_the_example(chain: Chain, version: int) -> bool:
+    ours, theirs = chain.rebuild(version), read_by_example()(chain.folder, version)
+    return ours.keys() == theirs.keys() and all(
+        ours[name].data.tobytes() == array.tobytes() for name, array in theirs.items()
+    )
+
+
+def test_the_example_reads_a_chain_without_our_package(tmp_path: Path) -> None:
+    text = EXAMPLE.read_text()
+    assert "async_grpo" not in text and len(re.findall(r"^.*\S", text, re.MULTILINE)) <= 30
+    keep(build_model(build_tokenizer()), tmp_path, dtype=torch.bfloat16)
+    chain = Chain(tmp_path / "deltas")
+    assert same_as_the_example(chain, 0) and same_as_the_example(chain, 1)
+    path = tmp_path / "deltas" / "000001.delta"
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(Exception):  # noqa: B017  # zstandard's, numpy's or the example's own
+        read_by_example()(tmp_path / "deltas", 1)
+
+
+SAVES_ALL = """
+from pathlib import Path
+
+from safetensors.torch import save_file
+from transformers import TrainerCallback
+
+spec = __import__("importlib.util").util.spec_from_file_location("demo", {demo!r})
+demo = __import__("importlib.util").util.module_from_spec(spec)
+spec.loader.exec_module(demo)
+
+
+class SaveAll(TrainerCallback):
+    def save(self, model, step):
+        save_file({{n: p.detach().clone() for n, p in model.named_parameters()}}, Path({folder!r}) / f"{{step}}.st")
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.save(model, 0)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.save(model, state.global_step)
+
+
+def get_trainer():
+    trainer = demo.get_trainer()
+    trainer.add_callback(SaveAll())
+    return trainer
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
+def test_all_versions_of_the_demo_are_rebuilt_and_one_is_evaluated(tmp_path: Path, dtype: torch.dtype | None) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    setup = tmp_path / "setup.py"
+    demo = ROOT / "src" / "app" / "trainer_setup_tiny.py"
+    setup.write_text(SAVES_ALL.format(demo=str(demo), folder=str(whole)))
+    options = ("-n", "2", "--eval-every", "0", "--delta-every", "1", "--full-every", "30")
+    finish(tmp_path, *options, *(("--publish-dtype", "bf16") if dtype else ()), setup=setup)
+    steps = read(tmp_path / "worker" / "summary.json")["steps"]
+    chain = Chain(chain_folder(tmp_path / "worker"))
+    assert chain.versions == list(range(steps + 1))
+    assert not chain.verify().problems
+    for version in chain.versions:
+        rebuilt, saved = as_tensors(chain.rebuild(version)), load_file(whole / f"{version}.st")
+        assert rebuilt.keys() == saved.keys()
+        assert all(equal(tensor, saved[name].to(dtype or tensor.dtype)) for name, tensor in rebuilt.items())
+    assert same_as_the_example(chain, steps)
+    evaluation = ("-n", "1", "--eval-replicates", "1", "--eval-temperature", "0", "--config", str(setup))
+    with command("evaluate", f"worker@{steps - 10}", *evaluation, cwd=tmp_path) as evaluated:
+        assert evaluated.wait() == 0, evaluated.output
+    assert "success_rate" in evaluated.output

@@ -1,0 +1,102 @@
+"""`async-grpo delta`: what a person types, on a chain in a folder and on one that a run names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from archived_run import three_steps
+from delta_chains import weights, write_chain
+
+from async_grpo.cli import main
+from async_grpo.deltas.places import named_version
+from async_grpo.deltas.statistics import kind_of, layer_of
+from async_grpo.errors import DeltaChainError
+from async_grpo.rundir.paths import RunDir
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    return write_chain(tmp_path / "chain", 10, full_every=4)
+
+
+def test_verify_says_up_to_where_a_chain_is_intact(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["delta", "verify", str(chain)]) == 0
+    assert "intact: 11 versions rebuilt" in capsys.readouterr().out
+    (chain / "000006.delta").unlink()
+    assert main(["delta", "verify", str(chain), "--json", str(chain / "found.json")]) == 1
+    said = capsys.readouterr().out
+    assert "broken: 000007.delta: it starts from version 6, whose file is missing" in said
+    assert "intact up to version 5, and again 3 versions from 8 to 10" in said
+    assert json.loads((chain / "found.json").read_text())["up_to"] == 5
+
+
+def test_rebuild_writes_the_newest_or_the_version_asked_for(
+    chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options, version in (([], 10), (["--step", "3"], 3)):
+        folder = tmp_path / f"rebuilt-{version}"
+        assert main(["delta", "rebuild", str(chain), "--output", str(folder), *options]) == 0
+        data = (folder / "model.safetensors").read_bytes()
+        assert data.endswith(b"".join(buffer.data.tobytes() for buffer in weights(version).values()))
+    assert main(["delta", "rebuild", str(chain), "--output", str(tmp_path / "rebuilt-3")]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_stats_and_diff_count_what_changed(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = weights(4), weights(5)
+    by_hand = {name: (old[name].words != new[name].words).mean() for name in old}
+    assert main(["delta", "stats", str(chain), "--over", "2,3", "--json", str(chain / "s.json")]) == 0
+    figures = json.loads((chain / "s.json").read_text())
+    step = next(step for step in figures["steps"] if step["version"] == 5)
+    assert step["by_layer"] == {
+        "0": by_hand["model.layers.0.self_attn.q_proj.weight"],
+        "1": by_hand["model.layers.1.mlp.up_proj.weight"],
+        "rest": by_hand["model.norm.weight"],
+    }
+    assert step["by_kind"].keys() == {"q_proj", "up_proj", "norm"}
+    assert 0 < step["jaccard"] < 0.5
+    pairs = [(weights(v), weights(v + 2)) for v in range(0, 10, 2)]
+    same = [sum((a[n].words == b[n].words).sum() for n in a) / 600 for a, b in pairs]
+    assert figures["unchanged_over"]["2"] == pytest.approx(sum(same) / len(same))
+    assert main(["delta", "diff", str(chain), "4", "5"]) == 0
+    said = capsys.readouterr().out
+    changed = sum(int((old[name].words != new[name].words).sum()) for name in old)
+    assert f"version 4 to 5: {changed} of 600 elements differ" in said
+
+
+def test_a_picture_is_drawn(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["delta", "stats", str(chain), "--plot", str(chain / "map.svg")]) == 0
+    picture = (chain / "map.svg").read_text()
+    assert picture.startswith("<?xml") and len(picture) > 10_000
+    assert "map.svg: a heat map of 3 rows and 10 versions" in capsys.readouterr().out
+
+
+def test_a_run_directory_names_its_chain(chain: Path, tmp_path: Path) -> None:
+    run = three_steps(tmp_path / "run")
+    with pytest.raises(DeltaChainError, match="kept no versions"):
+        named_version(f"{run.root}@3")
+    RunDir(run.root).update_state(delta_dir=str(chain))
+    assert named_version(f"{run.root}@3") == (chain, 3)
+    assert named_version(f"{chain}@3") == (chain, 3)
+    assert named_version("Qwen/Qwen3-0.6B") is None and named_version(str(run.root)) is None
+    assert main(["delta", "verify", str(run.root)]) == 0
+    chain.rename(tmp_path / "moved")
+    with pytest.raises(DeltaChainError, match="was it moved"):
+        named_version(f"{run.root}@3")
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "kind"),
+    [
+        ("model.layers.12.mlp.down_proj.weight", "12", "down_proj"),
+        ("transformer.h.3.attn.c_attn.bias", "3", "c_attn.bias"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight", "0", "q_proj.lora_A"),
+        ("model.embed_tokens.weight", "embeddings", "embed_tokens"),
+        ("lm_head.weight", "rest", "lm_head"),
+    ],
+)
+def test_layers_and_kinds_of_matrices(name: str, layer: str, kind: str) -> None:
+    assert (layer_of(name), kind_of(name)) == (layer, kind)
