@@ -6,6 +6,8 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
 from async_grpo.deltas.chain import MODEL, Chain
 from async_grpo.deltas.places import named_version
 from async_grpo.errors import BadFileError, UsageError
@@ -40,7 +42,7 @@ def load_weights(trainer: GRPOTrainer, source: str) -> None:
         _compare_adapters(model.peft_config.get("default"), Path(source) / "adapter_config.json", source)
     try:
         weights = _adapter(source) if is_adapter else _whole_model(model, source)
-    except (OSError, ValueError, RuntimeError) as error:  # not there, no safetensors, other shapes
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # not there, damaged, other shapes
         raise UsageError(f"The weights of {source} cannot be read: {str(error).splitlines()[0]}") from error
     _put(model, weights, source, is_adapter=is_adapter)
 
