@@ -93,7 +93,13 @@ def launch(options: LaunchOptions) -> int:
         options=options.kept,
         resolved={"master_device": options.master_device, "worker_devices": list(options.worker_devices)},
     )
-    return _Launch(options, RunDir(options.run_dir), state.run_id).run(stop)
+    run = RunDir(options.run_dir)
+    try:
+        return _Launch(options, run, state.run_id).run(stop)
+    except AsyncGRPOError:
+        with suppress(AsyncGRPOError, OSError):  # the first error is the one to be told
+            run.take_back_resume(state.run_id)
+        raise
 
 
 class _Launch:

@@ -26,6 +26,7 @@ from stage import (
 from async_grpo.cli import main
 from async_grpo.cli.compute import server as server_command
 from async_grpo.cli.compute import worker as worker_command
+from async_grpo.errors import BadFileError
 from async_grpo.launch import launcher
 from async_grpo.launch.launcher import launch
 from async_grpo.records import WorkerId
@@ -259,3 +260,23 @@ def test_a_stop_before_the_processes_are_there_is_not_lost(stage: Stage, monkeyp
     assert launch(stage.options()) == 0
     state = stage.run.read_state()
     assert state is not None and state.state == runs.STOPPED
+
+
+def test_a_resume_that_cannot_even_be_launched_changes_nothing(stage: Stage) -> None:
+    stage.children_are(server=FOR_EVER, worker=FOR_EVER)
+    launcher.prepare(stage.run.root, config=Path("my_trainer.py"))
+    stage.run.update_state(state=runs.STOPPED, step=3)
+    before = stage.run.state_file.read_bytes()
+    stage.run.server_log.symlink_to(stage.folder / "elsewhere")
+    with pytest.raises(BadFileError, match="links are not followed"):
+        launch(stage.options(training=TrainingSettings(resume=True)))
+    assert stage.run.state_file.read_bytes() == before
+
+
+def test_a_resume_that_is_stopped_while_the_server_loads_changes_nothing(stage: Stage) -> None:
+    stage.children_are(server="os.kill(int(sys.argv[-1]), signal.SIGINT)\nuntil(lambda: False)", worker=FOR_EVER)
+    launcher.prepare(stage.run.root, config=Path("my_trainer.py"))
+    stage.run.update_state(state=runs.FINISHED, step=3)
+    before = stage.run.state_file.read_bytes()
+    assert launch(stage.options(training=TrainingSettings(resume=True))) == 0
+    assert stage.run.state_file.read_bytes() == before
