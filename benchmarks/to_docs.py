@@ -34,6 +34,11 @@ TITLES = {
         "evaluation in a run shares the workers with training's own groups, and on a CPU the cores with the trainer, "
         "which is why it takes longer there than alone.",
     ),
+    "sweep": (
+        "Many seeds",
+        "The demo on four seeds in two slots of one core each, and the same runs one after another, each on one core. "
+        "Simulated runs are children that sleep. More in [sweeps.md](sweeps.md).",
+    ),
     "generators": (
         "Generators",
         "The same weights, prompts and lengths in one run; 64 tokens a completion. A batch is given whole and timed to "

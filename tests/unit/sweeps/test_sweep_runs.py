@@ -32,7 +32,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def test_each_seed_has_folders_names_caches_and_a_log_of_its_own(yard: SweepYard) -> None:
-    assert yard.run(yard.sweep(42, 7, mode="async")) == 0
+    assert yard.run(yard.sweep(42, 7, dataset="math")) == 0
     starts = {seed: (arguments, env) for seed, _, arguments, env in yard.starts()}
     arguments, env = starts["42"]
     output = yard.folder / "outputs" / "trl_mine_instance0_seed42"
@@ -41,7 +41,8 @@ def test_each_seed_has_folders_names_caches_and_a_log_of_its_own(yard: SweepYard
     assert f"output_dir={output}" in arguments
     assert "trl_mine_instance0_seed42" in arguments and "mine,async,seed42" in arguments
     assert (env["TRITON_CACHE_DIR"], env["CUDA_VISIBLE_DEVICES"]) == (str(output / "cache" / "triton"), "")
-    assert "CUDA_IPC_HANDLE_PATH" not in env and env["PYTHONHASHSEED"] == "42"
+    assert "CUDA_IPC_HANDLE_PATH" not in env
+    assert (env["PYTHONHASHSEED"], env["DATASET"]) == ("42", "math")
     different = [name for name in env if env[name] != starts["7"][1][name]]
     assert {"TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "VLLM_CACHE_ROOT", "WANDB_DIR"} <= {*different}
     logs = sorted(path.name for path in (yard.folder / "logs" / "parallel_training").iterdir())

@@ -1,0 +1,37 @@
+"""Plain TRL with a run directory: which directories it takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_grpo.errors import RunDirError
+from async_grpo.roles.plain_trl import PROGRESS, Progress, read_progress, train
+
+TRAINER: Any = SimpleNamespace()  # nothing of it may be touched
+
+
+def write(run_dir: Path, **values: Any) -> None:
+    (run_dir / PROGRESS).write_text(json.dumps(values))
+
+
+def test_progress_is_what_the_file_says(tmp_path: Path) -> None:
+    assert read_progress(tmp_path) is None
+    write(tmp_path, state="running", step=3, total_steps=9)
+    assert read_progress(tmp_path) == Progress("running", 3, 9)
+    write(tmp_path, state="running", step="three")
+    with pytest.raises(RunDirError, match="Choose another --run-dir"):
+        read_progress(tmp_path)
+
+
+def test_another_run_is_never_written_over(tmp_path: Path) -> None:
+    write(tmp_path, state="finished", step=9, total_steps=9)
+    with pytest.raises(RunDirError, match="a run that has finished"):
+        train(TRAINER, tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(RunDirError, match="holds a distributed run"):
+        train(TRAINER, tmp_path)
