@@ -41,6 +41,7 @@ REPLAY_LINE: StepLine = (  # of the policy in training; the rewards and the queu
     ("loss {:+.3g}", "loss"),
     ("clipped {:.1%}", "clip_ratio/region_mean"),
     ("clipped {:.1%}", "cispo_clip_ratio"),
+    ("weights limited {:.1%}", "async/weight_changed_fraction"),
     ("KL to the sampler {:.2g}", "async/kl_to_sampler"),
     ("probability ratios {:.2f} to {:.2f}", "async/ratio_min", "async/ratio_max"),
 )

@@ -50,7 +50,7 @@ def report_ratio(batch: Batch, log_pi: Tensor, version: int, append: Append) -> 
     append("async/ratio_mean", ratio.mean().item())
     append("async/ratio_min", ratio.min().item())
     append("async/ratio_max", ratio.max().item())
-    append("async/kl_to_sampler", (ratio - 1 - difference[mask]).mean().item())
+    append("async/kl_to_sampler", (torch.expm1(difference[mask]) - difference[mask]).mean().item())
     append("async/effective_sample_size", (ratio.sum() ** 2 / (ratio.numel() * (ratio**2).sum())).item())
     fresh = mask & (batch["policy_version"] == version)[:, None]
     if fresh.any():  # what is left at equal versions is the mismatch of sampler and trainer
