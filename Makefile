@@ -57,9 +57,12 @@ MONKEY_SECONDS ?= 600
 chaos: venv-test
 	RANDOM_CONFIGURATIONS=$(RANDOM_CONFIGURATIONS) MONKEY_SECONDS=$(MONKEY_SECONDS) $(BIN)/python -m pytest -m slow tests --timeout 3600
 
+# The address that the site links to as its source.
+REPOSITORY ?= $(shell git config --get remote.origin.url 2>/dev/null | grep '^https://')
+
 docs: $(VENV)/.installed-docs
 	$(BIN)/python scripts/site_pages.py
-	$(BIN)/zensical build --strict --clean
+	REPOSITORY=$(REPOSITORY) $(BIN)/zensical build --strict --clean
 	@echo "site/index.html; with search: $(BIN)/python -m http.server -d site"
 
 # Which of benchmarks/*.py to run, one after another on a quiet machine, e.g. make bench BENCH=staleness

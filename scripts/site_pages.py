@@ -149,7 +149,7 @@ def cell(text: str | None) -> str:
 
 
 def usage(parser: argparse.ArgumentParser) -> str:
-    return parser.format_usage().removeprefix("usage: ").strip()
+    return re.sub(r"\n +", "\n    ", parser.format_usage().removeprefix("usage: ").strip())
 
 
 def examples(parser: argparse.ArgumentParser) -> str:

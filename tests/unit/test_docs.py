@@ -67,6 +67,17 @@ def test_prose_is_wrapped(page: Path) -> None:
     assert not too_long
 
 
+def test_the_navigation_calls_each_page_as_the_page_itself_does() -> None:
+    entries = re.findall(r'^ +- "?([^"\n]*?)"?: (\S+\.md)$', (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(entries) > 30
+    others = []
+    for title, page in entries:
+        file = ROOT / page.removeprefix("source/") if page.startswith("source/") else ROOT / "docs" / page
+        heading = file.read_text().splitlines()[0] if page != "index.md" else f"# {title}"  # of the README: the project
+        others += [f"{page}: {title!r}, {heading!r}"] if heading.replace("`", "") != f"# {title}" else []
+    assert not others, "the site would call a page by two names"
+
+
 def test_the_glossary_has_at_most_twenty_terms() -> None:
     rows = (ROOT / "docs" / "glossary.md").read_text().split("|---|---|\n")[1].strip().splitlines()
     assert 10 <= len(rows) <= 20
