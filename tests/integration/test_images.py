@@ -119,8 +119,7 @@ def test_images_of_an_evaluation_travel_as_their_files_too() -> None:
     given = Dataset.from_list(rows, features=Features(prompt=Value("string"), image=Image()))
     trainer: Any = SimpleNamespace(eval_dataset={"maths": given}, _remove_unused_columns=lambda data, **_: data)
     problems = evaluation_problems(trainer)
-    assert [problem["image"].data for problem in problems] == files
-    assert {problem["task"] for problem in problems} == {"maths"}
+    assert [problem.row["image"].data for problem in problems] == files
 
 
 def test_a_model_that_writes_image_tokens_fails_its_group_alone(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from loguru import logger
 
@@ -19,6 +19,13 @@ from async_grpo.records import Job, Purpose, RolloutGroup
 
 REASON_CHARACTERS = 300  # so that the line of an evaluation stays one that is read again
 OPEN_AT_A_TIME = MAX_OPEN // 4  # problems; training has jobs of its own in the queue
+
+
+class Problem(NamedTuple):
+    """A row of the evaluation data, as the workers get it, and the task that its figures count for."""
+
+    row: dict[str, Any]
+    task: str = ""
 
 
 class Queue(Protocol):
@@ -38,7 +45,6 @@ class Evaluation:
     """The problems of one evaluation, on their way. Call `look` until it returns the result.
 
     Args:
-        problems: dataset rows; a column `task` names the task that a problem belongs to.
         version: the only version that workers can see until the end of the evaluation.
         replicates: n, completions a problem.
         sampling: as `Job.sampling` has it.
@@ -51,7 +57,7 @@ class Evaluation:
         self,
         queue: Queue,
         judge: Judge,
-        problems: Sequence[dict[str, Any]],
+        problems: Sequence[Problem],
         *,
         run_id: str,
         version: int,
@@ -124,7 +130,7 @@ class Evaluation:
             self._open[job.seq] = self._unissued.popleft()
 
     def _job(self, problem: int, seq: int) -> Job:
-        row = self._problems[problem]
+        row, task = self._problems[problem]
         return Job(
             run_id=self._run_id,
             seq=seq,
@@ -135,7 +141,7 @@ class Evaluation:
             min_version=self.version,
             purpose="eval",
             sampling=self._sampling,
-            task=str(row.get("task") or ""),
+            task=task,
             trainer_state=self._trainer_state,
         )
 

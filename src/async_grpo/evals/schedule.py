@@ -78,13 +78,22 @@ class RunEvaluations:
         if held != version:  # it found no free slot; the next version will do
             self._weights.release()
             if last:
-                logger.warning("the last version, {}, is not evaluated: workers still read all older ones", version)
+                logger.warning("the last version, {}, found no free slot: workers still read all older ones", version)
             return
         self._next_at = self._after(version)
         self._skipped = False
         self._current = self._begin(version)
         logger.info("evaluation of version {} on {}", version, counted(self._current.total, "problem"))
         self.look()
+
+    def say_missing(self, version: int) -> None:
+        """Training has ended with this version: warn where it has no evaluation, e.g. after Ctrl-C during the last."""
+        if self._every and version not in self._ledger.steps:
+            logger.warning(
+                "the last version, {}, has no evaluation: the run ended before. To make up for it: async-grpo evaluate "
+                "CHECKPOINT --config SETUP_FILE",
+                version,
+            )
 
     def look(self) -> None:
         """Go on with the evaluation that is under way, if there is one."""

@@ -7,6 +7,7 @@
     has a batch of groups       -- GROUP -->  train on their share of it (one message a group)
     after a step, a checkpoint  -- GO ----->  continue, or stop after a last checkpoint
     is asked to stop            -- STOP --->  end, with the checkpoint that rank 0 writes now
+    waits for long              -- WAIT --->  wait on
 
 Only rank 0 touches the run directory, so nothing here changes what the queue, the workers and the files guarantee.
 The messages use a gloo group of their own, on the CPU. The training uses the trainer's own group.
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
 LEADER = 0
 DYING_S = 2.0
 DYING_POLL_S = 0.02
-MESSAGE_TIMEOUT_S = 7200.0  # rank 0 may wait half an hour for a batch, evaluate, or wait for room on the disk
+MESSAGE_TIMEOUT_S = 7200.0  # TRL's own evaluation, which every rank does at its pace, may take as long
+WAIT_EVERY_S = 600.0  # while rank 0 waits: for groups, for the end of an evaluation, for room on the disk
 
 
 class Message(IntEnum):
@@ -62,6 +64,7 @@ class Message(IntEnum):
     GROUP = 2
     GO = 3
     STOP = 4
+    WAIT = 5
 
 
 class Ranks:
@@ -146,15 +149,18 @@ class Leader:
         self._trainer = trainer
         self._ranks = ranks
         self._stop = stop
+        self._told_at = time.monotonic()  # when the other ranks last heard of this one
 
     @property
     def alone(self) -> bool:
         return self._ranks is None
 
     def should_stop(self) -> bool:
-        """Whether the run was asked to end."""
+        """Whether the run was asked to end. Ask in every wait: it also keeps the other ranks waiting."""
         if self._ranks is not None:
             self._ranks.check_alive()
+            if time.monotonic() - self._told_at > WAIT_EVERY_S:
+                self._send(Message.WAIT)
         return bool(self._stop)
 
     def start(self, checkpoint: Path | None, folder: CheckpointFolder | None = None) -> None:
@@ -195,6 +201,7 @@ class Leader:
     def _send(self, message: Message, payload: bytes = b"") -> None:
         if self._ranks is not None:
             self._ranks.send(message, payload)
+            self._told_at = time.monotonic()
 
 
 class Follower(TrainingEvents):
@@ -251,6 +258,8 @@ class Follower(TrainingEvents):
                 return payload
             if message is Message.STOP:
                 raise StopTraining
+            if message is Message.WAIT:
+                continue
             assert message is Message.GATHER, f"rank 0 sent {message.name}, expected {awaited.name}"
             names: Collection[str] = set(json.loads(payload))
             gather(self._trainer.model, names, self._trainer.accelerator.device)

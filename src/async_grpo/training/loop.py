@@ -155,7 +155,9 @@ class AsyncTraining(TrainingEvents):
             raise
         if self.has_trained:
             self._folder.keep_only_the_best()
-        return self.step >= self.total_steps
+        if at_the_end := self.step >= self.total_steps:
+            self._evaluations.say_missing(self.step)
+        return at_the_end
 
     def training_begins(self) -> None:
         if self._resumed is not None and self._resumed.batch is not None:

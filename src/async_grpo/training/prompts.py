@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from async_grpo.errors import UnsupportedError, UsageError
+from async_grpo.evals.evaluation import Problem
 from async_grpo.images import encoded
 from async_grpo.setup.image_files import images_as_files
 from async_grpo.setup.overrides import own_dataloader
@@ -40,8 +41,10 @@ def _drawn_rows(trainer: GRPOTrainer, start: int) -> Iterator[dict[str, Any]]:
         yield as_files(dataset[index])
 
 
-def evaluation_problems(trainer: GRPOTrainer) -> list[dict[str, Any]]:
-    """The rows of the trainer's `eval_dataset`, in their order; of a dict of datasets each with its name as `task`.
+def evaluation_problems(trainer: GRPOTrainer) -> list[Problem]:
+    """The rows of the trainer's `eval_dataset`, in their order.
+
+    The task of a row is the name of its dataset, where there is a dictionary of them, else its column `task`.
 
     Raises:
         UsageError: there is such a dataset, and it has no rows.
@@ -51,7 +54,7 @@ def evaluation_problems(trainer: GRPOTrainer) -> list[dict[str, Any]]:
         return []
     named = given.items() if isinstance(given, dict) else [("", given)]
     problems = [
-        encoded({**row, "task": name} if name else row)
+        Problem(encoded(row), str(name or row.get("task") or ""))
         for name, dataset in named
         for row in _at_most(MOST_PROBLEMS, _rows_as_files(trl_trainer.evaluation_columns(trainer, dataset)))
     ]

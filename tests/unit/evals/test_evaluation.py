@@ -14,7 +14,7 @@ from loguru import logger
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import DiskFullError
-from async_grpo.evals.evaluation import OPEN_AT_A_TIME, Evaluation
+from async_grpo.evals.evaluation import OPEN_AT_A_TIME, Evaluation, Problem
 from async_grpo.evals.report import Evaluated, Judge, Ledger, read
 from async_grpo.evals.schedule import RunEvaluations
 from async_grpo.queue import Claim, ServerQueue, WorkerQueue
@@ -46,7 +46,7 @@ def begin(
     return Evaluation(
         server,
         judge or Judge(rule=AdvantageRule()),
-        problems(count),
+        [Problem(row, row["task"]) for row in problems(count)],
         run_id=RUN,
         version=version,
         replicates=replicates,
@@ -373,6 +373,25 @@ def test_an_evaluation_that_was_lost_with_its_server_is_made_up_for(
     again = run_evaluations(server, weights, path, [], resumed_from=5)
     again.published(5)
     assert again.busy
+
+
+def test_a_run_that_ends_without_the_evaluation_of_its_last_version_says_so(
+    server: ServerQueue, worker: WorkerQueue, tmp_path: Path
+) -> None:
+    """As after Ctrl-C during the last one: the run has all its steps, so a resume finds nothing to do."""
+    said = list[str]()
+    sink = logger.add(said.append, format="{message}", level="WARNING")
+    weights = Weights()
+    evaluations = run_evaluations(server, weights, tmp_path / "evaluations.jsonl", [])
+    weights.version = 4
+    evaluations.published(4, last=True)
+    evaluations.say_missing(4)
+    serve(worker, version=4)
+    evaluations.look()
+    evaluations.say_missing(4)
+    logger.remove(sink)
+    assert len(said) == 1
+    assert "the last version, 4, has no evaluation" in said[0] and "async-grpo evaluate CHECKPOINT" in said[0]
 
 
 def test_without_evaluations_nothing_is_held(server: ServerQueue, tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""The other ranks of a trainer wait as long as rank 0 does, e.g. for an evaluation of many hours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from async_grpo.training import distributed
+from async_grpo.training.distributed import Follower, Leader, Message
+
+
+class FakeRanks:
+    """Messages that are kept, and given to a follower in order."""
+
+    def __init__(self, *messages: tuple[Message, bytes]) -> None:
+        self.sent = list(messages)
+
+    def check_alive(self) -> None: ...
+
+    def send(self, message: Message, payload: bytes = b"") -> None:
+        self.sent.append((message, payload))
+
+    def receive(self) -> tuple[Message, bytes]:
+        return self.sent.pop(0)
+
+
+def test_a_long_wait_of_rank_0_is_told_to_the_others_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(distributed.time, "monotonic", lambda: now[0])
+    ranks: Any = FakeRanks()
+    trainer: Any = None
+    stop: Any = False
+    leader = Leader(trainer, ranks, stop)
+    for now[0] in range(0, 3 * 3600, 30):  # three hours: longer than a message may take
+        assert not leader.should_stop()
+    assert 3 * 3600 / distributed.MESSAGE_TIMEOUT_S < len(ranks.sent) < 30
+    assert {message for message, _ in ranks.sent} == {Message.WAIT}
+    leader.go()
+    now[0] += distributed.WAIT_EVERY_S - 1
+    leader.should_stop()
+    assert ranks.sent[-1] == (Message.GO, b""), "any message counts"
+
+
+def test_the_others_wait_on() -> None:
+    follower = object.__new__(Follower)
+    ranks: Any = FakeRanks((Message.WAIT, b""), (Message.WAIT, b""), (Message.GO, b"stop"))
+    follower._ranks = ranks
+    assert follower.step_done() is False
