@@ -45,6 +45,12 @@ TITLES = {
         "its last group, so filling and emptying the engine counts.",
     ),
     "async_vs_trl": ("Asynchronous against synchronous training", "Sides are interleaved in one run."),
+    "deltas": (
+        "Kept versions",
+        "What `--delta-every` costs. A synthetic model of 100 M weights ~ N(0, 0.02), trained in fp32 and published in "
+        "bf16, of which one update adds lr x N(0, 1) to each; and the demo. GB/s are of the weights, by CPU time of "
+        "one core. More in [deltas.md](deltas.md).",
+    ),
     "sandbox": (
         "The sandbox",
         "Programs of one line, so a start is all that counts. *A core* divides them by the CPU time of all processes; "
