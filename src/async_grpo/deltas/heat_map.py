@@ -1,4 +1,4 @@
-"""Pictures of a chain: where it changes and when, and how much of it stays. Needs matplotlib."""
+"""Pictures of a chain: where it changes and when, and how much of it stays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from async_grpo.deltas.statistics import Statistics, StepFigures
-from async_grpo.errors import UsageError
 
 _INK, _PAPER = "#24292f", "white"
 _LABELLED = 24  # rows that each have a label
@@ -18,17 +17,11 @@ _LABELLED = 24  # rows that each have a label
 def draw(statistics: Statistics, path: Path, *, title: str) -> None:
     """Heat maps of layers and of kinds of matrices over the versions, and the share that stays, as one picture.
 
-    Raises:
-        UsageError: matplotlib is not installed, or no two versions can be compared.
+    Args:
+        statistics: of one step at least.
     """
-    if not statistics.steps:
-        raise UsageError("The chain has no two versions that can be compared, so there is nothing to draw.")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError(
-            "A picture needs matplotlib: pip install matplotlib. Without --plot it is not needed."
-        ) from error
+    from matplotlib.figure import Figure
+
     layers, kinds = statistics.layers, statistics.kinds
     heights = [max(3.0, 0.24 * len(layers)), max(2.4, 0.24 * len(kinds)), 2.0]
     figure = Figure(figsize=(11, sum(heights) + 2.2), facecolor=_PAPER, layout="constrained")

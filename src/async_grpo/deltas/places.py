@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from async_grpo.deltas.chain import CHAIN_FILE, Chain
-from async_grpo.errors import DeltaChainError
+from async_grpo.errors import AsyncGRPOError, DeltaChainError
 from async_grpo.rundir.paths import RunDir
 
 _AT = re.compile(r"(.+)@(\d+)")
@@ -44,6 +45,19 @@ def named_version(text: str) -> Named | None:
     if match is None or Path(text).exists() or not Path(match[1]).expanduser().is_dir():
         return None
     return Named(chain_folder(Path(match[1]).expanduser()).absolute(), int(match[2]))
+
+
+def kept_of(run_dir: Path, versions: Iterable[int]) -> str:
+    """How to load the policy versions that sampled some groups; empty where the run has not kept them."""
+    try:
+        kept = {*Chain(chain_folder(run_dir)).versions} & {*versions}
+    except (AsyncGRPOError, OSError):
+        return ""
+    if not kept:
+        return ""
+    which = f"version {max(kept)}," if len(kept) == 1 else f"{len(kept)} versions, {min(kept)} to {max(kept)},"
+    verb = "is" if len(kept) == 1 else "are"
+    return f"sampled by {which} which {verb} kept: async-grpo evaluate {run_dir}@{max(kept)} --config SETUP_FILE"
 
 
 def require_version(named: Named) -> None:

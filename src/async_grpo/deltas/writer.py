@@ -142,7 +142,8 @@ class ChainWriter:
                     os.fsync(stream.fileno())
                     nbytes = stream.tell()
                 temporary.replace(self.folder / name)
-                self._sync_folder()
+                if name != LATEST:  # an older one is still true after a power cut
+                    self._sync_folder()
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()

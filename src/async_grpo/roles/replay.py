@@ -55,6 +55,7 @@ class Replayed:
     last_step: list[str]  # the figures of its step line
     digest: str  # SHA-256 over the saved weight files
     same_as: Path | None  # the run's own checkpoint of the same step, where its weights are equal bit for bit
+    sampled_by: tuple[int, ...]  # the policy versions that the groups are of
     compared: Path | None  # that checkpoint, equal or not; None where there is none
 
 
@@ -95,8 +96,9 @@ def run_replay(options: ReplayOptions) -> Replayed:
         trainer.args.loss_type = trainer.loss_type = options.loss_type
     correction = _rule(options, state)
     logger.info("replaying {} steps of run {} with {} / {}", done, state.run_id, trainer.args.loss_type, correction)
-    _train(trainer, _groups_of(history, files, state.run_id), correction, options.output_dir)
-    return _outcome(trainer, options.output_dir, of_run(Path(state.output_dir), state.run_id))
+    sampled_by: set[int] = set()
+    _train(trainer, _groups_of(history, files, state.run_id, sampled_by), correction, options.output_dir)
+    return _outcome(trainer, options.output_dir, of_run(Path(state.output_dir), state.run_id), sampled_by)
 
 
 def _rule(options: ReplayOptions, state: RunState) -> Rule:
@@ -124,10 +126,14 @@ def archived_files(run: RunDir, seqs: Iterable[int]) -> dict[int, Path]:
     return files
 
 
-def _groups_of(history: Iterable[Used], files: Mapping[int, Path], run_id: str) -> Iterator[list[RolloutGroup]]:
-    """The batches of the run, in the order in which it used them."""
+def _groups_of(
+    history: Iterable[Used], files: Mapping[int, Path], run_id: str, sampled_by: set[int]
+) -> Iterator[list[RolloutGroup]]:
+    """The batches of the run, in the order in which it used them; their policy versions go into `sampled_by`."""
     for _, batch in history:
-        yield [_group(files[seq], seq, run_id) for seq in batch.seqs]
+        groups = [_group(files[seq], seq, run_id) for seq in batch.seqs]
+        sampled_by.update(group.policy_version for group in groups)
+        yield groups
 
 
 def _group(file: Path, seq: int, run_id: str) -> RolloutGroup:
@@ -181,7 +187,7 @@ def _fresh(file: Path) -> Path:
     return file
 
 
-def _outcome(trainer: Any, saved: Path, checkpoints: Iterable[Checkpoint]) -> Replayed:
+def _outcome(trainer: Any, saved: Path, checkpoints: Iterable[Checkpoint], sampled_by: Iterable[int]) -> Replayed:
     step = int(trainer.state.global_step)
     last: dict[str, Any] = {}
     for entry in trainer.state.log_history:
@@ -193,6 +199,7 @@ def _outcome(trainer: Any, saved: Path, checkpoints: Iterable[Checkpoint]) -> Re
         last_step=described(last, REPLAY_LINE),
         digest=digest,
         same_as=compared if compared is not None and weights_digest(compared) == digest else None,
+        sampled_by=tuple(sorted(sampled_by)),
         compared=compared,
     )
 

@@ -10,7 +10,7 @@ from archived_run import three_steps
 from delta_chains import weights, write_chain
 
 from async_grpo.cli import main
-from async_grpo.deltas.places import named_version
+from async_grpo.deltas.places import kept_of, named_version
 from async_grpo.deltas.statistics import kind_of, layer_of
 from async_grpo.errors import DeltaChainError
 from async_grpo.rundir.paths import RunDir
@@ -67,7 +67,6 @@ def test_stats_and_diff_count_what_changed(chain: Path, capsys: pytest.CaptureFi
 
 
 def test_a_picture_is_drawn(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     assert main(["delta", "stats", str(chain), "--plot", str(chain / "map.svg")]) == 0
     picture = (chain / "map.svg").read_text()
     assert picture.startswith("<?xml") and len(picture) > 10_000
@@ -83,6 +82,8 @@ def test_a_run_directory_names_its_chain(chain: Path, tmp_path: Path) -> None:
     assert named_version(f"{chain}@3") == (chain, 3)
     assert named_version("Qwen/Qwen3-0.6B") is None and named_version(str(run.root)) is None
     assert main(["delta", "verify", str(run.root)]) == 0
+    assert kept_of(run.root, [3, 4, 99]).endswith(f"{run.root}@4 --config SETUP_FILE")
+    assert kept_of(run.root, [99]) == kept_of(tmp_path, [3]) == ""
     chain.rename(tmp_path / "moved")
     with pytest.raises(DeltaChainError, match="was it moved"):
         named_version(f"{run.root}@3")

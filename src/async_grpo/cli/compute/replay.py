@@ -51,6 +51,7 @@ def _run(args: argparse.Namespace) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     check_torch_sees(device)
 
+    from async_grpo.deltas.places import kept_of
     from async_grpo.roles.replay import ReplayOptions, ReplayStoppedError, run_replay
 
     try:
@@ -74,4 +75,6 @@ def _run(args: argparse.Namespace) -> int:
     if outcome.compared is not None:
         verdict = "equal to" if outcome.same_as else "different from"
         print(f"{verdict} {outcome.compared}")
+    if told := kept_of(args.run, outcome.sampled_by):
+        print(told)
     return 0

@@ -60,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     from async_grpo.archive.groups import FinishedGroups
+    from async_grpo.deltas.places import kept_of
     from async_grpo.reports.rollouts import BEST, NEWEST, WORST, select
 
     groups = FinishedGroups(args.run_dir)
@@ -79,6 +80,9 @@ def run(args: argparse.Namespace) -> int:
             print(f"only the newest {len(selection.rollouts)} are in it; --limit N takes more")
     else:
         _show(selection, groups, whole=args.job is not None)
+    versions = {rollout.found.group.policy_version for rollout in selection.rollouts}
+    if not args.html and (told := kept_of(args.run_dir, versions)):
+        print(told)
     options.print_left_out(groups.skipped)
     return 0
 
