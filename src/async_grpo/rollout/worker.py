@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 SERVER_WAIT_S = 3600.0  # for a parameter server to start, or to come back after it died
 HEAD_START_S = 2.0  # that other workers have with a job that failed on this one
+LATE_S = 2.0  # a job whose weights are not there for so long gives way to others
 SAY_AT_MOST = 3  # failures of the same text that are shown
 DISK_FULL_RETRY_S = 1.0
 SCORING_WAKE_S = 0.02  # a worker that has groups being scored looks for new jobs this often
@@ -100,6 +101,7 @@ class Worker:
         self._busy_clock = 0.0  # grows by an engine step's seconds, divided by the groups that shared it
         self._look_at = self._check_run_at = 0.0
         self._failed_here: dict[int, float] = {}  # job that failed on this worker -> when (monotonic seconds)
+        self._put_off: dict[int, float] = {}  # job that gave way to others -> when
         self._messages: Counter[str] = Counter()  # what jobs failed with
         self._queue_s = 0.0  # spent on the queue since the last group was handed back
         self._unserved_since: float | None = None  # when the server was gone, or not serving yet (monotonic seconds)
@@ -137,7 +139,7 @@ class Worker:
         if self._unserved_since is not None or self._scoring.backlog or not (room := self._room()):
             return
         try:
-            claims = self._queue.claim(room, skip=self._started.keys() | self._better_left_to_others())
+            claims = self._queue.claim(room, skip=self._started.keys() | self._left_alone())
         except DiskFullError as error:  # a broken file could not be set aside; its job waits with us
             logger.warning("{} Waiting for room.", error)
             time.sleep(DISK_FULL_RETRY_S)
@@ -194,6 +196,7 @@ class Worker:
         ready = [claim for claim in self._held if version is not None and claim.job.min_version <= version]
         if not ready or (len(ready) < len(self._held) and not self._engine.joins):  # a batch is not divided
             self._check_patience()
+            self._put_off_late(late=[claim for claim in self._held if claim not in ready])
             return []
         assert version is not None
         adopt_s, self._adopt_s, now = self._adopt_s / len(ready), 0.0, time.monotonic()
@@ -327,12 +330,20 @@ class Worker:
         self._queue.hand_back(claim)
         activity.no_longer_has(claim.job.seq)
 
-    def _better_left_to_others(self) -> set[int]:
-        """Jobs that have just failed here: another worker, if there is one, gets to try them first."""
-        if self._queue.alive_workers() < 2:
-            return set()
+    def _left_alone(self) -> set[int]:
+        """Jobs that have just failed here, for another worker to try first, if there is one, and those put off."""
+        now, failed = time.monotonic(), self._failed_here if self._queue.alive_workers() > 1 else {}
+        return {seq for seq, when in (failed | self._put_off).items() if now - when < HEAD_START_S}
+
+    def _put_off_late(self, late: Sequence[Claim]) -> None:
+        """Hand back jobs that ask for weights which do not come, e.g. while an evaluation holds back what they need."""
         now = time.monotonic()
-        return {seq for seq, when in self._failed_here.items() if now - when < HEAD_START_S}
+        others = len(late) < len(self._held) or self._queue.pending() > 0
+        if others and self._version is not None and not self._sampling and now - self._held_since > LATE_S:
+            for claim in late:
+                self._held.remove(claim)
+                self._hand_back(claim)
+                self._put_off[claim.job.seq] = now
 
     # Waiting
 
@@ -367,7 +378,7 @@ class Worker:
         elif self._unserved_since is not None:  # there may be jobs, which are not claimed now
             time.sleep(SERVER_POLL_S)
         else:
-            self._queue.wait(IDLE_WAKE_S, skip=self._better_left_to_others())
+            self._queue.wait(IDLE_WAKE_S, skip=self._left_alone())
         return reminder
 
     def _check_patience(self) -> None:

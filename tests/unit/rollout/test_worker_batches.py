@@ -12,6 +12,7 @@ from worker_fakes import FakeEngine, Setting, job
 from async_grpo.errors import GeneratorError
 from async_grpo.queue import Claim
 from async_grpo.records import Job
+from async_grpo.rollout import worker as worker_module
 from async_grpo.rollout.batches import once_issued
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
@@ -191,3 +192,17 @@ def test_what_was_sampled_from_lost_weights_is_not_handed_over(tmp_path: Path) -
     assert setting.queue.failed == []
     assert {seq: group.policy_version for seq, group in groups.items()} == {0: 5, 1: 5, 2: 5}
     assert not engine.policy.held
+
+
+@pytest.mark.parametrize("late", [1, 6])
+def test_jobs_whose_weights_do_not_come_give_way_to_others(
+    late: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that was resumed earlier than its workers are may hold back version 9 for an evaluation of version 0."""
+    monkeypatch.setattr(worker_module, "LATE_S", 0.0)
+    monkeypatch.setattr(worker_module, "WEIGHTS_WAIT_S", 5.0)
+    jobs = [*(job(seq, min_version=9) for seq in range(late)), job(10), job(11)]
+    engine = FakeBatchEngine({10: 1, 11: 1})
+    setting = batch_setting(tmp_path, jobs, engine)
+    assert sorted(setting.run()) == [10, 11]
+    assert sorted(set(setting.queue.handed_back)) == list(range(late))
