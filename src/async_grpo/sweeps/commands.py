@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from async_grpo.rundir.paths import FINISHED, RunDir
@@ -12,6 +12,7 @@ from async_grpo.setup.process import path_to_us
 from async_grpo.slots.places import Place
 from async_grpo.slots.schedule import Command
 from async_grpo.sweeps.plan import ASYNC, Run
+from async_grpo.sweeps.ports import choose
 
 PROGRAM = (sys.executable, "-m", "async_grpo.cli")
 CACHES = {  # by environment variable: compilers write there, and two that share a folder can clash
@@ -23,9 +24,16 @@ CACHES = {  # by environment variable: compilers write there, and two that share
 _SHARED_BY_MISTAKE = ("CUDA_IPC_HANDLE_PATH", "WORKER_DEVICE")  # one value for all runs would make them meet
 
 
-def command(run: Run, place: Place, *, offline: bool) -> Command:
-    """How the run is started in this place: from its beginning, or from where it was stopped."""
+def command(run: Run, place: Place, *, offline: bool, serves: bool, say: Callable[[str], None]) -> Command:
+    """How the run is started in this place: from its beginning, or from where it was stopped.
+
+    Args:
+        serves: its workers start vLLM servers, which get the run's own port or the next free one.
+    """
     arguments = _async(run, place) if run.sweep.mode == ASYNC else _trl(run, place)
+    if serves:
+        port, group_port = choose(run.port_pairs(), what=run.name, say=say)
+        arguments += ["--set", f"vllm_server_port={port}", "--set", f"vllm_group_port={group_port}"]
     log = run.training_log(place)
     log.parent.mkdir(parents=True, exist_ok=True)
     run.output.mkdir(parents=True, exist_ok=True)

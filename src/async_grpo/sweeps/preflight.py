@@ -14,6 +14,7 @@ from async_grpo.errors import UsageError
 from async_grpo.formatting import counted, size
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, visible_gpus
+from async_grpo.setup.generator_choice import VLLM_SERVER
 from async_grpo.slots.places import Place, core_places, gpu_places
 from async_grpo.sweeps.commands import wandb_is_offline
 from async_grpo.sweeps.plan import ASYNC, Sweep
@@ -24,6 +25,7 @@ OPTIMIZER_BYTES = 8  # two float32 for each parameter that is trained
 LOGS_BYTES = 100_000_000  # of each run: logs, metrics and the archive of groups
 SMALL_MODEL_BYTES = 1_000_000_000  # several that load at once do no harm
 STAGGER_S = 5.0
+STARTED_SERVER = "vllm-server"  # a generator: each worker starts a vLLM server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,7 @@ class Preflight:
 
     places: list[Place]
     offline: bool  # W&B has no key
+    serves: bool  # workers start vLLM servers
     stagger_s: float  # between the starts of two runs
 
 
@@ -42,15 +45,18 @@ def preflight(sweep: Sweep, settings: TrainingSettings, say: Callable[[str], Non
         AsyncGRPOError: a run could not start, or the disk has too little room; says what to do.
     """
     places = places_of(sweep)
-    _say_taken_ports(sweep, say)
     say(f"building the trainer of {sweep.setup} once")
     facts = _facts(sweep, settings, places[0])
+    _refuse_shared_server(sweep, facts)
     _check_disk(sweep, facts)
     offline = "wandb" in facts.report_to and wandb_is_offline(os.environ, Path.home())
     if offline:
         say("W&B has no key (WANDB_API_KEY, or `wandb login`), so the runs log offline; `wandb sync` uploads later")
+    serves = facts.generator == STARTED_SERVER
+    if serves:
+        _say_taken_ports(sweep, say)
     large = facts.parameters.nbytes >= SMALL_MODEL_BYTES
-    return Preflight(places=places, offline=offline, stagger_s=STAGGER_S if large else 0.0)
+    return Preflight(places=places, offline=offline, serves=serves, stagger_s=STAGGER_S if large else 0.0)
 
 
 def places_of(sweep: Sweep) -> list[Place]:
@@ -82,6 +88,16 @@ def _facts(sweep: Sweep, settings: TrainingSettings, place: Place) -> TrainerFac
         if sweep.dataset is not None:
             os.environ.pop("DATASET")
             os.environ |= {} if before is None else {"DATASET": before}
+
+
+def _refuse_shared_server(sweep: Sweep, facts: TrainerFacts) -> None:
+    shared = facts.generator == VLLM_SERVER if sweep.mode == ASYNC else facts.vllm_server
+    if shared and len(sweep.seeds) > 1:
+        raise UsageError(
+            f'{sweep.setup} generates with one vLLM server (vllm_mode="server"). {counted(len(sweep.seeds), "run")} '
+            "cannot share it, because each sends it its own weights. Let each run have an engine of its own: --set "
+            "vllm_mode=colocate, or --generator hf."
+        )
 
 
 def _check_disk(sweep: Sweep, facts: TrainerFacts) -> None:

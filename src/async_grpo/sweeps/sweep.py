@@ -51,8 +51,8 @@ def run_sweep(sweep: Sweep, settings: TrainingSettings, *, resume: bool) -> int:
 
 def _run(sweep: Sweep, found: Preflight, ledger: Ledger) -> bool:
     """Run all that has not finished; returns whether a stop was asked for."""
-    tasks = [_task(run, found, begun=run.name in ledger.records) for run in sweep.runs]
     screen = open_screen(sweep, ledger.records, found.places)
+    tasks = [_task(run, found, screen.say, begun=run.name in ledger.records) for run in sweep.runs]
     schedule = Schedule(tasks, found.places, ledger, say=screen.say, look=screen.look, stagger_s=found.stagger_s)
     before = {number: signal.signal(number, schedule.stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -65,11 +65,11 @@ def _run(sweep: Sweep, found: Preflight, ledger: Ledger) -> bool:
     return schedule.stopping
 
 
-def _task(run: Run, found: Preflight, *, begun: bool) -> Task:
+def _task(run: Run, found: Preflight, say: Callable[[str], None], *, begun: bool) -> Task:
     left = steps_left(run) if begun else None
     return Task(
         name=run.name,
-        command=lambda place: command(run, place, offline=found.offline),
+        command=lambda place: command(run, place, offline=found.offline, serves=found.serves, say=say),
         expected_s=None if left is None else float(left),  # in steps: it is only compared
         grace_s=GRACE_S,
         unfinished=lambda: unfinished(run),

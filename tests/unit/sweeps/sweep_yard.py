@@ -101,7 +101,7 @@ class SweepYard:
 
 def two_places(*_: object) -> Preflight:
     """A preflight that builds nothing."""
-    return Preflight(places=[Place(name="a"), Place(name="b")], offline=False, stagger_s=0.0)
+    return Preflight(places=[Place(name="a"), Place(name="b")], offline=False, serves=False, stagger_s=0.0)
 
 
 def play(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

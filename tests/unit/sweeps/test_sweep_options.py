@@ -155,6 +155,17 @@ def test_the_disk_that_the_checkpoints_need_is_looked_at_first(setup: Path) -> N
         preflight._check_disk(sweep, facts(parameters=huge))
 
 
+@pytest.mark.parametrize(
+    ("mode", "found"), [("async", {"generator": "vllm server"}), ("trl", {"use_vllm": True, "vllm_server": True})]
+)
+def test_one_vllm_server_is_not_shared_by_several_runs(setup: Path, mode: str, found: dict[str, object]) -> None:
+    several = Sweep(setup=str(setup), seeds=(1, 2), name="mine", mode=mode)
+    with pytest.raises(UsageError, match="2 runs cannot share it"):
+        preflight._refuse_shared_server(several, facts(**found))
+    preflight._refuse_shared_server(several, facts(use_vllm=True))
+    preflight._refuse_shared_server(Sweep(setup=str(setup), seeds=(1,), name="mine", mode=mode), facts(**found))
+
+
 def test_wandb_without_a_key_is_offline(tmp_path: Path) -> None:
     assert wandb_is_offline({}, tmp_path)
     assert not wandb_is_offline({"WANDB_API_KEY": "k"}, tmp_path)

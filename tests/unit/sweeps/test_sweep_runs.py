@@ -16,9 +16,11 @@ import psutil
 import pytest
 from sweep_yard import SweepYard
 
-from async_grpo.errors import RunDirError
+from async_grpo.errors import RunDirError, UsageError
 from async_grpo.slots.ledger import FINISHED, RUNNING, read
-from async_grpo.sweeps import plan, report
+from async_grpo.slots.places import Place
+from async_grpo.sweeps import plan, ports, report
+from async_grpo.sweeps.preflight import Preflight
 
 DEADLINE_S = 60.0
 BAND_PLOT = report.band_plot
@@ -107,7 +109,9 @@ import sys
 from pathlib import Path
 import pytest
 from sweep_yard import SweepYard, play
-from async_grpo.sweeps import plan, report
+from async_grpo.slots.places import Place
+from async_grpo.sweeps import plan, ports, report
+from async_grpo.sweeps.preflight import Preflight
 folder = Path(sys.argv[1])
 play(pytest.MonkeyPatch(), folder)
 yard = SweepYard(folder) if sys.argv[2] == "new" else None
@@ -170,18 +174,30 @@ def test_ctrl_c_twice_kills_what_is_deaf(yard: SweepYard) -> None:
     assert "n = 1 of 3 seeds (1). Not counted: seed 2, stopped: it was asked to stop; seed 3, stopped:" in said
 
 
-def test_a_port_that_is_taken_is_said_and_the_next_free_pair_is_chosen() -> None:
-    from async_grpo.sweeps.ports import choose, is_free
+def test_a_port_that_is_taken_is_said_and_the_next_free_pair_is_chosen(
+    yard: SweepYard, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = Preflight(places=[Place(name="a")], offline=False, serves=True, stagger_s=0.0)
+    monkeypatch.setattr("async_grpo.sweeps.sweep.preflight", lambda *_: serving)
+    taken = lambda port: port in (8000, 51300)  # noqa: E731
+    monkeypatch.setattr(ports, "is_free", lambda port: not taken(port))
+    assert yard.run(yard.sweep(1, 2, 3)) == 0
+    given = {seed: [text for text in arguments if text.startswith("vllm_")] for seed, _, arguments, _ in yard.starts()}
+    assert given == {
+        "1": ["vllm_server_port=8003", "vllm_group_port=51500"],
+        "2": ["vllm_server_port=8004", "vllm_group_port=51600"],
+        "3": ["vllm_server_port=8002", "vllm_group_port=51400"],
+    }
+    said = capsys.readouterr().out
+    assert "trl_mine_instance0_seed1: port 8000 is taken by another program" in said
+    assert "trl_mine_instance1_seed2 takes the next free ports, 8004 and 51600" in said
 
-    said: list[str] = []
+
+def test_a_port_that_somebody_listens_on_is_not_free() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert not is_free(port)
-        free = next(other for other in range(port - 1, 1024, -1) if is_free(other) and is_free(other - 1))
-        assert choose([(port, free), (free, free - 1)], what="instance 0", say=said.append) == (free, free - 1)
-    assert said == [
-        f"instance 0: port {port} is taken by another program",
-        f"instance 0 takes the next free ports, {free} and {free - 1}",
-    ]
+        assert not ports.is_free(port)
+        with pytest.raises(UsageError, match="Choose another --base-port"):
+            ports.choose([(port, port)], what="a run", say=lambda text: None)
