@@ -11,10 +11,16 @@ from typing import BinaryIO, NamedTuple
 from async_grpo.errors import BadFileError
 from async_grpo.formatting import printable
 from async_grpo.rundir.reading import LineReader, open_plain
+from async_grpo.telemetry.run_log import STEP
 
 _LINE = re.compile(r"(\d\d:\d\d:\d\d) ([A-Z]+) +(.*)")  # as `setup.process.LOG_FORMAT` writes it
 _LAST_WORDS = 30  # lines
 _LAST_BYTES = 1 << 20
+
+
+def _is_step(line: str) -> bool:
+    found = _LINE.fullmatch(line)
+    return found is not None and found[2] == STEP
 
 
 class LogLine(NamedTuple):
@@ -50,15 +56,25 @@ class LogTail:
         except BadFileError:  # something else lies in its place now: the run goes on
             return []
 
-    def last_words(self) -> str:
-        """What the process said of its failure: from its last `error:` or traceback on, else its last lines."""
+    def last_words(self, *, was_killed: bool = False) -> str:
+        """What the process said of its failure: from its last `error:` or traceback on, else its last messages.
+
+        Of step lines there is the last one only.
+
+        Args:
+            was_killed: by a signal, so that it could say nothing; an `error:` is of something that it survived.
+        """
         self._open()
         if self._file is None:
             return "(it wrote nothing)"
         self._file.seek(max(self._start, os.fstat(self._file.fileno()).st_size - _LAST_BYTES))
         lines = printable(self._file.read(_LAST_BYTES).decode(errors="replace")).splitlines()
         starts = [index for index, line in enumerate(lines) if line.startswith(("error: ", "Traceback (most recent"))]
-        return "\n".join(lines[starts[-1] :][-2 * _LAST_WORDS :] if starts else lines[-_LAST_WORDS:])
+        if starts and not was_killed:
+            return "\n".join(lines[starts[-1] :][-2 * _LAST_WORDS :])
+        steps = [index for index, line in enumerate(lines) if _is_step(line)]
+        dropped = set(steps[:-1])
+        return "\n".join([line for index, line in enumerate(lines) if index not in dropped][-_LAST_WORDS:])
 
     def _open(self) -> None:
         if self._file is None:

@@ -20,6 +20,7 @@ from async_grpo.errors import AsyncGRPOError, DiskFullError, RunDirError
 from async_grpo.formatting import counted
 from async_grpo.launch.accelerate_entry import processes_of
 from async_grpo.launch.child_log import LogTail
+from async_grpo.launch.killed import MemoryWatch
 from async_grpo.launch.screen import open_screen
 from async_grpo.launch.supervisor import MAX_RESTARTS_IN_A_ROW, Child, Exit, Exits, Restart, Supervisor, exit_reason
 from async_grpo.records import WorkerId
@@ -107,7 +108,7 @@ class _Launch:
 
     def __init__(self, options: LaunchOptions, run: RunDir, run_id: str) -> None:
         self._options, self._run, self._run_id = options, run, run_id
-        self._place = Place(run.root)
+        self._place, self._memory = Place(run.root), MemoryWatch()
         needed = self._needs_workers
         workers = [_worker(options, run, number, at, needed) for number, at in enumerate(options.worker_devices, 1)]
         children = [_server(options, run), *workers]
@@ -179,17 +180,27 @@ class _Launch:
             )
             return 0
         if server.code != 0 and not (stopping and state is not None and state.state != runs.FAILED):
-            said = f"the parameter server failed ({exit_reason(server.code)}). Its last words:"
-            return self._fail(said, SERVER, max(server.code, 1))
+            return self._server_failed(server)
         if not self._options.evaluates:
             summary.show(self._run)
         return 0
 
-    def _fail(self, said: str, name: str, code: int = 1) -> int:
+    def _server_failed(self, server: Exit) -> int:
+        """Say why, with its last messages, and how to continue a run that had begun to train."""
+        why = exit_reason(server.code)
+        if server.code == -signal.SIGKILL:
+            why += f", {self._memory.verdict(server.pid)}"
+        said = f"the parameter server failed ({why}). Its last words:"
+        code = self._fail(said, SERVER, max(server.code, 1), was_killed=server.code < 0)
+        if self._run.consumption.exists() and not self._options.evaluates:
+            self._screen.warn(f"to continue from the last checkpoint: {summary.next_command(runs.STOPPED, self._run)}")
+        return code
+
+    def _fail(self, said: str, name: str, code: int = 1, *, was_killed: bool = False) -> int:
         if trouble := self._place.trouble():
             self._screen.warn(trouble)
         self._screen.warn(said)
-        print(self._logs[name].last_words(), file=sys.stderr)
+        print(self._logs[name].last_words(was_killed=was_killed), file=sys.stderr)
         return code
 
 

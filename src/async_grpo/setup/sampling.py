@@ -101,7 +101,7 @@ def effective_sampling(trainer: GRPOTrainer, generator: str) -> Sampling:
 
 
 def check_sampling(trainer: GRPOTrainer, correction: str, generator: str | None) -> None:
-    """Refuse, before anything is started, sampling that would make the loss wrong without a word.
+    """Refuse, before anything is started, sampling that would make the loss wrong silently.
 
     Args:
         generator: None where it is not known: then only what is refused for every engine; the workers check again.

@@ -81,10 +81,15 @@ def sentence(word: str, state: RunState, processes: Processes, run: RunDir) -> s
         TRAINING: at_work,
         EVALUATING: at_work.replace("training", "evaluating a checkpoint"),
         ENDING: "the run is ending: the last checkpoint and the summary are written.",
-        FINISHED: f"the run has finished. Next: {next_one}",
+        FINISHED: f"the run has finished.{_moved(state, run)} Next: {next_one}",
         STOPPED: f"the run was stopped. To continue: {next_one}",
         FAILED: f"the run failed; the end of {run.server_log} says why. To continue: {next_one}",
     }[word]
+
+
+def _moved(state: RunState, run: RunDir) -> str:
+    here = not state.run_dir or Path(state.run_dir) == run.root.resolve()
+    return "" if here else f" It ran in {state.run_dir}; this directory was moved, renamed or copied since."
 
 
 # --- the bottleneck
@@ -101,9 +106,10 @@ class Shares:
     workers_scoring: float  # mean; the part in which only rewards were computed
     max_staleness: int | None
     on_cpu: bool
+    by_hand: bool = False  # the processes of the run were started one by one
 
 
-def measure(processes: Processes) -> Shares | None:
+def measure(processes: Processes, *, by_hand: bool = False) -> Shares | None:
     """None until there are a few seconds of training to speak of."""
     records, now = processes.records, processes.now
     server = records.get(SERVER)
@@ -125,6 +131,7 @@ def measure(processes: Processes) -> Shares | None:
         workers_scoring=mean_share([SCORING]),
         max_staleness=server.max_staleness,
         on_cpu=server.device == "cpu",
+        by_hand=by_hand,
     )
 
 
@@ -144,17 +151,19 @@ def bottleneck_of(shares: Shares) -> str:
     window = "the last minute" if shares.window_s >= 55 else f"the last {shares.window_s:.0f} s"
     waited = f"waited {shares.trainer_waits:.0%} of {window}"
     idle = 1.0 - shares.workers_busy
+    more = "start another `async-grpo worker`" if shares.by_hand else "add workers (--num-workers)"
     if shares.trainer_waits < TRAINER_WAITS and idle < WORKERS_IDLE:
         return f"balanced: the trainer {waited}, and workers were busy {shares.workers_busy:.0%} of it"
     if shares.trainer_waits < TRAINER_WAITS:
         enough = max(1, math.ceil(shares.workers * shares.workers_busy))
-        advice = f"--num-workers {enough} would do" if enough < shares.workers else "more workers would not help"
+        fewer = counted(enough, "worker") if shares.by_hand else f"--num-workers {enough}"
+        advice = f"{fewer} would do" if enough < shares.workers else "more workers would not help"
         return f"the trainer is the bottleneck: it {waited}, and workers were idle {idle:.0%} of it; {advice}"
     if shares.workers_scoring > 0.5:
         return (
             f"reward functions are the bottleneck: the trainer {waited}, and workers spent "
-            f"{shares.workers_scoring:.0%} of it waiting for them; raise --score-concurrency or --num-workers, or make "
-            "them faster"
+            f"{shares.workers_scoring:.0%} of it waiting for them; raise --score-concurrency, {more}, or make them "
+            "faster"
         )
     if idle > 0.4:
         bound = "" if shares.max_staleness is None else f" (now {shares.max_staleness})"
@@ -162,7 +171,7 @@ def bottleneck_of(shares: Shares) -> str:
             f"trainer and workers take turns: the trainer {waited}, and workers were idle {idle:.0%} of it; "
             f"raise --max-staleness{bound} so that they work at the same time"
         )
-    advice = "add workers (--num-workers) or raise --groups-per-claim"
+    advice = f"{more} or raise --groups-per-claim"
     if shares.on_cpu:
-        advice = "shorten the completions, or add workers (--num-workers) while cores are free"
+        advice = f"shorten the completions, or {more} while cores are free"
     return f"workers are the bottleneck: the trainer {waited}; {advice}"

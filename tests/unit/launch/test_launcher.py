@@ -115,9 +115,24 @@ def test_a_server_that_fails_ends_everything_with_its_code_and_its_last_words(
 def test_a_server_that_is_killed_is_a_failure_that_names_the_signal(
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage.children_are(server="os.kill(os.getpid(), signal.SIGKILL)", worker=FOR_EVER)
+    stage.children_are(
+        server="""
+            until(lambda: started("worker2"))
+            print("error: of long ago")
+            print("12:00:00 WARNING the queue is slow")
+            for step in range(50):
+                print(f"12:00:01 STEP    step {step}/100", flush=True)
+            (RUN / "consumed.jsonl").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        worker=FOR_EVER,
+    )
     assert launch(stage.options()) == 1
-    assert "the parameter server failed (killed by SIGKILL)" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "the parameter server failed (killed by SIGKILL, " in said.out and "memory" in said.out
+    last_words = "error: of long ago\n12:00:00 WARNING the queue is slow\n12:00:01 STEP    step 49/100\n"
+    assert said.err == last_words, "the launcher's screen has shown the steps"
+    assert "to continue from the last checkpoint: " in said.out and "--resume" in said.out
 
 
 def test_a_stop_is_passed_on_and_everybody_has_time_for_it(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:

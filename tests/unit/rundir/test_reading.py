@@ -177,6 +177,7 @@ MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or nam
     "checks/doctor/weights.py": "in a temporary folder",
     "checks/probe.py": "in a temporary folder",
     "checks/bug_report/stacks.py": "/proc",
+    "launch/killed.py": "/proc and /sys",
     "launch/accelerate_entry.py": "named by the user",
     "reports/rollouts_page.py": "of the package",
     "rewards": "/sys, and files of the package",

@@ -344,6 +344,11 @@ SHARES = Shares(
         ({"workers_scoring": 0.8}, ["reward functions are the bottleneck", "--score-concurrency"]),
         ({"workers_busy": 0.5, "max_staleness": 0}, ["take turns", "--max-staleness (now 0)"]),
         ({"trainer_waits": 0.02, "workers_busy": 0.4}, ["the trainer is the bottleneck", "--num-workers 1 would do"]),
+        ({"by_hand": True}, ["workers are the bottleneck", "start another `async-grpo worker` or raise"]),
+        (
+            {"by_hand": True, "trainer_waits": 0.02, "workers_busy": 0.4},
+            ["the trainer is", "1 worker would"],
+        ),
         ({"trainer_waits": 0.02, "workers_busy": 0.6}, ["the trainer is", "more workers would not help"]),
         ({"trainer_waits": 0.02}, ["balanced"]),
     ],
@@ -351,6 +356,13 @@ SHARES = Shares(
 def test_the_bottleneck_in_one_sentence_with_what_to_change(changes: dict[str, Any], parts: list[str]) -> None:
     sentence = diagnosis.bottleneck_of(replace(SHARES, **changes))
     assert all(part in sentence for part in parts), sentence
+
+
+def test_a_finished_run_that_was_renamed_says_where_it_ran(run: RunDir) -> None:
+    run.update_state(state=runs.FINISHED)
+    assert "It ran in" not in look(run.root).sentence
+    renamed = run.root.rename(run.root.with_name("first"))
+    assert f"It ran in {run.root.resolve()}; this directory was moved, renamed or copied" in look(renamed).sentence
 
 
 def test_the_options_that_it_names_exist(capsys: pytest.CaptureFixture[str]) -> None:

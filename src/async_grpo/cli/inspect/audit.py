@@ -47,9 +47,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(report: Audit) -> Iterator[tuple[str, str]]:
     from async_grpo.archive.audit import AGAIN, DROPPED, OPEN, SET_ASIDE, USED
+    from async_grpo.formatting import counted
 
+    servers = counted(report.processes, "server")
     alive = "live" if report.live else "no parameter server"
-    yield "run", f"{report.run_id}, {report.run_state} ({alive}), step {report.steps}, {report.processes} servers"
+    yield "run", f"{report.run_id}, {report.run_state} ({alive}), step {report.steps}, {servers}"
     trimmed = f", {report.trimmed} of them trimmed from done/" if report.trimmed else ""
     yield "groups issued", str(len(report.groups))
     yield "  used", f"{report.count(USED)}{trimmed}"
@@ -76,6 +78,9 @@ def _listed(counts: dict[int, int] | dict[str, int]) -> str:
 
 
 def _verdict(report: Audit) -> str:
+    from async_grpo.archive.audit import OPEN, USED
+
     if not report.clean:
-        return f"{len(report.anomalies)} anomalies"
-    return f"clean: all {len(report.groups):,} groups are accounted for"
+        return "1 anomaly" if len(report.anomalies) == 1 else f"{len(report.anomalies)} anomalies"
+    waiting = f", {report.count(OPEN):,} still open" if report.count(OPEN) else ""
+    return f"OK: all {len(report.groups):,} groups accounted for ({report.count(USED):,} used once{waiting})"
