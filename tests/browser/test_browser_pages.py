@@ -163,6 +163,13 @@ def test_filters_find_what_is_asked_for(browser: Any, run: ArchivedRun, tmp_path
         page.select_option(selector, value)
         opened.counts(expected)
     page.click("#reset")
+    assert not page.locator("#more").is_visible(), "everything is shown"
+    for order in ("newest", "oldest", "best"):  # what no step was trained on is the last, and marked
+        page.select_option("#order", order)
+        opened.counts("16 of 16")
+        assert page.locator(".unused").count() == 1
+        assert "left over: not trained on" in page.locator(".group").last.inner_text()
+    page.click("#reset")
     page.select_option("#reward", label="right")
     page.select_option("#order", "worst")
     page.wait_for_function("() => document.querySelector('article').innerText.startsWith('0.5')")
