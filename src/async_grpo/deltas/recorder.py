@@ -236,13 +236,12 @@ class Recorder:
     def _write_all(self) -> None:
         while (copy := self._copies.get()) is not None:
             version, buffers = copy
+            with self._mutex:
+                self._waiting -= 1
             try:
                 self._write(version, buffers)
             except DiskFullError as error:
                 self._say(f"version {version} is not kept, and the next one becomes a snapshot: {error}")
-            finally:
-                with self._mutex:
-                    self._waiting -= 1
 
     def _write(self, version: int, buffers: dict[str, Buffer]) -> None:
         assert self._writer is not None
