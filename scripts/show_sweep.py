@@ -60,9 +60,21 @@ def shown(said: str, place: str) -> str:
     lines = said.replace(f"{place}/", "").splitlines()
     table = [line for line in lines if line.startswith(("|", "n ="))]
     progress = [re.sub(r" \(pid \d+\)", "", line) for line in lines if line.startswith("[sweep]")]
-    console = "\n".join([f"$ async-grpo {' '.join(COMMAND)}", *progress])
+    console = [f"    {line}" for line in (f"$ async-grpo {' '.join(COMMAND)}", *progress)]
     machine = machine_line(describe_machine())
-    return f"```console\n{console}\n```\n\n{table[0]} Success rate:\n\n" + "\n".join([*table[1:], "", f"{machine}."])
+    return "\n".join(
+        [
+            "The command and its output without a terminal:",
+            "",
+            *console,
+            "",
+            f"{table[0]} Success rate:",
+            "",
+            *table[1:],
+            "",
+            f"{machine}.",
+        ]
+    )
 
 
 if __name__ == "__main__":
