@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 from async_grpo.errors import BadFileError, RunDirError, UsageError
@@ -47,6 +48,10 @@ class Sweep:
         """Where the sweep keeps what it knows, next to the folders of its runs."""
         start = f"_instance{self.start_instance}" if self.start_instance else ""
         return Path(self.output_base) / f"{self.prefix}sweep_{self.name}{start}"
+
+    def option(self, flag: str) -> str | None:
+        """The value of an option of `train` among the arguments."""
+        return next((value for name, value in pairwise(self.arguments) if name == flag), None)
 
     @property
     def prefix(self) -> str:

@@ -30,19 +30,24 @@ def write_report(folder: Path, agreement: Agreement) -> None:
 
 
 def markdown(agreement: Agreement) -> Iterator[str]:
-    """A table of the headline figure, and what was counted."""
-    yield f"# {agreement.name}"
-    yield ""
-    yield agreement.counted()
-    yield ""
-    if not agreement.headline:
-        yield "No run was evaluated: the setup file has no `eval_dataset`, or `--eval-every` is 0."
-        return
-    for figure in dict.fromkeys([agreement.headline, *agreement.evaluations]):
-        yield f"## {figure}"
-        yield ""
-        yield from _table(agreement.evaluations[figure], agreement.seeds)
-        yield ""
+    """What was counted, and a table of each figure."""
+    yield from (f"# {agreement.name}", "", *headline(agreement))
+    for figure in agreement.evaluations:
+        if figure != agreement.headline:
+            yield from ("", *_section(agreement, figure))
+
+
+def headline(agreement: Agreement) -> Iterator[str]:
+    """What was counted, and the table of the first figure."""
+    yield from (agreement.counted(), "")
+    if agreement.headline:
+        yield from _section(agreement, agreement.headline)
+    else:
+        yield "No run was evaluated: none finished, the setup file has no eval_dataset, or --eval-every is 0."
+
+
+def _section(agreement: Agreement, figure: str) -> Iterator[str]:
+    yield from (f"## {figure}", "", *_table(agreement.evaluations[figure], agreement.seeds))
 
 
 def _table(rows: Sequence[Agreed], seeds: Sequence[int]) -> Iterator[str]:

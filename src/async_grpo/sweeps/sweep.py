@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from async_grpo.errors import DiskFullError, RunDirError
@@ -14,7 +14,7 @@ from async_grpo.rundir.locks import KernelLock, describe_holder
 from async_grpo.rundir.summary import program
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.output import survive_lost_output
-from async_grpo.slots.ledger import FAILED, FINISHED, Ledger, Record, end_leftovers
+from async_grpo.slots.ledger import FAILED, FINISHED, Ledger, Record, end_leftovers, read
 from async_grpo.slots.schedule import Schedule, Task
 from async_grpo.sweeps import plan
 from async_grpo.sweeps.agreement import agreement
@@ -22,7 +22,7 @@ from async_grpo.sweeps.commands import command
 from async_grpo.sweeps.plan import LEDGER, Run, Sweep
 from async_grpo.sweeps.preflight import Preflight, preflight
 from async_grpo.sweeps.progress import steps_left, unfinished
-from async_grpo.sweeps.report import markdown, write_report
+from async_grpo.sweeps.report import headline, write_report
 from async_grpo.sweeps.screen import Screen, open_screen
 
 GRACE_S = 15.0  # a run ends within 10 s
@@ -41,12 +41,21 @@ def run_sweep(sweep: Sweep, settings: TrainingSettings, *, resume: bool) -> int:
     with _held(sweep):
         if not resume:
             _refuse_old_outputs(sweep)
+        end_leftovers(read(sweep.folder / LEDGER).values(), grace_s=GRACE_S, say=_say)
         found = preflight(sweep, settings, _say)
         plan.write(sweep)
-        ledger = Ledger(sweep.folder / LEDGER)
-        end_leftovers(ledger.records.values(), grace_s=GRACE_S, say=_say)
-        stopped = _run(sweep, found, ledger)
-        return _conclude(sweep, ledger.records, stopped=stopped)
+        with closing(Ledger(sweep.folder / LEDGER)) as ledger:
+            _adopt_finished(sweep, ledger)
+            stopped = _run(sweep, found, ledger)
+            return _conclude(sweep, ledger.records, stopped=stopped)
+
+
+def _adopt_finished(sweep: Sweep, ledger: Ledger) -> None:
+    """A run may have finished after the sweep was killed, or just before: nobody wrote it down, and it is done."""
+    for run in sweep.runs:
+        record = ledger.records.get(run.name)
+        if record is not None and record.state != FINISHED and not unfinished(run):
+            ledger.change(run.name, state=FINISHED, why="")
 
 
 def _run(sweep: Sweep, found: Preflight, ledger: Ledger) -> bool:
@@ -94,8 +103,7 @@ def _conclude(sweep: Sweep, records: Mapping[str, Record], *, stopped: bool) -> 
         write_report(sweep.folder, found)
     except DiskFullError as error:
         print(f"[sweep] the report is not complete: {error}", file=sys.stderr)
-    lines = list(markdown(found))
-    print("\n".join(lines[2 : lines.index("", 6) if "" in lines[6:] else None]), flush=True)
+    print("\n".join(headline(found)), flush=True)
     print(f"report: {sweep.folder / 'report.md'}", flush=True)
     undone = [run for run in sweep.runs if records[run.name].state != FINISHED]
     if undone:
@@ -137,4 +145,5 @@ def _refuse_old_outputs(sweep: Sweep) -> None:
         )
 
 
-_say: Callable[[str], None] = lambda text: print(f"[sweep] {text}", flush=True)  # noqa: E731
+def _say(text: str) -> None:
+    print(f"[sweep] {text}", flush=True)

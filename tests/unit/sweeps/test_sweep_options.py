@@ -95,6 +95,7 @@ def test_a_sweep_is_found_from_anywhere_by_its_folder_or_by_the_one_above(
     sweep = Sweep(setup=str(setup), seeds=(1, 2), name="mine", settings={"beta": "0.1"}, arguments=("--steps", "3"))
     sweep.folder.mkdir(parents=True)
     plan.write(sweep)
+    assert (sweep.option("--steps"), sweep.option("--generator")) == ("3", None)
     found = plan.load(plan.find(Path("outputs")))
     assert found == plan.load(sweep.folder)
     output = found.runs[0].output

@@ -17,7 +17,7 @@ import pytest
 from sweep_yard import SweepYard
 
 from async_grpo.errors import RunDirError, UsageError
-from async_grpo.slots.ledger import FINISHED, RUNNING, read
+from async_grpo.slots.ledger import FINISHED, RUNNING, Ledger, read
 from async_grpo.slots.places import Place
 from async_grpo.sweeps import plan, ports, report
 from async_grpo.sweeps.preflight import Preflight
@@ -89,6 +89,16 @@ def test_a_resumed_sweep_redoes_no_finished_run_and_continues_the_others(yard: S
     assert yard.run(plan.load(wanted.folder), resume=True) == 0
     starts = [(seed, "--resume" in arguments) for seed, _, arguments, _ in yard.starts()]
     assert sorted(starts) == [("1", False), ("2", False), ("2", True), ("3", False)]
+
+
+def test_a_run_that_finished_unnoticed_is_not_run_again(yard: SweepYard) -> None:
+    wanted = yard.sweep(1)
+    assert yard.run(wanted) == 0
+    ledger = Ledger(wanted.folder / "slots.jsonl")  # as if the sweep had been killed before it saw the end
+    ledger.change(wanted.runs[0].name, state=RUNNING)
+    ledger.close()
+    assert yard.run(plan.load(wanted.folder), resume=True) == 0
+    assert len(yard.starts()) == 1
 
 
 def test_what_another_sweep_has_written_is_left_alone(yard: SweepYard) -> None:
