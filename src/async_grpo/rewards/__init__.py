@@ -1,8 +1,8 @@
 """Rewards for setup files, and what reward functions may use.
 
-`mathematics` has `gsm8k` and `math`, `programs` has `mbpp`; `answers` is the form that they ask for. `deadline` bounds
-the time of any reward function, `sandbox` runs code that a model wrote. Calling reward functions is the work of
-`async_grpo.rollout.scoring`.
+`mathematics` has `gsm8k` and `math`, `programs` has `mbpp`; `answers` is the form that they ask for. `questions` has
+those for questions that are answered by searching. `deadline` bounds the time of any reward function, `sandbox` runs
+code that a model wrote. Calling reward functions is the work of `async_grpo.rollout.scoring`.
 """
 
 from async_grpo.rewards.deadline import with_deadline

@@ -1,0 +1,76 @@
+"""Questions that are answered by searching, with credit for each turn (MT-GRPO).
+
+MODEL: a model of the hub or a path, whose tokenizer has a chat template with tools; `tiny` is a random one of this
+folder, which needs no download and learns nothing in a short run.
+DATASET: `facts` (generated, no download), TriviaQA of the hub (`mandarjoshi/trivia_qa`), or a JSON Lines file with
+`question` and `aliases`. INDEX: a folder with an index of bm25s, for what is not `facts`.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from datasets import Dataset, load_dataset
+from trl import GRPOConfig
+
+from async_grpo.credit import TurnGRPOTrainer
+from async_grpo.envs import SearchEnv, generated_facts
+from async_grpo.rewards.questions import OUTCOME_REWARDS, TURN_REWARDS
+
+sys.path.insert(0, str(Path(__file__).parent))  # for tiny
+TASK = (
+    "Answer the question. In each message, think first: <reasoning>…</reasoning>. Then either call the tool search, or "
+    "answer with nothing but the answer: <answer>…</answer>.\n\n"
+)
+HELD_OUT = 40  # facts that are not trained on
+
+
+class Search(SearchEnv):
+    index = os.environ.get("INDEX")
+
+
+def rows(name: str) -> Dataset:
+    """`prompt`, and `aliases`: the answers that count."""
+    if name == "facts":
+        asked = [{"question": fact.question, "aliases": [fact.answer]} for fact in generated_facts()[:-HELD_OUT]]
+        dataset = Dataset.from_list(asked)
+    elif Path(name).is_file():
+        dataset = load_dataset("json", data_files=name, split="train")
+    else:
+        dataset = load_dataset(name, "rc.nocontext", split="train")
+        dataset = dataset.map(lambda row: {"aliases": row["answer"]["normalized_aliases"]})
+    prompts = dataset.map(lambda row: {"prompt": [{"role": "user", "content": TASK + row["question"]}]})
+    return prompts.select_columns(["prompt", "aliases"])
+
+
+def get_trainer() -> TurnGRPOTrainer:
+    name = os.environ.get("MODEL", "Qwen/Qwen3-1.7B")
+    if name == "tiny":
+        from tiny import build_model, build_tokenizer
+
+        tokenizer = build_tokenizer()
+        model, more = build_model(tokenizer), {"processing_class": tokenizer}
+    else:
+        model, more = name, {}
+    return TurnGRPOTrainer(
+        model=model,
+        reward_funcs=list(OUTCOME_REWARDS),
+        turn_reward_funcs=list(TURN_REWARDS),
+        credit="turn",
+        environment_factory=Search,
+        train_dataset=rows(os.environ.get("DATASET", "facts")),
+        args=GRPOConfig(
+            output_dir="outputs/triviaqa_search",
+            max_steps=300,
+            per_device_train_batch_size=16,
+            num_generations=8,
+            max_completion_length=64 if name == "tiny" else 1024,
+            max_tool_calling_iterations=2,
+            learning_rate=1e-6,
+            beta=0.0,
+            logging_steps=1,
+            bf16=name != "tiny",
+            report_to="none",
+        ),
+        **more,
+    )

@@ -1,0 +1,12 @@
+"""Environments for setup files: `environment_factory=SearchEnv`, also in plain TRL.
+
+`search` has the environment and its tools, `index` the passages that it finds, `facts` a few hundred generated ones.
+Rewards for what it is asked are in `async_grpo.rewards.questions`. How tools run is the matter of
+`async_grpo.rollout.turns`.
+"""
+
+from async_grpo.envs.facts import Fact, generated_facts
+from async_grpo.envs.index import Passages
+from async_grpo.envs.search import SearchEnv
+
+__all__ = ["Fact", "Passages", "SearchEnv", "generated_facts"]

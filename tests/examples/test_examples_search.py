@@ -1,0 +1,52 @@
+"""The search recipe: its dataset, and a dialogue of its environment with a model that a script plays."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import InProcessWorker, ScriptedEngine, ScriptedGenerator, jobs_of
+
+from async_grpo.setup.setup_file import load_trainer
+
+pytestmark = pytest.mark.integration
+RECIPE = Path(__file__).parents[2] / "examples" / "triviaqa_search" / "my_trainer.py"
+
+
+def test_a_dialogue_that_searches_earns_its_rewards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("bm25s", reason="the extra `search` is not installed")
+    monkeypatch.setenv("MODEL", "tiny")
+    monkeypatch.chdir(tmp_path)
+    trainer: Any = load_trainer(RECIPE, engine_here=False)
+    monkeypatch.delitem(sys.modules, "tiny")
+    trainer.max_completion_length = 600
+    row = trainer.train_dataset[0]
+    question = row["prompt"][0]["content"].rsplit("\n", 1)[1]
+    search = json.dumps({"name": "search", "arguments": {"query": question}})
+
+    def reply(prompt: str, place: int) -> str:
+        if place % 8:
+            return "nothing"
+        if "<tool_response>" in prompt:
+            return f"<reasoning>So.</reasoning><answer>{row['aliases'][0]}</answer>"
+        return f"<reasoning>I look.</reasoning><tool_call>\n{search}\n</tool_call>"
+
+    worker = InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(trainer.processing_class, reply)))
+    (group,) = worker.rollouts(jobs_of([row], group_size=8))
+    names = [name.rpartition("/")[2] for name in group.reward_names]
+    earned = dict(zip(names, group.rewards[0].tolist(), strict=True))
+    assert earned == pytest.approx(
+        {
+            "exact_match": 1.0,
+            "contained": 0.5,
+            "format_of_messages": 0.2,
+            "tags": 0.2,
+            "tool_execution": 0.2,
+            "answer_in_results": 0.5,
+        }
+    )
+    assert group.rewards[1:].sum() == 0
+    assert group.rewards_of_turns()[0][0] == pytest.approx(0.7)
