@@ -164,9 +164,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     load: Any = os.getloadavg()
-    measured = simulated(CHILDREN // 5 if options.quick else CHILDREN) + (
-        [] if options.quick else packing(1, steps=100)
-    )
+    measured = simulated(CHILDREN // 5 if options.quick else CHILDREN) + ([] if options.quick else packing(1, steps=60))
     print(as_text(measured))
     if options.json:
         write_json(options.json, measured, load_before=load)

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 
 from async_grpo.errors import UsageError
 from async_grpo.launch import supervisor as supervisor_module
+from async_grpo.slots import held
 from async_grpo.slots.ledger import (
     FAILED,
     FINISHED,
@@ -32,6 +32,7 @@ from async_grpo.slots.places import Place, core_places, gpu_places
 from async_grpo.slots.schedule import Command, Schedule, Task
 
 DEADLINE_S = 60.0
+HELD = held.__file__
 TWO_PLACES = [Place(name="a"), Place(name="b")]
 DEAF = "trap '' TERM; echo deaf; while :; do sleep 0.05; done"
 
@@ -69,13 +70,6 @@ class Yard:
 @pytest.fixture
 def yard(tmp_path: Path) -> Yard:
     return Yard(tmp_path)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_more_tasks_than_places_wait_and_the_longest_start_first(yard: Yard) -> None:
@@ -155,37 +149,30 @@ def test_starts_are_staggered(yard: Yard) -> None:
     assert starts[1] - starts[0] >= 0.1 and starts[2] - starts[1] >= 0.1
 
 
-KILLED_QUEUE = """
-import sys
-from pathlib import Path
-from async_grpo.slots.ledger import Ledger
-from async_grpo.slots.places import Place
-from async_grpo.slots.schedule import Command, Schedule, Task
-
-folder = Path(sys.argv[1])
-def task(name, script):
-    command = Command(["sh", "-c", script], {"PATH": "/usr/bin:/bin"}, folder / f"{name}.log")
-    return Task(name=name, command=lambda place: command)
-
-tasks = [task("polite", "echo $$; exec sleep 1000"), task("deaf", sys.argv[2])]
-Schedule(tasks, [Place(name="a"), Place(name="b")], Ledger(folder / "slots.jsonl"), say=print).run()
-"""
-
-
-def test_a_killed_queue_leaves_no_process_that_its_successor_does_not_end(yard: Yard) -> None:
-    queue = subprocess.Popen([sys.executable, "-c", KILLED_QUEUE, str(yard.folder), DEAF], stdout=subprocess.DEVNULL)
+def test_what_a_killed_queue_has_left_is_ended_by_its_pid(yard: Yard) -> None:
+    deaf = subprocess.Popen(["sh", "-c", DEAF], stdout=subprocess.PIPE, text=True)
+    polite = subprocess.Popen(["sleep", "1000"])
     try:
-        until(lambda: yard.wrote("polite").endswith("\n") and yard.wrote("deaf"))
-        until(lambda: all(record.state == RUNNING for record in yard.ledger().records.values()))
+        assert deaf.stdout is not None and deaf.stdout.readline() == "deaf\n"
+        left = [Record(task=str(one.pid), state=RUNNING, pid=one.pid, born=born(one.pid)) for one in (deaf, polite)]
+        end_leftovers(left, grace_s=0.1, say=yard.said.append)
+        assert (born(deaf.pid), born(polite.pid)) == (0.0, 0.0)  # gone
+        assert yard.said[-1] == f"killing pid {deaf.pid}: it did not end in 0.1 s"
     finally:
-        queue.kill()
-        queue.wait()
-    polite, deaf = (yard.ledger().records[name] for name in ("polite", "deaf"))
-    until(lambda: born(polite.pid) != polite.born)  # the kernel ends it with its parent
-    assert born(deaf.pid) == deaf.born
-    end_leftovers(yard.ledger().records.values(), grace_s=0.2, say=yard.said.append)
-    assert born(deaf.pid) != deaf.born or psutil.Process(deaf.pid).status() == psutil.STATUS_ZOMBIE
-    assert str(deaf.pid) in yard.said[0] and str(polite.pid) not in yard.said[0]
+        for process in (deaf, polite):
+            process.kill()
+            process.communicate()
+
+
+def test_a_task_ends_with_the_process_that_runs_the_queue(yard: Yard) -> None:
+    """`held.py` asks the kernel for it. The parent here is a shell that is killed."""
+    held = [sys.executable, "-I", "-S", str(HELD), "$$", "all", "sh", "-c", "'echo $$; exec sleep 1000'"]
+    shell = subprocess.Popen(["sh", "-c", f"{' '.join(held)} & wait"], stdout=subprocess.PIPE, text=True)
+    assert shell.stdout is not None
+    child = psutil.Process(int(shell.stdout.readline()))
+    shell.kill()
+    shell.communicate()
+    assert not psutil.wait_procs([child], timeout=DEADLINE_S)[1]
 
 
 def test_a_process_that_only_has_the_pid_of_a_task_is_left_alone(yard: Yard) -> None:
