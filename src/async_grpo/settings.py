@@ -56,7 +56,7 @@ DEFAULT_LIMIT = ArchiveLimit(10_000)
 
 
 DEFAULT_KS = (1, 5, 10)
-GENERATORS = ("hf", "vllm")
+GENERATORS = ("hf", "vllm", "vllm-server")
 CORRECTIONS = ("bypass", "decoupled", "tis", "icepop", "trl", "none")
 CORRECTION_LEVELS = ("token", "sequence", "geometric")
 STALL_WARNING_S = 60.0
@@ -326,9 +326,15 @@ class WorkerSettings:
     stall_warning: float = stall_warning()
     generator: str | None = setting(
         None,
-        "what the workers generate with: transformers, or vLLM with continuous batching (default: vllm where the "
-        "setup file says use_vllm=True, or it is installed and there is a GPU; else hf)",
+        "what the workers generate with: transformers, vLLM with continuous batching, or a vLLM server that each "
+        "worker starts (default: vllm where the setup file says use_vllm=True, or it is installed and there is a GPU; "
+        "else hf)",
         choices=GENERATORS,
+    )
+    server_devices: str | None = setting(
+        None,
+        "vllm-server only. GPUs of the server, such as 1,2 for vllm_tensor_parallel_size=2 (default: the worker's)",
+        metavar="N,N",
     )
     in_flight_update: str = setting(
         "off",

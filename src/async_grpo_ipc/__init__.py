@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from async_grpo_ipc.handle import handle_path
     from async_grpo_ipc.remote import RemoteWeights, WeightsView, open_remote_memory
     from async_grpo_ipc.sources import Blueprint, flatten_parameters
+    from async_grpo_ipc.vllm_feed import FeedError, SharedWeightTransfer, VLLMFeed
 
 __all__ = [
     "AttachError",
     "Blueprint",
     "ExporterAliveError",
     "ExporterDiedError",
+    "FeedError",
     "ForkedError",
     "HandleFileError",
     "HeaderError",
@@ -45,6 +47,8 @@ __all__ = [
     "MismatchError",
     "RemoteWeights",
     "ShareTimeoutError",
+    "SharedWeightTransfer",
+    "VLLMFeed",
     "VersionGoneError",
     "WeightExporter",
     "WeightsView",
@@ -56,7 +60,10 @@ __all__ = [
 # Imported when first used: torch takes seconds, and `python -m async_grpo_ipc --help` should not.
 _HOMES = {
     "Blueprint": "sources",
+    "FeedError": "vllm_feed",
     "RemoteWeights": "remote",
+    "SharedWeightTransfer": "vllm_feed",
+    "VLLMFeed": "vllm_feed",
     "WeightExporter": "exporter",
     "WeightsView": "remote",
     "flatten_parameters": "sources",

@@ -24,8 +24,9 @@ from runs import SETUP, command, steps_logged
 from trl.generation.vllm_client import VLLMClient
 
 from async_grpo.errors import GeneratorError, UnsupportedError, UsageError
-from async_grpo.rollout.engines import PreparedGroup, vllm_server
-from async_grpo.rollout.engines.vllm_server import ServedPolicy, VLLMServer
+from async_grpo.rollout.engines import PreparedGroup
+from async_grpo.rollout.engines.served import client
+from async_grpo.rollout.engines.served.elsewhere import ServedPolicy, VLLMServer
 from async_grpo.rollout.policy import PolicyWeights
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.rundir.locks import KernelLock
@@ -225,7 +226,7 @@ def test_a_refused_prompt_is_the_jobs_fault_and_an_error_is_the_servers(server: 
 def test_a_server_that_dies_while_it_generates_is_noticed(
     server: FakeVLLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_server, "SAY_EVERY_S", 0.0)
+    monkeypatch.setattr(client, "SAY_EVERY_S", 0.0)
     engine = VLLMServer(worker_trainer(tmp_path, server.url))
     server.hold.clear()
     server.answers["/health"] = (503, {})
@@ -242,7 +243,7 @@ def test_a_worker_is_not_held_up_by_a_server_that_generates(server: FakeVLLMServ
 
 
 def test_a_wait_has_an_end(server: FakeVLLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_server, "GENERATION_S", 0.1)
+    monkeypatch.setattr(client, "GENERATION_S", 0.1)
     engine = VLLMServer(worker_trainer(tmp_path, server.url))
     server.hold.clear()
     with pytest.raises(GeneratorError, match="1 completions of the vLLM server"):
@@ -272,10 +273,10 @@ def test_trls_client_is_as_we_know_it() -> None:
         "update_named_params": ("metadata", "named_params"),
         "generate": ("prompts", "n", "logprobs", "generation_kwargs"),
     }
-    assert set(parameters) == set(vllm_server.HOOKS)
+    assert set(parameters) == set(client.HOOKS)
     for hook, expected in parameters.items():
         method = getattr(VLLMClient, hook, None)
-        follow = "async_grpo.rollout.engines.vllm_server must follow"
+        follow = "async_grpo.rollout.engines.served.client must follow"
         assert callable(method), f"TRL: VLLMClient.{hook} is gone. {follow}."
         names = inspect.signature(method).parameters
         assert set(expected) <= set(names), f"TRL: VLLMClient.{hook} takes {list(names)}. {follow}."

@@ -93,6 +93,7 @@ OTHER_WORK = WorkerSettings(
     stall_warning=0.5,
     generator="hf",
     in_flight_update="on",
+    server_devices="1,2",
 )
 
 

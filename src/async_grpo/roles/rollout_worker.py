@@ -130,25 +130,28 @@ def _serve(
     from async_grpo_ipc import open_remote_memory
 
     engine = make_engine(trl, options.settings, run, state, worker=queue.id, on_gpu=options.device != CPU)
-    wait_until(
-        lambda: run.weights_handle.exists() or None,
-        what=f"weights from the parameter server ({run.weights_handle})",
-        timeout_s=SERVER_WAIT_S,
-        on=[SERVER],
-        check_peer=lambda: _check_server(run),
-    )
-    with open_remote_memory(run.weights_handle, timeout_s=WEIGHTS_WAIT_S) as weights:
-        stop.defer()
-        context = WorkerContext(
-            trl=trl,
-            queue=queue,
-            weights=weights,
-            run=run,
-            stop=stop,
-            settings=options.settings,
-            deterministic=state.deterministic,
+    try:
+        wait_until(
+            lambda: run.weights_handle.exists() or None,
+            what=f"weights from the parameter server ({run.weights_handle})",
+            timeout_s=SERVER_WAIT_S,
+            on=[SERVER],
+            check_peer=lambda: _check_server(run),
         )
-        main_thread.serve_while(partial(_run_worker, context, engine, queue))
+        with open_remote_memory(run.weights_handle, timeout_s=WEIGHTS_WAIT_S) as weights:
+            stop.defer()
+            context = WorkerContext(
+                trl=trl,
+                queue=queue,
+                weights=weights,
+                run=run,
+                stop=stop,
+                settings=options.settings,
+                deterministic=state.deterministic,
+            )
+            main_thread.serve_while(partial(_run_worker, context, engine, queue))
+    finally:
+        engine.end()
 
 
 def _run_worker(context: WorkerContext, engine: Engine, queue: WorkerQueue) -> None:

@@ -102,7 +102,7 @@ class RunDir:
         return self.root / "alive" / f"{name}.stacks"
 
     def worker_engine(self, worker: WorkerId) -> Path:
-        """The folder from which a worker's vLLM engine is built; it exists only during that."""
+        """The folder from which a worker's vLLM is built; it exists only during that, or as long as its server."""
         return self.root / "alive" / f"{worker}.engine"
 
     def engine_start(self, gpu: str) -> Path:
@@ -115,6 +115,10 @@ class RunDir:
 
     def worker_log(self, worker: WorkerId) -> Path:
         return self.root / f"log_worker_{worker.number}.txt"
+
+    def server_of_worker_log(self, worker: WorkerId) -> Path:
+        """Output of the vLLM server that a worker has started."""
+        return self.root / f"log_worker_{worker.number}_vllm_server.txt"
 
     def where_it_is(self) -> dict[str, str]:
         """Fields of the state: where directory and process are."""

@@ -21,17 +21,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Self
 
 from loguru import logger
 
-from async_grpo.errors import GeneratorError
+from async_grpo.errors import BadFileError, GeneratorError, UsageError
 from async_grpo.formatting import printable
 from async_grpo.rundir.reading import naming, open_plain
 from async_grpo.setup.process import path_to_us
 from async_grpo.telemetry.waiting import Reminder
 
+PLUGINS = "vllm.general_plugins"  # entry points that vLLM calls in each of its processes
 SHARED_MEMORY, NCCL = "async_grpo_ipc", "nccl"  # how new weights come
 READY_S = 300.0
 GRACE_S = 20.0  # after SIGTERM
@@ -110,8 +112,17 @@ class VLLMServerProcess:
         return self._process is not None and not self._has_ended()
 
     def start(self) -> None:
-        """Start the server, on the next free port if its own is taken, and return at once."""
+        """Start the server, on the next free port if its own is taken, and return at once.
+
+        Raises:
+            UsageError: vLLM would not find our backend for weights.
+        """
         assert not self.running, "the server runs already"
+        if self._plan.weights == SHARED_MEMORY and not entry_points(group=PLUGINS, name=SHARED_MEMORY):
+            raise UsageError(
+                "vLLM would not find the weight-transfer backend async_grpo_ipc: this package was installed before it "
+                "had one, or is not installed at all. Install it again where vLLM is: pip install -e ."
+            )
         port = free_port(self._plan.host, self._plan.port)
         if port != self._plan.port:
             logger.warning("port {} is taken: the vLLM server listens on {}", self._plan.port, port)
@@ -186,7 +197,7 @@ class VLLMServerProcess:
 
     def last_words(self) -> str:
         """The last lines since it was started."""
-        with suppress(OSError), self._plan.log.open("rb") as file:
+        with suppress(OSError, BadFileError), os.fdopen(open_plain(self._plan.log), "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, size - LAST_BYTES))
             lines = printable(file.read().decode(errors="replace")).splitlines()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 HF, VLLM, VLLM_SERVER = "hf", "vllm", "vllm server"
+STARTED_SERVER = "vllm-server"  # as the command line names it
 NO_IMAGES = (
     "Workers give images to the transformers engine only; with vLLM that is not tested yet. Take --generator hf, and "
     "leave use_vllm=True out of the GRPOConfig."
@@ -92,8 +93,17 @@ def refuse_with_server(*, workers: int, deterministic: bool) -> None:
         )
 
 
+def refuse_with_started_server(*, deterministic: bool) -> None:
+    """Raise `UnsupportedError` for settings that exclude a vLLM server that each worker starts."""
+    if deterministic:
+        raise UnsupportedError(
+            "--generator vllm-server cannot be --deterministic: a server batches requests as they come. Take "
+            "--generator vllm or --generator hf."
+        )
+
+
 def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: bool) -> str:
-    """Choose `HF`, `VLLM` (an engine in the worker) or `VLLM_SERVER` (the setup file names a server).
+    """Choose `HF`, `VLLM` (an engine in the worker), `VLLM_SERVER` (the setup file names a server) or `STARTED_SERVER`.
 
     The command line decides, else the setup file, else the machine: vLLM on a GPU where it is installed and the
     data has no images.
@@ -115,10 +125,10 @@ def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: 
         return VLLM
     there, with_images = installed("vllm"), trainer is not None and has_images(trainer)
     chosen = asked or (VLLM if wants_vllm(trainer) or (there and on_gpu and not with_images) else HF)
-    if chosen == VLLM and with_images:
+    if chosen in (VLLM, STARTED_SERVER) and with_images:
         raise UnsupportedError(f"The training data has images. {NO_IMAGES}")
-    if chosen == VLLM and not there:
-        source = "--generator vllm" if asked else "use_vllm=True in the setup file"
+    if chosen in (VLLM, STARTED_SERVER) and not there:
+        source = f"--generator {asked}" if asked else "use_vllm=True in the setup file"
         raise UsageError(
             f"{source}: vLLM is not installed here. `pip install 'async-grpo[vllm]'` brings it for GPUs (README: "
             "tested versions), scripts/vllm_cpu_env.sh for a CPU; or take --generator hf."

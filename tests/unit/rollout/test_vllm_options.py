@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.engines.vllm_options import adapter_of, engine_options, needs_text, sampling_options
+from async_grpo.rollout.engines.vllm_options import (
+    adapter_of,
+    engine_options,
+    needs_text,
+    refuse_several_gpus,
+    sampling_options,
+)
 
 
 def trainer(model: Any = None, **changes: Any) -> SimpleNamespace:
@@ -102,7 +108,7 @@ def test_engine_settings_are_those_of_the_config() -> None:
 
 def test_an_engine_over_several_gpus_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"vllm_tensor_parallel_size=2.*Set it to 1"):
-        engine_options(trainer(vllm_tensor_parallel_size=2), seed=0, deterministic=False)
+        refuse_several_gpus(trainer(vllm_tensor_parallel_size=2))
 
 
 @pytest.mark.parametrize(("rank", "room"), [(4, 8), (16, 16), (17, 32)])

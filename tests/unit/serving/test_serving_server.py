@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from async_grpo.errors import GeneratorError
+from async_grpo.errors import GeneratorError, UsageError
 from async_grpo.serving import vllm_server
 from async_grpo.serving.vllm_server import ServerPlan, VLLMServerProcess, free_port
 
@@ -29,6 +29,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     package.mkdir(parents=True)
     (package / "api_server.py").write_text((HERE / "fake_vllm.py").read_text())
     monkeypatch.setattr(vllm_server, "POLL_S", 0.02)
+    monkeypatch.setattr(vllm_server, "entry_points", lambda **_: ["ours"])
     made = []
 
     def build(port: int | None = None, **behaviour: Any) -> VLLMServerProcess:
@@ -48,8 +49,11 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 
 def lives(pid: int) -> bool:
+    """Whether it is one of ours: another process may have its pid by now."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        process = psutil.Process(pid)
+        text = " ".join(process.cmdline())
+        return process.status() != psutil.STATUS_ZOMBIE and ("sleep(600)" in text or "api_server" in text)
     except psutil.NoSuchProcess:
         return False
 
@@ -134,3 +138,11 @@ def test_our_plugin_is_among_those_that_the_user_allows() -> None:
     plan = ServerPlan(model="M", port=1, log=Path("log"), env={"VLLM_PLUGINS": "other"})
     assert plan.environment()["VLLM_PLUGINS"] == "other,async_grpo_ipc"
     assert "VLLM_PLUGINS" not in ServerPlan(model="M", port=1, log=Path("log"), env={}).environment()
+
+
+def test_an_installation_without_our_backend_is_a_sentence(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = make()
+    monkeypatch.setattr(vllm_server, "entry_points", lambda **_: [])
+    with pytest.raises(UsageError, match=r"pip install -e \."):
+        server.start()
+    assert server.starts == 0

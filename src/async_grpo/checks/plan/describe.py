@@ -14,7 +14,14 @@ from async_grpo.errors import AsyncGRPOError
 from async_grpo.redaction import Redactor
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
-from async_grpo.setup.generator_choice import VLLM_SERVER, choose_generator, refuse_with_server, wants_vllm
+from async_grpo.setup.generator_choice import (
+    STARTED_SERVER,
+    VLLM_SERVER,
+    choose_generator,
+    refuse_with_server,
+    refuse_with_started_server,
+    wants_vllm,
+)
 from async_grpo.setup.grpo_config.batch import Batch, BatchError
 from async_grpo.setup.setup_file import load_trainer
 
@@ -65,6 +72,8 @@ def _distributed(trainer: GRPOTrainer, question: Question) -> dict[str, str]:
     refuse(trainer, settings, generator)
     if generator == VLLM_SERVER:
         refuse_with_server(workers=question.workers, deterministic=settings.deterministic)
+    if generator == STARTED_SERVER:
+        refuse_with_started_server(deterministic=settings.deterministic)
     return {"generator": generator, **(_checkpoints(trainer, question) if question.run_dir is not None else {})}
 
 

@@ -15,7 +15,7 @@ from async_grpo.launch.launcher import LaunchOptions
 from async_grpo.rundir.lifecycle import Fate, preview
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU
-from async_grpo.setup.generator_choice import HF, VLLM, VLLM_SERVER
+from async_grpo.setup.generator_choice import HF, STARTED_SERVER, VLLM, VLLM_SERVER
 from async_grpo.training.corrections.rule import rule_of
 
 _WIDTH = 15
@@ -24,6 +24,7 @@ _ENGINES = {
     HF: "transformers, in the workers",
     VLLM: "vLLM, in the workers",
     VLLM_SERVER: "the vLLM server that the setup file names",
+    STARTED_SERVER: "a vLLM server that each worker starts",
 }
 
 

@@ -1,4 +1,4 @@
-"""The engines that sample tokens: transformers, vLLM within the worker, a vLLM server. `Engine` is what they share.
+"""The engines that sample tokens: transformers, vLLM within the worker, vLLM servers (`served`); all are an `Engine`.
 
 What surrounds sampling (claims, prompts, rewards) is in `async_grpo.rollout`. Private names of vLLM live in `vllm`.
 Start with `choice`, which makes the engine of a worker.
@@ -84,4 +84,8 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Drop the groups that are being sampled. It can be used again."""
+        ...
+
+    def end(self) -> None:
+        """End what it started outside of this process. It is not used again."""
         ...

@@ -55,6 +55,9 @@ class BatchEngine(ABC):
         self._batch.clear()
         self._end()
 
+    def end(self) -> None:
+        self.close()
+
     def _failed(self, error: Exception) -> list[SampledGroup]:
         """Sample each group of the batch alone, so that the error ends only the group that it belongs to."""
         groups = sorted(self._batch, key=lambda group: group.job.seq)

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UsageError
 from async_grpo.rundir.locks import KernelLock, describe_holder
-from async_grpo.setup.generator_choice import HF, VLLM_SERVER, choose_generator, engine_inside, refuse_with_server
+from async_grpo.setup.generator_choice import (
+    HF,
+    STARTED_SERVER,
+    VLLM_SERVER,
+    choose_generator,
+    engine_inside,
+    refuse_with_server,
+    refuse_with_started_server,
+)
 from async_grpo.setup.sampling import check_sampling, transformers_config
 from async_grpo.telemetry.waiting import wait_until
 
@@ -19,8 +27,9 @@ if TYPE_CHECKING:
     from async_grpo.records import WorkerId
     from async_grpo.rollout.engines import Engine
     from async_grpo.rollout.engines.continuous import ContinuousEngine
+    from async_grpo.rollout.engines.served.elsewhere import VLLMServer
+    from async_grpo.rollout.engines.served.started import StartedServer
     from async_grpo.rollout.engines.transformers import TransformersEngine
-    from async_grpo.rollout.engines.vllm_server import VLLMServer
     from async_grpo.rollout.trl_trainer import RolloutTrainer
     from async_grpo.rundir.paths import RunDir, RunState
     from async_grpo.settings import WorkerSettings
@@ -43,11 +52,16 @@ def make_engine(
     if settings.max_turns is not None:
         trl.limit_turns(settings.max_turns)
     in_flight_update = settings.in_flight_update == "on"
+    if settings.server_devices is not None and chosen != STARTED_SERVER:
+        raise UsageError("--server-devices names the GPUs of a server that a worker starts: --generator vllm-server.")
     if chosen == HF:
         return transformers_engine(trl)
     if chosen == VLLM_SERVER:
         refuse_with_server(workers=state.num_workers, deterministic=state.deterministic)
         return connect(run, trl.trainer, in_flight_update=in_flight_update)
+    if chosen == STARTED_SERVER:
+        refuse_with_started_server(deterministic=state.deterministic)
+        return start_server(trl, settings, run, worker)
     if state.deterministic and in_flight_update:
         raise UsageError("--in-flight-update on depends on timing, so it cannot be combined with --deterministic.")
     return _vllm_engine(trl, run, worker, in_flight_update=in_flight_update, deterministic=state.deterministic)
@@ -92,7 +106,7 @@ def transformers_engine(trl: RolloutTrainer) -> TransformersEngine:
 
 def connect(run: RunDir, trainer: Any, *, in_flight_update: bool) -> VLLMServer:
     """The vLLM server that the setup file names, for this worker alone."""
-    from async_grpo.rollout.engines.vllm_server import VLLMServer
+    from async_grpo.rollout.engines.served.elsewhere import VLLMServer
 
     if in_flight_update:
         raise UsageError(
@@ -106,6 +120,26 @@ def connect(run: RunDir, trainer: Any, *, in_flight_update: bool) -> VLLMServer:
             "server has the GPUs for generating. End this one, or start the run with --num-workers 1."
         )
     return VLLMServer(trainer)
+
+
+def start_server(trl: RolloutTrainer, settings: WorkerSettings, run: RunDir, worker: WorkerId) -> StartedServer:
+    """A vLLM server of this worker's own."""
+    from async_grpo.rollout.engines.served.started import StartedServer
+
+    if settings.in_flight_update == "on":
+        raise UsageError(
+            "--in-flight-update on needs an engine in the worker: a vLLM server does not say which weights sampled a "
+            "token. Leave it off, or take --generator vllm."
+        )
+    return StartedServer(
+        trl.trainer,
+        folder=run.worker_engine(worker),
+        log=run.server_of_worker_log(worker),
+        handle=run.weights_handle,
+        number=worker.number,
+        seed=int.from_bytes(os.urandom(4), "big"),  # two workers must not draw the same
+        devices=settings.server_devices,
+    )
 
 
 def _vllm_engine(

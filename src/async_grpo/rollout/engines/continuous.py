@@ -74,6 +74,9 @@ class ContinuousEngine:
         self._requests.clear()
         self._spoilt = False
 
+    def end(self) -> None:
+        """Nothing was started outside of this process."""
+
     def follow(self, weights: RemoteWeights) -> ContinuousEngine:
         """The engine is its own `Policy`."""
         self._weights = weights

@@ -24,7 +24,14 @@ from transformers import set_seed
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.engines.continuous import Chunk
 from async_grpo.rollout.engines.vllm_hooks import choose_model_runner
-from async_grpo.rollout.engines.vllm_options import adapter_of, engine_options, needs_text, sampling_options
+from async_grpo.rollout.engines.vllm_options import (
+    adapter_of,
+    describe_model,
+    engine_options,
+    needs_text,
+    refuse_several_gpus,
+    sampling_options,
+)
 from async_grpo.rollout.engines.vllm_weights import CopyPlan, watch
 from async_grpo.rundir.files import fresh_folder
 from async_grpo.setup.generator_choice import engine_inside
@@ -256,13 +263,14 @@ class VLLMEngine:
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
+        refuse_several_gpus(trainer)
         on_cpu = torch.device(trainer.accelerator.device).type == "cpu"
         if on_cpu:
             keep_weights_unpacked()
         else:
             choose_model_runner(os.environ)
         with fresh_folder(folder) if folder else TemporaryDirectory(prefix="async-grpo-engine-") as described:
-            self._describe_model(trainer, Path(described))
+            describe_model(trainer, Path(described), with_text=self._with_text)
             arguments = {
                 "model": str(described),
                 "skip_tokenizer_init": not self._with_text,
@@ -276,15 +284,6 @@ class VLLMEngine:
                 **changes,
             }
             return LLMEngine.from_engine_args(EngineArgs(**arguments))
-
-    def _describe_model(self, trainer: Any, folder: Path) -> None:
-        """Write what vLLM reads to build the model: the configuration, and the tokenizer where text is needed."""
-        base = trainer.model.get_base_model() if self._adapter else trainer.model
-        config = type(base.config).from_dict(base.config.to_dict())
-        config.architectures = config.architectures or [type(base).__name__]
-        config.save_pretrained(folder)
-        if self._with_text:
-            trainer.processing_class.save_pretrained(folder)
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()

@@ -5,6 +5,7 @@ The names are vLLM's; nothing here imports it.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import UnsupportedError
@@ -54,18 +55,13 @@ def needs_text(options: dict[str, Any]) -> bool:
     return any(options.get(name) for name in _NEED_TEXT)
 
 
-def engine_options(trainer: Any, *, seed: int, deterministic: bool) -> dict[str, Any]:
+def engine_options(trainer: Any, *, seed: int, deterministic: bool, merged: bool = False) -> dict[str, Any]:
     """The arguments of vLLM's `EngineArgs` that depend on the user's trainer.
 
-    Raises:
-        UnsupportedError: the setup file asks for an engine over several GPUs.
+    Args:
+        merged: an adapter is merged into the weights, so the engine knows of none.
     """
     args = trainer.args
-    if args.vllm_tensor_parallel_size > 1:
-        raise UnsupportedError(
-            f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}: each worker's engine runs on one GPU for "
-            "now. Set it to 1 and start a worker on every GPU: the engines then share the prompts."
-        )
     return {
         "dtype": _dtype(trainer),
         "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
@@ -75,8 +71,28 @@ def engine_options(trainer: Any, *, seed: int, deterministic: bool) -> dict[str,
         "trust_remote_code": args.trust_remote_code,
         "enable_prefix_caching": not deterministic,  # a hit computes the prompt in other pieces, so with other bits
         "seed": seed,
-        **_lora_options(trainer.model),
+        **({} if merged else _lora_options(trainer.model)),
     }
+
+
+def refuse_several_gpus(trainer: Any) -> None:
+    """Raise `UnsupportedError` where the setup file asks for an engine over several GPUs, and it is in a worker."""
+    if trainer.args.vllm_tensor_parallel_size > 1:
+        raise UnsupportedError(
+            f"vllm_tensor_parallel_size={trainer.args.vllm_tensor_parallel_size}: an engine in a worker runs on one "
+            "GPU. Set it to 1 and start a worker on every GPU: the engines then share the prompts. Or take "
+            "--generator vllm-server, where each worker starts a server that may have several."
+        )
+
+
+def describe_model(trainer: Any, folder: Path, *, with_text: bool) -> None:
+    """Write what vLLM reads to build the model: the configuration, and the tokenizer where text is needed."""
+    base = trainer.model.get_base_model() if adapter_of(trainer.model) else trainer.model
+    config = type(base.config).from_dict(base.config.to_dict())
+    config.architectures = config.architectures or [type(base).__name__]
+    config.save_pretrained(folder)
+    if with_text:
+        trainer.processing_class.save_pretrained(folder)
 
 
 def _dtype(trainer: Any) -> str:

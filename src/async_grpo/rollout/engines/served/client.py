@@ -1,37 +1,28 @@
-"""A vLLM server as the generator: `use_vllm=True, vllm_mode="server"` in the user's `GRPOConfig`.
+"""What engines share that ask a vLLM server for completions: TRL's own client, with deadlines and sentences.
 
-Requests go over HTTP and weights over NCCL, both through TRL's own client and as TRL sends them. What we touch of that
-client is in this file; `tests/integration/test_vllm_server.py` names what moved.
-
-One worker feeds the server: it is rank 0 of the group that the server receives its weights in. It reads the published
-weights where they lie on its own device (in place, if it shares the trainer's), sends them under the names that a
-checkpoint has, with a LoRA adapter merged into them one by one, and then generates.
+What we touch of that client is in this file; `tests/integration/test_vllm_server.py` names what moved.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from threading import Thread
 from typing import Any, Generic, TypeVar
 
 import requests
-import torch
 from loguru import logger
-from torch import Tensor, nn
 from trl.generation.vllm_client import VLLMClient
 
-from async_grpo.errors import GeneratorError, PeerDiedError, UnsupportedError, WaitTimeoutError
+from async_grpo.errors import GeneratorError, UnsupportedError, WaitTimeoutError
 from async_grpo.redaction import Redactor
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.engines.vllm_options import adapter_of, sampling_options
-from async_grpo.rollout.policy import PolicyWeights
 from async_grpo.setup.generator_choice import NO_IMAGES
 from async_grpo.telemetry.waiting import SAY_EVERY_S, wait_until
-from async_grpo_ipc import RemoteWeights
 
 HOOKS = ("check_server", "_get", "_post", "init_communicator", "update_named_params", "generate")  # of VLLMClient
 GENERATION_S = 3600.0  # for all completions of a batch
@@ -43,40 +34,16 @@ DISTRIBUTION = "processed_logprobs"  # of the distribution that was sampled from
 T = TypeVar("T")
 
 
-class VLLMServer(BatchEngine):
-    """Asks a vLLM server for completions, and sends it new weights.
+class ServerEngine(BatchEngine):
+    """Asks for all completions of a batch in one request. A subclass has the client, and brings the weights."""
 
-    Raises:
-        GeneratorError: the server cannot be reached, or rejects a request that is not a group's fault.
-        UnsupportedError: it was not started as this needs it, or the model cannot be sent.
-    """
+    _client: Client
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer.args.generation_batch_size // trainer.num_generations)
-        self._model: nn.Module = trainer.model
-        _refuse_what_cannot_be_sent(self._model)
+        refuse_what_cannot_be_sent(trainer.model)
         self._options = sampling_options(trainer)
         del self._options["detokenize"]  # of an engine; a server always has its tokenizer
-        args = trainer.args
-        self._client = _Client(
-            base_url=args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
-            group_port=args.vllm_group_port,
-            connection_timeout=args.vllm_server_timeout,
-        )
-        self._client.require_distribution()
-        try:
-            self._wait_for(
-                partial(self._client.init_communicator, device=trainer.accelerator.device),
-                f"the vLLM server to open the way for weights (port {args.vllm_group_port})",
-                args.vllm_server_timeout,
-            )
-        except NotImplementedError as error:  # a worker without a GPU
-            raise UnsupportedError(
-                f'vllm_mode="server": {error} Give the worker a GPU, or take --generator hf.'
-            ) from error
-
-    def follow(self, weights: RemoteWeights) -> ServedPolicy:
-        return ServedPolicy(weights, PolicyWeights(weights, self._model), self)
 
     def _decode(self, groups: Sequence[PreparedGroup]) -> Decoding:
         """All completions come in one answer.
@@ -90,15 +57,8 @@ class VLLMServer(BatchEngine):
             raise UnsupportedError(NO_IMAGES)
         prompts, copies = _each_once([group.prompt_ids for group in groups])
         options = {**self._options, **groups[0].job.sampling}
-        request = _Call(
-            self._client,
-            partial(self._client.generate, prompts, n=copies, logprobs=0, generation_kwargs=options),
-            f"{len(prompts) * copies} completions of the vLLM server",
-            GENERATION_S,
-        )
-        while not request.done():
-            yield []
-        answer = request.result()
+        ask = partial(self._client.generate, prompts, n=copies, logprobs=0, generation_kwargs=options)
+        answer = yield from self._answer(ask, f"{len(prompts) * copies} completions of the vLLM server")
         logprobs = [[logprob for (logprob,) in positions] for positions in answer["logprobs"]]
         sampled, start = [], 0
         for group in groups:
@@ -108,33 +68,29 @@ class VLLMServer(BatchEngine):
             )
         yield sampled
 
-    def load(self) -> None:
-        """Send the model's parameters as they are now; nothing may be generated meanwhile."""
-        described = [
-            (name, str(parameter.dtype).removeprefix("torch."), list(parameter.shape))
-            for name, parameter, _ in _parameters(self._model)
-        ]
-        self._wait_for(
-            partial(self._client.update_named_params, described, _checkpoint(self._model)),
-            "the vLLM server to take new weights",
-            WEIGHTS_S,
-        )
+    def _answer(self, ask: Callable[[], T], what: str) -> Generator[list[SampledGroup], None, T]:
+        request = Call(self._client, ask, what, GENERATION_S)
+        while not request.done():
+            yield []
+        return request.result()
+
+    def _drop_prefixes(self) -> None:
         wait_until(self._client.drops_prefixes, what="the vLLM server to drop cached prefixes", timeout_s=CACHE_S)
 
     def _wait_for(self, call: Callable[[], T], what: str, timeout_s: float) -> T:
-        running = _Call(self._client, call, what, timeout_s)
+        running = Call(self._client, call, what, timeout_s)
         while not running.done():
             pass
         return running.result()
 
 
-class _Call(Generic[T]):
+class Call(Generic[T]):
     """A call in a thread of its own, as neither HTTP nor NCCL can be interrupted.
 
     When `done` raises, the thread is left behind and the process is to end.
     """
 
-    def __init__(self, client: _Client, call: Callable[[], T], what: str, timeout_s: float) -> None:
+    def __init__(self, client: Client, call: Callable[[], T], what: str, timeout_s: float) -> None:
         self._client, self._what, self._timeout_s = client, what, timeout_s
         self._outcome: Future[T] = Future()
         self._started = self._looked = time.monotonic()
@@ -160,39 +116,7 @@ class _Call(Generic[T]):
         return self._outcome.result()
 
 
-class ServedPolicy:
-    """Keeps a server at the newest policy version, as `PolicyWeights` keeps a model."""
-
-    def __init__(self, remote: RemoteWeights, policy: PolicyWeights, server: VLLMServer) -> None:
-        self._remote = remote
-        self._policy = policy
-        self._server = server
-        self._sent: tuple[str, int] | None = None  # generation and version that the server has
-
-    def adopt(self, in_use: Collection[int] = ()) -> int | None:
-        version = self._policy.adopt(in_use)
-        if version is None:
-            return None
-        try:
-            newest = (self._remote.generation, version)
-            if newest != self._sent:
-                self._sent = None
-                self._server.load()
-                if not self._policy.intact():
-                    raise PeerDiedError("The parameter server died while its weights were sent to the vLLM server.")
-                self._sent = newest
-        finally:
-            self._policy.release()
-        return version
-
-    def intact(self) -> bool:
-        return True  # the server has a copy
-
-    def release(self) -> None:
-        """The server has a copy; nothing is held."""
-
-
-class _Client(VLLMClient):
+class Client(VLLMClient):
     """TRL's client, with deadlines, no request sent twice, and sentences for a person."""
 
     @property
@@ -287,7 +211,7 @@ def _settle(outcome: Future[T], call: Callable[[], T]) -> None:
         outcome.set_exception(error)
 
 
-def _refuse_what_cannot_be_sent(model: Any) -> None:
+def refuse_what_cannot_be_sent(model: Any) -> None:
     if getattr(model, "is_quantized", False):
         raise UnsupportedError(
             'vllm_mode="server": a quantised model cannot be sent to a server. Take --generator hf, or a base that is '
@@ -302,31 +226,3 @@ def _refuse_what_cannot_be_sent(model: Any) -> None:
                 f'vllm_mode="server": an adapter with {option} cannot be merged one tensor at a time. Take '
                 "--generator hf."
             )
-
-
-def _parameters(model: Any) -> Iterator[tuple[str, nn.Parameter, Any]]:
-    """Every parameter of the model itself, its name in a checkpoint, and the LoRA layer that changes it, or None."""
-    adapter = adapter_of(model)
-    layers = {}
-    if adapter is not None:
-        from peft.tuners.lora import LoraLayer
-
-        layers = {
-            f"{name}.base_layer.weight": module
-            for name, module in model.named_modules()
-            if isinstance(module, LoraLayer) and adapter[0] in module.scaling
-        }
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name:
-            yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), parameter, layers.get(name)
-
-
-def _checkpoint(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a checkpoint of the model would have, one at a time; an adapter is merged into them."""
-    adapter = adapter_of(model)
-    for name, parameter, layer in _parameters(model):
-        tensor = parameter.detach()
-        if layer is not None and adapter is not None:
-            with torch.no_grad():
-                tensor = (tensor + layer.get_delta_weight(adapter[0])).to(tensor.dtype)
-        yield name, tensor

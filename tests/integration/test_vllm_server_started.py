@@ -1,0 +1,225 @@
+"""A vLLM server that the worker starts and feeds through memory: what the worker does when it dies.
+
+The server is the small one of `fake_vllm_server.py`, which reads the published memory as the backend in vLLM does, and
+the process is a stub. The real ones are in `tests/with_vllm`, and the life of a process in `tests/unit/serving`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_vllm_server import FakeVLLMServer, serving
+from in_process import build_model, build_tokenizer, build_trainer, jobs_of
+from peft import LoraConfig, get_peft_model
+from trl.generation import vllm_client
+
+from async_grpo.errors import GeneratorError, UnsupportedError
+from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.engines.served import started
+from async_grpo.rollout.engines.served.started import FedPolicy, StartedServer
+from async_grpo.rollout.trl_trainer import RolloutTrainer
+from async_grpo_ipc import WeightExporter, open_remote_memory
+from async_grpo_ipc.checkpoint import Adapter, checkpoint
+
+pytestmark = pytest.mark.integration
+PROMPT = [1, 2, 3]
+
+
+class FedServer(FakeVLLMServer):
+    """Takes its weights out of the memory that it was told of."""
+
+    def __init__(self) -> None:
+        super().__init__(build_model(build_tokenizer(), seed=9))
+        self.deaths = 0  # still to come, each in the middle of a request for completions
+        self.taken: list[int] = []
+        self.process = Process(self)
+        self.source: dict[str, Any] = {}
+
+    def reply(self, path: str, body: Any) -> Any:
+        if path == "/init_weight_transfer_engine":
+            self.source = body["init_info"]
+        if path == "/v1/completions" and self.deaths:
+            self.deaths -= 1
+            self.process.alive = False
+            raise ConnectionAbortedError("the server dies")
+        return super().reply(path, body)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Its death needs no traceback."""
+
+    def _take_weights(self, version: int, generation: str) -> None:  # type: ignore[override]
+        assert self.model is not None
+        adapter = Adapter.of_json(self.source["adapter"]) if self.source["adapter"] else None
+        with open_remote_memory(self.source["handle"]) as remote, remote.lease(version=version) as view:
+            assert view.generation == generation
+            tensors = dict(checkpoint(view.items(), adapter))
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    parameter.copy_(tensors[name])
+        self.taken.append(version)
+
+
+class Process:
+    """In the place of `VLLMServerProcess`."""
+
+    def __init__(self, server: FedServer) -> None:
+        self._server = server
+        self.base_url = server.url
+        self.starts = 0
+        self.alive = False
+
+    def start(self) -> None:
+        self.starts += 1
+        self.alive = True
+
+    def wait_ready(self) -> None:
+        assert self.alive
+
+    def answers(self) -> bool:
+        return self.alive
+
+    def restart(self) -> None:
+        """It comes back with other weights, and knows of no handle file."""
+        self._server.source, self._server.model = {}, build_model(build_tokenizer(), seed=9)
+        self.start()
+
+    def end(self, grace_s: float = 1.0) -> None:
+        self.alive = False
+
+    def last_words(self) -> str:
+        return "Killed"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FedServer]:
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda min_version=None: True)
+    with serving(FedServer()) as fake:
+        monkeypatch.setattr(started, "VLLMServerProcess", lambda plan: fake.process)
+        yield fake
+
+
+@pytest.fixture
+def model() -> Any:
+    """The trainer's."""
+    return build_model(build_tokenizer(), seed=4)
+
+
+@pytest.fixture
+def exporter(model: Any, tmp_path: Path) -> Iterator[WeightExporter]:
+    with WeightExporter.from_model(model, tmp_path / "handle.json", slots=3) as exporter:
+        exporter.publish(1)
+        yield exporter
+
+
+def change(model: Any) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+
+
+def engine_of(tmp_path: Path, **changes: Any) -> StartedServer:
+    trainer = build_trainer(tmp_path, **changes)
+    RolloutTrainer(trainer)
+    folder, handle = tmp_path / "engine", tmp_path / "handle.json"
+    return StartedServer(trainer, folder=folder, log=tmp_path / "log", handle=handle, number=1, seed=0, devices=None)
+
+
+@pytest.fixture
+def fed(server: FedServer, exporter: WeightExporter, tmp_path: Path) -> Iterator[tuple[StartedServer, FedPolicy]]:
+    engine = engine_of(tmp_path)
+    with open_remote_memory(exporter.path) as remote:
+        policy = engine.follow(remote)
+        yield engine, policy
+        policy.release()
+    engine.end()
+    assert not (tmp_path / "engine").exists()
+
+
+def sample(engine: StartedServer, version: int) -> SampledGroup:
+    [job] = jobs_of([{}], group_size=2)
+    sampled = engine.sample([PreparedGroup(job=job, version=version, prompt_ids=[PROMPT] * 2)])
+    while not sampled:
+        sampled = engine.sample([])
+    return sampled[0]
+
+
+def check(sampled: SampledGroup, model: Any) -> None:
+    for ids, values in zip(sampled.token_ids, sampled.logprobs, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
+        expected = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(values), expected, atol=1e-5, rtol=0)
+
+
+def test_it_samples_with_each_version_and_takes_it_once(
+    fed: tuple[StartedServer, FedPolicy], server: FedServer, exporter: WeightExporter, model: Any
+) -> None:
+    engine, policy = fed
+    assert [policy.adopt(), policy.adopt()] == [1, 1]
+    check(sample(engine, 1), model)
+    policy.release()
+    change(model)
+    exporter.publish(2)
+    assert policy.adopt() == 2
+    check(sample(engine, 2), model)
+    assert server.taken == [1, 2]
+
+
+def test_a_server_that_dies_is_asked_again_with_the_version_of_its_groups(
+    fed: tuple[StartedServer, FedPolicy], server: FedServer, exporter: WeightExporter, model: Any
+) -> None:
+    engine, policy = fed
+    server.deaths = 2
+    assert policy.adopt() == 1
+    before = build_model(build_tokenizer(), seed=4)
+    for version in (2, 3, 4):  # the slot of version 1 is held
+        change(model)
+        exporter.publish(version)
+    check(sample(engine, 1), before)
+    assert (server.process.starts, server.taken) == (3, [1, 1, 1])
+    policy.release()
+    assert policy.adopt() == 4
+    check(sample(engine, 4), model)
+
+
+def test_a_server_that_dies_again_and_again_ends_the_worker_with_its_last_words(
+    fed: tuple[StartedServer, FedPolicy], server: FedServer
+) -> None:
+    engine, policy = fed
+    policy.adopt()
+    server.deaths = 9
+    with pytest.raises(GeneratorError, match=r"(?s)died 4 times without an answer.*Killed"):
+        sample(engine, 1)
+
+
+def test_a_refused_update_ends_the_server(fed: tuple[StartedServer, FedPolicy], server: FedServer) -> None:
+    """It has some tensors of the one version and some of the other."""
+    _, policy = fed
+    server.answers["/update_weights"] = (500, {"error": "KeyError: lm_head"})
+    with pytest.raises(GeneratorError, match="lm_head"):
+        policy.adopt()
+    assert not server.process.alive
+
+
+def test_an_adapter_is_merged_on_the_way(server: FedServer, tmp_path: Path) -> None:
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(build_model(build_tokenizer(), seed=4), lora)
+    with WeightExporter.from_model(model, tmp_path / "handle.json") as exporter:
+        exporter.publish(1)
+        engine = engine_of(tmp_path, arguments={"peft_config": lora})
+        with open_remote_memory(exporter.path) as remote:
+            policy = engine.follow(remote)
+            assert policy.adopt() == 1
+            check(sample(engine, 1), model)
+            policy.release()
+        engine.end()
+
+
+def test_a_server_that_is_there_already_is_not_started(server: FedServer, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"Remove vllm_server_base_url"):
+        engine_of(tmp_path, vllm_server_base_url="http://127.0.0.1:8000")
+    assert server.process.starts == 0

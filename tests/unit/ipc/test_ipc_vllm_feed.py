@@ -1,0 +1,114 @@
+"""A vLLM server is told to take what is published; a small HTTP server stands in for it and reads the memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+from async_grpo_ipc import FeedError, SharedWeightTransfer, VLLMFeed, WeightExporter, open_remote_memory
+
+
+class Server(ThreadingHTTPServer):
+    """Reads each version that it is told to take, as the backend in vLLM does."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[str] = []
+        self.handle = ""
+        self.weights: dict[str, torch.Tensor] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def post(self, path: str, body: dict[str, Any]) -> None:
+        self.asked.append(path)
+        if path == "/init_weight_transfer_engine":
+            self.handle = body["init_info"]["handle"]
+        if path == "/update_weights":
+            with (
+                open_remote_memory(self.handle) as remote,
+                remote.lease(version=body["update_info"]["version"]) as view,
+            ):
+                assert view.generation == body["update_info"]["generation"] or not body["update_info"]["generation"]
+                self.weights = {name: tensor.clone() for name, tensor in view.items()}
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        self._answer(200)
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        if self.path == "/resume" and self.server.handle == "refuse":
+            self._answer(404)
+            return
+        self.server.post(self.path, body)
+        self._answer(200)
+
+    def _answer(self, status: int) -> None:
+        self.send_response(status)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server() as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+UPDATE = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
+
+
+def test_a_version_is_taken_in_the_order_that_vllm_wants(server: Server, tmp_path: Path) -> None:
+    weights = {"w": torch.zeros(3)}
+    with WeightExporter.from_tensors(weights, tmp_path / "handle.json") as exporter:
+        feed = VLLMFeed(server.url, exporter.path)
+        for version in (1, 2):
+            weights["w"].fill_(version)
+            exporter.publish(version)
+            feed.take(version)
+            assert server.weights["w"].eq(version).all()
+    assert server.asked == ["/init_weight_transfer_engine", *UPDATE, *UPDATE]
+
+
+def test_trls_trainer_sends_tensors_that_exist_one_at_a_time(server: Server, tmp_path: Path) -> None:
+    transfer = SharedWeightTransfer(server.url, tmp_path / "new" / "handle.json", timeout_s=30)
+    transfer.init_weight_transfer()
+    for version in (1, 2, 3):
+        transfer.pause()
+        transfer.send_weights((name, torch.full((2,), version + number)) for number, name in enumerate("ab"))
+        transfer.resume()
+        assert {name: tensor.tolist() for name, tensor in server.weights.items()} == {
+            "a": [version, version],
+            "b": [version + 1, version + 1],
+        }
+    transfer.destroy()
+    assert not (tmp_path / "new" / "handle.json").exists()
+
+
+def test_what_cannot_be_had_is_a_sentence(server: Server, tmp_path: Path) -> None:
+    nobody = VLLMFeed("http://127.0.0.1:9", tmp_path / "handle.json")
+    with pytest.raises(FeedError, match=r"No vLLM server answers at http://127.0.0.1:9.*--weight-transfer-config"):
+        nobody.take(1)
+    with pytest.raises(FeedError, match="No vLLM server answers"):
+        nobody.wait_ready(0.0)
+    server.handle = "refuse"
+    with pytest.raises(FeedError, match=r"answered /resume with 404.*VLLM_SERVER_DEV_MODE=1"):
+        VLLMFeed(server.url, tmp_path / "handle.json").resume()
