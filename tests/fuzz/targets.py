@@ -6,6 +6,7 @@ inputs; `benchmarks/fuzz.py` searches for as long as it is told to.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import zlib
@@ -30,7 +31,9 @@ from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.telemetry.activity import ActivityRecord, activity_file, read_activity
 from async_grpo.telemetry.run_log import RunLog, last_steps, rates
 from async_grpo_ipc.control import HEADER_BYTES, Header, SlotState
-from async_grpo_ipc.errors import IPCError
+from async_grpo_ipc.delta import Buffer, apply, digest, encode
+from async_grpo_ipc.delta import file as delta_file
+from async_grpo_ipc.errors import DeltaError, IPCError
 from async_grpo_ipc.handle import crc32, read_handle, read_head
 
 RUN = "run-1"
@@ -306,7 +309,28 @@ NAMES = st.sampled_from(
 )
 NOTE = {"pid": 1, "host": "gpu1", "since": "now", "role": "server", "run_id": RUN}
 
+OLD = {"w": Buffer("U16", (300,), np.arange(600, dtype=np.int64).astype(np.uint8))}
+NEW = {"w": Buffer("U16", (300,), np.where(np.arange(600) % 9, OLD["w"].data, 7).astype(np.uint8))}
+
+
+FIRST, BODY = delta_file.pack(encode(OLD, NEW), {})
+
+
+def _delta_file(header: Any) -> bytes:
+    """A delta whose checksums fit what it says."""
+    text = json.dumps(header).encode()
+    start = b"AGDELTA1" + len(text).to_bytes(4, "little")
+    return start + crc32c(text, crc32c(start)).to_bytes(4, "little") + text + BODY
+
+
+def _read_delta(data: bytes, _: Path) -> None:
+    delta = delta_file.read(io.BytesIO(data))[0]
+    rebuilt = apply(delta, None if delta.base is None else OLD)
+    assert digest(rebuilt) == delta.result
+
+
 TARGETS = [
+    Target("delta", damaged(changed(json.loads(FIRST[16:])).map(_delta_file)) | NO_JSON, _read_delta, (DeltaError,)),
     Target("job", queue_file(encode_job(JOB)), lambda data, _: decode_job(data, expect_run=RUN), (BadFileError,)),
     Target("group", queue_file(encode_group(_group(JOB))), _read_group, (BadFileError,)),
     Target("handle", files_like(changed(HANDLE).map(_handle_file)), _read_handle, (IPCError,)),

@@ -32,8 +32,8 @@ from async_grpo.telemetry.waiting import wait_until
 from async_grpo_ipc.attachment import Attachment, Lease
 from async_grpo_ipc.delta import Buffer
 from async_grpo_ipc.delta.buffers import digest_of
-from async_grpo_ipc.delta.tensors import copied
-from async_grpo_ipc.errors import IPCError
+from async_grpo_ipc.delta.tensors import copied, require_known
+from async_grpo_ipc.errors import DeltaError, IPCError
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -161,6 +161,10 @@ class Recorder:
         model, options = self._trainer.model, self._options
         is_adapter = hasattr(model, "peft_config")
         tensors, static = lease.tensors(), lease.attachment.handle.static.tensors
+        try:
+            require_known(tensors.items())
+        except DeltaError as error:
+            raise DeltaChainError(f"{error} Leave --delta-every out.") from error
         frozen = sorted(spec.name for spec in static)
         about = About(
             chain=uuid4().hex,

@@ -113,8 +113,7 @@ class AsyncTraining(TrainingEvents):
             run.root, state.run_id, max_attempts=settings.max_attempts, consumed=used or (), lock=lock
         )
         self._archive = UsedGroups(self._queue, run.root / "done", settings.keep_done, used)
-        recorder = recorder_of(trainer, run, state, settings)
-        self._publisher = WeightPublisher(_exporter(trainer, self._leader, run, state, settings), recorder)
+        self._publisher = _publisher(trainer, self._leader, run, state, settings)
         self._evaluations = self._run_evaluations(state.run_id, used.step if used else 0)
         self._rollouts = self._rollout_source(state.run_id, used)
         trl_trainer.make_async(trainer, self, correction=rule)
@@ -373,6 +372,13 @@ def schedule_of(trainer: GRPOTrainer, max_staleness: int) -> Schedule:
         micro_steps_per_version=trainer.args.gradient_accumulation_steps,
         max_staleness=max_staleness,
     )
+
+
+def _publisher(
+    trainer: GRPOTrainer, leader: Leader, run: RunDir, state: RunState, settings: TrainingSettings
+) -> WeightPublisher:
+    exporter = _exporter(trainer, leader, run, state, settings)
+    return WeightPublisher(exporter, recorder_of(trainer, run, state, settings))
 
 
 def _exporter(

@@ -20,13 +20,16 @@ NAME_OF = {getattr(torch, torch_name): name for torch_name, name in _NAMES.items
 DTYPE_OF = {name: dtype for dtype, name in NAME_OF.items()}
 
 
-def copied(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Buffer]]:
-    """Copies of tensors on any device, as buffers that share no memory with them."""
+def require_known(tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise `DeltaError` where a tensor cannot be in a delta."""
     for name, tensor in tensors:
         if tensor.dtype not in NAME_OF:
-            raise DeltaError(
-                f"Tensor {name} is {tensor.dtype}, which has no name in a delta. Known: {list(ITEM_BYTES)}."
-            )
+            raise DeltaError(f"Tensor {name} is {tensor.dtype}; deltas know {', '.join(ITEM_BYTES)}.")
+
+
+def copied(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Buffer]]:
+    """Copies of tensors of known dtypes on any device, as buffers that share no memory with them."""
+    for name, tensor in tensors:
         own = torch.empty(tensor.shape, dtype=tensor.dtype)
         own.copy_(tensor.detach())
         yield name, Buffer(NAME_OF[tensor.dtype], tuple(tensor.shape), own.reshape(-1).view(torch.uint8).numpy())
