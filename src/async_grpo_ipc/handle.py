@@ -113,6 +113,9 @@ def replace_whole(path: Path, payload: bytes) -> None:
         with os.fdopen(fd, "wb") as file:
             file.write(payload)
         temporary.replace(path)
+    except IsADirectoryError as error:
+        temporary.unlink()
+        raise HandleFileError(f"{path} cannot be written: it is a directory. Move it away, then continue.") from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -24,7 +24,10 @@ class Files(Protocol):
     """What the queue asks of a file system. Every method raises `OSError` as the system call does."""
 
     def names(self, folder: str) -> list[str]:
-        """Names in a folder, in no order. A file that is renamed during the call may be missing or there twice."""
+        """Names in a folder, in no order. A file that is renamed during the call may be missing or there twice.
+
+        `BadFileError` where one of the queue's own folders is something else.
+        """
 
     def read(self, path: str) -> bytearray:
         """The whole file; `BadFileError` if it is not a regular file of ours, or too large."""
@@ -55,10 +58,18 @@ class OsFiles:
     """`Files` on a real directory."""
 
     def __init__(self, root: Path) -> None:
+        self._path = root
         self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def names(self, folder: str) -> list[str]:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._root)
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._root)
+        except NotADirectoryError as error:
+            if folder not in FOLDERS:
+                raise
+            raise BadFileError(
+                f"{self._path / folder} is not a directory (links are not followed). Put the folder back in its place."
+            ) from error
         try:
             with os.scandir(fd) as entries:
                 return [entry.name for entry in entries]

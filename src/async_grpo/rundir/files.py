@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
 
-from async_grpo.errors import DiskFullError
+from async_grpo.errors import BadFileError, DiskFullError
 from async_grpo.rundir.reading import naming, open_plain
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -41,6 +41,9 @@ def _write(path: Path, text: str) -> None:
         with room_for(path):
             temporary.write_text(text)
             temporary.replace(path)
+    except IsADirectoryError as error:
+        temporary.unlink()
+        raise BadFileError(f"{path} cannot be written: it is a directory. Move it away, then continue.") from error
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -9,7 +9,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,8 @@ def _begin(run: RunDir, settings: Mapping[str, Any], record: Mapping[str, Any]) 
 
 def _resume(run: RunDir, settings: Mapping[str, Any], record: Mapping[str, Any]) -> RunState:
     # Out of date: by it `status` would call the run dead until the next server starts.
-    activity_file(run.root, SERVER).unlink(missing_ok=True)
+    with suppress(IsADirectoryError, NotADirectoryError):  # the server will refuse it, and name it
+        activity_file(run.root, SERVER).unlink(missing_ok=True)
     old = run.read_state(accepted=True)
     assert old is not None, "it was there a moment ago, and nobody else may change it"
     merged = {name: {**getattr(old, name), **values} for name, values in record.items()}  # it may have fewer options

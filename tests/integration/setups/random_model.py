@@ -86,11 +86,10 @@ def get_trainer() -> GRPOTrainer:
             max_completion_length=8,
             learning_rate=1e-3,
             save_strategy="steps",
-            save_steps=4,
             logging_steps=1,
             disable_tqdm=True,
             bf16=False,
             use_cpu=True,
-            **{"report_to": "none", **json.loads(os.environ.get("TEST_GRPO", "{}"))},
+            **{"report_to": "none", "save_steps": 4, **json.loads(os.environ.get("TEST_GRPO", "{}"))},
         ),
     )

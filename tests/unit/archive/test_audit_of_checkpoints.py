@@ -10,6 +10,7 @@ from archived_run import RUN, ArchivedRun, save_checkpoint
 from async_grpo.archive import checkpoint_folders
 from async_grpo.archive.audit import audit
 from async_grpo.archive.rollout_state import FILE_NAME, RolloutState
+from async_grpo.errors import BadFileError
 
 MANY = 600  # more than a server has open at a time
 
@@ -38,6 +39,14 @@ def test_a_group_that_was_open_when_later_ones_were_trimmed_may_be_any_number_ol
 def test_what_is_gone_while_an_older_group_of_its_batch_is_there_was_not_trimmed(run: ArchivedRun) -> None:
     run.group(300)
     assert audit(run.root).anomalies[0] == "Group 301 was used by step 1, but its file has vanished."
+
+
+@pytest.mark.parametrize("folder", ["queue", "done", "quarantine"])
+def test_a_link_in_the_place_of_a_folder_is_named(run: ArchivedRun, folder: str) -> None:
+    (run.root / folder).rename(run.root / "elsewhere")
+    (run.root / folder).symlink_to("elsewhere")
+    with pytest.raises(BadFileError, match=rf"{run.root / folder} is not a directory"):
+        audit(run.root)
 
 
 @pytest.mark.parametrize(("run_id", "is_told"), [(RUN, True), ("another", False)])

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from async_grpo.errors import DiskFullError
+from async_grpo.errors import BadFileError, DiskFullError
 from async_grpo.records import WorkerId
 from async_grpo.rundir.files import LineFile, fresh_folder, write_json
 from async_grpo.rundir.paths import RunDir
+from async_grpo_ipc.errors import HandleFileError
+from async_grpo_ipc.handle import replace_whole
 
 
 class FullDisk:
@@ -95,3 +97,11 @@ def test_a_fresh_folder_has_nothing_of_a_process_that_was_killed_and_is_gone_at_
         (folder / "config.json").write_text("{}")
         raise KeyError
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("write", [lambda path: write_json(path, {}), lambda path: replace_whole(path, b"")])
+def test_a_folder_in_the_place_of_a_file_is_named_and_nothing_is_left(tmp_path: Path, write: Any) -> None:
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises((BadFileError, HandleFileError), match=r"x\.json cannot be written: it is a directory"):
+        write(tmp_path / "x.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]

@@ -149,6 +149,12 @@ def test_resuming_keeps_the_run_and_everything_in_it(root: Path, state: str) -> 
     assert {name for name in before if before[name] != after[name]} <= {"run.json", "server.lock"}
 
 
+def test_a_folder_in_the_place_of_the_servers_status_is_left_to_the_server(root: Path) -> None:
+    old_run(root, state=runs.STOPPED, step=7)
+    (root / "alive" / "server.status").mkdir()
+    assert prepare(root, config=CONFIG, resume=True).step == 7
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_there_is_nothing_to_resume(root: Path, exists: bool) -> None:
     if exists:
