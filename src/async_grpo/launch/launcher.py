@@ -193,7 +193,7 @@ class _Launch:
         said = f"the parameter server failed ({why}). Its last words:"
         code = self._fail(said, SERVER, max(server.code, 1), was_killed=server.code < 0)
         if self._run.consumption.exists() and not self._options.evaluates:
-            self._screen.warn(f"to continue from the last checkpoint: {summary.next_command(runs.STOPPED, self._run)}")
+            self._screen.warn(f"to continue the run: {summary.next_command(runs.STOPPED, self._run)}")
         return code
 
     def _fail(self, said: str, name: str, code: int = 1, *, was_killed: bool = False) -> int:

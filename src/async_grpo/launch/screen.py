@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 STEP_LINE_EVERY_S = 2.0  # faster steps are thinned; metrics.jsonl and the logs have every one
 PANEL_EVERY_S = 0.5
-LOADING_EVERY_S = 5.0
+LOADING_EVERY_S = 10.0
 PANEL_MARGIN = 4  # columns: a panel as wide as the terminal would be shifted when Ctrl-C writes `^C` behind it
 
 

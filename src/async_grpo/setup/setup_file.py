@@ -107,6 +107,7 @@ def load_trainer(
 def _built(path: Path, *, engine_here: bool, hub_here: bool, worker_of: int | None) -> Any:
     """What `get_trainer()` returns."""
     began = time.monotonic()
+    logger.info("importing {}, and with it torch, transformers and TRL", path.name)
     module = _run_file(path)
     get_trainer = getattr(module, "get_trainer", None)
     if not callable(get_trainer):
@@ -122,7 +123,9 @@ def _built(path: Path, *, engine_here: bool, hub_here: bool, worker_of: int | No
                 changed.enter_context(built_for_a_worker(worker_of))
             elif not hub_here:
                 changed.enter_context(nothing_on_the_hub())
-            logger.info("{} is imported ({:.0f} s); now its get_trainer()", path.name, time.monotonic() - began)
+            logger.info(
+                "{} is imported ({:.0f} s); get_trainer() loads model and data", path.name, time.monotonic() - began
+            )
             trainer = get_trainer()
             logger.info("get_trainer() has built the trainer ({:.0f} s)", time.monotonic() - began)
             return trainer

@@ -132,7 +132,7 @@ def test_a_server_that_is_killed_is_a_failure_that_names_the_signal(
     assert "the parameter server failed (killed by SIGKILL, " in said.out and "memory" in said.out
     last_words = "error: of long ago\n12:00:00 WARNING the queue is slow\n12:00:01 STEP    step 49/100\n"
     assert said.err == last_words, "the launcher's screen has shown the steps"
-    assert "to continue from the last checkpoint: " in said.out and "--resume" in said.out
+    assert "to continue the run: " in said.out and "--resume" in said.out
 
 
 def test_a_stop_is_passed_on_and_everybody_has_time_for_it(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
