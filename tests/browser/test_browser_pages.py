@@ -139,6 +139,20 @@ def run(tmp_path: Path) -> ArchivedRun:
     return run
 
 
+def test_the_page_of_evaluations_is_by_version(browser: Any, run: ArchivedRun, tmp_path: Path) -> None:
+    run.group(9_000_000_000, 0, rewards=((1.0, 0.0), (0.0, 0.0)))
+    run.group(9_000_000_001, 25, rewards=((1.0, 0.0), (1.0, 0.0)))
+    opened = Page(browser, run, tmp_path, "--eval")
+    page = opened.page
+    assert "Mean reward by evaluated version" in page.inner_text("#plot-title")
+    page.focus("#plot")
+    page.keyboard.press("ArrowLeft")
+    assert "version 25: mean 1" in page.inner_text("#plot-text")
+    page.keyboard.press("Enter")
+    opened.counts("2 of 4")
+    opened.close()
+
+
 def test_filters_find_what_is_asked_for(browser: Any, run: ArchivedRun, tmp_path: Path) -> None:
     opened = Page(browser, run, tmp_path)
     page = opened.page

@@ -195,8 +195,9 @@ class Board:
                 entries = [earlier for earlier in entries if earlier["step"] < step or "loss" not in earlier]
             entries.append(entry)
         for entry in entries:
+            step = series.step_of(entry)
             for tag, value in series.logged(entry):
-                files.scalar(_RUN, tag, value, entry["step"], self._time_of(entry["step"]))
+                files.scalar(_RUN, tag, value, step, self._time_of(step))
         return len(entries)
 
 

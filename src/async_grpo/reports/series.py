@@ -23,7 +23,7 @@ REWARDS, STALENESS, THROUGHPUT, EVALUATION = "1_rewards", "2_staleness", "3_thro
 COMPLETIONS, TIMING, WORKERS, DISTRIBUTIONS = "5_completions", "6_timing", "7_workers", "8_distributions"
 
 _redact = Redactor()
-_NO_SERIES = ("step", "monotonic_s")  # of metrics.jsonl
+_NO_SERIES = ("eval_version", "step", "monotonic_s")  # of metrics.jsonl
 _THROUGHPUT = ("async/rollouts_per_second", "async/trainer_wait_fraction", "async/worker_busy_fraction", "step_time")
 _SAMPLE_CHARACTERS = 4000  # of a prompt or a completion that is shown as text
 
@@ -72,6 +72,13 @@ def of_workers(groups: Sequence[FinishedGroup]) -> dict[str, dict[str, float]]:
     """Scalars of each worker's groups, by its name."""
     names = sorted({found.group.worker for found in groups})
     return {name: _of_worker([found for found in groups if found.group.worker == name]) for name in names}
+
+
+def step_of(entry: dict[str, Any]) -> int:
+    """The step of a line of metrics.jsonl: of an evaluation the version, as training goes on until it is over."""
+    step = int(entry["step"])
+    version: Any = entry.get("eval_version")
+    return int(version) if _is_number(version) and 0 <= version <= step else step
 
 
 def logged(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
