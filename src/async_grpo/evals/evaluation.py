@@ -18,7 +18,7 @@ from async_grpo.queue.server import MAX_OPEN, GivenUp
 from async_grpo.records import Job, Purpose, RolloutGroup
 
 REASON_CHARACTERS = 300  # so that the line of an evaluation stays one that is read again
-OPEN_AT_A_TIME = MAX_OPEN // 4  # problems; training has jobs of its own in the queue
+OPEN_AT_A_TIME = MAX_OPEN // 2  # problems; nobody issues more during an optimizer step. The rest is for training
 
 
 class Problem(NamedTuple):
