@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 from runs import ROOT, SETUP, Command, command, finish, gone, read, steps_logged
+from safetensors.torch import load_file
 from tiny_gsm8k_model import gsm8k_folder, make_tiny_qwen3
+
+from async_grpo.deltas.chain import Chain
+from async_grpo.deltas.places import chain_folder
+from async_grpo_ipc.delta.tensors import as_tensors
 
 pytestmark = pytest.mark.integration
 
@@ -49,7 +54,7 @@ def test_a_run_survives_the_death_of_a_worker_and_uses_every_prompt_once(tmp_pat
 
 def test_a_stopped_run_keeps_a_checkpoint_and_resumes_where_it_was(tmp_path: Path) -> None:
     run_dir = tmp_path / "worker"
-    train = ("train", str(SETUP), "-n", "1")
+    train = ("train", str(SETUP), "-n", "1", "--delta-every", "1", "--full-every", "5")
     with command(*train, "--steps", "100000", cwd=tmp_path) as run:
         run.wait_until(lambda: len(steps_logged(run_dir)) >= 3, "three steps")
         run.worker(1).kill()  # the only one: nothing is generated until it is started again
@@ -64,6 +69,7 @@ def test_a_stopped_run_keeps_a_checkpoint_and_resumes_where_it_was(tmp_path: Pat
 
     goal = stopped + 5
     finish(tmp_path, "-n", "1", "--steps", str(goal), "--resume")
+    kept_versions_are_those_of_the_checkpoints(tmp_path, goal)
     assert steps_logged(run_dir) == list(range(1, goal + 1))
     assert read(run_dir / "summary.json")["state"] == "finished"
     rollouts = read(tmp_path / "checkpoints" / f"checkpoint-{goal}" / "rollout_state.json")
@@ -74,6 +80,15 @@ def test_a_stopped_run_keeps_a_checkpoint_and_resumes_where_it_was(tmp_path: Pat
         fresh.wait_until(lambda: steps_logged(run_dir), "a step")
         stopped = end_with(signal.SIGINT, fresh, tmp_path)
     assert steps_logged(run_dir) == list(range(1, stopped + 1))
+
+
+def kept_versions_are_those_of_the_checkpoints(folder: Path, goal: int) -> None:
+    chain = Chain(chain_folder(folder / "worker"))
+    assert not chain.verify().problems
+    assert chain.versions[0] == 0 and chain.versions[-1] == goal
+    saved = load_file(folder / "checkpoints" / f"checkpoint-{goal}" / "model.safetensors")
+    rebuilt = as_tensors(chain.rebuild(goal))
+    assert all(rebuilt[name].equal(tensor) for name, tensor in saved.items()) and saved
 
 
 def end_with(number: signal.Signals, run: Command, folder: Path) -> int:
