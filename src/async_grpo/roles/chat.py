@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,23 @@ def find_checkpoint(place: Path) -> Path:
         f"{place} is not a checkpoint, as it has neither {MODEL} nor {ADAPTER}, and not a run directory, as it has no "
         "run.json."
     )
+
+
+def begin(place: Path, device: str, options: ChatOptions, say: Callable[[str], None]) -> Dialogue:
+    """A dialogue with the checkpoint that `place` means.
+
+    A live run deletes old checkpoints, perhaps the one that is being loaded: then its newest one is taken.
+    """
+    checkpoint = find_checkpoint(place)
+    while True:
+        say(f"loading {checkpoint}")
+        try:
+            return Dialogue(checkpoint, device, options)
+        except UsageError:
+            newest = find_checkpoint(place)
+            if newest == checkpoint:
+                raise
+            checkpoint = newest
 
 
 class Dialogue:

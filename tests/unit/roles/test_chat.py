@@ -116,6 +116,18 @@ def test_a_checkpoint_without_weights_is_refused(tmp_path: Path, capsys: pytest.
     assert "cannot be loaded" in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_a_live_run_deletes_while_it_is_loaded_is_replaced_by_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, newest = tmp_path / "gone", save(tmp_path / "saved")
+    gone.mkdir()
+    found = iter([gone, newest])
+    monkeypatch.setattr(chat, "find_checkpoint", lambda place: next(found))
+    said: list[str] = []
+    chat.begin(tmp_path, "cpu", ChatOptions(), said.append)
+    assert said == [f"loading {gone}", f"loading {newest}"]
+
+
 # --- what is said
 
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from async_grpo.cli import options
@@ -48,12 +49,10 @@ def run(args: argparse.Namespace) -> int:
     hold_to_device(device, os.environ)
     check_torch_sees(device)
 
-    from async_grpo.roles.chat import ChatOptions, Dialogue, find_checkpoint, talk
+    from async_grpo.roles.chat import ChatOptions, begin, talk
 
-    checkpoint = find_checkpoint(args.checkpoint)
-    print(f"loading {checkpoint}", file=sys.stderr)
     chat_options = ChatOptions(temperature=args.temperature, max_tokens=args.max_tokens, system=args.system)
-    dialogue = Dialogue(checkpoint, device, chat_options)
+    dialogue = begin(args.checkpoint, device, chat_options, partial(print, file=sys.stderr))
     if not dialogue.has_template:
         print("its tokenizer has no chat template: the model continues each text on its own", file=sys.stderr)
     if args.prompt is not None:
