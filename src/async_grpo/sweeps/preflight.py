@@ -14,7 +14,7 @@ from async_grpo.errors import UsageError
 from async_grpo.formatting import counted, size
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, visible_gpus
-from async_grpo.setup.generator_choice import VLLM_SERVER
+from async_grpo.setup.generator_choice import STARTED_SERVER, VLLM_SERVER
 from async_grpo.slots.places import Place, core_places, gpu_places
 from async_grpo.sweeps.commands import wandb_is_offline
 from async_grpo.sweeps.plan import ASYNC, Sweep
@@ -25,7 +25,6 @@ OPTIMIZER_BYTES = 8  # two float32 for each parameter that is trained
 LOGS_BYTES = 100_000_000  # of each run: logs, metrics and the archive of groups
 SMALL_MODEL_BYTES = 1_000_000_000  # several that load at once do no harm
 STAGGER_S = 5.0
-STARTED_SERVER = "vllm-server"  # a generator: each worker starts a vLLM server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +95,7 @@ def _refuse_shared_server(sweep: Sweep, facts: TrainerFacts) -> None:
         raise UsageError(
             f'{sweep.setup} generates with one vLLM server (vllm_mode="server"). {counted(len(sweep.seeds), "run")} '
             "cannot share it, because each sends it its own weights. Let each run have an engine of its own: --set "
-            "vllm_mode=colocate, or --generator hf."
+            "vllm_mode=colocate, --generator hf, or --generator vllm-server, with which workers start servers."
         )
 
 
