@@ -218,7 +218,8 @@ class MonkeyRun:
             assert path.is_file() and path.read_bytes() == content, f"the user's {path} was touched"
         if not self._has_begun() or self.run_dir / "run.json" in self.obstacles:
             return
-        for anomaly in audit(self.run_dir).anomalies:
+        is_judged = self.run_dir / "consumed.jsonl" not in self.obstacles  # else there is no record to judge by
+        for anomaly in audit(self.run_dir).anomalies if is_judged else ():
             assert any(re.match(pattern, anomaly) for pattern in self.may_be_told), f"the audit says: {anomaly}"
         for checkpoint in self.checkpoints() if self.expected else ():
             with suppress(FileNotFoundError):  # it is being replaced
@@ -227,6 +228,8 @@ class MonkeyRun:
 
     def check_end(self) -> None:
         self.check()
+        if self.outputs / f"checkpoint-{STEPS}" in self.torn:
+            return
         newest = max(self.checkpoints(), key=lambda checkpoint: checkpoint.state.step)
         assert newest.state.step == STEPS
         used = newest.state.consumed_below + len(newest.state.consumed) - len(newest.state.unusable)
