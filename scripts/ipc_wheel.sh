@@ -11,7 +11,7 @@ trap 'rm -rf "$place"' EXIT
 mkdir "$place/source"
 cp -r "$root/packages/async-grpo-ipc/." "$root/LICENSE" "$root/src/async_grpo_ipc" "$place/source/"
 sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$root/src/async_grpo/version.py" > "$place/source/VERSION"
-"$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+"$python" -m pip wheel --quiet --disable-pip-version-check --no-deps \
   --wheel-dir "${1:-$root/dist}" "$place/source"
 wheel=$(ls -t "${1:-$root/dist}"/async_grpo_ipc-*.whl | head -1)
 echo "$wheel"
