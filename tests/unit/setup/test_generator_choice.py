@@ -10,7 +10,13 @@ import pytest
 from datasets import Dataset, Features, Image, List, Value
 
 from async_grpo.errors import UnsupportedError, UsageError
-from async_grpo.setup.generator_choice import VLLM_SERVER, choose_generator, refuse_with_server, wants_vllm
+from async_grpo.setup.generator_choice import (
+    VLLM_SERVER,
+    choose_generator,
+    refuse_with_server,
+    refuse_with_started_server,
+    wants_vllm,
+)
 
 
 @pytest.fixture
@@ -41,6 +47,7 @@ def trainer(wish: bool = False, mode: str = "colocate", train_dataset: Any = Non
         (None, True, False, True, "vllm"),
         ("hf", True, True, True, "hf"),
         ("vllm", False, False, True, "vllm"),
+        ("vllm-server", False, False, True, "vllm-server"),
     ],
 )
 def test_the_engine(asked: str | None, wish: bool, on_gpu: bool, there: bool, chosen: str, installed: Any) -> None:
@@ -60,12 +67,15 @@ def test_images_are_for_the_transformers_engine(features: dict[str, Any], instal
     installed(True)
     data = Dataset.from_dict({name: [] for name in features}, features=Features(features))
     assert choose_generator(None, trainer(wish=False, train_dataset=data), on_gpu=True) == "hf"
-    for asked, wish in ((None, True), ("vllm", False)):
+    for asked, wish in ((None, True), ("vllm", False), ("vllm-server", False)):
         with pytest.raises(UnsupportedError, match=r"has images.*--generator hf"):
             choose_generator(asked, trainer(wish=wish, train_dataset=data), on_gpu=True)
 
 
-@pytest.mark.parametrize(("asked", "who"), [("vllm", "--generator vllm"), (None, "use_vllm=True")])
+@pytest.mark.parametrize(
+    ("asked", "who"),
+    [("vllm", "--generator vllm"), ("vllm-server", "--generator vllm-server"), (None, "use_vllm=True")],
+)
 def test_a_missing_vllm_is_a_sentence_that_says_what_to_do(asked: str | None, who: str, installed: Any) -> None:
     installed(False)
     with pytest.raises(UsageError, match=rf"{who}.*not installed.*pip install"):
@@ -119,3 +129,9 @@ def test_a_file_with_use_vllm_starts_no_engine(monkeypatch: pytest.MonkeyPatch) 
     assert seen == [False, False]
     assert (wants_vllm(asked), wants_vllm(other)) == (True, False)
     assert trl.GRPOTrainer.__init__ is build, "plain TRL is as it was"
+
+
+def test_a_server_that_a_worker_starts_is_not_deterministic() -> None:
+    refuse_with_started_server(deterministic=False)
+    with pytest.raises(UnsupportedError, match="--deterministic"):
+        refuse_with_started_server(deterministic=True)

@@ -28,6 +28,7 @@ from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo_ipc import ExporterDiedError, RemoteWeights
 from async_grpo_ipc.checkpoint import Adapter
 
+END_S = 5.0  # after SIGTERM: it has nothing to save
 DEATHS = 3  # of a server without an answer in between; then something is wrong
 T = TypeVar("T")
 
@@ -89,7 +90,7 @@ class StartedServer(ServerEngine):
 
     def end(self) -> None:
         """End the server. It is the end of the engine."""
-        self._server.end()
+        self._server.end(END_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _answer(self, ask: Callable[[], T], what: str) -> Generator[list[SampledGroup], None, T]:
