@@ -33,7 +33,7 @@ NOT_RUN = {
     ("examples/trackers/README.md", "a part of a setup file"),
     ("examples/trackers/README.md", "needs W&B or trackio"),
 }
-DEADLINE_S = 300.0
+DEADLINE_S = 600.0
 LOOK_S = 8.0  # at what shows something until Ctrl-C
 
 
@@ -108,7 +108,12 @@ def _type(lines: list[str], block: Block, folder: Path, *, at_once: bool) -> Non
 
 
 def _started(line: str, folder: Path) -> subprocess.Popen[str]:
-    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": f"{ROOT / 'src'}"}
+    python, source = Path(sys.executable).parent, ROOT / "src"
+    env = {
+        **os.environ,
+        "PATH": f"{python}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(source), os.environ.get("PYTHONPATH")])),
+    }
     program = re.sub(r"^async-grpo ", f"{sys.executable} -m async_grpo.cli ", line)
     program = re.sub(r"^python ", f"{sys.executable} ", program)
     return subprocess.Popen(
