@@ -25,8 +25,8 @@ SAME, SPARSE, XOR, FULL = "same", "sparse", "xor", "full"
 WIDTHS = (1, 2, 4)  # bytes of a gap
 _LEVEL = 1
 _CHUNK = 1 << 16  # words: old, new and their difference stay in the processor's cache
-_TRY_ALL = 1 << 16  # words: up to here each mode is tried
-_SAMPLES, _SAMPLE = 16, 1 << 12  # of a larger tensor: so many pieces of so many words
+_TRY_ALL = 1 << 13  # words: up to here each mode is tried
+_SAMPLES, _SAMPLE = 8, 1 << 10  # of a larger tensor: so many pieces of so many words
 _SURELY_SPARSE = 1 / 16
 _NEVER_SPARSE = 2 / 3
 
