@@ -47,9 +47,9 @@ TITLES = {
     "async_vs_trl": ("Asynchronous against synchronous training", "Sides are interleaved in one run."),
     "deltas": (
         "Kept versions",
-        "What `--delta-every` costs. A synthetic model of weights ~ N(0, 0.02), trained in fp32 and published in bf16, of "
-        "which one update adds lr x N(0, 1) to each: 100 M of them, and 10 M with `--quick`, of which these figures are. "
-        "GB/s are of the weights, by CPU time of one core. More in [deltas.md](deltas.md).",
+        "What `--delta-every` costs. A synthetic model of weights ~ N(0, 0.02), trained in fp32 and published in bf16, "
+        "of which one update adds lr x N(0, 1) to each: 100 M of them, and 10 M with `--quick`, from which these "
+        "figures are. GB/s are of the weights, by CPU time of one core. More in [deltas.md](deltas.md).",
     ),
     "sandbox": (
         "The sandbox",
