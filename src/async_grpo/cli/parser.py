@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -11,7 +10,6 @@ from typing import Any, NoReturn
 from async_grpo.errors import AsyncGRPOError
 from async_grpo.rundir.shape import shaped
 from async_grpo.settings import Assign
-from async_grpo.setup.grpo_config.values import parsed
 
 _UNKNOWN = "unrecognized arguments: "
 
@@ -55,6 +53,8 @@ class Parser(argparse.ArgumentParser):
         for action in self._actions:
             values = getattr(found, action.dest, None) if isinstance(action, Assign) else None
             if isinstance(values, dict):
+                from async_grpo.setup.grpo_config.values import parsed
+
                 parsed(values)
         return found, rest
 
@@ -66,6 +66,8 @@ class Parser(argparse.ArgumentParser):
 
 def nearest(given: str, known: Iterable[str]) -> str:
     """`". Did you mean --max-staleness?"`, or nothing where no known word is like `given`."""
+    import difflib
+
     near = difflib.get_close_matches(given, list(known), n=1)
     return f". Did you mean {near[0]}?" if near else ""
 

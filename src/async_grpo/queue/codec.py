@@ -19,8 +19,6 @@ import math
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from crc32c import crc32c
-
 from async_grpo.errors import BadFileError, BadGroupError, QueueError, UnsupportedError
 from async_grpo.images import EncodedImage, put_back, taken_out
 from async_grpo.queue.schema import IMAGES, TABLE, Dtype, Schema, Values
@@ -262,6 +260,8 @@ def _unpack(data: bytes | bytearray, formats: dict[str, Schema]) -> tuple[Schema
 
 def _checksum(*parts: bytes | memoryview) -> bytes:
     """Eight hexadecimal digits: CRC-32C of the whole file but the place where they are written."""
+    from crc32c import crc32c  # here, as `status` needs names only and is to start quickly
+
     checksum = 0
     for part in parts:
         checksum = crc32c(part, checksum)
