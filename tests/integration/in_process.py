@@ -394,9 +394,7 @@ class ScriptedEngine(BatchEngine):
         raise AssertionError("nobody asks for weights")
 
     def _decode(self, groups: Sequence[PreparedGroup]) -> Decoding:
-        """The place in the batch is counted over all groups, as in TRL."""
-        ids, logprobs = self._script.generate([prompt for group in groups for prompt in group.prompt_ids])
-        for group in groups:
-            size = len(group.prompt_ids)
-            yield [SampledGroup(prepared=group, token_ids=ids[:size], logprobs=logprobs[:size])]
-            ids, logprobs = ids[size:], logprobs[size:]
+        rows = zip(*self._script.generate([ids for group in groups for ids in group.prompt_ids]), strict=True)
+        for group in groups:  # the place in the batch is counted over all of them, as in TRL
+            ids, logprobs = zip(*[next(rows) for _ in group.prompt_ids], strict=True)
+            yield [SampledGroup(prepared=group, token_ids=[*ids], logprobs=[*logprobs])]

@@ -109,8 +109,7 @@ class AsyncGRPOMixin(CorrectedLoss):
 
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         if self._serving is None:
-            evaluated: tuple[Any, ...] = super()._generate(prompts)
-            return evaluated
+            return super()._generate(prompts)
         from trl import GRPOTrainer as TRLTrainer
 
         for row, prompt in self._prompts.items():  # an override may have changed it again
@@ -127,15 +126,11 @@ class AsyncGRPOMixin(CorrectedLoss):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, *args: Any) -> torch.Tensor:
         if self._serving is None:
             return super()._calculate_rewards(inputs, prompts, completions, *args)
-        columns = sorted({column for group in self._serving for column in group.extra_columns})
-        extra_columns: dict[str, list[Any]] = {column: [] for column in columns}
-        for group in self._serving:
-            for column in columns:  # a group without it must not shift the others
-                extra_columns[column] += group.extra_columns.get(column, [None] * len(group.rewards))
         for name, value in logged_by_workers(self._serving) if self.accelerator.is_main_process else ():
             self._log_metric(name, value)  # TRL adds up the ranks'
-        for column, values in extra_columns.items():
-            self._log_completion_extra(column, own_share(self, values))
+        for column in sorted({column for group in self._serving for column in group.extra_columns}):
+            each = [group.extra_columns.get(column, [None] * len(group.rewards)) for group in self._serving]
+            self._log_completion_extra(column, own_share(self, [value for values in each for value in values]))
         rewards = torch.cat([torch.from_numpy(group.rewards) for group in self._serving]).to(self.accelerator.device)
         if hasattr(self, "take_rewards"):  # a `TurnGRPOTrainer`
             self.take_rewards(rewards, turn_rewards(self._serving))
@@ -378,8 +373,7 @@ def uniform_rewards(trainer: GRPOTrainer) -> Callable[[RolloutGroup], bool]:
 
 def state_for_rewards(trainer: GRPOTrainer) -> dict[str, Any]:
     """The trainer's state as it is now: its numbers and texts, without the history of its logs."""
-    state = vars(trainer.state).items()
-    plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in state}
+    plain = {name: it.item() if isinstance(it, np.generic) else it for name, it in vars(trainer.state).items()}
     return {name: value for name, value in plain.items() if type(value) in (bool, int, float, str)}
 
 
