@@ -203,6 +203,7 @@ MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or nam
     "setup/image_files.py": "images of the user's dataset",
     "setup/setup_file.py": "named by the user",
     "status/processes.py": "/proc",
+    "sweeps/commands.py": "netrc in the home directory",
 }
 
 
