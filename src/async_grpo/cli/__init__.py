@@ -1,7 +1,7 @@
 """`async-grpo COMMAND`: one file a command, heavy imports inside functions only, so that `--help` is instant.
 
-`compute/` has the commands that train or generate, `inspect/` those that read what is there. What they have in common
-is in `options`.
+`compute/` has the commands that train or generate, and the one that writes their setup file; `inspect/` has those that
+read what is there. What they have in common is in `options`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 COMPUTE = {
+    "init": "write a setup file that trains as it is, with the parts to change marked",
     "train": "train a setup file: in one process, or distributed over a parameter server and workers",
     "server": "start the parameter server alone",
     "worker": "start one rollout worker",

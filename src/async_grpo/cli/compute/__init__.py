@@ -1,1 +1,1 @@
-"""The commands that train or generate. They start processes and load models; the work is in `launch` and `roles`."""
+"""The commands that train or generate, and `init`. They start processes and load models; the work is in other rooms."""

@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     if args.config == options.DEFAULT_CONFIG and not args.config.is_file():
         raise UsageError(
             f"No setup file was named, and the default, {args.config}, is not in this folder (it is the GSM8K recipe "
-            "of a checkout). Name yours: async-grpo train my_trainer.py. The quick start has one to copy."
+            "of a checkout). Name yours: async-grpo train my_trainer.py; `async-grpo init my_trainer.py` writes one."
         )
     check_setup_file(args.config)
     named = (args.num_workers, args.master_device_id, args.worker_device_ids, args.accelerate_config)
