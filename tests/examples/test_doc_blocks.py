@@ -32,6 +32,7 @@ NOT_RUN = {
     ("examples/notebook/README.md", "needs a browser; tests/examples/test_examples_notebook.py executes the notebook"),
     ("examples/trackers/README.md", "a part of a setup file"),
     ("examples/trackers/README.md", "needs W&B or trackio"),
+    ("examples/triviaqa_search/README.md", "needs the hub"),
 }
 DEADLINE_S = 600.0
 LOOK_S = 8.0  # at what shows something until Ctrl-C
