@@ -131,7 +131,7 @@ class UserCode:
         self._name = name
         self._in_main = in_main
 
-    def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         call = functools.partial(function, *args, **kwargs)
         if self._in_main:
             return main_thread.run(call)

@@ -28,7 +28,8 @@ def built_from(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
     for module in (vllm, ModuleType("vllm.v1"), ModuleType("vllm.v1.engine"), engine):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(vllm_engine, "engine_options", lambda *_, **__: {})
-    monkeypatch.setattr(VLLMEngine, "_describe_model", lambda self, trainer, folder: (folder / "config.json").touch())
+    monkeypatch.setattr(vllm_engine, "refuse_several_gpus", lambda trainer: None)
+    monkeypatch.setattr(vllm_engine, "describe_model", lambda _, folder, **__: (folder / "config.json").touch())
     return seen
 
 

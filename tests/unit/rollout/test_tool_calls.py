@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,13 @@ def outcomes(dialogues: Sequence[Sequence[Callable[[], Call]]], **options: Any) 
         return await asyncio.gather(*(tools.run([make() for make in calls]) for calls in dialogues))
 
     return asyncio.run(run())
+
+
+async def until(true: Callable[[], bool]) -> None:
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while not true():
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.005)
 
 
 def outcome(tool: Callable[..., Any], **options: Any) -> Outcome:
@@ -162,6 +170,7 @@ class Textless(Exception):
         (raising(Textless()), "Error: Textless"),
         (raising(ValueError("\ud800")), "?"),
         (lambda: "x" * 1_000_000, "Error: the result has 1,000,000 characters, and at most"),
+        (lambda: [{"type": "text", "text": "x" * 500_000}] * 2, "Error: the result has 1,000,000 characters, and at"),
     ],
 )
 def test_what_a_tool_raises_is_a_text(tool: Callable[[], Any], text: str) -> None:
@@ -173,9 +182,16 @@ def test_what_a_tool_raises_is_a_text(tool: Callable[[], Any], text: str) -> Non
 
 @pytest.mark.parametrize(
     ("result", "text"),
-    [(b"\xff", "b'\\xff'"), ("a\ud800b", "a?b"), (None, "None"), ({"a": 1}, "{'a': 1}"), ([{"type": "text"}], None)],
+    [
+        (b"\xff", "b'\\xff'"),
+        ("a\ud800b", "a?b"),
+        (None, "None"),
+        ({"a": 1}, "{'a': 1}"),
+        ([{"type": "text"}], None),
+        ([{"type": "text", "text": "a\ud800"}, 7], [{"type": "text", "text": "a?"}, 7]),
+    ],
 )
-def test_what_a_tool_returns_is_a_text_or_blocks(result: Any, text: str | None) -> None:
+def test_what_a_tool_returns_is_a_text_or_blocks(result: Any, text: Any) -> None:
     def tool() -> Any:
         return result
 
@@ -197,6 +213,70 @@ def test_an_async_tool_that_exits_or_took_no_arguments() -> None:
     [[left, wrong]] = outcomes([[lambda: later(leave), lambda: refused]])
     assert str(left.error) == "Error: SystemExit: "
     assert isinstance(wrong.error, Refused)
+
+
+def test_a_tool_may_call_its_arguments_as_we_call_ours() -> None:
+    def plot(function: str, self: int, name: str, args: str) -> str:
+        return f"{function} {self} {name} {args}"
+
+    given = {"function": "x**2", "self": 1, "name": "n", "args": "a"}
+    [[plotted]] = outcomes([[lambda: call(plot, **given)]])
+    assert (plotted.error, plotted.value) == (None, "x**2 1 n a")
+
+
+def test_an_async_tool_that_is_cancelled_from_within_is_an_error() -> None:
+    async def cancelled() -> None:
+        raise asyncio.CancelledError("by a library")
+
+    async def closed() -> None:
+        raise GeneratorExit
+
+    [[one, two]] = outcomes([[lambda: later(cancelled), lambda: later(closed)]])
+    assert str(one.error) == "Error: CancelledError: by a library"
+    assert str(two.error) == "Error: GeneratorExit: "
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_async_tool_that_never_began_is_not_left_behind(released: threading.Event) -> None:
+    """Something blocks the loop of async tools, and the time of a call ends before it begins."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    begun: list[str] = []
+
+    async def waits() -> None:
+        begun.append("waits")
+
+    async def run() -> None:
+        tools, owner = made(users_loop=lambda: loop, timeout_s=0.05), set[int]()
+        loop.call_soon_threadsafe(released.wait, DEADLINE_S)
+        await tools.run([later(waits)], owner)
+        released.set()
+        await until(lambda: not tools.still_running(owner))
+
+    asyncio.run(run())
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(DEADLINE_S)
+    loop.close()
+    assert not begun
+
+
+@pytest.mark.filterwarnings("error")
+def test_async_tools_that_nobody_waits_for_any_more_are_not_begun() -> None:
+    async def run() -> None:
+        tools = made()
+        dialogue = asyncio.create_task(tools.run([call(hang), later(asyncio.sleep, delay=0)]))
+        await until(lambda: tools.in_time == 1)
+        dialogue.cancel()
+        await asyncio.wait([dialogue])
+
+    def hang() -> None:
+        ended.wait(DEADLINE_S)
+
+    ended = threading.Event()
+    asyncio.run(run())
+    ended.set()
+    gc.collect()
 
 
 def test_a_tool_that_hangs_is_given_up_and_others_of_its_name_go_on(released: threading.Event) -> None:
@@ -234,10 +314,7 @@ def test_too_many_threads_that_are_left_behind_end_the_worker(
         with pytest.raises(GeneratorError, match=r"3 tool calls still run after their 0\.02 s .*hang \(3\)"):
             tools.check()
         released.set()
-        deadline = asyncio.get_running_loop().time() + DEADLINE_S
-        while tools.still_running(owner):
-            assert asyncio.get_running_loop().time() < deadline
-            await asyncio.sleep(0.005)
+        await until(lambda: not tools.still_running(owner))
         tools.check()
 
     asyncio.run(run())

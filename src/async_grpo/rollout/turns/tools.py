@@ -82,13 +82,18 @@ class Tools:
         """
         owner = set() if owner is None else owner
         outcomes: dict[int, Outcome] = {}
-        later = [index for index, call in enumerate(calls) if call.coroutine is not None]
-        for index, call in enumerate(calls):
-            if call.error is not None:
-                outcomes[index] = Outcome(error=Refused(call.error))
-            elif call.coroutine is None:
-                outcomes[index] = await self._in_thread(call, owner)
-        ended = await asyncio.gather(*(self._on_users_loop(calls[index], owner) for index in later))
+        later = {index: call for index, call in enumerate(calls) if call.coroutine is not None}
+        try:
+            for index, call in enumerate(calls):
+                if call.error is not None:
+                    outcomes[index] = Outcome(error=Refused(call.error))
+                elif call.coroutine is None:
+                    outcomes[index] = await self._in_thread(call, owner)
+        except asyncio.CancelledError:
+            for call in later.values():
+                call.coroutine.close()
+            raise
+        ended = await asyncio.gather(*(self._on_users_loop(call, owner) for call in later.values()))
         outcomes.update(zip(later, ended, strict=True))
         return [outcomes[index] for index in range(len(calls))]
 
@@ -111,17 +116,18 @@ class Tools:
             return await self._in_its_time(call, number, answer, owner)
 
     async def _on_users_loop(self, call: Call, owner: set[int]) -> Outcome:
-        async with self._room:
-            number = self._begun(call)
+        with contextlib.closing(_Awaited(call.coroutine, self._users_loop())) as awaited:
+            async with self._room:
+                number = self._begun(call)
+                loop, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
-            async def work() -> Outcome:
-                try:
-                    return await _awaited(call.coroutine)
-                finally:
+                def ended(outcome: Outcome) -> None:
                     self._running.pop(number, None)
+                    with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
+                        loop.call_soon_threadsafe(_give, answer, outcome)
 
-            running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work(), self._users_loop()))
-            return await self._in_its_time(call, number, running, owner)
+                awaited.begin(ended)
+                return await self._in_its_time(call, number, answer, owner)
 
     async def _in_its_time(self, call: Call, number: int, answer: asyncio.Future[Outcome], owner: set[int]) -> Outcome:
         try:
@@ -157,6 +163,40 @@ class Tools:
             )
 
 
+class _Awaited:
+    """A coroutine on the loop of another thread. `close` cancels it, and whether it ever began, it ends."""
+
+    def __init__(self, coroutine: Any, loop: Any) -> None:
+        self._coroutine, self._loop = coroutine, loop
+        self._task: asyncio.Task[Outcome] | None = None
+        self._wanted = True
+
+    def begin(self, ended: Callable[[Outcome], None]) -> None:
+        """Have it run. `ended` is called once, in the other thread, also for what was closed before it began."""
+        self._loop.call_soon_threadsafe(self._begin, ended)
+
+    def close(self) -> None:
+        self._wanted = False
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _begin(self, ended: Callable[[Outcome], None]) -> None:
+        if not self._wanted:  # its time ended while another coroutine blocked the loop
+            ended(Outcome(error=ToolFailed("Error: not begun in time.")))
+            return
+        self._task = self._loop.create_task(_awaited(self._coroutine))
+        self._task.add_done_callback(lambda task: self._end(task, ended))
+
+    def _end(self, task: asyncio.Task[Outcome], ended: Callable[[Outcome], None]) -> None:
+        self._coroutine.close()  # a task that is cancelled at once has not begun it
+        ended(Outcome(error=ToolFailed("Error: cancelled.")) if task.cancelled() else task.result())
+
+    def _cancel(self) -> None:
+        if self._task is None:
+            self._coroutine.close()
+        else:
+            self._task.cancel()
+
+
 def is_thread_safe(tool: Callable[..., Any]) -> bool:
     """Whether the tool, or the class of its environment, is marked `thread_safe`."""
     owner = getattr(tool, "__self__", None)
@@ -178,9 +218,7 @@ def _outcome(call: Callable[[], Any]) -> Outcome:
 async def _awaited(coroutine: Any) -> Outcome:
     try:
         return Outcome(readable(await coroutine))
-    except (asyncio.CancelledError, GeneratorExit):  # given up
-        raise
-    except BaseException as error:  # noqa: BLE001  # an `exit()` would end TRL's loop
+    except BaseException as error:  # noqa: BLE001  # an `exit()` would end TRL's loop, a `CancelledError` ours
         return Outcome(error=_as_exception(error))
 
 
@@ -197,20 +235,31 @@ def _as_exception(error: BaseException) -> Exception:
 
 
 def readable(result: Any) -> Any:
-    """A result as TRL writes it: its text; a list of content blocks as it is.
+    """A result as TRL writes it: its text, or a list of content blocks.
 
     Raises:
         ToolFailed: it is longer than any dialogue.
     """
-    if isinstance(result, list):
-        return result
-    text = str(result)
+    if not isinstance(result, list):
+        whole = str(result)
+        _check_length(whole)
+        return _encodable(whole)
+    _check_length("".join(filter(None, map(_text_of, result))))
+    return [part if (text := _text_of(part)) is None else {**part, "text": _encodable(text)} for part in result]
+
+
+def _text_of(part: Any) -> str | None:
+    """Of a content block; None where it has none."""
+    text = part.get("text") if isinstance(part, dict) else None
+    return text if isinstance(text, str) else None
+
+
+def _check_length(text: str) -> None:
     if len(text) > MOST_TEXT:
         raise ToolFailed(
             f"Error: the result has {len(text):,} characters, and at most {MOST_TEXT:,} can be read. It begins: "
             f"{_encodable(text[:SHOWN])}"
         )
-    return _encodable(text)
 
 
 def _encodable(text: str) -> str:
