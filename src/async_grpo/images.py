@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 MOST_PIXELS = 1 << 26  # of an image; opening a larger one is refused: a small file may unfold to any size
 _READ = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")  # PIL hands others to other programs
-_WRITTEN = {"PNG": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), "TIFF": ("CMYK", "YCbCr", "LAB", "I", "F")}
+_WRITTEN = {"PNG": ("1", "L", "LA", "P", "RGB", "RGBA", "I;16"), "TIFF": ("CMYK", "LAB", "I", "F")}
+_YCBCR, _MODE = "YCbCr", "async-grpo mode"  # Pillow 12 cannot read its own TIFF of this mode: a PNG that names it
 _TURNING = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")  # one of these names a PNG's orientation
 _FORMATS = {mode: name for name, modes in _WRITTEN.items() for mode in modes}  # without loss
 
@@ -53,15 +54,18 @@ class EncodedImage:
     @classmethod
     def of(cls, image: Image) -> EncodedImage:
         """Encode pixels without loss. `UnsupportedError`: they cannot be read, or no format holds this mode."""
-        if image.mode not in _FORMATS:
+        if image.mode not in _FORMATS and image.mode != _YCBCR:
             raise UnsupportedError(
                 f"An image of PIL's mode {image.mode!r} cannot be sent to workers exactly. Convert it, for example "
                 'with image.convert("RGB").'
             )
         file = BytesIO()
-        options = {"compress_level": 1} if _FORMATS[image.mode] == "PNG" else {}
         try:
-            image.save(file, _FORMATS[image.mode], **options)
+            kind = _FORMATS.get(image.mode, "PNG")
+            options: dict[str, Any] = {"compress_level": 1} if kind == "PNG" else {}
+            if image.mode == _YCBCR:
+                image, options["pnginfo"] = _as_rgb(image)
+            image.save(file, kind, **options)
         except Exception as error:  # PIL reads a file's pixels only now
             raise UnsupportedError(
                 f"An image of {image.width} x {image.height} pixels cannot be read ({type(error).__name__}: {error}). "
@@ -74,6 +78,8 @@ class EncodedImage:
         try:
             image = self._described()
             image.load()
+            if image.info.get(_MODE) == _YCBCR and image.mode == "RGB":
+                return _as_ycbcr(image)
         except UnsupportedError:
             raise
         except Exception as error:  # whatever PIL's many readers raise for broken bytes
@@ -108,6 +114,22 @@ class EncodedImage:
                 "Make it smaller or take its row out of the dataset."
             )
         return image
+
+
+def _as_rgb(image: Image) -> tuple[Image, Any]:
+    """The same bytes as an image of mode RGB, and the text of a PNG that names the true mode."""
+    import PIL.Image
+    from PIL.PngImagePlugin import PngInfo
+
+    named = PngInfo()
+    named.add_text(_MODE, _YCBCR)
+    return PIL.Image.frombytes("RGB", image.size, image.tobytes()), named
+
+
+def _as_ycbcr(image: Image) -> Image:
+    import PIL.Image
+
+    return PIL.Image.frombytes(_YCBCR, image.size, image.tobytes())
 
 
 def encoded(value: Any) -> Any:

@@ -93,10 +93,11 @@ def comma_separated(text: str) -> tuple[int, ...]:
 
 
 def name(text: str) -> str:
-    """A name for people. It may not begin with `-`: it is passed on as the value of a flag."""
-    if not text.strip() or text.startswith("-"):
-        raise ArgumentTypeError(f"must be a name that does not begin with '-', got {text!r}")
-    return text.strip()
+    """A name for people, in one line. It may not begin with `-`: it is passed on as the value of a flag."""
+    stripped = text.strip()
+    if not stripped or stripped.startswith("-") or not stripped.isprintable():
+        raise ArgumentTypeError(f"must be a name in one line that does not begin with '-', got {text!r}")
+    return stripped
 
 
 def names(text: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import pytest
 from async_grpo.cli import options
 from async_grpo.cli.compute import server, worker
 from async_grpo.errors import UsageError
-from async_grpo.settings import ArchiveLimit, TrainingSettings, WorkerSettings, as_flags, share
+from async_grpo.settings import ArchiveLimit, TrainingSettings, WorkerSettings, as_flags, name, share
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,12 @@ def test_a_size_holds_for_evaluations_and_training_together(tmp_path: Path) -> N
         (folder / f"{number:010d}.a00_complete").write_bytes(bytes(size))
     kept = {size: ArchiveLimit(size, in_bytes=True).groups(tmp_path) for size in (99, 4100, 8200, 8300)}
     assert kept == {99: 0, 4100: 1, 8200: 2, 8300: 3}
+
+
+@pytest.mark.parametrize("text", ["", " ", "-x", " -x", "a\x1b[31m", "a\nb"])
+def test_what_is_no_name(text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match="must be a name"):
+        name(text)
 
 
 OTHER_TRAINING = TrainingSettings(

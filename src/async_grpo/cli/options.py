@@ -12,6 +12,7 @@ from typing import Any
 
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
+from async_grpo.formatting import printable
 from async_grpo.rundir import run_options
 from async_grpo.rundir.paths import FINISHED, RunDir
 from async_grpo.settings import TrainingSettings, WorkerSettings, flag_name
@@ -47,7 +48,7 @@ def resumed(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
     recalled = run_options.recall(state, given, parser.read)
     config = args.config if "config" in given else Path(state.config)
     for change in [*run_options.not_kept(state), *run_options.config_change(state, config), *recalled.changes]:
-        print(f"resuming run {state.run_id}: {change}")
+        print(printable(f"resuming run {state.run_id}: {change}"))
     return argparse.Namespace(**{**vars(args), **recalled.options, "config": config})
 
 

@@ -20,16 +20,28 @@ class MemoryWatch:
 
     def __init__(self) -> None:
         self._machine, self._group = _kills_of_the_machine(), _kills_of_our_group()
+        self._log = _end_of_the_kernel_log()  # what is older may name an earlier process of the same number
+        self._named: set[int] = set()
 
     def verdict(self, pid: int) -> str:
         """A phrase about a process that SIGKILL ended: out of memory, or that nothing is known of it."""
-        if pid in _in_the_kernel_log():
+        self._read_the_kernel_log()
+        if pid in self._named:
             return "out of memory: the kernel's log names it"
         if _kills_of_our_group() > self._group:
             return "most likely out of memory: its control group has reached its limit meanwhile"
         if _kills_of_the_machine() > self._machine:
             return "most likely out of memory: the kernel has killed a process of this machine for that meanwhile"
         return "by another process: the kernel has reported no lack of memory"
+
+    def _read_the_kernel_log(self) -> None:
+        if self._log is None:
+            return
+        with suppress(OSError):  # BlockingIOError: that was all
+            for _ in range(_MOST_RECORDS):
+                with suppress(BrokenPipeError):  # a record was overwritten before it could be read; the next is there
+                    record = os.read(self._log, 8192).decode(errors="replace")
+                    self._named |= {int(pid) for pid in _KILLED.findall(record)}
 
 
 def _kills_of_the_machine() -> int:
@@ -57,19 +69,12 @@ def _counted(file: Path) -> int:
     return 0
 
 
-def _in_the_kernel_log() -> set[int]:
-    """The processes that it names; empty where it may not be read."""
-    found: set[int] = set()
-    try:
+def _end_of_the_kernel_log() -> int | None:
+    """A descriptor that reads what comes from now on; None where the log may not be read."""
+    with suppress(OSError):
         log = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return found
-    try:
-        for _ in range(_MOST_RECORDS):
-            with suppress(BrokenPipeError):  # a record was overwritten before it could be read; the next is there
-                found |= {int(pid) for pid in _KILLED.findall(os.read(log, 8192).decode(errors="replace"))}
-    except OSError:  # BlockingIOError: that was all
-        pass
-    finally:
+        with suppress(OSError):
+            os.lseek(log, 0, os.SEEK_END)
+            return log
         os.close(log)
-    return found
+    return None

@@ -148,6 +148,7 @@ def _serve(
                 stop=stop,
                 settings=options.settings,
                 deterministic=state.deterministic,
+                check_run=partial(require_same_trainer, state, own_file=options.config is not None),
             )
             main_thread.serve_while(partial(_run_worker, context, engine, queue))
     finally:
@@ -162,6 +163,22 @@ def _run_worker(context: WorkerContext, engine: Engine, queue: WorkerQueue) -> N
         activity.doing(ENDING)
         logger.info("worker {} ends: {}", queue.name, worker.statistics.report())
         queue.hand_back_all()  # the main thread may not come to close the queue
+
+
+def require_same_trainer(built_for: RunState, now: RunState, *, own_file: bool) -> None:
+    """Raise `UnsupportedError` where a resume asks for another trainer than a worker of before has.
+
+    Args:
+        own_file: the worker's setup file is not the run's.
+    """
+    if now.undo:  # no server has accepted it yet
+        return
+    before, after = ((state.config_values, state.options.get("publish_dtype")) for state in (built_for, now))
+    if before != after or not (own_file or now.config == built_for.config):
+        raise UnsupportedError(
+            f"Run {now.run_id} was resumed with another setup file, or other values of --set or --publish-dtype, than "
+            "this worker has loaded. Start the worker again."
+        )
 
 
 def _check_server(run: RunDir) -> None:

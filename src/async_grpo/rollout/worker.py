@@ -26,7 +26,7 @@ from async_grpo.rollout.batches import at_once, once_issued
 from async_grpo.rollout.statistics import WorkerStatistics
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
-from async_grpo.rundir.paths import SERVER, RunDir
+from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.process import StopRequest
 from async_grpo.telemetry.activity import GENERATING, SCORING, activity
@@ -62,6 +62,7 @@ class WorkerContext:
     stop: StopRequest
     settings: WorkerSettings
     deterministic: bool
+    check_run: Callable[[RunState], None] = lambda state: None  # raises if run.json asks for another trainer by now
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class Worker:
         self._trl = turns or context.trl
         self._engine = turns or engine
         self._queue, self._run_dir, self._stop = context.queue, context.run, context.stop
-        self._weights = context.weights
+        self._weights, self._check_run = context.weights, context.check_run
         self._policy = engine.follow(context.weights)
         self._groups_per_claim, self._deterministic = context.settings.groups_per_claim, context.deterministic
         self._reward_names = context.trl.trainer.reward_func_names
@@ -355,6 +356,7 @@ class Worker:
         state = self._run_dir.read_state()
         if state is None or state.state != runs.RUNNING:
             return False
+        self._check_run(state)
         if self._queue.served():
             self._unserved_since = None
             return True

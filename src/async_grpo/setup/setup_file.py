@@ -93,12 +93,14 @@ def load_trainer(
     from trl import GRPOTrainer
 
     from async_grpo.setup.trl_compat import repair_trl
+    from async_grpo.setup.worker_build import KEPT
 
     if not isinstance(trainer, GRPOTrainer):
         raise SetupFileError(
             f"get_trainer() in {path} must return a trl.GRPOTrainer, but returned {_described(trainer)}."
         )
-    check_set(trainer, config_values or {}, made)
+    changed_by_us = KEPT if worker_of is not None else set()
+    check_set(trainer, {name: text for name, text in (config_values or {}).items() if name not in changed_by_us}, made)
     repair_trl()
     _override(trainer, steps, seed)
     return trainer

@@ -13,7 +13,7 @@ from async_grpo.setup.trl_compat import is_adapter
 _OFF_THE_HUB: dict[str, Any] = {"push_to_hub": False, "log_completions_hub_repo": None}
 _NO_REFERENCE: dict[str, Any] = {"beta": 0.0, "sync_ref_model": False}
 _REPORTS_NOTHING: dict[str, Any] = {"report_to": []}
-_KEPT = {"report_to"}  # TRL also asks while it scores; the run of a tracker is begun and logged to by the server alone
+KEPT = {"report_to"}  # TRL also asks while it scores; the run of a tracker is begun and logged to by the server alone
 _COPIED = {"beta"}  # what the trainer has as its own, too: the user's code may read it there
 
 
@@ -50,7 +50,7 @@ def built_for_a_worker(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def _built_with(changes_for: Any) -> Iterator[None]:
-    """While a `GRPOTrainer` is built, its configuration has these values; afterwards the user's, but for `_KEPT`."""
+    """While a `GRPOTrainer` is built, its configuration has these values; afterwards the user's, but for `KEPT`."""
     from trl import GRPOTrainer
 
     build = GRPOTrainer.__init__
@@ -66,7 +66,7 @@ def _built_with(changes_for: Any) -> Iterator[None]:
         try:
             build(self, *args, **kwargs)
         finally:
-            vars(config or self).update({name: value for name, value in kept.items() if name not in _KEPT})
+            vars(config or self).update({name: value for name, value in kept.items() if name not in KEPT})
         vars(self).update({name: kept[name] for name in _COPIED & kept.keys()})
 
     GRPOTrainer.__init__ = build_changed

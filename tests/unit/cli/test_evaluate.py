@@ -8,6 +8,9 @@ import pytest
 from archived_run import three_steps
 
 from async_grpo.cli import main
+from async_grpo.launch import launcher
+from async_grpo.rundir.lifecycle import prepare
+from async_grpo.setup import devices
 
 
 @pytest.mark.parametrize("how", ["--resume", "--overwrite"])
@@ -22,3 +25,38 @@ def test_an_evaluation_never_continues_or_replaces_a_training_run(
     assert main(list(map(str, asked))) == 2
     assert "holds a training run" in capsys.readouterr().err
     assert sorted(path.relative_to(run.root) for path in run.root.rglob("*")) == before
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """An evaluation that was begun with `--set max_completion_length=8`, asked for again. Nothing may start."""
+    setup = tmp_path / "setup.py"
+    setup.write_text("def get_trainer():\n    raise AssertionError\n")
+    prepare(tmp_path / "evaluation", config=setup, config_values={"max_completion_length": "8"})
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 0)
+
+    def launch(options: launcher.LaunchOptions) -> int:
+        raise AssertionError
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    return ["evaluate", "some/model", "--config", str(setup), "--run-dir", str(tmp_path / "evaluation"), "--resume"]
+
+
+@pytest.mark.parametrize("given", [[], ["--set", "max_completion_length=9"], ["--set", "top_k=3"]])
+def test_a_resume_with_other_values_would_mix_two_kinds_of_answers(
+    given: list[str], asked: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*asked, *given]) == 2
+    assert "was begun with --set max_completion_length=8, and its answers are used" in capsys.readouterr().err
+
+
+def test_the_same_values_continue_it(asked: list[str]) -> None:
+    with pytest.raises(AssertionError):  # of `launch`
+        main([*asked, "--set", "max_completion_length=8"])
+
+
+def test_a_place_for_the_figures_is_checked_before_they_are_made(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*asked, "--json", str(tmp_path / "nowhere" / "figures.json")]) == 2
+    assert "figures.json cannot be written: give a file in a folder that exists" in capsys.readouterr().err

@@ -38,9 +38,15 @@ def test_what_the_kernel_counts_and_says(kernel: Path) -> None:
     assert watch.verdict(PID).startswith("most likely out of memory: the kernel has killed a process of this machine")
     kernel.write_text("oom_kill 3\n")
     assert watch.verdict(PID).startswith("most likely out of memory: its control group")
-    (root / "kmsg").write_bytes(NAMED)
+    with (root / "kmsg").open("ab") as log:
+        log.write(NAMED)
     assert watch.verdict(PID) == "out of memory: the kernel's log names it"
     assert "log" not in watch.verdict(PID + 1)
+
+
+def test_what_the_log_said_before_is_of_another_process_of_that_number(kernel: Path) -> None:
+    (killed._COUNTERS.parent / "kmsg").write_bytes(NAMED)
+    assert "no lack of memory" in MemoryWatch().verdict(PID)
 
 
 def test_a_kernel_that_says_nothing(kernel: Path) -> None:

@@ -273,6 +273,8 @@ def test_several_runs_are_shown_side_by_side_under_names_that_tell_them_apart(
     monkeypatch.chdir(tmp_path / "a")
     assert main(["board", "worker", str(roots[1]), "worker"]) == 0
     assert f"board worker {roots[1]} --serve" in capsys.readouterr().out
+    assert main(["board", "worker", str(roots[0]), "../a/worker", "--serve"]) == 0, "one run in three spellings"
+    assert {"run", "dev1", "dev2"} <= served[1]
 
 
 def test_a_taken_port_is_a_sentence(tmp_path: Path) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from async_grpo.errors import UnsupportedError
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.records import Job
 from async_grpo.roles import rollout_worker
+from async_grpo.roles.rollout_worker import require_same_trainer
+from async_grpo.rundir.paths import RUNNING, RunState
 
 RUN = "f" * 32
 
@@ -44,3 +48,21 @@ def test_jobs_are_handed_back_even_if_the_main_thread_does_not_come_to_its_end(
             with pytest.raises(RuntimeError, match="broken"):
                 rollout_worker._run_worker(None, None, queue)  # type: ignore[arg-type]
         assert [file.name for file in (server.root / "queue").iterdir()] == ["0000000000.a00_pending.safetensors"]
+
+
+LOADED = RunState(run_id=RUN, state=RUNNING, config="/my_trainer.py", started="", config_values={"top_k": "3"})
+
+
+@pytest.mark.parametrize(
+    "change", [{"config_values": {}}, {"config": "/other.py"}, {"options": {"publish_dtype": "bf16"}}]
+)
+def test_a_worker_of_before_does_not_serve_a_run_that_was_resumed_with_another_trainer(change: dict[str, Any]) -> None:
+    resumed = replace(LOADED, **change)
+    with pytest.raises(UnsupportedError, match=r"was resumed with another setup file.*Start the worker again"):
+        require_same_trainer(LOADED, resumed, own_file=False)
+    require_same_trainer(LOADED, replace(resumed, undo={"step": 3}), own_file=False)  # it may still be refused
+
+
+def test_it_serves_one_that_was_resumed_as_it_was() -> None:
+    require_same_trainer(LOADED, replace(LOADED, step=9, options={"steps": 50}), own_file=False)
+    require_same_trainer(LOADED, replace(LOADED, config="/other.py"), own_file=True)

@@ -359,6 +359,16 @@ def test_sampling_settings_that_no_engine_knows_are_not_ignored() -> None:
         trl.generate(jobs, 0, lambda prompts: ([], []))
 
 
+def test_a_run_that_asks_for_another_trainer_ends_the_worker_before_it_claims(tmp_path: Path) -> None:
+    def check_run(state: Any) -> None:
+        raise UnsupportedError("start it again")
+
+    setting = Setting(tmp_path, [job(0)], FakeEngine(), check_run=check_run)
+    with pytest.raises(UnsupportedError, match="start it again"):
+        setting.run()
+    assert len(setting.queue.waiting) == 1
+
+
 def test_requests_that_got_lost_weights_in_flight_are_handed_back(tmp_path: Path) -> None:
     """The exporter dies while the engine, which is in the middle of its requests, copies the weights."""
     setting = Setting(tmp_path, [job(0, tokens=30)], FakeEngine(delta=True), in_flight_update=True, stop=StopAfter(200))

@@ -214,6 +214,7 @@ class Setting:
             stop=options.pop("stop", False),
             settings=settings,
             deterministic=deterministic,
+            check_run=options.pop("check_run", lambda state: None),
         )
         in_flight_update = options.pop("in_flight_update", False)
         continuous: Any = ContinuousEngine(

@@ -81,6 +81,8 @@ def fake_trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("deepspeed", "zero2.json", "zero2.json"),
         ("max_grad_norm", "inf", float("inf")),
         ("output_dir", "a folder=1", "a folder=1"),
+        ("model_init_kwargs", f'{{"revision": "{"0a" * 20}"}}', {"revision": "0a" * 20}),
+        ("generation_kwargs", '{"eos_token_id": 151643}', {"eos_token_id": 151643}),
     ],
 )
 def test_a_text_becomes_a_value_of_the_type_of_the_field(name: str, text: str, value: object) -> None:
@@ -102,6 +104,9 @@ def test_a_text_becomes_a_value_of_the_type_of_the_field(name: str, text: str, v
         ("max_steps", "5", "it is --steps"),
         ("seed", "5", "it is --seed"),
         ("hub_token", "x", "a token is a secret"),
+        ("model_init_kwargs", '{"token": "hf_abcdefghijklmnopqrstuv"}', "this one looks like a secret"),
+        ("model_init_kwargs", '{"password": "correct horse"}', "this one looks like a secret"),
+        ("vllm_server_base_url", "http://me:pass@machine:8000", "this one looks like a secret"),
     ],
 )
 def test_what_is_refused_and_how(name: str, text: str, message: str) -> None:

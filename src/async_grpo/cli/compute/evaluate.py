@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from async_grpo.cli import options
 from async_grpo.cli.compute.train import choose_weights, plan_devices
 from async_grpo.errors import UsageError
+from async_grpo.formatting import printable
 from async_grpo.settings import TrainingSettings, positive
 
 if TYPE_CHECKING:
@@ -64,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
         **{name: getattr(args, name) for name in EVAL_SETTINGS},
     )
     settings.evaluated_ks()
+    _check_json(args.json)
     _refuse_training_run(args)
+    _refuse_other_values(args)
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
     code = launch(
         LaunchOptions(
@@ -89,6 +93,27 @@ def _refuse_training_run(args: argparse.Namespace) -> None:
         raise UsageError(
             f"{args.run_dir} holds a training run, which would lose what it has. Choose another --run-dir."
         )
+
+
+def _check_json(file: Path | None) -> None:
+    """Before the evaluation, not after it."""
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise UsageError(f"--json {file} cannot be written: give a file in a folder that exists.")
+
+
+def _refuse_other_values(args: argparse.Namespace) -> None:
+    """Answers of an earlier process are used again, so a resume samples as that one did."""
+    from async_grpo.rundir.paths import RunDir
+
+    state = RunDir(args.run_dir).read_state(accepted=True) if args.resume else None
+    if state is None or state.config_values == (args.set or {}):
+        return
+    flags = [text for name, value in state.config_values.items() for text in ("--set", f"{name}={value}")]
+    begun = f"with {printable(shlex.join(flags))}" if flags else "without --set"
+    raise UsageError(
+        f"The evaluation in {args.run_dir} was begun {begun}, and its answers are used again. "
+        "Give the same values with --resume, or choose another --run-dir."
+    )
 
 
 def _place(model: str) -> str:

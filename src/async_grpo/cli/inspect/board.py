@@ -62,7 +62,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    directories: list[Path] = list(dict.fromkeys(args.directories)) or [options.DEFAULT_RUN_DIR]
+    named: dict[Path, Path] = {}  # each once, as it is spelled first
+    for directory in args.directories or [options.DEFAULT_RUN_DIR]:
+        named.setdefault(directory.resolve(), directory)
+    directories = list(named.values())
     with ExitStack() as resources:
         shown = [_shown(directory, resources, serve=args.serve) for directory in directories]
         if args.serve:

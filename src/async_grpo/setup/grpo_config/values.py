@@ -12,11 +12,13 @@ import functools
 import importlib.util
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import UsageError
+from async_grpo.redaction import Redactor
 
 _SOURCES = (
     ("transformers", "training_args.py", "TrainingArguments"),
@@ -31,13 +33,16 @@ _ELSEWHERE = {
     "hub_token": "run.json keeps these values, and a token is a secret: set HF_TOKEN in the environment.",
     "resume_from_checkpoint": "it is --resume.",
 }
+_COMMIT = re.compile(r"\b[0-9a-f]{40}\b")  # the revision of a model: a redactor takes it for a key
+_redact = Redactor()
 
 
 def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
     """The values of these fields, each of the type that its annotation names. Imports neither TRL nor torch.
 
     Raises:
-        UsageError: a field that does not exist, with the nearest name; or a text that is not of the field's type.
+        UsageError: a field that does not exist, with the nearest name; a text that is not of the field's type, or that
+            looks like a secret.
     """
     return {name: _value(name, text) for name, text in texts.items()}
 
@@ -50,6 +55,12 @@ def _value(name: str, text: str) -> Any:
         near = difflib.get_close_matches(name, fields, n=1)
         hint = f" Did you mean {near[0]}?" if near else " TRL's documentation of GRPOConfig lists all."
         raise UsageError(f"--set {name}: GRPOConfig has no field of this name.{hint}")
+    given = f"{name}={_COMMIT.sub('commit', text)}"
+    if _redact(given) != given:
+        raise UsageError(
+            f"--set {name}: run.json keeps these values, and this one looks like a secret. Let the setup file read it "
+            "from the environment."
+        )
     types = _alternatives(fields[name])
     for reader in (_none, _truth, _whole, _number, _json, _plain):
         value = reader(types, text)

@@ -1,0 +1,168 @@
+"""On which devices the processes of a run are, and what a process finds in its environment."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+import pytest
+
+from async_grpo.cli import options
+from async_grpo.cli.compute import train as train_command
+from async_grpo.cli.compute import worker as worker_command
+from async_grpo.cli.compute.train import plan_devices
+from async_grpo.errors import UsageError
+from async_grpo.setup import devices, process
+
+
+def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    for module in (devices, options, train_command):
+        monkeypatch.setattr(module, "visible_gpus", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "master", "workers", "count", "plan"),
+    [
+        (0, None, None, None, ("cpu", ["cpu", "cpu"])),
+        (0, None, None, 3, ("cpu", ["cpu", "cpu", "cpu"])),
+        (0, "cpu", "cpu", None, ("cpu", ["cpu"])),
+        (1, None, None, None, ("0", ["0"])),
+        (1, None, None, 2, ("0", ["0", "0"])),
+        (4, None, None, None, ("0", ["1", "2", "3"])),
+        (4, "2", None, None, ("2", ["0", "1", "3"])),
+        (4, "02", None, None, ("2", ["0", "1", "3"])),
+        (4, None, None, 2, ("0", ["1", "2"])),
+        (3, None, None, 4, ("0", ["1", "2", "1", "2"])),
+        (4, None, "1, 3", None, ("0", ["1", "3"])),
+        (4, "3", "3,3,0", 3, ("3", ["3", "3", "0"])),
+        (4, "cpu", None, None, ("cpu", ["cpu", "cpu"])),
+    ],
+)
+def test_the_plan_of_devices(
+    gpus: int,
+    master: str | None,
+    workers: str | None,
+    count: int | None,
+    plan: tuple[str, list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    see_gpus(monkeypatch, gpus)
+    assert plan_devices(master, workers, count) == (plan[0], tuple(plan[1]))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "master", "workers", "count", "message"),
+    [
+        (0, "0", None, None, "no CUDA GPU is visible"),
+        (0, None, "1", None, "no CUDA GPU is visible"),
+        (2, "2", None, None, "There is no GPU 2: 2 visible"),
+        (2, None, "1,2", None, "There is no GPU 2: 2 visible"),
+        (2, None, "1,,0", None, "got ''"),
+        (2, None, "1;0", None, "got '1;0'"),
+        (2, None, "0,1", 3, "--num-workers 3 does not fit --worker-device-ids 0,1"),
+    ],
+)
+def test_plans_that_do_not_add_up(
+    gpus: int,
+    master: str | None,
+    workers: str | None,
+    count: int | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    see_gpus(monkeypatch, gpus)
+    with pytest.raises(UsageError) as refusal:
+        plan_devices(master, workers, count)
+    assert message in str(refusal.value)
+
+
+class Begun(Exception):  # no error
+    """The role was taken on."""
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "environment", "device"),
+    [
+        (4, [], None, "1"),
+        (1, [], None, "0"),
+        (0, [], None, "cpu"),
+        (4, [], "3", "3"),
+        (4, ["-d", "2"], "3", "2"),
+        (4, ["-d", "cpu"], "3", "cpu"),
+    ],
+)
+def test_the_worker_s_device(
+    gpus: int, arguments: list[str], environment: str | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    see_gpus(monkeypatch, gpus)
+    monkeypatch.delenv("WORKER_DEVICE", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("WORKER_DEVICE", environment)
+    chosen: list[str] = []
+
+    def begin(args: argparse.Namespace, device: str, **settings: str) -> None:
+        chosen.append(device)
+        raise Begun
+
+    monkeypatch.setattr(options, "become_role", begin)
+    with pytest.raises(Begun):
+        worker_command.run(worker_command.build_parser().parse_args(arguments))
+    assert chosen == [device]
+
+
+def test_a_role_leaves_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "set_up_log", lambda level, rank=0: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    args = argparse.Namespace(log_level="INFO", launched_by=None)
+    options.become_role(args, "1", fast_inference="1")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "5"
+    options.become_role(args, "cpu", fast_inference="1")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("installed", "device", "generator", "expected"),
+    [
+        (("unsloth", "vllm"), "1", None, "1"),
+        (("unsloth", "vllm"), "1", "vllm", "1"),
+        (("unsloth", "vllm"), "1", "hf", "0"),
+        (("unsloth", "vllm"), "cpu", None, "0"),
+        (("unsloth",), "1", None, "0"),
+        (("vllm",), "1", None, "0"),
+    ],
+)
+def test_a_worker_has_fast_inference_where_unsloth_can_generate_with_vllm(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], device: str, generator: str | None, expected: str
+) -> None:
+    monkeypatch.setattr(worker_command, "installed", lambda package: package in installed)
+    assert worker_command._fast_inference(argparse.Namespace(generator=generator), device) == expected
+
+
+@pytest.mark.parametrize(("given", "worker"), [(None, "0"), ("0", "0"), ("1", "1")])
+def test_the_server_never_has_fast_inference_and_a_worker_as_the_user_says(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, worker: str
+) -> None:
+    monkeypatch.setattr(process, "set_up_log", lambda level, rank=0: None)
+    if given is None:
+        monkeypatch.delenv("FAST_INFERENCE", raising=False)
+    else:
+        monkeypatch.setenv("FAST_INFERENCE", given)
+    chosen: list[str] = []
+
+    def begin(args: argparse.Namespace, device: str, *, fast_inference: str) -> None:
+        chosen.append(fast_inference)
+        raise Begun
+
+    real = options.become_role
+    monkeypatch.setattr(options, "become_role", begin)
+    with pytest.raises(Begun):
+        worker_command.run(worker_command.build_parser().parse_args(["-d", "cpu"]))
+    assert chosen == [worker]
+    for name in ("FAST_INFERENCE", "CUDA_VISIBLE_DEVICES", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "1")  # so that what the role sets is taken back
+    real(argparse.Namespace(log_level="INFO", launched_by=None), "cpu", fast_inference="0")
+    assert os.environ["FAST_INFERENCE"] == "0"
