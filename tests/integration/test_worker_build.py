@@ -88,11 +88,10 @@ def test_a_worker_reports_to_no_tracker(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_trackers_of_the_command_line_are_the_servers_and_no_obstacle_to_a_worker() -> None:
-    values = {"report_to": "tensorboard", "beta": "0.1"}
+    values = {"report_to": "tensorboard"}
     worker: Any = load_trainer(SETUP, engine_here=False, worker_of=1, config_values=values)
     server: Any = load_trainer(SETUP, engine_here=False, config_values=values)
     assert (worker.args.report_to, server.args.report_to) == ([], ["tensorboard"])
-    assert worker.args.beta == server.args.beta == 0.1
 
 
 def test_a_batch_that_needs_several_ranks_is_built_in_one_worker(tmp_path: Path) -> None:
