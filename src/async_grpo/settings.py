@@ -284,6 +284,18 @@ class TrainingSettings:
         """As `Job.sampling` has it."""
         return {"temperature": self.eval_temperature, "top_p": self.eval_top_p, "top_k": self.eval_top_k}
 
+    def check(self) -> None:
+        """Refuse options that contradict each other, or that another one is missing for. `UsageError` says which."""
+        self.evaluated_ks()
+        given = {"--delta-keep": self.delta_keep, "--delta-dir": self.delta_dir}
+        if not self.delta_every and (unused := [flag for flag, value in given.items() if value is not None]):
+            raise UsageError(f"{', '.join(unused)}: no versions are kept without --delta-every. Give it, too.")
+        if self.delta_keep is not None and not self.full_every:
+            raise UsageError(
+                "--delta-keep deletes what comes before a snapshot, and with --full-every 0 only the first version is "
+                "one, so nothing could ever be deleted. Give --full-every a number."
+            )
+
     def evaluated_ks(self) -> tuple[int, ...]:
         """The k of pass@k. `UsageError` if one is larger than the number of completions."""
         if self.eval_k is None:

@@ -220,7 +220,7 @@ class Chain:
 
     def _missing(self) -> Iterator[Problem]:
         """Files that others name, where nothing else shows that they are gone."""
-        first = min(self.versions, default=0)
+        first = max(min(self.versions, default=0), read_oldest(self.folder))
         for entry in self.entries.values():
             before = entry.place.before
             if entry.is_snapshot and before is not None and before > first and before not in self.versions:
@@ -280,8 +280,17 @@ def read_about(folder: Path) -> About:
 
 def read_latest(folder: Path) -> int | None:
     """The version that `latest` names; None where it names none."""
+    return _in_latest(folder, "version")
+
+
+def read_oldest(folder: Path) -> int:
+    """The version from which on all are kept: older ones are deleted, or were to be when the writer was killed."""
+    return _in_latest(folder, "oldest") or 0
+
+
+def _in_latest(folder: Path, name: str) -> int | None:
     try:
-        version = read_object(folder / LATEST).get("version")
+        version = read_object(folder / LATEST).get(name)
     except (FileNotFoundError, BadFileError):
         return None
     return version if isinstance(version, int) else None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
@@ -139,9 +139,17 @@ class Recorder:
                 self._take()
             self._leases.put(None)
             wait_until(self._has_ended, what="the last delta to be written", timeout_s=ENDING_S)
-        self._attachment.close()
-        if self._writer is not None:
-            self._writer.close()
+        if self._has_ended():
+            self._attachment.close()
+            if self._writer is not None:
+                self._writer.close()
+        else:  # they still read the slot and write to the chain, so both stay theirs until the process ends
+            logger.warning(
+                "deltas: version {} may be missing in {}: it was not written within {:.0f} s after training",
+                self._last,
+                self._options.folder,
+                ENDING_S,
+            )
         logger.info("deltas: {} in {}", self.tally, self._options.folder)
 
     def _begin(self) -> None:
@@ -153,7 +161,7 @@ class Recorder:
             self._writer = self._open(lease)
         finally:
             self._release(lease)
-        for name, work in (("delta-copies", self._copy_all), ("delta-writer", self._write_all)):
+        for name, work in (("delta-copies", self._copy_all), ("delta-writer", self._write_politely)):
             self._threads.append(threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True))
             self._threads[-1].start()
 
@@ -192,6 +200,8 @@ class Recorder:
             with self._mutex:
                 self._waiting += 1
             self._leases.put(lease)
+            if self._failed:  # since the look above: nobody takes it
+                self._release_waiting()
 
     def _has_room(self) -> bool | None:
         return self._waiting < MAX_WAITING or self._failed or None
@@ -211,8 +221,6 @@ class Recorder:
     # The two threads.
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             work()
         except (AsyncGRPOError, IPCError, OSError, MemoryError) as error:
@@ -222,12 +230,24 @@ class Recorder:
             self._copies.put(None)
 
     def _copy_all(self) -> None:
-        while (lease := self._leases.get()) is not None:
-            try:
-                buffers = self._copy_of(lease)
-            finally:
-                self._release(lease)
-            self._copies.put((lease.version, buffers))
+        try:
+            while (lease := self._leases.get()) is not None:
+                try:
+                    buffers = self._copy_of(lease)
+                finally:
+                    self._release(lease)
+                self._copies.put((lease.version, buffers))
+        finally:
+            self._failed = True  # before the queue is emptied: no lease comes after it
+            self._release_waiting()
+
+    def _release_waiting(self) -> None:
+        """A lease that nobody copies would keep its slot from the trainer for the rest of the run."""
+        with suppress(Empty):
+            while True:
+                lease = self._leases.get_nowait()
+                if lease is not None:
+                    self._release(lease)
 
     def _copy_of(self, lease: Lease) -> dict[str, Buffer]:
         tensors = lease.tensors()
@@ -236,6 +256,11 @@ class Recorder:
             found = dict(copied((name, tensors[name]) for name in names))
         lease.attachment.require_readable()
         return {**self._static, **found}
+
+    def _write_politely(self) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        self._write_all()
 
     def _write_all(self) -> None:
         while (copy := self._copies.get()) is not None:
@@ -259,8 +284,9 @@ class Recorder:
         self.tally.add(written, late=late)
         if late:
             self._say(
-                f"the delta of version {version} spans {written.span} versions: encoding is slower than training. "
-                "A larger --delta-every asks for fewer"
+                f"the delta of version {version} spans {written.span} versions: encoding is slower than training, or "
+                "workers read every slot that those between could be published in. A larger --delta-every asks for "
+                "fewer"
             )
 
     def _say(self, sentence: str) -> None:

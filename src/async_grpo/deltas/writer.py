@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -10,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
-from async_grpo.deltas.chain import CHAIN_FILE, LATEST, About, Chain, Entry, Place, read_about
+from async_grpo.deltas.chain import CHAIN_FILE, LATEST, About, Chain, Entry, Place, read_about, read_oldest
 from async_grpo.errors import DeltaChainError, DiskFullError
 from async_grpo.rundir.files import room_for, write_json
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.locks import KernelLock, describe_holder
-from async_grpo_ipc.delta import Buffer, digest, encode, file
+from async_grpo_ipc.delta import Buffer, DeltaError, digest, encode, file
 
 LOCK = "writer.lock"
 _TEMPORARY = ".writing-"
@@ -51,6 +52,7 @@ class ChainWriter:
         self._last_version: int | None = None
         self._last_hash = ""
         self._since_full = 0
+        self._oldest = read_oldest(folder)  # what is older is being deleted
         self._lock = KernelLock(folder / LOCK)
         if not self._lock.try_acquire({"role": "delta writer"}):
             holder = describe_holder(self._lock.holder())
@@ -120,14 +122,16 @@ class ChainWriter:
             raise
         self._last, self._last_version, self._last_hash = buffers, version, delta.result
         self._since_full = 0 if snapshot else self._since_full + 1
-        self._point(version, name, delta.result)
-        if snapshot and self._keep is not None:
-            self._drop_old(self._keep)
+        old = self._old(self._keep) if snapshot and self._keep is not None else []
+        self._point(version, name, delta.result)  # says from where on versions are kept, before any is deleted
+        for path in old:
+            path.unlink(missing_ok=True)
         return Written(version, snapshot, span, nbytes, delta.changed, delta.size)
 
     def _point(self, version: int, name: str, found: str) -> None:
-        text = f'{{"version": {version}, "file": "{name}", "hash": "{found}"}}\n'
-        self._write(LATEST, [text.encode()])
+        text = json.dumps({"version": version, "file": name, "hash": found, "oldest": self._oldest}) + "\n"
+        with suppress(DiskFullError):  # the version itself is on the disk, and nothing is rebuilt by this file
+            self._write(LATEST, [text.encode()])
 
     def _write(self, name: str, pieces: Iterable[bytes]) -> int:
         """Write a file that is whole on the disk before it has its name; returns its bytes."""
@@ -170,14 +174,13 @@ class ChainWriter:
             self._path_of(chain, version).rename(aside / self._path_of(chain, version).name)
         self._sync_folder()
 
-    def _drop_old(self, keep: int) -> None:
-        """Delete what comes before a snapshot from which at least `keep` versions can be rebuilt."""
+    def _old(self, keep: int) -> list[Path]:
+        """The files before a snapshot from which at least `keep` versions can be rebuilt, the newest first."""
         chain = Chain(self.folder)
         snapshots = [version for version, entry in chain.entries.items() if entry.is_snapshot]
         enough: Callable[[int], bool] = lambda start: sum(v >= start for v in chain.versions) >= keep  # noqa: E731
-        start = max((version for version in snapshots if enough(version)), default=0)
-        for version in reversed([version for version in chain.versions if version < start]):
-            self._path_of(chain, version).unlink(missing_ok=True)
+        self._oldest = max((version for version in snapshots if enough(version)), default=self._oldest)
+        return [self._path_of(chain, version) for version in reversed(chain.versions) if version < self._oldest]
 
     def _path_of(self, chain: Chain, version: int) -> Path:
         entry = chain.entries.get(version)
@@ -185,8 +188,11 @@ class ChainWriter:
 
 
 def _reachable(chain: Chain, version: int) -> Entry | None:
-    """The entry of `version`, where all files that lead to it are there."""
+    """The entry of `version`, where all files that lead to it are there and whole."""
     try:
-        return chain.path_to(version)[-1]
-    except DeltaChainError:
+        path = chain.path_to(version)
+        for entry in path:
+            entry.load()
+    except (DeltaChainError, DeltaError):
         return None
+    return path[-1]

@@ -6,6 +6,7 @@ SIGTERM ends it after its optimizer step, with a checkpoint, from which the same
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,8 +53,6 @@ def train(trainer: GRPOTrainer, run_dir: Path, *, eval_every: int | None = None)
     Raises:
         RunDirError: it holds a run that has finished, or a distributed one.
     """
-    from transformers.trainer_utils import get_last_checkpoint
-
     begun = _begun(run_dir)
     make_folder(run_dir)
     if eval_every is not None and trainer.eval_dataset is not None:
@@ -62,8 +61,8 @@ def train(trainer: GRPOTrainer, run_dir: Path, *, eval_every: int | None = None)
     stop.defer()
     trainer.add_callback(_reporter(RunDir(run_dir), stop))
     place = Path(trainer.args.output_dir)
-    checkpoint = get_last_checkpoint(str(place)) if begun and place.is_dir() else None
-    trainer.train(resume_from_checkpoint=checkpoint)
+    checkpoint = _newest_checkpoint(place) if begun else None
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
 
 def _begun(run_dir: Path) -> bool:
@@ -73,6 +72,18 @@ def _begun(run_dir: Path) -> bool:
     if progress is not None and progress.state == FINISHED:
         raise RunDirError(f"{run_dir} holds a run that has finished. Choose another --run-dir.")
     return progress is not None
+
+
+def _newest_checkpoint(place: Path) -> Path | None:
+    """The newest one that is complete: the trainer's state is written last, and a kill may have cut it off."""
+    from transformers.trainer import TRAINER_STATE_NAME
+
+    found: dict[int, Path] = {}
+    for path in place.glob("checkpoint-*"):
+        with suppress(BadFileError, OSError, ValueError):
+            read_object(path / TRAINER_STATE_NAME)
+            found[int(path.name.removeprefix("checkpoint-"))] = path
+    return found[max(found)] if found else None
 
 
 def _evaluate_every(trainer: Any, steps: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +17,7 @@ from async_grpo.rundir.reading import LineReader, parse_object
 from async_grpo.rundir.shape import shaped
 
 WAITING, RUNNING, FINISHED, FAILED, STOPPED = "waiting", "running", "finished", "failed", "stopped"
+_START = 19  # of the fields of /proc/PID/stat after the name: field 22 in proc(5)
 KILL_WAIT_S = 30.0  # a process that SIGKILL does not end by then hangs in the kernel
 
 
@@ -27,7 +29,7 @@ class Record:
     state: str
     place: str = ""
     pid: int = 0
-    born: float = 0.0  # when that process began, as the kernel says: another process may get its pid later
+    born: float = 0.0  # when that process began: another one may get its pid later
     seconds: float = 0.0  # of all its processes
     code: int | None = None  # exit code; negative: the signal that killed it
     why: str = ""  # it is not finished
@@ -71,11 +73,15 @@ def read(path: Path) -> dict[str, Record]:
 
 
 def born(pid: int) -> float:
-    """When this process began; 0 if there is none."""
+    """When this process began, in seconds since the machine did; 0 if there is none.
+
+    A time of day would not do: psutil reckons it from the clock, and by a clock that was set every process is another.
+    """
     try:
-        return float(psutil.Process(pid).create_time())
-    except psutil.NoSuchProcess:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
         return 0.0
+    return int(stat.rpartition(b")")[2].split()[_START]) / os.sysconf("SC_CLK_TCK")
 
 
 def end_leftovers(records: Iterable[Record], *, grace_s: float, say: Callable[[str], None]) -> None:
@@ -102,7 +108,7 @@ def end_leftovers(records: Iterable[Record], *, grace_s: float, say: Callable[[s
 def _same_process(record: Record) -> psutil.Process | None:
     try:
         process = psutil.Process(record.pid)
-        is_it = process.create_time() == record.born and process.status() != psutil.STATUS_ZOMBIE
+        is_it = born(record.pid) == record.born and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, ValueError):
         return None
     return process if is_it else None

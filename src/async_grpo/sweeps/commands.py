@@ -21,7 +21,11 @@ CACHES = {  # by environment variable: compilers write there, and two that share
     "VLLM_CACHE_ROOT": "vllm",
     "UNSLOTH_COMPILE_LOCATION": "unsloth",
 }
-_SHARED_BY_MISTAKE = ("CUDA_IPC_HANDLE_PATH", "WORKER_DEVICE")  # one value for all runs would make them meet
+_SHARED_BY_MISTAKE = (
+    "CUDA_IPC_HANDLE_PATH",
+    "WORKER_DEVICE",
+    "WANDB_RUN_ID",
+)  # one value for all runs would make them meet
 
 
 def command(run: Run, place: Place, *, offline: bool, serves: bool, say: Callable[[str], None]) -> Command:
@@ -54,11 +58,20 @@ def _trl(run: Run, place: Place) -> list[str]:
 
 def _common(run: Run) -> list[str]:
     sets = [text for name, value in run.settings().items() for text in ("--set", f"{name}={value}")]
-    return ["--run-dir", str(run.run_dir), "--seed", str(run.seed), *run.names(), *sets, *run.sweep.arguments]
+    return [
+        "--run-dir",
+        str(run.run_dir),
+        "--seed",
+        str(run.seed),
+        *run.names(),
+        *run.kept_versions(),
+        *sets,
+        *run.sweep.arguments,
+    ]
 
 
 def _has_begun(run: Run) -> bool:
-    """Whether there is a run to continue. One that failed before its first step is begun anew."""
+    """Whether there is a run to continue."""
     state = RunDir(run.run_dir).read_state()
     return state is not None and state.state != FINISHED
 

@@ -180,6 +180,11 @@ def in_words(effect: Effect, a: Side, b: Side) -> Iterator[str]:
     if effect.over_problems is not None:
         of = counted(effect.over_problems.problems, "problem")
         yield f"95% interval over {of} (bootstrap): {_interval(effect.over_problems)}"
+    else:
+        yield (
+            f"No interval over problems: the runs have no two problems in common with a value of {effect.figure} each "
+            f"(evaluations.jsonl keeps {' and '.join(FIGURES)} by problem; TRL's own evaluation keeps none)."
+        )
     if effect.sign_test is not None and effect.smallest_possible is not None:
         yield f"exact sign test over {counted(len(effect.by_pair), 'pair')}: p = {effect.sign_test:.3g}"
         if effect.smallest_possible > SIGNIFICANT:

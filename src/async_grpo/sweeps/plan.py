@@ -21,7 +21,7 @@ GROUP_PORTS_ABOVE = 43200  # the first group port less the base port
 GROUP_PORTS_APART = 100
 MAX_PORT = 65535
 LEDGER = "slots.jsonl"  # of the sweep's folder: which runs were started, and how they ended
-OWN_OPTIONS = ("run_name", "run_group", "run_tags")  # that differ from run to run
+OWN_OPTIONS = ("run_name", "run_group", "run_tags", "delta_dir")  # that differ from run to run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +98,11 @@ class Run:
     def settings(self) -> dict[str, str]:
         """What `--set` gives this run."""
         return {"output_dir": str(self.output), **self.sweep.settings}
+
+    def kept_versions(self) -> list[str]:
+        """Where --delta-every keeps versions, as an option of `train`: a chain is one run's."""
+        is_asked = self.sweep.option("--delta-every") not in (None, "0")
+        return ["--delta-dir", str(self.output / "deltas")] if is_asked else []
 
     def names(self) -> list[str]:
         """What W&B and trackio show it as, as options of `train`."""

@@ -22,6 +22,7 @@ from async_grpo.sweeps.ports import is_free
 
 CORES_PER_RUN = 2  # without a GPU: for a server and a worker
 OPTIMIZER_BYTES = 8  # two float32 for each parameter that is trained
+BF16_DELTA, FP32_DELTA = 0.2, 0.7  # size of a delta, by the size of the weights
 LOGS_BYTES = 100_000_000  # of each run: logs, metrics and the archive of groups
 SMALL_MODEL_BYTES = 1_000_000_000  # several that load at once do no harm
 STAGGER_S = 5.0
@@ -47,7 +48,7 @@ def preflight(sweep: Sweep, settings: TrainingSettings, say: Callable[[str], Non
     say(f"building the trainer of {sweep.setup} once")
     facts = _facts(sweep, settings, places[0])
     _refuse_shared_server(sweep, facts)
-    _check_disk(sweep, facts)
+    _check_disk(sweep, facts, settings)
     offline = "wandb" in facts.report_to and wandb_is_offline(os.environ, Path.home())
     if offline:
         say("W&B has no key (WANDB_API_KEY, or `wandb login`), so the runs log offline; `wandb sync` uploads later")
@@ -99,16 +100,31 @@ def _refuse_shared_server(sweep: Sweep, facts: TrainerFacts) -> None:
         )
 
 
-def _check_disk(sweep: Sweep, facts: TrainerFacts) -> None:
-    each = needed_bytes(facts)
+def _check_disk(sweep: Sweep, facts: TrainerFacts, settings: TrainingSettings) -> None:
+    each = needed_bytes(facts) + kept_bytes(facts, settings)
     base = Path(sweep.output_base).absolute()
     free = shutil.disk_usage(next(folder for folder in (base, *base.parents) if folder.exists())).free
     if each * len(sweep.seeds) > free:
         raise UsageError(
-            f"{counted(len(sweep.seeds), 'run')} need about {size(each * len(sweep.seeds))} in {base} for checkpoints "
-            f"and logs ({size(each)} each), and {size(free)} are free. Make room, set save_total_limit or save_steps "
-            "(--set save_total_limit=1), or choose another --output-base."
+            f"{counted(len(sweep.seeds), 'run')} need about {size(each * len(sweep.seeds))} in {base} for checkpoints, "
+            f"kept versions and logs ({size(each)} each), and {size(free)} are free. Make room, set save_total_limit "
+            "or save_steps (--set save_total_limit=1), keep fewer versions (--delta-keep), or choose another "
+            "--output-base."
         )
+
+
+def kept_bytes(facts: TrainerFacts, settings: TrainingSettings) -> int:
+    """What --delta-every writes, at a learning rate of about 3e-5; docs/deltas.md has the sizes at others."""
+    if not settings.delta_every or facts.max_steps <= 0:
+        return 0
+    parameters = facts.parameters
+    weights = parameters.trained_bytes if settings.publish_dtype is None else 2 * parameters.trained
+    versions = facts.max_steps // settings.delta_every + 1
+    if settings.delta_keep is not None:
+        versions = min(versions, settings.delta_keep + settings.full_every)
+    snapshots = math.ceil(versions / settings.full_every) if settings.full_every else 1
+    share = BF16_DELTA if weights <= 2 * parameters.trained else FP32_DELTA
+    return int(weights * (snapshots + share * (versions - snapshots)))
 
 
 def needed_bytes(facts: TrainerFacts) -> int:

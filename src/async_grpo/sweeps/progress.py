@@ -112,11 +112,13 @@ def curves(run: Run) -> Curves:
     """
     rewards: dict[int, float] = {}
     evaluations: dict[int, dict[str, float]] = {}
-    sampling = ""
+    sampling, last = "", -1
     for entry in _entries(run.run_dir):
         step = entry["step"]
         if "loss" in entry:
-            rewards = {earlier: value for earlier, value in rewards.items() if earlier < step}
+            if step <= last:  # a resumed run trains it again
+                rewards = {earlier: value for earlier, value in rewards.items() if earlier < step}
+            last = step
             if _is_number(entry.get("reward")):
                 rewards[step] = entry["reward"]
         elif _is_number(entry.get("eval_reward")):  # TRL's own

@@ -19,13 +19,14 @@ from async_grpo.slots.schedule import Schedule, Task
 from async_grpo.sweeps import plan
 from async_grpo.sweeps.agreement import agreement
 from async_grpo.sweeps.commands import command
-from async_grpo.sweeps.plan import LEDGER, Run, Sweep
+from async_grpo.sweeps.plan import ASYNC, LEDGER, Run, Sweep
 from async_grpo.sweeps.preflight import Preflight, preflight
 from async_grpo.sweeps.progress import steps_left, unfinished
 from async_grpo.sweeps.report import headline, write_report
 from async_grpo.sweeps.screen import Screen, open_screen
 
 GRACE_S = 15.0  # a run ends within 10 s
+PLAIN_GRACE_S = 600.0  # plain TRL ends after its optimizer step
 STOPPED_CODE = 130  # as a shell has it for Ctrl-C
 
 
@@ -41,9 +42,11 @@ def run_sweep(sweep: Sweep, settings: TrainingSettings, *, resume: bool) -> int:
     with _held(sweep):
         if not resume:
             _refuse_old_outputs(sweep)
-        end_leftovers(read(sweep.folder / LEDGER).values(), grace_s=GRACE_S, say=_say)
+        end_leftovers(read(sweep.folder / LEDGER).values(), grace_s=_grace_s(sweep), say=_say)
         found = preflight(sweep, settings, _say)
         plan.write(sweep)
+        if not resume:
+            _claim_outputs(sweep)
         with closing(Ledger(sweep.folder / LEDGER)) as ledger:
             _adopt_finished(sweep, ledger)
             stopped = _run(sweep, found, ledger)
@@ -80,9 +83,13 @@ def _task(run: Run, found: Preflight, say: Callable[[str], None], *, begun: bool
         name=run.name,
         command=lambda place: command(run, place, offline=found.offline, serves=found.serves, say=say),
         expected_s=None if left is None else float(left),  # in steps: it is only compared
-        grace_s=GRACE_S,
+        grace_s=_grace_s(run.sweep),
         unfinished=lambda: unfinished(run),
     )
+
+
+def _grace_s(sweep: Sweep) -> float:
+    return GRACE_S if sweep.mode == ASYNC else PLAIN_GRACE_S
 
 
 def _announce(sweep: Sweep, found: Preflight, screen: Screen) -> None:
@@ -137,12 +144,30 @@ def _refuse_old_outputs(sweep: Sweep) -> None:
     old = [sweep.folder] if (sweep.folder / "sweep.json").exists() else []
     old += [run.output for run in sweep.runs if run.output.exists()]
     if old:
-        raise RunDirError(
-            f"{old[0]} is there already, from another sweep. Nothing was changed. Three ways out:\n"
-            "  --resume                                 continue that sweep; finished runs are kept\n"
-            "  --run-prefix NAME or --output-base DIR   leave it alone and write elsewhere\n"
-            "  move or delete it yourself, if nobody needs it"
-        )
+        raise _is_there(old[0])
+
+
+def _claim_outputs(sweep: Sweep) -> None:
+    """Make the folder of each run now: a sweep with other instance numbers may have one of the same name later."""
+    made: list[Path] = []
+    for run in sweep.runs:
+        try:
+            run.output.mkdir(parents=True)
+        except FileExistsError:
+            for folder in made:
+                folder.rmdir()
+            (sweep.folder / "sweep.json").unlink()
+            raise _is_there(run.output) from None
+        made.append(run.output)
+
+
+def _is_there(folder: Path) -> RunDirError:
+    return RunDirError(
+        f"{folder} is there already, from another sweep. Nothing was changed. Three ways out:\n"
+        "  --resume                                 continue that sweep; finished runs are kept\n"
+        "  --run-prefix NAME or --output-base DIR   leave it alone and write elsewhere\n"
+        "  move or delete it yourself, if nobody needs it"
+    )
 
 
 def _say(text: str) -> None:

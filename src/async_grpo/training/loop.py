@@ -322,7 +322,7 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     """
     if settings.deterministic and settings.filter_zero_variance:
         raise UsageError("--filter-zero-variance depends on which worker is faster, so it excludes --deterministic.")
-    settings.evaluated_ks()
+    settings.check()
     if settings.publish_dtype is not None and is_sharded(trainer):
         raise UnsupportedError(
             "--publish-dtype is not possible with a trainer that is sharded over several GPUs: its weights are "

@@ -161,7 +161,7 @@ def _from_planes(planes: NDArray[np.uint8], item: int) -> Words:
 
 
 def _compress(raw: NDArray[np.uint8]) -> bytes:
-    return zstandard.ZstdCompressor(level=_LEVEL).compress(raw)
+    return zstandard.ZstdCompressor(level=_LEVEL).compress(raw.data)
 
 
 def _decompress(blob: bytes, nbytes: int) -> NDArray[np.uint8]:

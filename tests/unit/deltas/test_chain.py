@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 from delta_chains import ABOUT, equal, weights, write_chain
 
 from async_grpo.deltas import writer as writer_module
-from async_grpo.deltas.chain import Chain, read_latest
+from async_grpo.deltas.chain import LATEST, Chain, read_latest
 from async_grpo.deltas.writer import ChainWriter
 from async_grpo.errors import DeltaChainError, DiskFullError
 
@@ -173,6 +173,55 @@ def test_retention_keeps_whole_pieces_of_the_chain(tmp_path: Path) -> None:
     assert chain.versions == list(range(12, 24))  # at 20, only the snapshot at 12 has six versions after it
     assert not chain.verify().problems
     assert all(equal(chain.rebuild(version), weights(version)) for version in chain.versions)
+
+
+def test_retention_that_is_killed_leaves_a_chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlink = Path.unlink
+
+    def killed_after_one(path: Path, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok)
+        if path.suffix in (".full", ".delta"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "unlink", killed_after_one)
+    with pytest.raises(KeyboardInterrupt):
+        write_chain(tmp_path / "chain", 9, full_every=4, keep=3)
+    monkeypatch.undo()
+    chain = Chain(tmp_path / "chain")
+    assert 0 in chain.versions and 3 not in chain.versions and not chain.verify().problems
+
+
+def test_a_resume_goes_on_from_no_damaged_file(folder: Path) -> None:
+    """Its header is whole. All that came after it could never be rebuilt."""
+    data = bytearray((folder / "000005.delta").read_bytes())
+    data[-3] ^= 1
+    (folder / "000005.delta").write_bytes(data)
+    writer = ChainWriter(folder, ABOUT)
+    written = writer.begin(7, weights(7))
+    writer.append(8, weights(8))
+    writer.close()
+    assert written is not None and written.is_snapshot
+    assert equal(Chain(folder).rebuild(8), weights(8))
+
+
+def test_no_room_for_the_name_of_the_newest_version_loses_no_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = ChainWriter(tmp_path / "chain", ABOUT)
+    writer.begin(0, weights(0))
+    write = ChainWriter._write
+
+    def no_room(self: ChainWriter, name: str, pieces: Iterable[bytes]) -> int:
+        if name == LATEST:
+            raise DiskFullError("The disk is full.")
+        return write(self, name, pieces)
+
+    with monkeypatch.context() as full:
+        full.setattr(ChainWriter, "_write", no_room)
+        assert not writer.append(1, weights(1)).is_snapshot
+    writer.append(2, weights(2))
+    writer.close()
+    assert Chain(tmp_path / "chain").verify().versions == [0, 1, 2]
 
 
 def test_a_full_disk_leaves_no_hole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from delta_chains import ABOUT
 from loguru import logger
 from torch import Tensor, nn
 
 from async_grpo.deltas import recorder as recorder_module
 from async_grpo.deltas.chain import Chain
 from async_grpo.deltas.recorder import Recorder, RecorderOptions
+from async_grpo.deltas.writer import ChainWriter
 from async_grpo.errors import DeltaChainError, DiskFullError
 from async_grpo.training.weight_publisher import WeightPublisher
 from async_grpo_ipc import WeightExporter
@@ -175,6 +178,74 @@ def test_a_thread_that_fails_ends_the_chain_and_not_the_training(
         run.step(version)
     run.publisher.close()
     assert run.recorder.tally.last == 0
+    assert is_exact(run)
+
+
+def test_a_copy_that_fails_holds_no_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that stays keeps a slot from the trainer until the run ends."""
+    run, go = Run(tmp_path), threading.Event()
+    run.step(0)
+    run.written(0)
+
+    def broken(self: Any, lease: Any) -> Any:
+        assert go.wait(60)
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr(Recorder, "_copy_of", broken)
+    run.step(1)
+    run.step(2)
+    attachment = run.recorder._attachment
+    assert attachment is not None and attachment._leases == 2
+    go.set()
+    recorder_module.wait_until(lambda: attachment._leases == 0 or None, what="the leases to end", timeout_s=10)
+    run.publisher.close()
+
+
+def test_copies_have_the_priority_of_training_and_encoding_a_lower_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot is leased while it is copied, and workers wait for slots."""
+    nice: dict[str, int] = {}
+
+    def spy_on(name: str) -> None:
+        work = getattr(Recorder, name)
+
+        def spied(self: Any, *args: Any) -> Any:
+            nice[name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+            return work(self, *args)
+
+        monkeypatch.setattr(Recorder, name, spied)
+
+    spy_on("_copy_of")
+    spy_on("_write")
+    run = Run(tmp_path)
+    run.step(0)
+    run.publisher.close()
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    assert nice == {"_copy_of": here, "_write": max(here, recorder_module.NICENESS)}
+
+
+def test_versions_that_are_not_written_in_time_are_said_and_nothing_is_torn_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    run, go = Run(tmp_path), threading.Event()
+    run.step(0)
+    run.written(0)
+    append = recorder_module.ChainWriter.append
+
+    def slowly(self: Any, *args: Any) -> Any:
+        assert go.wait(60)
+        return append(self, *args)
+
+    monkeypatch.setattr(recorder_module.ChainWriter, "append", slowly)
+    monkeypatch.setattr(recorder_module, "ENDING_S", 0.01)
+    run.step(1)
+    run.publisher.close()
+    assert any("version 1 may be missing" in line for line in warnings)
+    with pytest.raises(DeltaChainError, match="is written by process"):
+        ChainWriter(run.folder, ABOUT)  # the thread still writes
+    go.set()
+    run.written(1)
     assert is_exact(run)
 
 

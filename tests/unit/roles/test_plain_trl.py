@@ -28,6 +28,24 @@ def test_progress_is_what_the_file_says(tmp_path: Path) -> None:
         read_progress(tmp_path)
 
 
+def test_a_killed_run_continues_from_its_newest_whole_checkpoint(tmp_path: Path) -> None:
+    output, seen = tmp_path / "output", []
+    for step, state in ((9, "{}"), (10, "{}"), (20, '{"global_st'), (30, None)):
+        (output / f"checkpoint-{step}").mkdir(parents=True)
+        if state is not None:
+            (output / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(output_dir=str(output)),
+        add_callback=lambda callback: None,
+        train=lambda resume_from_checkpoint: seen.append(resume_from_checkpoint),
+    )
+    (tmp_path / "run").mkdir()
+    train(trainer, tmp_path / "run")
+    write(tmp_path / "run", state="running", step=31, total_steps=40)
+    train(trainer, tmp_path / "run")
+    assert seen == [None, str(output / "checkpoint-10")]
+
+
 def test_another_run_is_never_written_over(tmp_path: Path) -> None:
     write(tmp_path, state="finished", step=9, total_steps=9)
     with pytest.raises(RunDirError, match="a run that has finished"):

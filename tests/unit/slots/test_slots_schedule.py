@@ -186,6 +186,21 @@ def test_a_process_that_only_has_the_pid_of_a_task_is_left_alone(yard: Yard) -> 
         stranger.wait()
 
 
+def test_a_clock_that_was_set_makes_no_stranger_of_what_a_killed_queue_has_left(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = subprocess.Popen(["sleep", "1000"])
+    try:
+        record = Record(task="a", state=RUNNING, pid=left.pid, born=born(left.pid))
+        booted = psutil.boot_time()
+        monkeypatch.setattr(psutil._psplatform, "boot_time", lambda: booted + 1)
+        end_leftovers([record], grace_s=10.0, say=yard.said.append)
+        assert left.poll() is not None
+    finally:
+        left.kill()
+        left.wait()
+
+
 def test_many_tasks_leave_no_descriptors_and_no_processes(yard: Yard) -> None:
     me = psutil.Process()
     before, children = me.num_fds(), set(me.children())

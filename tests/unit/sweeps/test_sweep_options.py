@@ -9,6 +9,7 @@ import pytest
 from async_grpo.checks.plan.facts import Parameters, TrainerFacts
 from async_grpo.cli import main
 from async_grpo.errors import UsageError
+from async_grpo.settings import TrainingSettings
 from async_grpo.sweeps import plan, preflight
 from async_grpo.sweeps.commands import wandb_is_offline
 from async_grpo.sweeps.plan import Sweep
@@ -34,6 +35,10 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--set", "learning_rat=1"], "Did you mean learning_rate?"),
         (["--set", "output_dir=mine"], "--set output_dir: each run of a sweep has its own"),
         (["--mode", "trl", "--max-staleness", "2"], "--max-staleness: plain TRL (--mode trl) has no such option"),
+        (["--mode", "trl", "--gpus-per-run", "2"], "--gpus-per-run 2: plain TRL (--mode trl) trains each run in one"),
+        (["--delta-dir", "here"], "unrecognized arguments: --delta-dir"),
+        (["--delta-keep", "9"], "--delta-keep: no versions are kept without --delta-every"),
+        (["--delta-every", "1", "--delta-keep", "9", "--full-every", "0"], "so nothing could ever be deleted"),
         (["--base-port", "30000"], "must be from 1024 to 22000"),
         (["--base-port", "22000", "--start-instance", "300"], "leaves no port below 65535"),
         (["--run-prefix", "../up"], "must be letters, digits"),
@@ -153,7 +158,16 @@ def test_the_disk_that_the_checkpoints_need_is_looked_at_first(setup: Path) -> N
     huge = Parameters(count=10**15, trained=10**15, nbytes=2 * 10**15, trained_bytes=2 * 10**15, dtypes={})
     sweep = Sweep(setup=str(setup), seeds=(1, 2), name="mine")
     with pytest.raises(UsageError, match=r"2 runs need about .* GB in .*save_total_limit"):
-        preflight._check_disk(sweep, facts(parameters=huge))
+        preflight._check_disk(sweep, facts(parameters=huge), TrainingSettings())
+
+
+def test_the_disk_that_kept_versions_need_is_looked_at_first() -> None:
+    assert preflight.kept_bytes(facts(), TrainingSettings()) == 0
+    assert preflight.kept_bytes(facts(), TrainingSettings(delta_every=1)) == pytest.approx(4000 * (2 + 0.7 * 99), abs=1)
+    bf16 = TrainingSettings(delta_every=10, publish_dtype="bf16")
+    assert preflight.kept_bytes(facts(), bf16) == pytest.approx(2000 * (1 + 0.2 * 10), abs=1)
+    few = TrainingSettings(delta_every=1, delta_keep=5, full_every=5)
+    assert preflight.kept_bytes(facts(), few) == pytest.approx(4000 * (2 + 0.7 * 8), abs=1)
 
 
 @pytest.mark.parametrize(

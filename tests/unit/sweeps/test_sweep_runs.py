@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,7 +20,7 @@ from sweep_yard import SweepYard
 from async_grpo.errors import RunDirError, UsageError
 from async_grpo.slots.ledger import FINISHED, RUNNING, Ledger, read
 from async_grpo.slots.places import Place
-from async_grpo.sweeps import plan, ports, report
+from async_grpo.sweeps import plan, ports, report, sweep
 from async_grpo.sweeps.preflight import Preflight
 
 DEADLINE_S = 60.0
@@ -112,6 +113,32 @@ def test_what_another_sweep_has_written_is_left_alone(yard: SweepYard) -> None:
     assert yard.run(yard.sweep(1, start_instance=4)) == 0
     assert yard.run(yard.sweep(1, output_base="elsewhere")) == 0
     assert len({value for _, _, given, _ in yard.starts() for value in given if value.startswith("output_dir=")}) == 4
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_sweep_has_the_folders_of_runs_that_still_wait(
+    yard: SweepYard, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """Another one with overlapping numbers would start in them, and the first would then continue its run."""
+    other, run = yard.sweep(2, start_instance=1), sweep._run
+
+    def after_the_other(*given: Any) -> bool:
+        with pytest.raises(RunDirError, match="trl_mine_instance1_seed2 is there already"):
+            yard.run(other)
+        return run(*given)
+
+    monkeypatch.setattr(sweep, "_run", after_the_other)
+    if at_once:
+        monkeypatch.setattr(sweep, "_refuse_old_outputs", lambda wanted: None)
+    assert yard.run(yard.sweep(1, 2)) == 0
+    assert not (other.folder / "sweep.json").exists()
+
+
+def test_versions_are_kept_in_the_folder_of_each_run(yard: SweepYard) -> None:
+    assert yard.run(yard.sweep(1, 2, arguments=("--delta-every", "2"))) == 0
+    folders = {arguments[arguments.index("--delta-dir") + 1] for _, _, arguments, _ in yard.starts()}
+    outputs = yard.folder / "outputs"
+    assert folders == {str(outputs / f"trl_mine_instance{i}_seed{i + 1}" / "deltas") for i in range(2)}
 
 
 SWEEP = """
