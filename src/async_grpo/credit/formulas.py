@@ -20,6 +20,7 @@ Floats = NDArray[np.float64]
 Kind = Literal["outcome", "merged", "turn", "recursive", "reward_to_go"]
 CREDITS: tuple[str, ...] = get_args(Kind)
 EPSILON = 1e-4
+Given = float | Sequence[float | None] | None  # by one function, to one completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +162,24 @@ def turn_starts(mask: Sequence[int]) -> list[int]:
     return [at for at, mine in enumerate(mask) if mine and (at == 0 or not mask[at - 1])]
 
 
-def of_each_turn(given: float | Sequence[float | None] | None, turns: int, name: str) -> list[float]:
+def known_sum(given: Given, name: str) -> float | None:
+    """What a function gave a completion, added up; None where it gave nothing.
+
+    Raises:
+        ValueError: it gave something else.
+    """
+    if given is None or isinstance(given, (int, float)):
+        return given
+    if not isinstance(given, (list, tuple)):
+        raise ValueError(
+            f"The turn reward {name!r} gave a {type(given).__name__} to a completion. Return one number for each "
+            "completion, or a list with one for each turn; None: no reward."
+        )
+    total = _sum([_number(reward) for reward in given])
+    return None if total != total else total
+
+
+def of_each_turn(given: Given, turns: int, name: str) -> list[float]:
     """What a function gave a completion, as one reward a turn; one number counts for the first turn.
 
     Raises:

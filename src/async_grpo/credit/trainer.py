@@ -6,19 +6,18 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from trl import GRPOTrainer
+from trl.trainer.utils import get_callable_name, is_async_callable
 
-from async_grpo.credit.formulas import CREDITS, Credit, Turns, of_each_turn, per_token, turn_starts
+from async_grpo.credit.formulas import CREDITS, Credit, Given, Turns, known_sum, of_each_turn, per_token, turn_starts
 
-HOOKS = ("_calculate_rewards", "_generate_and_score_completions")
+HOOKS = ("_calculate_rewards", "_generate", "_generate_and_score_completions")
 
-Given = float | Sequence[float | None] | None  # by one function, to one completion
-_given_now: ContextVar[dict[str, list[Given]] | None] = ContextVar("what turn reward functions return", default=None)
+_given_now: ContextVar[dict[int, list[Given]] | None] = ContextVar("what turn reward functions return", default=None)
 
 
 class TurnGRPOTrainer(GRPOTrainer):
@@ -59,7 +58,9 @@ class TurnGRPOTrainer(GRPOTrainer):
         bound = inspect.signature(GRPOTrainer.__init__).bind(self, *args, **kwargs)
         outcome = bound.arguments.get("reward_funcs") or []
         outcome = list(outcome) if isinstance(outcome, list) else [outcome]
-        bound.arguments["reward_funcs"] = outcome + [_summing(function) for function in of_turns]
+        bound.arguments["reward_funcs"] = outcome + [_summing(*each) for each in enumerate(of_turns)]
+        if isinstance(processing := bound.arguments.get("reward_processing_classes"), list):
+            bound.arguments["reward_processing_classes"] = processing + [None] * len(of_turns)
         self._turn_columns = range(len(outcome), len(outcome) + len(of_turns))
         super().__init__(*bound.args[1:], **bound.kwargs)
         _refuse_other_comparisons(self)
@@ -92,8 +93,9 @@ class TurnGRPOTrainer(GRPOTrainer):
         """
         weights = self.reward_weights.tolist()
         rows = [[float("nan")] * len(turn_starts(mask)) for mask in masks]
-        for column, (name, values) in zip(self._turn_columns, self._given.items(), strict=True):
-            for row, value in zip(rows, values, strict=True):
+        for index, column in enumerate(self._turn_columns):
+            name = self.reward_func_names[column].removeprefix("turn/")
+            for row, value in zip(rows, self._given[index], strict=True):
                 for turn, reward in enumerate(of_each_turn(value, len(row), name)):
                     if reward == reward:
                         row[turn] = weights[column] * reward + (row[turn] if row[turn] == row[turn] else 0.0)
@@ -107,10 +109,10 @@ class TurnGRPOTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self._served_turns = None
-        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        with _noting_masks(self) as masks:
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if not self.model.training:
             return output
-        masks = _masks(output)
         turns, all_masks = self._served_turns, masks
         if turns is None:
             turns = gather_object(self.turn_rewards(masks))
@@ -123,7 +125,7 @@ class TurnGRPOTrainer(GRPOTrainer):
             torch.nn.functional.pad(torch.from_numpy(per_token(mask, of_turns)), (0, width - len(mask)))
             for mask, of_turns in zip(masks, advantages[first : first + len(masks)], strict=True)
         ]
-        output["advantages"] = torch.stack(rows).to(output["advantages"])
+        output["advantages"] = torch.stack(rows).to(output["advantages"]) * output["completion_mask"]
         return output
 
     def _advantages(self, turns: list[list[float]], masks: list[list[int]]) -> list[Any]:
@@ -155,9 +157,29 @@ class TurnGRPOTrainer(GRPOTrainer):
 
 
 @contextmanager
-def _noting() -> Iterator[dict[str, list[Given]]]:
-    """While rewards are calculated: what the turn reward functions return, by name."""
-    given: dict[str, list[Given]] = {}
+def _noting_masks(trainer: Any) -> Iterator[list[list[int]]]:
+    """While completions are made: of each, 1 for what the model wrote. TRL's later masks may hide whole completions."""
+    masks: list[list[int]] = []
+    own, generate = vars(trainer).get("_generate"), trainer._generate
+
+    def noted(prompts: Any) -> Any:
+        result = generate(prompts)
+        masks[:] = [[1] * len(ids) for ids in result[1]] if result[2] is None else [list(mask) for mask in result[2]]
+        return result
+
+    trainer._generate = noted
+    try:
+        yield masks
+    finally:
+        del trainer._generate
+        if own is not None:
+            trainer._generate = own
+
+
+@contextmanager
+def _noting() -> Iterator[dict[int, list[Given]]]:
+    """While rewards are calculated: what the turn reward functions return, by their index."""
+    given: dict[int, list[Given]] = {}
     token = _given_now.set(given)
     try:
         yield given
@@ -165,41 +187,31 @@ def _noting() -> Iterator[dict[str, list[Given]]]:
         _given_now.reset(token)
 
 
-def _summing(function: Callable[..., Any]) -> Callable[..., Any]:
+def _summing(index: int, function: Any) -> Callable[..., Any]:
     """The function as TRL calls it: each completion's rewards are added up, and noted one by one."""
-    name = getattr(function, "__name__", type(function).__name__)
+    if not callable(function) or isinstance(function, torch.nn.Module):
+        raise ValueError(
+            f"turn_reward_funcs are functions, got a {type(function).__name__}. A reward model judges whole "
+            "completions: put it into reward_funcs."
+        )
+    name = get_callable_name(function)
 
-    def noted(values: list[Given]) -> list[float | None]:
+    def noted(values: Sequence[Any]) -> list[float | None]:
+        plain = [value.tolist() if hasattr(value, "tolist") else value for value in values]  # of numpy or torch
         given = _given_now.get()
         if given is not None:
-            given[name] = list(values)
-        return [_total(value, name) for value in values]
+            given[index] = plain
+        return [known_sum(value, name) for value in plain]
 
-    if inspect.iscoroutinefunction(function):
-
-        @wraps(function)
-        async def summed_later(*args: Any, **kwargs: Any) -> list[float | None]:
-            return noted(await function(*args, **kwargs))
-
-        return summed_later
+    async def summed_later(*args: Any, **kwargs: Any) -> list[float | None]:
+        return noted(await function(*args, **kwargs))
 
     def summed(*args: Any, **kwargs: Any) -> list[float | None]:
         return noted(function(*args, **kwargs))
 
-    summed.__name__ = name
-    return summed
-
-
-def _total(value: Given, name: str) -> float | None:
-    if value is None or isinstance(value, (int, float)):
-        return value
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(
-            f"The turn reward {name!r} gave a {type(value).__name__} to a completion. Return one number for each "
-            "completion, or a list with one for each turn; None: no reward."
-        )
-    known = [reward for reward in value if reward is not None]
-    return float(sum(known)) if known else None
+    summing = summed_later if is_async_callable(function) else summed
+    summing.__name__ = name
+    return summing
 
 
 def _sums(rewards: torch.Tensor) -> torch.Tensor:
@@ -207,13 +219,6 @@ def _sums(rewards: torch.Tensor) -> torch.Tensor:
     sums = rewards.nansum(dim=1)
     sums[rewards.isnan().all(dim=1)] = torch.nan
     return sums
-
-
-def _masks(output: dict[str, Any]) -> list[list[int]]:
-    """Of each completion, 1 for what the model wrote, without padding."""
-    lengths = output["completion_mask"].sum(dim=1).tolist()
-    mine = output.get("tool_mask", torch.ones_like(output["completion_mask"]))
-    return [row[:length] for row, length in zip(mine.tolist(), lengths, strict=True)]
 
 
 def _refuse_other_comparisons(trainer: Any) -> None:
