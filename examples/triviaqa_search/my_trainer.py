@@ -31,6 +31,8 @@ class Search(SearchEnv):
 
 def rows(name: str) -> Dataset:
     """`prompt`, and `aliases`: the answers that count."""
+    if name != "facts" and not Search.index:
+        raise ValueError("DATASET asks for more than the generated facts: set INDEX to a folder with passages for it.")
     if name == "facts":
         asked = [{"question": fact.question, "aliases": [fact.answer]} for fact in generated_facts()[:-HELD_OUT]]
         dataset = Dataset.from_list(asked)

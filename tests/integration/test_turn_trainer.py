@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from trl_contract import moved
 
 from async_grpo.credit import TurnGRPOTrainer
 from async_grpo.credit import trainer as hooks
+from async_grpo.errors import UnsupportedError
 from async_grpo.setup.overrides import overridden
+from async_grpo.training.trl_trainer import uniform_rewards
 
 pytestmark = pytest.mark.integration
 
@@ -197,6 +200,23 @@ def test_recursive_credit_refuses_turns_that_differ(tmp_path: Path) -> None:
 def test_what_a_turn_trainer_refuses(settings_: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         turn_trainer(tmp_path, **settings_)()
+
+
+def test_which_groups_teach_nothing(tmp_path: Path) -> None:
+    """Turn rewards that make up for the outcome's: the sums are equal, and the advantages are not."""
+
+    def makes_up(completions: list[Any], **_: Any) -> list[float]:
+        return [1.0 - reward for reward in says_eight(completions)]
+
+    nothing = {"outcome": False, "merged": True, "turn": False}
+    for credit, right in nothing.items():
+        get_trainer = turn_trainer(tmp_path, turn_reward_funcs=makes_up, credit=credit)
+        trainer = get_trainer()
+        worker = InProcessWorker(trainer, ScriptedEngine(Script(trainer.processing_class, reply)))
+        (group,) = worker.rollouts(jobs_of(chat_rows(1), group_size=4))
+        assert uniform_rewards(trainer)(group) == right, credit
+    with pytest.raises(UnsupportedError, match="group 0 has no turn rewards: it was made with another trainer"):
+        uniform_rewards(trainer)(replace(group, turn_counts=None, turn_rewards=None))
 
 
 def test_the_hooks_of_turn_credit(tmp_path: Path) -> None:

@@ -130,20 +130,34 @@ class TurnGRPOTrainer(GRPOTrainer):
 
     def _advantages(self, turns: list[list[float]], masks: list[list[int]]) -> list[Any]:
         """Of the turns of each completion of the batch, of all processes."""
-        rewards = self.batch_rewards * self.reward_weights.to(self.batch_rewards.device)
-        is_turn = torch.tensor([column in self._turn_columns for column in range(rewards.shape[1])])
-        outcome, total = _sums(rewards[:, ~is_turn]), _sums(rewards[:, is_turn])
-        self._report(outcome, total, [len(row) for row in turns])
-        everything = [
-            Turns(outcome=one, total=of_turns, rewards=row, has_result=not all(mask))
-            for one, of_turns, row, mask in zip(outcome.tolist(), total.tolist(), turns, masks, strict=True)
-        ]
+        self._report(*self._outcome_and_total(self.batch_rewards), [len(row) for row in turns])
+        everything = self._completions(self.batch_rewards, turns, masks)
         size = self.num_generations
         return [
             row
             for start in range(0, len(everything), size)
             for row in self.credit.advantages(everything[start : start + size])
         ]
+
+    def teaches_nothing(self, rewards: Any, turn_rewards: list[list[float]], masks: Sequence[Sequence[int]]) -> bool:
+        """Whether all advantages of a group, with rewards [G, F], are 0."""
+        rows = self.credit.advantages(self._completions(torch.from_numpy(rewards), turn_rewards, masks))
+        return not any(row.any() for row in rows)
+
+    def _completions(
+        self, rewards: torch.Tensor, turns: list[list[float]], masks: Sequence[Sequence[int]]
+    ) -> list[Turns]:
+        outcome, total = self._outcome_and_total(rewards)
+        return [
+            Turns(outcome=one, total=of_turns, rewards=row, has_result=not all(mask))
+            for one, of_turns, row, mask in zip(outcome.tolist(), total.tolist(), turns, masks, strict=True)
+        ]
+
+    def _outcome_and_total(self, rewards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """R^O and R^T of each completion."""
+        weighted = rewards * self.reward_weights.to(rewards.device)
+        is_turn = torch.tensor([column in self._turn_columns for column in range(rewards.shape[1])])
+        return _sums(weighted[:, ~is_turn]), _sums(weighted[:, is_turn])
 
     def _report(self, outcome: torch.Tensor, total: torch.Tensor, turns: list[int]) -> None:
         combined = _sums(torch.stack([outcome, total], dim=1))

@@ -5,6 +5,7 @@ Extra `search` of the package installs it. An index on disk is memory-mapped, so
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ class Passages:
 
     def __init__(self, retriever: Any, passages: Any) -> None:
         self._retriever, self._passages = retriever, passages
+        self._reading = threading.Lock()  # bm25s moves in the file of passages, and then reads
 
     @classmethod
     def of(cls, passages: Sequence[str]) -> Passages:
@@ -51,11 +53,17 @@ class Passages:
             passages = cls(retriever, retriever.corpus)
             _text(retriever.corpus[len(retriever.corpus) - 1])
             passages.search("the", 1)
+            indexed = int(retriever.scores["num_docs"])
         except (ValueError, KeyError, TypeError, IndexError, OSError) as error:
             raise UsageError(
                 f"The index in {folder} cannot be read ({type(error).__name__}: {error}). It was written by another "
                 "version of bm25s, or is damaged. Write it again."
             ) from error
+        if len(retriever.corpus) != indexed:
+            raise UsageError(
+                f"{folder} has {len(retriever.corpus)} passages in corpus.jsonl and {indexed} in its index: these "
+                "are two different indexes. Write it again."
+            )
         return passages
 
     def save(self, folder: str | Path) -> None:
@@ -65,11 +73,11 @@ class Passages:
         """The k best passages, the best first; fewer where no more have a word of the query."""
         words = _bm25s().tokenize(query, show_progress=False)
         best = min(k, len(self._passages))
-        places, scores = self._retriever.retrieve(
-            words, corpus=list(range(len(self._passages))), k=best, show_progress=False
-        )
+        everything = range(len(self._passages))
+        places, scores = self._retriever.retrieve(words, corpus=everything, k=best, show_progress=False)
         found = [int(place) for place, score in zip(places[0], scores[0], strict=True) if score > 0]
-        return [_text(self._passages[place]) for place in found]
+        with self._reading:
+            return [_text(self._passages[place]) for place in found]
 
 
 def _text(passage: Any) -> str:

@@ -42,6 +42,10 @@ class SearchEnv:
     thread_safe: ClassVar[bool] = True  # searching changes nothing
     index: ClassVar[Passages | str | Path | None] = None
 
+    def __init__(self) -> None:
+        """`UsageError`: the index is missing, or is no index. TRL makes an environment when the trainer is built."""
+        _passages(self.index)
+
     def reset(self, **row: Any) -> None:
         """Nothing is added to the prompt."""
 
@@ -90,6 +94,8 @@ class SearchEnv:
 
 def calculated(expression: str) -> float | int:
     """The value of an arithmetic expression. `ValueError`: it is none."""
+    if not isinstance(expression, str):
+        raise ValueError(f"{expression!r} cannot be calculated: it is no text")
     try:
         value: float | int = _value(ast.parse(expression.strip(), mode="eval").body)
         return value

@@ -17,7 +17,7 @@ from typing import Any
 
 _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation + "‘’´`", " "))
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_FAILED = ("Error", "{'error':")  # how the texts of failed calls begin: an environment's, and TRL's
+_FAILED = ("Error:", "{'error':")  # how the texts of failed calls begin: an environment's, and TRL's
 _FIELD = re.compile(r"<(reasoning|answer)>(.*?)</\1>", re.DOTALL)
 LEAST_ALIAS = 3  # characters
 

@@ -347,10 +347,10 @@ def _say_what_the_loss_is(trainer: GRPOTrainer, rule: Rule, settings: TrainingSe
     told = describe(rule, trainer, max_staleness=settings.max_staleness, own_loss=has_own_loss(trainer))
     if told:
         logger.info("{}", told)
-    if settings.filter_zero_variance and "_generate_and_score_completions" in overridden(trainer):
+    own = "_generate_and_score_completions" in overridden(trainer) and not hasattr(trainer, "teaches_nothing")
+    if settings.filter_zero_variance and own:
         logger.warning(
-            "--filter-zero-variance looks at rewards only: {} overrides _generate_and_score_completions, and groups of "
-            "equal rewards are replaced even if it gives them advantages that differ.",
+            "--filter-zero-variance looks at rewards only, not at what _generate_and_score_completions of {} does.",
             type(trainer).__name__,
         )
     if rule.name != "none" and (told := describe_dropout(trainer)):

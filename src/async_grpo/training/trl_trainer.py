@@ -27,7 +27,7 @@ from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
 from async_grpo.training.checkpoints import BatchInUse, find_best
 from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.corrections.trl_loss import CorrectedLoss, correction_of
-from async_grpo.training.rollout_metrics import logged_by_workers, longer_half, turn_rewards
+from async_grpo.training.rollout_metrics import logged_by_workers, longer_half, masks_of, turn_rewards
 from async_grpo.training.rollout_source import StopTraining
 
 if TYPE_CHECKING:
@@ -224,8 +224,7 @@ def _as_rollout_output(groups: Sequence[RolloutGroup]) -> dict[str, list[Any]]:
         output["completion_ids"] += _cut(group.completion_ids, lengths)
         output["logprobs"] += _cut(group.sampling_logprobs, lengths)
         if with_masks:
-            mask = np.ones_like(group.completion_ids) if group.tool_mask is None else group.tool_mask
-            output["env_mask"] += _cut(mask, lengths)
+            output["env_mask"] += masks_of(group)
     return output
 
 
@@ -362,7 +361,9 @@ def groups_per_round(trainer: GRPOTrainer) -> int:
 
 
 def uniform_rewards(trainer: GRPOTrainer) -> Callable[[RolloutGroup], bool]:
-    """A test whether the rewards of a group give it advantages of 0, as TRL computes them."""
+    """A test whether the rewards of a group give it advantages of 0, as TRL or a `TurnGRPOTrainer` computes them."""
+    if hasattr(trainer, "teaches_nothing"):
+        return lambda group: bool(trainer.teaches_nothing(group.rewards, turn_rewards([group]), masks_of(group)))
     rule = AdvantageRule(
         reward_weights=tuple(trainer.reward_weights.tolist()),
         scale_rewards=str(trainer.scale_rewards),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -56,6 +57,7 @@ class TestIndex:
             index = tmp_path / "index"
 
         assert Own().search("grass") == "grass is green"
+        assert Passages.load(tmp_path / "index").search("sky grass", 5) == ["grass is green", "the sky is blue"]
         with pytest.raises(UsageError, match=r"holds no index of bm25s: .*are not there"):
             Passages.load(tmp_path)
         for broken in ("params.index.json", "data.csc.index.npy", "corpus.jsonl"):
@@ -65,13 +67,51 @@ class TestIndex:
                 Passages.load(tmp_path / "index")
             (tmp_path / "index" / broken).write_bytes(whole)
 
+    def test_an_index_on_disk_is_searched_by_several_threads(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from bm25s.utils.corpus import JsonlCorpus
+
+        reading = JsonlCorpus.__getitem__
+        inside: list[int] = []
+
+        def alone(corpus: JsonlCorpus, index: int) -> object:  # bm25s seeks, and then reads
+            inside.append(index)
+            sleep(0.0002)
+            assert inside == [index]
+            inside.clear()
+            return reading(corpus, index)
+
+        facts = generated_facts()
+        Passages.of([fact.passage for fact in facts]).save(tmp_path)
+        passages = Passages.load(tmp_path)
+        monkeypatch.setattr(JsonlCorpus, "__getitem__", alone)
+        with ThreadPoolExecutor(8) as threads:
+            found = list(threads.map(lambda fact: passages.search(fact.question, 1)[0], facts))
+        assert found == [fact.passage for fact in facts]
+
+    def test_an_environment_without_its_index_is_refused_when_it_is_made(self, tmp_path: Path) -> None:
+        class Missing(SearchEnv):
+            index = tmp_path / "nothing"
+
+        with pytest.raises(UsageError, match="nothing holds no index of bm25s"):
+            Missing()  # TRL makes one when the trainer is built; a call that fails is only a text for the model
+
+    def test_passages_of_another_index_are_refused(self, tmp_path: Path) -> None:
+        Passages.of(["the sky is blue", "grass is green"]).save(tmp_path / "two")
+        Passages.of(["the sky is blue"]).save(tmp_path / "one")
+        for name in ("corpus.jsonl", "corpus.mmindex.json"):
+            (tmp_path / "one" / name).write_bytes((tmp_path / "two" / name).read_bytes())
+        with pytest.raises(UsageError, match=r"2 passages in corpus\.jsonl and 1 in its index"):
+            Passages.load(tmp_path / "one")
+
 
 @pytest.mark.parametrize(
     ("expression", "value"), [("2 + 3 * 4", 14), (" (1.5 - 3) / 2", -0.75), ("2**10 % 7", 2), ("-7 // 2", -4)]
 )
 def test_calculating(expression: str, value: float) -> None:
     assert calculated(expression) == value
-    assert SearchEnv().calculate(expression) == str(value)
+    assert object.__new__(SearchEnv).calculate(expression) == str(value)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +127,7 @@ def test_calculating(expression: str, value: float) -> None:
         "a",
         "'a'*9",
         "(" * 999,
+        5,
     ],
 )
 def test_what_cannot_be_calculated_is_a_sentence(expression: str) -> None:
@@ -97,7 +138,7 @@ def test_what_cannot_be_calculated_is_a_sentence(expression: str) -> None:
 def test_programs_run_in_the_sandbox_where_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ASYNC_GRPO_RUN_MODEL_CODE", raising=False)
     with pytest.raises(SandboxError, match="ASYNC_GRPO_RUN_MODEL_CODE"):
-        SearchEnv().python("print(1)")
+        object.__new__(SearchEnv).python("print(1)")
 
 
 def called(text: str = "<reasoning>I look.</reasoning>") -> dict[str, Any]:
@@ -138,6 +179,11 @@ def test_a_perfect_dialogue_earns_the_most() -> None:
 def test_an_empty_text_earns_nothing_of_the_outcome(completion: list[dict[str, Any]]) -> None:
     earned = rewarded(completion)
     assert sum(earned[f.__name__] for f in questions.OUTCOME_REWARDS) == 0  # type: ignore[attr-defined]
+
+
+def test_a_passage_may_begin_with_the_word_error() -> None:
+    completion = [{"role": "tool", "content": "Errors of Quim"}]
+    assert questions.tool_execution([completion]) == [0.2]
 
 
 @pytest.mark.parametrize("text", ["Error: Quim is not there", "{'error': 'Quim'}"])
