@@ -59,6 +59,12 @@ class GeneratorError(AsyncGRPOError):
     exit_code = 1
 
 
+class RunFailedError(AsyncGRPOError):
+    """A run that was started from Python has failed, or its process was killed."""
+
+    exit_code = 1
+
+
 class WaitTimeoutError(AsyncGRPOError):
     """A wait reached its deadline."""
 

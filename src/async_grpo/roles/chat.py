@@ -88,7 +88,7 @@ class Dialogue:
         transformers.logging.disable_progress_bar()
         self._options = options
         self._device = "cpu" if device == "cpu" else "cuda"
-        self._model, self._tokenizer = _load(checkpoint, self._device)
+        self._model, self._tokenizer = load(checkpoint, self._device)
         self.has_template = bool(self._tokenizer.chat_template)
         if options.system is not None and not self.has_template:
             raise UsageError(
@@ -172,7 +172,8 @@ def _all_of(*tokens: int | list[int] | None) -> list[int] | None:
     return sorted(found) or None
 
 
-def _load(checkpoint: Path, device: str) -> tuple[Any, Any]:
+def load(checkpoint: Path, device: str) -> tuple[Any, Any]:
+    """The model and the tokenizer of a checkpoint. `UsageError` if they cannot be loaded."""
     is_adapter = (checkpoint / ADAPTER).is_file()
     try:
         base = _base_of(checkpoint) if is_adapter else str(checkpoint)

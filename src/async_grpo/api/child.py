@@ -1,0 +1,145 @@
+"""The process of a run that this process started, and one that it found."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Protocol
+
+from async_grpo.errors import AsyncGRPOError, RunDirError, RunFailedError, UsageError
+from async_grpo.rundir.paths import FAILED
+from async_grpo.setup.process import path_to_us
+from async_grpo.status.diagnosis import DEAD
+from async_grpo.status.snapshot import look
+
+LAST_LINES = 60
+START_TIMEOUT_S = 120.0  # until a run has begun: nothing is loaded before that
+_STOPPED_BY_US = (-signal.SIGTERM, 130)
+
+
+class Process(Protocol):
+    """What a `Handle` needs of the process that runs a run."""
+
+    def is_over(self) -> bool: ...
+
+    def error(self) -> AsyncGRPOError | None:
+        """Why the run failed, once it is over; None: it did not."""
+
+    def ask_to_stop(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+class Child:
+    """A command of ours, in a session of its own: Ctrl-C reaches this process alone. Its output is shown here."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._asked_to_stop = False
+        self._last: deque[str] = deque(maxlen=LAST_LINES)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "async_grpo.cli", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path_to_us(os.environ), "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        )
+        out, err = self._process.stdout, self._process.stderr
+        assert out is not None and err is not None
+        self._readers = [
+            threading.Thread(target=self._show, args=(out, False), daemon=True),
+            threading.Thread(target=self._show, args=(err, True), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def is_over(self) -> bool:
+        if self._process.poll() is None:
+            return False
+        for reader in self._readers:
+            reader.join(timeout=5)  # a grandchild may keep the pipe open
+        return True
+
+    def error(self) -> AsyncGRPOError | None:
+        code = self._process.returncode
+        if code == 0 or (self._asked_to_stop and code in _STOPPED_BY_US):
+            return None
+        said = "".join(self._last).strip().removeprefix("error: ")
+        if code == UsageError.exit_code and said:
+            return UsageError(said)
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return RunFailedError(f"The process of the run {how}. Its last words:\n{said or '(none)'}")
+
+    def ask_to_stop(self) -> None:
+        self._asked_to_stop = True
+        self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _show(self, pipe: IO[str], is_stderr: bool) -> None:
+        for line in pipe:
+            if is_stderr:
+                self._last.append(line)
+            with suppress(OSError, ValueError):  # this process has closed its own output; the pipe must be emptied
+                print(line, end="", flush=True, file=sys.stderr if is_stderr else sys.stdout)
+
+
+class Found:
+    """A run that another process started, perhaps one that has ended since, such as a restarted notebook kernel."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir, self._since = run_dir, time.monotonic()
+        look(run_dir, details=False)  # refuses a directory without a run
+
+    def is_over(self) -> bool:
+        view = look(self._run_dir, details=False)
+        if view.server is None and view.live:  # what prepared the run may have ended before it had a server
+            return time.monotonic() - self._since > START_TIMEOUT_S
+        return not view.live
+
+    def error(self) -> AsyncGRPOError | None:
+        view = look(self._run_dir, details=False)
+        return RunFailedError(view.sentence) if view.state == FAILED or view.live or view.state == DEAD else None
+
+    def ask_to_stop(self) -> None:
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self._pid(), number)
+
+    def _pid(self) -> int:
+        """Of the launcher, which the server's command line names; else of the server, which was started by hand."""
+        import psutil
+
+        server = look(self._run_dir, details=False).server
+        if server is None or not server.alive:
+            raise RunDirError(f"{self._run_dir} has no live parameter server to stop.")
+        command = psutil.Process(server.pid).cmdline()
+        with suppress(ValueError, IndexError):
+            return int(command[command.index("--launched-by") + 1])
+        return server.pid
+
+
+def wait_until_over(process: Process, timeout_s: float) -> bool:
+    """Whether it ended in time."""
+    deadline = time.monotonic() + timeout_s
+    while not process.is_over():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True

@@ -1,0 +1,86 @@
+"""A run that goes on while the caller does something else."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from async_grpo.api.child import Process, wait_until_over
+from async_grpo.api.result import Result
+from async_grpo.errors import AsyncGRPOError, RunDirError, WaitTimeoutError
+from async_grpo.settings import STOP_GRACE_S
+from async_grpo.status.snapshot import RunView, look
+
+POLL_S = 0.2
+MARGIN_S = 30.0  # for the launcher, after the server's grace
+
+
+class Handle:
+    """A run: `wait` for a step, look at its `status`, `stop` it. At the end of a `with` block it is stopped."""
+
+    def __init__(self, run_dir: Path, process: Process, *, stop_grace_s: float = STOP_GRACE_S) -> None:
+        self.run_dir = run_dir
+        self._process, self._stop_grace_s = process, stop_grace_s
+
+    def status(self) -> RunView:
+        """The run as it is now, as `async-grpo status --json` has it."""
+        return look(self.run_dir, details=False)
+
+    def wait(self, *, step: int | None = None, timeout_s: float | None = None) -> RunView:
+        """Wait until optimizer step `step` is done, or without one until the run is over; returns its status.
+
+        Raises:
+            AsyncGRPOError: the run failed, or ended before that step.
+            WaitTimeoutError: `timeout_s` are over. The run goes on.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            if self._process.is_over():
+                return self._ended(step)
+            if step is not None and self.status().step >= step:
+                return self.status()
+            if deadline is not None and time.monotonic() > deadline:
+                what = "its end" if step is None else f"step {step}"
+                raise WaitTimeoutError(
+                    f"Waited {timeout_s:g} s for {what} of the run in {self.run_dir}. {self.status().sentence}"
+                )
+            time.sleep(POLL_S)
+
+    def result(self) -> Result:
+        """Wait until the run is over; returns what it left. Raises `AsyncGRPOError` if it failed."""
+        self.wait()
+        return Result(self.run_dir)
+
+    def stop(self) -> Result:
+        """End the run as Ctrl-C does, with a checkpoint: `resume=True` continues it. An ended run stays."""
+        if not self._process.is_over():
+            self._process.ask_to_stop()
+            if not wait_until_over(self._process, self._stop_grace_s + MARGIN_S):
+                self._process.kill()
+                wait_until_over(self._process, MARGIN_S)
+        return Result(self.run_dir)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        with suppress(AsyncGRPOError):
+            return f"<run in {self.run_dir}: {self.status().sentence}>"
+        return f"<run in {self.run_dir}>"
+
+    def _ended(self, step: int | None) -> RunView:
+        error = self._process.error()
+        if error is not None:
+            raise error
+        view = self.status()
+        if step is not None and view.step < step:
+            raise RunDirError(f"The run in {self.run_dir} ended at step {view.step}, before step {step}.")
+        return view

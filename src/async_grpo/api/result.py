@@ -1,0 +1,102 @@
+"""What a run left in its directory, as tables. Reads files only, until a model is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from async_grpo.archive.output_dir import newest_checkpoint
+from async_grpo.errors import BadFileError
+from async_grpo.evals import report
+from async_grpo.rundir import summary
+from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.reading import LineReader, parse_object
+
+
+class Result:
+    """A run's files. A table is a pandas `DataFrame` where pandas is installed, else a dict of lists by column."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._run = RunDir(run_dir)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """`summary.json`; empty before training began."""
+        return summary.read(self._run.summary)
+
+    @property
+    def metrics(self) -> Any:
+        """`metrics.jsonl`: a row an optimizer step."""
+        rows = []
+        for line in LineReader(self._run.metrics).new_lines():
+            with suppress(BadFileError):  # it is being written
+                rows.append(parse_object(line))
+        return table([row for row in rows if "loss" in row])
+
+    @property
+    def evaluations(self) -> Any:
+        """`evaluations.jsonl`: a row an evaluation, with `NAME`, `NAME_low` and `NAME_high` of each figure."""
+        return table([_evaluation(one) for one in report.read(self._run.evaluations)])
+
+    def rollouts(self, *, step: int | None = None, limit: int | None = None) -> Any:
+        """A row a completion, the newest first: prompt, text, rewards; of one optimizer step if asked."""
+        from async_grpo.archive.groups import FinishedGroups
+        from async_grpo.reports.rollouts import select
+
+        selection = select(FinishedGroups(self.run_dir), step=step, limit=limit)
+        return table([_rollout(one) for one in selection.rollouts])
+
+    @property
+    def checkpoint(self) -> Path:
+        """The newest complete checkpoint. `RunDirError` where there is none."""
+        return newest_checkpoint(self.run_dir)
+
+    def model(self, device: str = "cpu") -> Any:
+        """The model of the newest checkpoint, loaded by transformers, adapters with their base."""
+        from async_grpo.roles.chat import load
+
+        return load(self.checkpoint, device)[0]
+
+    def __repr__(self) -> str:
+        figures = self.summary
+        return f"<result in {self.run_dir}: {figures.get('state', 'no summary')}, {figures.get('steps', 0)} steps>"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> Any:
+    """Rows as columns."""
+    columns = {name: [row.get(name) for row in rows] for name in _names(rows)}
+    try:
+        import pandas
+    except ImportError:
+        return columns
+    return pandas.DataFrame(columns)
+
+
+def _names(rows: Iterable[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _evaluation(one: report.Evaluated) -> dict[str, Any]:
+    row: dict[str, Any] = {"step": one.step, "seconds": one.seconds, "replicates": one.replicates}
+    for name, figure in one.figures.items():
+        row |= {name: figure.value, f"{name}_low": figure.low, f"{name}_high": figure.high}
+    return row
+
+
+def _rollout(one: Any) -> dict[str, Any]:
+    group = one.found.group
+    return {
+        "step": one.found.fate.step,
+        "group": group.job.seq,
+        "policy_version": group.policy_version,
+        "worker": group.worker,
+        "prompt": group.prompt(one.index),
+        "completion": group.completions[one.index],
+        "reward": one.total,
+        **{f"reward/{name}": value for name, value in one.rewards.items()},
+        "advantage": one.advantage,
+        "tokens": one.length,
+    }

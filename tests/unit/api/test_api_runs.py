@@ -1,0 +1,185 @@
+"""AsyncGRPO and its handle, with commands in place of a run: what is started, waited for, stopped, and told."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import async_grpo.api.child as child_module
+from async_grpo.api import AsyncGRPO, Handle
+from async_grpo.api.child import Child
+from async_grpo.errors import AsyncGRPOError, RunDirError, RunFailedError, SetupFileError, UsageError, WaitTimeoutError
+from async_grpo.rundir.lifecycle import prepare, server_lock
+from async_grpo.rundir.paths import FINISHED, RunDir
+
+SRC = Path(__file__).parents[3] / "src"
+BEGINS = """
+import sys, time
+from pathlib import Path
+from async_grpo.rundir.lifecycle import prepare
+run_dir = Path(next(text for text in sys.argv if text.startswith("--run-dir=")).partition("=")[2])
+state = prepare(run_dir, config=Path(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def setup_file(tmp_path: Path) -> Path:
+    path = tmp_path / "my_trainer.py"
+    path.write_text("def get_trainer(): ...")
+    return path
+
+
+@pytest.fixture
+def instead_of_the_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lets children run this program in place of `async-grpo`, with its arguments."""
+    real = subprocess.Popen
+
+    def replace(program: str) -> None:
+        def started(command: list[str], **how: object) -> subprocess.Popen[str]:
+            assert command[:3] == [sys.executable, "-m", "async_grpo.cli"]
+            return real([sys.executable, "-c", program, *command[3:]], **how)  # type: ignore[call-overload]
+
+        monkeypatch.setattr(child_module.subprocess, "Popen", started)
+
+    return replace
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = "import sys; import async_grpo; assert 'async_grpo.api' not in sys.modules; "
+    code += "from async_grpo import AsyncGRPO, AsyncGRPOError; AsyncGRPO('x.py') if sys.argv[1:] else None; "
+    code += "print(sorted({'torch', 'trl', 'transformers', 'datasets', 'pandas', 'rich'} & sys.modules.keys()))"
+    said = subprocess.run([sys.executable, "-c", code], cwd=SRC, capture_output=True, text=True, timeout=60)
+    assert (said.stdout, said.stderr) == ("[]\n", "")
+
+
+def test_a_run_is_started_with_its_options_and_read_at_its_end(
+    setup_file: Path, tmp_path: Path, instead_of_the_command: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    instead_of_the_command(
+        BEGINS
+        + "RunDir = __import__('async_grpo.rundir.paths').rundir.paths.RunDir; print(sys.argv[1:])\n"
+        + '(run_dir / \'metrics.jsonl\').write_text(\'{"step": 1, "loss": 0.5}\\n{"eval_version": 1, "step": 1}\\n\')\n'
+        + "RunDir(run_dir).update_state(state='finished', step=1)"
+    )
+    run = AsyncGRPO(setup_file, workers=3, run_dir=tmp_path / "w", max_staleness=2, quiet=True)
+    result = run.train()
+    expected = ["train", str(setup_file), "--distributed", f"--run-dir={tmp_path / 'w'}"]
+    assert str([*expected, "--max-staleness=2", "--quiet", "--num-workers=3"]) in capsys.readouterr().out
+    assert list(result.metrics["loss"]) == [0.5], "the lines of evaluations are elsewhere"
+    assert result.run_dir == tmp_path / "w" and result.summary == {} and len(result.evaluations) == 0
+    with pytest.raises(UsageError, match="has started its run already"):
+        run.train()
+
+
+def test_a_child_that_dies_while_it_starts(
+    setup_file: Path, tmp_path: Path, instead_of_the_command: Callable[[str], None]
+) -> None:
+    instead_of_the_command("import os, sys; print('last words', file=sys.stderr, flush=True); os.kill(os.getpid(), 9)")
+    with pytest.raises(RunFailedError, match=r"was killed by signal 9(.|\n)*last words"):
+        AsyncGRPO(setup_file, run_dir=tmp_path / "w").train()
+
+
+def test_what_the_command_refuses_is_the_error(
+    setup_file: Path, tmp_path: Path, instead_of_the_command: Callable[[str], None]
+) -> None:
+    instead_of_the_command("import sys; print('error: no such GPU', file=sys.stderr); sys.exit(2)")
+    with pytest.raises(UsageError) as error:
+        AsyncGRPO(setup_file, run_dir=tmp_path / "w").start()
+    assert str(error.value) == "no such GPU"
+
+
+def test_a_run_that_fails_after_it_began(
+    setup_file: Path, tmp_path: Path, instead_of_the_command: Callable[[str], None]
+) -> None:
+    instead_of_the_command(BEGINS + "time.sleep(0.5); print('a reward failed', file=sys.stderr); sys.exit(1)")
+    handle = AsyncGRPO(setup_file, run_dir=tmp_path / "w").start()
+    with pytest.raises(RunFailedError, match=r"exit code 1(.|\n)*a reward failed"):
+        handle.wait(step=1)
+
+
+def test_an_interrupt_stops_the_run_before_it_is_raised(
+    setup_file: Path, tmp_path: Path, instead_of_the_command: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = "import signal; signal.signal(signal.SIGTERM, lambda *_: (run_dir / 'stopped').touch() or sys.exit(0))\n"
+    instead_of_the_command(ends + BEGINS + "time.sleep(300)")
+    monkeypatch.setattr(Handle, "result", lambda self: os.kill(os.getpid(), signal.SIGINT) or time.sleep(60))
+    with pytest.raises(KeyboardInterrupt):
+        AsyncGRPO(setup_file, run_dir=tmp_path / "w").train()
+    assert (tmp_path / "w" / "stopped").exists()
+
+
+def test_a_wait_ends_with_its_time_or_with_the_run(tmp_path: Path, setup_file: Path) -> None:
+    prepare(tmp_path / "w", config=setup_file)
+    goes_on = Child(["status", str(tmp_path / "w"), "--watch"])
+    handle = Handle(tmp_path / "w", goes_on)
+    with handle, pytest.raises(WaitTimeoutError, match=r"Waited 0 s for step 5 of the run in .*w\. "):
+        handle.wait(step=5, timeout_s=0)
+    assert goes_on.is_over(), "the block has stopped it"
+    with pytest.raises(RunDirError, match="ended at step 0, before step 5"):
+        handle.wait(step=5)
+
+
+def test_within_a_running_event_loop(
+    setup_file: Path, tmp_path: Path, instead_of_the_command: Callable[[str], None]
+) -> None:
+    instead_of_the_command(BEGINS)
+
+    async def cell() -> None:
+        AsyncGRPO(setup_file, run_dir=tmp_path / "w").train()
+
+    asyncio.run(cell())
+    assert RunDir(tmp_path / "w").read_state() is not None
+
+
+def test_a_live_run_and_an_unfinished_one_are_left_alone(setup_file: Path, tmp_path: Path) -> None:
+    root = tmp_path / "w"
+    state = prepare(root, config=setup_file)
+    RunDir(root).update_state(step=3)
+    lock = server_lock(root)
+    assert lock.try_acquire({"role": "parameter server", "pid": os.getpid()})
+    try:
+        with pytest.raises(RunDirError, match="in use by a live parameter server"):
+            AsyncGRPO(setup_file, run_dir=root).start()
+    finally:
+        lock.release()
+    with pytest.raises(RunDirError, match="holds an unfinished run"):
+        AsyncGRPO(setup_file, run_dir=root).start()
+    assert RunDir(root).state_of(state.run_id).step == 3
+
+
+def test_attaching(setup_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(RunDirError):
+        AsyncGRPO.attach(tmp_path / "nothing")
+    prepare(tmp_path / "w", config=setup_file)
+    RunDir(tmp_path / "w").update_state(state=FINISHED, step=7)
+    handle = AsyncGRPO.attach(tmp_path / "w")
+    assert handle.wait(step=7).state == FINISHED
+    assert handle.stop().run_dir == handle.result().run_dir == tmp_path / "w"
+    RunDir(tmp_path / "w").update_state(state="failed")
+    with pytest.raises(RunFailedError):
+        handle.result()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"workers": 2, "num_workers": 2}, "the same option"),
+        ({"resume": True, "overwrite": True}, "exclude each other"),
+        ({"worker": 2}, "no option 'worker'. Did you mean"),
+    ],
+)
+def test_arguments_that_cannot_be(arguments: dict[str, int], why: str, setup_file: Path) -> None:
+    with pytest.raises(UsageError, match=why):
+        AsyncGRPO(setup_file, **arguments)  # type: ignore[arg-type]
+
+
+def test_errors_are_of_one_kind() -> None:
+    assert issubclass(SetupFileError, AsyncGRPOError) and issubclass(RunFailedError, AsyncGRPOError)
