@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,6 +105,7 @@ class Dialogue:
         Raises:
             UsageError: the dialogue is longer than what the model can read. It is as it was before.
         """
+        text = text.encode(errors="surrogateescape").decode(errors="replace")  # bytes that are no UTF-8
         asked = [*self._messages, {"role": "user", "content": text}]
         prompt = self._tokens(asked, text)
         how = self._how_to_generate(prompt.shape[1])
@@ -211,6 +213,8 @@ def _model_class(base: str) -> Any:
 def talk(dialogue: Dialogue) -> None:
     """Answer each line of standard input until it ends. Ctrl-C ends an answer; where none is given, the dialogue."""
     asks = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
     while True:
         try:
             text = input("> " if asks else "")

@@ -15,6 +15,7 @@ from async_grpo.archive.checkpoint_folders import Checkpoint, of_run
 from async_grpo.archive.groups import done_files
 from async_grpo.archive.history import Used, final_history, read_record
 from async_grpo.errors import AsyncGRPOError, RunDirError, UsageError
+from async_grpo.formatting import counted
 from async_grpo.queue.codec import MAX_FILE_BYTES, decode_group
 from async_grpo.queue.filesystem import OsFiles
 from async_grpo.queue.names import COMPLETE
@@ -95,7 +96,8 @@ def run_replay(options: ReplayOptions) -> Replayed:
     if options.loss_type is not None:
         trainer.args.loss_type = trainer.loss_type = options.loss_type
     correction = _rule(options, state)
-    logger.info("replaying {} steps of run {} with {} / {}", done, state.run_id, trainer.args.loss_type, correction)
+    steps = counted(options.steps or done, "step")
+    logger.info("replaying {} of run {} with {} / {}", steps, state.run_id, trainer.args.loss_type, correction)
     sampled_by: set[int] = set()
     _train(trainer, _groups_of(history, files, state.run_id, sampled_by), correction, options.output_dir)
     return _outcome(trainer, options.output_dir, of_run(Path(state.output_dir), state.run_id), sampled_by)

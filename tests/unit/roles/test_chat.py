@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from archived_run import RUN, save_checkpoint, three_steps
 from peft import LoraConfig, get_peft_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -39,6 +40,7 @@ def tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
 def model() -> Qwen3ForCausalLM:
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    torch.manual_seed(0)  # another model might end its answer at once
     return Qwen3ForCausalLM(
         Qwen3Config(**sizes, **heads, vocab_size=len(LETTERS) + 1, max_position_embeddings=64, eos_token_id=None)
     )
@@ -174,6 +176,17 @@ def test_without_a_chat_template_each_text_stands_alone(
     assert scripted.seen == ["ab", "cd"]
     assert main(["chat", str(tmp_path / "saved"), "--device", "cpu", "--system", "be brief"]) == 2
     assert "no chat template" in capsys.readouterr().err
+
+
+def test_a_line_that_is_no_utf_8_is_answered(
+    dialogue: Callable[..., Dialogue], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talks = dialogue(None)
+    Scripted(talks, "yes", "no")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xffb\n"), encoding="utf-8"))
+    chat.talk(talks)
+    talks.answer("\udcff")  # as it comes from a command line
+    assert capsys.readouterr().out.split() == ["yes", "no"]
 
 
 def test_ctrl_c_ends_an_answer_which_is_remembered_and_the_end_of_input_the_dialogue(

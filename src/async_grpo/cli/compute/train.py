@@ -51,6 +51,14 @@ def build_parser() -> Parser:
         "--dry-run", action="store_true", help="print the plan of the run; start nothing, change no file"
     )
     options.add_training_options(parser)
+    _add_processes(parser)
+    options.add_distributed_options(parser)
+    options.add_run_options(parser)
+    return parser
+
+
+def _add_processes(parser: Parser) -> None:
+    """Which processes there are, on which devices, and how they end."""
     group = parser.add_argument_group("distributed", "a parameter server that trains, and workers that generate")
     group.add_argument("--distributed", action="store_true", help="implied by the next four options, and by --resume")
     group.add_argument(
@@ -94,9 +102,6 @@ def build_parser() -> Parser:
     )
     group.add_argument("--quiet", "-q", action="store_true", help="show only warnings, errors and the table at the end")
     options.add_worker_options(group)
-    options.add_distributed_options(parser)
-    options.add_run_options(parser)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
