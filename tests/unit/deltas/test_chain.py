@@ -108,17 +108,37 @@ def test_damage_is_named_and_the_rest_rebuilds(folder: Path, damage: Callable[[P
             chain.rebuild(version)
 
 
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    writer, replace = ChainWriter(tmp_path / "chain", ABOUT), Path.replace
+    writer.begin(0, weights(0))
+
+    def synced(fd: int) -> None:
+        events.append(f"sync {Path(f'/proc/self/fd/{fd}').readlink().name.split('-')[0]}")
+
+    def named(path: Path, target: Path) -> Path:
+        events.append(f"name {target.name}")
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", named)
+    writer.append(1, weights(1))
+    writer.close()
+    assert events == ["sync .writing", "name 000001.delta", "sync chain", "sync .writing", "name latest"]
+
+
 def test_what_no_other_file_shows_to_be_missing(folder: Path) -> None:
     (folder / "000003.delta").unlink()  # the next one is a snapshot
     (folder / "000009.delta").unlink()  # the newest
     assert [problem.version for problem in Chain(folder).verify().problems] == [3, 9]
 
 
-def test_each_byte_of_each_file_that_flips_makes_no_wrong_version(tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [211, pytest.param(11, marks=pytest.mark.slow)])
+def test_each_byte_of_each_file_that_flips_makes_no_wrong_version(tmp_path: Path, apart: int) -> None:
     folder = write_chain(tmp_path / "chain", 2)
     for path in sorted(folder.glob("0*")):
         data = path.read_bytes()
-        for at in range(0, len(data), 37):
+        for at in range(0, len(data), apart):
             path.write_bytes(data[:at] + bytes([data[at] ^ 0xFF]) + data[at + 1 :])
             verdict = Chain(folder).verify()
             assert verdict.problems and verdict.versions == list(range(int(path.stem)))

@@ -66,7 +66,7 @@ def kill_often(folder: Path, times: int) -> None:
 
 
 def test_some_kills_of_the_writer(tmp_path: Path) -> None:
-    kill_often(tmp_path / "chain", 8)
+    kill_often(tmp_path / "chain", 5)
 
 
 @pytest.mark.slow

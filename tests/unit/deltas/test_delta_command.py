@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from archived_run import three_steps
 from delta_chains import weights, write_chain
+from matplotlib.figure import Figure
 
 from async_grpo.cli import main
 from async_grpo.deltas.places import kept_of, named_version
@@ -66,6 +67,18 @@ def test_stats_and_diff_count_what_changed(chain: Path, capsys: pytest.CaptureFi
     assert f"version 4 to 5: {changed} of 600 elements differ" in said
 
 
+def test_a_picture_has_a_row_for_each_layer_and_kind(
+    chain: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, dpi: drawn.append(figure))
+    assert main(["delta", "stats", str(chain), "--plot", str(chain / "map.svg")]) == 0
+    assert "map.svg: a heat map of 3 rows and 10 versions" in capsys.readouterr().out
+    rows = [[label.get_text() for label in axes.get_yticklabels()] for axes in drawn[0].axes[:2]]
+    assert rows == [["0", "1", "rest"], ["q_proj", "up_proj", "norm"]]
+
+
+@pytest.mark.slow  # seconds
 def test_a_picture_is_drawn(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["delta", "stats", str(chain), "--plot", str(chain / "map.svg")]) == 0
     picture = (chain / "map.svg").read_text()

@@ -49,10 +49,20 @@ def through_a_file(delta: Delta) -> Delta:
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(versions())
 def test_any_two_versions_come_back_bit_for_bit(pair: tuple[dict[str, Buffer], dict[str, Buffer]]) -> None:
-    old, new = pair
+    come_back(*pair)
+
+
+@pytest.mark.slow
+@settings(max_examples=500, deadline=None)
+@given(versions())
+def test_any_of_many_versions_come_back_bit_for_bit(pair: tuple[dict[str, Buffer], dict[str, Buffer]]) -> None:
+    come_back(*pair)
+
+
+def come_back(old: dict[str, Buffer], new: dict[str, Buffer]) -> None:
     kept = {name: buffer.copy() for name, buffer in old.items()}
     delta = through_a_file(encode(old, new))
     assert same(apply(delta, old), new)
