@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from async_grpo.deltas.chain import MODEL, Chain
 from async_grpo.errors import DeltaChainError
@@ -27,15 +28,20 @@ def write_checkpoint(chain: Chain, version: int, folder: Path) -> Path:
     if folder.exists():
         raise DeltaChainError(f"{folder} exists already. Name a folder that does not.")
     buffers = chain.rebuild(version)
-    if (chain.folder / MODEL).is_dir():
-        shutil.copytree(chain.folder / MODEL, folder)
-    else:
-        folder.mkdir(parents=True)
-    _set_dtype(folder / "config.json", buffers)
-    weights = folder / WEIGHTS.get(chain.about.kind, WEIGHTS["model"])
-    with room_for(weights):
-        write_safetensors(weights, {chain.about.names.get(name, name): buffer for name, buffer in buffers.items()})
-    return weights
+    name = WEIGHTS.get(chain.about.kind, WEIGHTS["model"])
+    building = folder.with_name(f".{folder.name}.{uuid4().hex}")
+    try:
+        with room_for(folder):
+            building.mkdir(parents=True)
+            if (chain.folder / MODEL).is_dir():
+                shutil.copytree(chain.folder / MODEL, building, dirs_exist_ok=True)
+            _set_dtype(building / "config.json", buffers)
+            write_safetensors(building / name, {chain.about.names.get(key, key): one for key, one in buffers.items()})
+            building.rename(folder)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    return folder / name
 
 
 def write_safetensors(path: Path, buffers: Buffers) -> None:

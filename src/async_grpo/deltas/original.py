@@ -14,8 +14,9 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,18 @@ def _rows(change: Change) -> list[tuple[Tensor, int]]:
     return [] if not change.values.numel() else list(zip(change.indices, change.shape, strict=True))
 
 
+def _refuse_hole(folder: Path, steps: Sequence[int], step: int) -> None:
+    """The original only logged that a file could not be written, and no hash shows that one is missing."""
+    apart = min((later - earlier for earlier, later in pairwise(steps)), default=1)
+    missing = [number for number in range(steps[0], step, apart) if number not in steps]
+    if missing:
+        raise DeltaChainError(
+            f"{folder} has no delta of step {missing[0]}, and those after it start from it: step {step} would lack its "
+            f"changes. The last step before it can be rebuilt, or give a checkpoint of step {missing[0]} or later as "
+            "--base, with the files after it in a folder of their own."
+        )
+
+
 def rebuild_original(folder: Path, step: int, base: Path, output: Path) -> bool:
     """Write the weights of `step` into a new folder, as a copy of the checkpoint `base` with other weights.
 
@@ -122,7 +135,7 @@ def rebuild_original(folder: Path, step: int, base: Path, output: Path) -> bool:
 
     Raises:
         BadFileError: a file cannot be used.
-        DeltaChainError: `step` is not there, `base` is of another model, or `output` exists.
+        DeltaChainError: `step` or one before it is not there, `base` is of another model, or `output` exists.
     """
     from safetensors.torch import load_file, save_file
 
@@ -133,12 +146,13 @@ def rebuild_original(folder: Path, step: int, base: Path, output: Path) -> bool:
         raise DeltaChainError(f"{output} exists already. Name a folder that does not.")
     if not (base / "model.safetensors").is_file():
         raise DeltaChainError(f"{base} has no model.safetensors, in which the weights of --base are expected.")
+    needed = {number: path for number, path in files.items() if number <= step}
+    _refuse_hole(folder, list(needed), step)
     weights = load_file(base / "model.safetensors")
     is_exact = True
-    for number, path in files.items():
-        if number <= step:
-            delta = read_original(path)
-            weights, is_exact = apply_original(delta, weights), is_exact and delta.is_exact
+    for path in needed.values():
+        delta = read_original(path)
+        weights, is_exact = apply_original(delta, weights), is_exact and delta.is_exact
     shutil.copytree(base, output)
     save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
     return is_exact

@@ -30,6 +30,7 @@ class Side:
     name: str
     runs: Mapping[int, Curves]  # by seed
     not_counted: Sequence[str]  # seeds whose run has not finished
+    dataset: str | None = None  # --dataset of the sweep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,7 @@ def side(folder: Path) -> Side:
     done = [run for run in sweep.runs if run.name in records and records[run.name].state == FINISHED]
     missing = [str(run.seed) for run in sweep.runs if run not in done]
     runs = {run.seed: curves(run) for run in done}
-    return Side(name=str(place), runs=runs, not_counted=missing)
+    return Side(name=str(place), runs=runs, not_counted=missing, dataset=sweep.dataset)
 
 
 def compare(a: Side, b: Side, *, figure: str | None = None, step: int | None = None) -> Effect:
@@ -175,6 +176,11 @@ def in_words(effect: Effect, a: Side, b: Side) -> Iterator[str]:
     sampled = [sorted({one.sampling for one in each.runs.values()}) for each in (a, b)]
     if sampled[0] != sampled[1]:
         yield f"Mind: A's completions were sampled {_or(sampled[0])}, B's {_or(sampled[1])}."
+    if a.dataset != b.dataset:
+        yield (
+            f"Mind: A has --dataset {a.dataset or '(none)'}, B {b.dataset or '(none)'}. Problems are told apart by "
+            "their place in the eval_dataset, so if the two differ, neither interval means anything."
+        )
     yield f"A {effect.a:.4f}, B {effect.b:.4f}, A - B {effect.over_seeds.value:+.4f}"
     yield f"95% interval over {_number(effect)}: {_interval(effect.over_seeds)}"
     if effect.over_problems is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from delta_chains import weights, write_chain
 from matplotlib.figure import Figure
 
 from async_grpo.cli import main
+from async_grpo.deltas import checkpoint
 from async_grpo.deltas.places import kept_of, named_version
 from async_grpo.deltas.statistics import kind_of, layer_of
 from async_grpo.errors import DeltaChainError
@@ -43,6 +45,18 @@ def test_rebuild_writes_the_newest_or_the_version_asked_for(
         assert data.endswith(b"".join(buffer.data.tobytes() for buffer in weights(version).values()))
     assert main(["delta", "rebuild", str(chain), "--output", str(tmp_path / "rebuilt-3")]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+def test_a_rebuild_without_room_leaves_no_half_checkpoint(
+    chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(path: Path, buffers: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_safetensors", no_room)
+    assert main(["delta", "rebuild", str(chain), "--output", str(tmp_path / "new" / "rebuilt")]) == 1
+    assert "The disk is full: no room for" in capsys.readouterr().err
+    assert not [*(tmp_path / "new").iterdir()]
 
 
 def test_stats_and_diff_count_what_changed(chain: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,12 @@ def test_the_command_rebuilds_from_a_checkpoint(tmp_path: Path, capsys: pytest.C
     assert main(list(map(str, asked))) == 0
     assert "no hash to compare" in capsys.readouterr().out
     assert all(torch.equal(tensor, new[name]) for name, tensor in load_file(tmp_path / "out/model.safetensors").items())
+    for step in (2, 4):
+        torch.save(original(step, old, new, values=True), tmp_path / "deltas" / f"delta_00000{step}.pt")
+    asked[-1] = tmp_path / "again"
+    assert main(list(map(str, asked))) == 2
+    assert "no delta of step 3" in capsys.readouterr().err and not (tmp_path / "again").exists()
+    assert main([*map(str, asked), "--step", "2"]) == 0
 
 
 class Hostile:

@@ -108,6 +108,15 @@ def test_other_sampling_is_said() -> None:
     assert "Mind" not in "\n".join(in_words(compare(a, a), a, a))
 
 
+def test_what_cannot_be_compared_by_problem_is_said() -> None:
+    a = Side(name="a", runs={1: curves(value=0.5), 2: curves(value=0.6)}, not_counted=(), dataset="gsm8k")
+    b = side("b", {1: curves(value=0.4), 2: curves(value=0.5)})
+    words = "\n".join(in_words(compare(a, b), a, b))
+    assert "No interval over problems" in words and "A has --dataset gsm8k, B (none)" in words
+    same = "\n".join(in_words(compare(b, b), b, b))
+    assert "--dataset" not in same
+
+
 def test_a_step_that_not_all_runs_evaluated_is_refused() -> None:
     a, b = side("a", {1: curves(value=0.6)}), side("b", {1: curves(step=20, value=0.5)})
     assert compare(a, b).step == 0

@@ -38,7 +38,12 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_parallel_one_exports_the_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert script("run_parallel_training", monkeypatch).SEEDS == [42, 1337, 2024, 9999]
+    parallel = script("run_parallel_training", monkeypatch)
+    assert parallel.SEEDS == [42, 1337, 2024, 9999]
+    parallel.SEEDS = [5, 6, 7]  # as users of the original do in the file
+    assert parallel.command(["--num-instances", "2"])[-2:] == ["--seeds", "5,6"]
+    assert parallel.command(["--seeds", "1"]) == ["sweep", "--seeds", "1"]
+    assert parallel.command(["--resume"]) == ["sweep", "--resume"]
 
 
 def test_the_single_one_is_a_command_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
