@@ -89,6 +89,7 @@ def _data(groups: FinishedGroups, selection: Selection) -> dict[str, Any]:
     numbers: dict[tuple[int, int], int] = {}
     about: list[dict[str, Any]] = []
     rows: list[list[Any]] = []
+    dialogues: dict[int, list[list[Any]]] = {}  # by row
     room = _PAGE_CHARACTERS
     for rollout in selection.rollouts:
         key = (rollout.found.group.job.seq, rollout.found.group.attempt)
@@ -98,6 +99,9 @@ def _data(groups: FinishedGroups, selection: Selection) -> dict[str, Any]:
             room -= len(about[-1]["prompt"]) + sum(map(len, about[-1]["images"]))
         rows.append([numbers[key], *_row(rollout, names)])
         room -= len(rows[-1][4]) + sum(map(len, rows[-1][6]))
+        if parts := _dialogue(rollout):
+            dialogues[len(rows) - 1] = parts
+            room -= sum(len(part[1]) for part in parts)
         if room < 0:
             break
     state = groups.state
@@ -109,6 +113,7 @@ def _data(groups: FinishedGroups, selection: Selection) -> dict[str, Any]:
         "rewards": [printable(name) for name in names],
         "groups": about,
         "rows": rows,
+        "dialogues": dialogues,
     }
 
 
@@ -144,6 +149,24 @@ def _row(rollout: Rollout, names: list[str]) -> list[Any]:
         _images([*(value for _, value in rollout.columns), rollout.found.group.completions[rollout.index]]),
         *(_number(rewards.get(name)) for name in names),
     ]
+
+
+def _dialogue(rollout: Rollout) -> list[list[Any]]:
+    """Its messages: [role, text, reward of the turn, 1 or -1 where that is more or less than the mean of the group's].
+
+    Empty where no tool has written.
+    """
+    group = rollout.found.group
+    messages = group.completions[rollout.index]
+    if not isinstance(messages, list) or not any(message.get("role") == "tool" for message in messages):
+        return []
+    known = [reward for row in group.rewards_of_turns() for reward in row if not math.isnan(reward)]
+    usual, rewards, parts = sum(known) / max(1, len(known)), iter(rollout.turn_rewards), []
+    for message in messages:
+        reward = _number(next(rewards, math.nan)) if message.get("role") == "assistant" else None
+        side = 0 if reward is None else int(reward > usual) - int(reward < usual)
+        parts.append([printable(str(message.get("role"))), _text([message]), reward, side])
+    return parts
 
 
 def _columns(values: Iterable[tuple[str, Any]]) -> list[list[str]]:

@@ -117,8 +117,26 @@ def test_turn_rewards_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[st
     run = ArchivedRun(tmp_path)
     counts, rewards = np.array([2, 1], np.int32), np.array([0.25, np.nan, 0.5], np.float32)
     run.use(1, [0], turn_counts=counts, turn_rewards=rewards)
-    assert "turns 0.25  none" in shown(capsys, run.root)
+    assert "turn rewards 0.25 none" in " ".join(shown(capsys, run.root).split())
     assert "turn rewards: 0.5" in shown(capsys, run.root, "--job", "0")
+
+
+def test_a_dialogue_is_on_the_page_by_its_turns(tmp_path: Path) -> None:
+    run, page = ArchivedRun(tmp_path), tmp_path / "page.html"
+    calls = [{"type": "function", "function": {"name": "search", "arguments": {"query": "sea"}}}]
+    asks = {"role": "assistant", "content": "", "tool_calls": calls}
+    result = {"role": "tool", "name": "search", "content": HOSTILE}
+    completions = [[asks, result, {"role": "assistant", "content": "four"}], [{"role": "assistant", "content": "no"}]]
+    counts, rewards = np.array([2, 1], np.int32), np.array([0.25, np.nan, 0.0], np.float32)
+    run.use(1, [0], completions=completions, turn_counts=counts, turn_rewards=rewards)
+    assert main(["rollouts", str(run.root), "--html", str(page)]) == 0
+    (parts,) = data_of(page)["dialogues"].values()
+    assert [(role, reward, side) for role, _, reward, side in parts] == [
+        ("assistant", 0.25, 1),
+        ("tool", None, 0),
+        ("assistant", None, 0),
+    ]
+    assert 'search({"query": "sea"})' in parts[0][1]
 
 
 def test_hostile_text_steers_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

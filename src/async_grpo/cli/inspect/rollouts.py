@@ -173,7 +173,7 @@ def _lines(rollout: Rollout, console: Console, *, whole: bool) -> Iterator[Text]
     if len(rollout.rewards) > 1:
         head.append("  " + "  ".join(f"{name} {_number(value)}" for name, value in rollout.rewards.items()), "dim")
     if rollout.turn_rewards:
-        head.append(f"  turns {in_a_line(rollout.turn_rewards)}", "dim")
+        head.append(f"  turn rewards {in_a_line(rollout.turn_rewards)}", "dim")
     group = rollout.found.group
     lines = _cut(printable(as_text(group.completions[rollout.index])), whole=whole).split("\n")
     if len(lines) == 1 and len(head) + 2 + len(lines[0]) <= console.width:
