@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +19,7 @@ from async_grpo.rundir.shape import shaped
 
 WAITING, RUNNING, FINISHED, FAILED, STOPPED = "waiting", "running", "finished", "failed", "stopped"
 _START = 19  # of the fields of /proc/PID/stat after the name: field 22 in proc(5)
+POLL_S = 0.05
 KILL_WAIT_S = 30.0  # a process that SIGKILL does not end by then hangs in the kernel
 
 
@@ -87,28 +89,50 @@ def born(pid: int) -> float:
 def end_leftovers(records: Iterable[Record], *, grace_s: float, say: Callable[[str], None]) -> None:
     """End the processes that a killed queue has left: SIGTERM, and SIGKILL after the grace. Returns when they are gone.
 
-    A process that has the pid of a record, but began at another time, is somebody else's and is left alone.
+    They end what they have started themselves; what is left of that after the grace is killed with them. A process that
+    has the pid of a record, but began at another time, is somebody else's and is left alone.
     """
     left = [found for record in records if record.state == RUNNING and (found := _same_process(record)) is not None]
     if not left:
         return
+    started = [child for process in left for child in _started_by(process)]
     pids = ", ".join(str(process.pid) for process in left)
     say(f"ending what the killed queue has left: pid {pids}")
     for process in left:
         with suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, deaf = psutil.wait_procs(left, timeout=grace_s)
+    deaf = _alive_after([*left, *started], grace_s)
     for process in deaf:
         say(f"killing pid {process.pid}: it did not end in {grace_s:g} s")
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(deaf, timeout=KILL_WAIT_S)
+    _alive_after(deaf, KILL_WAIT_S)
+
+
+def _alive_after(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Those that have not ended by then. A zombie has: in a container there may be nobody who reaps it."""
+    deadline = time.monotonic() + timeout_s
+    while (left := [one for one in processes if _is_alive(one)]) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return left
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _started_by(process: psutil.Process) -> list[psutil.Process]:
+    with suppress(psutil.NoSuchProcess):
+        return process.children(recursive=True)
+    return []
 
 
 def _same_process(record: Record) -> psutil.Process | None:
     try:
         process = psutil.Process(record.pid)
-        is_it = born(record.pid) == record.born and process.status() != psutil.STATUS_ZOMBIE
     except (psutil.NoSuchProcess, ValueError):
         return None
-    return process if is_it else None
+    return process if born(record.pid) == record.born and _is_alive(process) else None

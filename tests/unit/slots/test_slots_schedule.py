@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,22 @@ def test_what_a_killed_queue_has_left_is_ended_by_its_pid(yard: Yard) -> None:
         for process in (deaf, polite):
             process.kill()
             process.communicate()
+
+
+def test_what_a_left_process_has_started_and_does_not_end_is_killed_with_it(yard: Yard) -> None:
+    """A server that goes on would hold the run's folder, and the resumed run could not start."""
+    launcher = subprocess.Popen(["sh", "-c", f"({DEAF}) & wait"], stdout=subprocess.PIPE, text=True)
+    try:
+        assert launcher.stdout is not None and launcher.stdout.readline() == "deaf\n"
+        servers = psutil.Process(launcher.pid).children(recursive=True)
+        record = Record(task="a", state=RUNNING, pid=launcher.pid, born=born(launcher.pid))
+        end_leftovers([record], grace_s=0.1, say=yard.said.append)
+        assert servers and not [server for server in servers if server.is_running()]
+    finally:
+        for process in (*servers, launcher):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        launcher.communicate()
 
 
 def test_a_task_ends_with_the_process_that_runs_the_queue(yard: Yard) -> None:
