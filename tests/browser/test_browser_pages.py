@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from archived_run import HOSTILE, ArchivedRun, three_steps
 
@@ -301,3 +302,28 @@ def test_ten_thousand_completions_are_drawn_a_page_at_a_time(browser: Any, tmp_p
     page.fill("#search", "reply 9999 ")
     page.wait_for_function("() => document.getElementById('count').textContent.startsWith('1 of 10,000')")
     page.close()
+
+
+def test_a_dialogue_is_shown_by_its_turns(browser: Any, run: ArchivedRun, tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "search", "arguments": {"query": "sea"}}}
+    dialogue = [
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "name": "search", "content": "The sea of <b>Quim</b>."},
+        {"role": "assistant", "content": "Quim"},
+    ]
+    counts, rewards = np.array([2, 1], np.int32), np.array([0.5, 0.0, 0.0], np.float32)
+    completions = [dialogue, [{"role": "assistant", "content": "no"}]]
+    run.use(5, [8], completions=completions, turn_counts=counts, turn_rewards=rewards)
+    opened = Page(browser, run, tmp_path)
+    page = opened.page
+    parts = page.locator("details.part")
+    assert parts.locator("summary").all_inner_texts() == [
+        "turn 1 0.5",
+        "[tool search] The sea of <b>Quim</b>.",
+        "turn 2 0",
+    ]
+    assert [page.locator("details.part").nth(at).locator("pre").is_visible() for at in range(3)] == [True, False, True]
+    parts.nth(1).locator("summary").click()
+    assert parts.nth(1).locator("pre").is_visible()
+    assert page.locator("details.part.more").count() == 1
+    opened.close()
