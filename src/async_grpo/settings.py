@@ -17,6 +17,14 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _LIMIT = re.compile(r"(\d+)\s*(KB|MB|GB|TB)?", re.IGNORECASE)
 
 
+def memory_size(text: str) -> int:
+    """Bytes of `"40GB"`, in powers of ten. Raises `ArgumentTypeError` for anything else."""
+    match = _LIMIT.fullmatch(text.strip())
+    if match is None or not match[2] or not int(match[1]):
+        raise ArgumentTypeError(f"must be a size such as 40GB, got {text!r}")
+    return int(match[1]) * _UNITS[match[2].upper()]
+
+
 @dataclass(frozen=True, slots=True)
 class ArchiveLimit:
     """Keep at most this many groups, or this many bytes of them, the newest first."""

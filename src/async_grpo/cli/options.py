@@ -15,7 +15,7 @@ from async_grpo.errors import UsageError
 from async_grpo.formatting import printable
 from async_grpo.rundir import run_options
 from async_grpo.rundir.paths import FINISHED, RunDir
-from async_grpo.settings import TrainingSettings, WorkerSettings, flag_name
+from async_grpo.settings import TrainingSettings, WorkerSettings, flag_name, memory_size
 from async_grpo.setup.devices import CPU, hold_to_device, parse_device, threads_per_process, visible_gpus
 
 DEFAULT_CONFIG = Path("src/app/trainer_setup_gsmk.py")
@@ -87,6 +87,15 @@ def add_log_level_option(parser: argparse.ArgumentParser) -> None:
 def add_device_option(parser: argparse.ArgumentParser) -> None:
     """For a command that computes on one device; `device()` understands it."""
     parser.add_argument("--device", "-d", help="GPU index or 'cpu' (default: GPU 0 where there is one)")
+
+
+def add_gpu_memory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpu-memory",
+        type=memory_size,
+        metavar="40GB",
+        help="also say what fits GPUs of this memory, by the rules of docs/what_fits.md",
+    )
 
 
 def add_settings(parser: argparse._ActionsContainer, settings: type, *names: str) -> None:

@@ -12,7 +12,12 @@ from async_grpo.checks.doctor import gpu, machine, packages, setup, storage, wei
 from async_grpo.checks.doctor.finding import Check, Finding, Level, error
 
 
-def checks(run_dir: Path, config: Path | None = None, config_values: Mapping[str, str] | None = None) -> list[Check]:
+def checks(
+    run_dir: Path,
+    config: Path | None = None,
+    config_values: Mapping[str, str] | None = None,
+    gpu_memory: int | None = None,
+) -> list[Check]:
     """Each yields its findings as it makes them. Only those on GPUs, weights and the setup file take seconds."""
     found = gpu.driver()
     every: list[Check] = [
@@ -29,7 +34,9 @@ def checks(run_dir: Path, config: Path | None = None, config_values: Mapping[str
     ]
     if config is not None:
         available = psutil.virtual_memory().available
-        every.append(lambda: setup.setup_file(config, config_values, gpus=found.visible, memory=available))
+        every.append(
+            lambda: setup.setup_file(config, config_values, gpus=found.visible, memory=available, gpu_memory=gpu_memory)
+        )
     return every
 
 

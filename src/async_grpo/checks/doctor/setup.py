@@ -8,12 +8,14 @@ from pathlib import Path
 from async_grpo.checks.doctor.finding import Finding, error, ok, warning
 from async_grpo.checks.plan.batch_arithmetic import optimizer_steps, rounds_of
 from async_grpo.checks.plan.facts import Look, Question, TrainerFacts, look_at_trainer
+from async_grpo.checks.plan.fit import best_change
 from async_grpo.checks.plan.memory import estimate
+from async_grpo.checks.plan.what_fits import best_generation_change, trainer_fit, worker_fit
 from async_grpo.errors import SetupFileError
 from async_grpo.formatting import size
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU
-from async_grpo.setup.grpo_config.batch import Batch, misfit, what_to_set
+from async_grpo.setup.grpo_config.batch import Batch, misfit, possible_generations, what_to_set
 from async_grpo.setup.setup_file import check_setup_file
 
 TIMEOUT_S = 600.0
@@ -21,7 +23,12 @@ _HINT = "`async-grpo train FILE --device 0` runs it in one process, as TRL does.
 
 
 def setup_file(
-    config: Path, config_values: Mapping[str, str] | None = None, *, gpus: int, memory: int
+    config: Path,
+    config_values: Mapping[str, str] | None = None,
+    *,
+    gpus: int,
+    memory: int,
+    gpu_memory: int | None = None,
 ) -> Iterator[Finding]:
     """Build the trainer that the file's `get_trainer()` returns, and say what would stop or hinder a run.
 
@@ -29,6 +36,7 @@ def setup_file(
         config_values: of `--set`.
         gpus: how many are visible.
         memory: bytes of RAM that are available.
+        gpu_memory: bytes of each GPU that the run is planned for; None: not asked about.
     """
     try:
         check_setup_file(config)
@@ -36,10 +44,10 @@ def setup_file(
         yield error("setup file", str(refusal).splitlines()[0], "Give a Python file with get_trainer().")
         return
     question = Question(config=config, device="0" if gpus else CPU, settings=TrainingSettings(set=config_values))
-    yield from judge(look_at_trainer(question, TIMEOUT_S), gpus, memory)
+    yield from judge(look_at_trainer(question, TIMEOUT_S), gpus, memory, gpu_memory)
 
 
-def judge(look: Look, gpus: int, memory: int) -> Iterator[Finding]:
+def judge(look: Look, gpus: int, memory: int, gpu_memory: int | None = None) -> Iterator[Finding]:
     """The lines for what the child found."""
     if look.facts is None:
         if look.batch is not None and misfit(look.batch):
@@ -61,15 +69,21 @@ def judge(look: Look, gpus: int, memory: int) -> Iterator[Finding]:
         yield error("distributed", look.error, _HINT)
     yield from (_batch(facts.batch), _dataset(facts), _tokens(facts), _lengths(facts))
     yield from (_precision(facts, gpus), _memory(facts, gpus, memory), _pace(facts), _checkpoints(facts))
+    if gpu_memory is not None:
+        yield from _fit(facts, gpu_memory)
 
 
 def _batch(batch: Batch) -> Finding:
     wrong = misfit(batch)
     if wrong:
-        return error("batch", wrong, f"Set one of: {'; '.join(what_to_set(batch))}.")
+        possible = ", ".join(map(str, possible_generations(batch))) or "none"
+        return error(
+            "batch", wrong, f"Set one of: {'; '.join(what_to_set(batch))}. Possible num_generations: {possible}."
+        )
     return ok(
         "batch",
-        f"{batch.prompts} prompts x {batch.num_generations} completions = {batch.generation_batch_size} a round",
+        f"{batch.prompts} prompts x {batch.num_generations} completions = {batch.generation_batch_size} a round; "
+        f"possible num_generations: {', '.join(map(str, possible_generations(batch)))}",
     )
 
 
@@ -140,6 +154,20 @@ def _memory(facts: TrainerFacts, gpus: int, available: int) -> Finding:
             "A smaller model, LoRA, or an 8-bit optimizer.",
         )
     return ok("model memory", f"{found} (`train --dry-run` has the parts)")
+
+
+def _fit(facts: TrainerFacts, gpu_memory: int) -> Iterator[Finding]:
+    """Of a server and a worker on GPUs of their own."""
+    for subject, text, well in (trainer_fit(facts, gpu_memory), worker_fit(facts, gpu_memory)):
+        if well:
+            yield ok(subject, text)
+        else:
+            change = best_change(facts) if subject == "trainer fits" else best_generation_change(facts, gpu_memory)
+            yield warning(
+                subject,
+                text,
+                f"What helps most: {change.text if change else 'a smaller model, or a shorter max_completion_length'}.",
+            )
 
 
 def _pace(facts: TrainerFacts) -> Finding:

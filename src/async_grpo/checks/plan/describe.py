@@ -6,10 +6,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from async_grpo.checks import probe
-from async_grpo.checks.plan.facts import Parameters, Question, TrainerFacts
+from async_grpo.checks.plan.facts import Parameters, Question, Shape, TrainerFacts
 from async_grpo.errors import AsyncGRPOError
 from async_grpo.redaction import Redactor
 from async_grpo.settings import TrainingSettings
@@ -43,8 +43,9 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
     try:
         check_torch_sees(question.device)
         _save_nothing()
+        sharded = 1
         if question.accelerate_config is not None:
-            _count_processes(question.accelerate_config)
+            sharded = _count_processes(question.accelerate_config)
         trainer = load_trainer(
             question.config,
             engine_here=False,
@@ -53,7 +54,7 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
             seed=settings.seed,
             config_values=settings.set,
         )
-        answer["facts"] = asdict(describe(trainer, settings, question.sharing))
+        answer["facts"] = {**asdict(describe(trainer, settings, question.sharing)), "sharded_over": sharded}
         if question.distributed:
             answer["facts"].update(_distributed(trainer, question))
     except AsyncGRPOError as error:
@@ -88,13 +89,20 @@ def _save_nothing() -> None:
     Trainer.init_hf_repo = lambda self, token=None: None
 
 
-def _count_processes(accelerate_config: Path) -> None:
-    """Let TRL do its arithmetic of batches as in each of the processes that there will be."""
+def _count_processes(accelerate_config: Path) -> int:
+    """Let TRL do its arithmetic of batches as in each of the processes that there will be.
+
+    Returns:
+        how many of them share the weights: 1 where each has all.
+    """
     from accelerate.commands.config.config_args import load_config_from_file
     from transformers import TrainingArguments
 
-    processes = int(load_config_from_file(str(accelerate_config)).num_processes)
+    config = load_config_from_file(str(accelerate_config))
+    processes = int(config.num_processes)
     TrainingArguments.world_size = property(lambda self: processes)
+    kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+    return processes if kind == "FSDP" else 1
 
 
 def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | None = None) -> TrainerFacts:
@@ -146,7 +154,30 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | No
         epoch_rounds=None if rows is None else rows // groups_per_round(trainer),
         groups_ahead=schedule.groups_ahead,
         first_groups=Lookahead(schedule.groups_per_round, schedule.groups_ahead).groups,
+        shape=shape_of(model),
+        gradient_checkpointing=bool(args.gradient_checkpointing),
+        vllm_share=args.vllm_gpu_memory_utilization if wants_vllm(trainer) else None,
     )
+
+
+def shape_of(model: nn.Module) -> Shape | None:
+    """What the rules of memory need of a dense decoder; None of another model."""
+    config = cast(Any, model.config).get_text_config()
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if not hidden or not heads or experts:
+        return None
+    shape = {
+        "layers": getattr(config, "num_hidden_layers", None),
+        "hidden": hidden,
+        "intermediate": getattr(config, "intermediate_size", None),
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or hidden // heads,
+        "vocabulary": getattr(config, "vocab_size", None),
+    }
+    whole = all(isinstance(value, int) and value > 0 for value in shape.values())
+    return Shape(**shape, element_bytes=next(model.parameters()).element_size()) if whole else None
 
 
 def parameters_of(model: nn.Module) -> Parameters:

@@ -10,16 +10,17 @@ from pathlib import Path
 from async_grpo.checks.plan.batch_arithmetic import optimizer_steps, rounds_of, versions_within_round
 from async_grpo.checks.plan.facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
 from async_grpo.checks.plan.memory import MemoryEstimate, estimate
+from async_grpo.checks.plan.what_fits import fit_rows, size_rows
 from async_grpo.formatting import counted, size
 from async_grpo.launch.launcher import LaunchOptions
 from async_grpo.rundir.lifecycle import Fate, preview
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU
 from async_grpo.setup.generator_choice import HF, STARTED_SERVER, VLLM, VLLM_SERVER
+from async_grpo.setup.grpo_config.batch import possible_generations
 from async_grpo.training.corrections.rule import rule_of
 
 _WIDTH = 15
-_NOT_COUNTED = "not counted: activations, keys and values of generation, and what Python and CUDA themselves take"
 _ENGINES = {
     HF: "transformers, in the workers",
     VLLM: "vLLM, in the workers",
@@ -28,8 +29,8 @@ _ENGINES = {
 }
 
 
-def plan_distributed(options: LaunchOptions) -> None:
-    """Print what `launch(options)` would do.
+def plan_distributed(options: LaunchOptions, gpu_memory: int | None = None) -> None:
+    """Print what `launch(options)` would do, and what of it fits GPUs of `gpu_memory` bytes.
 
     Raises:
         AsyncGRPOError: where `launch` would refuse, or its server would, with the same text and exit code.
@@ -60,11 +61,12 @@ def plan_distributed(options: LaunchOptions) -> None:
             *_staleness_rows(facts, training),
             *_memory_rows(facts, options),
             *_ranks_note(facts),
+            *_fit_rows(facts, options, gpu_memory),
         ]
     )
 
 
-def plan_single(config: Path, device: str, settings: TrainingSettings) -> None:
+def plan_single(config: Path, device: str, settings: TrainingSettings, gpu_memory: int | None = None) -> None:
     """Print what training in one process would be. Raises as `plan_distributed` does."""
     _announce(config)
     question = Question(config=config, device=device, settings=settings, distributed=False)
@@ -80,7 +82,9 @@ def plan_single(config: Path, device: str, settings: TrainingSettings) -> None:
             *_batch_rows(facts),
             ("memory", f"{size(need)} on {_device(device)}: {_parts(memory)}"),
             ("", f"  (optimizer state of {memory.optimizer_note})"),
-            ("", _NOT_COUNTED),
+            *size_rows(facts, on_gpu=device != CPU or gpu_memory is not None),
+            ("", _not_counted(facts)),
+            *(fit_rows(facts, gpu_memory, sharing=0, elsewhere=0) if gpu_memory is not None else ()),
         ]
     )
 
@@ -159,6 +163,7 @@ def _batch_rows(facts: TrainerFacts) -> Iterator[tuple[str, str]]:
         f"({each}forward passes of {batch.per_device_train_batch_size}; an optimizer step is "
         f"{batch.gradient_accumulation_steps} of them, a round {passes})",
     )
+    yield "", f"  possible num_generations: {', '.join(map(str, possible_generations(batch)))}"
     steps = optimizer_steps(batch, max_steps=facts.max_steps, epochs=facts.epochs, epoch_rounds=facts.epoch_rounds)
     if steps is None:
         yield "length", f"{facts.epochs:g} epochs of streamed data: as many steps as it has"
@@ -207,7 +212,27 @@ def _memory_rows(facts: TrainerFacts, options: LaunchOptions) -> Iterator[tuple[
         )
     for device in sorted({device for device in workers if device != master}):
         yield "", f"{counted(workers.count(device), 'worker')} on {_device(device)}: {size(memory.worker_own)} each"
-    yield "", _NOT_COUNTED
+    yield from size_rows(facts, on_gpu=master != CPU)
+    yield "", _not_counted(facts)
+
+
+def _fit_rows(facts: TrainerFacts, options: LaunchOptions, gpu_memory: int | None) -> Iterator[tuple[str, str]]:
+    """Devices of a CPU stand for the GPUs of another machine: the workers would be on GPUs of their own."""
+    if gpu_memory is None:
+        return
+    workers = options.worker_devices
+    if options.master_device == CPU:
+        yield from fit_rows(facts, gpu_memory, sharing=0, elsewhere=1)
+        return
+    others = [workers.count(device) for device in set(workers) if device != options.master_device]
+    yield from fit_rows(facts, gpu_memory, sharing=options.workers_sharing, elsewhere=max(others, default=0))
+
+
+def _not_counted(facts: TrainerFacts) -> str:
+    """What the sums above leave out."""
+    if facts.shape is None:
+        return "not counted: activations, keys and values of generation, and what Python and CUDA themselves take"
+    return "not counted in the memory above: activations, keys and values; nor what Python and CUDA take themselves"
 
 
 def _slots(facts: TrainerFacts) -> str:

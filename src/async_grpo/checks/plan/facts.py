@@ -33,6 +33,20 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Of a dense decoder, as its configuration says."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    element_bytes: int  # of a weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerFacts:
     """A built trainer, described."""
 
@@ -74,10 +88,16 @@ class TrainerFacts:
     generator: str = ""  # hf or vllm: what the workers of a distributed run generate with
     resumes_from: str = ""  # checkpoint, under --resume
     other_checkpoints: str = ""  # a sentence about those in output_dir that are not this run's
+    shape: Shape | None = None  # None: a mixture of experts, or another model that is no dense decoder
+    gradient_checkpointing: bool = True
+    sharded_over: int = 1  # processes that share the trainer's weights, gradients and optimizer state
+    vllm_share: float | None = None  # of a GPU's memory, for weights, keys and values; None: not with vLLM
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainerFacts:
-        return cls(**{**data, "batch": Batch(**data["batch"]), "parameters": Parameters(**data["parameters"])})
+        shape = Shape(**data["shape"]) if data.get("shape") else None
+        parts = {"batch": Batch(**data["batch"]), "parameters": Parameters(**data["parameters"]), "shape": shape}
+        return cls(**{**data, **parts})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

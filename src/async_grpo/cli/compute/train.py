@@ -50,6 +50,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--dry-run", action="store_true", help="print the plan of the run; start nothing, change no file"
     )
+    options.add_gpu_memory(parser)
     options.add_training_options(parser)
     _add_processes(parser)
     options.add_distributed_options(parser)
@@ -117,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
             f"No setup file was named, and the default, {args.config}, is not in this folder (it is the GSM8K recipe "
             "of a checkout). Name yours: async-grpo train my_trainer.py; `async-grpo init my_trainer.py` writes one."
         )
+    if args.gpu_memory is not None and not args.dry_run:
+        raise UsageError("--gpu-memory is for a plan of what would fit: add --dry-run.")
     check_setup_file(args.config)
     named = (args.num_workers, args.master_device_id, args.worker_device_ids, args.accelerate_config)
     if args.distributed or args.resume or any(value is not None for value in named):
@@ -133,7 +136,12 @@ def _single(args: argparse.Namespace) -> int:
     if args.dry_run:
         from async_grpo.checks.plan.dry_run import plan_single
 
-        plan_single(args.config.absolute(), device, TrainingSettings(steps=args.steps, seed=args.seed, set=args.set))
+        plan_single(
+            args.config.absolute(),
+            device,
+            TrainingSettings(steps=args.steps, seed=args.seed, set=args.set),
+            args.gpu_memory,
+        )
         return 0
     set_up_log(options.log_level(args))
     hold_to_device(device, os.environ)
@@ -192,7 +200,7 @@ def _distributed(args: argparse.Namespace) -> int:
     if args.dry_run:
         from async_grpo.checks.plan.dry_run import plan_distributed
 
-        plan_distributed(launched)
+        plan_distributed(launched, args.gpu_memory)
         return 0
     return launch(launched)
 

@@ -28,6 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--config", type=Path, metavar="FILE", help="also build this setup file's trainer, in a process of its own"
     )
     options.add_settings(parser, TrainingSettings, "set")
+    options.add_gpu_memory(parser)
     parser.add_argument(
         "--run-dir",
         type=Path,
@@ -57,11 +58,13 @@ def _check(args: argparse.Namespace) -> int:
 
     if args.set and args.config is None:
         raise UsageError("--set is for the GRPOConfig of a setup file: add --config FILE.")
+    if args.gpu_memory is not None and args.config is None:
+        raise UsageError("--gpu-memory is for the model of a setup file: add --config FILE.")
     config = None if args.config is None else args.config.absolute()
     if config is not None:
         print(f"Last comes {args.config}: its get_trainer() may take a while to load the model.", file=sys.stderr)
     found = []
-    for finding in findings(checks(args.run_dir, config, args.set)):
+    for finding in findings(checks(args.run_dir, config, args.set, args.gpu_memory)):
         found.append(finding)
         if not args.json:
             print(line(finding, colour=sys.stdout.isatty()), flush=True)

@@ -39,7 +39,11 @@ class BatchError(SetupFileError, ValueError):
     """The numbers of a `GRPOConfig` do not fit each other; as `ValueError` it is what TRL raises."""
 
     def __init__(self, batch: Batch) -> None:
-        super().__init__(f"{misfit(batch)}. Set one of: {'; '.join(what_to_set(batch))}.")
+        possible = ", ".join(map(str, possible_generations(batch))) or "none"
+        super().__init__(
+            f"{misfit(batch)}. Set one of: {'; '.join(what_to_set(batch))}. With these batch sizes num_generations can "
+            f"be: {possible}."
+        )
         self.batch = batch
 
 
@@ -60,12 +64,11 @@ def misfit(batch: Batch) -> str:
 def what_to_set(batch: Batch) -> list[str]:
     """Single changes, each of which makes the numbers fit, the smallest first."""
     if batch.num_generations < 2:
-        return [f"num_generations={value}" for value in _divisors(batch.generation_batch_size) if value > 1][:1] or [
+        return [f"num_generations={value}" for value in possible_generations(batch)][:1] or [
             "num_generations=8 and per_device_train_batch_size=8"
         ]
     group = batch.num_generations
-    fits = [value for value in _divisors(batch.generation_batch_size) if value > 1]
-    nearest = sorted(fits, key=lambda value: (abs(value - group), value))[:2]
+    nearest = sorted(possible_generations(batch), key=lambda value: (abs(value - group), value))[:2]
     advice = [f"num_generations={value}" for value in nearest]
     others = batch.generation_batch_size // batch.per_device_train_batch_size
     step = group // math.gcd(group, others)
@@ -77,6 +80,11 @@ def what_to_set(batch: Batch) -> list[str]:
     same = batch.steps_per_generation == batch.gradient_accumulation_steps
     advice.append(f"{'gradient_accumulation_steps' if same else 'steps_per_generation'}={passes}")
     return advice
+
+
+def possible_generations(batch: Batch) -> list[int]:
+    """Each `num_generations` that divides a generation batch into whole groups, the smallest first."""
+    return [value for value in _divisors(batch.generation_batch_size) if value > 1]
 
 
 def _product(batch: Batch) -> str:

@@ -1,0 +1,132 @@
+"""The arithmetic of what fits a GPU, against published configurations and by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_plan import batch, facts
+
+from async_grpo.checks.doctor import setup
+from async_grpo.checks.doctor.finding import Level
+from async_grpo.checks.plan.facts import Look, Parameters, Shape, TrainerFacts
+from async_grpo.checks.plan.fit import activation_bytes, best_change, kv_bytes_a_token, need_of, tokens_beside
+from async_grpo.checks.plan.memory import estimate
+from async_grpo.checks.plan.what_fits import fit_rows, size_rows, trainer_fit, worker_fit
+from async_grpo.setup.grpo_config.batch import BatchError, possible_generations
+
+GB = 10**9
+GIB = 2**30
+LLAMA_2_7B = Shape(
+    layers=32,
+    hidden=4096,
+    intermediate=11008,
+    heads=32,
+    kv_heads=32,
+    head_dim=128,
+    vocabulary=32000,
+    element_bytes=2,
+)
+QWEN_7B = replace(LLAMA_2_7B, layers=28, hidden=3584, intermediate=18944, heads=28, kv_heads=4, vocabulary=152064)
+LLAMA_31_8B = replace(LLAMA_2_7B, intermediate=14336, kv_heads=8, vocabulary=128256)
+OPT_13B = replace(LLAMA_2_7B, layers=40, hidden=5120, intermediate=20480, heads=40, kv_heads=40)
+
+
+def of_size(count: int, shape: Shape | None, **changes: object) -> TrainerFacts:
+    held = Parameters(
+        count=count, trained=count, nbytes=2 * count, trained_bytes=2 * count, dtypes={"bfloat16": 2 * count}
+    )
+    return facts(parameters=held, shape=shape, longest_prompt=0, **changes)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "possible"),
+    [
+        (batch(2, group=14, processes=7), [2, 7, 14]),
+        (batch(2, group=14, processes=7, passes=4), [2, 4, 7, 8, 14, 28, 56]),
+        (batch(1, group=2), []),
+    ],
+)
+def test_the_possible_numbers_of_generations(numbers: object, possible: list[int]) -> None:
+    assert possible_generations(numbers) == possible  # type: ignore[arg-type]
+
+
+def test_a_refusal_has_the_whole_list() -> None:
+    assert "num_generations can be: 2, 7, 14." in str(BatchError(batch(2, group=8, processes=7)))
+
+
+# --- published configurations (docs/what_fits.md cites them)
+
+
+def test_the_kv_cache_of_opt_13b_is_that_of_the_paper_of_vllm() -> None:
+    assert kv_bytes_a_token(OPT_13B) == 800 * 1024
+    assert tokens_beside(12 * GIB, OPT_13B) == pytest.approx(15_700, rel=0.01)
+
+
+def test_the_kv_cache_of_llama_31_8b_is_that_of_unsloth() -> None:
+    assert kv_bytes_a_token(LLAMA_31_8B) * 20 * 1024 == 2.5 * GIB
+
+
+def test_mixed_precision_with_adam_is_that_of_the_paper_of_zero() -> None:
+    """1.5 billion parameters: 24 GB, of which copies of the weights in fp32 take 6, as here the weights themselves."""
+    weights = Parameters(
+        count=1_500_000_000,
+        trained=1_500_000_000,
+        nbytes=6 * GB,
+        trained_bytes=6 * GB,
+        dtypes={"float32": 6 * GB},
+    )
+    of = facts(parameters=weights, slots=0)
+    memory = estimate(of)
+    assert memory.weights + memory.gradients + memory.optimizer == 24 * GB
+
+
+# --- 7 B on 40 GB
+
+
+@pytest.mark.parametrize(("length", "well"), [(131_072, False), (8_192, True)])
+def test_a_sequence_with_the_keys_of_every_head_beside_7b_on_40_gb(length: int, well: bool) -> None:
+    answer = worker_fit(of_size(6_738_000_000, LLAMA_2_7B, max_completion_length=length), 40 * GB)
+    assert answer.fits is well
+    assert ("does NOT fit" in answer.text) is not well
+
+
+def test_grouped_heads_hold_a_long_sequence_beside_7b_on_40_gb_but_no_group_of_them() -> None:
+    answer = worker_fit(of_size(7_616_000_000, QWEN_7B, max_completion_length=131_072), 40 * GB)
+    assert answer.fits and "2 of 131,072 at a time" in answer.text
+
+
+def test_the_share_that_vllm_gets_is_the_setting_and_raising_it_is_the_advice() -> None:
+    of = of_size(7_616_000_000, QWEN_7B, vllm_share=0.3, max_completion_length=8192)
+    assert "do NOT fit vllm_gpu_memory_utilization=0.3" in worker_fit(of, 40 * GB).text
+    rows = list(fit_rows(of, 40 * GB, sharing=0, elsewhere=1))
+    assert any("vllm_gpu_memory_utilization=0.85" in text for _, text in rows)
+
+
+def test_the_trainer_of_7b_does_not_fit_and_the_doctor_warns_with_what_helps_most() -> None:
+    of = of_size(7_616_000_000, QWEN_7B, max_completion_length=1024)
+    assert not trainer_fit(of, 40 * GB).fits
+    change = best_change(of)
+    assert change is not None and change.text.startswith("LoRA") and change.saved > 70 * GB
+    found = [line for line in setup.judge(Look(facts=of), 0, 10**12, 40 * GB) if line.subject.endswith("fits")]
+    assert [line.level for line in found] == [Level.WARNING] and "LoRA" in found[0].fix
+
+
+def test_checkpointing_is_what_helps_most_where_activations_rule() -> None:
+    of = of_size(1_000_000, QWEN_7B, max_completion_length=4096, gradient_checkpointing=False)
+    change = best_change(of)
+    assert change is not None and change.text == "gradient_checkpointing=True"
+    before, after = (activation_bytes(other, on_gpu=True) for other in (of, replace(of, gradient_checkpointing=True)))
+    assert before is not None and after is not None and change.saved == before - after
+
+
+def test_shards_divide_what_is_held_but_not_what_is_published() -> None:
+    of = of_size(1_000_000, None)
+    whole, halves = need_of(of, on_gpu=True), need_of(replace(of, sharded_over=2), on_gpu=True)
+    assert whole.total - halves.total == 4_000_000
+    assert "sharded over 2 processes" in trainer_fit(replace(of, sharded_over=2), GB).text
+
+
+def test_a_model_of_unknown_shape_is_said_to_be_counted_without_activations() -> None:
+    assert "without activations" in trainer_fit(of_size(1000, None), GB).text
+    assert list(size_rows(of_size(1000, None), on_gpu=True)) == []
