@@ -21,6 +21,14 @@ _GPU_IDS = re.compile(r"""^\s*["']?gpu_ids["']?\s*:\s*["']?(\d[\d, ]*)""", re.MU
 _PROCESSES = re.compile(r"""^\s*["']?num_processes["']?\s*:\s*["']?(\d+)""", re.MULTILINE)
 
 
+_DEEPSPEED = re.compile(r"""^[\s{]*["']?distributed_type["']?\s*:\s*["']?DEEPSPEED\b""", re.MULTILINE | re.IGNORECASE)
+
+
+def uses_deepspeed(config: Path) -> bool:
+    """Whether this configuration of accelerate is one of DeepSpeed, at any stage of ZeRO."""
+    return _DEEPSPEED.search(config.read_text(encoding="utf-8")) is not None
+
+
 def processes_of(config: Path) -> int:
     """How many ranks this configuration of accelerate names."""
     found = _PROCESSES.search(config.read_text(encoding="utf-8"))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.errors import UsageError
+from async_grpo.cli import main as cli_main
 from async_grpo.launch import accelerate_entry
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "accelerate" / "ddp.yaml"
@@ -53,3 +54,24 @@ def test_gpus_that_a_configuration_names(text: str, gpus: list[str], tmp_path: P
 def test_more_gpus_than_are_visible_are_refused() -> None:
     with pytest.raises(UsageError, match=r"GPU 1 was asked for, but CUDA_VISIBLE_DEVICES=4 leaves 1"):
         accelerate_entry._gpu_options(EXAMPLE, {"CUDA_VISIBLE_DEVICES": "4"})
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n", True),
+        ('{"distributed_type": "DEEPSPEED"}', True),
+        ("distributed_type: FSDP\n# not DEEPSPEED\n", False),
+    ],
+)
+def test_a_configuration_of_deepspeed_is_refused_at_the_start(
+    text: str, asked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, setup = tmp_path / "zero3.yaml", tmp_path / "setup.py"
+    config.write_text(text)
+    setup.write_text("get_trainer = None\n")
+    assert accelerate_entry.uses_deepspeed(config) is asked
+    if asked:
+        given = ["train", str(setup), "--master-device-id", "cpu", "--accelerate-config", str(config), "--dry-run"]
+        assert cli_main(given) == 2
+        assert "asks for DeepSpeed, which cannot run distributed yet" in capsys.readouterr().err

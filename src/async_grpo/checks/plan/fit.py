@@ -64,14 +64,14 @@ def activation_bytes(facts: TrainerFacts, *, on_gpu: bool) -> int | None:
     if shape is None:
         return None
     rows, element = facts.batch.per_device_train_batch_size, _computed_in(facts, shape)
-    kept = layer = layer_bytes_a_token(shape, element)
-    if facts.gradient_checkpointing:  # the input of each layer, and one layer while it is computed again
-        kept = shape.hidden * element
-    else:
-        layer = 0
+    tokens, layer = rows * sequence_tokens(facts), layer_bytes_a_token(shape, element)
     logits = 4 * rows * (facts.max_completion_length or 0) * shape.vocabulary
     logits = min(logits, _TILE) if on_gpu else _LOGITS * logits
-    return rows * sequence_tokens(facts) * (shape.layers * kept + layer) + logits + _autocast_copies(facts)
+    if facts.gradient_checkpointing:  # the input of each layer; the logits are gone when a layer is computed again
+        kept = tokens * shape.layers * shape.hidden * element + max(tokens * layer, logits)
+    else:
+        kept = tokens * shape.layers * layer + logits
+    return kept + _autocast_copies(facts)
 
 
 def layer_bytes_a_token(shape: Shape, element: int) -> int:

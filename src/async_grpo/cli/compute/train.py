@@ -206,11 +206,19 @@ def _distributed(args: argparse.Namespace) -> int:
 
 
 def _check_accelerate_config(args: argparse.Namespace) -> None:
+    from async_grpo.launch.accelerate_entry import uses_deepspeed
+
     if args.accelerate_config is None:
         return
     if not args.accelerate_config.is_file():
         raise UsageError(
             f"There is no accelerate configuration {args.accelerate_config}. examples/accelerate/ has some."
+        )
+    if uses_deepspeed(args.accelerate_config):
+        raise UsageError(
+            f"{args.accelerate_config} asks for DeepSpeed, which cannot run distributed yet: its weights are not "
+            "gathered to be published. FSDP2 shards weights, gradients and optimizer state as ZeRO-3 does: "
+            "--accelerate-config examples/accelerate/fsdp2.yaml."
         )
     if options.device(args.master_device_id) != CPU and args.worker_device_ids is None:
         raise UsageError(

@@ -1,0 +1,146 @@
+"""The hyperparameters of a training job: all are text there, and have types here."""
+
+import dataclasses
+import difflib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from async_grpo.setup.grpo_config.batch import Batch, BatchError, misfit
+
+OF_THE_SERVICE = "sagemaker_"  # what the service's own SDK adds
+RESERVED = "_tuning_objective_metric"
+
+
+class Refused(Exception):
+    """A sentence for whoever started the job."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hyperparameters:
+    model_name: str = "Qwen/Qwen2.5-7B-Instruct"  # of the hub, or a path; a channel `model` takes its place
+    num_gpus: int = 8  # the trainer has all but the last, the worker the last; 0: everything on the CPU
+    learning_rate: float = 1e-6
+    num_generations: int = 14
+    per_device_train_batch_size: int = 2
+    grad_accum_steps: int = 4
+    num_iterations: int = 2
+    max_steps: int = 300
+    beta: float = 0.0
+    trainer: str = "mt_grpo"  # or grpo
+    turn_advantage_coef: float = 1.0
+    no_turn_reward: bool = False
+    max_completion_length: int = 1024
+    save_steps: int = 50
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        if self.num_gpus == 1:
+            raise Refused(
+                "num_gpus=1: the trainer and the worker's vLLM need a GPU each. Take an instance with at least 2 GPUs, "
+                "or num_gpus=0 to try the job on a CPU."
+            )
+        if self.trainer not in ("mt_grpo", "grpo"):
+            raise Refused(f"trainer must be mt_grpo or grpo, got {self.trainer!r}.")
+        at_least = {
+            **dict.fromkeys(("per_device_train_batch_size", "grad_accum_steps", "num_iterations", "max_steps"), 1),
+            "max_completion_length": 1,
+            "save_steps": 1,
+            "num_gpus": 0,
+            "learning_rate": 0,
+            "beta": 0,
+            "seed": 0,
+        }
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                raise Refused(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        batch = self.batch()
+        if misfit(batch):
+            raise Refused(str(BatchError(batch)).replace("gradient_accumulation_steps=", "grad_accum_steps="))
+
+    def batch(self) -> Batch:
+        ranks = max(1, self.num_gpus - 1)
+        return Batch(
+            per_device_train_batch_size=self.per_device_train_batch_size,
+            gradient_accumulation_steps=self.grad_accum_steps,
+            steps_per_generation=self.grad_accum_steps,
+            generation_batch_size=self.per_device_train_batch_size * ranks * self.grad_accum_steps,
+            num_generations=self.num_generations,
+            processes=ranks,
+        )
+
+
+def read(arguments: Sequence[str], env: Mapping[str, str], root: Path) -> Hyperparameters:
+    """Of the file of the service, then SM_HPS, then the command line: the last one counts."""
+    found: dict[str, Any] = {}
+    file = root / "input" / "config" / "hyperparameters.json"
+    if file.is_file():
+        found.update(_object(file.read_text(), str(file)))
+    if env.get("SM_HPS"):
+        found.update(_object(env["SM_HPS"], "SM_HPS"))
+    found.update(_options(arguments))
+    kinds = {field.name: field.type for field in dataclasses.fields(Hyperparameters)}
+    values = {}
+    for name, value in found.items():
+        if name.startswith(OF_THE_SERVICE) or name == RESERVED:
+            continue
+        if name not in kinds:
+            near = difflib.get_close_matches(name, kinds, n=1)
+            hint = f" Did you mean {near[0]}?" if near else f" There are: {', '.join(kinds)}."
+            raise Refused(f"There is no hyperparameter {name}.{hint}")
+        values[name] = typed(name, value, kinds[name])
+    return Hyperparameters(**values)
+
+
+def typed(name: str, value: Any, kind: Any) -> Any:
+    """`" 1e-6 "` -> 1e-6, `"TRUE"` -> True, `'"mt_grpo"'` (JSON within JSON, as the service's SDK sends) -> mt_grpo."""
+    text = str(value).strip()
+    if len(text) > 1 and text.startswith('"') and text.endswith('"'):
+        text = str(json.loads(text)).strip()
+    if kind is bool:
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise Refused(f"{name} must be true or false, got {text!r}.")
+        return text.lower() in ("true", "1")
+    if kind is str:
+        if not text:
+            raise Refused(f"{name} is empty.")
+        return text
+    try:
+        number = kind(text)
+    except ValueError:
+        raise Refused(f"{name} must be {'a whole number' if kind is int else 'a number'}, got {text!r}.") from None
+    if not math.isfinite(number):
+        raise Refused(f"{name} must be a finite number, got {text!r}.")
+    return number
+
+
+def _object(text: str, place: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise Refused(f"The hyperparameters in {place} are no JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise Refused(f"The hyperparameters in {place} must be an object of names and values.")
+    return found
+
+
+def _options(arguments: Sequence[str]) -> dict[str, str]:
+    """`--name value` and `--name=value`; a name alone is true, as for flags."""
+    found, rest = {}, list(arguments)
+    while rest:
+        option = rest.pop(0)
+        if not option.startswith("--"):
+            raise Refused(f"{option!r} is no option: write --name value.")
+        name, equals, value = option[2:].partition("=")
+        if not equals:
+            value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        found[name.replace("-", "_")] = value
+    return found
+
+
+def environment(values: Hyperparameters) -> dict[str, str]:
+    """What the setup file reads."""
+    return {**os.environ, **{f"JOB_{name.upper()}": str(value) for name, value in dataclasses.asdict(values).items()}}

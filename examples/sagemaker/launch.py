@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""Start `train.py` as a training job of SageMaker.
+
+    python launch.py --image IMAGE --role ROLE --bucket s3://mine/jobs --dry-run
+
+`--dry-run` prints the request, checked against botocore's own model of the service; no account is needed.
+"""
+
+import argparse
+import json
+import sys
+import time
+from typing import Any
+
+from metrics import METRICS
+
+# model size -> instance, its GPUs, their memory. The rules: docs/what_fits.md.
+INSTANCES = {
+    "1.5B": ("ml.g6e.12xlarge", 4, "48 GB"),
+    "7B": ("ml.p4de.24xlarge", 8, "80 GB"),
+    "14B": ("ml.p5.48xlarge", 8, "80 GB"),
+}
+OF_INSTANCE = {instance: gpus for instance, gpus, _ in INSTANCES.values()}
+
+
+def build_request(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of CreateTrainingJob."""
+    hyperparameters = {"num_gpus": str(OF_INSTANCE.get(args.instance, 8)), **dict(args.hyperparameter)}
+    channels = [
+        {
+            "ChannelName": name,
+            "DataSource": {
+                "S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": uri, "S3DataDistributionType": "FullyReplicated"}
+            },
+        }
+        for name, uri in args.channel
+    ]
+    seconds = int(args.hours * 3600)
+    stopping = {"MaxRuntimeInSeconds": seconds}
+    if args.spot:
+        stopping["MaxWaitTimeInSeconds"] = 2 * seconds  # with the time that it waits for an instance
+    return {
+        "TrainingJobName": args.name,
+        "RoleArn": args.role,
+        "HyperParameters": hyperparameters,
+        "AlgorithmSpecification": {
+            "TrainingImage": args.image,
+            "TrainingInputMode": "File",
+            "MetricDefinitions": [{"Name": name, "Regex": regex} for name, regex in METRICS.items()],
+        },
+        **({"InputDataConfig": channels} if channels else {}),
+        "OutputDataConfig": {"S3OutputPath": f"{args.bucket}/output"},
+        "CheckpointConfig": {"S3Uri": f"{args.bucket}/checkpoints/{args.name}", "LocalPath": "/opt/ml/checkpoints"},
+        "ResourceConfig": {"InstanceType": args.instance, "InstanceCount": 1, "VolumeSizeInGB": args.volume_gb},
+        "StoppingCondition": stopping,
+        "EnableManagedSpotTraining": args.spot,
+        "Environment": {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+    }
+
+
+def problems(request: dict[str, Any]) -> str:
+    """What botocore's model of the service says against the request; empty if nothing."""
+    import botocore.session
+    from botocore.validate import ParamValidator
+
+    model = botocore.session.Session().get_service_model("sagemaker")
+    shape = model.operation_model("CreateTrainingJob").input_shape
+    return str(ParamValidator().validate(request, shape).generate_report())
+
+
+def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--image", required=True, help="in ECR, of the Dockerfile here")
+    parser.add_argument("--role", required=True, help="ARN of the role that the job runs as")
+    parser.add_argument("--bucket", required=True, type=_s3, help="s3://BUCKET/PREFIX of checkpoints and models")
+    parser.add_argument("--name", default=f"async-grpo-{time.strftime('%Y%m%d-%H%M%S')}")
+    parser.add_argument("--instance", default=INSTANCES["7B"][0])
+    parser.add_argument("--spot", action="store_true")
+    parser.add_argument("--hours", type=float, default=24.0, help="most hours of training (default: 24)")
+    parser.add_argument("--volume-gb", type=int, default=500)
+    parser.add_argument("--channel", type=_pair, action="append", default=[], metavar="training=s3://…")
+    parser.add_argument("--hyperparameter", type=_pair, action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--region", help="default: that of your AWS configuration")
+    parser.add_argument("--dry-run", action="store_true", help="print the checked request; send nothing")
+    return parser.parse_args(command_line)
+
+
+def main(command_line: list[str] | None = None) -> int:
+    args = arguments(command_line)
+    request = build_request(args)
+    if wrong := problems(request):
+        print(f"error: the service would refuse the request:\n{wrong}", file=sys.stderr)
+        return 2
+    print(json.dumps(request, indent=1))
+    if args.dry_run:
+        print("Nothing was sent.", file=sys.stderr)
+        return 0
+    import boto3
+
+    answer = boto3.client("sagemaker", region_name=args.region).create_training_job(**request)
+    print(answer["TrainingJobArn"], file=sys.stderr)
+    return 0
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    return name, value
+
+
+def _s3(text: str) -> str:
+    if not text.startswith("s3://") or len(text) < 8:
+        raise argparse.ArgumentTypeError(f"must begin with s3://, got {text!r}")
+    return text.rstrip("/")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""The setup file of the job: questions that are answered by searching. `train.py` sets what it reads (JOB_…)."""
+
+import os
+from pathlib import Path
+
+from datasets import Dataset, load_dataset
+from trl import GRPOConfig, GRPOTrainer
+
+from async_grpo.credit import TurnGRPOTrainer
+from async_grpo.envs import SearchEnv, generated_facts
+from async_grpo.rewards.questions import OUTCOME_REWARDS, TURN_REWARDS
+
+TASK = (
+    "Answer the question. In each message, think first: <reasoning>…</reasoning>. Then either call the tool search, or "
+    "answer with nothing but the answer: <answer>…</answer>.\n\n"
+)
+HELD_OUT = 40  # generated facts that are not trained on
+on_cpu = os.environ["JOB_NUM_GPUS"] == "0"
+
+
+class Search(SearchEnv):
+    index = os.environ.get("JOB_INDEX")  # None: generated facts
+
+
+def rows() -> Dataset:
+    """Of the channel `training`, a JSON Lines file with `question` and `aliases`; generated facts without one."""
+    if folder := os.environ.get("JOB_DATA"):
+        files = sorted(str(path) for path in Path(folder).rglob("*.jsonl"))
+        dataset = load_dataset("json", data_files=files, split="train")
+    else:
+        asked = [{"question": fact.question, "aliases": [fact.answer]} for fact in generated_facts()[:-HELD_OUT]]
+        dataset = Dataset.from_list(asked)
+    prompts = dataset.map(lambda row: {"prompt": [{"role": "user", "content": TASK + row["question"]}]})
+    return prompts.select_columns(["prompt", "aliases"])
+
+
+def get_trainer() -> GRPOTrainer:
+    job = os.environ
+    of_turns = job["JOB_TRAINER"] == "mt_grpo"
+    more = {
+        "turn_reward_funcs": list(TURN_REWARDS),
+        "credit": "turn",
+        "turn_advantage_coef": float(job["JOB_TURN_ADVANTAGE_COEF"]),
+        "no_turn_reward": job["JOB_NO_TURN_REWARD"] == "True",
+    }
+    trainer = TurnGRPOTrainer if of_turns else GRPOTrainer
+    return trainer(
+        model=job["JOB_MODEL_NAME"],
+        reward_funcs=list(OUTCOME_REWARDS),
+        environment_factory=Search,
+        train_dataset=rows(),
+        args=GRPOConfig(
+            output_dir=job["JOB_CHECKPOINTS"],
+            max_steps=int(job["JOB_MAX_STEPS"]),
+            learning_rate=float(job["JOB_LEARNING_RATE"]),
+            per_device_train_batch_size=int(job["JOB_PER_DEVICE_TRAIN_BATCH_SIZE"]),
+            gradient_accumulation_steps=int(job["JOB_GRAD_ACCUM_STEPS"]),
+            num_generations=int(job["JOB_NUM_GENERATIONS"]),
+            num_iterations=int(job["JOB_NUM_ITERATIONS"]),
+            max_completion_length=int(job["JOB_MAX_COMPLETION_LENGTH"]),
+            beta=float(job["JOB_BETA"]),
+            seed=int(job["JOB_SEED"]),
+            save_steps=int(job["JOB_SAVE_STEPS"]),
+            save_total_limit=2,
+            max_tool_calling_iterations=2,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=20,
+            max_grad_norm=0.1,
+            adam_beta2=0.99,
+            use_vllm=not on_cpu,
+            vllm_mode="colocate",
+            vllm_gpu_memory_utilization=0.85,  # the worker's GPU has no trainer
+            bf16=not on_cpu,
+            use_cpu=on_cpu,
+            logging_steps=1,
+            report_to="none",
+        ),
+        **(more if of_turns else {}),
+    )

@@ -1,0 +1,159 @@
+#!/usr/bin/env python3
+"""The entry point of a training job of SageMaker, or of any service with the folders of /opt/ml.
+
+    python train.py --model_name Qwen/Qwen2.5-7B-Instruct --num_gpus 8
+
+The trainer has GPUs 0 to n-2, the worker with vLLM the last. A job that is stopped writes a checkpoint, and the next
+one with the same checkpoints continues.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import hyperparameters
+from hyperparameters import Hyperparameters, Refused
+
+HERE = Path(__file__).resolve().parent
+STOP_GRACE_S = 100  # of the 120 that a spot instance has between its SIGTERM and its end
+REASON_CHARACTERS = 1024  # of the failure file, as many as the service shows
+SHARDED = "pytorch_model_fsdp_0"
+
+
+def main(arguments: list[str]) -> int:
+    root = Path(os.environ.get("SM_ROOT", "/opt/ml"))
+    try:
+        values = hyperparameters.read(arguments, os.environ, root)
+        checkpoints = _checkpoints(root)
+        env = _environment(values, root, checkpoints)
+        code = _train(values, checkpoints, env)
+        if code == 0 and not _stopped:
+            _export(checkpoints / "trainer", root / "model", env)
+    except Refused as refusal:
+        return _failed(root, str(refusal))
+    return code if code == 0 else _failed(root, f"async-grpo train ended with exit code {code}: {_last_words()}", code)
+
+
+def _checkpoints(root: Path) -> Path:
+    """The folder that the service copies to S3 and back."""
+    folder = root / "checkpoints"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"x")
+    except OSError as error:
+        raise Refused(
+            f"Checkpoints cannot be written to {folder} ({error.strerror}). Give the job a CheckpointConfig with "
+            f"LocalPath {folder}, and a user that may write there."
+        ) from None
+    return folder
+
+
+def _environment(values: Hyperparameters, root: Path, checkpoints: Path) -> dict[str, str]:
+    env = hyperparameters.environment(values)
+    env["JOB_CHECKPOINTS"] = str(checkpoints / "trainer")
+    env["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    for channel, name in (("model", "JOB_MODEL_NAME"), ("index", "JOB_INDEX"), ("training", "JOB_DATA")):
+        folder = Path(env.get(f"SM_CHANNEL_{channel.upper()}", root / "input" / "data" / channel))
+        if folder.is_dir():
+            env[name] = str(folder)
+        elif channel in env.get("SM_CHANNELS", "") or f"SM_CHANNEL_{channel.upper()}" in env:
+            raise Refused(f"The channel {channel} was given to the job, and there is no folder {folder}.")
+    if (data := env.get("JOB_DATA")) and not list(Path(data).rglob("*.jsonl")):
+        raise Refused(f"The channel training has no .jsonl file in {data}: one row a line, question and aliases.")
+    if env.get("JOB_DATA") and "JOB_INDEX" not in env:
+        raise Refused("Questions of the channel training need the channel index: a folder with an index of bm25s.")
+    return env
+
+
+_stopped: list[int] = []
+_lines: list[str] = []
+
+
+def _train(values: Hyperparameters, checkpoints: Path, env: dict[str, str]) -> int:
+    """Run `async-grpo train`, or continue it, and pass the service's SIGTERM on."""
+    started: list[subprocess.Popen[str]] = []
+
+    def stop(number: int, _frame: object) -> None:
+        _stopped.append(number)
+        for process in started:
+            process.send_signal(signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, stop)
+    process = subprocess.Popen(
+        command(values, checkpoints), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    started.append(process)
+    if _stopped:  # while it was started
+        process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        _lines[:] = [*_lines[-20:], line.rstrip()]
+    return process.wait()
+
+
+def command(values: Hyperparameters, checkpoints: Path) -> list[str]:
+    run_dir = checkpoints / "run"
+    start = [sys.executable, "-m", "async_grpo.cli", "train"]
+    if (run_dir / "run.json").is_file():
+        return [*start, "--resume", "--run-dir", str(run_dir)]
+    start += [str(HERE / "my_trainer.py"), "--run-dir", str(run_dir), "--stop-grace", str(STOP_GRACE_S)]
+    if values.num_gpus == 0:
+        return [*start, "--master-device-id", "cpu", "-n", "1"]
+    start += ["--worker-device-ids", str(values.num_gpus - 1)]
+    if values.num_gpus == 2:
+        return [*start, "--master-device-id", "0"]
+    start += ["--weights", "host"]  # else rank 0 has the published versions of the whole model on its GPU
+    return [*start, "--accelerate-config", str(_accelerate(checkpoints, values.num_gpus - 1))]
+
+
+def _accelerate(checkpoints: Path, ranks: int) -> Path:
+    """A configuration of FSDP2 for GPUs 0 to n-2. It is beside the checkpoints, because a resumed run reads it."""
+    lines = (HERE / "fsdp2.yaml").read_text().splitlines()
+    counts = {"num_processes": ranks, "gpu_ids": ",".join(map(str, range(ranks)))}
+    lines = [f"{name}: {counts[name]}" if (name := line.partition(":")[0]) in counts else line for line in lines]
+    path = checkpoints / "accelerate.yaml"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _export(checkpoints: Path, model: Path, env: dict[str, str]) -> None:
+    """Copy the last checkpoint's model and tokenizer, without the optimizer's state, to what the service keeps."""
+    found = sorted(checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2].split("-")[0]))
+    if not found:
+        raise Refused(f"The training has ended, and there is no checkpoint in {checkpoints}.")
+    model.mkdir(parents=True, exist_ok=True)
+    last = found[-1]
+    for path in last.iterdir():
+        if path.is_file() and (path.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt")):
+            shutil.copy2(path, model / path.name)
+    if (last / SHARDED).is_dir():
+        merge = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
+        subprocess.run([*merge, str(last / SHARDED), str(model)], env=env, check=True)
+    print(f"the model of {last.name} is in {model}", flush=True)
+
+
+def _failed(root: Path, reason: str, code: int = 2) -> int:
+    """The service shows this file as the reason of a failed job."""
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    output = root / "output"
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / "failure").write_text(reason[:REASON_CHARACTERS])
+    except OSError as error:
+        print(f"error: and the reason could not be written to {output}: {error.strerror}", file=sys.stderr)
+    return code
+
+
+def _last_words() -> str:
+    at = next((number for number, line in enumerate(_lines) if "error:" in line), max(0, len(_lines) - 5))
+    return " ".join(_lines[at:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
