@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from async_grpo.errors import UsageError
 from async_grpo.cli import main as cli_main
+from async_grpo.errors import UsageError
 from async_grpo.launch import accelerate_entry
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "accelerate" / "ddp.yaml"
