@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
+import inspect
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -236,21 +236,17 @@ def test_an_async_tool_that_is_cancelled_from_within_is_an_error() -> None:
     assert str(two.error) == "Error: GeneratorExit: "
 
 
-@pytest.mark.filterwarnings("error")
 def test_an_async_tool_that_never_began_is_not_left_behind(released: threading.Event) -> None:
     """Something blocks the loop of async tools, and the time of a call ends before it begins."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
-    begun: list[str] = []
-
-    async def waits() -> None:
-        begun.append("waits")
+    given = later(asyncio.sleep, delay=0)
 
     async def run() -> None:
         tools, owner = made(users_loop=lambda: loop, timeout_s=0.05), set[int]()
         loop.call_soon_threadsafe(released.wait, DEADLINE_S)
-        await tools.run([later(waits)], owner)
+        await tools.run([given], owner)
         released.set()
         await until(lambda: not tools.still_running(owner))
 
@@ -258,14 +254,13 @@ def test_an_async_tool_that_never_began_is_not_left_behind(released: threading.E
     loop.call_soon_threadsafe(loop.stop)
     thread.join(DEADLINE_S)
     loop.close()
-    assert not begun
+    assert inspect.getcoroutinestate(given.coroutine) == inspect.CORO_CLOSED
 
 
-@pytest.mark.filterwarnings("error")
 def test_async_tools_that_nobody_waits_for_any_more_are_not_begun() -> None:
     async def run() -> None:
         tools = made()
-        dialogue = asyncio.create_task(tools.run([call(hang), later(asyncio.sleep, delay=0)]))
+        dialogue = asyncio.create_task(tools.run([call(hang), waits]))
         await until(lambda: tools.in_time == 1)
         dialogue.cancel()
         await asyncio.wait([dialogue])
@@ -273,10 +268,10 @@ def test_async_tools_that_nobody_waits_for_any_more_are_not_begun() -> None:
     def hang() -> None:
         ended.wait(DEADLINE_S)
 
-    ended = threading.Event()
+    ended, waits = threading.Event(), later(asyncio.sleep, delay=0)
     asyncio.run(run())
     ended.set()
-    gc.collect()
+    assert inspect.getcoroutinestate(waits.coroutine) == inspect.CORO_CLOSED
 
 
 def test_a_tool_that_hangs_is_given_up_and_others_of_its_name_go_on(released: threading.Event) -> None:
