@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # Playwright keeps an event loop running, in which no other test could run one
 def browser() -> Iterator[Any]:
     reason = None if CHROMIUM else "there is no Chromium (Debian: apt-get install chromium)"
     if reason is None and find_spec("playwright") is None:

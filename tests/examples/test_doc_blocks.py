@@ -30,6 +30,7 @@ NOT_RUN = {
     ("docs/recipes.md", "needs vLLM"),
     ("examples/accelerate/README.md", "needs GPUs"),
     ("examples/notebook/README.md", "needs a browser; tests/examples/test_examples_notebook.py executes the notebook"),
+    ("examples/sagemaker/README.md", "needs an account"),
     ("examples/trackers/README.md", "a part of a setup file"),
     ("examples/trackers/README.md", "needs W&B or trackio"),
     ("examples/triviaqa_search/README.md", "needs the hub"),
