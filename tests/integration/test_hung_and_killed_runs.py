@@ -71,7 +71,7 @@ def test_a_run_on_a_terminal_whose_server_is_killed(tmp_path: Path) -> None:
         os.kill(live["server"]["pid"], signal.SIGKILL)
         assert terminal.wait() == 1
         assert HIDE_CURSOR in terminal.written and terminal.is_clean()
-        assert "the parameter server failed (killed by SIGKILL)" in terminal.text
+        assert "the parameter server failed (killed by SIGKILL, " in terminal.text
     finally:
         terminal.close()
     code, dead = view(run_dir)

@@ -17,6 +17,7 @@ NOT_FROM_PYTHON = {
     "device": "it is for one process: call get_trainer().train() for that",
     "distributed": "every run from Python is distributed",
     "dry_run": "it prints a plan: type `async-grpo train FILE --distributed --dry-run`",
+    "gpu_memory": "it is for that plan: type `async-grpo train FILE --distributed --dry-run --gpu-memory 40GB`",
 }
 
 

@@ -189,6 +189,7 @@ MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or nam
     "rundir/reading.py": "the one place",
     "archive/checkpoint_folders.py": "weights, which may be links to another disk: only their digest is taken",
     "checks/doctor/gpu.py": "/proc",
+    "cli/compute/init.py": "of the package",
     "checks/doctor/machine.py": "/proc and /sys",
     "checks/doctor/packages.py": "of the package",
     "checks/doctor/weights.py": "in a temporary folder",
@@ -202,6 +203,7 @@ MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or nam
     "setup/grpo_config/values.py": "sources of TRL and transformers, and what the user names",
     "setup/image_files.py": "images of the user's dataset",
     "setup/setup_file.py": "named by the user",
+    "slots/ledger.py": "/proc",
     "status/processes.py": "/proc",
     "sweeps/commands.py": "netrc in the home directory",
 }

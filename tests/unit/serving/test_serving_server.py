@@ -19,6 +19,7 @@ from async_grpo.serving import vllm_server
 from async_grpo.serving.vllm_server import ServerPlan, VLLMServerProcess, free_port
 
 HERE = Path(__file__).parent
+FIRST_PORT = 18000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # tests run beside each other
 Make = Callable[..., VLLMServerProcess]
 
 
@@ -38,7 +39,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             "PYTHONPATH": str(tmp_path / "fake"),
             "FAKE_VLLM": json.dumps({**behaviour, "folder": str(tmp_path)}),
         }
-        plan = ServerPlan(model="M", port=port or free_port("127.0.0.1", 18000), log=tmp_path / "log", env=env)
+        plan = ServerPlan(model="M", port=port or free_port("127.0.0.1", FIRST_PORT), log=tmp_path / "log", env=env)
         made.append(VLLMServerProcess(plan))
         return made[-1]
 
