@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Fills a folder with the wheels (about 7 MB, of which 5.5 are zstandard) that `scripts/gpu_check.sh --wheels` installs on a machine without a
-# network. That machine has torch, cupy, transformers, peft, accelerate, pytest and what those need; what it lacks is
-# listed here, and nothing else.
+# Fills a folder with the wheels (about 7 MB, of which 5.5 are zstandard) that `scripts/gpu_check.sh --wheels` installs
+# on a machine without a network. That machine has torch, cupy, transformers, peft, accelerate, pytest and what those
+# need; what it lacks is listed here, and nothing else.
 # usage: scripts/collect_wheels.sh FOLDER [PYTHON_VERSION]      default: 3.12
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
