@@ -35,7 +35,7 @@ def test_twenty_steps_with_a_worker_killed_in_the_middle(tmp_path: Path) -> None
     assert max(mismatch) < 1e-4, "the sampler's log-probabilities are the trainer's at the same version"
     with command("audit", str(run_dir), cwd=tmp_path) as audit:
         assert audit.wait() == 0, audit.output
-    assert "clean" in audit.output
+    assert "OK: all" in audit.output
 
 
 def test_use_vllm_in_the_file_means_vllm_on_the_workers_and_adapters_in_flight(tmp_path: Path) -> None:

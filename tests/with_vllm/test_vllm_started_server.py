@@ -62,7 +62,9 @@ def test_tensor_parallelism_and_an_adapter_that_is_merged_on_the_way(tmp_path: P
     run_dir = tmp_path / "worker"
     options = ("-n", "1", "--steps", "3", "--generator", "vllm-server", "--max-staleness", "0")
     parallel = ("--set", "vllm_tensor_parallel_size=2")
-    with command("train", SETUP, *options, *parallel, cwd=tmp_path, TEST_LORA="1", OMP_NUM_THREADS="1") as run:
+    with command(
+        "train", SETUP, *options, *parallel, cwd=tmp_path, TEST_LORA="1", OMP_NUM_THREADS="1", VLLM_LOGGING_LEVEL="INFO"
+    ) as run:
         assert run.wait() == 0, run.output
     check(run_dir, 3)
     assert "TP1" in (run_dir / "log_worker_1_vllm_server.txt").read_text()
