@@ -111,8 +111,12 @@ def test_an_interrupt_stops_the_run_before_it_is_raised(
     ends = "import signal; signal.signal(signal.SIGTERM, lambda *_: (run_dir / 'stopped').touch() or sys.exit(0))\n"
     instead_of_the_command(ends + BEGINS + "time.sleep(300)")
     monkeypatch.setattr(Handle, "result", lambda self: os.kill(os.getpid(), signal.SIGINT) or time.sleep(60))
-    with pytest.raises(KeyboardInterrupt):
-        AsyncGRPO(setup_file, run_dir=tmp_path / "w").train()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            AsyncGRPO(setup_file, run_dir=tmp_path / "w").train()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (tmp_path / "w" / "stopped").exists()
 
 
