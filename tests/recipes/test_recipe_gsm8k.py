@@ -250,7 +250,7 @@ def test_two_steps_in_plain_trl(recipe, surroundings, tmp_path, monkeypatch):
     trainer = recipe.get_trainer()
     lora = trainer.model.peft_config["default"]
     assert (lora.r, lora.lora_alpha) == (16, 32)
-    assert lora.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert lora.target_modules == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     assert (trainer.num_generations, trainer.temperature) == (4, 1.0)
 
     trainer.args.output_dir = str(tmp_path / "out")
