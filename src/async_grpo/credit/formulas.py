@@ -4,7 +4,8 @@ G completions; completion i has K_i turns, which are the runs of 1 in its tool m
 rewards are r_1 … r_K, R^T is their sum, and R^C = R^T + R^O. Each A = (R - mean) / (std + 1e-4) over the group, with
 Bessel's correction, as in GRPO.
 
-MT-GRPO: Zeng et al., arXiv 2505.11821, section 4 and equation 5, and the authors' code.
+MT-GRPO: Zeng et al., arXiv 2505.11821, and the authors' code; `recursive` is of its later versions: section 3, eq. 5
+for two turns, appendix D for K.
 """
 
 from __future__ import annotations

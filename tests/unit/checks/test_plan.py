@@ -173,8 +173,29 @@ def test_an_adapter_trains_and_publishes_little() -> None:
     memory = estimate(facts(parameters=adapter))
     assert memory.gradients == 40_000
     assert memory.optimizer == 80_000
-    assert memory.published == 3 * 40_000 + 4 * MILLION - 40_000
+    assert memory.published == 3 * 40_000, "the trainer uses the frozen weights that it publishes"
     assert memory.server == 4 * MILLION + 40_000 + 80_000 + memory.published
+
+
+@pytest.mark.parametrize(
+    ("changes", "published", "server"),
+    [
+        ({"sharded_over": 2}, 3 * 40_000 + 3_960_000, 4_120_000 + 3 * 40_000 + 3_960_000),
+        ({"published_in_host_memory": True}, 3 * 40_000 + 3_960_000, 4_120_000),
+        ({"published_in_bf16": True}, 3 * 20_000 + 1_980_000, 4_120_000 + 3 * 20_000 + 1_980_000),
+    ],
+)
+def test_frozen_weights_are_held_twice_where_the_trainer_cannot_use_what_it_publishes(
+    changes: dict[str, Any], published: int, server: int
+) -> None:
+    adapter = Parameters(count=MILLION, trained=10_000, nbytes=4 * MILLION, trained_bytes=40_000, dtypes={"float32": 1})
+    memory = estimate(facts(parameters=adapter, **changes))
+    assert (memory.published, memory.server) == (published, server)
+
+
+def test_a_quantised_base_is_published_as_it_is() -> None:
+    base = Parameters(count=MILLION, trained=10_000, nbytes=540_000, trained_bytes=40_000, dtypes={"uint8": 500_000})
+    assert estimate(facts(parameters=base, published_in_bf16=True)).published == 3 * 20_000
 
 
 def test_sizes_are_readable() -> None:

@@ -63,8 +63,9 @@ def test_the_kv_cache_of_opt_13b_is_that_of_the_paper_of_vllm() -> None:
     assert tokens_beside(12 * GIB, OPT_13B) == pytest.approx(15_700, rel=0.01)
 
 
-def test_the_kv_cache_of_llama_31_8b_is_that_of_unsloth() -> None:
+def test_the_kv_cache_and_the_engine_of_llama_31_8b_are_those_of_unsloth() -> None:
     assert kv_bytes_a_token(LLAMA_31_8B) * 20 * 1024 == 2.5 * GIB
+    assert estimate(of_size(8_030_000_000, LLAMA_31_8B)).worker_own == pytest.approx(16 * GB, rel=0.01)
 
 
 def test_mixed_precision_with_adam_is_that_of_the_paper_of_zero() -> None:

@@ -133,6 +133,8 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | No
         slots=slots_for(
             model, max_staleness=settings.max_staleness, sharing=sharing, recorded=settings.delta_every > 0
         ),
+        published_in_bf16=settings.publish_dtype == "bf16",
+        published_in_host_memory=settings.weights == "host",
         precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         optimizer=str(getattr(args.optim, "value", args.optim)),
         use_vllm=wants_vllm(trainer),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from async_grpo.checks.plan.batch_arithmetic import optimizer_steps, rounds_of, versions_within_round
 from async_grpo.checks.plan.facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
-from async_grpo.checks.plan.memory import MemoryEstimate, estimate
+from async_grpo.checks.plan.memory import MemoryEstimate, estimate, frozen_bytes, version_bytes
 from async_grpo.checks.plan.what_fits import fit_rows, size_rows
 from async_grpo.formatting import counted, size
 from async_grpo.launch.launcher import LaunchOptions
@@ -72,7 +73,7 @@ def plan_single(config: Path, device: str, settings: TrainingSettings, gpu_memor
     question = Question(config=config, device=device, settings=settings, distributed=False)
     facts = facts_or_refusal(look_at_trainer(question))
     memory = estimate(facts)
-    need = memory.server - memory.published
+    need = memory.trainer
     _print(
         [
             *_trainer_rows(config, facts),
@@ -200,9 +201,13 @@ def _staleness_rows(facts: TrainerFacts, training: TrainingSettings) -> Iterator
 
 
 def _memory_rows(facts: TrainerFacts, options: LaunchOptions) -> Iterator[tuple[str, str]]:
-    memory, master, workers = estimate(facts), options.master_device, options.worker_devices
+    master, workers = options.master_device, options.worker_devices
+    if master == CPU:  # its memory is the host's
+        facts = replace(facts, published_in_host_memory=False)
+    memory = estimate(facts)
+    place = " in host memory" if memory.published_in_host_memory else ""
     yield "memory", f"server, on {_device(master)}: {size(memory.server)}"
-    yield "", f"  {_parts(memory)}, published for the workers {size(memory.published)} ({_slots(facts)})"
+    yield "", f"  {_parts(memory)}, published for the workers{place} {size(memory.published)} ({_slots(facts)})"
     yield "", f"  (optimizer state of {memory.optimizer_note})"
     if sharing := options.workers_sharing:
         yield (
@@ -236,9 +241,12 @@ def _not_counted(facts: TrainerFacts) -> str:
 
 
 def _slots(facts: TrainerFacts) -> str:
-    trained = facts.parameters.trained_bytes
-    frozen = facts.parameters.nbytes - trained
-    return f"{facts.slots} versions of {size(trained)}" + (f", and {size(frozen)} that do not train" if frozen else "")
+    versions, frozen = f"{facts.slots} versions of {size(version_bytes(facts))}", frozen_bytes(facts)
+    if not frozen:
+        return versions
+    copied = estimate(facts).published > facts.slots * version_bytes(facts)
+    own = "a copy" if copied else "which the trainer uses as well: counted there"
+    return f"{versions}; {size(frozen)} do not train, {own}"
 
 
 def _ranks_note(facts: TrainerFacts) -> Iterator[tuple[str, str]]:

@@ -91,6 +91,8 @@ class TrainerFacts:
     shape: Shape | None = None  # None: a mixture of experts, or another model that is no dense decoder
     gradient_checkpointing: bool = True
     sharded_over: int = 1  # processes that share the trainer's weights, gradients and optimizer state
+    published_in_bf16: bool = False  # --publish-dtype bf16
+    published_in_host_memory: bool = False  # --weights host: a GPU holds none of what is published
     vllm_share: float | None = None  # of a GPU's memory, for weights, keys and values; None: not with vLLM
 
     @classmethod

@@ -26,13 +26,12 @@ class Need:
     memory: MemoryEstimate
     shards: int  # processes that share weights, gradients and optimizer
     activations: int  # 0 where the model's shape is not known
-    published: bool  # for workers
+    published: bool  # for workers, wherever
 
     @property
     def total(self) -> int:
-        parts = self.memory
-        held = parts.weights + parts.reference + parts.gradients + parts.optimizer
-        return held // self.shards + (parts.published if self.published else 0) + self.activations
+        here = self.published and not self.memory.published_in_host_memory
+        return self.memory.trainer // self.shards + (self.memory.published if here else 0) + self.activations
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from async_grpo.checks.plan.facts import TrainerFacts
 
+_BF16 = 2  # bytes of a number
 _IN_8_BIT = 1 + 4 / 256  # bytes a number: 256 numbers share one scale of four bytes
 
 # Bytes of optimizer state for each trained number, in words; the common ones. None: two numbers of its own type.
@@ -33,12 +34,18 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     optimizer_note: str  # how it was counted
-    published: int  # slots and what is frozen, once, for all readers
+    published: int  # for all readers, beyond what the model itself uses of it
+    published_in_host_memory: bool  # though the model is on a GPU
     worker_own: int  # of a worker that cannot map the server's memory, or has not yet
 
     @property
     def server(self) -> int:
-        return self.weights + self.reference + self.gradients + self.optimizer + self.published
+        """On its device."""
+        return self.trainer + (0 if self.published_in_host_memory else self.published)
+
+    @property
+    def trainer(self) -> int:
+        return self.weights + self.reference + self.gradients + self.optimizer
 
 
 def estimate(facts: TrainerFacts) -> MemoryEstimate:
@@ -52,9 +59,30 @@ def estimate(facts: TrainerFacts) -> MemoryEstimate:
         gradients=parameters.trained_bytes,
         optimizer=optimizer,
         optimizer_note=f"{facts.optimizer}: {note}",
-        published=facts.slots * parameters.trained_bytes + (parameters.nbytes - parameters.trained_bytes),
+        published=facts.slots * version_bytes(facts) + _frozen_copy(facts),
+        published_in_host_memory=facts.published_in_host_memory,
         worker_own=weights,
     )
+
+
+def version_bytes(facts: TrainerFacts) -> int:
+    """Of one published version: what trains."""
+    parameters = facts.parameters
+    return _BF16 * parameters.trained if facts.published_in_bf16 else parameters.trained_bytes
+
+
+def frozen_bytes(facts: TrainerFacts) -> int:
+    """Of what does not train, as it is published. Quantised weights have fewer bytes than in bf16, and keep them."""
+    parameters = facts.parameters
+    held = parameters.nbytes - parameters.trained_bytes
+    return min(held, _BF16 * (parameters.count - parameters.trained)) if facts.published_in_bf16 else held
+
+
+def _frozen_copy(facts: TrainerFacts) -> int:
+    """0 where the model itself uses what is published: on one device, in one type, and not sharded."""
+    parameters, published = facts.parameters, frozen_bytes(facts)
+    same = published == parameters.nbytes - parameters.trained_bytes
+    return 0 if same and facts.sharded_over == 1 and not facts.published_in_host_memory else published
 
 
 def _optimizer(facts: TrainerFacts) -> tuple[int, str]:

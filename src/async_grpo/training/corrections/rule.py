@@ -3,20 +3,23 @@
 The ratio r is clipped by TRL's loss; w multiplies the loss of a token and is a constant (no gradient flows through it).
 
     bypass      ratio pi / mu in TRL's clipped loss, and no weight.
-                PPO's clip (Schulman et al. 2017, arXiv 1707.06347, section 3, eq. 7) around the sampler; TRL's own
-                asynchronous trainer and verl's "bypass mode" do the same.
+                PPO's clip (Schulman et al. 2017, arXiv 1707.06347, section 3, eq. 7, page 3) around the sampler; TRL's
+                own asynchronous trainer and verl's `bypass_mode` do the same.
     decoupled   w * min(r A, clip(r) A), w = pi_old / mu where it is at most 5, else 0.
-                Hilton et al. 2021, arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, section 5.2. The mask is that
-                of AReaL's code: `RejectionSamplingConfig` (level token, action mask, upper 5.0), formerly
-                `behav_imp_weight_cap`. Its level "sequence" is the geometric mean here.
+                Hilton et al. 2021, arXiv 2110.00641, section 2; AReaL, arXiv 2505.24298, section 5.2, eqs. 4 and 5,
+                page 6. The mask is that of AReaL's code: `apply_rejection_sampling` with the defaults of
+                `RejectionSamplingConfig` (level token, action mask, upper 5.0), formerly `behave_imp_weight_cap`. Its
+                level "sequence" is the geometric mean here.
     tis         min(w, 2) * min(r A, clip(r) A): truncated importance sampling.
-                Ionides 2008, "Truncated importance sampling", section 2; for language models Yao et al. 2025, "Your
-                efficient RL framework secretly brings you off-policy RL training". Token: verl's threshold 2.0;
-                sequence: SkyRL's `sequence_tis_ratio_clip_high` 5.0; geometric: verl 0.6, `rollout_is_level`.
+                Ionides 2008, "Truncated importance sampling", JCGS 17(2), pages 295-311; for language models Yao et al.
+                2025, "Your efficient RL framework secretly brings you off-policy RL training". Token: verl's documented
+                threshold 2.0; sequence: SkyRL's `sequence_tis_ratio_clip_high` 5.0; geometric: verl 0.6.0,
+                `rollout_is_level`, and AReaL's action "clamp" at level "sequence".
     icepop      M(w) * min(r A, clip(r) A), M(w) = w if least <= w <= most, else 0.
-                Ring-1T, arXiv 2510.18855, section on IcePop (0.5 and 5 for tokens). Sequence, the masked importance
-                sampling of Liu et al. 2025, "When speed kills stability": SkyRL's `product_mask` 0.5 and 2; geometric:
-                SkyRL's `geo_mask` 0.99 and 1.01.
+                Ring-1T, arXiv 2510.18855, section 2.3.2, eqs. 1 and 2 (0.5 and 5 for tokens: section 2.3.4). Sequence,
+                the masked importance sampling of Liu et al. 2025, "When speed kills stability", weighs as TRL's
+                `sequence_mask`, with the bounds 0.5 and 2 of SkyRL's `product_mask`; geometric weighs as AReaL's level
+                "sequence", with the bounds 0.99 and 1.01 of SkyRL's `geo_mask`. SkyRL's own masks have no weight.
     trl         what TRL's GRPOTrainer does with use_vllm=True, by its own code and `vllm_importance_sampling_*`.
     none        ratio r, and no weight: stale rollouts count as fresh ones. Collapses when they are not.
 
@@ -24,7 +27,8 @@ The levels of w, with the ratios w_t of the n tokens that the loss counts:
 
     token       w_t for token t
     sequence    the product of all w_t, for every token (sequence importance sampling; TRL's sequence_* modes)
-    geometric   (product of all w_t) ** (1 / n), for every token (GSPO, arXiv 2507.18071, section 4, eq. 7)
+    geometric   (product of all w_t) ** (1 / n), for every token (GSPO, arXiv 2507.18071, section 4.1, eq. 7, has this
+                ratio of pi and pi_old)
 """
 
 from __future__ import annotations
