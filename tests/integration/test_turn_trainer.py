@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ from trl_contract import moved
 from async_grpo.credit import TurnGRPOTrainer
 from async_grpo.credit import trainer as hooks
 from async_grpo.errors import UnsupportedError
+from async_grpo.roles import replay
 from async_grpo.setup.overrides import overridden
+from async_grpo.training.corrections.rule import rule
 from async_grpo.training.trl_trainer import uniform_rewards
 
 pytestmark = pytest.mark.integration
@@ -143,6 +146,18 @@ def test_no_turn_reward_measures_and_does_not_train(tmp_path: Path) -> None:
     outcome = served(turn_trainer(tmp_path, credit="outcome"))
     assert measured.inputs[0]["advantages"].tolist() == outcome.inputs[0]["advantages"].tolist()
     assert measured.logs[0]["reward/turn"] > 0
+
+
+def test_a_replay_trains_on_the_turn_rewards_again_and_shows_them(tmp_path: Path) -> None:
+    get_trainer = turn_trainer(tmp_path)
+    run, again = served(get_trainer), get_trainer()
+    replay._train(again, iter(run.batches), rule("bypass"), tmp_path / "replay")
+    weights = run.trainer.model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in again.model.state_dict().items())
+    step = json.loads((tmp_path / "replay" / "metrics.jsonl").read_text().splitlines()[0])
+    shown = ["reward/turn", "reward/outcome", "reward_std/turn", "rewards/turn/called/mean", "completions/turns_mean"]
+    assert [step[name] for name in shown] == [run.logs[0][name] for name in shown]
+    assert step["reward/turn"] > 0
 
 
 class Judge:

@@ -15,7 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from async_grpo.archive.audit_evidence import Evidence, Reader, Stored
+from async_grpo.archive.audit_evidence import Evidence, Reader, Stored, TurnRewards
 from async_grpo.archive.groups import open_run
 from async_grpo.archive.history import Process, final_history
 from async_grpo.archive.rollout_state import RolloutState
@@ -50,6 +50,7 @@ class Group:
     worker: str | None  # who generated it
     policy_version: int | None
     step: int | None  # the optimizer step that used it
+    turn_rewards: TurnRewards | None  # None: its trainer gives none, or its file is trimmed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,11 +83,19 @@ class Audit:
     def workers(self) -> dict[str, int]:
         return dict(sorted(Counter(group.worker for group in self.groups if group.worker is not None).items()))
 
+    def turn_rewards(self) -> TurnRewards | None:
+        """Of all groups whose files are left; None: no trainer gave any."""
+        found = [group.turn_rewards for group in self.groups if group.turn_rewards is not None]
+        turns, rewarded = sum(each.turns for each in found), sum(each.rewarded for each in found)
+        return TurnRewards(turns, rewarded, sum(each.total for each in found)) if found else None
+
     def as_json(self) -> dict[str, Any]:
         totals = {state.replace(" ", "_"): self.count(state) for state in (USED, OPEN, SET_ASIDE, DROPPED, AGAIN, LOST)}
         data = {"clean": self.clean, "issued": len(self.groups), **totals, **asdict(self)}
-        groups = data.pop("groups")
-        return {**data, "attempts": self.attempts(), "workers": self.workers(), "groups": groups}
+        groups, turns = data.pop("groups"), self.turn_rewards()
+        of_turns = None if turns is None else asdict(turns)
+        counts = {"attempts": self.attempts(), "workers": self.workers(), "turn_rewards": of_turns}
+        return {**data, **counts, "groups": groups}
 
 
 def audit(root: Path, *, sleep: Callable[[float], None] = time.sleep) -> Audit:
@@ -125,6 +134,7 @@ def _judge(found: Evidence, state: runs.RunState, *, live: bool) -> Audit:
         *_bad_versions(history, found.processes, taken_back),
         *_other_versions(found, uses),
         *(f"Group {seq} was used by step {uses[seq][0].step}, but its file has vanished." for seq in vanished),
+        *_wrong_turns(found),
         *_lost(groups),
         *_too_wide_gaps(found, uses),
         *_dropped_and_used(found.processes[-1:], uses),
@@ -188,6 +198,7 @@ def _group(seq: int, found: Evidence, uses: dict[int, list[Use]], issued_below: 
         worker=made.worker if made else None,
         policy_version=use.policy_version if use is not None else made.policy_version if made else None,
         step=use.step if use is not None else None,
+        turn_rewards=made.turn_rewards if made else None,
     )
 
 
@@ -289,6 +300,12 @@ def _other_versions(found: Evidence, uses: dict[int, list[Use]]) -> Iterator[str
                 f"Group {seq} was used as one of version {all_uses[0].policy_version}, "
                 f"but its file is of version {', '.join(map(str, sorted(versions)))}."
             )
+
+
+def _wrong_turns(found: Evidence) -> Iterator[str]:
+    for name, stored in sorted(found.stored.items()):
+        if stored.wrong_turns is not None:
+            yield f"Group {name.seq}: {stored.wrong_turns}."
 
 
 def _lost(groups: list[Group]) -> Iterator[str]:

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from async_grpo.archive import rollout_state
 from async_grpo.archive.groups import done_files, job_files
 from async_grpo.archive.history import Process, read_record
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import BadFileError
+from async_grpo.formatting import counted
 from async_grpo.queue.codec import decode_job, finished_group
 from async_grpo.queue.filesystem import Files, OsFiles
 from async_grpo.queue.names import (
@@ -26,7 +29,17 @@ from async_grpo.queue.names import (
     parse_set_aside,
     reason_name,
 )
+from async_grpo.records import RolloutGroup
 from async_grpo.rundir.paths import RunDir, RunState
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRewards:
+    """Of one group, or of several together."""
+
+    turns: int
+    rewarded: int  # turns that have a reward
+    total: float  # of these rewards
 
 
 class Stored(NamedTuple):
@@ -35,6 +48,8 @@ class Stored(NamedTuple):
     name: JobName
     worker: str
     policy_version: int
+    turn_rewards: TurnRewards | None = None  # None: its trainer gives none
+    wrong_turns: str | None = None  # where there are not as many turn rewards as turns
 
 
 @dataclass(slots=True)
@@ -130,4 +145,24 @@ def _stored(data: bytearray, name: JobName, run_id: str) -> Stored | None:
         decode_job(data, expect_seq=name.seq, expect_run=run_id)
         return None
     group = finished_group(data, name, run_id)
-    return Stored(name, group.worker, group.policy_version)
+    return Stored(name, group.worker, group.policy_version, _turn_rewards(group), _wrong_turns(group))
+
+
+def _turn_rewards(group: RolloutGroup) -> TurnRewards | None:
+    if group.turn_rewards is None:
+        return None
+    known = group.turn_rewards[np.isfinite(group.turn_rewards)]
+    return TurnRewards(len(group.turn_rewards), len(known), float(known.sum()))
+
+
+def _wrong_turns(group: RolloutGroup) -> str | None:
+    """The trainer gives each run of 1 in a completion's mask the advantage of one turn."""
+    if group.turn_counts is None:
+        return None
+    mask = np.ones_like(group.completion_ids) if group.tool_mask is None else group.tool_mask.astype(np.int32)
+    for index, part in enumerate(np.split(mask, np.cumsum(group.completion_lengths)[:-1])):
+        turns, rewards = int((np.diff(part, prepend=0) == 1).sum()), int(group.turn_counts[index])
+        if turns != rewards:
+            given, there = counted(rewards, "turn reward"), counted(turns, "turn")
+            return f"completion {index} has {given}, and its tokens have {there}"
+    return None

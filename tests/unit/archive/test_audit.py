@@ -128,6 +128,7 @@ def test_a_sound_run_is_clean_and_its_totals_are_right(run: FakeRun) -> None:
         "worker": "dev1",
         "policy_version": 1,
         "step": 2,
+        "turn_rewards": None,
     }
 
 
@@ -356,6 +357,7 @@ def test_the_command_prints_totals_and_sentences(run: FakeRun, capsys: pytest.Ca
         "worker": "dev1",
         "policy_version": 1,
         "step": 2,
+        "turn_rewards": None,
     }
 
 

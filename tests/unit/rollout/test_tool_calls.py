@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import subprocess
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -213,6 +214,33 @@ def test_an_async_tool_that_exits_or_took_no_arguments() -> None:
     [[left, wrong]] = outcomes([[lambda: later(leave), lambda: refused]])
     assert str(left.error) == "Error: SystemExit: "
     assert isinstance(wrong.error, Refused)
+
+
+def test_a_search_process_that_is_killed_costs_its_calls_a_text() -> None:
+    """One call waits for its answer, the next finds nobody; the worker goes on."""
+
+    def search(query: str) -> str:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"{query}\n".encode())
+        found = process.stdout.readline()
+        if not found:
+            raise EOFError("the search process has ended")
+        return found.decode()
+
+    async def run() -> list[Outcome]:
+        tools = made()
+        waiting = asyncio.create_task(tools.run([call(search, query="a")]))
+        await until(lambda: tools.in_time == 1)
+        process.kill()
+        await asyncio.to_thread(process.wait, DEADLINE_S)
+        (first,), (second,) = await waiting, await tools.run([call(search, query="b")])
+        tools.check()
+        return [first, second]
+
+    with subprocess.Popen(["wc"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+        first, second = asyncio.run(run())
+        assert isinstance(first.error, (EOFError, BrokenPipeError))
+        assert isinstance(second.error, BrokenPipeError)
 
 
 def test_a_tool_may_call_its_arguments_as_we_call_ours() -> None:
