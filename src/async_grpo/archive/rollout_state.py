@@ -5,26 +5,20 @@
 
 from __future__ import annotations
 
-import shutil
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-
-from loguru import logger
 
 from async_grpo.errors import BadFileError
 from async_grpo.queue.names import NOT_TRAINED_ON
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import naming, read_object
 from async_grpo.rundir.shape import shaped
-from async_grpo.telemetry.waiting import Reminder
 
 FILE_NAME = "rollout_state.json"
 FORMAT = 1
-ROOM_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,25 +97,6 @@ def pack_consumed(below: int, above: Set[int], unusable: Iterable[int] = ()) -> 
 def write(checkpoint: Path, state: RolloutState) -> None:
     """Write the state into `checkpoint`."""
     write_json(checkpoint / FILE_NAME, asdict(state))
-
-
-def wait_for_room(
-    folder: Path, needed_bytes: int, *, make_room: Callable[[], None], should_stop: Callable[[], bool]
-) -> None:
-    """Wait until a checkpoint of `needed_bytes` fits, and log what is waited for.
-
-    Without end but for `should_stop`: what is trained since the last checkpoint would be lost otherwise. When the run
-    is to stop, the checkpoint is tried anyway.
-    """
-    if shutil.disk_usage(folder).free >= needed_bytes or should_stop():
-        return
-    needed = f"{needed_bytes / 1e6:.0f} MB of room in {folder} for a checkpoint"
-    logger.warning("waiting for {}", needed)
-    make_room()
-    with Reminder(lambda: needed) as reminder:
-        while shutil.disk_usage(folder).free < needed_bytes and not should_stop():
-            reminder.tick()
-            time.sleep(ROOM_RETRY_S)
 
 
 def names_another(path: Path, run_id: str) -> bool:

@@ -144,6 +144,10 @@ class Ledger:
         self.steps.add(one.step)
         self._file.append(_line(one))
 
+    def sync(self) -> None:
+        """Every line is on the disk now. `DiskFullError` if there is no room for one."""
+        self._file.sync()
+
     def close(self) -> None:
         self._file.close()
 

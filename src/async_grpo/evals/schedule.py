@@ -109,6 +109,10 @@ class RunEvaluations:
         self._report(result)
         self._weights.release()
 
+    def sync(self) -> None:
+        """Every result is on the disk now. `DiskFullError` if there is no room for one."""
+        self._ledger.sync()
+
     def close(self) -> None:
         """Drop the evaluation that is under way. The next server starts it again."""
         if self._current is not None:

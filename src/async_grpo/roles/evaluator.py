@@ -15,6 +15,7 @@ from loguru import logger
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.groups import FinishedGroups
+from async_grpo.archive.room import write_with_room
 from async_grpo.errors import RunDirError, UsageError, WaitTimeoutError
 from async_grpo.evals.estimators import Answers
 from async_grpo.evals.evaluation import Evaluation
@@ -80,7 +81,8 @@ def run_evaluator(options: EvaluatorOptions) -> None:
         run.update_state(of=state.run_id, undo={})  # a resume is accepted
         done = _evaluate_all(options, run, state, trainer, stop, lock)
         activity.doing(ENDING)
-        run.update_state(state=runs.FINISHED if done else runs.STOPPED)
+        result = runs.FINISHED if done else runs.STOPPED
+        write_with_room(lambda: run.update_state(state=result), should_stop=lambda: bool(stop))
 
 
 @contextmanager
@@ -120,7 +122,8 @@ def _evaluate_all(
             evaluations.append(evaluation)
     if len(evaluations) == 2:
         ours, theirs = (evaluation.answers for evaluation in evaluations)
-        write_json(run.comparison, _difference(ours, theirs, settings.evaluated_ks()))
+        difference = _difference(ours, theirs, settings.evaluated_ks())
+        write_with_room(lambda: write_json(run.comparison, difference), should_stop=lambda: bool(stop))
     return True
 
 
@@ -219,6 +222,7 @@ def _finish(evaluation: Evaluation, queue: ServerQueue, ledger: Ledger, stop: St
             queue.wait(WAKE_S)
     pace.tell()
     ledger.add(result)
+    write_with_room(ledger.sync, should_stop=lambda: bool(stop))
     return True
 
 

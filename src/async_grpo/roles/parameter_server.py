@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,7 +120,11 @@ def _train(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
             activity.doing(ENDING)
             with suppress(AsyncGRPOError, OSError) if result == runs.FAILED else nullcontext():
                 figures = _figures(training, run, state, time.monotonic() - started)
-                _sum_up(run, lock, result, figures, earlier={} if training.has_trained else summary.read(run.summary))
+                earlier = {} if training.has_trained else summary.read(run.summary)
+                training.write_the_rest(
+                    partial(_sum_up, run, lock, result, figures, earlier),
+                    should_stop=lambda: bool(stop) or result == runs.FAILED,
+                )
     if ranks is not None:
         ranks.wait_for_all()  # one that left early would look as if it had died
     return result

@@ -23,8 +23,9 @@ from dataclasses import dataclass, field, replace
 from http.client import HTTPConnection, HTTPException
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
+import psutil
 from loguru import logger
 
 from async_grpo.errors import BadFileError, GeneratorError, UsageError
@@ -142,13 +143,34 @@ class VLLMServerProcess:
         self.starts += 1
 
     def answers(self) -> bool:
-        """Whether it says that it is well."""
+        """Whether it says that it is well: the server itself, not another program that took its port first."""
+        return self._says_well() and self.running and self._listens()
+
+    def _says_well(self) -> bool:
         with closing(HTTPConnection(self._plan.host, self.port, timeout=LOOK_S)) as connection:
             try:
                 connection.request("GET", "/health")
-                return connection.getresponse().status == 200 and self.running
+                return connection.getresponse().status == 200
             except (OSError, HTTPException):
                 return False
+
+    def _listens(self) -> bool:
+        """Whether one of its processes has the port, as far as this machine lets us look."""
+        try:
+            leader = psutil.Process(self.pid)
+            return any(map(self._has_port, (leader, *leader.children(recursive=True))))
+        except psutil.NoSuchProcess:
+            return False
+        except psutil.AccessDenied:
+            return True
+
+    def _has_port(self, process: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):  # a child may have ended
+            return any(map(self._is_its_port, process.net_connections("tcp")))
+        return False
+
+    def _is_its_port(self, connection: Any) -> bool:
+        return connection.status == psutil.CONN_LISTEN and connection.laddr.port == self.port
 
     def wait_ready(self, timeout_s: float = READY_S) -> None:
         """Wait until it answers; it is started again if it is killed meanwhile, or its port was taken from it.
@@ -233,6 +255,18 @@ class VLLMServerProcess:
             f"The vLLM server at {self.base_url} {how} before it was ready. Its last words, from {self._plan.log}:\n"
             f"{words}"
         )
+
+
+def flags(options: Mapping[str, object]) -> list[str]:
+    """`{"max_num_seqs": 8, "enforce_eager": True, "max_model_len": None}` -> `--max-num-seqs 8 --enforce-eager`."""
+    found: list[str] = []
+    for name, value in options.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            found.append(flag)
+        elif value is not None and value is not False:
+            found += [flag, str(value)]
+    return found
 
 
 def free_port(host: str, first: int) -> int:

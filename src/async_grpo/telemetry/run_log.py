@@ -102,6 +102,10 @@ class RunLog:
         parts = [f"ETA {self._eta(step)}", *described(figures, self._line)]
         logger.log(STEP, "step {}/{} {}", step, self._total_steps, "  ".join(parts))
 
+    def sync(self) -> None:
+        """Every line is on the disk now. `DiskFullError` if there is no room for one."""
+        self._file.sync()
+
     def close(self) -> None:
         self._file.close()
 

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from async_grpo.errors import PeerDiedError
 from async_grpo.queue.codec import decode_group, encode_group
 from async_grpo.records import RolloutGroup
+from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest
 from async_grpo.setup.sampling import check_sampling
@@ -44,6 +45,8 @@ from async_grpo.training.corrections.rule import rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.trl_trainer import TrainingEvents
+from async_grpo.training.weight_publisher import slots_for
+from async_grpo_ipc import Blueprint, WeightExporter
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -300,6 +303,25 @@ def _whole(parameter: Tensor, device: torch.device) -> Tensor:
 def is_sharded(trainer: Any) -> bool:
     """Whether training will shard this trainer's model over the ranks."""
     return bool(trainer.is_fsdp_enabled)
+
+
+def exporter_of(
+    trainer: GRPOTrainer, leader: Leader, run: RunDir, state: RunState, settings: TrainingSettings
+) -> Callable[[], WeightExporter]:
+    """Makes the exporter, once the model is where it trains."""
+    model = trainer.model
+    sharing = state.workers_sharing if state.num_workers else None
+    slots = slots_for(model, max_staleness=settings.max_staleness, sharing=sharing, recorded=settings.delta_every > 0)
+    dtype = torch.bfloat16 if settings.publish_dtype == "bf16" else None
+    if not is_sharded(trainer):
+        return lambda: WeightExporter.from_model(
+            model, run.weights_handle, slots=slots, way=settings.weights, share_frozen=True, dtype=dtype
+        )
+    blueprint = Blueprint.of_model(model)
+    device = trainer.accelerator.device
+    return lambda: WeightExporter.from_blueprint(
+        blueprint, leader.gather, run.weights_handle, device=device, slots=slots, way=settings.weights
+    )
 
 
 def _reshard(model: nn.Module) -> None:

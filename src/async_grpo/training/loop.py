@@ -20,10 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import torch
 from loguru import logger
 
-from async_grpo.archive import checkpoint_folders, rollout_state
+from async_grpo.archive import checkpoint_folders, room
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.history import ConsumptionRecord
 from async_grpo.archive.rollout_state import RolloutState
@@ -50,7 +49,7 @@ from async_grpo.training.checkpoints import CheckpointFolder, Resumed, UsedGroup
 from async_grpo.training.corrections.checks import check, describe, describe_dropout
 from async_grpo.training.corrections.rule import Rule, rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
-from async_grpo.training.distributed import Leader, Ranks, is_sharded
+from async_grpo.training.distributed import Leader, Ranks, exporter_of, is_sharded
 from async_grpo.training.job_issuer import JobIssuer
 from async_grpo.training.prompts import evaluation_problems, prompt_rows
 from async_grpo.training.reporting import hyperparameters, report
@@ -58,8 +57,7 @@ from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource, StopTraining
 from async_grpo.training.schedule import Schedule
 from async_grpo.training.trl_trainer import TrainingEvents
-from async_grpo.training.weight_publisher import WeightPublisher, slots_for
-from async_grpo_ipc import Blueprint, WeightExporter
+from async_grpo.training.weight_publisher import WeightPublisher
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -196,18 +194,30 @@ class AsyncTraining(TrainingEvents):
         if self._leader.alone and self._leader.should_stop():  # several ranks can only end an evaluation together
             raise StopTraining
 
+    def write_the_rest(self, and_then: Callable[[], None], should_stop: Callable[[], bool]) -> None:
+        """Write every line that found no room yet, and what `and_then` writes; wait for room.
+
+        Raises:
+            DiskFullError: the run is to stop, and there is still no room.
+        """
+
+        def write() -> None:
+            for lines in (self._history, self.log, self._evaluations):
+                lines.sync()
+            and_then()
+
+        room.write_with_room(write, make_room=self._archive.make_room, should_stop=should_stop)
+
     def ends_early(self) -> None:
         self._leader.stop()
 
     def before_checkpoint(self) -> Path:
         activity.doing(SAVING)
         checkpoint_folders.start_saving(self._folder.staging)
-        rollout_state.wait_for_room(
-            self._folder.staging,
-            checkpoints.bytes_needed(self._trainer.model),
-            make_room=self._archive.make_room,
-            should_stop=self._leader.should_stop,
-        )
+        needed, folder = checkpoints.bytes_needed(self._trainer.model), self._folder.staging
+        make_room, should_stop = self._archive.make_room, self._leader.should_stop
+        room.wait_for_room(folder, needed, make_room=make_room, should_stop=should_stop)
+        room.write_with_room(self._history.sync, make_room=make_room, should_stop=should_stop)
         self._leader.go()
         return self._folder.staging
 
@@ -377,24 +387,5 @@ def schedule_of(trainer: GRPOTrainer, max_staleness: int) -> Schedule:
 def _publisher(
     trainer: GRPOTrainer, leader: Leader, run: RunDir, state: RunState, settings: TrainingSettings
 ) -> WeightPublisher:
-    exporter = _exporter(trainer, leader, run, state, settings)
+    exporter = exporter_of(trainer, leader, run, state, settings)
     return WeightPublisher(exporter, recorder_of(trainer, run, state, settings))
-
-
-def _exporter(
-    trainer: GRPOTrainer, leader: Leader, run: RunDir, state: RunState, settings: TrainingSettings
-) -> Callable[[], WeightExporter]:
-    """Makes the exporter, once the model is where it trains."""
-    model = trainer.model
-    sharing = state.workers_sharing if state.num_workers else None
-    slots = slots_for(model, max_staleness=settings.max_staleness, sharing=sharing, recorded=settings.delta_every > 0)
-    dtype = torch.bfloat16 if settings.publish_dtype == "bf16" else None
-    if not is_sharded(trainer):
-        return lambda: WeightExporter.from_model(
-            model, run.weights_handle, slots=slots, way=settings.weights, share_frozen=True, dtype=dtype
-        )
-    blueprint = Blueprint.of_model(model)
-    device = trainer.accelerator.device
-    return lambda: WeightExporter.from_blueprint(
-        blueprint, leader.gather, run.weights_handle, device=device, slots=slots, way=settings.weights
-    )

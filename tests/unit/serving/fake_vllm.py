@@ -29,6 +29,8 @@ def main(arguments: list[str]) -> None:
         sys.exit(behaviour["says"])
     if behaviour.get("hangs"):
         time.sleep(600)
+    while behaviour.get("waits_for") and not Path(behaviour["waits_for"]).exists():
+        time.sleep(0.02)
     HTTPServer(("127.0.0.1", int(arguments[arguments.index("--port") + 1])), Handler).serve_forever()
 
 

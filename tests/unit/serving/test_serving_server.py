@@ -8,8 +8,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -133,6 +136,30 @@ def test_a_taken_port_is_left_to_its_holder(make: Make) -> None:
         with make(port=taken) as server:
             assert server.port > taken
             server.wait_ready(60)
+
+
+def test_another_program_that_answers_on_its_port_is_not_taken_for_it(make: Make, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    with make(waits_for=str(go)) as server:
+        wait_for(lambda: pids(tmp_path), "its start")
+        with HTTPServer(("127.0.0.1", server.port), Healthy) as other:
+            Thread(target=other.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+            with urlopen(f"{server.base_url}/health", timeout=60) as answer:
+                assert answer.status == 200
+            assert not server.answers()
+            go.touch()
+            server.wait_ready(60)
+            assert (server.starts, server.port == other.server_port) == (2, False)
+            other.shutdown()
+
+
+class Healthy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
 
 
 def test_our_plugin_is_among_those_that_the_user_allows() -> None:

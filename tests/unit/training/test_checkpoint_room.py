@@ -1,4 +1,4 @@
-"""A checkpoint waits for room on the disk."""
+"""A checkpoint, and what a run writes at its end, wait for room on the disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from async_grpo.archive import rollout_state
+from async_grpo.archive import rollout_state, room
+from async_grpo.errors import DiskFullError
 from async_grpo.settings import ArchiveLimit
 from async_grpo.training.checkpoints import UsedGroups
 
@@ -19,16 +20,46 @@ Usage = namedtuple("Usage", "total used free")
 def test_waits_until_there_is_room_and_makes_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([10, 10, 200])
     asked: list[str] = []
-    monkeypatch.setattr(rollout_state, "ROOM_RETRY_S", 0.0)
-    monkeypatch.setattr(rollout_state.shutil, "disk_usage", lambda folder: Usage(1000, 0, next(free)))
-    rollout_state.wait_for_room(tmp_path, 100, make_room=lambda: asked.append("room"), should_stop=lambda: False)
+    monkeypatch.setattr(room, "RETRY_S", 0.0)
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda folder: Usage(1000, 0, next(free)))
+    room.wait_for_room(tmp_path, 100, make_room=lambda: asked.append("room"), should_stop=lambda: False)
     assert asked == ["room"]
     assert next(free, None) is None
 
 
 def test_a_run_that_is_to_stop_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_state.shutil, "disk_usage", lambda folder: Usage(1000, 1000, 0))
-    rollout_state.wait_for_room(tmp_path, 100, make_room=lambda: pytest.fail("nobody waits"), should_stop=lambda: True)
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda folder: Usage(1000, 1000, 0))
+    room.wait_for_room(tmp_path, 100, make_room=lambda: pytest.fail("nobody waits"), should_stop=lambda: True)
+
+
+class Disk:
+    """Full until room was made as often as it takes."""
+
+    def __init__(self, takes: int) -> None:
+        self.takes, self.writes = takes, 0
+
+    def make_room(self) -> None:
+        self.takes -= 1
+
+    def write(self) -> None:
+        self.writes += 1
+        if self.takes > 0:
+            raise DiskFullError("The disk is full: no room for run.json.")
+
+
+@pytest.mark.parametrize("takes", [0, 1, 3])
+def test_a_write_is_tried_until_there_is_room(takes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "RETRY_S", 0.0)
+    disk = Disk(takes)
+    room.write_with_room(disk.write, make_room=disk.make_room, should_stop=lambda: False)
+    assert (disk.takes, disk.writes) == (0, takes + 1)
+
+
+def test_a_run_that_is_to_stop_makes_room_once_and_says_what_it_could_not_write() -> None:
+    disk = Disk(2)
+    with pytest.raises(DiskFullError, match=r"run\.json"):
+        room.write_with_room(disk.write, make_room=disk.make_room, should_stop=lambda: True)
+    assert disk.takes == 1
 
 
 @pytest.mark.parametrize(("resumed", "removed"), [(False, []), (True, [0, 1, 3])])

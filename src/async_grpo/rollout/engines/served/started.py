@@ -23,7 +23,7 @@ from async_grpo.rollout import WEIGHTS_WAIT_S
 from async_grpo.rollout.engines import SampledGroup
 from async_grpo.rollout.engines.served.client import WEIGHTS_S, Client, ServerEngine
 from async_grpo.rollout.engines.vllm_options import adapter_of, describe_model, engine_options
-from async_grpo.serving.vllm_server import READY_S, ServerPlan, VLLMServerProcess
+from async_grpo.serving.vllm_server import READY_S, ServerPlan, VLLMServerProcess, flags
 from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo_ipc import ExporterDiedError, RemoteWeights
 from async_grpo_ipc.checkpoint import Adapter
@@ -195,14 +195,7 @@ def _plan(trainer: Any, folder: Path, log: Path, number: int, seed: int, devices
 
 def _arguments(trainer: Any, seed: int, *, on_gpu: bool) -> Sequence[str]:
     options = engine_options(trainer, seed=seed, deterministic=False, merged=True)
-    flags = ["--load-format", "dummy", *([] if on_gpu else ["--enforce-eager"])]
-    for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            flags.append(flag)
-        elif value is not None and value is not False:
-            flags += [flag, str(value)]
-    return flags
+    return flags({"load_format": "dummy", "enforce_eager": not on_gpu, **options})
 
 
 def _adapter(model: Any) -> Adapter | None:
