@@ -1,7 +1,7 @@
 """Questions that are answered by searching, with credit for each turn (MT-GRPO).
 
-MODEL: a model of the hub or a path, whose tokenizer has a chat template with tools; `tiny` is a random one of this
-folder, which needs no download and learns nothing in a short run.
+MODEL: a model of the hub or a path; `tiny` is a random one of this folder, which needs no download and learns nothing
+in a short run. CALLS: how it calls the tool; `tokenizer` (its chat template has tools) or `tags` (any chat template).
 DATASET: `facts` (generated, no download), TriviaQA of the hub (`mandarjoshi/trivia_qa`), or a JSON Lines file with
 `question` and `aliases`. INDEX: a folder with an index of bm25s, for what is not `facts`.
 """
@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
+from transformers import AutoTokenizer
 from trl import GRPOConfig
 
 from async_grpo.credit import TurnGRPOTrainer
-from async_grpo.envs import SearchEnv, generated_facts
+from async_grpo.envs import SearchEnv, generated_facts, with_tags
 from async_grpo.rewards.questions import OUTCOME_REWARDS, TURN_REWARDS
 
 sys.path.insert(0, str(Path(__file__).parent))  # for tiny
@@ -51,11 +52,15 @@ def get_trainer() -> TurnGRPOTrainer:
         from tiny import build_model, build_tokenizer
 
         tokenizer = build_tokenizer()
-        model, more = build_model(tokenizer), {"processing_class": tokenizer}
+        model = build_model(tokenizer)
     else:
-        model, more = name, {}
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+        model = name
+    if os.environ.get("CALLS", "tokenizer") == "tags":
+        tokenizer = with_tags(tokenizer)
     return TurnGRPOTrainer(
         model=model,
+        processing_class=tokenizer,
         reward_funcs=list(OUTCOME_REWARDS),
         turn_reward_funcs=list(TURN_REWARDS),
         credit="turn",
@@ -74,5 +79,4 @@ def get_trainer() -> TurnGRPOTrainer:
             bf16=name != "tiny",
             report_to="none",
         ),
-        **more,
     )

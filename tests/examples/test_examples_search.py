@@ -16,8 +16,12 @@ pytestmark = pytest.mark.integration
 RECIPE = Path(__file__).parents[2] / "examples" / "triviaqa_search" / "my_trainer.py"
 
 
-def test_a_dialogue_that_searches_earns_its_rewards(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("calls", ["tokenizer", "tags"])
+def test_a_dialogue_that_searches_earns_its_rewards(
+    calls: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("bm25s", reason="the extra `search` is not installed")
+    monkeypatch.setenv("CALLS", calls)
     monkeypatch.setenv("MODEL", "tiny")
     monkeypatch.chdir(tmp_path)
     trainer: Any = load_trainer(RECIPE, engine_here=False)
@@ -25,14 +29,15 @@ def test_a_dialogue_that_searches_earns_its_rewards(monkeypatch: pytest.MonkeyPa
     trainer.max_completion_length = 600
     row = trainer.train_dataset[0]
     question = row["prompt"][0]["content"].rsplit("\n", 1)[1]
-    search = json.dumps({"name": "search", "arguments": {"query": question}})
+    search = json.dumps({"name": "search", ("args" if calls == "tags" else "arguments"): {"query": question}})
+    call = f"<tool>{search}</tool>" if calls == "tags" else f"<tool_call>\n{search}\n</tool_call>"
 
     def reply(prompt: str, place: int) -> str:
         if place % 8:
             return "nothing"
-        if "<tool_response>" in prompt:
+        if "<tool_response>" in prompt or "<result>\n" in prompt:
             return f"<reasoning>So.</reasoning><answer>{row['aliases'][0]}</answer>"
-        return f"<reasoning>I look.</reasoning><tool_call>\n{search}\n</tool_call>"
+        return f"<reasoning>I look.</reasoning>{call}"
 
     worker = InProcessWorker(trainer, ScriptedEngine(ScriptedGenerator(trainer.processing_class, reply)))
     (group,) = worker.rollouts(jobs_of([row], group_size=8))

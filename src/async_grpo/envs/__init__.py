@@ -1,6 +1,7 @@
 """Environments for setup files: `environment_factory=SearchEnv`, also in plain TRL.
 
 `search` has the environment and its tools, `index` the passages that it finds, `facts` a few hundred generated ones.
+`tags` has calls of tools as text, for models whose chat template knows no tools.
 Rewards for what it is asked are in `async_grpo.rewards.questions`. How tools run is the matter of
 `async_grpo.rollout.turns`.
 """
@@ -8,5 +9,6 @@ Rewards for what it is asked are in `async_grpo.rewards.questions`. How tools ru
 from async_grpo.envs.facts import Fact, generated_facts
 from async_grpo.envs.index import Passages
 from async_grpo.envs.search import SearchEnv
+from async_grpo.envs.tags import with_tags
 
-__all__ = ["Fact", "Passages", "SearchEnv", "generated_facts"]
+__all__ = ["Fact", "Passages", "SearchEnv", "generated_facts", "with_tags"]

@@ -123,7 +123,7 @@ def _text(message: dict[str, Any]) -> str:
 
 
 def _format(message: dict[str, Any]) -> float:
-    text, calls = _text(message).strip(), bool(message.get("tool_calls"))
+    text, calls = _text(message).strip(), _calls(message)
     fields = _FIELD.findall(text)
     names = [name for name, inside in fields if inside.strip()]
     if not names and not (calls and text):
@@ -137,8 +137,13 @@ def _format(message: dict[str, Any]) -> float:
 
 def _tags(message: dict[str, Any]) -> float:
     text = _text(message)
-    wanted = ["<reasoning>", "</reasoning>"] + ([] if message.get("tool_calls") else ["<answer>", "</answer>"])
+    wanted = ["<reasoning>", "</reasoning>"] + ([] if _calls(message) else ["<answer>", "</answer>"])
     return sum(text.count(tag) == 1 for tag in wanted) / len(wanted)
+
+
+def _calls(message: dict[str, Any]) -> bool:
+    """Whether it calls a tool in a form that can be read."""
+    return any(call.get("type") == "function" for call in message.get("tool_calls") or [])
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -137,6 +137,11 @@ def _check(sampling: Sampling, correction: str, generator: str) -> None:
         )
 
 
+def stop_tags(trainer: Any) -> tuple[str, ...]:
+    """What ends a message in a dialogue with tools: the tags of a tokenizer from `async_grpo.envs.with_tags`."""
+    return tuple(getattr(trainer.processing_class, "stop_tags", ())) if trainer.tools else ()
+
+
 def transformers_config(trainer: GRPOTrainer) -> GenerationConfig:
     """The `GenerationConfig` to sample with: TRL's, completed from the model's own, with `top_k=-1` as off."""
     trl: Any = trainer

@@ -7,7 +7,15 @@ from contextlib import nullcontext
 import pytest
 import torch
 from engines import group, run, sample
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from async_grpo.rollout.engines.transformers import TransformersEngine
 
@@ -35,7 +43,11 @@ def model() -> Qwen3ForCausalLM:
 
 
 def engine_of(
-    model: Qwen3ForCausalLM, tokens: int = 12, loss_temperature: float | None = None, **sampling: float
+    model: Qwen3ForCausalLM,
+    tokens: int = 12,
+    loss_temperature: float | None = None,
+    stopping: StoppingCriteriaList | None = None,
+    **sampling: float,
 ) -> TransformersEngine:
     settings = {"temperature": 0.7, "top_k": 0, "top_p": 1.0, "do_sample": True, **sampling}
     return TransformersEngine(
@@ -45,6 +57,7 @@ def engine_of(
         pad_token_id=PAD,
         autocast=nullcontext,
         most_groups=8,
+        stopping=stopping,
     )
 
 
@@ -55,6 +68,19 @@ def forward_logprobs(
     with torch.no_grad():
         logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
     return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+
+def test_a_row_ends_behind_a_stop_string(model: Qwen3ForCausalLM) -> None:
+    letters = Tokenizer(models.WordLevel({letter: place for place, letter in enumerate("abcdefghijklmnopqrstuvwx")}))
+    letters.pre_tokenizer, letters.decoder = pre_tokenizers.Split(Regex("[a-z]"), "isolated"), decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters)
+    whole, _ = sample(engine_of(model, tokens=40), PROMPTS, seed=1)
+    stop = max(whole, key=len)[4]
+    assert any(ids[-1] != stop for ids in whole)
+    stopping = StoppingCriteriaList([StopStringCriteria(tokenizer, [tokenizer.convert_ids_to_tokens(stop)])])
+    cut, _ = sample(engine_of(model, tokens=40, stopping=stopping), PROMPTS, seed=1)
+    assert all(stop not in ids[:-1] for ids in cut)
+    assert any(ids[-1] == stop for ids in cut)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])

@@ -43,7 +43,16 @@ def trainer(model: Any = None, **changes: Any) -> SimpleNamespace:
         max_completion_length=64,
         num_generations=8,
         eos_token_ids=[7, 5],
+        tools=[],
     )
+
+
+def test_the_tags_of_a_tokenizer_end_messages_beside_the_users_own_stops() -> None:
+    given = trainer(generation_kwargs={"stop": "</a>"})
+    given.tools, given.processing_class = [print], SimpleNamespace(stop_tags=("</tool>", "</answer>"))
+    options = sampling_options(given)
+    assert options["stop"] == ["</a>", "</tool>", "</answer>"]
+    assert options["detokenize"] is True
 
 
 def adapter(rank: int = 16, peft_type: str = "LORA", beside: bool = False) -> SimpleNamespace:

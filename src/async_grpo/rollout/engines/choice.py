@@ -18,12 +18,14 @@ from async_grpo.setup.generator_choice import (
     refuse_with_server,
     refuse_with_started_server,
 )
-from async_grpo.setup.sampling import check_sampling, transformers_config
+from async_grpo.setup.sampling import check_sampling, stop_tags, transformers_config
 from async_grpo.telemetry.waiting import wait_until
 
 ENGINE_START_S = 1200.0  # for all engines of one GPU
 
 if TYPE_CHECKING:
+    from transformers import StoppingCriteriaList
+
     from async_grpo.records import WorkerId
     from async_grpo.rollout.engines import Engine
     from async_grpo.rollout.engines.continuous import ContinuousEngine
@@ -100,8 +102,16 @@ def transformers_engine(trl: RolloutTrainer) -> TransformersEngine:
         loss_temperature=trainer.args.temperature,
         pad_token_id=trl.pad_token_id,
         autocast=trainer.accelerator.autocast,
+        stopping=_stopping(trainer),
         most_groups=trainer.args.generation_batch_size // trainer.num_generations,
     )
+
+
+def _stopping(trainer: Any) -> StoppingCriteriaList:
+    from transformers import StoppingCriteriaList, StopStringCriteria
+
+    tags = stop_tags(trainer)
+    return StoppingCriteriaList([StopStringCriteria(trainer.processing_class, list(tags))] if tags else [])
 
 
 def connect(run: RunDir, trainer: Any, *, in_flight_update: bool) -> VLLMServer:

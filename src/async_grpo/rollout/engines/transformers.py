@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
@@ -32,6 +32,7 @@ class TransformersEngine(BatchEngine):
         config: sampling parameters (`setup.sampling.transformers_config`).
         loss_temperature: of the `GRPOConfig`.
         autocast: the trainer's mixed precision, so that the sampler computes what the trainer would.
+        stopping: what ends a row besides the end token and the length.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class TransformersEngine(BatchEngine):
         pad_token_id: int,
         autocast: Callable[[], AbstractContextManager[None]],
         most_groups: int,
+        stopping: StoppingCriteriaList | None = None,
     ) -> None:
         super().__init__(most_groups)
         self._model = model
@@ -50,6 +52,7 @@ class TransformersEngine(BatchEngine):
         self._loss_temperature = loss_temperature
         self._pad_token_id = pad_token_id
         self._autocast = autocast
+        self._stopping = stopping or StoppingCriteriaList()
 
     def follow(self, weights: RemoteWeights) -> PolicyWeights:
         return PolicyWeights(weights, self._model)
@@ -81,6 +84,7 @@ class TransformersEngine(BatchEngine):
                 attention_mask=attention_mask,
                 generation_config=config,
                 custom_generate=loop,
+                stopping_criteria=self._stopping,
                 **({} if vision is None else vision.small()),
             )
         assert isinstance(begun, SamplingLoop)

@@ -10,7 +10,7 @@ from typing import Any
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup.generator_choice import VLLM
-from async_grpo.setup.sampling import effective_sampling
+from async_grpo.setup.sampling import effective_sampling, stop_tags
 
 # What transformers calls these in `generation_kwargs`, for files that were written for it.
 _RENAMED = {"stop_strings": "stop", "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -42,6 +42,9 @@ def sampling_options(trainer: Any) -> dict[str, Any]:
             options["stop_token_ids"] = [value] if isinstance(value, int) else list(value)
         elif name != "do_sample":
             options[_RENAMED.get(name, name)] = value
+    if tags := stop_tags(trainer):
+        given = options.get("stop") or []
+        options["stop"] = [*([given] if isinstance(given, str) else given), *tags]
     sampling = effective_sampling(trainer, VLLM)
     options |= {name: getattr(sampling, name) for name in _DISTRIBUTION}
     if sampling.regex is not None:

@@ -28,6 +28,7 @@ from async_grpo.rollout.trl_trainer import (
     own_metrics,
     state_at_issue,
 )
+from async_grpo.rollout.turns.ends import MessageEnds
 
 HOOKS = ("_generate", "_tokenize_prompts", "_tool_call_loop", "_get_tool_suffix_ids", "_generate_single_turn")
 
@@ -72,8 +73,9 @@ class Continuation:
 class Dialogue:
     """One completion on its way: `begin`, then `calls`, `prompt_after` and `add` as long as it `wants_tools`."""
 
-    def __init__(self, trl: RolloutTrainer, place: int, message: Any, prompt: Prompt) -> None:
+    def __init__(self, trl: RolloutTrainer, place: int, message: Any, prompt: Prompt, ends: MessageEnds) -> None:
         self._trl = trl
+        self._ends = ends
         self.tool_images: list[Any] = []
         self._trainer = copy.copy(trl.trainer)
         self._tools = (_at(trl.trainer, "_sync_tool_dicts", place), _at(trl.trainer, "_async_tool_dicts", place))
@@ -144,6 +146,14 @@ class Dialogue:
         self._note_versions(next_turn)
         self.turns += 1
 
+    def end(self) -> None:
+        """End the last message as the chat template does, where a tag has ended it. The loss does not see that."""
+        missing = self._ends.last_missing_after(self.ids)
+        if len(self.ids) + len(missing) <= self._trainer.max_completion_length:
+            self.ids, self.logprobs = [*self.ids, *missing], [*self.logprobs, *[0.0] * len(missing)]
+            self.mask += [0] * len(missing)
+            self.versions += self.versions[-1:] * len(missing)
+
     def _turn(self) -> Any:
         return type(self._trainer)._tool_call_loop(
             self._trainer,
@@ -184,7 +194,11 @@ class Dialogue:
     def _answer_with(self, outcomes: Sequence[Outcome]) -> None:
         left = iter(outcomes)
         self._set_tools(lambda *_: _giving(left), lambda *_: _giving_later(left))
-        vars(self._trainer).pop("_get_tool_suffix_ids", None)
+        self._trainer._get_tool_suffix_ids = self._suffix_ids
+
+    def _suffix_ids(self, tool_messages: Any) -> list[int]:
+        written = type(self._trainer)._get_tool_suffix_ids(self._trainer, tool_messages)
+        return [*self._ends.missing_after(self.ids), *written]
 
     def _set_tools(self, sync: Callable[[str, Any], Any], later: Callable[[str, Any], Any]) -> None:
         now, waited_for = self._tools
@@ -241,9 +255,9 @@ class Dialogues:
                 trainer._generate_and_score_completions(self._rows)
             except _Left as left:
                 (self._prompts,) = left.arguments
-        prompts = self._first_prompts(trainer)
+        prompts, ends = self._first_prompts(trainer), MessageEnds(trainer)
         self.all = [
-            Dialogue(self.trl, place, message, prompt)
+            Dialogue(self.trl, place, message, prompt, ends)
             for place, (message, prompt) in enumerate(zip(self._prompts, prompts, strict=True))
         ]
 
@@ -267,6 +281,8 @@ class Dialogues:
     def finish(self) -> GeneratedGroup:
         """Have TRL make the group's result, and count it."""
         trainer, ended = copy.copy(self.trl.trainer), self.all
+        for dialogue in ended:
+            dialogue.end()
         vars(trainer).pop("_generate", None)
         trainer._tokenize_prompts = lambda prompts: self._tokenized
         if trainer.tools:

@@ -1,0 +1,131 @@
+"""Calls of tools as tags: what is read of a message, and what a chat template without tools writes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from async_grpo.envs import SearchEnv, with_tags
+from async_grpo.envs.tags import message_of
+from async_grpo.errors import UsageError
+from async_grpo.rewards import questions
+from async_grpo.setup.sampling import stop_tags
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+THOUGHT = "<reasoning>I look.</reasoning>"
+CALL = '<tool>{"name": "search", "args": {"query": "x"}}</tool>'
+WANTED = {"type": "function", "function": {"name": "search", "arguments": {"query": "x"}}}
+
+
+def tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    tokens = [*map(chr, range(32, 127)), "\n", "…", "<pad>", "<|im_start|>", "<|im_end|>"]
+    characters = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<pad>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    characters.decoder = decoders.Fuse()
+    characters.add_special_tokens([AddedToken("<|im_start|>", special=True, normalized=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=characters, pad_token="<pad>", eos_token="<|im_end|>", chat_template=chat_template
+    )
+
+
+def test_a_call_is_read_and_the_rest_is_the_content() -> None:
+    assert message_of(THOUGHT + CALL) == {"role": "assistant", "content": THOUGHT, "tool_calls": [WANTED]}
+    without_arguments = message_of('<tool> {"name": "now"} </tool>')["tool_calls"]
+    assert without_arguments == [{"type": "function", "function": {"name": "now", "arguments": {}}}]
+    answer = THOUGHT + "<answer>4</answer>"
+    assert message_of(answer) == {"role": "assistant", "content": answer}
+
+
+def test_a_message_ends_with_its_first_call_or_answer() -> None:
+    two = message_of(THOUGHT + CALL + CALL.replace("search", "other"))
+    assert two["tool_calls"] == [WANTED]
+    assert two["content"].startswith(THOUGHT + "<tool>"), "which costs it the reward for its format"
+    assert message_of(CALL + " and so on") == {"role": "assistant", "content": " and so on", "tool_calls": [WANTED]}
+    assert "tool_calls" not in message_of("<answer>4</answer>" + CALL)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('<tool>{"name": "search", "args": {"query": "x"}}', "</tool> is missing"),
+        ("<tool>search(x)</tool>", "not valid JSON"),
+        ("<tool>" + "[" * 100_000 + "</tool>", "not valid JSON"),
+        ("<tool></tool>", "not valid JSON"),
+        ('<tool>["search"]</tool>', 'not an object with "name" and "args"'),
+        ('<tool>{"args": {}}</tool>', 'not an object with "name" and "args"'),
+        ('<tool>{"name": 7, "args": {}}</tool>', 'not an object with "name" and "args"'),
+        ('<tool>{"name": "search", "arguments": {}}</tool>', 'not an object with "name" and "args"'),
+        ('<tool>{"name": "search", "args": ["x"]}</tool>', '"args" is not an object'),
+        ('<tool>{"name": "search", "args": null}</tool>', '"args" is not an object'),
+        (f"<tool>{CALL}", "not valid JSON"),
+    ],
+)
+def test_what_is_no_valid_call_is_one_that_fails_with_its_reason(text: str, reason: str) -> None:
+    [call] = message_of(THOUGHT + text)["tool_calls"]
+    assert call["type"].startswith("malformed, ")
+    assert reason in call["type"]
+    assert "function" not in call
+
+
+def test_a_template_that_knows_no_tools_tells_of_them_and_shows_results() -> None:
+    given = with_tags(tokenizer())
+    dialogue = [
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": THOUGHT, "tool_calls": [WANTED]},
+        {"role": "tool", "name": "search", "content": "A"},
+        {"role": "tool", "name": "search", "content": [{"type": "text", "text": "B"}]},
+    ]
+    text = given.apply_chat_template(dialogue, tools=[SearchEnv().search], tokenize=False, add_generation_prompt=True)
+    told, _, rest = text.partition("Who?")
+    assert told.startswith("<|im_start|>user\nYou can call tools.")
+    assert '"name": "search"' in told
+    assert rest == (
+        f"<|im_end|>\n<|im_start|>assistant\n{THOUGHT}{CALL}<|im_end|>\n"
+        "<|im_start|>user\n<result>\nA\n</result>\n<result>\nB\n</result><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert given.apply_chat_template(dialogue[:1], tokenize=False) == "<|im_start|>user\nWho?<|im_end|>\n"
+    template = given.chat_template
+    assert with_tags(given).chat_template == template, "not wrapped twice"
+
+
+def test_the_tokenizer_reads_calls_and_so_does_its_saved_form() -> None:
+    given = with_tags(tokenizer())
+    ids = given(THOUGHT + CALL + "<|im_end|>")["input_ids"]
+    wanted = message_of(THOUGHT + CALL)
+    assert given.parse_response(ids, prefix=[]) == wanted
+    assert type(given).parse_response(given, ids, prefix=[]) == wanted, "by its response_template, which is saved"
+
+
+def test_what_cannot_hold_such_a_dialogue_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"no such template.*Set tokenizer.chat_template"):
+        with_tags(tokenizer(None))
+    with pytest.raises(UsageError, match="processor of images"):
+        with_tags(SimpleNamespace(tokenizer=tokenizer(), chat_template=CHATML))
+    forgets = CHATML.replace("m['content']", "(m['content'] if loop.last else '…')")
+    with pytest.raises(UsageError, match="in another way once messages follow"):
+        with_tags(tokenizer(forgets))
+
+
+def test_messages_stop_at_tags_only_where_tools_are_called() -> None:
+    trainer: Any = SimpleNamespace(processing_class=with_tags(tokenizer()), tools=[print])
+    assert stop_tags(trainer) == ("</tool>", "</answer>")
+    trainer.tools = []
+    assert stop_tags(trainer) == ()
+
+
+def test_the_format_of_a_malformed_call_is_no_call() -> None:
+    def of(text: str) -> tuple[float, float]:
+        completion = [message_of(text)]
+        return questions.format_of_messages([completion])[0], questions.tags([completion])[0]
+
+    assert of(THOUGHT + CALL) == pytest.approx((0.2, 0.2))
+    assert of(THOUGHT + CALL + " more")[0] < 0.2
+    assert of(THOUGHT + "<tool>{}</tool>")[0] < 0.2
+    assert of(THOUGHT + "<tool>{}</tool>")[1] == pytest.approx(0.1)
