@@ -153,6 +153,7 @@ def test_by_hand_in_any_order(tmp_path: Path) -> None:
     assert "worker dev1 ends:" in (run_dir / "log_worker_1.txt").read_text()
 
 
+@pytest.mark.slow
 def test_the_gsm8k_recipe_runs_distributed_as_it_is(tmp_path: Path) -> None:
     surroundings = {
         "MODEL_PATH": str(make_tiny_qwen3(tmp_path / "model")),

@@ -66,10 +66,18 @@ def test_the_plan_of_a_trainer_in_two_processes_counts_both(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
-        ('trainer.args.vllm_structured_outputs_regex = "[0-9]+"', "transformers has no structured outputs"),
-        ("raise FileNotFoundError('no model at /nowhere')", "FileNotFoundError: no model at /nowhere"),
+        pytest.param(
+            'trainer.args.vllm_structured_outputs_regex = "[0-9]+"',
+            "transformers has no structured outputs",
+            id="a setting",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "raise FileNotFoundError('no model at /nowhere')",
+            "FileNotFoundError: no model at /nowhere",
+            id="an exception",
+        ),
     ],
-    ids=["a setting", "an exception"],
 )
 def test_a_dry_run_refuses_what_the_real_start_refuses_with_its_words(
     tmp_path: Path, lines: str, sentence: str

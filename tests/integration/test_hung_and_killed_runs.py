@@ -47,6 +47,7 @@ def dump(root: Path, folder: Path) -> dict[str, str]:
         return {name: file.read().decode() for name, file in files.items() if file is not None}
 
 
+@pytest.mark.slow
 def test_a_run_on_a_terminal_whose_server_is_killed(tmp_path: Path) -> None:
     run_dir = tmp_path / "worker"
     train = [*CLI, "train", str(SETUP), "-n", "2", "--steps", "100000"]
