@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from in_process import InProcessWorker, ScriptedEngine, ScriptedGenerator, jobs_of
 
+from async_grpo.errors import SetupFileError
 from async_grpo.setup.setup_file import load_trainer
 
 pytestmark = pytest.mark.integration
@@ -55,3 +56,25 @@ def test_a_dialogue_that_searches_earns_its_rewards(
     )
     assert group.rewards[1:].sum() == 0
     assert group.rewards_of_turns()[0][0] == pytest.approx(0.7)
+
+
+def test_questions_and_an_index_of_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("bm25s", reason="the extra `search` is not installed")
+    from async_grpo.envs import Passages
+
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"question": "Who was here?", "aliases": ["Bob", "Bobby"]}))
+    Passages.of(["Bob was here.", "Al went away."]).save(tmp_path / "index")
+    for name, value in {"MODEL": "tiny", "DATASET": "questions.jsonl", "INDEX": "index"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    trainer: Any = load_trainer(RECIPE, engine_here=False)
+    monkeypatch.delitem(sys.modules, "tiny")
+    (row,) = trainer.train_dataset
+    assert row["aliases"] == ["Bob", "Bobby"]
+    assert row["prompt"][0]["content"].endswith("Who was here?")
+    (search,) = trainer.environment_factories.values()
+    assert search().search("Bob") == "Bob was here."
+    monkeypatch.delenv("INDEX")
+    with pytest.raises(SetupFileError, match="set INDEX to a folder with passages"):
+        load_trainer(RECIPE, engine_here=False)
