@@ -94,10 +94,7 @@ class AsyncTraining(TrainingEvents):
         if settings.resume:
             self._resumed = checkpoints.resume(trainer, run, state, self._leader.start)
         self._folder = CheckpointFolder(trainer, run, state)
-        found_in = self._resumed.path.parent if self._resumed else self._folder.path
-        at = {**self._folder.record, "output_dir": str(found_in)}
-        correction = {name: value for name, value in asdict(settings).items() if name.startswith("correction")}
-        run.update_state(of=state.run_id, seed=settings.seed, **correction, **at, undo={})  # a resume is accepted
+        self._accept()
         used = self._resumed.state if self._resumed else None
         if used is not None:
             self.metrics.resumes(step=used.step, rollouts=used.consumed_groups * trainer.num_generations)
@@ -117,6 +114,13 @@ class AsyncTraining(TrainingEvents):
         trl_trainer.make_async(trainer, self, correction=rule)
         report(trainer, self.log, make_folder(run.tensorboard, in_private=True))
         write_json(run.hyperparameters, hyperparameters(trainer, settings))
+
+    def _accept(self) -> None:
+        """Write into `run.json` what this start decides; from here on a resume is not undone."""
+        found_in = self._resumed.path.parent if self._resumed else self._folder.path
+        at = {**self._folder.record, "output_dir": str(found_in)}
+        correction = {name: value for name, value in asdict(self._settings).items() if name.startswith("correction")}
+        self._run.update_state(of=self._run_id, seed=self._settings.seed, **correction, **at, undo={})
 
     def __enter__(self) -> Self:
         return self
