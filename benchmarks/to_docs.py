@@ -48,8 +48,8 @@ TITLES = {
     "deltas": (
         "Kept versions",
         "What `--delta-every` costs. A synthetic model of weights ~ N(0, 0.02), trained in fp32 and published in bf16, "
-        "of which one update adds lr x N(0, 1) to each: 100 M of them, and 10 M with `--quick`, from which these "
-        "figures are. GB/s are of the weights, by CPU time of one core. More in [deltas.md](deltas.md).",
+        "of which one update adds lr x N(0, 1) to each: 100 M of them. GB/s are of the weights, by CPU time of one "
+        "core. More in [deltas.md](deltas.md).",
     ),
     "sandbox": (
         "The sandbox",
