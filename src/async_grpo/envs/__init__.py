@@ -4,11 +4,14 @@
 `tags` has calls of tools as text, for models whose chat template knows no tools.
 Rewards for what it is asked are in `async_grpo.rewards.questions`. How tools run is the matter of
 `async_grpo.rollout.turns`.
+
+`harness` takes an agent that is written against OpenAI's API; `async_grpo.rollout.endpoint` answers it.
 """
 
 from async_grpo.envs.facts import Fact, generated_facts
+from async_grpo.envs.harness import Endpoint, OpenAIHarness
 from async_grpo.envs.index import Passages
 from async_grpo.envs.search import SearchEnv
 from async_grpo.envs.tags import with_tags
 
-__all__ = ["Fact", "Passages", "SearchEnv", "generated_facts", "with_tags"]
+__all__ = ["Endpoint", "Fact", "OpenAIHarness", "Passages", "SearchEnv", "generated_facts", "with_tags"]

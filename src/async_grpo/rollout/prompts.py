@@ -29,6 +29,16 @@ def rows_of_jobs(jobs: Sequence[Job]) -> list[dict[str, Any]]:
     return [row for job in jobs for row in rows_of(job)]
 
 
+def merge_extra_fields(rows: list[dict[str, Any]], fields: dict[str, Any] | None) -> None:
+    """Put the other fields that `rollout_func` returned into the rows for the reward functions, as TRL does."""
+    for name, values in (fields or {}).items():
+        for index, row in enumerate(rows):
+            if not isinstance(values, list):
+                row[name] = values
+            elif index < len(values):
+                row[name] = values[index]
+
+
 def refuse_unknown_sampling(jobs: Sequence[Job]) -> None:
     for job in jobs:
         if unknown := sorted(job.sampling.keys() - set(OWN_SAMPLING)):

@@ -23,6 +23,7 @@ from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.main_thread import UserCode, asks_for_main_thread
 from async_grpo.rollout.prompts import (
     as_fields,
+    merge_extra_fields,
     prompt_of,
     refuse_unknown_sampling,
     refuse_written_images,
@@ -121,15 +122,19 @@ class RolloutTrainer:
     @property
     def samples_whole(self) -> bool:
         """Whether TRL asks for whole completions, once: no code runs between the tokens of a group."""
-        own_generation = self._turns_of_users or self._overrides("_generate", "_generate_and_score_completions")
         trainer = self.trainer
-        return not (own_generation or trainer.tools or trainer.environment_factories or trainer.rollout_func)
+        return not (self.generates_itself or trainer.tools or trainer.environment_factories or trainer.rollout_func)
 
     @property
     def goes_by_turns(self) -> bool:
         """Whether the generation is TRL's own, with tools or environments: each completion is a dialogue of its own."""
-        own = self._overrides("_generate", "_generate_and_score_completions", "_tool_call_loop")
-        return not (own or self._turns_of_users or self.trainer.rollout_func)
+        own = self.generates_itself or self._overrides("_tool_call_loop")
+        return not (own or self.trainer.rollout_func)
+
+    @property
+    def generates_itself(self) -> bool:
+        """Whether the user's class overrides TRL's generation."""
+        return self._turns_of_users or self._overrides("_generate", "_generate_and_score_completions")
 
     def _overrides(self, *names: str) -> bool:
         from trl import GRPOTrainer as TRLTrainer
@@ -259,7 +264,7 @@ class RolloutTrainer:
             trainer._generate_and_score_completions(rows)
         except _Generated as generated:
             made = Batch(trainer, rows, generated.prompts, generated.result, metrics=own_metrics(trainer))
-            _merge_extra_fields(rows, generated.result[5])
+            merge_extra_fields(rows, generated.result[5])
             return [made.group(job, part, version) for job, part in zip(jobs, _parts(jobs), strict=True)]
         raise UnsupportedError(
             f"{type(trainer).__name__} makes completions without GRPOTrainer._generate, so workers cannot have them. "
@@ -377,16 +382,6 @@ def _parts(jobs: Sequence[Job]) -> list[slice]:
     """Where each job's completions are in a batch of all of them."""
     ends = accumulate(job.num_generations for job in jobs)
     return [slice(end - job.num_generations, end) for job, end in zip(jobs, ends, strict=True)]
-
-
-def _merge_extra_fields(rows: list[dict[str, Any]], fields: dict[str, Any] | None) -> None:
-    """Put the other fields that `rollout_func` returned into the rows for the reward functions, as TRL does."""
-    for name, values in (fields or {}).items():
-        for index, row in enumerate(rows):
-            if not isinstance(values, list):
-                row[name] = values
-            elif index < len(values):
-                row[name] = values[index]
 
 
 def own_metrics(trainer: Any) -> dict[str, list[float]]:

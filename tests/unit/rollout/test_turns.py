@@ -28,7 +28,7 @@ class FakeTRL:
 
     def __init__(self, code: Code, *, environments: bool = False) -> None:
         self.code = code
-        self.trainer = SimpleNamespace(environment_factories=environments or None)
+        self.trainer = SimpleNamespace(environment_factories=environments or None, rollout_func=None)
         self.forks = 0
         self.used: list[FakeTRL] = []
 

@@ -138,7 +138,7 @@ class FakeTRL:
 
     def __init__(self, *, samples_whole: bool) -> None:
         self.samples_whole, self.goes_by_turns, self.tools = samples_whole, False, {}
-        self.trainer = SimpleNamespace(reward_func_names=("reward",), environment_factories=None)
+        self.trainer = SimpleNamespace(reward_func_names=("reward",), environment_factories=None, rollout_func=None)
         self.finish_each: Callable[[SampledGroup], None] = lambda sampled: None
 
     def fork(self) -> FakeTRL:

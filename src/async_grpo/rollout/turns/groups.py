@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from async_grpo.envs.harness import OpenAIHarness
 from async_grpo.errors import PeerDiedError
 from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
 from async_grpo.rollout.turns.asks import Ask, Asks
@@ -21,6 +22,7 @@ from async_grpo.telemetry.activity import activity
 
 if TYPE_CHECKING:
     from async_grpo.records import Job
+    from async_grpo.rollout.endpoint.harness import Harness
     from async_grpo.rollout.policy import Policy
     from async_grpo.rollout.trl_trainer import GeneratedGroup, RolloutTrainer, Scores
     from async_grpo_ipc import RemoteWeights
@@ -49,6 +51,8 @@ class Turns:
             at_once=settings.tool_concurrency,
             users_loop=lambda: trl.trainer.async_loop,
         )
+        self._harness = self._harness_of(engine, settings)
+        self._by_completion = trl.goes_by_turns or self._harness is not None
         self._beginning = asyncio.Lock()  # environments are reset group by group
         self._scoring = threading.Lock()
         self._idle = [trl]  # the trainer and copies of it that no group uses
@@ -72,9 +76,13 @@ class Turns:
         self._start(new)
         if self._open:
             self._loop.run_until_complete(self._go_on())
-        if self._tools.in_time:  # each has its own time-out, which may be longer than the worker's
+        if self._tools.in_time or (
+            self._harness and self._harness.in_time
+        ):  # their time may be longer than the worker's
             activity.progress()
         self._tools.check()
+        if self._harness is not None:
+            self._harness.check()
         if self._asks.step():
             self._loop.run_until_complete(_rounds())
         return self._ended()
@@ -103,10 +111,19 @@ class Turns:
         self._made.clear()
         self._asks.refuse(PeerDiedError("Nobody waits for this group any more."))
         dropped, self._open = [*self._open], {}
-        for task in dropped if self._trl.goes_by_turns else ():
+        for task in dropped if self._by_completion else ():
             task.cancel()
         if dropped:
             self._loop.run_until_complete(asyncio.wait(dropped, timeout=CLOSE_S))
+
+    def _harness_of(self, engine: Engine, settings: WorkerSettings) -> Harness | None:
+        """Where the setup file has an agent that asks an endpoint."""
+        given = self._trl.trainer.rollout_func
+        if not isinstance(given, OpenAIHarness) or self._trl.generates_itself:
+            return None
+        from async_grpo.rollout.endpoint.harness import Harness
+
+        return Harness(given, self._trl, engine, self._asks, self._loop, settings.tool_timeout)
 
     # Groups, on the event loop
 
@@ -114,12 +131,15 @@ class Turns:
         """All together where a function of the user's generates, and the engine samples nothing else meanwhile."""
         if not new:
             return
-        together = not (self.joins or self._trl.goes_by_turns)
+        together = not (self.joins or self._by_completion)
         for groups in [list(new)] if together else [[group] for group in new]:
             self._open_task(groups)
 
     def _open_task(self, groups: Sequence[PreparedGroup]) -> None:
-        work = self._by_turns(groups[0]) if self._trl.goes_by_turns else self._as_a_whole(groups)
+        if self._harness is not None:
+            work = self._by_agent(self._harness, groups[0])
+        else:
+            work = self._by_turns(groups[0]) if self._trl.goes_by_turns else self._as_a_whole(groups)
         self._open[self._loop.create_task(self._noting_errors(groups, work))] = groups
 
     async def _noting_errors(
@@ -168,6 +188,9 @@ class Turns:
                 if prompt is None:
                     return
                 dialogue.add(outcomes, await self._asks.continued(_ask(group, dialogue, prompt)))
+
+    async def _by_agent(self, harness: Harness, group: PreparedGroup) -> None:
+        self._made[group] = await harness.play(group)
 
     async def _as_a_whole(self, groups: Sequence[PreparedGroup]) -> None:
         if not self.joins:

@@ -1,0 +1,93 @@
+"""Runs the calls of an agent beside the worker's loop: an async one on an event loop of its own, any other in a thread.
+
+Each has the time of `--tool-timeout` between two requests, before the first, and behind the last answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.errors import GeneratorError
+from async_grpo.rollout.main_thread import refusing_signals
+from async_grpo.rollout.threads import KeptThreads
+from async_grpo.rollout.turns.asks import as_exception
+from async_grpo.rollout.turns.dialogue import Outcome
+
+if TYPE_CHECKING:
+    from async_grpo.envs.harness import Agent, Endpoint
+
+MOST_LEFT_BEHIND = 16  # calls that did not end in time and still run; one more ends the worker
+
+
+class Agents:
+    """The calls of one agent. Used on the worker's loop."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent: Any = agent
+        self._is_async = any(map(inspect.iscoroutinefunction, (agent, getattr(agent, "__call__", None))))  # noqa: B004
+        self._threads = KeptThreads()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._numbers = itertools.count()
+        self._running: set[int] = set()  # calls in threads
+        self._left_behind: set[int] = set()  # those of them that nobody waits for any more
+
+    def start(self, prompt: Any, endpoint: Endpoint) -> asyncio.Future[Outcome]:
+        """What the call comes to. To cancel it ends an async call; a thread is left behind."""
+        if self._is_async:
+            return asyncio.wrap_future(
+                asyncio.run_coroutine_threadsafe(self._awaited(prompt, endpoint), self._own_loop())
+            )
+        ended: Future[Outcome] = Future()
+        number = next(self._numbers)
+        self._running.add(number)
+
+        def work() -> None:
+            outcome = self._called(prompt, endpoint)
+            self._running.discard(number)
+            self._left_behind.discard(number)
+            with suppress(Exception):  # it was cancelled
+                ended.set_result(outcome)
+
+        self._threads.run(work, name="agent")
+        waited_for = asyncio.wrap_future(ended)
+        waited_for.add_done_callback(lambda _: self._leave(number))
+        return waited_for
+
+    def check(self, timeout_s: float) -> None:
+        """Raise `GeneratorError` if too many calls will not end: each keeps a thread, and what it holds."""
+        if len(self._left_behind) > MOST_LEFT_BEHIND:
+            raise GeneratorError(
+                f"{len(self._left_behind)} calls of the agent still run after their {timeout_s:g} s without a request "
+                "(--tool-timeout). Python cannot stop a thread, so this worker ends and another takes its place. Give "
+                "what the agent waits for a time-out of its own, or raise --tool-timeout."
+            )
+
+    def _leave(self, number: int) -> None:
+        if number in self._running:
+            self._left_behind.add(number)
+        self._left_behind.intersection_update(set(self._running))
+
+    def _called(self, prompt: Any, endpoint: Endpoint) -> Outcome:
+        try:
+            with refusing_signals():
+                return Outcome(self._agent(prompt, endpoint))
+        except BaseException as error:  # noqa: BLE001  # of the user's code: it belongs to the episode
+            return Outcome(error=as_exception(error))
+
+    async def _awaited(self, prompt: Any, endpoint: Endpoint) -> Outcome:
+        try:
+            return Outcome(await self._agent(prompt, endpoint))
+        except BaseException as error:  # noqa: BLE001  # an `exit()` would end the loop
+            return Outcome(error=as_exception(error))
+
+    def _own_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
+        return self._loop

@@ -1,0 +1,225 @@
+"""One episode: the requests of one call of an agent, recorded as one completion.
+
+A request goes on from the last one: its messages begin with those and the answer. The recorded tokens stay as they were
+sampled, and what is between two turns gets a mask of 0. A request that goes on from anything else would be another
+sequence, and a completion has one; its group fails, because training on a part of what the agent asked would be
+training on another agent.
+
+Used on the worker's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.rollout.endpoint.chat import as_template
+from async_grpo.rollout.endpoint.protocol import Answer, Message, Refusal, Request, Rules, no_episode, read_message
+
+if TYPE_CHECKING:
+    from async_grpo.rollout.endpoint.chat import Chat
+    from async_grpo.rollout.turns.dialogue import Continuation
+
+Sample = Callable[[list[int], int], Awaitable["Continuation"]]
+"""Has a prompt continued, in the turn of this number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """In tokens."""
+
+    completion: int  # of all turns, and what is between them
+    sequence: int  # that the engine takes
+
+
+class Episode:
+    """Answers requests, and records them.
+
+    Args:
+        place: of its completion in the group.
+        number: to name it by in answers.
+    """
+
+    def __init__(self, chat: Chat, rules: Rules, limits: Limits, sample: Sample, *, place: int, number: str) -> None:
+        self.rules, self.place, self.number = rules, place, number
+        self.turns = 0
+        self.is_full = False  # it has come to its greatest length
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.prompt_ids: list[int] = []
+        self.ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.mask: list[int] = []
+        self.versions: list[int] = []  # none where weights do not change meanwhile
+        self.messages: list[Message] = []  # the completion, as TRL has it
+        self.lost = False  # nobody waits for the newest answer any more
+        self._chat, self._limits, self._sample = chat, limits, sample
+        self._one_at_a_time = asyncio.Lock()
+        self._asked: Request | None = None
+        self._answering: asyncio.Task[Answer] | None = None
+        self._history: list[Message] = []  # that the next request has to begin with
+        self._tools: Sequence[Any] = ()  # of all requests
+        self._said: Message = {}  # the newest, for the template
+        self._active = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        """How long nothing is sampled for it: what the agent, or a tool of its, takes."""
+        sampling = self._answering is not None and not self._answering.done()
+        return 0.0 if sampling else time.monotonic() - self._active
+
+    async def answer(self, request: Request) -> Answer:
+        """The answer, or the same again for a client that has lost it: another would be a second sample to choose from.
+
+        Raises:
+            Refusal: with what is wrong with the request.
+        """
+        if self._is_repeated(request):
+            assert self._answering is not None
+            self.lost = False
+            return await _answered(self._answering)
+        async with self._one_at_a_time:
+            if self._answering is not None:  # its client has gone
+                await asyncio.wait([self._answering])
+            self._asked, self.lost = request, False
+            self._answering = asyncio.create_task(self._answer(request))
+            self._answering.add_done_callback(self._note)
+            return await _answered(self._answering)
+
+    async def close(self) -> None:
+        """Drop what is still asked."""
+        if self._answering is not None:
+            self._answering.cancel()
+            await asyncio.wait([self._answering])
+
+    def refuse(self, refusal: Refusal) -> None:
+        """A request was refused. What the agent does without it is not what would be trained, so its group fails."""
+        if refusal.ends:
+            self.is_full = True
+        elif not self.failed.done():
+            self.failed.set_exception(UnsupportedError(f"The endpoint refused a request of the agent: {refusal}"))
+            self.failed.exception()  # it is known
+
+    def _is_repeated(self, request: Request) -> bool:
+        asked = self._asked
+        same = asked is not None and (asked.messages, asked.tools) == (request.messages, request.tools)
+        return same and (self.lost or request.is_retry)
+
+    def _note(self, answering: asyncio.Task[Answer]) -> None:
+        self._active = time.monotonic()
+        error = None if answering.cancelled() else answering.exception()
+        if isinstance(error, Refusal):
+            self.refuse(error)
+        elif error is not None and not self.failed.done():
+            self.failed.set_exception(error)
+            self.failed.exception()
+
+    async def _answer(self, request: Request) -> Answer:
+        prompt = self._prompt_of(request)
+        room = self._room_behind(prompt)
+        turn = await self._sample(prompt, self.turns)
+        kept = min(room, request.max_tokens or room, len(turn.ids))
+        ids, logprobs = turn.ids[:kept], turn.logprobs[:kept]
+        said = self._chat.said(ids, prompt, with_tools=bool(request.tools), number=f"{self.number}_{self.turns}")
+        self._record(request, prompt, ids, logprobs, None if turn.versions is None else turn.versions[:kept])
+        self.messages.append(said.for_template)
+        self._said = said.for_template
+        self._history = [*request.messages, read_message(said.for_client)]
+        ended = "tool_calls" if "tool_calls" in said.for_client else "stop"
+        return Answer(
+            message=said.for_client,
+            finish_reason=ended if self._chat.has_ended(ids) else "length",
+            prompt_tokens=len(prompt),
+            tokens=list(zip(self._chat.texts(ids) if request.logprobs else [""] * kept, logprobs, strict=True)),
+        )
+
+    def _prompt_of(self, request: Request) -> list[int]:
+        assert self._asked is not None
+        if not self.turns:
+            return self._chat.prompt(request.messages, request.tools)
+        new = self._new(request)
+        return [*self.prompt_ids, *self.ids, *self._chat.after(self._said, new, self.ids[-1])]
+
+    def _new(self, request: Request) -> Sequence[Message]:
+        """The messages that come after the last answer, for the template."""
+        seen = len(self._history)
+        for place, (message, earlier) in enumerate(zip(request.messages, self._history)):
+            if not _are_alike(message, earlier):
+                raise _edited(f"message {place} ({message['role']}) is not what it was in the request before")
+        if len(request.messages) <= seen:
+            raise _edited("it has no message behind the last answer")
+        if list(request.tools) != list(self._tools):
+            raise _edited("its tools are others than in the request before, and they are part of the prompt")
+        return as_template(request.messages)[seen:]
+
+    def _room_behind(self, prompt: Sequence[int]) -> int:
+        """Tokens that the model may still write."""
+        written = len(prompt) - len(self.prompt_ids) if self.turns else 0
+        room = min(self._limits.sequence - len(prompt), self._limits.completion - written)
+        if room > 0:
+            return room
+        if self.turns:
+            what = f"The completion has come to max_completion_length ({self._limits.completion} tokens), or to the "
+        else:
+            what = "The prompt is longer than the "
+        raise Refusal(
+            f"{what}{self._limits.sequence} tokens that the engine takes: it has {len(prompt)} before the answer.",
+            code="context_length_exceeded",
+            param="messages",
+            ends=self.turns > 0,
+        )
+
+    def _record(
+        self,
+        request: Request,
+        prompt: list[int],
+        ids: list[int],
+        logprobs: list[float],
+        versions: list[int] | None,
+    ) -> None:
+        if self.turns:
+            between = len(prompt) - len(self.prompt_ids) - len(self.ids)
+            self.ids += prompt[len(prompt) - between :]
+            self.logprobs += [0.0] * between
+            self.mask += [0] * between
+            self.versions += self.versions[-1:] * between  # a token that nobody sampled has that of the turn before
+            self.messages += self._new(request)
+        else:
+            self.prompt_ids = prompt
+            self._tools = request.tools
+        self.ids += ids
+        self.logprobs += logprobs
+        self.mask += [1] * len(ids)
+        self.versions += versions or []
+        self.turns += 1
+
+
+async def _answered(answering: asyncio.Task[Answer]) -> Answer:
+    try:
+        return await asyncio.shield(answering)
+    except asyncio.CancelledError:
+        if answering.cancelled():
+            raise no_episode() from None
+        raise
+
+
+def _are_alike(message: Message, earlier: Message) -> bool:
+    """Equal but for white space around the text, which many agents strip; the recorded tokens keep it."""
+    with suppress(KeyError):
+        message, earlier = ({**each, "content": each["content"].strip()} for each in (message, earlier))
+    return message == earlier
+
+
+def _edited(what: str) -> Refusal:
+    return Refusal(
+        f"The request does not go on from the last one: {what}. An episode is one completion, so each request must "
+        "repeat the messages of the one before and the answer to it, as they were, and add to them. What an agent "
+        "drops, shortens or rewrites, and a second dialogue beside the first, cannot be trained as this completion. "
+        "Keep the history, and let one agent call hold one dialogue.",
+        code="history_changed",
+        param="messages",
+    )

@@ -1,0 +1,246 @@
+"""The groups of an agent: plays the episodes of each side by side, and makes the group of what they recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from loguru import logger
+
+from async_grpo.envs.harness import Endpoint, OpenAIHarness
+from async_grpo.errors import UnsupportedError
+from async_grpo.images import images_in
+from async_grpo.rollout.endpoint.agents import Agents
+from async_grpo.rollout.endpoint.chat import Chat
+from async_grpo.rollout.endpoint.episode import Episode, Limits
+from async_grpo.rollout.endpoint.protocol import Rules
+from async_grpo.rollout.endpoint.server import EndpointServer
+from async_grpo.rollout.engines.transformers import TransformersEngine
+from async_grpo.rollout.prompts import merge_extra_fields, prompt_of, refuse_unknown_sampling, rows_of
+from async_grpo.rollout.trl_trainer import GeneratedGroup, state_at_issue
+from async_grpo.rollout.turns.asks import Ask
+from async_grpo.setup.generator_choice import HF, VLLM
+from async_grpo.setup.sampling import effective_sampling
+
+if TYPE_CHECKING:
+    from async_grpo.records import Job
+    from async_grpo.rollout.engines import Engine, PreparedGroup
+    from async_grpo.rollout.trl_trainer import RolloutTrainer
+    from async_grpo.rollout.turns.asks import Asks
+    from async_grpo.rollout.turns.dialogue import Continuation, Outcome
+
+ERROR_COLUMN = "agent_error"  # what reward functions get of an agent that raised
+SAY_AT_MOST = 3  # errors of an agent that are logged
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """What an episode came to beside its tokens."""
+
+    columns: Mapping[str, Any]
+    error: str | None = None
+
+
+class Harness:
+    """Used on the worker's event loop.
+
+    Args:
+        timeout_s: that an agent may take between two requests.
+    """
+
+    def __init__(
+        self,
+        given: OpenAIHarness,
+        trl: RolloutTrainer,
+        engine: Engine,
+        asks: Asks,
+        loop: asyncio.AbstractEventLoop,
+        timeout_s: float,
+    ) -> None:
+        if trl.trainer.tools or trl.trainer.environment_factories:
+            raise UnsupportedError(
+                "OpenAIHarness and tools, or an environment_factory, in one trainer: an agent calls its own tools, and "
+                "those of the trainer would be called by nobody. Remove them, or give them to the agent."
+            )
+        self._model, self._trl, self._asks, self._timeout_s = given.model, trl, asks, timeout_s
+        self._chat = Chat(trl.trainer)
+        self._agents = Agents(given.agent)
+        self._server = EndpointServer(loop)
+        self._base_url: str | None = None
+        self._sampling = _sampled_with(trl, HF if isinstance(engine, TransformersEngine) else VLLM)
+        self._open: set[Episode] = set()
+        self._said: Counter[str] = Counter()
+
+    @property
+    def in_time(self) -> bool:
+        """Whether agents are at work whose time is not over."""
+        return any(0 < episode.idle_s <= self._timeout_s for episode in self._open)
+
+    def check(self) -> None:
+        """Raise `GeneratorError` if too many calls of the agent will not end."""
+        self._agents.check(self._timeout_s)
+
+    async def play(self, group: PreparedGroup) -> GeneratedGroup:
+        """The group of G episodes. Raises what is the fault of the agent, or of a prompt."""
+        refuse_unknown_sampling([group.job])
+        rows = rows_of(group.job)
+        prompts = [prompt_of(row) for row in rows]
+        if any(map(images_in, prompts)):
+            raise UnsupportedError("OpenAIHarness takes prompts of text, and this dataset has images in them.")
+        episodes = [self._episode(group, place) for place in range(len(rows))]
+        with self._asks.working():
+            tasks = [asyncio.create_task(self._play(*each)) for each in zip(episodes, prompts, strict=True)]
+            await asyncio.sleep(0)  # now each of them is working
+        try:
+            played = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:  # an error of one ends the others
+                task.cancel()
+            await asyncio.wait(tasks)
+            raise
+        return self._group(group, rows, prompts, episodes, played)
+
+    def _episode(self, group: PreparedGroup, place: int) -> Episode:
+        args, job = self._trl.trainer.args, group.job
+        config = self._trl.trainer.model.config
+        sequence = getattr(config, "text_config", config).max_position_embeddings
+
+        async def sample(prompt_ids: list[int], turn: int) -> Continuation:
+            ask = Ask(job=job, version=group.version, turn=turn, prompt_ids=[prompt_ids], place=place)
+            return await self._asks.continued(ask)
+
+        return Episode(
+            self._chat,
+            Rules(model=self._model, sampling=_allowed(self._sampling, job)),
+            Limits(completion=args.max_completion_length, sequence=sequence),
+            sample,
+            place=place,
+            number=f"{job.seq}_{place}",
+        )
+
+    async def _play(self, episode: Episode, prompt: Any) -> _Played:
+        if self._base_url is None:
+            self._base_url = self._server.start()
+        key = self._server.open(episode)
+        self._open.add(episode)
+        with self._asks.working():
+            endpoint = Endpoint(base_url=self._base_url, api_key=key, model=self._model)
+            ended = self._agents.start(copy.deepcopy(prompt), endpoint)
+            try:
+                return self._played(episode, await self._outcome(episode, ended))
+            finally:
+                self._server.close(key)
+                self._open.discard(episode)
+                ended.cancel()
+                await episode.close()
+
+    async def _outcome(self, episode: Episode, ended: asyncio.Future[Outcome]) -> Outcome | None:
+        """None: the agent's time is over."""
+        waited_for: list[asyncio.Future[Any]] = [ended, episode.failed]
+        while (left := self._timeout_s - episode.idle_s) > 0:
+            await asyncio.wait(waited_for, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if episode.failed.done():
+                episode.failed.result()  # raises
+            if ended.done():
+                return ended.result()
+        return None
+
+    def _played(self, episode: Episode, outcome: Outcome | None) -> _Played:
+        error = outcome.error if outcome is not None else None
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        if outcome is None:
+            text = f"The agent made no request and did not return within {self._timeout_s:g} s (--tool-timeout)."
+        if not episode.turns:
+            raise UnsupportedError(_said_nothing(text)) from error
+        if text is not None and episode.is_full:  # how agents end where there is no room left
+            return _Played({})
+        if text is not None:
+            self._say(text, error)
+            return _Played({}, text)
+        assert outcome is not None
+        return _Played(_columns(outcome.value))
+
+    def _say(self, text: str, error: Exception | None) -> None:
+        self._said[text] += 1
+        if self._said[text] == 1 and len(self._said) <= SAY_AT_MOST:
+            logger.opt(exception=error).warning(
+                "an agent's call ended with an error; its completion is what the model said until then, and reward "
+                "functions get the error as `{}`: {}",
+                ERROR_COLUMN,
+                text,
+            )
+
+    def _group(
+        self,
+        group: PreparedGroup,
+        rows: list[dict[str, Any]],
+        prompts: list[Any],
+        episodes: Sequence[Episode],
+        played: Sequence[_Played],
+    ) -> GeneratedGroup:
+        names = dict.fromkeys(chain.from_iterable(each.columns for each in played))
+        columns = {name: [each.columns.get(name) for each in played] for name in names}
+        merge_extra_fields(rows, {**columns, ERROR_COLUMN: [each.error for each in played]})
+        versions = [episode.versions for episode in episodes] if any(e.versions for e in episodes) else None
+        return GeneratedGroup(
+            job=group.job,
+            version=min(chain.from_iterable(versions or ()), default=group.version),
+            rows=rows,
+            prompts=prompts,
+            completions=[_completion(self._chat, each, prompt) for each, prompt in zip(episodes, prompts, strict=True)],
+            prompt_ids=[episode.prompt_ids for episode in episodes],
+            completion_ids=[episode.ids for episode in episodes],
+            logprobs=[episode.logprobs for episode in episodes],
+            token_versions=versions,
+            tool_masks=[episode.mask for episode in episodes],
+            environments=None,
+            state=state_at_issue(self._trl.trainer, group.job, group.version),
+            metrics={
+                "agent/turns": [sum(episode.turns for episode in episodes) / len(episodes)],
+                "agent/failure_frequency": [sum(each.error is not None for each in played) / len(played)],
+            },
+        )
+
+
+def _completion(chat: Chat, episode: Episode, prompt: Any) -> Any:
+    """Messages, or a text where the row's prompt is one, as in TRL."""
+    return episode.messages if isinstance(prompt, list) else chat.text(episode.ids)
+
+
+def _columns(value: Any) -> Mapping[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise UnsupportedError(
+            f"The agent returned {type(value).__name__}. It must return None, or a dict with columns for the reward "
+            'functions, such as {"solved": True}.'
+        )
+    return value
+
+
+def _said_nothing(error: str | None) -> str:
+    how = "returned" if error is None else f"ended ({error})"
+    return (
+        f"The agent {how} without an answer of the endpoint, so there is no completion to train on. It has to ask "
+        "endpoint.base_url with endpoint.api_key, for endpoint.model, in each of its calls."
+    )
+
+
+def _sampled_with(trl: RolloutTrainer, generator: str) -> dict[str, float]:
+    """What tokens are sampled with, by OpenAI's names and vLLM's."""
+    sampling = effective_sampling(trl.trainer, generator)
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: getattr(sampling, name) for name in names}
+
+
+def _allowed(sampling: Mapping[str, float], job: Job) -> dict[str, list[float]]:
+    """An evaluation samples with its own settings, whatever the agent says for training."""
+    allowed = {name: [job.sampling.get(name, value), value] for name, value in sampling.items()}
+    if 0 in allowed["top_k"]:
+        allowed["top_k"].append(-1)
+    return allowed

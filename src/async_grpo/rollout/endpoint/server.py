@@ -1,0 +1,167 @@
+"""The HTTP side: 127.0.0.1, a free port, and a key for each episode that is open.
+
+It runs on an event loop and a thread of its own, so that an agent that blocks is still answered. What a request asks is
+answered on the worker's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+from loguru import logger
+
+from async_grpo.rollout.endpoint.protocol import (
+    MOST_BYTES,
+    Answer,
+    Refusal,
+    Request,
+    chunks,
+    completion,
+    no_episode,
+    read_request,
+)
+
+if TYPE_CHECKING:
+    from async_grpo.rollout.endpoint.episode import Episode
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+HOST = "127.0.0.1"
+START_S = 30.0
+ANSWER_S = 4 * 3600.0  # for one answer; the process that samples it is the same, so its death ends this one
+SAY_AT_MOST = 3  # refusals of one kind that are logged
+_HEADERS = {"x-should-retry": "false"}  # the `openai` client would ask again for what is refused
+
+
+class EndpointServer:
+    """Answers `POST /v1/chat/completions`.
+
+    Args:
+        loop: the worker's, on which episodes live.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._episodes: dict[bytes, Episode] = {}  # by a hash of the key, which nobody can time
+        self._started: Future[str] = Future()
+        self._said: Counter[str] = Counter()
+
+    def start(self) -> str:
+        """The base URL. The server ends with the process."""
+        threading.Thread(target=self._serve, name="endpoint", daemon=True).start()
+        return self._started.result(START_S)
+
+    def open(self, episode: Episode) -> str:
+        """The key of an episode."""
+        key = f"episode-{secrets.token_urlsafe(24)}"
+        self._episodes[_hashed(key)] = episode
+        return key
+
+    def close(self, key: str) -> None:
+        self._episodes.pop(_hashed(key), None)
+
+    def _serve(self) -> None:
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        application = web.Application(client_max_size=MOST_BYTES, middlewares=[self._refusing])
+        application.router.add_post("/v1/chat/completions", self._complete)
+        runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
+        try:
+            await runner.setup()
+            site = web.TCPSite(runner, HOST, 0)
+            await site.start()
+            self._started.set_result(f"http://{HOST}:{runner.addresses[0][1]}/v1")
+        except BaseException as error:
+            self._started.set_exception(error)
+            raise
+        await asyncio.Event().wait()
+
+    @web.middleware
+    async def _refusing(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every error has OpenAI's form."""
+        try:
+            return await handler(request)
+        except Refusal as error:
+            refusal = error
+        except web.HTTPException as error:
+            what = (
+                f"{request.method} {request.path} is not answered here, only POST /v1/chat/completions: {error.reason}"
+            )
+            refusal = Refusal(what, code="unknown_url", status=error.status)
+        self._say(refusal)
+        return web.json_response(refusal.body(), status=refusal.status, headers=_HEADERS)
+
+    async def _complete(self, http: web.Request) -> web.StreamResponse:
+        episode = self._episode_of(http)
+        try:
+            request = read_request(await _body(http), episode.rules, is_retry=_is_retry(http))
+        except Refusal as refusal:
+            self._loop.call_soon_threadsafe(episode.refuse, refusal)
+            raise
+        answer = await self._answer(episode, request)
+        model, number = episode.rules.model, f"{episode.number}_{secrets.token_hex(4)}"
+        if not request.stream:
+            return web.json_response(completion(answer, request, model=model, number=number))
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
+        await response.prepare(http)
+        for chunk in chunks(answer, request, model=model, number=number):
+            await response.write(chunk.encode())
+        return response
+
+    async def _answer(self, episode: Episode, request: Request) -> Answer:
+        """A client that hangs up does not end the sampling: the same request gets its answer."""
+        sampled = asyncio.run_coroutine_threadsafe(episode.answer(request), self._loop)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(sampled), ANSWER_S)
+        except asyncio.CancelledError:
+            episode.lost = True
+            raise
+        except Refusal:
+            raise
+        except Exception as error:
+            raise Refusal(
+                f"No answer could be sampled: {type(error).__name__}: {error}", code="server_error", status=500
+            ) from error
+
+    def _episode_of(self, http: web.Request) -> Episode:
+        scheme, _, key = http.headers.get("authorization", "").partition(" ")
+        episode = self._episodes.get(_hashed(key.strip())) if scheme.lower() == "bearer" else None
+        if episode is None:
+            raise no_episode()
+        return episode
+
+    def _say(self, refusal: Refusal) -> None:
+        self._said[refusal.code] += 1
+        if not refusal.ends and self._said[refusal.code] <= SAY_AT_MOST:
+            logger.warning("the endpoint refused a request ({}): {}", refusal.code, refusal)
+
+
+async def _body(http: web.Request) -> bytes:
+    try:
+        return await http.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise Refusal(
+            f"The request has more than {MOST_BYTES:,} bytes, and no dialogue is so long. Shorten what goes into its "
+            "messages.",
+            code="request_too_large",
+            status=413,
+            ends=True,
+        ) from error
+
+
+def _is_retry(http: web.Request) -> bool:
+    """What the `openai` client says where it sends a request again."""
+    return http.headers.get("x-stainless-retry-count", "0") != "0"
+
+
+def _hashed(key: str) -> bytes:
+    return hashlib.blake2b(key.encode("utf-8", "replace"), digest_size=16).digest()

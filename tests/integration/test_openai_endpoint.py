@@ -1,0 +1,147 @@
+"""An agent that asks a worker's endpoint: what it has the model say is recorded as it was sampled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from in_process import (
+    QWEN3_CHAT_TEMPLATE,
+    InProcessWorker,
+    ScriptedEngine,
+    ScriptedGenerator,
+    build_tokenizer,
+    build_trainer,
+    chat_rows,
+    jobs_of,
+    length,
+)
+from test_dialogues import Streaming, written
+
+from async_grpo.envs import Endpoint, OpenAIHarness
+
+pytestmark = pytest.mark.integration
+engines = pytest.mark.parametrize("engine_of", [ScriptedEngine, Streaming], ids=["lockstep", "streaming"])
+ASK_S = 60.0
+DOUBLE = {
+    "type": "function",
+    "function": {
+        "name": "double",
+        "description": "Double a number.",
+        "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
+    },
+}
+
+
+def posted(endpoint: Endpoint, messages: list[Any], **more: Any) -> httpx.Response:
+    return httpx.post(
+        f"{endpoint.base_url}/chat/completions",
+        headers={"Authorization": f"Bearer {endpoint.api_key}"},
+        json={"model": endpoint.model, "messages": messages, **more},
+        timeout=ASK_S,
+    )
+
+
+def said(endpoint: Endpoint, messages: list[Any], **more: Any) -> Any:
+    """The message of the answer."""
+    response = posted(endpoint, messages, **more)
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]["message"]
+
+
+def trainer_of(tmp_path: Path, agent: Any, *, template: str | None = QWEN3_CHAT_TEMPLATE, **changes: Any) -> Any:
+    given = {
+        "chat_template": template,
+        "train_dataset": chat_rows(),
+        "arguments": {"rollout_func": OpenAIHarness(agent)},
+        "reward_funcs": [length],
+        "max_completion_length": 300,
+    }
+    return build_trainer(tmp_path, **{**given, **changes})
+
+
+def worker_of(tmp_path: Path, agent: Any, engine_of: Any, reply: Any, **changes: Any) -> InProcessWorker:
+    trainer = trainer_of(tmp_path, agent, **changes)
+    return InProcessWorker(trainer, engine_of(ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), reply)))
+
+
+def two_turns(prompt: list[Any], endpoint: Endpoint) -> dict[str, Any]:
+    first = said(endpoint, prompt)
+    second = said(endpoint, [*prompt, first, {"role": "user", "content": "And now?"}])
+    return {"final": second["content"]}
+
+
+def counts(prompt: str, place: int) -> str:
+    turn = prompt.count("<|im_start|>assistant") - 1
+    return f"turn {turn} of {place}"
+
+
+@engines
+def test_turns_of_an_agent_are_one_completion(engine_of: Any, tmp_path: Path) -> None:
+    worker = worker_of(tmp_path, two_turns, engine_of, counts)
+    [group] = worker.generate(jobs_of(chat_rows(1)))
+    tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
+    between = "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+    for ids, mask, logprobs, messages in zip(
+        group.completion_ids, group.tool_masks or [], group.logprobs, group.completions, strict=True
+    ):
+        first, second = (message["content"] for message in messages if message["role"] == "assistant")
+        assert tokenizer.decode(ids) == f"{first}<|im_end|>{between}{second}<|im_end|>"
+        turns = [len(first) + 1, len(tokenizer(between)["input_ids"]), len(second) + 1]
+        assert mask == [1] * turns[0] + [0] * turns[1] + [1] * turns[2]
+        assert [value == 0 for value in logprobs] == [not own for own in mask]
+        assert [message["role"] for message in messages] == ["assistant", "user", "assistant"]
+    assert tokenizer.decode(group.prompt_ids[0]) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert [row["final"] for row in group.rows] == [messages[-1]["content"] for messages in group.completions]
+    assert group.metrics == {"agent/turns": [2.0], "agent/failure_frequency": [0.0]}
+
+
+def test_the_log_probabilities_are_those_of_the_trainer(tmp_path: Path) -> None:
+    """With the model itself: what was recorded is what the model was given, token by token."""
+
+    async def agent(prompt: list[Any], endpoint: Endpoint) -> None:
+        messages = list(prompt)
+        async with httpx.AsyncClient(timeout=ASK_S, headers={"Authorization": f"Bearer {endpoint.api_key}"}) as client:
+            for _ in range(2):
+                asked = {"model": endpoint.model, "messages": messages, "max_tokens": 6, "temperature": 1.0}
+                answer = await client.post(f"{endpoint.base_url}/chat/completions", json=asked)
+                messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "go on"}]
+
+    trainer = trainer_of(tmp_path, agent, max_completion_length=64)
+    [group] = InProcessWorker(trainer).generate(jobs_of(chat_rows(1)))
+    assert group.metrics["agent/turns"] == [2.0]
+    model: Any = trainer.model
+    for prompt, ids, recorded, mask in zip(
+        group.prompt_ids, group.completion_ids, group.logprobs, group.tool_masks or [], strict=True
+    ):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        computed = logits.log_softmax(-1)[range(len(ids)), ids].tolist()
+        own = [place for place, value in enumerate(mask) if value]
+        assert len(own) == 12 < len(ids)
+        assert [recorded[place] for place in own] == pytest.approx([computed[place] for place in own], abs=1e-4)
+
+
+def test_tools_of_an_agent(tmp_path: Path) -> None:
+    def agent(prompt: list[Any], endpoint: Endpoint) -> None:
+        first = said(endpoint, prompt, tools=[DOUBLE])
+        [call] = first["tool_calls"]
+        number = json.loads(call["function"]["arguments"])["number"]
+        result = {"role": "tool", "tool_call_id": call["id"], "content": str(2 * number)}
+        said(endpoint, [*prompt, first, result], tools=[DOUBLE])
+
+    def reply(prompt: str, place: int) -> str:
+        return "done" if "<tool_response>" in prompt else written(("double", {"number": 21}))
+
+    [group] = worker_of(tmp_path, agent, Streaming, reply).generate(jobs_of(chat_rows(1)))
+    tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
+    assert "Double a number." in tokenizer.decode(group.prompt_ids[0])
+    assert "<tool_response>\n42\n</tool_response>" in tokenizer.decode(group.completion_ids[0])
+    call, result, last = group.completions[0]
+    assert call["tool_calls"][0]["function"] == {"name": "double", "arguments": {"number": 21}}
+    assert (result["role"], result["name"], result["content"]) == ("tool", "double", "42")
+    assert last["content"] == "done"
