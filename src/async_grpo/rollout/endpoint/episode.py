@@ -122,7 +122,8 @@ class Episode:
         prompt = self._prompt_of(request)
         room = self._room_behind(prompt)
         turn = await self._sample(prompt, self.turns)
-        kept = min(room, request.max_tokens or room, len(turn.ids))
+        most = min(room, request.max_tokens or room)
+        kept = min(most, len(turn.ids))
         ids, logprobs = turn.ids[:kept], turn.logprobs[:kept]
         said = self._chat.said(ids, prompt, with_tools=bool(request.tools), number=f"{self.number}_{self.turns}")
         self._record(request, prompt, ids, logprobs, None if turn.versions is None else turn.versions[:kept])
@@ -130,9 +131,10 @@ class Episode:
         self._said = said.for_template
         self._history = [*request.messages, read_message(said.for_client)]
         ended = "tool_calls" if "tool_calls" in said.for_client else "stop"
+        is_cut = kept == most and not self._chat.has_ended(ids)
         return Answer(
             message=said.for_client,
-            finish_reason=ended if self._chat.has_ended(ids) else "length",
+            finish_reason="length" if is_cut else ended,
             prompt_tokens=len(prompt),
             tokens=list(zip(self._chat.texts(ids) if request.logprobs else [""] * kept, logprobs, strict=True)),
         )
