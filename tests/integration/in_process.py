@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -347,6 +347,14 @@ def replay_with_trl(get_trainer: Callable[..., GRPOTrainer], batches: list[list[
     The prompts, their order and the rewards are TRL's own; that the prompts are the recorded ones is checked.
     """
     recorded = iter(batches)
+    trainer = get_trainer(arguments={"rollout_func": replaying(recorded)})
+    trainer.train()
+    assert next(recorded, None) is None, "TRL used fewer batches than the asynchronous run"
+    return trainer
+
+
+def replaying(recorded: Iterator[list[RolloutGroup]]) -> Callable[[list[Any], GRPOTrainer], dict[str, Any]]:
+    """A `rollout_func` that gives TRL the recorded completions."""
 
     def rollout_func(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         groups = next(recorded)
@@ -361,10 +369,7 @@ def replay_with_trl(get_trainer: Callable[..., GRPOTrainer], batches: list[list[
                 start += size
         return output
 
-    trainer = get_trainer(arguments={"rollout_func": rollout_func})
-    trainer.train()
-    assert next(recorded, None) is None, "TRL used fewer batches than the asynchronous run"
-    return trainer
+    return rollout_func
 
 
 class ScriptedGenerator:

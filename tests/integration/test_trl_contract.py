@@ -246,7 +246,7 @@ def test_transformers_functions_that_we_call(trainer: Any) -> None:
 
 def test_the_fields_of_a_configuration_are_in_the_sources_where_we_read_them() -> None:
     fields = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
-    assert field_types().keys() == fields.keys(), "setup/grpo_config/values.py: _SOURCES"
+    assert field_types().keys() == fields.keys(), "setup/grpo_config/values.py: SOURCES"
     plain = {name: default for name, default in fields.items() if type(default) in (bool, int, float)}
     given = {name: str(default) for name, default in plain.items() if name not in ("max_steps", "seed")}
     found = parsed(given)

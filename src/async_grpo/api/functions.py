@@ -6,7 +6,6 @@ the setup file is one import, written into the user's cache directory under a na
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import os
 import sys
@@ -16,7 +15,8 @@ from types import FunctionType
 from typing import Any
 
 from async_grpo.errors import SetupFileError
-from async_grpo.rundir.folders import make_folder
+from async_grpo.setup.generated import write_setup_file
+from async_grpo.setup.generated.trl_arguments import environment, is_yaml
 from async_grpo.setup.setup_file import MODULE_NAME, check_setup_file
 
 IN_A_FILE = (
@@ -52,7 +52,10 @@ def setup_file_of(get_trainer: str | os.PathLike[str] | Callable[[], Any]) -> Pa
         if colon and "/" not in text and not text.endswith(".py"):
             return _importing(module, function)
         path = Path(text).expanduser().absolute()
-        check_setup_file(path)
+        if is_yaml(path):
+            environment(path)  # refuses what the command would
+        else:
+            check_setup_file(path)
         return path
     return _importing(*_place_of(get_trainer))
 
@@ -107,14 +110,7 @@ def _importing(module: str, function: str) -> Path:
     if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         raise SetupFileError(f"'{module}:{function}' must be package.module:function.")
     text = _IMPORT.format(module=module, function=function, root=str(_root_of(module)))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "async-grpo" / "setup_files"
-    make_folder(folder)
-    path = folder / f"setup_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(text)
-    unfinished.replace(path)
-    return path
+    return write_setup_file("setup", text)
 
 
 def _root_of(module: str) -> Path:

@@ -17,18 +17,22 @@ from async_grpo.rundir import run_options
 from async_grpo.rundir.paths import FINISHED, RunDir
 from async_grpo.settings import TrainingSettings, WorkerSettings, flag_name, memory_size
 from async_grpo.setup.devices import CPU, hold_to_device, parse_device, threads_per_process, visible_gpus
+from async_grpo.setup.generated.trl_arguments import setup_file_of_run
 
 DEFAULT_CONFIG = Path("src/app/trainer_setup_gsmk.py")
 DEFAULT_RUN_DIR = Path("worker")
 SHORT_FLAGS = {"steps": ("-s",)}
 LEFT_OUT_SHOWN = 3
-_NOT_KEPT = ("command_line", "config", "run_dir", "resume", "overwrite", "dry_run", "distributed", "launched_by")
+_NOT_KEPT = (
+    *("command_line", "trl_arguments", "config", "run_dir", "resume", "overwrite"),
+    *("dry_run", "distributed", "launched_by"),
+)
 _OF_EVERY_TRAINING = ("steps", "seed", "set", "run_name", "run_group", "run_tags")  # in one process, too
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
-def parser(command: str, description: str, examples: str) -> Parser:
-    return Parser(
+def parser(command: str, description: str, examples: str, kind: type[Parser] = Parser) -> Parser:
+    return kind(
         prog=f"async-grpo {command}",
         description=description,
         epilog=f"examples:\n{examples}",
@@ -46,7 +50,7 @@ def resumed(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
         return args
     given = parser.given(args.command_line)
     recalled = run_options.recall(state, given, parser.read)
-    config = args.config if "config" in given else Path(state.config)
+    config = args.config if "config" in given else setup_file_of_run(state)
     for change in [*run_options.not_kept(state), *run_options.config_change(state, config), *recalled.changes]:
         print(printable(f"resuming run {state.run_id}: {change}"))
     return argparse.Namespace(**{**vars(args), **recalled.options, "config": config})

@@ -60,8 +60,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if message.startswith(_UNKNOWN):
-            message += nearest(message.removeprefix(_UNKNOWN).split()[0].split("=")[0], self._option_string_actions)
+            message += self.hint(message.removeprefix(_UNKNOWN).split()[0].split("=")[0])
         super().error(message)
+
+    def known(self) -> Iterable[str]:
+        """The options that there are."""
+        return self._option_string_actions
+
+    def hint(self, unknown: str) -> str:
+        """What to say of an option that there is not."""
+        return nearest(unknown, self.known())
 
 
 def nearest(given: str, known: Iterable[str]) -> str:

@@ -22,6 +22,7 @@ from async_grpo.queue.names import COMPLETE
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.reading import naming, read_file
+from async_grpo.setup.generated.trl_arguments import setup_file_of_run
 from async_grpo.setup.process import gc_paused, make_deterministic
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.run_log import REPLAY_LINE, RunLog, described
@@ -85,14 +86,14 @@ def run_replay(options: ReplayOptions) -> Replayed:
     make_deterministic()
     with gc_paused():
         trainer = load_trainer(
-            Path(state.config),
+            setup_file_of_run(state),
             engine_here=False,
             steps=options.steps or done,
             seed=state.seed,
             config_values=state.config_values,
         )
     trainer.args.output_dir = str(options.output_dir)
-    trainer.args.save_strategy = "no"
+    trainer.args.save_strategy, trainer.args.push_to_hub = "no", False
     if options.loss_type is not None:
         trainer.args.loss_type = trainer.loss_type = options.loss_type
     correction = _rule(options, state)

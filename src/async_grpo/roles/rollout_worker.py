@@ -23,6 +23,7 @@ from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.rundir.place import Place
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
+from async_grpo.setup.generated.trl_arguments import setup_file_of_run
 from async_grpo.setup.process import (
     StopRequest,
     gc_paused,
@@ -76,7 +77,7 @@ def _work(options: WorkerOptions, stop: StopRequest) -> None:
     with Place(run.root).explained(), closing(WorkerQueue.open(run.root, options.worker_id, options.device)) as queue:
         _begin(options, run, state, queue)
         with gc_paused():
-            trl = _load(options.config or Path(state.config), state)
+            trl = _load(options.config or setup_file_of_run(state), state)
             from async_grpo_ipc import AttachError, IPCError, MismatchError
 
         try:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from async_grpo.errors import SetupFileError
-from async_grpo.setup.grpo_config.batch import BatchError
+from async_grpo.errors import AsyncGRPOError, SetupFileError
 from async_grpo.setup.grpo_config.building import check_set, configurations_with
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def _built(path: Path, *, engine_here: bool, hub_here: bool, worker_of: int | No
             trainer = get_trainer()
             logger.info("get_trainer() has built the trainer ({:.0f} s)", time.monotonic() - began)
             return trainer
-    except BatchError:
+    except AsyncGRPOError:  # it says what is wrong
         raise
     except Exception as error:  # anything the user's code raises is the user's to read
         raise SetupFileError(_failed(f"get_trainer() in {path} failed", error, path)) from error
@@ -168,7 +167,7 @@ def _run_file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent))  # so that the file can import its neighbours, as `python FILE` would
     try:
         spec.loader.exec_module(module)
-    except BatchError:
+    except AsyncGRPOError:  # it says what is wrong
         raise
     except Exception as error:  # anything the user's code raises is the user's to read
         raise SetupFileError(_failed(f"{path} could not be loaded", error, path)) from error

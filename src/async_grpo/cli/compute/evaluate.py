@@ -54,8 +54,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     from async_grpo.launch.launcher import LaunchOptions, launch
+    from async_grpo.setup.generated.trl_arguments import setup_file
     from async_grpo.setup.setup_file import check_setup_file
 
+    args.config = setup_file(args.config)
     check_setup_file(args.config)
     settings = TrainingSettings(
         seed=args.seed,

@@ -36,8 +36,10 @@ def build_parser() -> Parser:
 
 
 def run(args: argparse.Namespace) -> int:
+    from async_grpo.setup.generated.trl_arguments import setup_file
     from async_grpo.setup.process import rank_of_launch
 
+    args.config = setup_file(args.config)
     rank, ranks = rank_of_launch(os.environ)
     by_hand = args.launched_by is None
     if by_hand and args.resume:

@@ -84,12 +84,15 @@ def _settings(args: argparse.Namespace, sweep: Sweep) -> TrainingSettings:
 
 
 def _sweep(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
+    from async_grpo.setup.generated.trl_arguments import setup_file
     from async_grpo.setup.setup_file import check_setup_file
     from async_grpo.sweeps.plan import DEFAULT_SEEDS, Sweep, name_of
 
     setup = args.config or (DATASET_SETUP if args.dataset else None)
     if setup is None:
         raise UsageError("Say what to train: a setup file, or --dataset gsm8k, math or mbpp.")
+    name = name_of(setup, args.dataset)
+    setup = setup_file(setup)
     check_setup_file(setup)
     if args.mode == "trl":
         _refuse_for_plain_trl(given)
@@ -99,7 +102,7 @@ def _sweep(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
         setup=str(setup.absolute()),
         seeds=args.seeds or DEFAULT_SEEDS[: args.num_instances],
         mode=args.mode,
-        name=name_of(setup, args.dataset),
+        name=name,
         dataset=args.dataset,
         output_base=str(args.output_base),
         run_prefix=args.run_prefix or "",

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from async_grpo.cli import options
+from async_grpo.cli.compute.trl import TrainParser, use_arguments
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.settings import STOP_GRACE_S, TrainingSettings, positive, positive_seconds
@@ -34,17 +35,20 @@ EXAMPLES = """\
   async-grpo train my_trainer.py --distributed --dry-run     what would run where, batches, memory; starts nothing
   async-grpo train my_trainer.py --accelerate-config fsdp2.yaml --worker-device-ids 2,3
                                                              the trainer itself on several GPUs
-  async-grpo train --resume                                  continue the run in worker/ with its own options"""
+  async-grpo train --resume                                  continue the run in worker/ with its own options
+  async-grpo train grpo.yaml -n 2                            what `trl grpo --config grpo.yaml` trains
+  async-grpo train --model_name_or_path M --dataset_name D --reward_funcs accuracy_reward -n 2"""
 
 
 def build_parser() -> Parser:
-    parser = options.parser("train", "Train the GRPOTrainer that a setup file returns.", EXAMPLES)
+    parser = options.parser("train", "Train the GRPOTrainer that a setup file returns.", EXAMPLES, TrainParser)
     parser.add_argument(
         "config",
         nargs="?",
         type=Path,
         default=options.DEFAULT_CONFIG,
-        help=f"Python file with get_trainer() (default: {options.DEFAULT_CONFIG})",
+        help=f"Python file with get_trainer(), or a YAML file of `trl grpo` (default: {options.DEFAULT_CONFIG}); "
+        "instead of a file, or with the YAML file, the arguments of `trl grpo`",
     )
     parser.add_argument("--device", "-d", help="one process on this GPU index, or 'cpu'")
     parser.add_argument(
@@ -108,6 +112,7 @@ def _add_processes(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     from async_grpo.setup.setup_file import check_setup_file
 
+    use_arguments(args, names_a_file="config" in build_parser().given(args.command_line))
     if args.resume:
         named, args = args.device, options.resumed(build_parser(), args)
         args.device = named  # a server by hand has an option of this name, which means another thing here

@@ -41,8 +41,10 @@ def _fast_inference(args: argparse.Namespace, device: str) -> str:
 def run(args: argparse.Namespace) -> int:
     device = options.device(args.device or os.environ.get("WORKER_DEVICE"), default_gpu=1)
     if args.config is not None:
+        from async_grpo.setup.generated.trl_arguments import setup_file
         from async_grpo.setup.setup_file import check_setup_file
 
+        args.config = setup_file(args.config)
         check_setup_file(args.config)
     if args.generator is not None:  # is it installed? What a setup file asks for is known once it is loaded
         choose_generator(args.generator, None, on_gpu=False)

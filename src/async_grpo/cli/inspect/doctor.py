@@ -55,12 +55,13 @@ def _check(args: argparse.Namespace) -> int:
 
     from async_grpo.checks.doctor.checkup import checks, exit_code, findings
     from async_grpo.checks.doctor.finding import line, verdict
+    from async_grpo.setup.generated.trl_arguments import setup_file
 
     if args.set and args.config is None:
         raise UsageError("--set is for the GRPOConfig of a setup file: add --config FILE.")
     if args.gpu_memory is not None and args.config is None:
         raise UsageError("--gpu-memory is for the model of a setup file: add --config FILE.")
-    config = None if args.config is None else args.config.absolute()
+    config = None if args.config is None else setup_file(args.config).absolute()
     if config is not None:
         print(f"Last comes {args.config}: its get_trainer() may take a while to load the model.", file=sys.stderr)
     found = []

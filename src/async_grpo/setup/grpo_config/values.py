@@ -13,14 +13,14 @@ import importlib.util
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import UsageError
 from async_grpo.redaction import Redactor
 
-_SOURCES = (
+SOURCES = (
     ("transformers", "training_args.py", "TrainingArguments"),
     ("trl", "trainer/base_config.py", "_BaseConfig"),
     ("trl", "trainer/grpo_config.py", "GRPOConfig"),
@@ -33,7 +33,7 @@ _ELSEWHERE = {
     "hub_token": "run.json keeps these values, and a token is a secret: set HF_TOKEN in the environment.",
     "resume_from_checkpoint": "it is --resume.",
 }
-_COMMIT = re.compile(r"\b[0-9a-f]{40}\b")  # the revision of a model: a redactor takes it for a key
+COMMIT = re.compile(r"\b[0-9a-f]{40}\b")  # the revision of a model: a redactor takes it for a key
 _redact = Redactor()
 
 
@@ -55,13 +55,13 @@ def _value(name: str, text: str) -> Any:
         near = difflib.get_close_matches(name, fields, n=1)
         hint = f" Did you mean {near[0]}?" if near else " TRL's documentation of GRPOConfig lists all."
         raise UsageError(f"--set {name}: GRPOConfig has no field of this name.{hint}")
-    given = f"{name}={_COMMIT.sub('commit', text)}"
+    given = f"{name}={COMMIT.sub('commit', text)}"
     if _redact(given) != given:
         raise UsageError(
             f"--set {name}: run.json keeps these values, and this one looks like a secret. Let the setup file read it "
             "from the environment."
         )
-    types = _alternatives(fields[name])
+    types = alternatives(fields[name])
     for reader in (_none, _truth, _whole, _number, _json, _plain):
         value = reader(types, text)
         if value is not _NOT:
@@ -71,17 +71,22 @@ def _value(name: str, text: str) -> Any:
 
 @functools.cache
 def field_types() -> dict[str, str]:
-    """The annotation of each field of `GRPOConfig`, as its source has it.
+    """The annotation of each field of `GRPOConfig`, as its source has it."""
+    return annotations_in(SOURCES)
+
+
+def annotations_in(sources: Iterable[tuple[str, str, str]]) -> dict[str, str]:
+    """The annotation of each field of these classes: package, file in it, class.
 
     Raises:
         UsageError: TRL or transformers is not installed, or has another layout.
     """
     found: dict[str, str] = {}
-    for package, file, name in _SOURCES:
+    for package, file, name in sources:
         spec = importlib.util.find_spec(package)
         source = Path(spec.origin).parent / file if spec is not None and spec.origin else None
         if source is None or not source.is_file():
-            raise UsageError(f"--set needs the fields of GRPOConfig, and {package} has no {file}. Is it installed?")
+            raise UsageError(f"The fields of {name} are read from {file} of {package}, which is not there.")
         classes = [node for node in ast.parse(source.read_bytes()).body if isinstance(node, ast.ClassDef)]
         bodies = [node.body for node in classes if node.name == name]
         annotated = [node for body in bodies for node in body if isinstance(node, ast.AnnAssign)]
@@ -92,7 +97,7 @@ def field_types() -> dict[str, str]:
 _NOT = object()  # the text is not of this type
 
 
-def _alternatives(annotation: str) -> set[str]:
+def alternatives(annotation: str) -> set[str]:
     """`'list[str] | str | None'` -> {'list', 'str', 'None'}; of a `Literal` its values."""
     return set(_names(ast.parse(annotation, mode="eval").body))
 

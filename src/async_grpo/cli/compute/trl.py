@@ -1,0 +1,72 @@
+"""`async-grpo train` as `trl grpo` is called: a YAML file, TRL's flags, or both."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from async_grpo.cli.parser import Parser
+from async_grpo.errors import UsageError
+from async_grpo.rundir.paths import RunDir
+from async_grpo.setup.generated.trl_arguments import TRLArguments, is_yaml
+from async_grpo.setup.generated.trl_flags import argument_types, split, what_it_is
+
+
+class TrainParser(Parser):
+    """Also takes the flags of `trl grpo`, as `trl_arguments`. A name that both have is ours."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parts = split(sys.argv[1:] if args is None else args, self._option_string_actions)
+        found, unknown = super().parse_known_args(parts.rest, namespace)
+        found.trl_arguments = parts.trl
+        return found, unknown
+
+    def known(self) -> Iterable[str]:
+        return [*super().known(), *(f"--{name}" for name in argument_types())]
+
+    def hint(self, unknown: str) -> str:
+        return what_it_is(unknown.removeprefix("--").replace("-", "_")) or super().hint(unknown)
+
+
+def use_arguments(args: argparse.Namespace, *, names_a_file: bool) -> None:
+    """Where the command line is TRL's, make `args.config` the setup file for it, and `args.trl` the record of it.
+
+    Args:
+        names_a_file: the command line does; else `args.config` is the default.
+
+    Raises:
+        UsageError: TRL would refuse it, or it does not go with what else is asked for.
+    """
+    given: list[str] = args.trl_arguments
+    file: Path | None = args.config if names_a_file else None
+    if file is None and given and not args.resume:
+        trl = TRLArguments.here(None, given)
+    elif file is not None and is_yaml(file):
+        trl = _resumed(args, file) or TRLArguments.here(file, given)
+    else:
+        if given:
+            raise UsageError(_no_use_for(given[0], args))
+        return
+    args.trl, args.config = trl.as_json(), trl.write()
+
+
+def _resumed(args: argparse.Namespace, file: Path) -> TRLArguments | None:
+    """Those of the run to be resumed, where it was begun with this file, perhaps with flags."""
+    if not args.resume:
+        return None
+    if args.trl_arguments:
+        raise UsageError(_no_use_for(args.trl_arguments[0], args))
+    state = RunDir(args.run_dir).read_state(accepted=True)
+    begun_with = TRLArguments.of_run(state) if state is not None else None
+    return begun_with if begun_with is not None and begun_with.config == file.absolute() else None
+
+
+def _no_use_for(flag: str, args: argparse.Namespace) -> str:
+    """Why an argument of TRL is refused with a setup file of ours, or with a resume."""
+    change = "--set NAME=VALUE gives a field of the GRPOConfig another value"
+    if args.resume:
+        return f"{flag}: a resumed run keeps the arguments of TRL that it was begun with. {change}."
+    return f"{flag} is an argument of `trl grpo`, and {args.config} is a Python file, which does not read it. {change}."

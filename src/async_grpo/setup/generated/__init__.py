@@ -1,0 +1,25 @@
+"""Setup files that Async-GRPO writes, for trainers that the user has in another form: they lie in the user's cache.
+
+`trl_flags` tells TRL's flags from ours, `trl_arguments` writes the file for them, `trl_command` builds their trainer;
+`sent_function` is for a function that has no file. Without torch, but for `trl_command` when it builds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+from async_grpo.rundir.folders import make_folder
+
+
+def write_setup_file(name: str, text: str) -> Path:
+    """The file with this text; the same text is the same file, so that a resume finds it."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "async-grpo" / "setup_files"
+    make_folder(folder)
+    path = folder / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+    return path

@@ -1,0 +1,120 @@
+"""The trainer that `trl grpo` would train, built by TRL's own code: `trl.scripts.grpo`, up to the trainer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from async_grpo.errors import SetupFileError, UsageError
+from async_grpo.setup.generated.trl_arguments import set_environment, unrecognized
+from async_grpo.setup.grpo_config.batch import BatchError
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+    from trl import GRPOTrainer
+
+
+class TRLCommand:
+    """`trl grpo` with these arguments, given in `directory`.
+
+    Raises:
+        UsageError: the YAML file cannot be used.
+    """
+
+    def __init__(self, arguments: Sequence[str], directory: str) -> None:
+        self._arguments, self._directory = list(arguments), directory
+        set_environment(arguments)
+
+    def trainer(self) -> GRPOTrainer:
+        """Build the trainer, and let its training end as TRL's command ends.
+
+        Raises:
+            UsageError: TRL's parser, or a configuration that it makes, refuses the arguments.
+        """
+        with _working_in(Path(self._directory)):
+            from trl.scripts import grpo
+
+            parsed = self._parsed(grpo)
+            trainer = _built_by(grpo.main, parsed)
+        trainer.add_callback(_end_as_trl_does(trainer, parsed[0].dataset_name))
+        return trainer
+
+    def _parsed(self, grpo: Any) -> list[Any]:
+        """Script, GRPO, model and dataset arguments."""
+
+        def refuse(message: str) -> NoReturn:
+            raise UsageError(f"trl grpo: error: {message}")
+
+        parser = grpo.make_parser(prog="trl grpo")
+        parser.error = refuse
+        try:
+            *parsed, of_file, of_flags = parser.parse_args_and_config(
+                self._arguments, return_remaining_strings=True, separate_remaining_strings=True
+            )
+        except BatchError:
+            raise
+        except ValueError as error:
+            raise UsageError(f"trl grpo: error: {error}") from error
+        if unknown := [text for text in (*of_file, *of_flags) if text.startswith("--")]:
+            refuse(unrecognized(unknown))
+        return parsed
+
+
+class _Built(BaseException):
+    """Ends TRL's `main` where it has made its trainer."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self.trainer = trainer
+
+
+def _built_by(main: Any, parsed: Sequence[Any]) -> GRPOTrainer:
+    import trl
+
+    trainer_class = trl.GRPOTrainer
+
+    def build(*args: Any, **kwargs: Any) -> NoReturn:
+        raise _Built(trainer_class(*args, **kwargs))
+
+    trl.GRPOTrainer = build
+    try:
+        main(*parsed)
+    except _Built as built:
+        return built.trainer
+    finally:
+        trl.GRPOTrainer = trainer_class
+    raise SetupFileError(
+        "TRL's command has made no trainer: this TRL builds it in another way. Take a TRL that the README names, or "
+        "write a setup file: async-grpo init my_trainer.py."
+    )
+
+
+@contextmanager
+def _working_in(directory: Path) -> Iterator[None]:
+    """Work in the folder where the command was given, for what is relative; if it is gone, in the present one."""
+    here = Path.cwd()
+    with suppress(FileNotFoundError, NotADirectoryError):
+        os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(here)
+
+
+def _end_as_trl_does(trainer: GRPOTrainer, dataset_name: str | None) -> TrainerCallback:
+    from transformers import TrainerCallback
+
+    class SavesTheModel(TrainerCallback):
+        """What TRL's `main` does after the training: the model goes into `output_dir`, and to the Hub if asked."""
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step < state.max_steps:  # stopped: --resume goes on
+                return
+            trainer.save_model(args.output_dir)
+            trainer.accelerator.print(f"model saved to {args.output_dir}")
+            if args.push_to_hub:
+                trainer.push_to_hub(dataset_name=dataset_name)
+
+    return SavesTheModel()

@@ -1,0 +1,174 @@
+"""The trainer of `trl grpo`: the same losses as TRL's own command, its refusals, and what of TRL we rely on for it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+import yaml
+from compared_with_trl import largest_difference
+from in_process import PROMPTS, InProcessRun, build_model, build_tokenizer, replaying, training_logs
+from trl.scripts import grpo
+
+from async_grpo.errors import AsyncGRPOError, UsageError
+from async_grpo.settings import flag_name
+from async_grpo.setup.generated.trl_command import TRLCommand
+from async_grpo.setup.generated.trl_flags import OURS, argument_types, split
+
+pytestmark = pytest.mark.integration
+
+REWARD = (
+    "def letters(completions, **_): return [sum(map(str.islower, text)) / max(1, len(text)) for text in completions]"
+)
+SETTINGS = {
+    "model_name_or_path": "model",
+    "dtype": "float32",
+    "reward_funcs": ["trl_command_reward.letters"],
+    "datasets": [{"path": "json", "data_files": "rows.jsonl"}],
+    "output_dir": "out",
+    "max_steps": 3,
+    "seed": 3,
+    "per_device_train_batch_size": 8,
+    "num_generations": 2,
+    "max_completion_length": 8,
+    "learning_rate": "1e-3",
+    "adam_epsilon": 1e-5,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "bf16": False,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "env": {"OF_THE_YAML_FILE": 7},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a user of `trl grpo` has: a YAML file, a model, rows, a module of rewards."""
+    folder = tmp_path_factory.mktemp("of_trl")
+    tokenizer = build_tokenizer()
+    build_model(tokenizer).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    (folder / "trl_command_reward.py").write_text(REWARD)
+    (folder / "grpo.yaml").write_text(yaml.safe_dump(SETTINGS))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a run may work in another folder than that of the command."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OF_THE_YAML_FILE", "")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.syspath_prepend("")
+
+
+def command_of(folder: Path, *flags: str) -> TRLCommand:
+    return TRLCommand(["--config", str(folder / "grpo.yaml"), *flags], directory=str(folder))
+
+
+def trained_by_trl(folder: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], *flags: str) -> Any:
+    """The trainer of TRL's own script, after it has trained; `given`: more arguments of the trainer."""
+    made: list[Any] = []
+
+    class Given(trl.GRPOTrainer):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments, **given)
+            made.append(self)
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(trl, "GRPOTrainer", Given)
+    parsed = grpo.make_parser().parse_args_and_config(["--config", "grpo.yaml", *flags])
+    grpo.main(*parsed)
+    (trainer,) = made
+    return trainer
+
+
+PEFT = ("--use_peft", "--lora_dropout=0", "--lora_target_modules", "q_proj", "v_proj", "--learning_rate=2e-3")
+
+
+@pytest.mark.parametrize("flags", [(), PEFT])
+def test_the_losses_are_those_of_trls_command(
+    flags: tuple[str, ...], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = (*flags, "--output_dir", str(tmp_path / "out"))
+    run = InProcessRun(command_of(folder, *flags).trainer).train()
+    assert os.environ["OF_THE_YAML_FILE"] == "7"
+    assert any((tmp_path / "out").glob("*model.safetensors")), "the model is saved at the end, as TRL's command does"
+    recorded = iter(run.batches)
+    plain = trained_by_trl(folder, monkeypatch, {"rollout_func": replaying(recorded)}, *flags)
+    assert next(recorded, None) is None and len(run.logs) == 3
+    assert any(entry["loss"] != 0 for entry in run.logs)
+    largest_difference(run.logs, training_logs(plain))
+
+
+def refused(call: Callable[[], Any]) -> str:
+    with pytest.raises((AsyncGRPOError, ValueError, SystemExit)) as error:
+        call()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--learning_rate", "fast"], "argument --learning_rate/--learning-rate: invalid float value: 'fast'"),
+        (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
+        (["--reward_funcs", "no_such"], "Could not load reward function 'no_such'. Expected one of ['accuracy_reward'"),
+        (["--load_best_model_at_end", "--save_strategy", "steps"], "requires the save and eval strategy to match"),
+        (["--learning_rat", "3", "--per_device_batch", "7"], "unrecognized arguments: --per_device_batch"),
+    ],
+)
+def test_what_trl_refuses_is_refused_in_its_words(
+    flags: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert said in refused(command_of(folder, *flags).trainer)
+    if "unrecognized" in said:  # TRL's launcher hands them on to accelerate's parser, which says so
+        return
+    monkeypatch.chdir(folder)
+    theirs = refused(lambda: grpo.main(*grpo.make_parser().parse_args_and_config(["--config", "grpo.yaml", *flags])))
+    assert said in theirs + capsys.readouterr().err
+
+
+def test_without_a_dataset(folder: Path) -> None:
+    words = "Either `datasets` or `dataset_name` must be provided."
+    with pytest.raises(ValueError, match=words):
+        TRLCommand(["--model_name_or_path", "model", "--use_cpu", "--bf16", "false"], str(folder)).trainer()
+
+
+def test_a_trl_that_makes_no_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpo, "main", lambda *arguments: None)
+    with pytest.raises(AsyncGRPOError, match="this TRL builds it in another way"):
+        command_of(folder).trainer()
+
+
+def test_the_arguments_are_in_the_sources_where_we_read_them() -> None:
+    actions = [action for action in grpo.make_parser()._actions if action.dest != "help"]
+    assert argument_types().keys() == {action.dest for action in actions}, "setup/generated/trl_flags.py: _SOURCES"
+    for action in actions:
+        flag, *_ = (option for option in action.option_strings if option.startswith("--"))
+        values = {"+": ["a", "b"], "?": ["true"], None: ["true"], 0: []}[action.nargs]
+        taken = split([flag, *values, "--max-staleness"], {"--max-staleness"})
+        assert taken.trl == [flag, *values] and taken.rest == ["--max-staleness"], flag
+
+
+def test_which_names_train_shares_with_trl() -> None:
+    from async_grpo.cli.compute.train import build_parser
+
+    ours = {action.dest for action in build_parser()._actions}
+    assert set(OURS) == ours & argument_types().keys(), "docs/python.md lists them"
+    taken = split([text for name in OURS for text in (flag_name(name), "1")], build_parser()._option_string_actions)
+    assert taken.trl == []
+
+
+def test_a_resume_from_a_checkpoint_of_trl_is_refused(folder: Path) -> None:
+    from async_grpo.setup.generated.trl_arguments import TRLArguments
+
+    with pytest.raises(UsageError, match="resume_from_checkpoint: --resume continues a run"):
+        TRLArguments.here(None, ["--resume_from_checkpoint", "x"])

@@ -1,0 +1,169 @@
+"""`async-grpo train` with TRL's YAML file and flags: what becomes of them, and what is refused at once."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import async_grpo.launch.launcher as launcher
+from async_grpo.cli import main
+from async_grpo.errors import UsageError
+from async_grpo.launch.launcher import LaunchOptions
+from async_grpo.rundir.lifecycle import prepare
+from async_grpo.rundir.paths import STOPPED, RunDir
+from async_grpo.setup.generated.trl_arguments import TRLArguments, setup_file_of_run
+from async_grpo.setup.generated.trl_flags import split
+
+YAML = "model_name_or_path: my/model\nlearning_rate: 1e-5\nenv: {OF_A_FILE: 3}\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OF_A_FILE", "")
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    (work / "grpo.yaml").write_text(YAML)
+    return work
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[LaunchOptions]:
+    runs: list[LaunchOptions] = []
+    monkeypatch.setattr(launcher, "launch", lambda options: runs.append(options) or 0)
+    return runs
+
+
+def command_in(file: Path) -> Any:
+    """The `TRLCommand` of a setup file that was written."""
+    return runpy.run_path(str(file))["get_trainer"].__self__
+
+
+def begun(launched: LaunchOptions) -> RunDir:
+    """A run directory with a stopped run of these options."""
+    state = prepare(launched.run_dir, config=launched.config, num_workers=2, options=launched.kept)
+    run = RunDir(launched.run_dir)
+    run.update_state(of=state.run_id, state=STOPPED, step=1)
+    return run
+
+
+def test_a_yaml_file_with_flags_of_both(launched: list[LaunchOptions], folder: Path) -> None:
+    flags = ["--reward_funcs", "accuracy_reward", "a.b", "--bf16", "false"]
+    assert main(["train", "-n", "3", "--lora-r", "4", "grpo.yaml", *flags, "--seed", "5", "--max_staleness", "0"]) == 0
+    (run,) = launched
+    assert (run.training.seed, run.training.max_staleness, len(run.worker_devices)) == (5, 0, 3)
+    assert os.environ["OF_A_FILE"] == "3", "set before anything is started"
+    arguments = ["--config", str(folder / "grpo.yaml"), "--lora-r", "4", *flags]
+    assert run.kept["trl"] == {"arguments": arguments, "directory": str(folder)}
+    assert run.config.stem.startswith("trl_grpo_")
+    assert vars(command_in(run.config)) == {"_arguments": arguments, "_directory": str(folder)}
+
+
+def test_flags_alone_and_the_file_as_trl_names_it(launched: list[LaunchOptions], folder: Path) -> None:
+    assert main(["train", "--model_name_or_path", "m", "--use_peft", "--distributed"]) == 0
+    assert launched[0].kept["trl"]["arguments"] == ["--model_name_or_path", "m", "--use_peft"]
+    assert main(["train", "--config", "grpo.yaml", "-n", "2"]) == main(["train", "grpo.yaml", "-n", "2"]) == 0
+    assert launched[1].config == launched[2].config
+
+
+def test_importing_the_written_file_imports_nothing_heavy(launched: list[LaunchOptions]) -> None:
+    main(["train", "grpo.yaml", "-n", "2"])
+    code = (
+        "import runpy, sys; runpy.run_path(sys.argv[1]); print({'torch', 'trl', 'transformers'} & sys.modules.keys())"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code, str(launched[0].config)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert said.stdout == "set()\n"
+
+
+def test_a_resume_has_the_arguments_that_the_run_was_begun_with(
+    launched: list[LaunchOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["train", "grpo.yaml", "--learning_rate", "3", "-n", "2"])
+    run = begun(launched[0])
+    launched[0].config.unlink()  # the user has emptied the cache
+    assert main(["train", "grpo.yaml", "--resume"]) == 0, "the file alone means the flags, too"
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--resume", "--run-dir", str(run.root)]) == 0
+    assert launched[0].config == launched[1].config == launched[2].config
+    assert launched[0].config.is_file(), "written again"
+    state = run.read_state()
+    assert state is not None and setup_file_of_run(state) == launched[0].config
+    assert launched[1].kept["trl"] == launched[0].kept["trl"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["other.yaml"], "Setup file not found"),
+        (["grpo.yaml", "--learnin_rte", "1"], "unrecognized arguments: --learnin-rte 1. Did you mean --learning_rate?"),
+        (["--distribted"], "unrecognized arguments: --distribted. Did you mean --distributed?"),
+        (["grpo.yaml", "--num_processes", "2"], "passes it on to `accelerate launch`. Here the launcher"),
+        (["mine.py", "--learning_rate", "1"], "--learning_rate is an argument of `trl grpo`, and mine.py is a Python"),
+        (["--model_name_or_path", "m", "--hub_token", "x"], "--hub_token: run.json keeps the arguments"),
+        (["--model_name_or_path", "m", "--lora_r", "hf_" + 34 * "a1"], "looks like a secret"),
+        (["grpo.yaml", "--resume_from_checkpoint", "x"], "--resume_from_checkpoint: --resume continues a run"),
+        (["grpo.yaml", "--resume", "--lora_r", "4"], "--lora_r: a resumed run keeps the arguments of TRL"),
+    ],
+)
+def test_refusals(
+    given: list[str], said: str, launched: list[LaunchOptions], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "mine.py").write_text("def get_trainer(): ...")
+    try:
+        code = main(["train", *given])
+    except SystemExit as refused:
+        code = int(str(refused.code))
+    assert code == 2 and said in capsys.readouterr().err and not launched
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a", "Config file .*broken.yaml must contain a YAML mapping."),
+        ("a: [", "broken.yaml is not valid YAML"),
+        ("env: 3", "`env` field should be a dict in the YAML file."),
+        ("learning_rat: 1", "broken.yaml: unrecognized arguments: --learning_rat. Did you mean learning_rate?"),
+        ("accelerate_config: fsdp2", "unrecognized arguments: --accelerate_config.*--accelerate-config FILE"),
+        ("resume_from_checkpoint: true", "broken.yaml: resume_from_checkpoint: --resume continues a run"),
+    ],
+)
+def test_what_is_wrong_with_a_yaml_file(text: str, said: str, folder: Path) -> None:
+    (folder / "broken.yaml").write_text(text)
+    with pytest.raises(UsageError, match=said):
+        TRLArguments.here(Path("broken.yaml"))
+
+
+@pytest.mark.parametrize(
+    "command", ["server --config", "worker --config", "doctor --config", "sweep", "evaluate m --config"]
+)
+def test_every_command_with_a_setup_file_reads_a_yaml_file(command: str, folder: Path, capsys: Any) -> None:
+    (folder / "broken.yaml").write_text("learning_rat: 1")
+    assert main([*command.split(), "broken.yaml"]) == 2
+    assert "Did you mean learning_rate?" in capsys.readouterr().err
+
+
+def test_flags_and_their_values() -> None:
+    given = (
+        "--use_peft x.yaml --no_shuffle_dataset --reward_funcs a b --delta 0.5 --delta-every 2 --lora_r=1 -- --lora_r 2"
+    )
+    taken = split(given.split(), {"--delta-every", "--delta-keep"})
+    assert taken.trl == [
+        "--use_peft",
+        "--no_shuffle_dataset",
+        "--reward_funcs",
+        "a",
+        "b",
+        "--delta",
+        "0.5",
+        "--lora_r=1",
+    ]
+    assert taken.rest == ["x.yaml", "--delta-every", "2", "--", "--lora_r", "2"]
