@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: venv venv-test venv-bench bench docs demo test test-fast chaos fuzz gpu test-trl-next test-vllm test-trackers bench-vllm clean
+.PHONY: venv venv-test venv-bench bench docs demo test test-fast chaos fuzz gpu test-trl-next test-vllm test-trackers test-sagemaker bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -114,5 +114,13 @@ test-vllm: .venv-vllm/.installed
 test-trackers: .venv-trackers/.installed
 	.venv-trackers/bin/python -m pytest tests/with_trackers
 
+# SageMaker's SDK 3 has an environment of its own. The test's conftest and settings are those of another one.
+.venv-sagemaker/.installed: $(VENV)/.installed-test examples/sagemaker/requirements-sdk3.txt scripts/sagemaker_env.sh
+	scripts/sagemaker_env.sh .venv-sagemaker
+	touch $@
+
+test-sagemaker: .venv-sagemaker/.installed
+	.venv-sagemaker/bin/python -m pytest --noconftest -c /dev/null --rootdir . -p no:cacheprovider tests/with_sagemaker
+
 clean:
-	rm -rf .venv-trackers .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv-sagemaker .venv-trackers .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

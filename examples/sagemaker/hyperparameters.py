@@ -35,6 +35,9 @@ class Hyperparameters:
     no_turn_reward: bool = False
     max_completion_length: int = 1024
     save_steps: int = 50
+    eval_every: int = 50  # steps; 0: never
+    early_stopping_patience: int = 0  # evaluations without improvement that end the training; 0: none do
+    early_stopping_threshold: float = 0.0  # of the mean reward; less is no improvement
     seed: int = 42
 
     def __post_init__(self) -> None:
@@ -52,24 +55,42 @@ class Hyperparameters:
             "num_gpus": 0,
             "learning_rate": 0,
             "beta": 0,
+            "eval_every": 0,
+            "early_stopping_patience": 0,
+            "early_stopping_threshold": 0,
             "seed": 0,
         }
         for name, least in at_least.items():
             if getattr(self, name) < least:
                 raise Refused(f"{name} must be at least {least}, got {getattr(self, name)}.")
+        if self.early_stopping_patience and (self.eval_every == 0 or self.eval_every % self.save_steps):
+            raise Refused(
+                f"early_stopping_patience={self.early_stopping_patience} needs a checkpoint of each evaluation, as "
+                f"the model of the best one is kept: eval_every={self.eval_every} must be a multiple of "
+                f"save_steps={self.save_steps}, and not 0."
+            )
         batch = self.batch()
         if misfit(batch):
             raise Refused(str(BatchError(batch)).replace("gradient_accumulation_steps=", "grad_accum_steps="))
 
+    @property
+    def ranks(self) -> int:
+        """Processes of the trainer."""
+        return max(1, self.num_gpus - 1)
+
+    @property
+    def checkpoints_kept(self) -> int:
+        """As many as lie between the best evaluation and the one that ends the training."""
+        return 2 + self.early_stopping_patience * max(1, self.eval_every // self.save_steps)
+
     def batch(self) -> Batch:
-        ranks = max(1, self.num_gpus - 1)
         return Batch(
             per_device_train_batch_size=self.per_device_train_batch_size,
             gradient_accumulation_steps=self.grad_accum_steps,
             steps_per_generation=self.grad_accum_steps,
-            generation_batch_size=self.per_device_train_batch_size * ranks * self.grad_accum_steps,
+            generation_batch_size=self.per_device_train_batch_size * self.ranks * self.grad_accum_steps,
             num_generations=self.num_generations,
-            processes=ranks,
+            processes=self.ranks,
         )
 
 
@@ -143,4 +164,31 @@ def _options(arguments: Sequence[str]) -> dict[str, str]:
 
 def environment(values: Hyperparameters) -> dict[str, str]:
     """What the setup file reads."""
-    return {**os.environ, **{f"JOB_{name.upper()}": str(value) for name, value in dataclasses.asdict(values).items()}}
+    named = {**dataclasses.asdict(values), "checkpoints_kept": values.checkpoints_kept}
+    return {**os.environ, **{f"JOB_{name.upper()}": str(value) for name, value in named.items()}}
+
+
+MAY_CHANGE = ("max_steps", "early_stopping_patience", "early_stopping_threshold")
+
+
+def check_same_job(values: Hyperparameters, file: Path, *, begun: bool) -> None:
+    """Refuse to continue a run with hyperparameters that it was not begun with; keep those of one that begins."""
+    if not begun or not file.is_file():
+        file.write_text(json.dumps(dataclasses.asdict(values), indent=1) + "\n")
+        return
+    before = _object(file.read_text(), str(file))
+    now = dataclasses.asdict(values)
+    if before.get("num_gpus", values.num_gpus) != values.num_gpus:
+        raise Refused(
+            f"The checkpoints beside {file} are of a job with num_gpus={before['num_gpus']}, and this one has "
+            f"num_gpus={values.num_gpus}. A trainer continues with as many ranks as wrote the checkpoint: take an "
+            f"instance with {before['num_gpus']} GPUs, or another checkpoint folder to begin anew."
+        )
+    other = [name for name in now if name not in MAY_CHANGE and name in before and before[name] != now[name]]
+    if other:
+        changes = ", ".join(f"{name}={now[name]} (was {before[name]})" for name in other)
+        raise Refused(
+            f"The job that left its checkpoints beside {file} had other hyperparameters: {changes}. A continued run "
+            f"keeps those that it began with, so give the same (only {', '.join(MAY_CHANGE)} may change), or another "
+            "checkpoint folder to begin anew."
+        )

@@ -7,5 +7,6 @@ METRICS = {
     "train:rollouts_per_second": rf"^[0-9:]+ step [0-9]+/.* {NUMBER} rollouts/s",
     "train:staleness": rf"^[0-9:]+ step [0-9]+/.* staleness {NUMBER}",
     "train:trainer_waits_percent": r"^[0-9:]+ step [0-9]+/.* trainer waits ([0-9]+)%",
-    "eval:reward": rf"evaluation at step [0-9]+: reward {NUMBER}",
+    "eval:success_rate": rf"evaluation of version [0-9]+: success rate {NUMBER}",
+    "eval:reward": rf"evaluation of version [0-9]+: .* mean reward {NUMBER}",
 }

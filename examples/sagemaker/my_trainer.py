@@ -7,7 +7,7 @@ from datasets import Dataset, load_dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from async_grpo.credit import TurnGRPOTrainer
-from async_grpo.envs import SearchEnv, generated_facts
+from async_grpo.envs import Fact, SearchEnv, generated_facts
 from async_grpo.rewards.questions import OUTCOME_REWARDS, TURN_REWARDS
 
 TASK = (
@@ -22,16 +22,28 @@ class Search(SearchEnv):
     index = os.environ.get("JOB_INDEX")  # None: generated facts
 
 
-def rows() -> Dataset:
-    """Of the channel `training`, a JSON Lines file with `question` and `aliases`; generated facts without one."""
-    if folder := os.environ.get("JOB_DATA"):
-        files = sorted(str(path) for path in Path(folder).rglob("*.jsonl"))
-        dataset = load_dataset("json", data_files=files, split="train")
-    else:
-        asked = [{"question": fact.question, "aliases": [fact.answer]} for fact in generated_facts()[:-HELD_OUT]]
-        dataset = Dataset.from_list(asked)
+def of_channel(folder: str) -> Dataset:
+    """JSON Lines files with `question` and `aliases`."""
+    files = sorted(str(path) for path in Path(folder).rglob("*.jsonl"))
+    return asked(load_dataset("json", data_files=files, split="train"))
+
+
+def of_facts(facts: list[Fact]) -> Dataset:
+    return asked(Dataset.from_list([{"question": fact.question, "aliases": [fact.answer]} for fact in facts]))
+
+
+def asked(dataset: Dataset) -> Dataset:
     prompts = dataset.map(lambda row: {"prompt": [{"role": "user", "content": TASK + row["question"]}]})
     return prompts.select_columns(["prompt", "aliases"])
+
+
+def rows() -> tuple[Dataset, Dataset | None]:
+    """To train and to evaluate on: of the channels `training` and `evaluation`, or generated facts."""
+    if folder := os.environ.get("JOB_DATA"):
+        held_out = os.environ.get("JOB_EVALUATION")
+        return of_channel(folder), of_channel(held_out) if held_out else None
+    facts = generated_facts()
+    return of_facts(facts[:-HELD_OUT]), of_facts(facts[-HELD_OUT:])
 
 
 def get_trainer() -> GRPOTrainer:
@@ -44,11 +56,13 @@ def get_trainer() -> GRPOTrainer:
         "no_turn_reward": job["JOB_NO_TURN_REWARD"] == "True",
     }
     trainer = TurnGRPOTrainer if of_turns else GRPOTrainer
+    train, held_out = rows()
     return trainer(
         model=job["JOB_MODEL_NAME"],
         reward_funcs=list(OUTCOME_REWARDS),
         environment_factory=Search,
-        train_dataset=rows(),
+        train_dataset=train,
+        eval_dataset=held_out,
         args=GRPOConfig(
             output_dir=job["JOB_CHECKPOINTS"],
             max_steps=int(job["JOB_MAX_STEPS"]),
@@ -61,7 +75,7 @@ def get_trainer() -> GRPOTrainer:
             beta=float(job["JOB_BETA"]),
             seed=int(job["JOB_SEED"]),
             save_steps=int(job["JOB_SAVE_STEPS"]),
-            save_total_limit=2,
+            save_total_limit=int(job["JOB_CHECKPOINTS_KEPT"]),
             max_tool_calling_iterations=2,
             lr_scheduler_type="constant_with_warmup",
             warmup_steps=20,

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import early_stopping
 import hyperparameters
 from hyperparameters import Hyperparameters, Refused
 
@@ -22,6 +23,12 @@ HERE = Path(__file__).resolve().parent
 STOP_GRACE_S = 100  # of the 120 that a spot instance has between its SIGTERM and its end
 REASON_CHARACTERS = 1024  # of the failure file, as many as the service shows
 SHARDED = "pytorch_model_fsdp_0"
+CHANNELS = {
+    "model": "JOB_MODEL_NAME",
+    "index": "JOB_INDEX",
+    "training": "JOB_DATA",
+    "evaluation": "JOB_EVALUATION",
+}
 
 
 def main(arguments: list[str]) -> int:
@@ -30,9 +37,15 @@ def main(arguments: list[str]) -> int:
         values = hyperparameters.read(arguments, os.environ, root)
         checkpoints = _checkpoints(root)
         env = _environment(values, root, checkpoints)
-        code = _train(values, checkpoints, env)
+        hyperparameters.check_same_job(values, checkpoints / "job.json", begun=_has_begun(checkpoints))
+        watch = early_stopping.Watch(
+            checkpoints / "run" / "evaluations.jsonl", values.early_stopping_patience, values.early_stopping_threshold
+        )
+        code = _train(command(values, checkpoints), env, watch) if not watch.says_stop() else 0
         if code == 0 and not _stopped:
-            _export(checkpoints / "trainer", root / "model", env)
+            if watch.says_stop():
+                print(f"stopped early: {watch.reason()}", flush=True)
+            _export(checkpoints / "trainer", root / "model", env, best=watch.best)
     except Refused as refusal:
         return _failed(root, str(refusal))
     return code if code == 0 else _failed(root, f"async-grpo train ended with exit code {code}: {_last_words()}", code)
@@ -57,25 +70,34 @@ def _environment(values: Hyperparameters, root: Path, checkpoints: Path) -> dict
     env = hyperparameters.environment(values)
     env["JOB_CHECKPOINTS"] = str(checkpoints / "trainer")
     env["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-    for channel, name in (("model", "JOB_MODEL_NAME"), ("index", "JOB_INDEX"), ("training", "JOB_DATA")):
+    for channel, name in CHANNELS.items():
         folder = Path(env.get(f"SM_CHANNEL_{channel.upper()}", root / "input" / "data" / channel))
         if folder.is_dir():
             env[name] = str(folder)
         elif channel in env.get("SM_CHANNELS", "") or f"SM_CHANNEL_{channel.upper()}" in env:
             raise Refused(f"The channel {channel} was given to the job, and there is no folder {folder}.")
-    if (data := env.get("JOB_DATA")) and not list(Path(data).rglob("*.jsonl")):
-        raise Refused(f"The channel training has no .jsonl file in {data}: one row a line, question and aliases.")
-    if env.get("JOB_DATA") and "JOB_INDEX" not in env:
-        raise Refused("Questions of the channel training need the channel index: a folder with an index of bm25s.")
+    _check_questions(values, env)
     return env
+
+
+def _check_questions(values: Hyperparameters, env: dict[str, str]) -> None:
+    for channel in ("training", "evaluation"):
+        if (data := env.get(CHANNELS[channel])) and not list(Path(data).rglob("*.jsonl")):
+            raise Refused(f"The channel {channel} has no .jsonl file in {data}: one row a line, question and aliases.")
+    if "JOB_EVALUATION" in env and "JOB_DATA" not in env:
+        raise Refused("The channel evaluation needs the channel training: they are searched in one index.")
+    if "JOB_DATA" in env and "JOB_INDEX" not in env:
+        raise Refused("Questions of the channel training need the channel index: a folder with an index of bm25s.")
+    if values.early_stopping_patience and "JOB_DATA" in env and "JOB_EVALUATION" not in env:
+        raise Refused("early_stopping_patience needs the channel evaluation: questions that are not trained on.")
 
 
 _stopped: list[int] = []
 _lines: list[str] = []
 
 
-def _train(values: Hyperparameters, checkpoints: Path, env: dict[str, str]) -> int:
-    """Run `async-grpo train`, or continue it, and pass the service's SIGTERM on."""
+def _train(command_line: list[str], env: dict[str, str], watch: early_stopping.Watch) -> int:
+    """Run `async-grpo train`, or continue it, and pass the service's SIGTERM on; send one where it may stop early."""
     started: list[subprocess.Popen[str]] = []
 
     def stop(number: int, _frame: object) -> None:
@@ -84,25 +106,32 @@ def _train(values: Hyperparameters, checkpoints: Path, env: dict[str, str]) -> i
             process.send_signal(signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, stop)
-    process = subprocess.Popen(
-        command(values, checkpoints), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    process = subprocess.Popen(command_line, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     started.append(process)
     if _stopped:  # while it was started
         process.send_signal(signal.SIGTERM)
     assert process.stdout is not None
+    asked = False
     for line in process.stdout:
         print(line, end="", flush=True)
         _lines[:] = [*_lines[-20:], line.rstrip()]
+        if not asked and watch.says_stop():
+            asked = True
+            process.send_signal(signal.SIGTERM)
     return process.wait()
+
+
+def _has_begun(checkpoints: Path) -> bool:
+    return (checkpoints / "run" / "run.json").is_file()
 
 
 def command(values: Hyperparameters, checkpoints: Path) -> list[str]:
     run_dir = checkpoints / "run"
     start = [sys.executable, "-m", "async_grpo.cli", "train"]
-    if (run_dir / "run.json").is_file():
+    if _has_begun(checkpoints):
         return [*start, "--resume", "--run-dir", str(run_dir)]
     start += [str(HERE / "my_trainer.py"), "--run-dir", str(run_dir), "--stop-grace", str(STOP_GRACE_S)]
+    start += ["--eval-every", str(values.eval_every)]
     if values.num_gpus == 0:
         return [*start, "--master-device-id", "cpu", "-n", "1"]
     start += ["--worker-device-ids", str(values.num_gpus - 1)]
@@ -122,13 +151,17 @@ def _accelerate(checkpoints: Path, ranks: int) -> Path:
     return path
 
 
-def _export(checkpoints: Path, model: Path, env: dict[str, str]) -> None:
-    """Copy the last checkpoint's model and tokenizer, without the optimizer's state, to what the service keeps."""
-    found = sorted(checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2].split("-")[0]))
+def _export(checkpoints: Path, model: Path, env: dict[str, str], best: early_stopping.Best | None) -> None:
+    """Copy a checkpoint's model and tokenizer, without the optimizer's state, to what the service keeps.
+
+    Args:
+        best: the evaluation whose checkpoint it is; the last one's without it, or where that has no checkpoint.
+    """
+    found = sorted(checkpoints.glob("checkpoint-*"), key=_step)
     if not found:
         raise Refused(f"The training has ended, and there is no checkpoint in {checkpoints}.")
     model.mkdir(parents=True, exist_ok=True)
-    last = found[-1]
+    last = next((path for path in found if best is not None and _step(path) == best.step), found[-1])
     for path in last.iterdir():
         if path.is_file() and (path.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt")):
             shutil.copy2(path, model / path.name)
@@ -136,6 +169,10 @@ def _export(checkpoints: Path, model: Path, env: dict[str, str]) -> None:
         merge = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
         subprocess.run([*merge, str(last / SHARDED), str(model)], env=env, check=True)
     print(f"the model of {last.name} is in {model}", flush=True)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.partition("-")[2].split("-")[0])
 
 
 def _failed(root: Path, reason: str, code: int = 2) -> int:

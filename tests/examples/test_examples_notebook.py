@@ -10,7 +10,10 @@ from types import ModuleType
 import nbformat
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "run_notebook.py"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "run_notebook.py"
+GUIDE = ROOT / "examples" / "sagemaker" / "guide.ipynb"
+NOTEBOOKS = [ROOT / "examples" / "notebook" / "train_and_plot.ipynb", GUIDE]
 PATH_OF_A_MACHINE = re.compile(r"/(root|home|work|tmp|usr|mnt|data)/")
 
 
@@ -37,9 +40,18 @@ def test_it_runs_and_shows_what_the_committed_one_shows(script: ModuleType) -> N
     assert any("image/png" in output.data for output in images)
 
 
-def test_the_committed_outputs_are_small_and_of_no_machine(script: ModuleType) -> None:
-    text = script.NOTEBOOK.read_text()
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_the_committed_outputs_are_small_and_of_no_machine(path: Path) -> None:
+    text = path.read_text()
     assert len(text) < 100_000
     without_images = re.sub(r'"image/png": "[^"]*"', "", text)
     assert not PATH_OF_A_MACHINE.search(without_images)
-    nbformat.validate(nbformat.read(script.NOTEBOOK, as_version=4))
+    nbformat.validate(nbformat.read(path, as_version=4))
+
+
+def test_the_guide_of_sagemaker_has_the_outputs_of_all_cells_before_the_launch(script: ModuleType) -> None:
+    """It is executed by `make test-sagemaker`, where botocore is."""
+    cells = [cell for cell in nbformat.read(GUIDE, as_version=4).cells if cell.cell_type == "code"]
+    *before, launch = cells
+    assert launch.metadata.tags == [script.LAUNCH] and launch.outputs == []
+    assert all(cell.execution_count for cell in before) and all(cell.outputs for cell in before[1:])

@@ -5,22 +5,29 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import EarlyStoppingCallback
+
+from async_grpo.evals.estimators import Estimate
+from async_grpo.evals.report import Evaluated
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "sagemaker"
 TINY = EXAMPLE.parent / "triviaqa_search"
 DEADLINE_S = 300.0
+FIGURES = {"success_rate": 0.25, "pass@1": 0.25, "pass@5": 1.0, "reward_mean": -0.125}
 LAUNCH = ["--image", "123456789012.dkr.ecr.us-east-1.amazonaws.com/async-grpo:1", "--bucket", "s3://mine/jobs/"]
 LAUNCH += ["--role", "arn:aws:iam::123456789012:role/training", "--name", "a-job"]
 
@@ -28,7 +35,7 @@ LAUNCH += ["--role", "arn:aws:iam::123456789012:role/training", "--name", "a-job
 @pytest.fixture(scope="module")
 def example() -> Iterator[SimpleNamespace]:
     """The modules of the folder, which are imported by their bare names there."""
-    names = ("hyperparameters", "metrics", "train", "launch")
+    names = ("hyperparameters", "metrics", "early_stopping", "train", "launch")
     sys.path.insert(0, str(EXAMPLE))
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     sys.path.remove(str(EXAMPLE))
@@ -61,6 +68,7 @@ def test_the_command_line_is_before_sm_hps_which_is_before_the_file(example: Sim
         (["--num_generations=5"], "num_generations can be: 2, 4, 7, 8, 14, 28, 56."),
         (["--trainer=ppo"], "trainer must be mt_grpo or grpo"),
         (["--learning_rate=-1"], "learning_rate must be at least 0"),
+        (["--early_stopping_patience=2", "--eval_every=30"], "eval_every=30 must be a multiple of save_steps=50"),
         (["7"], "'7' is no option"),
     ],
 )
@@ -97,6 +105,39 @@ def test_checkpoints_that_cannot_be_written_are_refused_before_the_training(
     assert "Checkpoints cannot be written" in (tmp_path / "output" / "failure").read_text()
 
 
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ("--num_gpus=4", "are of a job with num_gpus=2, and this one has num_gpus=4"),
+        ("--learning_rate=2e-6", "had other hyperparameters: learning_rate=2e-06 (was 1e-06)"),
+    ],
+)
+def test_checkpoints_of_another_job_are_not_continued(
+    example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str, sentence: str
+) -> None:
+    monkeypatch.setenv("SM_ROOT", str(tmp_path))
+    run, file = tmp_path / "checkpoints" / "run", tmp_path / "checkpoints" / "job.json"
+    run.mkdir(parents=True)
+    options = ["--num_gpus=2", "--num_generations=4"]
+    example.hyperparameters.check_same_job(example.hyperparameters.read(options, {}, tmp_path), file, begun=False)
+    (run / "run.json").touch()
+    more = example.hyperparameters.read([*options, "--max_steps=400"], {}, tmp_path)
+    example.hyperparameters.check_same_job(more, file, begun=True)
+    assert example.train.main([*options, changed]) == 2
+    assert sentence in (tmp_path / "output" / "failure").read_text()
+
+
+def test_early_stopping_needs_questions_that_are_not_trained_on(
+    example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SM_ROOT", str(tmp_path))
+    for channel in ("training", "index"):
+        (tmp_path / "input" / "data" / channel).mkdir(parents=True)
+    (tmp_path / "input" / "data" / "training" / "a.jsonl").write_text("{}")
+    assert example.train.main(["--num_gpus=0", "--num_generations=8", "--early_stopping_patience=2"]) == 2
+    assert "needs the channel evaluation" in (tmp_path / "output" / "failure").read_text()
+
+
 def test_the_trainer_has_all_gpus_but_the_last(example: SimpleNamespace, tmp_path: Path) -> None:
     command = example.train.command(example.hyperparameters.Hyperparameters(), tmp_path)
     assert command[command.index("--worker-device-ids") + 1] == "7"
@@ -109,18 +150,8 @@ def test_the_trainer_has_all_gpus_but_the_last(example: SimpleNamespace, tmp_pat
 # --- the request
 
 
-def test_the_request_is_one_that_the_service_takes(
-    example: SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("botocore", reason="examples/sagemaker/requirements.txt is not installed")
-    assert example.launch.main([*LAUNCH, "--spot", "--channel", "training=s3://mine/data", "--dry-run"]) == 0
-    request = json.loads(capsys.readouterr().out)
-    assert request["HyperParameters"] == {"num_gpus": "8"}
-    request["ResourceConfig"]["InstanceCount"] = "one"
-    assert "InstanceCount" in example.launch.problems(request)
-
-
-def test_the_request_without_botocore(example: SimpleNamespace) -> None:
+def test_the_request_has_what_the_entry_point_expects(example: SimpleNamespace) -> None:
+    """That the service takes it is tested where botocore is: `make test-sagemaker`."""
     request = example.launch.build_request(
         example.launch.arguments([*LAUNCH, "--spot", "--hyperparameter", "num_generations=7"])
     )
@@ -133,9 +164,83 @@ def test_the_request_without_botocore(example: SimpleNamespace) -> None:
     assert len(request["AlgorithmSpecification"]["MetricDefinitions"]) <= 40
 
 
-def test_the_pinned_packages_are_named(example: SimpleNamespace) -> None:
-    lines = [line for line in (EXAMPLE / "requirements.txt").read_text().splitlines() if not line.startswith("#")]
-    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9.]+", line) for line in lines) and len(lines) == 2
+@pytest.mark.parametrize(("name", "count"), [("requirements.txt", 2), ("requirements-sdk3.txt", 4)])
+def test_the_packages_are_pinned(name: str, count: int) -> None:
+    lines = [line for line in (EXAMPLE / name).read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9.]+", line) for line in lines) and len(lines) == count
+
+
+def test_the_metrics_of_an_evaluation_are_those_of_its_line_in_the_log(example: SimpleNamespace) -> None:
+    figures = {name: Estimate(value=value, low=None, high=None, problems=40) for name, value in FIGURES.items()}
+    about = {"run_id": "", "step": 20, "seconds": 1.0, "replicates": 5, "sampling": {}, "first_seq": 0, "tasks": {}}
+    line = f"12:00:00 evaluation of version 20: {Evaluated(figures=figures, failed={}, **about).headline()}"
+    found = {name: re.search(regex, line) for name, regex in example.metrics.METRICS.items() if name[:5] == "eval:"}
+    assert {name: match and match[1] for name, match in found.items()} == {
+        "eval:success_rate": "0.250",
+        "eval:reward": "-0.125",
+    }
+
+
+def test_the_image_has_what_the_project_pins_and_asks_for_nothing_that_is_not_there() -> None:
+    """hadolint reads it, too: `make test-sagemaker`."""
+    text = (EXAMPLE / "Dockerfile").read_text()
+    root = EXAMPLE.parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = re.search(r"/opt/async-grpo\[([a-z0-9,]+)\]", text)
+    assert extras is not None and set(extras[1].split(",")) <= set(project["optional-dependencies"])
+    torch = re.search(r"^FROM pytorch/pytorch:([0-9.]+)-", text, re.MULTILINE)
+    assert torch is not None and f"torch=={torch[1]}\n" in (root / "src/async_grpo/constraints.txt").read_text()
+    for path in re.findall(r"/opt/async-grpo/([\w./-]+)", text):
+        assert (root / path).exists(), path
+    assert json.loads(text[text.index("ENTRYPOINT") + len("ENTRYPOINT") :]) == ["python", "train.py"]
+
+
+# --- early stopping
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3])
+@pytest.mark.parametrize("patience", [1, 2, 4])
+def test_early_stopping_is_that_of_transformers(example: SimpleNamespace, patience: int, threshold: float) -> None:
+    draw = random.Random(patience)
+    for _ in range(50):
+        values = [round(draw.random(), 1) for _ in range(12)]
+        bests = [example.early_stopping.best_of(enumerate(values[: end + 1]), threshold) for end in range(12)]
+        ours = next((end for end, best in enumerate(bests) if best.without >= patience), None)
+        assert ours == stop_of_transformers(values, patience, threshold), values
+        assert bests[-1].step == values.index(max(values))
+
+
+def stop_of_transformers(values: list[float], patience: int, threshold: float) -> int | None:
+    callback = EarlyStoppingCallback(patience, threshold)
+    args = SimpleNamespace(metric_for_best_model="reward", greater_is_better=True)
+    state, control = SimpleNamespace(best_metric=None), SimpleNamespace(should_training_stop=False)
+    for at, value in enumerate(values):
+        callback.on_evaluate(args, state, control, metrics={"eval_reward": value})
+        if control.should_training_stop:
+            return at
+        state.best_metric = value if state.best_metric is None else max(value, state.best_metric)
+    return None
+
+
+def test_a_line_that_is_being_written_is_read_when_it_is_whole(example: SimpleNamespace, tmp_path: Path) -> None:
+    file = tmp_path / "evaluations.jsonl"
+    watch = example.early_stopping.Watch(file, 1, 0.0)
+    assert not watch.says_stop()
+    lines = [json.dumps({"step": step, "figures": {"reward_mean": {"value": 0.5}}}) + "\n" for step in (0, 2)]
+    file.write_text(lines[0] + lines[1][:30])
+    assert not watch.says_stop() and watch.best.step == 0
+    file.write_text("".join(lines))
+    assert watch.says_stop() and "the best was 0.500 at step 0" in watch.reason()
+
+
+def test_the_model_of_the_best_evaluation_is_kept(example: SimpleNamespace, tmp_path: Path) -> None:
+    for step in (8, 10, 12):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "config.json").write_text(str(step))
+    for best, kept in ((10, "10"), (2, "12"), (None, "12")):
+        found = None if best is None else example.early_stopping.Best(best, 0.5, 1)
+        example.train._export(tmp_path, tmp_path / "model", {}, best=found)
+        assert (tmp_path / "model" / "config.json").read_text() == kept
 
 
 # --- the container
@@ -153,7 +258,8 @@ def model_in(folder: Path) -> None:
     tiny.build_model(tokenizer).save_pretrained(folder)
 
 
-def start(root: Path, log: Path, **more: str) -> subprocess.Popen[bytes]:
+def start(root: Path, log: Path, *, enter: Sequence[str] = (), **more: str) -> subprocess.Popen[bytes]:
+    """Args: enter: what starts a command elsewhere, such as in a namespace."""
     texts = {"num_gpus": "0", "num_generations": "4", "grad_accum_steps": "1", "per_device_train_batch_size": "4"}
     texts |= {"num_iterations": "1", "max_completion_length": "24", "save_steps": "2", "max_steps": "40", **more}
     env: dict[str, Any] = {
@@ -165,7 +271,7 @@ def start(root: Path, log: Path, **more: str) -> subprocess.Popen[bytes]:
         "PYTHONPATH": f"{EXAMPLE.parents[1] / 'src'}:{os.environ.get('PYTHONPATH', '')}",
     }
     with log.open("wb") as output:
-        return subprocess.Popen([sys.executable, EXAMPLE / "train.py"], env=env, stdout=output, stderr=output)
+        return subprocess.Popen([*enter, sys.executable, EXAMPLE / "train.py"], env=env, stdout=output, stderr=output)
 
 
 def by_way_of_s3(checkpoints: Path, new: Path) -> None:
@@ -211,6 +317,6 @@ def test_a_job_that_is_interrupted_is_continued_by_the_next(example: SimpleNames
     assert steps and steps[0] > 1 and steps[-1] == 40
     for name, regex in example.metrics.METRICS.items():
         found = re.findall(regex, first + second, re.MULTILINE)
-        assert found or name == "eval:reward", f"{name} is not in the log:\n{second}"
+        assert found, f"{name} is not in the log:\n{second}"
     assert (root / "model" / "model.safetensors").is_file() and (root / "model" / "tokenizer.json").is_file()
     assert list(root.glob("model/*optimizer*")) == []

@@ -1,0 +1,71 @@
+"""When evaluations no longer improve: the rule of transformers' `EarlyStoppingCallback`, on `evaluations.jsonl`.
+
+The callback itself needs evaluations of the trainer's own, for which training waits; here the workers evaluate.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+FIGURE = "reward_mean"  # of all completions of all problems
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation so far."""
+
+    step: int
+    value: float
+    without: int  # evaluations in a row that were not better than the best before them by more than the threshold
+
+
+def best_of(evaluations: Iterable[tuple[int, float]], threshold: float) -> Best | None:
+    """Of `(step, value)` in their order; None without any."""
+    best: Best | None = None
+    for step, value in evaluations:
+        better = best is None or value > best.value
+        enough = best is None or value - best.value > threshold
+        without = 0 if best is None or enough else best.without + 1
+        best = Best(step, value, without) if best is None or better else Best(best.step, best.value, without)
+    return best
+
+
+def read(file: Path) -> list[tuple[int, float]]:
+    """The evaluations of a run that have the figure. A line that is still being written is left for later."""
+    found = []
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        try:
+            record = json.loads(line)
+            found.append((int(record["step"]), float(record["figures"][FIGURE]["value"])))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+class Watch:
+    """Looks at the evaluations of a run again when there is a new one.
+
+    Args:
+        patience: evaluations without improvement that end the training; 0: never.
+    """
+
+    def __init__(self, file: Path, patience: int, threshold: float) -> None:
+        self._file, self._patience, self._threshold = file, patience, threshold
+        self._size = -1
+        self.best: Best | None = None
+
+    def says_stop(self) -> bool:
+        if self._patience == 0:
+            return False
+        size = self._file.stat().st_size if self._file.is_file() else 0
+        if size != self._size:
+            self._size, self.best = size, best_of(read(self._file), self._threshold)
+        return self.best is not None and self.best.without >= self._patience
+
+    def reason(self) -> str:
+        assert self.best is not None
+        return (
+            f"{self.best.without} evaluations in a row have not improved the mean reward by more than "
+            f"{self._threshold:g}: the best was {self.best.value:.3f} at step {self.best.step}"
+        )
