@@ -16,6 +16,7 @@ from typing import IO, Protocol
 
 from async_grpo.errors import AsyncGRPOError, RunDirError, RunFailedError, UsageError
 from async_grpo.rundir.paths import FAILED
+from async_grpo.setup.generated.sent_function import VARIABLE, in_memory
 from async_grpo.setup.process import path_to_us
 from async_grpo.status.diagnosis import DEAD
 from async_grpo.status.snapshot import look
@@ -41,19 +42,26 @@ class Process(Protocol):
 class Child:
     """A command of ours, in a session of its own: Ctrl-C reaches this process alone. Its output is shown here."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], payload: bytes | None = None) -> None:
+        """Start it. `payload`: a function that its processes are to receive."""
         self._asked_to_stop = False
         self._last: deque[str] = deque(maxlen=LAST_LINES)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "async_grpo.cli", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path_to_us(os.environ), "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
-            text=True,
-            errors="replace",
-        )
+        sent = [] if payload is None else [in_memory(payload)]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "async_grpo.cli", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=_environment(sent),
+                pass_fds=sent,
+                start_new_session=True,
+                text=True,
+                errors="replace",
+            )
+        finally:
+            for descriptor in sent:
+                os.close(descriptor)
         out, err = self._process.stdout, self._process.stderr
         assert out is not None and err is not None
         self._readers = [
@@ -93,6 +101,14 @@ class Child:
                 self._last.append(line)
             with suppress(OSError, ValueError):  # this process has closed its own output; the pipe must be emptied
                 print(line, end="", flush=True, file=sys.stderr if is_stderr else sys.stdout)
+
+
+def _environment(sent: Sequence[int]) -> dict[str, str]:
+    env = {**os.environ, "PYTHONPATH": path_to_us(os.environ), "PYTHONUNBUFFERED": "1"}
+    env.pop(VARIABLE, None)  # this process may itself be one of a run
+    if sent:
+        env[VARIABLE] = str(sent[0])
+    return env
 
 
 class Found:

@@ -1,28 +1,27 @@
-"""Which file the processes of a run load `get_trainer` from.
+"""What the processes of a run load `get_trainer` from.
 
-Every process of a run imports the function by itself, so it must be in a file or a module. For a function of a module,
-the setup file is one import, written into the user's cache directory under a name made of its text.
+Every process of a run needs the function. One of a module, or of a script that may be imported, is imported: the setup
+file is that import. One that is in no such place, as in a notebook, is sent (`setup.generated.sent_function`).
 """
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_grpo.errors import SetupFileError
 from async_grpo.setup.generated import write_setup_file
+from async_grpo.setup.generated.sent_function import pickled, setup_file_for
 from async_grpo.setup.generated.trl_arguments import environment, is_yaml
 from async_grpo.setup.setup_file import MODULE_NAME, check_setup_file
 
-IN_A_FILE = (
-    "Put it into a file as get_trainer() and give its path: AsyncGRPO('my_trainer.py'). In a notebook, "
-    "`%%writefile my_trainer.py` as the first line of the cell does that."
-)
+IN_A_FILE = "Define a function with `def` that returns the trainer, and pass it: AsyncGRPO(build)."
 
 _IMPORT = '''"""The setup file that AsyncGRPO wrote for {module}:{function}."""
 
@@ -35,11 +34,18 @@ from {module} import {function} as get_trainer  # noqa: F401
 '''
 
 
-def setup_file_of(get_trainer: str | os.PathLike[str] | Callable[[], Any]) -> Path:
-    """The setup file for a path, `"package.module:function"`, or a function that children can import.
+class Setup(NamedTuple):
+    """What a run is started with."""
+
+    file: Path
+    payload: bytes | None = None  # the function, where it is sent; None: the file has all
+
+
+def setup_of(get_trainer: str | os.PathLike[str] | Callable[[], Any]) -> Setup:
+    """The setup file for a path, `"package.module:function"`, or a function; and the function, where it is in no file.
 
     Raises:
-        SetupFileError: it is none of these, with the reason and the way out.
+        SetupFileError: it is none of these, or cannot reach other processes, with the reason and the way out.
     """
     if MODULE_NAME in sys.modules and _is_ours(sys.modules["__main__"]):
         raise SetupFileError(
@@ -47,17 +53,27 @@ def setup_file_of(get_trainer: str | os.PathLike[str] | Callable[[], Any]) -> Pa
             "that use AsyncGRPO under `if __name__ == '__main__':`."
         )
     if isinstance(get_trainer, (str, os.PathLike)):
-        text = os.fspath(get_trainer)
-        module, colon, function = text.partition(":")
-        if colon and "/" not in text and not text.endswith(".py"):
-            return _importing(module, function)
-        path = Path(text).expanduser().absolute()
-        if is_yaml(path):
-            environment(path)  # refuses what the command would
-        else:
-            check_setup_file(path)
-        return path
-    return _importing(*_place_of(get_trainer))
+        return Setup(_named(os.fspath(get_trainer)))
+    if not isinstance(get_trainer, FunctionType):
+        raise SetupFileError(_not_a_function(get_trainer))
+    if get_trainer.__name__ == "<lambda>":
+        raise SetupFileError(f"get_trainer is a lambda, which has no name to be found by. {IN_A_FILE}")
+    module = _module_of(get_trainer)
+    if module is not None:
+        return Setup(_importing(module, get_trainer.__name__))
+    return Setup(setup_file_for(get_trainer), pickled(get_trainer))
+
+
+def _named(text: str) -> Path:
+    module, colon, function = text.partition(":")
+    if colon and "/" not in text and not text.endswith(".py"):
+        return _importing(module, function)
+    path = Path(text).expanduser().absolute()
+    if is_yaml(path):
+        environment(path)  # refuses what the command would
+    else:
+        check_setup_file(path)
+    return path
 
 
 def _is_ours(main: Any) -> bool:
@@ -65,18 +81,12 @@ def _is_ours(main: Any) -> bool:
     return str(getattr(getattr(main, "__spec__", None), "name", "")).startswith("async_grpo.")
 
 
-def _place_of(function: Any) -> tuple[str, str]:
-    """Module and name of a function, as another process can import it."""
-    if not isinstance(function, FunctionType):
-        raise SetupFileError(_not_a_function(function))
+def _module_of(function: FunctionType) -> str | None:
+    """The module that other processes can import the function from; None: there is none."""
     name, module = function.__qualname__, function.__module__
-    if name == "<lambda>":
-        raise SetupFileError(f"get_trainer is a lambda, which no other process can import. {IN_A_FILE}")
-    if "<locals>" in name:
-        raise SetupFileError(f"{name} is made inside another function, and no other process can import it. {IN_A_FILE}")
-    if getattr(sys.modules.get(module), name, None) is not function:
-        raise SetupFileError(f"{module}.{name} is not this function, so no other process can import it. {IN_A_FILE}")
-    return (_script(function), name) if module == "__main__" else (module, name)
+    if getattr(sys.modules.get(module), name, None) is not function:  # made inside another function, or replaced
+        return None
+    return _script(function) if module == "__main__" else module
 
 
 def _not_a_function(value: Any) -> str:
@@ -91,18 +101,25 @@ def _not_a_function(value: Any) -> str:
     )
 
 
-def _script(function: Any) -> str:
-    """The name under which other processes import what this process runs as its main program."""
+def _script(function: FunctionType) -> str | None:
+    """The name under which other processes import what this process runs as its main program, if they can."""
     main: Any = sys.modules["__main__"]
+    file = Path(getattr(main, "__file__", None) or "")
+    if Path(function.__code__.co_filename).absolute() != file.absolute() or not _may_be_imported(file):
+        return None
     if getattr(main, "__spec__", None) is not None:  # python -m package.module
         return str(main.__spec__.name)
-    file = Path(getattr(main, "__file__", None) or "")
-    if Path(function.__code__.co_filename).absolute() != file.absolute() or not file.stem.isidentifier():
-        raise SetupFileError(
-            f"{function.__name__} is defined in a notebook or an interactive session, and no other process can import "
-            f"it. {IN_A_FILE}"
-        )
-    return file.stem
+    return file.stem if file.stem.isidentifier() else None
+
+
+def _may_be_imported(script: Path) -> bool:
+    """Whether it says what only the main program is to do: `if __name__ == "__main__":`."""
+    try:
+        statements = ast.parse(script.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return False
+    tests = [statement.test for statement in statements if isinstance(statement, ast.If)]
+    return any(isinstance(test, ast.Compare) and ast.unparse(test.left) == "__name__" for test in tests)
 
 
 def _importing(module: str, function: str) -> Path:

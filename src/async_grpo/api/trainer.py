@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from async_grpo.api.child import START_TIMEOUT_S, Child, Found
-from async_grpo.api.functions import setup_file_of
+from async_grpo.api.functions import setup_of
 from async_grpo.api.handle import POLL_S, Handle
 from async_grpo.api.options import Options, as_flags
 from async_grpo.api.result import Result
@@ -23,8 +23,8 @@ class AsyncGRPO:
     """A run of `async-grpo train --distributed`: a parameter server and workers, each a process of its own.
 
     Args:
-        get_trainer: the path of a setup file, `"package.module:function"`, or a function of a module or a script. Each
-            process of the run calls it; it returns a `trl.GRPOTrainer`.
+        get_trainer: the path of a setup file, `"package.module:function"`, or a function, also one of a notebook. Each
+            process of the run calls it; it returns a `trl.GRPOTrainer`. The path may be that of a YAML file of TRL.
         workers: rollout workers; by default one for each GPU besides the server's, and 2 on a CPU.
         run_dir: queue, logs and metrics of the run.
         options: the options of the command line, each a keyword of the same name.
@@ -54,7 +54,7 @@ class AsyncGRPO:
         self._stop_grace_s = options.get("stop_grace", STOP_GRACE_S)
         count: Options = {} if workers is None else {"num_workers": workers}
         self._flags = as_flags({**options, **count})
-        self.setup_file = setup_file_of(get_trainer)
+        self.setup_file, self._payload = setup_of(get_trainer)
         self._started = False
 
     def train(self) -> Result:
@@ -77,7 +77,8 @@ class AsyncGRPO:
         preview(self.run_dir, resume=self._resume, overwrite=self._overwrite)
         self._started = True
         before = RunDir(self.run_dir).read_state()
-        child = Child(["train", str(self.setup_file), "--distributed", f"--run-dir={self.run_dir}", *self._flags])
+        command = ["train", str(self.setup_file), "--distributed", f"--run-dir={self.run_dir}", *self._flags]
+        child = Child(command, self._payload)
         handle = Handle(self.run_dir, child, stop_grace_s=self._stop_grace_s)
         try:
             self._await_beginning(child, before.run_id if before else "")

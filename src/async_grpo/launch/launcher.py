@@ -31,6 +31,7 @@ from async_grpo.rundir.paths import SERVER, RunDir
 from async_grpo.rundir.place import Place
 from async_grpo.settings import STOP_GRACE_S, TrainingSettings, WorkerSettings, as_flags
 from async_grpo.setup.devices import CPU, threads_per_process
+from async_grpo.setup.generated import sent_function
 from async_grpo.setup.output import survive_lost_output
 from async_grpo.setup.process import StopRequest, path_to_us
 from async_grpo.telemetry.stalls import HangDetector
@@ -245,5 +246,6 @@ def _environment(options: LaunchOptions) -> dict[str, str]:
     env["PYTHONPATH"] = path_to_us(env)
     env["PYTHONUNBUFFERED"] = "1"
     env.setdefault("TQDM_DISABLE", "1")
+    sent_function.pass_on(env)
     threads = options.threads(env)
     return env if threads is None else {**env, "OMP_NUM_THREADS": threads}

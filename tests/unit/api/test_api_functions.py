@@ -6,14 +6,13 @@ import functools
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-from async_grpo.api.functions import setup_file_of
+from async_grpo.api.functions import setup_of
 from async_grpo.errors import SetupFileError
 from async_grpo.setup.setup_file import check_setup_file
 
@@ -51,7 +50,7 @@ def loaded_elsewhere(path: Path, folder: Path) -> str:
 def test_a_path_is_the_setup_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text("def get_trainer(): ...")
     monkeypatch.chdir(tmp_path)
-    assert setup_file_of("mine.py") == setup_file_of(Path("mine.py")) == tmp_path / "mine.py"
+    assert setup_of("mine.py") == setup_of(Path("mine.py")) == (tmp_path / "mine.py", None)
 
 
 def test_a_function_of_a_module_reaches_another_process(tmp_path: Path) -> None:
@@ -64,10 +63,10 @@ def test_a_function_of_a_module_reaches_another_process(tmp_path: Path) -> None:
     try:
         import somebodys.model  # type: ignore[import-not-found]
 
-        files = [setup_file_of("somebodys.model:build"), setup_file_of(somebodys.model.build)]
+        files = [setup_of("somebodys.model:build").file, setup_of(somebodys.model.build).file]
         assert files[0] == files[1], "a resume finds the same file"
         assert loaded_elsewhere(files[0], Path("/")) == "of a module"
-        assert loaded_elsewhere(setup_file_of("somebodys.inner:other"), Path("/")) == "of a package"
+        assert loaded_elsewhere(setup_of("somebodys.inner:other").file, Path("/")) == "of a package"
     finally:
         sys.path.remove(str(tmp_path))
 
@@ -75,9 +74,9 @@ def test_a_function_of_a_module_reaches_another_process(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module_run", [False, True])
 def test_a_function_of_the_main_script_reaches_another_process(module_run: bool, tmp_path: Path) -> None:
     (tmp_path / "my_script.py").write_text(
-        "from async_grpo.api.functions import setup_file_of\n"
+        "from async_grpo.api.functions import setup_of\n"
         "def build(): return 'of a script'\n"
-        "if __name__ == '__main__': print(setup_file_of(build))\n"
+        "if __name__ == '__main__': print(setup_of(build).file)\n"
     )
     command = [sys.executable, *(["-m", "my_script"] if module_run else ["my_script.py"])]
     env = {"PYTHONPATH": SRC, "XDG_CACHE_HOME": str(tmp_path / "cache")}
@@ -86,29 +85,15 @@ def test_a_function_of_the_main_script_reaches_another_process(module_run: bool,
     assert loaded_elsewhere(Path(said.stdout.strip()), Path("/")) == "of a script"
 
 
-def in_a_function() -> Callable[[], Any]:
-    def inner() -> None: ...
-
-    return inner
-
-
-def of_a_notebook() -> Callable[[], Any]:
-    """A function as IPython makes it: of `__main__`, in no file."""
-    main: Any = sys.modules["__main__"]
-    exec(compile("def of_a_cell(): ...", "<ipython-input-1>", "exec"), main.__dict__)
-    return main.of_a_cell
-
-
 @pytest.mark.parametrize(
     ("given", "why", "way_out"),
     [
-        (lambda: None, "lambda", "Put it into a file"),
-        (in_a_function(), "made inside another function", "Put it into a file"),
-        (functools.partial(made), "got partial", "Put it into a file"),
+        (lambda: None, "lambda", "Define a function with `def`"),
+        (functools.partial(made), "got partial", "Define a function with `def`"),
         (GRPOTrainer(), "a trainer cannot be sent", "Pass the function that makes it"),
         (MyTrainer(), "a trainer cannot be sent", "Pass the function that makes it"),
-        (GRPOTrainer, "got type", "Put it into a file"),
-        (None, "got NoneType", "Put it into a file"),
+        (GRPOTrainer, "got type", "Define a function"),
+        (None, "got NoneType", "Define a function"),
         ("nowhere.py", "Setup file not found", "Give the path"),
         ("no.such_module:build", "no.such_module", ""),
         ("sys:exit", "There is no module sys", "sys.path"),
@@ -117,16 +102,8 @@ def of_a_notebook() -> Callable[[], Any]:
 )
 def test_what_cannot_reach_the_processes_is_refused(given: Any, why: str, way_out: str) -> None:
     with pytest.raises(SetupFileError) as error:
-        setup_file_of(given)
+        setup_of(given)
     assert why in str(error.value) and way_out in str(error.value)
-
-
-def test_a_function_of_a_notebook_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    main = ModuleType("__main__")
-    main.__spec__ = None
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    with pytest.raises(SetupFileError, match=r"notebook or an interactive session.*%%writefile my_trainer.py"):
-        setup_file_of(of_a_notebook())
 
 
 def test_a_process_of_a_run_does_not_start_the_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,4 +112,4 @@ def test_a_process_of_a_run_does_not_start_the_run_again(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setitem(sys.modules, "async_grpo_setup_file", ModuleType("async_grpo_setup_file"))
     with pytest.raises(SetupFileError, match="under `if __name__ == '__main__':`"):
-        setup_file_of(made)
+        setup_of(made)
