@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: venv venv-test venv-bench bench docs demo test test-fast chaos fuzz gpu test-trl-next test-vllm test-trackers test-sagemaker bench-vllm clean
+.PHONY: venv venv-test venv-bench bench docs demo test test-fast chaos fuzz gpu test-trl-next test-vllm test-trackers test-envs test-sagemaker bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -122,5 +122,13 @@ test-trackers: .venv-trackers/.installed
 test-sagemaker: .venv-sagemaker/.installed
 	.venv-sagemaker/bin/python -m pytest --noconftest -c /dev/null --rootdir . -p no:cacheprovider tests/with_sagemaker
 
+# Environments of others (verifiers) lie beside .venv as well.
+.venv-envs/.installed: $(VENV)/.installed-test pyproject.toml src/async_grpo/constraints.txt scripts/envs_env.sh
+	scripts/envs_env.sh .venv-envs
+	touch $@
+
+test-envs: .venv-envs/.installed
+	.venv-envs/bin/python -m pytest tests/with_envs
+
 clean:
-	rm -rf .venv-sagemaker .venv-trackers .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv-envs .venv-sagemaker .venv-trackers .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

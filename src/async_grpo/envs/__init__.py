@@ -1,11 +1,11 @@
 """Environments for setup files: `environment_factory=SearchEnv`, also in plain TRL.
 
 `search` has the environment and its tools, `index` the passages that it finds, `facts` a few hundred generated ones.
-`tags` has calls of tools as text, for models whose chat template knows no tools.
 Rewards for what it is asked are in `async_grpo.rewards.questions`. How tools run is the matter of
-`async_grpo.rollout.turns`.
+`async_grpo.rollout.turns`. `tags` has calls of tools as text, for models whose chat template knows no tools.
 
-`harness` takes an agent that is written against OpenAI's API; `async_grpo.rollout.endpoint` answers it.
+`harness` takes an agent that is written against OpenAI's API; `async_grpo.rollout.endpoint` answers it. `verifiers`
+plays the environments of that package, by the `conversations` of a `rollout_func`.
 """
 
 from async_grpo.envs.facts import Fact, generated_facts

@@ -1,0 +1,175 @@
+"""Conversations of several messages in a `rollout_func`, token by token as the model sampled them.
+
+Each episode is a coroutine. An episode that wants a message of the model waits; once all of them wait, they get theirs
+from one batch. What others say is appended as the chat template writes it, and nothing is tokenised twice.
+
+The names of TRL's trainer in this file are private; `tests/integration/test_conversations.py` fails if they move.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from async_grpo.errors import UnsupportedError
+
+HOOKS = ("_generate_single_turn",)
+_SAID = "said_a8f3e2b1"  # what no chat template writes
+_READERS = ("response_template", "response_schema")
+Message = dict[str, Any]
+T = TypeVar("T")
+
+
+class Lockstep:
+    """Runs the episodes of a batch, and samples for all that wait at once."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._going = 0  # episodes that do something else than wait for tokens
+        self._waiting: list[tuple[list[int], asyncio.Future[tuple[list[int], list[float] | None]]]] = []
+
+    def run(self, episodes: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        """What each returned. Raises the first error of one, and ends the others."""
+        return asyncio.run(self._run(episodes))
+
+    async def tokens(self, prompt_ids: list[int]) -> tuple[list[int], list[float] | None]:
+        """A continuation of the prompt, and the log-probabilities of its tokens where the sampler tells them."""
+        answer: asyncio.Future[tuple[list[int], list[float] | None]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((prompt_ids, answer))
+        self._stops()
+        return await answer
+
+    async def _run(self, episodes: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+        self._going = len(episodes)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._episode(episode)) for episode in episodes]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _episode(self, episode: Coroutine[Any, Any, T]) -> T:
+        result = await episode
+        self._stops()  # one that raised never does: nothing is sampled for the others, which end with it
+        return result
+
+    def _stops(self) -> None:
+        self._going -= 1
+        waiting, self._waiting = [(ids, answer) for ids, answer in self._waiting if not answer.done()], []
+        if self._going > 0 or not waiting:
+            self._waiting = waiting
+            return
+        self._going = len(waiting)
+        try:
+            tokens, logprobs = self._trainer._generate_single_turn([ids for ids, _ in waiting], None, {}, 1)
+        except Exception as error:  # noqa: BLE001  # it belongs to those that wait
+            for _, answer in waiting:
+                answer.set_exception(error)
+            return
+        for place, (_, answer) in enumerate(waiting):
+            answer.set_result((list(tokens[place]), None if logprobs is None else list(logprobs[place])))
+
+
+class Conversation:
+    """One completion: what the model writes, and what it reads between."""
+
+    def __init__(self, trainer: Any, lockstep: Lockstep) -> None:
+        self._trainer, self._lockstep = trainer, lockstep
+        self._tokenizer = trainer.processing_class
+        self._tools: list[dict[str, Any]] = []
+        self._opening: list[Message] = []
+        self._cut = False  # the model has not ended its last message
+        self.prompt_ids: list[int] = []
+        self.ids: list[int] = []
+        self.mask: list[int] = []  # 1 for what the model wrote
+        self.logprobs: list[float] | None = []
+
+    def offer(self, tools: Sequence[dict[str, Any]]) -> None:
+        """Tell the model of tools, by their JSON schemas, before anything else."""
+        tokenizer = self._tokenizer
+        if tools and not any(getattr(tokenizer, name, None) for name in _READERS):
+            from trl.chat_template_utils import add_response_schema
+
+            try:
+                add_response_schema(tokenizer)
+            except ValueError as error:
+                raise UnsupportedError(
+                    "The episode has tools, and TRL cannot read the calls of this tokenizer's chat template. Give the "
+                    "trainer a tokenizer that calls tools by tags: async_grpo.envs.with_tags(tokenizer)."
+                ) from error
+        self._tools = list(tools)
+
+    def hear(self, messages: Sequence[Message]) -> bool:
+        """Have the model read these. False: there is no room for them, or its last message was cut; nothing changed."""
+        if not self.ids:
+            self._opening += copy.deepcopy(list(messages))
+            return True
+        if self._cut:
+            return False
+        read = self._written(messages)
+        room = len(self.ids) + len(read) < self._trainer.max_completion_length
+        if not room or len(self.prompt_ids) + len(self.ids) + len(read) >= self._longest:
+            return False
+        self._append(read, mask=0, logprobs=[0.0] * len(read))
+        return True
+
+    async def reply(self) -> Message:
+        """The model's next message."""
+        if not self.ids:
+            self.prompt_ids = self._prompt()
+        asked = self.prompt_ids + self.ids
+        ids, logprobs = await self._lockstep.tokens(asked)
+        left = self._trainer.max_completion_length - len(self.ids)
+        ids, logprobs = ids[:left], None if logprobs is None else logprobs[:left]
+        self._cut = not ids or ids[-1] not in self._trainer.eos_token_ids
+        self._append(ids, mask=1, logprobs=logprobs)
+        return self._message(ids, asked)
+
+    def _append(self, ids: list[int], *, mask: int, logprobs: list[float] | None) -> None:
+        self.ids += ids
+        self.mask += [mask] * len(ids)
+        self.logprobs = None if self.logprobs is None or logprobs is None else self.logprobs + logprobs
+
+    def _prompt(self) -> list[int]:
+        return list(
+            self._tokenizer.apply_chat_template(
+                self._opening,
+                tools=self._tools or None,
+                add_generation_prompt=True,
+                return_dict=False,
+                **self._trainer.chat_template_kwargs,
+            )
+        )
+
+    def _written(self, messages: Sequence[Message]) -> list[int]:
+        """What the chat template writes after a message of the model: these messages, and the start of its next."""
+        said: Message = {"role": "assistant", "content": _SAID}
+        if messages[0]["role"] == "tool":
+            called = {"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}
+            said["tool_calls"] = [called]
+        dialogue = [{"role": "user", "content": "x"}, said, *messages]
+        text = self._tokenizer.apply_chat_template(
+            dialogue, tokenize=False, add_generation_prompt=True, **self._trainer.chat_template_kwargs
+        )
+        ids = self._tokenizer(text.rpartition(_SAID)[2], add_special_tokens=False)["input_ids"]
+        ends = [place for place, token in enumerate(ids) if token in self._trainer.eos_token_ids]
+        if not ends:
+            raise UnsupportedError(
+                "The chat template ends a message of the assistant with no end token of the model, so a conversation "
+                "cannot be continued. Set the end token in the model's generation_config (eos_token_id)."
+            )
+        return list(ids[ends[0] + 1 :])
+
+    def _message(self, ids: list[int], prefix: list[int]) -> Message:
+        if ids and any(getattr(self._tokenizer, name, None) for name in _READERS):
+            from trl.chat_template_utils import parse_response
+
+            return dict(parse_response(self._tokenizer, ids, prefix=prefix))
+        return {"role": "assistant", "content": self._tokenizer.decode(ids, skip_special_tokens=True)}
+
+    @property
+    def _longest(self) -> int:
+        config = self._trainer.model.config
+        return int(getattr(config, "text_config", config).max_position_embeddings)
