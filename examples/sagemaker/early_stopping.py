@@ -53,19 +53,21 @@ class Watch:
     def __init__(self, file: Path, patience: int, threshold: float) -> None:
         self._file, self._patience, self._threshold = file, patience, threshold
         self._size = -1
-        self.best: Best | None = None
+        self._best: Best | None = None
 
-    def says_stop(self) -> bool:
-        if self._patience == 0:
-            return False
-        size = self._file.stat().st_size if self._file.is_file() else 0
+    def look(self) -> Best | None:
+        """The best evaluation so far; None without one, or without patience."""
+        size = self._file.stat().st_size if self._patience and self._file.is_file() else 0
         if size != self._size:
-            self._size, self.best = size, best_of(read(self._file), self._threshold)
-        return self.best is not None and self.best.without >= self._patience
+            self._size, self._best = size, best_of(read(self._file), self._threshold) if size else None
+        return self._best
 
-    def reason(self) -> str:
-        assert self.best is not None
+    def reason_to_stop(self) -> str:
+        """Empty as long as there is none."""
+        best = self.look()
+        if best is None or best.without < self._patience:
+            return ""
         return (
-            f"{self.best.without} evaluations in a row have not improved the mean reward by more than "
-            f"{self._threshold:g}: the best was {self.best.value:.3f} at step {self.best.step}"
+            f"{best.without} evaluations in a row have not improved the mean reward by more than "
+            f"{self._threshold:g}: the best was {best.value:.3f} at step {best.step}"
         )

@@ -80,8 +80,9 @@ class Hyperparameters:
 
     @property
     def checkpoints_kept(self) -> int:
-        """As many as lie between the best evaluation and the one that ends the training."""
-        return 2 + self.early_stopping_patience * max(1, self.eval_every // self.save_steps)
+        """As many as lie between the best evaluation and the end, which is up to an evaluation later than it is due."""
+        evaluations = self.early_stopping_patience and self.early_stopping_patience + 1
+        return 2 + evaluations * max(1, self.eval_every // self.save_steps)
 
     def batch(self) -> Batch:
         return Batch(

@@ -41,13 +41,13 @@ def main(arguments: list[str]) -> int:
         watch = early_stopping.Watch(
             checkpoints / "run" / "evaluations.jsonl", values.early_stopping_patience, values.early_stopping_threshold
         )
-        code = _train(command(values, checkpoints), env, watch) if not watch.says_stop() else 0
+        code = 0 if _may_stop(watch) else _train(command(values, checkpoints), env, watch)
         if code == 0 and not _stopped:
-            if watch.says_stop():
-                print(f"stopped early: {watch.reason()}", flush=True)
-            _export(checkpoints / "trainer", root / "model", env, best=watch.best)
+            _export(checkpoints / "trainer", root / "model", env, best=watch.look())
     except Refused as refusal:
         return _failed(root, str(refusal))
+    except (OSError, subprocess.CalledProcessError) as error:
+        return _failed(root, f"{type(error).__name__}: {error}", code=1)
     return code if code == 0 else _failed(root, f"async-grpo train ended with exit code {code}: {_last_words()}", code)
 
 
@@ -115,10 +115,16 @@ def _train(command_line: list[str], env: dict[str, str], watch: early_stopping.W
     for line in process.stdout:
         print(line, end="", flush=True)
         _lines[:] = [*_lines[-20:], line.rstrip()]
-        if not asked and watch.says_stop():
+        if not asked and _may_stop(watch):
             asked = True
             process.send_signal(signal.SIGTERM)
     return process.wait()
+
+
+def _may_stop(watch: early_stopping.Watch) -> bool:
+    if reason := watch.reason_to_stop():
+        print(f"stopped early: {reason}", flush=True)
+    return bool(reason)
 
 
 def _has_begun(checkpoints: Path) -> bool:
@@ -155,20 +161,22 @@ def _export(checkpoints: Path, model: Path, env: dict[str, str], best: early_sto
     """Copy a checkpoint's model and tokenizer, without the optimizer's state, to what the service keeps.
 
     Args:
-        best: the evaluation whose checkpoint it is; the last one's without it, or where that has no checkpoint.
+        best: the evaluation whose checkpoint it is; the last one without it, or where it has none.
     """
     found = sorted(checkpoints.glob("checkpoint-*"), key=_step)
     if not found:
         raise Refused(f"The training has ended, and there is no checkpoint in {checkpoints}.")
     model.mkdir(parents=True, exist_ok=True)
-    last = next((path for path in found if best is not None and _step(path) == best.step), found[-1])
-    for path in last.iterdir():
+    chosen = next((path for path in found if best is not None and _step(path) == best.step), found[-1])
+    for path in chosen.iterdir():
         if path.is_file() and (path.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt")):
             shutil.copy2(path, model / path.name)
-    if (last / SHARDED).is_dir():
+    if (chosen / SHARDED).is_dir():
         merge = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights"]
-        subprocess.run([*merge, str(last / SHARDED), str(model)], env=env, check=True)
-    print(f"the model of {last.name} is in {model}", flush=True)
+        subprocess.run([*merge, str(chosen / SHARDED), str(model)], env=env, check=True)
+    print(f"the model of {chosen.name} is in {model}", flush=True)
+    if best is not None and _step(chosen) != best.step:
+        print(f"the best evaluation was at step {best.step}, and there is no checkpoint of it", flush=True)
 
 
 def _step(checkpoint: Path) -> int:

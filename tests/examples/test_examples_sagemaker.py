@@ -105,6 +105,15 @@ def test_checkpoints_that_cannot_be_written_are_refused_before_the_training(
     assert "Checkpoints cannot be written" in (tmp_path / "output" / "failure").read_text()
 
 
+def test_what_cannot_be_written_is_the_failure_of_the_job(
+    example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints" / "job.json").mkdir(parents=True)
+    monkeypatch.setenv("SM_ROOT", str(tmp_path))
+    assert example.train.main(["--num_gpus=0", "--num_generations=8"]) == 1
+    assert "IsADirectoryError" in (tmp_path / "output" / "failure").read_text()
+
+
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
@@ -225,12 +234,12 @@ def stop_of_transformers(values: list[float], patience: int, threshold: float) -
 def test_a_line_that_is_being_written_is_read_when_it_is_whole(example: SimpleNamespace, tmp_path: Path) -> None:
     file = tmp_path / "evaluations.jsonl"
     watch = example.early_stopping.Watch(file, 1, 0.0)
-    assert not watch.says_stop()
+    assert watch.reason_to_stop() == ""
     lines = [json.dumps({"step": step, "figures": {"reward_mean": {"value": 0.5}}}) + "\n" for step in (0, 2)]
     file.write_text(lines[0] + lines[1][:30])
-    assert not watch.says_stop() and watch.best.step == 0
+    assert watch.reason_to_stop() == "" and watch.look().step == 0
     file.write_text("".join(lines))
-    assert watch.says_stop() and "the best was 0.500 at step 0" in watch.reason()
+    assert "the best was 0.500 at step 0" in watch.reason_to_stop()
 
 
 def test_the_model_of_the_best_evaluation_is_kept(example: SimpleNamespace, tmp_path: Path) -> None:

@@ -193,6 +193,14 @@ def test_frozen_weights_are_held_twice_where_the_trainer_cannot_use_what_it_publ
     assert (memory.published, memory.server) == (published, server)
 
 
+def test_the_dry_run_says_where_the_frozen_weights_are_counted() -> None:
+    adapter = Parameters(count=MILLION, trained=10_000, nbytes=4 * MILLION, trained_bytes=40_000, dtypes={"float32": 1})
+    shared = facts(parameters=adapter)
+    assert dry_run._slots(shared).endswith("4.0 MB do not train, which the trainer uses as well: counted there")
+    assert dry_run._slots(replace(shared, sharded_over=2)).endswith("4.0 MB do not train, a copy")
+    assert dry_run._slots(facts()) == "3 versions of 2.0 MB"
+
+
 def test_a_quantised_base_is_published_as_it_is() -> None:
     base = Parameters(count=MILLION, trained=10_000, nbytes=540_000, trained_bytes=40_000, dtypes={"uint8": 500_000})
     assert estimate(facts(parameters=base, published_in_bf16=True)).published == 3 * 20_000
