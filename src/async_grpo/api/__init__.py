@@ -2,7 +2,8 @@
 
 A run is a child process, `async-grpo train`, so nothing is loaded here that trains. `trainer` is what a user calls,
 `functions` finds the file that children can load `get_trainer` from, `options` turns keywords into the command's flags,
-`child` starts and watches the process, `handle` is a run that goes on, `result` reads one that has ended.
+`child` starts and watches the process, `handle` is a run that goes on, `notebook` its panel there, `result` reads one
+that has ended.
 What a run does belongs into the rooms below.
 """
 

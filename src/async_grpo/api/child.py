@@ -22,6 +22,7 @@ from async_grpo.status.diagnosis import DEAD
 from async_grpo.status.snapshot import look
 
 LAST_LINES = 60
+NEWS_LINES = 3
 START_TIMEOUT_S = 120.0  # until a run has begun: nothing is loaded before that
 _STOPPED_BY_US = (-signal.SIGTERM, 130)
 
@@ -34,17 +35,25 @@ class Process(Protocol):
     def error(self) -> AsyncGRPOError | None:
         """Why the run failed, once it is over; None: it did not."""
 
+    def news(self) -> Sequence[str]:
+        """What the run's launcher has said lately and is not shown."""
+
     def ask_to_stop(self) -> None: ...
 
     def kill(self) -> None: ...
 
 
 class Child:
-    """A command of ours, in a session of its own: Ctrl-C reaches this process alone. Its output is shown here."""
+    """A command of ours, in a session of its own: Ctrl-C reaches this process alone. Its output is shown here.
 
-    def __init__(self, arguments: Sequence[str], payload: bytes | None = None) -> None:
-        """Start it. `payload`: a function that its processes are to receive."""
-        self._asked_to_stop = False
+    Args:
+        payload: a function that its processes are to receive.
+        only_errors: do not show its standard output, which `news` has.
+    """
+
+    def __init__(self, arguments: Sequence[str], payload: bytes | None = None, *, only_errors: bool = False) -> None:
+        self._asked_to_stop, self._only_errors = False, only_errors
+        self._news: deque[str] = deque(maxlen=NEWS_LINES)
         self._last: deque[str] = deque(maxlen=LAST_LINES)
         sent = [] if payload is None else [in_memory(payload)]
         try:
@@ -88,6 +97,9 @@ class Child:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return RunFailedError(f"The process of the run {how}. Its last words:\n{said or '(none)'}")
 
+    def news(self) -> Sequence[str]:
+        return tuple(self._news)
+
     def ask_to_stop(self) -> None:
         self._asked_to_stop = True
         self._process.send_signal(signal.SIGTERM)
@@ -99,6 +111,9 @@ class Child:
         for line in pipe:
             if is_stderr:
                 self._last.append(line)
+            elif self._only_errors:
+                self._news.append(line.rstrip())
+                continue
             with suppress(OSError, ValueError):  # this process has closed its own output; the pipe must be emptied
                 print(line, end="", flush=True, file=sys.stderr if is_stderr else sys.stdout)
 
@@ -127,6 +142,9 @@ class Found:
     def error(self) -> AsyncGRPOError | None:
         view = look(self._run_dir, details=False)
         return RunFailedError(view.sentence) if view.state == FAILED or view.live or view.state == DEAD else None
+
+    def news(self) -> Sequence[str]:
+        return ()
 
     def ask_to_stop(self) -> None:
         self._send(signal.SIGTERM)

@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 from async_grpo.api.child import Process, wait_until_over
+from async_grpo.api.notebook import Panel
 from async_grpo.api.result import Result
 from async_grpo.errors import AsyncGRPOError, RunDirError, WaitTimeoutError
 from async_grpo.settings import STOP_GRACE_S
@@ -21,9 +22,12 @@ MARGIN_S = 30.0  # for the launcher, after the server's grace
 class Handle:
     """A run: `wait` for a step, look at its `status`, `stop` it. At the end of a `with` block it is stopped."""
 
-    def __init__(self, run_dir: Path, process: Process, *, stop_grace_s: float = STOP_GRACE_S) -> None:
+    def __init__(
+        self, run_dir: Path, process: Process, *, stop_grace_s: float = STOP_GRACE_S, panel: Panel | None = None
+    ) -> None:
         self.run_dir = run_dir
         self._process, self._stop_grace_s = process, stop_grace_s
+        self._panel = panel  # while something waits
 
     def status(self) -> RunView:
         """The run as it is now, as `async-grpo status --json` has it."""
@@ -32,6 +36,8 @@ class Handle:
     def wait(self, *, step: int | None = None, timeout_s: float | None = None) -> RunView:
         """Wait until optimizer step `step` is done, or without one until the run is over; returns its status.
 
+        In a notebook a panel shows the run meanwhile.
+
         Raises:
             AsyncGRPOError: the run failed, or ended before that step.
             WaitTimeoutError: `timeout_s` are over. The run goes on.
@@ -39,13 +45,17 @@ class Handle:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             if self._process.is_over():
+                self._show(self.status(), at_once=True)
                 return self._ended(step)
-            if step is not None and self.status().step >= step:
-                return self.status()
+            view = self.status()
+            reached = step is not None and view.step >= step
+            self._show(view, at_once=reached)
+            if reached:
+                return view
             if deadline is not None and time.monotonic() > deadline:
                 what = "its end" if step is None else f"step {step}"
                 raise WaitTimeoutError(
-                    f"Waited {timeout_s:g} s for {what} of the run in {self.run_dir}. {self.status().sentence}"
+                    f"Waited {timeout_s:g} s for {what} of the run in {self.run_dir}. {view.sentence}"
                 )
             time.sleep(POLL_S)
 
@@ -75,6 +85,14 @@ class Handle:
         with suppress(AsyncGRPOError):
             return f"<run in {self.run_dir}: {self.status().sentence}>"
         return f"<run in {self.run_dir}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of a handle: the panel, as of now."""
+        return Panel(self.run_dir).html(self.status())
+
+    def _show(self, view: RunView, *, at_once: bool) -> None:
+        if self._panel is not None:
+            self._panel.refresh(view, self._process.news() if view.live else (), at_once=at_once)
 
     def _ended(self, step: int | None) -> RunView:
         error = self._process.error()

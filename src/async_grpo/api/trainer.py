@@ -11,6 +11,7 @@ from typing import Any, Unpack
 from async_grpo.api.child import START_TIMEOUT_S, Child, Found
 from async_grpo.api.functions import setup_of
 from async_grpo.api.handle import POLL_S, Handle
+from async_grpo.api.notebook import Panel, in_notebook
 from async_grpo.api.options import Options, as_flags
 from async_grpo.api.result import Result
 from async_grpo.errors import UsageError, WaitTimeoutError
@@ -52,6 +53,9 @@ class AsyncGRPO:
             raise UsageError("resume and overwrite exclude each other: continue the unfinished run, or delete it.")
         self.run_dir = Path(run_dir).expanduser().absolute()
         self._stop_grace_s = options.get("stop_grace", STOP_GRACE_S)
+        self._has_panel = in_notebook() and "quiet" not in options
+        if self._has_panel:
+            options["quiet"] = True
         count: Options = {} if workers is None else {"num_workers": workers}
         self._flags = as_flags({**options, **count})
         self.setup_file, self._payload = setup_of(get_trainer)
@@ -78,8 +82,9 @@ class AsyncGRPO:
         self._started = True
         before = RunDir(self.run_dir).read_state()
         command = ["train", str(self.setup_file), "--distributed", f"--run-dir={self.run_dir}", *self._flags]
-        child = Child(command, self._payload)
-        handle = Handle(self.run_dir, child, stop_grace_s=self._stop_grace_s)
+        child = Child(command, self._payload, only_errors=self._has_panel)
+        panel = Panel(self.run_dir) if self._has_panel else None
+        handle = Handle(self.run_dir, child, stop_grace_s=self._stop_grace_s, panel=panel)
         try:
             self._await_beginning(child, before.run_id if before else "")
         except BaseException:
@@ -91,7 +96,7 @@ class AsyncGRPO:
     def attach(run_dir: str | os.PathLike[str] = "worker") -> Handle:
         """The run in a directory, live or not, whoever started it: after a restart of a notebook's kernel, say."""
         path = Path(run_dir).expanduser().absolute()
-        return Handle(path, Found(path))
+        return Handle(path, Found(path), panel=Panel(path) if in_notebook() else None)
 
     def _await_beginning(self, child: Child, earlier: str) -> None:
         """Return when the directory is this run's. Raises what ended the launcher before."""
