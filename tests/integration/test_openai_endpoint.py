@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import http.client
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
 import pytest
 import torch
 from in_process import (
@@ -37,19 +41,43 @@ DOUBLE = {
 }
 
 
-def posted(endpoint: Endpoint, messages: list[Any], **more: Any) -> httpx.Response:
-    return httpx.post(
-        f"{endpoint.base_url}/chat/completions",
-        headers={"Authorization": f"Bearer {endpoint.api_key}"},
-        json={"model": endpoint.model, "messages": messages, **more},
-        timeout=ASK_S,
-    )
+@dataclass(frozen=True)
+class Response:
+    status: int
+    headers: Any
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def sent(
+    endpoint: Endpoint,
+    body: Any,
+    key: str | None,
+    *,
+    path: str = "/chat/completions",
+    wait_s: float = ASK_S,
+    **more: str,
+) -> Response:
+    """A request by the standard library: `httpx` takes longer to make a client than the endpoint to answer it."""
+    address = urlsplit(endpoint.base_url + path)
+    connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=wait_s)
+    with contextlib.closing(connection):
+        authorization = {} if key is None else {"Authorization": f"Bearer {key}"}
+        connection.request("POST", address.path, json.dumps(body), {**authorization, **more})
+        response = connection.getresponse()
+        return Response(response.status, response.headers, response.read())
+
+
+def posted(endpoint: Endpoint, messages: list[Any], **more: Any) -> Response:
+    return sent(endpoint, {"model": endpoint.model, "messages": messages, **more}, endpoint.api_key)
 
 
 def said(endpoint: Endpoint, messages: list[Any], **more: Any) -> Any:
     """The message of the answer."""
     response = posted(endpoint, messages, **more)
-    assert response.status_code == 200, response.text
+    assert response.status == 200, response.body
     return response.json()["choices"][0]["message"]
 
 
@@ -105,11 +133,9 @@ def test_the_log_probabilities_are_those_of_the_trainer(tmp_path: Path) -> None:
 
     async def agent(prompt: list[Any], endpoint: Endpoint) -> None:
         messages = list(prompt)
-        async with httpx.AsyncClient(timeout=ASK_S, headers={"Authorization": f"Bearer {endpoint.api_key}"}) as client:
-            for _ in range(2):
-                asked = {"model": endpoint.model, "messages": messages, "max_tokens": 6, "temperature": 1.0}
-                answer = await client.post(f"{endpoint.base_url}/chat/completions", json=asked)
-                messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "go on"}]
+        for _ in range(2):
+            answer = await asyncio.to_thread(said, endpoint, messages, max_tokens=6, temperature=1.0)
+            messages += [answer, {"role": "user", "content": "go on"}]
 
     trainer = trainer_of(tmp_path, agent, max_completion_length=64)
     [group] = InProcessWorker(trainer).generate(jobs_of(chat_rows(1)))

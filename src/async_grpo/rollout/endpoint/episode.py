@@ -78,16 +78,15 @@ class Episode:
         Raises:
             Refusal: with what is wrong with the request.
         """
-        if self._is_repeated(request):
-            assert self._answering is not None
-            self.lost = False
-            return await _answered(self._answering)
         async with self._one_at_a_time:
-            if self._answering is not None:  # its client has gone
+            if self._answering is not None:  # the client of the one before may have gone
                 await asyncio.wait([self._answering])
-            self._asked, self.lost = request, False
-            self._answering = asyncio.create_task(self._answer(request))
-            self._answering.add_done_callback(self._note)
+            if not self._is_repeated(request):
+                self._asked = request
+                self._answering = asyncio.create_task(self._answer(request))
+                self._answering.add_done_callback(self._note)
+            self.lost = False
+            assert self._answering is not None
             return await _answered(self._answering)
 
     async def close(self) -> None:

@@ -1,0 +1,309 @@
+"""Agents that ask for what they cannot have, that end badly, and clients that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_process import DEADLINE_S, InProcessWorker, build_tokenizer, chat_rows, jobs_of
+from test_dialogue_faults import ended
+from test_dialogues import Streaming
+from test_openai_endpoint import Response, counts, posted, said, sent, trainer_of, worker_of
+
+from async_grpo.envs import Endpoint
+from async_grpo.errors import GeneratorError, UnsupportedError
+from async_grpo.rollout.endpoint.agents import MOST_LEFT_BEHIND
+from async_grpo.rollout.endpoint.episode import Episode
+from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+
+pytestmark = pytest.mark.integration
+NEXT = {"role": "user", "content": "And now?"}
+
+
+def streaming(tmp_path: Path, agent: Any, reply: Any = counts, **changes: Any) -> InProcessWorker:
+    return worker_of(tmp_path, agent, Streaming, reply, **changes)
+
+
+def one(worker: InProcessWorker) -> Any:
+    [group] = worker.generate(jobs_of(chat_rows(1)))
+    return group
+
+
+def edited(prompt: list[Any], endpoint: Endpoint) -> None:
+    first = said(endpoint, prompt)
+    posted(endpoint, [*prompt, {**first, "content": first["content"] + " (shortened)"}, NEXT])
+
+
+def dropped(prompt: list[Any], endpoint: Endpoint) -> None:
+    said(endpoint, [{"role": "system", "content": "Be short."}, *prompt])
+    posted(endpoint, prompt)
+
+
+def twice(prompt: list[Any], endpoint: Endpoint) -> None:
+    said(endpoint, prompt)
+    posted(endpoint, prompt)
+
+
+def other_tools(prompt: list[Any], endpoint: Endpoint) -> None:
+    first = said(endpoint, prompt)
+    posted(endpoint, [*prompt, first, NEXT], tools=[{"type": "function", "function": {"name": "new"}}])
+
+
+@pytest.mark.parametrize(
+    ("agent", "sentence"),
+    [
+        (lambda prompt, endpoint: posted(endpoint, prompt, model="gpt-5"), "one model, 'policy'.*'gpt-5'"),
+        (lambda prompt, endpoint: posted(endpoint, prompt, temperature=0.1), "temperature=0.1.*samples with 1"),
+        (lambda prompt, endpoint: posted(endpoint, prompt, n=2), "n=2 is not supported"),
+        (lambda prompt, endpoint: posted(endpoint, ["Hello"]), "messages must be a list of objects"),
+        (edited, r"message 1 \(assistant\) is not what it was"),
+        (dropped, r"message 0 \(user\) is not what it was"),
+        (twice, "no message behind the last answer"),
+        (other_tools, "its tools are others"),
+    ],
+)
+def test_a_refused_request_fails_its_group_whatever_the_agent_does(agent: Any, sentence: str, tmp_path: Path) -> None:
+    answers: list[Response] = []
+
+    def looks(prompt: list[Any], endpoint: Endpoint) -> None:
+        answers.append(agent(prompt, endpoint))
+
+    with pytest.raises(UnsupportedError, match=f"refused a request of the agent: .*{sentence}"):
+        one(streaming(tmp_path, looks))
+    for answer in filter(None, answers):
+        assert answer.headers["x-should-retry"] == "false"
+        assert answer.json()["error"]["message"]
+
+
+def test_an_error_costs_its_group_alone(tmp_path: Path) -> None:
+    def agent(prompt: list[Any], endpoint: Endpoint) -> None:
+        posted(endpoint, prompt, **({"n": 2} if prompt[0]["content"] == "a" else {}))
+
+    worker = streaming(tmp_path, agent)
+    found = ended(worker, 2, worker.calls.prepare(jobs_of(chat_rows(2)), 0))
+    assert isinstance(found[0].error, UnsupportedError)
+    assert found[1].error is None
+
+
+def test_requests_of_nobody(tmp_path: Path) -> None:
+    """Without a key, with a wrong one, to another address, and once the episode is over."""
+    answers: list[list[int]] = []
+    keys: list[Endpoint] = []
+
+    def agent(prompt: list[Any], endpoint: Endpoint) -> None:
+        strangers = [sent(endpoint, {}, key) for key in (None, "", "wrong", endpoint.api_key[:-1])]
+        elsewhere = sent(endpoint, {}, endpoint.api_key, path="/embeddings")
+        answers.append([response.status for response in [*strangers, elsewhere]])
+        keys.append(endpoint)
+        said(endpoint, prompt)
+
+    group = one(streaming(tmp_path, agent))
+    assert answers == [[401, 401, 401, 401, 404]] * 2
+    assert group.metrics["agent/turns"] == [1.0]
+    late = posted(keys[0], [NEXT])
+    assert late.status == 401 and late.json()["error"]["code"] == "invalid_api_key"
+    assert len({endpoint.api_key for endpoint in keys}) == 2
+    assert keys[0].api_key not in repr(keys[0])
+
+
+@pytest.mark.parametrize(("length", "code"), [(20_000, "request_too_large"), (400, "context_length_exceeded")])
+def test_a_request_that_is_too_long_ends_the_dialogue(
+    length: int, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a dialogue of TRL's tool loop ends: how it came to be so long is the model's doing, too."""
+    monkeypatch.setattr("async_grpo.rollout.endpoint.server.MOST_BYTES", 10_000)
+
+    def agent(prompt: list[Any], endpoint: Endpoint) -> None:
+        first = said(endpoint, prompt)
+        response = posted(endpoint, [*prompt, first, {"role": "user", "content": "x" * length}])
+        raise RuntimeError(response.json()["error"]["code"])
+
+    group = one(streaming(tmp_path, agent))
+    assert [sum(mask) for mask in group.tool_masks or []] == [len(ids) for ids in group.completion_ids]
+    assert [row["agent_error"] for row in group.rows] == [None, None]
+
+    def asks_at_once(prompt: list[Any], endpoint: Endpoint) -> None:
+        response = posted(endpoint, [{"role": "user", "content": "x" * max(length, 4000)}])
+        raise RuntimeError(response.json()["error"]["code"])
+
+    with pytest.raises(UnsupportedError, match=code if length > 400 else "The prompt is longer than"):
+        one(streaming(tmp_path, asks_at_once))
+
+
+def test_answers_are_cut_at_the_lengths_of_the_request_and_the_completion(tmp_path: Path) -> None:
+    reasons: list[str] = []
+
+    def agent(prompt: list[Any], endpoint: Endpoint) -> None:
+        answer = posted(endpoint, prompt, max_tokens=4).json()["choices"][0]
+        more = posted(endpoint, [*prompt, answer["message"], NEXT]).json()["choices"][0]
+        reasons.extend([answer["message"]["content"], answer["finish_reason"], more["finish_reason"]])
+
+    group = one(streaming(tmp_path, agent, max_completion_length=40))
+    assert reasons == ["turn", "length", "length"] * 2
+    assert [len(ids) for ids in group.completion_ids] == [40, 40]
+    end = build_tokenizer().eos_token_id  # the template ends the message that was cut
+    assert [ids[4] for ids in group.completion_ids] == [end, end]
+    assert [mask[3:5] for mask in group.tool_masks or []] == [[1, 0]] * 2
+
+
+def raises(prompt: list[Any], endpoint: Endpoint) -> None:
+    raise ValueError("broken")
+
+
+def exits(prompt: list[Any], endpoint: Endpoint) -> None:
+    raise SystemExit(3)
+
+
+async def exits_later(prompt: list[Any], endpoint: Endpoint) -> None:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("agent", "sentence"),
+    [
+        (lambda prompt, endpoint: None, "returned without an answer of the endpoint"),
+        (raises, "ended .ValueError: broken. without an answer"),
+        (exits, "SystemExit: 3"),
+        (exits_later, "SystemExit: 3"),
+        (lambda prompt, endpoint: said(endpoint, prompt)["content"], "returned str. It must return None, or a dict"),
+    ],
+)
+def test_an_agent_without_a_completion_fails_its_group(agent: Any, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=sentence):
+        one(streaming(tmp_path, agent))
+
+
+def test_an_agent_that_raises_keeps_what_the_model_said(tmp_path: Path) -> None:
+    def agent(prompt: list[Any], endpoint: Endpoint) -> dict[str, Any]:
+        answer = said(endpoint, prompt)["content"]
+        if answer.endswith("0"):
+            raise KeyError(answer)
+        return {"answer": answer}
+
+    replies = iter(["turn 0", "turn 1"])
+    group = one(streaming(tmp_path, agent, lambda prompt, place: next(replies)))
+    errors = sorted((row["agent_error"] or "", row["answer"]) for row in group.rows)
+    assert errors == [("", "turn 1"), ("KeyError: 'turn 0'", None)]
+    assert group.metrics["agent/failure_frequency"] == [0.5]
+    assert all(group.completion_ids)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["thread", "async"])
+def test_an_agent_that_hangs_is_given_up(is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over, hung, both_asked = threading.Event(), threading.Event(), threading.Barrier(2)
+    monkeypatch.setattr(Episode, "idle_s", property(lambda self: 60.0 if hung.is_set() else 0.0))
+
+    def asks(prompt: list[Any], endpoint: Endpoint) -> None:
+        said(endpoint, prompt)
+        both_asked.wait(DEADLINE_S)
+        hung.set()
+
+    def hangs(prompt: list[Any], endpoint: Endpoint) -> None:
+        asks(prompt, endpoint)
+        over.wait(DEADLINE_S)
+
+    async def hangs_too(prompt: list[Any], endpoint: Endpoint) -> None:
+        await asyncio.to_thread(asks, prompt, endpoint)
+        await asyncio.sleep(DEADLINE_S)
+
+    worker = streaming(tmp_path, hangs_too if is_async else hangs)
+    turns: Any = worker.calls
+    turns._harness._timeout_s = 0.05
+    group = one(worker)
+    assert all("did not return within 0.05 s (--tool-timeout)" in row["agent_error"] for row in group.rows)
+    over.set()
+
+
+def test_too_many_agents_that_hang_end_the_worker(tmp_path: Path) -> None:
+    over = threading.Event()
+    worker = streaming(tmp_path, lambda prompt, endpoint: over.wait(DEADLINE_S))
+    turns: Any = worker.calls
+    turns._harness._timeout_s = 0.05
+    with pytest.raises(GeneratorError, match="calls of the agent still run"):
+        ended(worker, 1, worker.calls.prepare(jobs_of(chat_rows(1), group_size=MOST_LEFT_BEHIND + 1), 0))
+        worker.engine.sample([])
+    over.set()
+
+
+class Gated(Streaming):
+    """Samples nothing until the test says so."""
+
+    def __init__(self, script: Any) -> None:
+        super().__init__(script)
+        self.goes_on = threading.Event()
+        self._held: list[PreparedGroup] = []
+
+    def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
+        self._held += new
+        if not self.goes_on.is_set():
+            time.sleep(0.005)
+            return []
+        held, self._held = self._held, []
+        return super().sample(held)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_client_that_hangs_up(comes_back: bool, tmp_path: Path) -> None:
+    """It gets the answer that was begun for it: a second sample would be one that was chosen by its length."""
+    engines: list[Gated] = []
+    answers: list[str] = []
+
+    def gated(script: Any) -> Gated:
+        engines.append(Gated(script))
+        return engines[0]
+
+    def agent(prompt: list[Any], endpoint: Endpoint) -> None:
+        with pytest.raises(TimeoutError):
+            sent(endpoint, {"model": endpoint.model, "messages": prompt}, endpoint.api_key, wait_s=0.2)
+        if comes_back:
+            threading.Timer(0.1, engines[0].goes_on.set).start()
+            answers.append(said(endpoint, prompt)["content"])
+            assert said(endpoint, [*prompt, {"role": "assistant", "content": answers[-1]}, NEXT])
+
+    worker = worker_of(tmp_path, agent, gated, counts)
+    if not comes_back:
+        with pytest.raises(UnsupportedError, match="returned without an answer"):
+            one(worker)
+        return
+    group = one(worker)
+    assert group.metrics["agent/turns"] == [2.0]
+    assert sorted(messages[0]["content"] for messages in group.completions) == sorted(answers)
+
+
+def test_a_retry_that_says_so_gets_the_same_answer(tmp_path: Path) -> None:
+    """The answer was on its way when the connection broke: the `openai` client asks again, and counts."""
+
+    def agent(prompt: list[Any], endpoint: Endpoint) -> None:
+        first = said(endpoint, prompt)
+        asked = {"model": endpoint.model, "messages": prompt}
+        again = sent(endpoint, asked, endpoint.api_key, **{"x-stainless-retry-count": "1"})
+        assert again.json()["choices"][0]["message"] == first
+
+    assert one(streaming(tmp_path, agent)).metrics["agent/turns"] == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [({"template": None}, "needs a chat template"), ({"arguments": {"tools": [counts]}}, "an agent calls its own")],
+)
+def test_what_cannot_be_asked_is_refused_when_the_worker_starts(
+    changes: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    from async_grpo.envs import OpenAIHarness
+
+    if "arguments" in changes:
+        from test_dialogues import double
+
+        changes = {"arguments": {"rollout_func": OpenAIHarness(raises), "tools": [double]}}
+    with pytest.raises(UnsupportedError, match=sentence):
+        InProcessWorker(trainer_of(tmp_path, raises, **changes))
+
+
+def test_plain_trl_is_told_that_it_needs_a_worker(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="train with --distributed"):
+        trainer_of(tmp_path, raises).train()
