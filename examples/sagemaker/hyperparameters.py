@@ -182,7 +182,7 @@ def check_same_job(values: Hyperparameters, file: Path, *, begun: bool) -> None:
     if before.get("num_gpus", values.num_gpus) != values.num_gpus:
         raise Refused(
             f"The checkpoints beside {file} are of a job with num_gpus={before['num_gpus']}, and this one has "
-            f"num_gpus={values.num_gpus}. A trainer continues with as many ranks as wrote the checkpoint: take an "
+            f"num_gpus={values.num_gpus}. A continued run keeps the ranks and the GPUs that it began with: take an "
             f"instance with {before['num_gpus']} GPUs, or another checkpoint folder to begin anew."
         )
     other = [name for name in now if name not in MAY_CHANGE and name in before and before[name] != now[name]]

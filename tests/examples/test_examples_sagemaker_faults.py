@@ -116,7 +116,7 @@ def test_a_job_whose_evaluations_do_not_improve_stops_early(tmp_path: Path) -> N
         assert "stopped early: 2 evaluations in a row have not improved the mean reward by more than 0" in said, again
     assert "/1000 ETA" not in said, "the job that is started again only writes the model"
     steps = [json.loads(line)["step"] for line in (root / "checkpoints/run/evaluations.jsonl").read_text().splitlines()]
-    assert steps[:3] == [0, 2, 4] and steps[-1] < 100
+    assert steps[0] == 0 and 3 <= len(steps) < 10, "such short steps outrun evaluations, of which some are skipped"
     assert (root / "model" / "model.safetensors").is_file() and not (root / "output" / "failure").exists()
 
 
