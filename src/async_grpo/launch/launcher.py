@@ -111,7 +111,9 @@ class _Launch:
         self._options, self._run, self._run_id = options, run, run_id
         self._place, self._memory = Place(run.root), MemoryWatch()
         needed = self._needs_workers
-        workers = [_worker(options, run, number, at, needed) for number, at in enumerate(options.worker_devices, 1)]
+        workers = [
+            worker_child(options, run, number, at, needed) for number, at in enumerate(options.worker_devices, 1)
+        ]
         children = [_server(options, run), *workers]
         self._workers = [worker.name for worker in workers]
         self._logs = {child.name: LogTail(child.log, child.name) for child in children}
@@ -219,7 +221,8 @@ def _server(options: LaunchOptions, run: RunDir) -> Child:
     return Child(name=SERVER, command=command, env=env, log=run.server_log, grace_s=options.stop_grace_s)
 
 
-def _worker(options: LaunchOptions, run: RunDir, number: int, device: str, needed: Callable[[], bool]) -> Child:
+def worker_child(options: LaunchOptions, run: RunDir, number: int, device: str, needed: Callable[[], bool]) -> Child:
+    """The process of worker `number`. `needed`: whether it is to be started again when it has ended."""
     worker = WorkerId(number)
     arguments = ["worker", "--config", str(options.config), "--device", device, "--id", str(number)]
     return Child(

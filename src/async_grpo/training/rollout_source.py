@@ -6,6 +6,7 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 from loguru import logger
 
@@ -21,7 +22,6 @@ from async_grpo.telemetry.waiting import Reminder
 from async_grpo.training.job_issuer import JobIssuer
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.schedule import Lookahead, Schedule
-from async_grpo.training.weight_publisher import WeightPublisher
 
 UNIFORM_ROUNDS = 10  # rounds of groups with equal rewards in a row; then train on them anyway
 WAKE_S = 0.5  # a wait on the queue looks at everything else at least this often
@@ -30,6 +30,21 @@ MIN_FAILURES = 8  # in a row that end a run: a whole small batch may fail by cha
 
 class StopTraining(Exception):  # no error: the run was asked to end
     """Raised out of a wait for rollouts when the run was asked to stop."""
+
+
+class Publisher(Protocol):
+    """What the source asks of who publishes the weights, such as `WeightPublisher`."""
+
+    @property
+    def version(self) -> int | None:
+        """The newest version that workers can see, None before the first."""
+
+    @property
+    def held_at(self) -> int | None:
+        """The newest version that they may see for now; None: any."""
+
+    def retry(self) -> None:
+        """Publish what is due, if anything is."""
 
 
 class _Patience:
@@ -64,7 +79,7 @@ class RolloutSource:
         queue: ServerQueue,
         issuer: JobIssuer,
         schedule: Schedule,
-        publisher: WeightPublisher,
+        publisher: Publisher,
         history: ConsumptionRecord,
         metrics: RolloutMetrics,
         should_stop: Callable[[], bool],

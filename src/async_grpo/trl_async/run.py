@@ -1,0 +1,153 @@
+"""The run directory of a training under TRL's trainer, and the worker processes that serve it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from loguru import logger
+
+from async_grpo.errors import AsyncGRPOError, RunDirError, RunFailedError
+from async_grpo.launch.child_log import LogTail
+from async_grpo.launch.launcher import REFUSED, LaunchOptions, worker_child
+from async_grpo.launch.supervisor import MAX_RESTARTS_IN_A_ROW, Child, Supervisor
+from async_grpo.rundir import paths as runs
+from async_grpo.rundir.files import write_json
+from async_grpo.rundir.lifecycle import in_use, prepare
+from async_grpo.rundir.locks import KernelLock, server_alive, server_lock
+from async_grpo.rundir.paths import SERVER, RunDir
+from async_grpo.settings import as_flags
+from async_grpo.setup.generated.sent_function import VARIABLE, in_memory
+from async_grpo.telemetry.activity import ENDING, LOADING, activity
+
+
+class QueueRun:
+    """One run in a run directory, from `begin` to `end`. This process is its server.
+
+    Args:
+        options: what the workers are started with; its `training` is TRL's and not used.
+        config_values: fields of the workers' `GRPOConfig`.
+        payload: the function that they call, where it is in no file.
+    """
+
+    def __init__(self, options: LaunchOptions, config_values: Mapping[str, str], payload: bytes | None = None) -> None:
+        self.dir = RunDir(options.run_dir)
+        self.lock: KernelLock = server_lock(self.dir.root)
+        self.run_id = ""  # once it has begun
+        self._options, self._config_values = options, config_values
+        self._payload, self._sent = payload, -1  # and the descriptor of the memory that holds it
+        self._workers: WorkerProcesses | None = None
+
+    def begin(self) -> None:
+        """Prepare the directory and start the workers, which load while TRL sends its first weights.
+
+        Raises:
+            RunDirError: the directory is in use, or is no run directory.
+        """
+        options = self._options
+        _give_up_the_dead(self.dir)
+        state = prepare(
+            self.dir.root,
+            config=options.config,
+            num_workers=len(options.worker_devices),
+            workers_sharing=options.workers_sharing,
+            generator=options.work.generator,
+            config_values=self._config_values,
+            resolved={_MARK: True, "worker_devices": list(options.worker_devices)},
+        )
+        if not self.lock.try_acquire({"role": "TRL's asynchronous trainer"}):
+            raise RunDirError(in_use(self.dir))
+        self.run_id = state.run_id
+        activity.publish(self.dir.root, SERVER, device=options.master_device, run_id=self.run_id, state=LOADING)
+        children = [
+            worker_child(options, self.dir, number, device, lambda: not self.dir.has_ended())
+            for number, device in enumerate(options.worker_devices, 1)
+        ]
+        if self._payload is not None:
+            self._sent = in_memory(self._payload)
+            place = {VARIABLE: f"/proc/{os.getpid()}/fd/{self._sent}"}
+            children = [replace(child, env={**child.env, **place}) for child in children]
+        if children:
+            self._workers = WorkerProcesses(children)
+        logger.info("the queue is {}. A worker started by hand: {}", self.dir.root, self.command())
+
+    def command(self) -> str:
+        """That starts one more worker, in a terminal of its own."""
+        flags = " ".join(as_flags(self._options.work))
+        return f"async-grpo worker --run-dir {self.dir.root} --device {self._options.master_device} {flags}".rstrip()
+
+    def check(self) -> None:
+        """Raise `RunFailedError` where no worker of ours will serve the run any more."""
+        if self._workers is not None:
+            self._workers.check()
+
+    def end(self, state: str, figures: Mapping[str, Any]) -> None:
+        """Write down how the run ended, and return when its processes are gone."""
+        if not self.run_id:
+            return
+        activity.doing(ENDING)
+        try:
+            write_json(self.dir.summary, {"state": state, "server_pid": os.getpid(), "run_id": self.run_id, **figures})
+            self.dir.update_state(of=self.run_id, state=state)  # workers by hand read it and end
+        finally:
+            if self._workers is not None:
+                self._workers.end()
+            if self._sent >= 0:
+                os.close(self._sent)
+            self.lock.release()
+
+
+_MARK = "trl_async"  # in `run.json`: no process of ours resumes this run
+
+
+def _give_up_the_dead(run: RunDir) -> None:
+    """A run of this kind whose process was killed cannot be continued: let `prepare` move it aside."""
+    with suppress(AsyncGRPOError):  # `prepare` says what is wrong with it
+        old = run.read_state()
+        if old is not None and old.state == runs.RUNNING and _MARK in old.resolved and not server_alive(run.root):
+            run.update_state(of=old.run_id, state=runs.FAILED)
+
+
+class WorkerProcesses:
+    """Workers that a thread starts, watches, and starts again where they are killed.
+
+    The thread lives as long as they do: the kernel ends them when the thread that started them is gone.
+    """
+
+    def __init__(self, children: list[Child]) -> None:
+        self._logs = {child.name: LogTail(child.log, child.name) for child in children}
+        self._supervisor = Supervisor(children, say=lambda said: logger.warning("{}", said))
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._watch, name="rollout-workers", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise `RunFailedError` where a worker rejects its setup, or all have given up."""
+        if self._error is not None:
+            raise RunFailedError(f"The workers could not be started: {self._error}") from self._error
+        exits = dict(self._supervisor.exits)
+        refused = next((name for name, exit in exits.items() if exit.code == REFUSED and exit.starts == 1), "")
+        if refused or len(exits) == len(self._logs):
+            name = refused or next(iter(exits))
+            what = (
+                f"{name} rejected its setup"
+                if refused
+                else f"every worker failed {MAX_RESTARTS_IN_A_ROW + 1} times in a row"
+            )
+            raise RunFailedError(f"{what}. The last words of {self._logs[name].path}:\n{self._logs[name].last_words()}")
+
+    def end(self) -> None:
+        """Ask them to end, and return when they are gone."""
+        self._supervisor.stop()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        try:
+            with self._supervisor as supervisor:
+                supervisor.run_until(lambda exits: False)
+        except Exception as error:  # noqa: BLE001 - a thread has no caller: `check` raises it in the main thread
+            self._error = error
