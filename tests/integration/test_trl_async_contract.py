@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
+import json
 import queue
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,10 +29,12 @@ from trl.experimental.async_grpo import async_rollout_worker as trl_worker
 from trl.trainer.base_config import _BaseConfig
 from trl_contract import moved
 
-from async_grpo.errors import SetupFileError, UsageError
+from async_grpo.errors import PeerDiedError, SetupFileError, UsageError
+from async_grpo.queue import WorkerQueue
 from async_grpo.records import Job, RolloutGroup
+from async_grpo.rundir.reading import read_object
 from async_grpo.trl_async import FileQueueRolloutWorker
-from async_grpo.trl_async.config import NOT_KEPT, SAMPLING
+from async_grpo.trl_async.config import NOT_KEPT, SAMPLING, refuse
 from async_grpo.trl_async.on_cpu import TorchAttention, let_trl_train_without_a_gpu
 from async_grpo.trl_async.rollout_worker import RolloutBuffer, RunWeights
 from async_grpo.trl_async.samples import samples_of
@@ -45,7 +49,7 @@ LOOKED_AT = {  # fields of AsyncGRPOConfig that are the trainer's own, or that o
     *("model_init_kwargs", "dtype", "trust_remote_code", "router_aux_loss_coef", "epsilon", "epsilon_high"),
     *("learning_rate", "logging_steps", "lr_scheduler_type", "ignore_data_skip"),
     *("num_generations", "token_budget", "max_staleness", "weight_sync_steps", "heartbeat_stale_after_s"),
-    *("weight_sync_timeout", "queue_maxsize"),
+    *("weight_sync_timeout", "queue_maxsize", "max_inflight_tasks"),
 }
 
 
@@ -212,11 +216,46 @@ def test_trls_trainer_trains_on_the_rows_and_its_weights_are_published(tmp_path:
 
     transfer.resume = resume  # type: ignore[method-assign]
     trainer.train()
+    refuse(trainer.args)  # what TRL has written into its configuration is not refused the next time
     assert published == [1, 2, 3]
     first, second = (entry for entry in trainer.state.log_history if "loss" in entry)
     assert first["ratio"] == pytest.approx(1, abs=1e-4) and abs(first["kl"]) < 1e-4
     assert abs(second["ratio"] - 1) > 1e-4, "the second batch was fetched before the first step: its weights are older"
     assert first["sample/staleness_max"] == 0 and first["rewards/right"] == 0.5
+
+
+def test_groups_reach_trl_once_and_the_run_says_how_it_ended(tmp_path: Path) -> None:
+    rows = [{"prompt": "ab"}, {"prompt": "cd"}]
+    rollouts = FileQueueRolloutWorker(
+        setup_file(tmp_path), configured(tmp_path), rows, workers=0, run_dir=tmp_path / "run"
+    )
+    for version in (1, 2):
+        if version == 1:
+            rollouts.weights.init_weight_transfer()
+        rollouts.weights.send_weights(iter([("w", torch.full((2,), version))]))
+        rollouts.update_model_version(version)
+        if version == 1:
+            rollouts.start()
+        with closing(WorkerQueue.open(rollouts.run_dir, None, "cpu")) as worker:
+            for claim in worker.claim(2):
+                worker.complete(claim, dataclasses.replace(group(claim.job.seq), job=claim.job))
+            got = [rollouts.rollout_buffer.get() for _ in range(4)]
+        assert [row.group_id for row in got] == [2 * version - 2] * 2 + [2 * version - 1] * 2
+        assert [row.prompt[0]["content"] for row in got] == ["ab", "ab", "cd", "cd"]
+    with pytest.raises(PeerDiedError, match=r"For 0 s .* no worker .* async-grpo worker --run-dir"):
+        rollouts.check_health(0.0)
+    with pytest.raises(UsageError, match="serves one training"):
+        rollouts.weights.init_weight_transfer()
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            rollouts.stop()  # as TRL does
+            rollouts.weights.destroy()
+    summary = read_object(rollouts.run_dir / "summary.json")
+    assert (summary["state"], summary["rollouts"], summary["staleness_max"]) == ("stopped", 8, 1)
+    used = [json.loads(line) for line in (rollouts.run_dir / "consumed.jsonl").read_text().splitlines()[1:]]
+    assert [entry["seqs"] for entry in used] == [[0], [1], [2], [3]]
 
 
 def test_attention_in_torch_is_that_of_each_path() -> None:

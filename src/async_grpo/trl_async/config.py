@@ -30,7 +30,6 @@ NOT_KEPT = {
     "vllm_server_timeout": _OWN_SERVER,
     "request_timeout": _OWN_SERVER,
     "fork_threshold_tokens": "these workers make one training row of a dialogue, so none is ever forked",
-    "max_inflight_tasks": "jobs are issued as far ahead as max_staleness admits",
     "log_completions": "the run directory keeps every completion. See them with `async-grpo rollouts RUN_DIR`",
     "num_completions_to_print": "the run directory keeps every completion. See them with `async-grpo rollouts RUN_DIR`",
 }
@@ -51,6 +50,11 @@ def refuse(args: AsyncGRPOConfig) -> None:
             raise UnsupportedError(
                 f"{name}={getattr(args, name)!r} of AsyncGRPOConfig has no effect here: {why}. Leave it out."
             )
+    if args.max_inflight_tasks not in (-1, _inflight_by_trl(args)):
+        raise UnsupportedError(
+            f"max_inflight_tasks={args.max_inflight_tasks} of AsyncGRPOConfig has no effect here: jobs are issued as "
+            "far ahead as max_staleness admits. Leave it out."
+        )
     late = _updates_within_a_group(args)
     if args.max_staleness < late:
         raise UnsupportedError(
@@ -92,6 +96,11 @@ def schedule_of(args: AsyncGRPOConfig) -> Schedule:
 def last_version(args: AsyncGRPOConfig) -> int | None:
     """The version that samples the last batch; None where the number of steps is not known yet."""
     return FIRST_VERSION + (args.max_steps - 1) // args.weight_sync_steps if args.max_steps > 0 else None
+
+
+def _inflight_by_trl(args: AsyncGRPOConfig) -> int:
+    """What TRL's trainer writes in place of -1, into a configuration that may be used again."""
+    return max(args.max_staleness, 1) * _micro_batch(args) * int(args.gradient_accumulation_steps)
 
 
 def _samples_per_version(args: AsyncGRPOConfig) -> int:

@@ -132,12 +132,13 @@ class FileQueueRolloutWorker:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             state = runs.STOPPED
         rollouts, self._rollouts = self._rollouts, None
+        figures: dict[str, Any] = {}
         with suppress(AsyncGRPOError, OSError) if error is not None else nullcontext():  # the first error is to be told
-            figures: dict[str, Any] = {}
-            if rollouts is not None:
-                rollouts.close()
-                figures = {"steps": rollouts.step, **rollouts.metrics.totals()}
-            self._run.end(state, figures)
+            try:
+                if rollouts is not None:
+                    figures = rollouts.close()
+            finally:
+                self._run.end(state, figures)
 
     def _next_samples(self) -> Iterable[RolloutSample]:
         if self._rollouts is None:

@@ -51,15 +51,15 @@ class Rollouts:
     ) -> None:
         self._args, self._check = args, check
         self.version = FIRST_VERSION  # of TRL's model
-        self.metrics = RolloutMetrics(append)
+        self._metrics = RolloutMetrics(append)
         schedule = schedule_of(args)
         self._history = ConsumptionRecord(
             run.consumption, run_id=run_id, resumed_from=None, max_staleness=args.max_staleness
         )
-        self.queue = ServerQueue.open(run.root, run_id, lock=lock)
-        self._archive = UsedGroups(self.queue, run.root / "done", DEFAULT_LIMIT)
+        self._queue = ServerQueue.open(run.root, run_id, lock=lock)
+        self._archive = UsedGroups(self._queue, run.root / "done", DEFAULT_LIMIT)
         issuer = JobIssuer(
-            self.queue,
+            self._queue,
             rows,
             run_id=run_id,
             seed=args.seed,
@@ -68,12 +68,12 @@ class Rollouts:
             archive=self._archive,
         )
         self._source = RolloutSource(
-            queue=self.queue,
+            queue=self._queue,
             issuer=issuer,
             schedule=schedule,
             publisher=publisher,
             history=self._history,
-            metrics=self.metrics,
+            metrics=self._metrics,
             should_stop=self._look,
         )
         last = last_version(args)
@@ -86,7 +86,7 @@ class Rollouts:
 
     def begin(self) -> None:
         """Issue the first jobs: the first version is published."""
-        self.metrics.training_begins()
+        self._metrics.training_begins()
         self._issue()
 
     def take(self) -> RolloutGroup:
@@ -104,10 +104,12 @@ class Rollouts:
         self._used()
         self._issue()
 
-    def close(self) -> None:
+    def close(self) -> dict[str, Any]:
+        """Stop being the server of the queue; returns the figures of `summary.json`."""
         self._used()
-        self.queue.close()
+        self._queue.close()
         self._history.close()
+        return {"steps": self.step, **self._metrics.totals()}
 
     def _used(self) -> None:
         self._history.used(self.step, self._source.trained())
@@ -117,7 +119,7 @@ class Rollouts:
         activity.progress()
         activity.trains(step=self.step, total_steps=self._args.max_steps, max_staleness=self._args.max_staleness)
         activity.doing(TRAINING, version=self.version)
-        self.metrics.workers_alive(len(self.queue.workers()))
+        self._metrics.workers_alive(len(self._queue.workers()))
         self._source.advance(self.version)
 
     def _look(self) -> bool:
