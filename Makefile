@@ -122,7 +122,7 @@ test-trackers: .venv-trackers/.installed
 test-sagemaker: .venv-sagemaker/.installed
 	.venv-sagemaker/bin/python -m pytest --noconftest -c /dev/null --rootdir . -p no:cacheprovider tests/with_sagemaker
 
-# Environments of others (verifiers) lie beside .venv as well.
+# The packages of others' environments (verifiers, OpenEnv) lie beside .venv as well.
 .venv-envs/.installed: $(VENV)/.installed-test pyproject.toml src/async_grpo/constraints.txt scripts/envs_env.sh
 	scripts/envs_env.sh .venv-envs
 	touch $@

@@ -5,7 +5,8 @@ Rewards for what it is asked are in `async_grpo.rewards.questions`. How tools ru
 `async_grpo.rollout.turns`. `tags` has calls of tools as text, for models whose chat template knows no tools.
 
 `harness` takes an agent that is written against OpenAI's API; `async_grpo.rollout.endpoint` answers it. `verifiers`
-plays the environments of that package, by the `conversations` of a `rollout_func`.
+plays the environments of that package, by the `conversations` of a `rollout_func`; `openenv` makes tools of what a
+server of OpenEnv takes.
 """
 
 from async_grpo.envs.facts import Fact, generated_facts
