@@ -8,42 +8,13 @@ import shutil
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
-from runs import IN_MID_BATCH, ROOT, SETUP, Command, command, finish, gone, read, steps_logged
-from safetensors.torch import load_file
+from runs import IN_MID_BATCH, SETUP, command, gone, read, steps_logged
+from several_ranks import EXAMPLES, ranks, same_training, same_weights
 
 pytestmark = pytest.mark.integration
 
-EXAMPLES = ROOT / "examples" / "accelerate"
 DDP = ("--accelerate-config", str(EXAMPLES / "ddp.yaml"))
-FSDP2 = ("--accelerate-config", str(EXAMPLES / "fsdp2.yaml"))
-SHARDED_SETUP = SETUP.with_name("sharded_model.py")
-TOLERANCE = 1e-5
-COMPARED = ("loss", "grad_norm", "reward", "reward_std", "entropy", "completions/mean_length", "async/staleness_mean")
-
-
-def logged(folder: Path) -> dict[int, dict[str, float]]:
-    """What was logged of each step; of one that was trained again after a resume, the second time.
-
-    Only the first step on a generation batch has its rewards.
-    """
-    entries = map(json.loads, (folder / "worker" / "metrics.jsonl").read_text().splitlines())
-    steps = [entry for entry in entries if "loss" in entry]
-    return {entry["step"]: {name: entry[name] for name in COMPARED if name in entry} for entry in steps}
-
-
-def same_training(two: Path, one: Path, steps: int) -> None:
-    got, expected = logged(two), logged(one)
-    for step in range(1, steps + 1):
-        assert got[step] == pytest.approx(expected[step], abs=TOLERANCE, rel=TOLERANCE), f"step {step}"
-    assert sum(got[step]["grad_norm"] > 0.1 for step in range(1, steps + 1)) > 3, "the comparison must see gradients"
-
-
-def ranks(run: Command) -> list[psutil.Process]:
-    """The trainer's processes of a run, rank 0 first."""
-    found = [(child.environ().get("RANK"), child) for child in run.children() if "RANK" in child.environ()]
-    return [child for _, child in sorted(found, key=lambda pair: pair[0])]
 
 
 def test_two_ranks_train_as_one_process_does_and_one_that_dies_ends_the_run_which_can_be_resumed(
@@ -79,23 +50,7 @@ def test_two_ranks_train_as_one_process_does_and_one_that_dies_ends_the_run_whic
         assert audit.wait() == 0, audit.output
 
     same_training(tmp_path, undisturbed, steps=11)
-    for step in (4, 8):
-        weights, expected = (
-            load_file(folder / "checkpoints" / f"checkpoint-{step}" / "model.safetensors")
-            for folder in (tmp_path, undisturbed)
-        )
-        for name, tensor in weights.items():
-            assert (tensor - expected[name]).abs().max() < TOLERANCE, name
-
-
-@pytest.mark.slow
-def test_two_sharded_ranks_train_an_adapter_as_one_process_does(undisturbed_lora: Path, tmp_path: Path) -> None:
-    options = ("-n", "1", "--deterministic", "--steps", "8", *FSDP2)
-    finish(tmp_path, *options, setup=SHARDED_SETUP, TEST_MODEL="lora")
-    same_training(tmp_path, undisturbed_lora, steps=8)
-    last = tmp_path / "checkpoints" / "checkpoint-8"
-    assert {path.name for path in last.glob("rng_state_*")} == {"rng_state_0.pth", "rng_state_1.pth"}
-    assert read(last / "rollout_state.json")["step"] == 8
+    same_weights(tmp_path, undisturbed, 4, 8)
 
 
 @pytest.mark.slow

@@ -93,19 +93,20 @@ def test_a_sampler_that_does_not_repeat_rows_is_refused(tmp_path: Path) -> None:
 
 def stand_in(**changes: Any) -> Any:
     """What `refuse_unsupported` looks at, of a trainer that needs no such hardware to be built."""
-    values = {"use_vllm": False, "deepspeed": False, "fsdp": None, **changes}
+    values = {"use_vllm": False, "deepspeed": None, "fsdp": None, **changes}
+    fsdp = values.pop("fsdp")
     return SimpleNamespace(
-        args=SimpleNamespace(use_vllm=values["use_vllm"]),
-        is_deepspeed_enabled=values["deepspeed"],
-        is_fsdp_enabled=values["fsdp"] is not None,
-        accelerator=SimpleNamespace(is_fsdp2=values["fsdp"] == 2),
+        args=SimpleNamespace(**values),
+        is_deepspeed_enabled=False,
+        is_fsdp_enabled=fsdp is not None,
+        accelerator=SimpleNamespace(is_fsdp2=fsdp == 2),
     )
 
 
 @pytest.mark.parametrize(
     ("changes", "setting", "way_out"),
     [
-        ({"deepspeed": True}, "DeepSpeed", "Use FSDP2 instead"),
+        ({"deepspeed": "zero3.json"}, "`deepspeed` of the GRPOConfig", "--accelerate-config"),
         ({"fsdp": 1}, "FSDP of version 1", "`fsdp_version: 2`"),
         ({"use_vllm": True}, "use_vllm=True", "give it to the GRPOConfig"),
     ],

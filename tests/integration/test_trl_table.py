@@ -97,9 +97,6 @@ def test_the_drawn_fields_are_drawn(model_folder: str) -> None:
 def test_what_is_refused_is_refused_with_its_sentence(name: str, value: Any, sentence: str, tmp_path: Path) -> None:
     trainer: Any = build_trainer(tmp_path)
     refuse(trainer, TrainingSettings(), None)
-    if name == "deepspeed":
-        trainer.is_deepspeed_enabled = True  # accelerate would look for the package
-    else:
-        setattr(trainer.args, name, value)
+    setattr(trainer.args, name, value)
     with pytest.raises(UnsupportedError, match=sentence):
         refuse(trainer, TrainingSettings(), None)

@@ -104,7 +104,7 @@ def test_a_batch_that_needs_several_ranks_is_built_in_one_worker(tmp_path: Path)
     assert trainer.args.world_size == trainer.accelerator.num_processes == 1, "afterwards as before"
 
 
-@pytest.mark.parametrize("name", ["ddp.yaml", "fsdp2.yaml"])
+@pytest.mark.parametrize("name", ["ddp.yaml", "fsdp2.yaml", "zero3.yaml"])
 def test_the_ranks_of_an_accelerate_configuration(name: str, tmp_path: Path) -> None:
     assert processes_of(ROOT / "examples" / "accelerate" / name) == 2
     (tmp_path / "default.json").write_text('{\n  "num_processes": 4,\n  "gpu_ids": "all"\n}')

@@ -9,6 +9,7 @@ import transformers
 import trl
 
 TRAINING = "async_grpo.training.trl_trainer"
+SHARDING = "async_grpo.training.sharding"
 LOSS = "async_grpo.training.corrections.trl_loss"
 ROLLOUT = "async_grpo.rollout.trl_trainer"
 PROMPTS = "async_grpo.training.prompts"

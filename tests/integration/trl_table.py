@@ -110,7 +110,7 @@ SHOWN_FIELDS: list[tuple[str, str, str]] = [
     ),
     (
         "the trainer may span several processes",
-        I + "test_ranks.py::test_two_sharded_ranks_train_an_adapter_as_one_process_does",
+        I + "test_ranks_fsdp2.py::test_sharded_ranks_train_an_adapter_as_one_process_does",
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
         "local_rank",
     ),
@@ -128,7 +128,7 @@ SHOWN_FIELDS: list[tuple[str, str, str]] = [
 
 # Why it makes no difference, and the fields.
 IRRELEVANT: list[tuple[str, str]] = [
-    ("of DeepSpeed, which is refused", "ds3_gather_for_generation"),
+    ("the workers generate, and TRL's evaluation follows it", "ds3_gather_for_generation"),
     ("a worker's engine shares its memory with no training", "vllm_enable_sleep_mode"),
     (
         "the workers batch with continuous batching of their own; TRL's evaluation follows it",
@@ -164,7 +164,7 @@ IRRELEVANT: list[tuple[str, str]] = [
 REFUSED: list[tuple[str, Any, str]] = [
     ("enable_jit_checkpoint", True, r"enable_jit_checkpoint.*Remove it"),
     ("parallelism_config", object(), r"parallelism_config.*FSDP2"),
-    ("deepspeed", "zero3.json", r"DeepSpeed.*Use FSDP2 instead"),
+    ("deepspeed", "zero3.json", r"deepspeed.*--accelerate-config"),
 ]
 
 SHOWN_ARGUMENTS: list[tuple[str, str, str]] = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.formatting import counted
@@ -18,10 +19,20 @@ _NOT_COMPARED = ("image", "images")  # decoding them takes seconds
 def of_model(model: Any) -> str:
     """`27 tensors, 21,600 numbers, 21,600 of them trained (0123456789ab)`: whether weights and optimizer state fit."""
     parameters = list(model.named_parameters())
-    numbers = sum(parameter.numel() for _, parameter in parameters)
-    trained = sum(parameter.numel() for _, parameter in parameters if parameter.requires_grad)
-    layout = sorted((name, list(parameter.shape), parameter.requires_grad) for name, parameter in parameters)
+    numbers = sum(count(parameter) for _, parameter in parameters)
+    trained = sum(count(parameter) for _, parameter in parameters if parameter.requires_grad)
+    layout = sorted((name, list(whole_shape(parameter)), parameter.requires_grad) for name, parameter in parameters)
     return f"{counted(len(parameters), 'tensor')}, {numbers:,} numbers, {trained:,} of them trained ({_digest(layout)})"
+
+
+def whole_shape(parameter: Any) -> tuple[int, ...]:
+    """Its shape on no rank in particular: DeepSpeed's ZeRO-3 leaves each rank an empty parameter that knows it."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def count(parameter: Any) -> int:
+    """The numbers in a parameter, over all ranks."""
+    return math.prod(whole_shape(parameter))
 
 
 def of_data(trainer: GRPOTrainer) -> str:

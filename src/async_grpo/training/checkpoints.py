@@ -24,7 +24,6 @@ import torch
 from loguru import logger
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
 
 from async_grpo.archive import checkpoint_folders, output_dir
 from async_grpo.archive.rollout_state import RolloutState
@@ -37,6 +36,7 @@ from async_grpo.rundir.shape import shaped
 from async_grpo.settings import ArchiveLimit
 from async_grpo.setup import fingerprints
 from async_grpo.setup.trl_compat import is_adapter
+from async_grpo.training.sharding import check_layout, layout_of
 
 if TYPE_CHECKING:
     from transformers import TrainerState
@@ -77,15 +77,21 @@ def resume(trainer: GRPOTrainer, run: RunDir, state: RunState, start_ranks: Call
         return None
     checkpoint, used = found
     refuse_another_model(trainer, state, checkpoint)
-    logger.info("resuming from {}", checkpoint)
-    if not used.passes_done:
-        return Resumed(path=checkpoint, state=used, batch=None)
     try:
-        check_ranks(checkpoint, trainer.args.world_size)
+        check_ranks_fit(trainer, checkpoint, in_mid_batch=used.passes_done > 0)
     except UnsupportedError:
         start_ranks(checkpoint)
         raise
-    return Resumed(path=checkpoint, state=used, batch=load_batch(checkpoint, trainer.accelerator.device))
+    logger.info("resuming from {}", checkpoint)
+    batch = load_batch(checkpoint, trainer.accelerator.device) if used.passes_done else None
+    return Resumed(path=checkpoint, state=used, batch=batch)
+
+
+def check_ranks_fit(trainer: GRPOTrainer, checkpoint: Path, *, in_mid_batch: bool) -> None:
+    """Raise `UnsupportedError` unless the ranks of this trainer can continue from what others have written."""
+    check_layout(checkpoint, layout_of(trainer))
+    if in_mid_batch:
+        check_ranks(checkpoint, trainer.args.world_size)
 
 
 def refuse_another_model(trainer: GRPOTrainer, state: RunState, checkpoint: Path) -> None:
@@ -159,11 +165,16 @@ class CheckpointFolder:
             checkpoint_folders.keep_only(self.path, self._run_id, best)
 
 
-def bytes_needed(model: nn.Module) -> int:
-    """About how large a checkpoint is: the weights that it saves, and two moments of each that trains."""
-    trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    return (trained if is_adapter(model) else whole) + 2 * trained + 1_000_000
+def bytes_needed(trainer: GRPOTrainer) -> int:
+    """About how large a checkpoint is: the weights that it saves, and two moments of each that trains.
+
+    DeepSpeed writes the weights that train again, beside their moments.
+    """
+    parameters = list(trainer.model.parameters())
+    trained = sum(fingerprints.count(p) * p.element_size() for p in parameters if p.requires_grad)
+    whole = sum(fingerprints.count(p) * p.element_size() for p in parameters)
+    copies = 3 if trainer.is_deepspeed_enabled else 2
+    return (trained if is_adapter(trainer.model) else whole) + copies * trained + 1_000_000
 
 
 class UsedGroups:

@@ -22,14 +22,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from async_grpo.errors import PeerDiedError
 from async_grpo.queue.codec import decode_group, encode_group
@@ -44,9 +41,10 @@ from async_grpo.training.corrections.checks import check
 from async_grpo.training.corrections.rule import rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.rollout_source import StopTraining
+from async_grpo.training.sharding import sharding_of
 from async_grpo.training.trl_trainer import TrainingEvents
 from async_grpo.training.weight_publisher import slots_for
-from async_grpo_ipc import Blueprint, WeightExporter
+from async_grpo_ipc import WeightExporter
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -177,7 +175,7 @@ class Leader:
     def gather(self, into: Mapping[str, torch.Tensor]) -> None:
         """Fill `into` with parameters that are sharded over the ranks."""
         self._send(Message.GATHER, json.dumps(list(into)).encode())
-        gather(self._trainer.model, into.keys(), self._trainer.accelerator.device, into)
+        give_shards(self._trainer, into.keys(), into)
 
     def hand_out(self, groups: Sequence[RolloutGroup]) -> None:
         """Send one generation batch, a message a group: the bytes of its file."""
@@ -225,9 +223,11 @@ class Follower(TrainingEvents):
         """Train as long as rank 0 does."""
         paths = [path and Path(path) for path in json.loads(self._until(Message.START))]
         checkpoint, output_dir, self._staging = paths
-        if checkpoint is not None and checkpoints.batch_file(checkpoint).exists():
-            checkpoints.check_ranks(checkpoint, self._trainer.args.world_size)
-            self._batch = checkpoints.load_batch(checkpoint, self._trainer.accelerator.device, self._ranks.rank)
+        if checkpoint is not None:
+            in_mid_batch = checkpoints.batch_file(checkpoint).exists()
+            checkpoints.check_ranks_fit(self._trainer, checkpoint, in_mid_batch=in_mid_batch)
+            if in_mid_batch:
+                self._batch = checkpoints.load_batch(checkpoint, self._trainer.accelerator.device, self._ranks.rank)
         self._trainer.args.output_dir = str(output_dir)
         trl_trainer.fit(self._trainer, resume_from=checkpoint)
 
@@ -264,45 +264,7 @@ class Follower(TrainingEvents):
             if message is Message.WAIT:
                 continue
             assert message is Message.GATHER, f"rank 0 sent {message.name}, expected {awaited.name}"
-            names: Collection[str] = set(json.loads(payload))
-            gather(self._trainer.model, names, self._trainer.accelerator.device)
-
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # activation checkpointing and torch.compile rename
-
-
-def gather(
-    model: nn.Module, names: Collection[str], device: torch.device, into: Mapping[str, Tensor] | None = None
-) -> None:
-    """Gather the named parameters; every rank calls it with the same names.
-
-    Besides its shards, no rank holds more than one whole parameter at a time.
-
-    Args:
-        names: as before the model was sharded.
-        device: where the ranks communicate; shards that are kept on the CPU go there for it.
-        into: where rank 0 copies each whole parameter to; None on the other ranks.
-    """
-    _reshard(model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            original = _original_name(name)
-            if original in names:
-                whole = _whole(parameter, device)
-                if into is not None:
-                    into[original].copy_(whole)
-
-
-def _whole(parameter: Tensor, device: torch.device) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return parameter
-    shards: DTensor = parameter.to(device)  # type: ignore[assignment]  # which torch types as a plain tensor
-    return shards.full_tensor()
-
-
-def is_sharded(trainer: Any) -> bool:
-    """Whether training will shard this trainer's model over the ranks."""
-    return bool(trainer.is_fsdp_enabled)
+            give_shards(self._trainer, set(json.loads(payload)))
 
 
 def exporter_of(
@@ -313,25 +275,19 @@ def exporter_of(
     sharing = state.workers_sharing if state.num_workers else None
     slots = slots_for(model, max_staleness=settings.max_staleness, sharing=sharing, recorded=settings.delta_every > 0)
     dtype = torch.bfloat16 if settings.publish_dtype == "bf16" else None
-    if not is_sharded(trainer):
+    if (sharding := sharding_of(trainer)) is None:
         return lambda: WeightExporter.from_model(
             model, run.weights_handle, slots=slots, way=settings.weights, share_frozen=True, dtype=dtype
         )
-    blueprint = Blueprint.of_model(model)
+    blueprint = sharding.blueprint(model)
     device = trainer.accelerator.device
     return lambda: WeightExporter.from_blueprint(
         blueprint, leader.gather, run.weights_handle, device=device, slots=slots, way=settings.weights
     )
 
 
-def _reshard(model: nn.Module) -> None:
-    """A forward pass without a backward pass leaves some modules whole, in the precision of the computation."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def _original_name(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+def give_shards(trainer: GRPOTrainer, names: Collection[str], into: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Give this rank's shards of the named parameters to all; rank 0 copies the whole ones into `into`."""
+    sharding = sharding_of(trainer)
+    assert sharding is not None, "rank 0 gathers sharded weights only"
+    sharding.gather(trainer.model, names, trainer.accelerator.device, into)

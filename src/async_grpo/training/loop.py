@@ -49,13 +49,14 @@ from async_grpo.training.checkpoints import CheckpointFolder, Resumed, UsedGroup
 from async_grpo.training.corrections.checks import check, describe, describe_dropout
 from async_grpo.training.corrections.rule import Rule, rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
-from async_grpo.training.distributed import Leader, Ranks, exporter_of, is_sharded
+from async_grpo.training.distributed import Leader, Ranks, exporter_of
 from async_grpo.training.job_issuer import JobIssuer
 from async_grpo.training.prompts import evaluation_problems, prompt_rows
 from async_grpo.training.reporting import hyperparameters, report
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource, StopTraining
 from async_grpo.training.schedule import Schedule
+from async_grpo.training.sharding import sharding_of
 from async_grpo.training.trl_trainer import TrainingEvents
 from async_grpo.training.weight_publisher import WeightPublisher
 
@@ -218,7 +219,7 @@ class AsyncTraining(TrainingEvents):
     def before_checkpoint(self) -> Path:
         activity.doing(SAVING)
         checkpoint_folders.start_saving(self._folder.staging)
-        needed, folder = checkpoints.bytes_needed(self._trainer.model), self._folder.staging
+        needed, folder = checkpoints.bytes_needed(self._trainer), self._folder.staging
         make_room, should_stop = self._archive.make_room, self._leader.should_stop
         room.wait_for_room(folder, needed, make_room=make_room, should_stop=should_stop)
         room.write_with_room(self._history.sync, make_room=make_room, should_stop=should_stop)
@@ -337,7 +338,7 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     if settings.deterministic and settings.filter_zero_variance:
         raise UsageError("--filter-zero-variance depends on which worker is faster, so it excludes --deterministic.")
     settings.check()
-    if settings.publish_dtype is not None and is_sharded(trainer):
+    if settings.publish_dtype is not None and sharding_of(trainer) is not None:
         raise UnsupportedError(
             "--publish-dtype is not possible with a trainer that is sharded over several GPUs: its weights are "
             "published as they are gathered. Leave it out, or load the model in bf16."

@@ -18,6 +18,7 @@ from transformers.integrations import TensorBoardCallback
 
 from async_grpo.redaction import MASK, Redactor, is_secret
 from async_grpo.settings import TrainingSettings
+from async_grpo.setup.fingerprints import count
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training.trl_trainer import latest_metrics
 
@@ -104,8 +105,8 @@ def hyperparameters(trainer: GRPOTrainer, settings: TrainingSettings) -> dict[st
     model = trainer.model
     return {
         "model": _redact(str(getattr(model.config, "_name_or_path", "") or type(model).__name__)),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "parameters": sum(count(p) for p in model.parameters()),
+        "trainable_parameters": sum(count(p) for p in model.parameters() if p.requires_grad),
         "reward_functions": list(trainer.reward_func_names),
         "reward_weights": [float(f"{float(weight):.6g}") for weight in trainer.reward_weights],
         "scale_rewards": str(trainer.scale_rewards),

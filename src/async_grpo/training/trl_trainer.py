@@ -29,6 +29,7 @@ from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.corrections.trl_loss import CorrectedLoss, correction_of
 from async_grpo.training.rollout_metrics import logged_by_workers, longer_half, masks_of, turn_rewards
 from async_grpo.training.rollout_source import StopTraining
+from async_grpo.training.sharding import read_without_pickle, refuse_unknown_sharding
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -287,6 +288,8 @@ def fit(trainer: GRPOTrainer, resume_from: Path | None) -> bool:
     # transformers deletes no checkpoint: its rotation takes those of other runs, and a user's own, with it.
     limit, trainer.args.save_total_limit = trainer.args.save_total_limit, None
     trainer._resumed_from = resume_from
+    if trainer.is_deepspeed_enabled:
+        read_without_pickle()
     try:
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     except _AllStepsDone:
@@ -303,16 +306,7 @@ def fit(trainer: GRPOTrainer, resume_from: Path | None) -> bool:
 
 def refuse_unsupported(trainer: GRPOTrainer) -> None:
     """Raise `UnsupportedError`, with the way out, for what cannot run distributed yet."""
-    if trainer.is_deepspeed_enabled:
-        raise UnsupportedError(
-            "DeepSpeed cannot run distributed yet. Use FSDP2 instead, which shards weights as ZeRO-3 does: "
-            "examples/accelerate/fsdp2.yaml."
-        )
-    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
-        raise UnsupportedError(
-            "FSDP of version 1 cannot run distributed: its weights have no names of their own to publish. Set "
-            "`fsdp_version: 2` in the accelerate configuration or in `fsdp_config`."
-        )
+    refuse_unknown_sharding(trainer)
     refuse_late_vllm(trainer)
     if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
         raise UnsupportedError(

@@ -10,6 +10,7 @@ from loguru import logger
 
 from async_grpo.errors import WeightsError
 from async_grpo.formatting import for_people
+from async_grpo.setup.fingerprints import count
 from async_grpo_ipc import IPCError, WeightExporter
 from async_grpo_ipc.control import MAX_SLOTS
 
@@ -31,12 +32,11 @@ def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None, reco
     large model gets no slot for this: a version that waits for one costs freshness, and memory may be short.
 
     Args:
-        model: not sharded yet.
         sharing: workers on the server's device; None: unknown.
         recorded: versions are copied into a chain of deltas, which is one reader more.
     """
     held = max_staleness if sharing is None else min(sharing, max_staleness)
-    slot_bytes = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    slot_bytes = sum(count(p) * p.element_size() for p in model.parameters() if p.requires_grad)
     extra = min(held - 1, EXTRA_BYTES // max(1, slot_bytes))
     return min(MIN_SLOTS + max(0, extra) + recorded, MAX_SLOTS)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from async_grpo.cli import main as cli_main
+from async_grpo.cli.compute import train
 from async_grpo.errors import UsageError
 from async_grpo.launch import accelerate_entry
 
@@ -64,9 +65,10 @@ def test_more_gpus_than_are_visible_are_refused() -> None:
         ("distributed_type: FSDP\n# not DEEPSPEED\n", False),
     ],
 )
-def test_a_configuration_of_deepspeed_is_refused_at_the_start(
-    text: str, asked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_configuration_of_deepspeed_is_refused_where_deepspeed_is_not_installed(
+    text: str, asked: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(train, "find_spec", lambda name: None)
     config, setup = tmp_path / "zero3.yaml", tmp_path / "setup.py"
     config.write_text(text)
     setup.write_text("get_trainer = None\n")
@@ -74,4 +76,4 @@ def test_a_configuration_of_deepspeed_is_refused_at_the_start(
     if asked:
         given = ["train", str(setup), "--master-device-id", "cpu", "--accelerate-config", str(config), "--dry-run"]
         assert cli_main(given) == 2
-        assert "asks for DeepSpeed, which cannot run distributed yet" in capsys.readouterr().err
+        assert "asks for DeepSpeed, which is not installed here" in capsys.readouterr().err

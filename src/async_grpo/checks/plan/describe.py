@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
@@ -10,7 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from async_grpo.checks import probe
 from async_grpo.checks.plan.facts import Parameters, Question, Shape, TrainerFacts
-from async_grpo.errors import AsyncGRPOError
+from async_grpo.errors import AsyncGRPOError, UsageError
+from async_grpo.launch.accelerate_entry import uses_deepspeed
 from async_grpo.redaction import Redactor
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
@@ -102,7 +105,21 @@ def _count_processes(accelerate_config: Path) -> int:
     processes = int(config.num_processes)
     TrainingArguments.world_size = property(lambda self: processes)
     kind = str(getattr(config.distributed_type, "value", config.distributed_type))
-    return processes if kind == "FSDP" else 1
+    return processes if kind == "FSDP" or (kind == "DEEPSPEED" and _zero_stage(config.deepspeed_config) == 3) else 1
+
+
+def _zero_stage(settings: Mapping[str, Any]) -> int:
+    """DeepSpeed's stage, which an accelerate configuration has itself or in the file that it names."""
+    file = settings.get("deepspeed_config_file")
+    if file is None:
+        return int(settings.get("zero_stage", 2))
+    try:
+        return int(json.loads(Path(file).read_text(encoding="utf-8"))["zero_optimization"]["stage"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise UsageError(
+            f"{file}, the deepspeed_config_file of the accelerate configuration, names no stage of ZeRO: {error!r}. "
+            'It must be a file of JSON with {"zero_optimization": {"stage": 3}}; a relative path counts from here.'
+        ) from error
 
 
 def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | None = None) -> TrainerFacts:
@@ -225,6 +242,7 @@ def _checkpoints(trainer: GRPOTrainer, question: Question) -> dict[str, str]:
     from async_grpo.archive import output_dir
     from async_grpo.rundir.paths import RunDir
     from async_grpo.training.checkpoints import check_ranks, refuse_another_model
+    from async_grpo.training.sharding import DEEPSPEED, Layout, check_layout
 
     assert question.run_dir is not None
     setting, state = trainer.args.output_dir, None
@@ -235,6 +253,8 @@ def _checkpoints(trainer: GRPOTrainer, question: Question) -> dict[str, str]:
         refuse_another_model(trainer, state, found.path)
     if found and found.state.passes_done:
         check_ranks(found.path, trainer.args.world_size)
+    if found and question.accelerate_config and uses_deepspeed(question.accelerate_config):
+        check_layout(found.path, Layout(DEEPSPEED, trainer.args.world_size))
     place, run_id = output_dir.absolute(setting, state, question.run_dir), state.run_id if state is not None else ""
     output_dir.refuse_another_runs(place, run_id, question.run_dir)
     return {

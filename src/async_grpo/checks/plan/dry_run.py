@@ -253,7 +253,7 @@ def _ranks_note(facts: TrainerFacts) -> Iterator[tuple[str, str]]:
     if facts.batch.processes > 1:
         yield (
             "",
-            f"the server's memory is that of a process with the whole model: with FSDP each of the "
+            "the server's memory is that of a process with the whole model: with FSDP or ZeRO-3 each of the "
             f"{facts.batch.processes} has about its share of weights, gradients and optimizer",
         )
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from async_grpo.cli import options
@@ -219,11 +220,11 @@ def _check_accelerate_config(args: argparse.Namespace) -> None:
         raise UsageError(
             f"There is no accelerate configuration {args.accelerate_config}. examples/accelerate/ has some."
         )
-    if uses_deepspeed(args.accelerate_config):
+    if uses_deepspeed(args.accelerate_config) and find_spec("deepspeed") is None:
         raise UsageError(
-            f"{args.accelerate_config} asks for DeepSpeed, which cannot run distributed yet: its weights are not "
-            "gathered to be published. FSDP2 shards weights, gradients and optimizer state as ZeRO-3 does: "
-            "--accelerate-config examples/accelerate/fsdp2.yaml."
+            f"{args.accelerate_config} asks for DeepSpeed, which is not installed here: pip install "
+            "'async-grpo[deepspeed]' (it is built from its sources). Without it, FSDP2 shards weights, gradients and "
+            "optimizer state as ZeRO-3 does: --accelerate-config examples/accelerate/fsdp2.yaml."
         )
     if options.device(args.master_device_id) != CPU and args.worker_device_ids is None:
         raise UsageError(

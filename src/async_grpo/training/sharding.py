@@ -1,0 +1,197 @@
+"""Weights that no rank has whole: a class for each way of sharding them, and the checkpoints that each can resume.
+
+DeepSpeed's stages 1 and 2 shard gradients and optimizer state only: every rank has the whole model, as under DDP.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.formatting import counted
+from async_grpo.setup.fingerprints import whole_shape
+from async_grpo_ipc import Blueprint
+
+DEEPSPEED, FSDP = "DeepSpeed", "FSDP"
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # activation checkpointing and torch.compile rename
+
+
+class Sharding(ABC):
+    """How a model's parameters lie on the ranks."""
+
+    def blueprint(self, model: nn.Module) -> Blueprint:
+        """What the model has. Call it before training: a trainer shards, moves and casts the model then."""
+        return Blueprint.of_model(model)
+
+    def gather(
+        self, model: nn.Module, names: Collection[str], device: torch.device, into: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Gather the named parameters; every rank calls it with the same names.
+
+        Besides its shards, no rank holds more than one whole parameter at a time.
+
+        Args:
+            names: as before the model was sharded.
+            device: where the ranks communicate; shards that are kept on the CPU go there for it.
+            into: where rank 0 copies each whole parameter to; None on the other ranks.
+        """
+        self._prepare(model)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                original = _original_name(name)
+                if original not in names:
+                    continue
+                with self._whole(parameter, device) as whole:
+                    if into is not None:
+                        into[original].copy_(whole)
+
+    @abstractmethod
+    def _prepare(self, model: nn.Module) -> None: ...
+
+    @abstractmethod
+    @contextmanager
+    def _whole(self, parameter: Tensor, device: torch.device) -> Iterator[Tensor]:
+        """The whole parameter, inside this block. All ranks enter it for the same parameter."""
+        yield parameter
+
+
+class Fsdp2(Sharding):
+    """`fully_shard` of torch: the parameters are `DTensor`s."""
+
+    def _prepare(self, model: nn.Module) -> None:
+        """A forward pass without a backward pass leaves some modules whole, in the precision of the computation."""
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    @contextmanager
+    def _whole(self, parameter: Tensor, device: torch.device) -> Iterator[Tensor]:
+        if not isinstance(parameter, DTensor):
+            yield parameter
+            return
+        shards: DTensor = parameter.to(device)  # type: ignore[assignment]  # which torch types as a plain tensor
+        yield shards.full_tensor()
+
+
+class Zero3(Sharding):
+    """Stage 3 of DeepSpeed's ZeRO: the parameters are empty, and their shards lie beside them.
+
+    `from_pretrained` shards them already, so a setup file may give a trainer that never had them whole.
+    """
+
+    def blueprint(self, model: nn.Module) -> Blueprint:
+        def whole(taken: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            shapes = {name: whole_shape(model.get_parameter(name)) for name in taken}
+            return {name: torch.empty(shapes[name], dtype=taken[name].dtype, device="meta") for name in taken}
+
+        found = Blueprint.of_model(model)
+        return replace(found, changing=whole(found.changing), static=whole(found.static))
+
+    def _prepare(self, model: nn.Module) -> None: ...
+
+    @contextmanager
+    def _whole(self, parameter: Tensor, device: torch.device) -> Iterator[Tensor]:
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters, ZeroParamStatus
+
+        # Small ones are whole at all times, and stay so: DeepSpeed gathers them after each optimizer step.
+        is_whole = getattr(parameter, "ds_status", ZeroParamStatus.AVAILABLE) is ZeroParamStatus.AVAILABLE
+        with GatheredParameters([parameter], enabled=not is_whole):
+            yield parameter.detach()
+
+
+def sharding_of(trainer: Any) -> Sharding | None:
+    """How training shards this trainer's model over the ranks; None where each has the whole."""
+    if trainer.is_fsdp_enabled:
+        return Fsdp2()
+    return Zero3() if zero_stage(trainer) == 3 else None
+
+
+def zero_stage(trainer: Any) -> int | None:
+    """DeepSpeed's stage of this trainer, None without DeepSpeed."""
+    return int(trainer.accelerator.state.deepspeed_plugin.zero_stage) if trainer.is_deepspeed_enabled else None
+
+
+def read_without_pickle() -> None:
+    """DeepSpeed reads its checkpoints with torch's unrestricted unpickler; from now on with the restricted one."""
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+    from deepspeed.runtime.fp16 import loss_scaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    torch.serialization.add_safe_globals([ZeroStageEnum, loss_scaler.LossScaler, loss_scaler.DynamicLossScaler])
+
+    def load(self: Any, path: str, map_location: Any = None) -> Any:
+        return torch.load(path, map_location=map_location, weights_only=True)
+
+    TorchCheckpointEngine.load = load
+
+
+def refuse_unknown_sharding(trainer: Any) -> None:
+    """Raise `UnsupportedError`, with the way out, for a sharding whose weights cannot be published."""
+    if trainer.args.deepspeed:
+        raise UnsupportedError(
+            "`deepspeed` of the GRPOConfig cannot be used: workers build the same trainer in one process, without "
+            "DeepSpeed. Remove it there, and name its file as `deepspeed_config_file` in an accelerate configuration: "
+            "--accelerate-config examples/accelerate/zero3.yaml is one."
+        )
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        raise UnsupportedError(
+            "FSDP of version 1 cannot run distributed: its weights have no names of their own to publish. Set "
+            "`fsdp_version: 2` in the accelerate configuration or in `fsdp_config`."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the files of a checkpoint are divided among ranks."""
+
+    kind: str  # DEEPSPEED, FSDP or "": one set of files
+    ranks: int | None = None  # that it fits; None: any number
+
+    def __str__(self) -> str:
+        over = f" over {counted(self.ranks, 'rank')}" if self.ranks else ""
+        return f"with {self.kind}{over}" if self.kind else "without FSDP or DeepSpeed"
+
+
+def layout_of(trainer: Any) -> Layout:
+    """Of the checkpoints that this trainer writes."""
+    if trainer.is_deepspeed_enabled:
+        return Layout(DEEPSPEED, int(trainer.args.world_size))
+    return Layout(FSDP if trainer.is_fsdp_enabled else "")
+
+
+def check_layout(checkpoint: Path, needed: Layout) -> None:
+    """Raise `UnsupportedError` unless a trainer that needs `needed` can continue from `checkpoint`.
+
+    FSDP2 divides a checkpoint anew for another number of ranks. DeepSpeed does not.
+    """
+    found = _layout_of_files(checkpoint)
+    if found == needed:
+        return
+    ranks = f" of num_processes: {found.ranks}" if found.ranks else ""
+    raise UnsupportedError(
+        f"{checkpoint} was written by a trainer {found}, and this one trains {needed}, which cannot read its optimizer "
+        f"state. Resume with the accelerate configuration{ranks} that the run was begun with (without one: "
+        "--accelerate-config none)."
+    )
+
+
+def _layout_of_files(checkpoint: Path) -> Layout:
+    if shards := len(list(checkpoint.glob("global_step*/*_optim_states.pt"))):
+        return Layout(DEEPSPEED, shards)
+    return Layout(FSDP if any(checkpoint.glob("pytorch_model_fsdp*")) else "")
+
+
+def _original_name(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name

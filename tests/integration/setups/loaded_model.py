@@ -1,0 +1,32 @@
+"""A setup file for tests: `random_model.py`, but TRL loads the model from a folder, with its head tied to its embedding.
+
+Under DeepSpeed's stage 3 that shards it at once.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import random_model
+from transformers import Qwen3ForCausalLM
+from trl import GRPOTrainer
+
+
+class Loaded(GRPOTrainer):
+    """Writes the model that it is given into a folder of this process, and is built from the folder."""
+
+    def __init__(self, *, model: Qwen3ForCausalLM, **given: Any) -> None:
+        folder = Path(f"model-{os.getpid()}").absolute()
+        model.config.tie_word_embeddings = True
+        tied = Qwen3ForCausalLM(model.config)
+        tied.model.load_state_dict(model.model.state_dict())
+        tied.save_pretrained(folder)
+        super().__init__(model=str(folder), **given)
+
+
+def get_trainer() -> GRPOTrainer:
+    random_model.GRPOTrainer = Loaded
+    trainer = random_model.get_trainer()
+    sharded_at_once = hasattr(next(trainer.model.parameters()), "ds_shape")
+    assert sharded_at_once == (os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3")
+    return trainer

@@ -1,0 +1,118 @@
+"""A trainer that DeepSpeed shards over several ranks, on the CPU with gloo: it trains as one process does.
+
+`make test-zero3` makes an environment with DeepSpeed, and runs these tests there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from runs import IN_MID_BATCH, SETUP, command, finish, gone, read, steps_logged
+from several_ranks import EXAMPLES, config_of, ranks, same_training, same_weights
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed here: `make test-zero3`"),
+]
+
+ZERO3 = ("--accelerate-config", str(EXAMPLES / "zero3.yaml"))
+LOADED_SETUP = SETUP.with_name("loaded_model.py")
+
+
+@pytest.fixture(autouse=True)
+def the_extension_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed compiles one on a CPU, with a lock that a killed process leaves; `deepspeed_env.sh` has compiled it."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "extensions"))
+    monkeypatch.setenv("PATH", f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}")  # ninja
+
+
+def test_two_ranks_train_as_one_process_does_and_one_that_dies_ends_the_run_which_can_be_resumed(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    """Checkpoint 8 is in the middle of a generation batch, of which each rank has its share."""
+    arguments = ["train", str(SETUP), "-n", "1", "--deterministic", "--steps", "100000", *ZERO3]
+    env = {"TEST_GRPO": json.dumps(IN_MID_BATCH)}
+    run_dir = tmp_path / "worker"
+    with command(*arguments, cwd=tmp_path, **env) as run:
+        run.wait_until(lambda: (tmp_path / "checkpoints/checkpoint-8/rollout_state.json").exists(), "a checkpoint")
+        everybody = run.children()
+        ranks(run)[1].kill()
+        assert run.wait() != 0, run.output
+    assert "Rank 1 of the trainer" in run.output
+    assert "Start again with --resume" in run.output
+    assert read(run_dir / "run.json")["state"] == "failed"
+    assert gone(everybody)
+
+    step = max(steps_logged(run_dir))
+    with command(*arguments, "--resume", cwd=tmp_path, **env) as run:
+        run.wait_until(lambda: max(steps_logged(run_dir)) > step + 2, "steps after the resume")
+        everybody = run.children()
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.wait() == 0, run.output
+    assert read(run_dir / "run.json")["state"] == "stopped"
+    assert gone(everybody)
+    last = max(steps_logged(run_dir))
+    checkpoint = tmp_path / "checkpoints" / f"checkpoint-{last}"
+    assert read(checkpoint / "rollout_state.json")["step"] == last
+    assert len(list(checkpoint.glob("global_step*/*_optim_states.pt"))) == 2
+    with command("audit", str(run_dir), cwd=tmp_path) as audit:
+        assert audit.wait() == 0, audit.output
+    same_training(tmp_path, undisturbed, steps=11)
+    same_weights(tmp_path, undisturbed, 4, 8)
+    another_number_of_ranks_and_another_kind_are_refused(arguments, tmp_path, env)
+
+
+def another_number_of_ranks_and_another_kind_are_refused(
+    arguments: list[str], folder: Path, env: dict[str, str]
+) -> None:
+    """DeepSpeed cannot divide optimizer state anew, and without it the state would be left out in silence."""
+    for checkpoint in (folder / "checkpoints").glob("checkpoint-*"):
+        for share in checkpoint.glob("rollout_batch*"):  # as at the end of a batch, whose shares are checked first
+            share.unlink()
+        state = read(checkpoint / "rollout_state.json")
+        (checkpoint / "rollout_state.json").write_text(json.dumps({**state, "passes_done": 0}))
+    four = ("--accelerate-config", str(config_of("zero3.yaml", 4, folder)))
+    sentence = "was written by a trainer with DeepSpeed over 2 ranks, and this one trains {}"
+    for options, needed in (
+        (four, "with DeepSpeed over 4 ranks"),
+        ((*four, "--dry-run"), "with DeepSpeed over 4 ranks"),
+        (("--accelerate-config", str(EXAMPLES / "ddp.yaml")), "without FSDP or DeepSpeed"),
+    ):
+        with command(*arguments, "--resume", *options, cwd=folder, **env) as run:
+            assert run.wait() == 2, run.output
+        assert sentence.format(needed) in run.output
+
+
+def test_two_ranks_train_an_adapter_as_one_process_does(undisturbed_lora: Path, tmp_path: Path) -> None:
+    options = ("-n", "1", "--deterministic", "--steps", "8", *ZERO3)
+    finish(tmp_path, *options, TEST_MODEL="lora")
+    same_training(tmp_path, undisturbed_lora, steps=8)
+    same_weights(tmp_path, undisturbed_lora, 4, 8, file="adapter_model.safetensors")
+    last = tmp_path / "checkpoints" / "checkpoint-8"
+    assert not (last / "model.safetensors").exists()
+    assert read(last / "rollout_state.json")["step"] == 8
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_that_is_loaded_with_a_tied_head(stage: int, tmp_path: Path) -> None:
+    """`from_pretrained` shards it at once at stage 3: no rank ever has it whole. Stage 2 leaves each rank the whole."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    config = tmp_path / "zero.yaml"
+    config.write_text((EXAMPLES / "zero3.yaml").read_text().replace("zero_stage: 3", f"zero_stage: {stage}"))
+    env = {"TEST_GRPO": json.dumps({"gradient_accumulation_steps": 2, "beta": 0.1})}
+    options = ("-n", "1", "--deterministic", "--steps", "8")
+    for folder, more in ((one, ()), (two, ("--accelerate-config", str(config)))):
+        folder.mkdir()
+        finish(folder, *options, *more, setup=LOADED_SETUP, **env)
+    same_training(two, one, steps=8)
+    same_weights(two, one, 4, 8)
+    described = [read(folder / "worker" / "run.json")["model"] for folder in (one, two)]
+    assert described[0] == described[1], "as of whole parameters"

@@ -1,0 +1,91 @@
+"""Sharded weights: what a parameter counts as that no rank has whole, and which checkpoints fit which ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.setup import fingerprints
+from async_grpo.training.checkpoints import bytes_needed
+from async_grpo.training.sharding import DEEPSPEED, FSDP, Layout, Zero3, check_layout
+from async_grpo.training.weight_publisher import slots_for
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+
+def emptied(model: nn.Module) -> nn.Module:
+    """As ZeRO-3 leaves a model on each rank: parameters without numbers, that know their shape."""
+    for parameter in model.parameters():
+        vars(parameter)["ds_shape"] = parameter.shape
+        parameter.data = torch.empty(0)
+    return model
+
+
+def test_a_model_that_zero3_sharded_counts_as_the_whole_one() -> None:
+    whole, sharded = Tied(), emptied(Tied())
+    assert fingerprints.of_model(sharded) == fingerprints.of_model(whole)
+    assert slots_for(sharded, max_staleness=40, sharing=40) == slots_for(whole, max_staleness=40, sharing=40)
+    without, deepspeed = (
+        bytes_needed(SimpleNamespace(model=model, is_deepspeed_enabled=model is sharded)) for model in (whole, sharded)
+    )
+    assert deepspeed - without == 4 * 50 * 8, "the weights that train, once more"
+
+
+def test_the_published_layout_is_that_of_the_whole_model() -> None:
+    blueprint = Zero3().blueprint(emptied(Tied()))
+    assert {name: tuple(tensor.shape) for name, tensor in blueprint.changing.items()} == {"embedding.weight": (50, 8)}
+    assert {name: tuple(tensor.shape) for name, tensor in blueprint.static.items()} == {
+        "frozen.weight": (8, 8),
+        "frozen.bias": (8,),
+    }
+    assert blueprint.tied == {"head.weight": "embedding.weight"}
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> dict[str, Path]:
+    files = {
+        "two": ["global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt", "global_step4/bf16_1_optim_states.pt"],
+        "fsdp": ["pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata"],
+        "plain": ["model.safetensors", "optimizer.pt"],
+    }
+    for name, inside in files.items():
+        for file in inside:
+            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name / file).touch()
+    return {name: tmp_path / name for name in files}
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"), [("two", Layout(DEEPSPEED, 2)), ("fsdp", Layout(FSDP)), ("plain", Layout(""))]
+)
+def test_a_checkpoint_fits_its_own_kind(name: str, needed: Layout, checkpoints: dict[str, Path]) -> None:
+    check_layout(checkpoints[name], needed)
+
+
+@pytest.mark.parametrize(
+    ("name", "needed", "sentence"),
+    [
+        ("two", Layout(DEEPSPEED, 4), r"DeepSpeed over 2 ranks.*with DeepSpeed over 4 ranks.*num_processes: 2"),
+        ("two", Layout(""), r"DeepSpeed over 2 ranks.*without FSDP or DeepSpeed"),
+        ("two", Layout(FSDP), r"DeepSpeed over 2 ranks.*trains with FSDP"),
+        ("fsdp", Layout(""), r"with FSDP, and this one trains without"),
+        ("plain", Layout(DEEPSPEED, 2), r"without FSDP or DeepSpeed.*--accelerate-config none"),
+    ],
+)
+def test_a_checkpoint_of_another_kind_is_refused(
+    name: str, needed: Any, sentence: str, checkpoints: dict[str, Path]
+) -> None:
+    with pytest.raises(UnsupportedError, match=sentence):
+        check_layout(checkpoints[name], needed)
