@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: venv venv-test venv-bench bench docs demo test test-fast chaos fuzz gpu test-trl-next test-vllm test-trackers test-envs test-sagemaker bench-vllm clean
+.PHONY: venv venv-test venv-bench bench docs demo test test-fast chaos fuzz gpu test-trl-next test-vllm test-trackers test-zero3 test-envs test-sagemaker bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -130,5 +130,13 @@ test-sagemaker: .venv-sagemaker/.installed
 test-envs: .venv-envs/.installed
 	.venv-envs/bin/python -m pytest tests/with_envs
 
+# DeepSpeed lies beside .venv, and borrows all else from it. It is built from its sources, which needs a C++ compiler.
+.venv-zero3/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/deepspeed_env.sh
+	scripts/deepspeed_env.sh .venv-zero3
+	touch $@
+
+test-zero3: .venv-zero3/.installed
+	.venv-zero3/bin/python -m pytest -m slow tests/integration/test_zero3.py
+
 clean:
-	rm -rf .venv-envs .venv-sagemaker .venv-trackers .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv-envs .venv-sagemaker .venv-trackers .venv-zero3 .venv-vllm site $(VENV) .venv-trl-next build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,7 +1,4 @@
-"""A setup file for tests: `random_model.py`, but TRL loads the model from a folder, with its head tied to its embedding.
-
-Under DeepSpeed's stage 3 that shards it at once.
-"""
+"""A setup file for tests: `random_model.py` with a tied head, from a folder. DeepSpeed's stage 3 loads it sharded."""
 
 import os
 from pathlib import Path
