@@ -109,9 +109,15 @@ def _train(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
         from async_grpo.training.loop import AsyncTraining
 
     ranks = _ranks(trainer)
-    with AsyncTraining(
-        trainer, run=run, state=state, settings=options.settings, stop=stop, ranks=ranks, lock=lock
-    ) as training:
+    try:
+        training = AsyncTraining(
+            trainer, run=run, state=state, settings=options.settings, stop=stop, ranks=ranks, lock=lock
+        )
+    except AsyncGRPOError:
+        if ranks is not None:
+            ranks.refused()
+        raise
+    with training:
         stop.defer()
         result = runs.FAILED
         try:
@@ -135,6 +141,7 @@ def _follow(options: ServerOptions) -> str:
     with gc_paused():
         trainer = _load(options)
         from async_grpo.training.distributed import Follower
+        from async_grpo.training.rollout_source import StopTraining
 
     ranks = _ranks(trainer)
     if ranks is None:
@@ -142,8 +149,9 @@ def _follow(options: ServerOptions) -> str:
             f"This process is rank {options.rank} of a distributed launch, but the trainer in {options.config} spans "
             "one process only. Start it without `accelerate launch`."
         )
-    Follower(trainer, ranks, options.settings).train()
-    ranks.wait_for_all()
+    with suppress(StopTraining):  # rank 0 refuses to train, and says why
+        Follower(trainer, ranks, options.settings).train()
+        ranks.wait_for_all()
     return runs.FINISHED
 
 

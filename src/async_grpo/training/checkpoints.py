@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,15 +60,15 @@ class Resumed:
     batch: BatchInUse | None  # that the checkpoint is in the middle of
 
 
-def resume(trainer: GRPOTrainer, run: RunDir, state: RunState, start_ranks: Callable[[Path], None]) -> Resumed | None:
+def resume(trainer: GRPOTrainer, run: RunDir, state: RunState) -> Resumed | None:
     """Read the newest complete checkpoint of the run, None if it has none yet.
 
     Args:
         state: of the run, as its last process left it.
-        start_ranks: called with a checkpoint that is refused, so that the other ranks refuse it and wait for nothing.
 
     Raises:
         RunDirError: the run has trained, and its checkpoints are not where they were or not as they were.
+        UnsupportedError: the checkpoint is one of other ranks.
     """
     found = output_dir.find_checkpoint(trainer.args.output_dir, state, run.root)
     _say_if_other_data(trainer, state)
@@ -77,21 +77,12 @@ def resume(trainer: GRPOTrainer, run: RunDir, state: RunState, start_ranks: Call
         return None
     checkpoint, used = found
     refuse_another_model(trainer, state, checkpoint)
-    try:
-        check_ranks_fit(trainer, checkpoint, in_mid_batch=used.passes_done > 0)
-    except UnsupportedError:
-        start_ranks(checkpoint)
-        raise
+    check_layout(checkpoint, layout_of(trainer))
+    if used.passes_done:
+        check_ranks(checkpoint, trainer.args.world_size)
     logger.info("resuming from {}", checkpoint)
     batch = load_batch(checkpoint, trainer.accelerator.device) if used.passes_done else None
     return Resumed(path=checkpoint, state=used, batch=batch)
-
-
-def check_ranks_fit(trainer: GRPOTrainer, checkpoint: Path, *, in_mid_batch: bool) -> None:
-    """Raise `UnsupportedError` unless the ranks of this trainer can continue from what others have written."""
-    check_layout(checkpoint, layout_of(trainer))
-    if in_mid_batch:
-        check_ranks(checkpoint, trainer.args.world_size)
 
 
 def refuse_another_model(trainer: GRPOTrainer, state: RunState, checkpoint: Path) -> None:

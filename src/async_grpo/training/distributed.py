@@ -7,6 +7,7 @@
     has a batch of groups       -- GROUP -->  train on their share of it (one message a group)
     after a step, a checkpoint  -- GO ----->  continue, or stop after a last checkpoint
     is asked to stop            -- STOP --->  end, with the checkpoint that rank 0 writes now
+    refuses to train            -- STOP --->  end
     waits for long              -- WAIT --->  wait on
 
 Only rank 0 touches the run directory, so nothing here changes what the queue, the workers and the files guarantee.
@@ -19,6 +20,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
@@ -91,18 +93,25 @@ class Ranks:
         payload = self._broadcast(torch.empty(size, dtype=torch.uint8)) if size else None
         return Message(message), b"" if payload is None else payload.numpy().tobytes()
 
+    def refused(self) -> None:
+        """Rank 0: there will be no training, and this rank says why. The others end in silence."""
+        with suppress(PeerDiedError):  # one that has found the same reason
+            self.send(Message.STOP)
+
     def wait_for_all(self) -> None:
         """Return when every rank has called this."""
         self._guarded(lambda: dist.barrier(group=self._group))
 
     def check_alive(self) -> None:
         """Raise `PeerDiedError` when a rank has died; costs microseconds, so every wait can ask."""
-        for rank, process in enumerate(self._processes):
-            if _is_gone(process):
-                raise PeerDiedError(
-                    f"Rank {rank} of the trainer (pid {process.pid}) has died, so training cannot continue. Its last "
-                    "output is in the log above. Start again with --resume."
-                )
+        dead = [(rank, process.pid) for rank, process in enumerate(self._processes) if _is_gone(process)]
+        if not dead:
+            return
+        rank, pid = (", ".join(map(str, numbers)) for numbers in zip(*dead, strict=True))
+        what = f"Rank {rank} of the trainer (pid {pid}) has died, so training cannot continue. Its last output is"
+        if len(dead) > 1:  # a rank that has lost its neighbour ends as well
+            what = f"Ranks {rank} of the trainer (pids {pid}) have died, so training cannot continue. Their output is"
+        raise PeerDiedError(f"{what} in the log above. Start again with --resume.")
 
     def blame(self) -> None:
         """As `check_alive`, after communication has failed: a dying process may take a moment to end."""
@@ -164,12 +173,9 @@ class Leader:
                 self._send(Message.WAIT)
         return bool(self._stop)
 
-    def start(self, checkpoint: Path | None, folder: CheckpointFolder | None = None) -> None:
-        """Let the other ranks train from `checkpoint`, and write theirs where this rank does.
-
-        folder: None where nothing will be trained: the checkpoint is refused.
-        """
-        paths = [checkpoint, folder and folder.path, folder and folder.staging]
+    def start(self, checkpoint: Path | None, folder: CheckpointFolder) -> None:
+        """Let the other ranks train from `checkpoint`, and write theirs where this rank does."""
+        paths = [checkpoint, folder.path, folder.staging]
         self._send(Message.START, json.dumps([path and str(path) for path in paths]).encode())
 
     def gather(self, into: Mapping[str, torch.Tensor]) -> None:
@@ -223,13 +229,14 @@ class Follower(TrainingEvents):
         """Train as long as rank 0 does."""
         paths = [path and Path(path) for path in json.loads(self._until(Message.START))]
         checkpoint, output_dir, self._staging = paths
-        if checkpoint is not None:
-            in_mid_batch = checkpoints.batch_file(checkpoint).exists()
-            checkpoints.check_ranks_fit(self._trainer, checkpoint, in_mid_batch=in_mid_batch)
-            if in_mid_batch:
-                self._batch = checkpoints.load_batch(checkpoint, self._trainer.accelerator.device, self._ranks.rank)
+        if checkpoint is not None and checkpoints.batch_file(checkpoint).exists():
+            self._batch = checkpoints.load_batch(checkpoint, self._trainer.accelerator.device, self._ranks.rank)
         self._trainer.args.output_dir = str(output_dir)
-        trl_trainer.fit(self._trainer, resume_from=checkpoint)
+        try:
+            trl_trainer.fit(self._trainer, resume_from=checkpoint)
+        except RuntimeError:  # torch.distributed's own, where a rank died in the middle of a step
+            self._ranks.blame()
+            raise
 
     def training_begins(self) -> None:
         if self._batch is not None:

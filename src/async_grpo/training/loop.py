@@ -93,7 +93,7 @@ class AsyncTraining(TrainingEvents):
         self.metrics = RolloutMetrics(partial(trl_trainer.append_metric, trainer))
         self._resumed: Resumed | None = None
         if settings.resume:
-            self._resumed = checkpoints.resume(trainer, run, state, self._leader.start)
+            self._resumed = checkpoints.resume(trainer, run, state)
         self._folder = CheckpointFolder(trainer, run, state)
         self._accept()
         used = self._resumed.state if self._resumed else None

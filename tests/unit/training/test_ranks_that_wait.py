@@ -1,13 +1,15 @@
-"""The other ranks of a trainer wait as long as rank 0 does, e.g. for an evaluation of many hours."""
+"""The other ranks of a trainer wait as long as rank 0 does, e.g. for an evaluation of hours; those that died are named."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from async_grpo.errors import PeerDiedError
 from async_grpo.training import distributed
-from async_grpo.training.distributed import Follower, Leader, Message
+from async_grpo.training.distributed import Follower, Leader, Message, Ranks
 
 
 class FakeRanks:
@@ -47,3 +49,19 @@ def test_the_others_wait_on() -> None:
     ranks: Any = FakeRanks((Message.WAIT, b""), (Message.WAIT, b""), (Message.GO, b"stop"))
     follower._ranks = ranks
     assert follower.step_done() is False
+
+
+@pytest.mark.parametrize(
+    ("dead", "sentence"),
+    [({2}, r"Rank 2 of the trainer \(pid 102\) has died"), ({2, 3}, r"Ranks 2, 3 .* \(pids 102, 103\) have died")],
+)
+def test_every_rank_that_has_died_is_named(dead: set[int], sentence: str) -> None:
+    """One that has lost its neighbour ends too, and may be seen first."""
+    ranks = object.__new__(Ranks)
+    living: Any = [
+        SimpleNamespace(pid=100 + rank, is_running=lambda rank=rank: rank not in dead, status=lambda: "running")
+        for rank in range(4)
+    ]
+    ranks._processes = living
+    with pytest.raises(PeerDiedError, match=sentence):
+        ranks.check_alive()
