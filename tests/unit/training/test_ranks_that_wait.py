@@ -1,4 +1,4 @@
-"""The other ranks of a trainer wait as long as rank 0 does, e.g. for an evaluation of hours; those that died are named."""
+"""The other ranks wait as long as rank 0 does, e.g. for an evaluation of many hours; those that have died are named."""
 
 from __future__ import annotations
 
