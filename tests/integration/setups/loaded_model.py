@@ -5,19 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import random_model
+import torch.distributed as dist
 from transformers import Qwen3ForCausalLM
 from trl import GRPOTrainer
 
 
 class Loaded(GRPOTrainer):
-    """Writes the model that it is given into a folder of this process, and is built from the folder."""
+    """Writes the model that it is given into a folder, and is built from the folder."""
 
     def __init__(self, *, model: Qwen3ForCausalLM, **given: Any) -> None:
-        folder = Path(f"model-{os.getpid()}").absolute()
+        folder = Path(f"model-{os.environ.get('MASTER_PORT', os.getpid())}").absolute()
         model.config.tie_word_embeddings = True
         tied = Qwen3ForCausalLM(model.config)
         tied.model.load_state_dict(model.model.state_dict())
-        tied.save_pretrained(folder)
+        tied.save_pretrained(folder)  # on rank 0 only
+        if dist.is_initialized():
+            dist.barrier()
         super().__init__(model=str(folder), **given)
 
 
