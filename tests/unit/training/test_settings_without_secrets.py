@@ -27,7 +27,7 @@ KEPT = ("host.example", "main", "short", "grpo-", "-v2", "small", "<|im_end|>", 
 
 
 def test_hyperparameters() -> None:
-    parameter = SimpleNamespace(numel=lambda: 7, requires_grad=True)
+    parameter = SimpleNamespace(shape=(7,), requires_grad=True)
     config = SimpleNamespace(_name_or_path="https://me:swordfish4@host.example/model")
     trainer: Any = SimpleNamespace(
         model=SimpleNamespace(config=config, parameters=lambda: [parameter]),
