@@ -255,7 +255,7 @@ def test_groups_reach_trl_once_and_the_run_says_how_it_ended(tmp_path: Path) -> 
     summary = read_object(rollouts.run_dir / "summary.json")
     assert (summary["state"], summary["rollouts"], summary["staleness_max"]) == ("stopped", 8, 1)
     used = [json.loads(line) for line in (rollouts.run_dir / "consumed.jsonl").read_text().splitlines()[1:]]
-    assert [entry["seqs"] for entry in used] == [[0], [1], [2], [3]]
+    assert [entry["seqs"] for entry in used] == [[0, 1], [2, 3]]
 
 
 def test_attention_in_torch_is_that_of_each_path() -> None:

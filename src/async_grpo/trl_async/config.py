@@ -80,13 +80,16 @@ def worker_values(args: AsyncGRPOConfig) -> dict[str, str]:
 
 
 def schedule_of(args: AsyncGRPOConfig) -> Schedule:
-    """Rounds of one group, counted in samples: TRL's trainer takes samples one by one.
+    """Rounds of what TRL's trainer fetches at a time, counted in samples: a micro-batch, where that is whole groups.
 
-    The last sample of a group may be taken some versions after the first, and is to be in time as well.
+    Else a round is one group. The last sample of a group may be fetched some versions after the first, and is to be in
+    time as well.
     """
+    groups, left = divmod(_micro_batch(args), args.num_generations)
+    groups = 1 if left else groups
     return Schedule(
-        groups_per_round=1,
-        micro_steps_per_round=args.num_generations,
+        groups_per_round=groups,
+        micro_steps_per_round=groups * args.num_generations,
         micro_steps_per_version=_samples_per_version(args),
         max_staleness=args.max_staleness - _updates_within_a_group(args),
         first_version=FIRST_VERSION,

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -143,11 +144,11 @@ class FileQueueRolloutWorker:
     def _next_samples(self) -> Iterable[RolloutSample]:
         if self._rollouts is None:
             raise queue.Empty  # before `start`, or after `stop`
-        return samples_of(self._rollouts.take())
+        return chain.from_iterable(map(samples_of, self._rollouts.take()))
 
 
 class RolloutBuffer(queue.Queue["RolloutSample"]):
-    """The queue that TRL takes its rows from. A group comes into it when TRL asks for its first row, and not before.
+    """The queue that TRL takes its rows from. Groups come into it when TRL asks for their first row, and not before.
 
     So no row grows stale in here, and all of the queue's work is done in the thread of the trainer.
     """

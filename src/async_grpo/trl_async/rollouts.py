@@ -89,14 +89,13 @@ class Rollouts:
         self._metrics.training_begins()
         self._issue()
 
-    def take(self) -> RolloutGroup:
-        """The next group, which is in time for TRL. It counts as used when the next version is there.
+    def take(self) -> list[RolloutGroup]:
+        """The next groups, which are in time for TRL. They count as used when the next version is there.
 
         Raises:
             AsyncGRPOError: no worker is left, all groups fail, or nothing came back for half an hour.
         """
-        (group,) = self._source.take(self.version)
-        return group
+        return self._source.take(self.version)
 
     def move_to(self, version: int) -> None:
         """TRL has sent this version of its weights."""

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from loguru import logger
@@ -20,7 +20,7 @@ from async_grpo.rundir.files import write_json
 from async_grpo.rundir.lifecycle import in_use, prepare
 from async_grpo.rundir.locks import KernelLock, server_alive, server_lock
 from async_grpo.rundir.paths import SERVER, RunDir
-from async_grpo.settings import as_flags
+from async_grpo.settings import WorkerSettings, as_flags
 from async_grpo.setup.generated.sent_function import VARIABLE, in_memory
 from async_grpo.telemetry.activity import ENDING, LOADING, activity
 
@@ -77,7 +77,9 @@ class QueueRun:
 
     def command(self) -> str:
         """That starts one more worker, in a terminal of its own."""
-        flags = " ".join(as_flags(self._options.work))
+        work, plain = self._options.work, WorkerSettings()
+        given = {field.name for field in fields(work) if getattr(work, field.name) != getattr(plain, field.name)}
+        flags = " ".join(as_flags(work, only=given))
         return f"async-grpo worker --run-dir {self.dir.root} --device {self._options.master_device} {flags}".rstrip()
 
     def check(self) -> None:

@@ -85,6 +85,7 @@ def test_the_last_version_samples_the_last_batch() -> None:
     [
         {"max_staleness": 0},
         {"max_staleness": 1},
+        {"max_staleness": 1, "gradient_accumulation_steps": 3},
         {"num_generations": 8, "per_device_train_batch_size": 2, "max_staleness": 4},  # a group lasts four versions
         {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_staleness": 1},
         {"num_generations": 3, "per_device_train_batch_size": 4, "weight_sync_steps": 2, "max_staleness": 2},
@@ -115,7 +116,8 @@ def test_no_row_is_too_old_when_trl_takes_it_however_slow_the_workers(changes: d
         fetched = micro_batch * (micro_batches * version + 1)  # one micro-batch ahead of those trained on
         while taken < fetched:
             if not rows:
-                rows = [group.policy_version for group in bench.source.take(version)] * args.num_generations
+                ages = [group.policy_version for group in bench.source.take(version)]
+                rows = [age for age in reversed(ages) for _ in range(args.num_generations)]
             assert version - rows.pop() <= args.max_staleness
             taken += 1
         bench.step_done(version + 1)
