@@ -98,7 +98,7 @@ class FakeVLLMServer(ThreadingHTTPServer):
             do_sample=True,
             temperature=body["temperature"],
             max_new_tokens=body["max_tokens"],
-            eos_token_id=body["stop_token_ids"],
+            eos_token_id=body.get("stop_token_ids") or self.model.config.eos_token_id,
             pad_token_id=self.model.config.pad_token_id,
             top_k=None,
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from async_grpo.cli import options
 from async_grpo.cli.compute.trl import TrainParser, use_arguments
@@ -24,7 +26,10 @@ from async_grpo.setup.devices import (
     visible_gpus,
     why_unreachable,
 )
-from async_grpo.setup.generator_choice import choose_generator
+from async_grpo.setup.generator_choice import STARTED_SERVER, choose_generator
+
+if TYPE_CHECKING:
+    from async_grpo.roles.served_trl import OwnServer
 
 EXAMPLES = """\
   async-grpo train my_trainer.py --device 0 --steps 50       one process, plain TRL
@@ -163,16 +168,38 @@ def _single(args: argparse.Namespace) -> int:
     settings = options.training_settings(args)
     name_for_wandb(settings, os.environ)
     given = build_parser().given(args.command_line)
-    with gc_paused():
-        trainer = load_trainer(args.config.absolute(), steps=args.steps, seed=args.seed, config_values=args.set)
-    name_run(trainer, settings)
-    if "run_dir" not in given:
-        trainer.train()
-        return 0
-    from async_grpo.roles.plain_trl import train
+    with _server_of_its_own(args, given, device) as server:
+        with gc_paused():
+            trainer = load_trainer(args.config.absolute(), steps=args.steps, seed=args.seed, config_values=args.set)
+        if server is not None:
+            server.require_started()
+        name_run(trainer, settings)
+        if "run_dir" not in given:
+            trainer.train()
+            return 0
+        from async_grpo.roles.plain_trl import train
 
-    train(trainer, args.run_dir.absolute(), eval_every=args.eval_every if "eval_every" in given else None)
+        train(trainer, args.run_dir.absolute(), eval_every=args.eval_every if "eval_every" in given else None)
     return 0
+
+
+def _server_of_its_own(
+    args: argparse.Namespace, given: Collection[str], device: str
+) -> AbstractContextManager[OwnServer | None]:
+    """`--generator vllm-server`: a vLLM server for TRL, for as long as the block lasts."""
+    if args.generator != STARTED_SERVER:
+        return nullcontext()
+    if "run_dir" not in given:
+        raise UsageError("--generator vllm-server with plain TRL: say where the server's output goes, --run-dir DIR.")
+    if device != CPU and args.server_devices is None:
+        raise UsageError(
+            "--generator vllm-server with plain TRL: TRL sends weights with NCCL, which wants the server on another "
+            "GPU than the trainer. Name it: --server-devices 1."
+        )
+    choose_generator(args.generator, None, on_gpu=device != CPU)  # is it installed?
+    from async_grpo.roles.served_trl import own_server
+
+    return own_server(args.run_dir.absolute(), args.server_devices)
 
 
 def _distributed(args: argparse.Namespace) -> int:

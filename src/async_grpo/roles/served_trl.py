@@ -1,0 +1,227 @@
+"""Plain TRL with a vLLM server that the run starts: `async-grpo train SETUP --device 0 --generator vllm-server`.
+
+TRL connects to its server while a `GRPOTrainer` is built, and has the model then. So the server is started there, in
+TRL's own `VLLMGeneration`. TRL sends all weights before the first completions, so the server needs no more than the
+model's configuration. A server that dies is started again, gets the weights that TRL has now, and is asked again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import requests
+from loguru import logger
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer
+
+from async_grpo.errors import GeneratorError, PeerDiedError, UnsupportedError, UsageError
+from async_grpo.rollout.engines.served.client import WEIGHTS_S, Call, Client
+from async_grpo.rollout.engines.vllm_options import describe_model
+from async_grpo.rundir.folders import make_folder
+from async_grpo.serving.vllm_server import NCCL, READY_S, ServerPlan, VLLMServerProcess, flags, free_port
+
+HOOKS = ("_init_vllm", "sync_weights", "generate")  # of VLLMGeneration
+LOG = "log_vllm_server.txt"  # in the run directory
+END_S = 5.0  # after SIGTERM: it has nothing to save
+DEATHS = 3  # of a server without an answer in between; then something is wrong
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+_FAILED = (GeneratorError, requests.RequestException)  # requests of which nothing came back
+T = TypeVar("T")
+
+
+@contextmanager
+def own_server(run_dir: Path, devices: str | None) -> Iterator[OwnServer]:
+    """Let the trainer that is built inside this block have a server of its own, which ends with the block.
+
+    Args:
+        run_dir: the server's output goes there.
+        devices: the server's GPUs, as CUDA_VISIBLE_DEVICES names them; None on a machine without one.
+    """
+    server = OwnServer(run_dir, devices)
+    theirs = grpo_trainer.VLLMGeneration
+    grpo_trainer.VLLMGeneration = partial(ServedGeneration, server)
+    try:
+        yield server
+    finally:
+        grpo_trainer.VLLMGeneration = theirs
+        server.end()
+
+
+class OwnServer:
+    """The server of a run, from the moment that TRL asks for one."""
+
+    def __init__(self, run_dir: Path, devices: str | None) -> None:
+        self._run_dir, self._devices = run_dir, devices
+        self._described = run_dir / "vllm_server"  # what it reads of the model; exists as long as the server
+        self._process: VLLMServerProcess | None = None
+        self._deaths = 0
+
+    @property
+    def process(self) -> VLLMServerProcess:
+        assert self._process is not None, "it has not been started"
+        return self._process
+
+    def start(self, generation: VLLMGeneration) -> None:
+        """Start the server that TRL is about to connect to.
+
+        Raises:
+            UsageError: the setup file asks for another way to generate, or the server lacks GPUs.
+        """
+        _refuse_others(generation)
+        make_folder(self._run_dir)
+        shutil.rmtree(self._described, ignore_errors=True)
+        self._described.mkdir(mode=0o700)
+        describe_model(generation, self._described, with_text=True)
+        self._process = VLLMServerProcess(self._plan(generation))
+        self._process.start()
+        logger.info("starting a vLLM server at {}; its output is in {}", self._process.base_url, self._run_dir / LOG)
+
+    def require_started(self) -> None:
+        """Raise `UsageError` where the trainer was built without asking for a server."""
+        if self._process is None:
+            raise UsageError(
+                "--generator vllm-server: the setup file's trainer generates without a vLLM server. Add --set "
+                "use_vllm=true --set vllm_mode=server, or leave the option out."
+            )
+
+    def answered(self) -> None:
+        self._deaths = 0
+
+    def revive(self, error: Exception) -> None:
+        """Start the server again that has died."""
+        self._deaths += 1
+        if self._deaths > DEATHS:
+            raise GeneratorError(
+                f"The vLLM server died {self._deaths} times without an answer in between. Its last words, from "
+                f"{self._run_dir / LOG}:\n{self.process.last_words()}"
+            ) from error
+        logger.warning("the vLLM server at {} died, and is started again: {}", self.process.base_url, error)
+        self.process.restart()
+
+    def end(self) -> None:
+        """End the server, if one was started."""
+        if self._process is not None:
+            self._process.end(END_S)
+            shutil.rmtree(self._described, ignore_errors=True)
+
+    def _plan(self, generation: VLLMGeneration) -> ServerPlan:
+        many = generation.tensor_parallel_size
+        on_gpu = generation.accelerator.device.type == "cuda"
+        if on_gpu and len((self._devices or "").split(",")) < many:
+            raise UsageError(
+                f"vllm_tensor_parallel_size={many}, but the server would have the GPUs {self._devices}. Name as many: "
+                "--server-devices."
+            )
+        options = {
+            "dtype": _DTYPES.get(generation.accelerator.mixed_precision, str(generation.model.dtype)).split(".")[-1],
+            "gpu_memory_utilization": generation.gpu_memory_utilization,
+            "max_model_len": generation.max_model_length,
+            "max_num_seqs": generation.max_num_seqs,
+            "model_impl": generation.model_impl,
+            "trust_remote_code": generation.trust_remote_code,
+            "load_format": "dummy",  # the weights come from the trainer
+            "enforce_eager": not on_gpu,
+        }
+        return ServerPlan(
+            model=str(self._described),
+            port=generation.server_port,
+            log=self._run_dir / LOG,
+            tensor_parallel_size=many,
+            weights=NCCL,
+            arguments=flags(options),
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": self._devices or ""},
+        )
+
+
+class ServedGeneration(VLLMGeneration):
+    """TRL's own, but for where its server comes from, and for what happens when it dies."""
+
+    def __init__(self, server: OwnServer, **given: Any) -> None:
+        self._server = server
+        super().__init__(**given)
+
+    def _init_vllm(self) -> None:
+        """The end of TRL's constructor."""
+        self._server.start(self)
+        self._connect()
+
+    def sync_weights(self) -> None:
+        self._asked_until_answered(self._send)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self._asked_until_answered(partial(super().generate, *args, **kwargs))
+
+    def _asked_until_answered(self, ask: Callable[[], T]) -> T:
+        while True:
+            try:
+                answer = ask()
+            except _FAILED as error:
+                if self._server.process.running:
+                    raise
+                self._revive(error)
+            else:
+                self._server.answered()
+                return answer
+
+    def _revive(self, error: Exception) -> None:
+        while True:
+            self._server.revive(error)
+            try:
+                self._connect()
+                self._send()
+                return
+            except _FAILED as again:
+                if self._server.process.running:
+                    raise
+                error = again
+
+    def _connect(self) -> None:
+        process = self._server.process
+        process.wait_ready()
+        port = free_port("", self.group_port)  # an earlier connection may hold it still
+        self.vllm_client = Client(base_url=process.base_url, group_port=port, connection_timeout=READY_S)
+        try:
+            self._wait_for(
+                partial(self.vllm_client.init_communicator, device=self.accelerator.device),
+                f"the vLLM server to open the way for weights (port {port})",
+            )
+        except NotImplementedError as error:  # without a GPU
+            raise UnsupportedError(
+                f"TRL cannot send weights to a vLLM server here: {error} Train on a GPU, or generate without a server: "
+                "--set use_vllm=false."
+            ) from error
+
+    def _send(self) -> None:
+        self._wait_for(super().sync_weights, "the vLLM server to take new weights")
+
+    def _wait_for(self, call: Callable[[], object], what: str) -> None:
+        """`PeerDiedError`: the server died, or is stuck, in the middle of NCCL, which waits for it for ever."""
+        running = Call(self.vllm_client, call, what, WEIGHTS_S)
+        try:
+            while not running.done():
+                pass
+        except GeneratorError as error:
+            raise PeerDiedError(
+                f"{error} The trainer waits for it in NCCL, which has no way back. The same command continues the run "
+                "from its newest checkpoint."
+            ) from error
+        running.result()
+
+
+def _refuse_others(generation: VLLMGeneration) -> None:
+    if generation.mode != "server":
+        raise UsageError(
+            f'--generator vllm-server starts a vLLM server, and the setup file says vllm_mode="{generation.mode}". Add '
+            "--set vllm_mode=server, or leave the option out."
+        )
+    if generation.server_base_url is not None:
+        raise UsageError(
+            "--generator vllm-server starts a vLLM server, and the setup file names one that runs already "
+            "(vllm_server_base_url). Remove that, or leave the option out."
+        )

@@ -1,0 +1,196 @@
+"""Plain TRL with a vLLM server of its own: trained to the end, whatever happens to the server.
+
+The server is the small one of `fake_vllm_server.py` and its process a stub, so all that is real is TRL and its client.
+The real server is in `tests/with_vllm`, and the life of a process in `tests/unit/serving`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_vllm_server import FakeVLLMServer, serving
+from in_process import build_model, build_tokenizer, build_trainer
+from runs import SETUP
+from trl.generation import vllm_client
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+
+from async_grpo.errors import GeneratorError, UnsupportedError, UsageError
+from async_grpo.roles import served_trl
+from async_grpo.roles.served_trl import HOOKS, own_server
+from async_grpo.serving.vllm_server import ServerPlan
+
+pytestmark = pytest.mark.integration
+
+
+class MortalServer(FakeVLLMServer):
+    """Dies in the middle of requests."""
+
+    def __init__(self) -> None:
+        super().__init__(build_model(build_tokenizer(), seed=9))
+        self.dies_at: list[str] = []  # requests, in their order
+        self.process = Process(self)
+
+    def reply(self, path: str, body: Any) -> Any:
+        if not self.process.running or (self.dies_at and path == self.dies_at[0]):
+            self.dies_at = self.dies_at[1:]
+            self.process.running = False
+            raise ConnectionAbortedError("the server dies")
+        return super().reply(path, body)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Its death needs no traceback."""
+
+
+class Process:
+    """In the place of `VLLMServerProcess`."""
+
+    def __init__(self, server: MortalServer) -> None:
+        self._server = server
+        self.base_url = server.url
+        self.running = False
+        self.starts = 0
+        self.plans: list[ServerPlan] = []
+
+    def start(self) -> None:
+        self.running, self.starts = True, self.starts + 1
+
+    def restart(self) -> None:
+        """It comes back with other weights."""
+        self._server.model = build_model(build_tokenizer(), seed=9)
+        self._server.updating = False
+        self.start()
+
+    def wait_ready(self) -> None:
+        assert self.running
+
+    def end(self, grace_s: float = 1.0) -> None:
+        self.running = False
+
+    def last_words(self) -> str:
+        return "Killed"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[MortalServer]:
+    monkeypatch.syspath_prepend(str(SETUP.parent))
+    import fake_nccl
+
+    names = ("is_vllm_available", "_HAS_STATEFUL_TRAINER_ENGINE", "get_ip", "open_trainer_endpoint")
+    for name in (*names, "packed_nccl_broadcast_producer"):
+        monkeypatch.setattr(vllm_client, name, None, raising=False)
+    monkeypatch.setattr(VLLMClient, "init_communicator", VLLMClient.init_communicator)
+    monkeypatch.setattr(importlib.util, "find_spec", importlib.util.find_spec)
+    monkeypatch.setattr("trl.generation.vllm_generation.is_vllm_available", lambda: True)
+    with serving(MortalServer()) as mortal:
+        fake_nccl.install(mortal.url)
+
+        def process(plan: ServerPlan) -> Process:
+            mortal.process.plans.append(plan)
+            return mortal.process
+
+        monkeypatch.setattr(served_trl, "VLLMServerProcess", process)
+        yield mortal
+
+
+def train(tmp_path: Path, steps: int = 3, **changes: Any) -> Any:
+    """The trainer after its training."""
+    asks = {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_correction": True}
+    with own_server(tmp_path / "run", None) as server:
+        trainer = build_trainer(tmp_path, max_steps=steps, **{**asks, **changes})
+        server.require_started()
+        trainer.train()
+    return trainer
+
+
+def mismatches(trainer: Any) -> list[float]:
+    """How far the server's log-probabilities were from the trainer's, by step."""
+    name = "sampling/sampling_logp_difference/max"
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def test_it_is_started_with_what_the_trainer_has_fed_and_ended(server: MortalServer, tmp_path: Path) -> None:
+    trainer = train(tmp_path, vllm_max_model_length=64)
+    assert trainer.state.global_step == server.updates == 3
+    assert max(mismatches(trainer)) < 1e-4, "it sampled with the very weights of the step"
+    [plan] = server.process.plans
+    assert (plan.weights, plan.log) == ("nccl", tmp_path / "run" / "log_vllm_server.txt")
+    arguments = " ".join(plan.arguments)
+    assert "--dtype float32" in arguments and "--max-model-len 64" in arguments and "--load-format dummy" in arguments
+    assert not server.process.running
+    assert not (tmp_path / "run" / "vllm_server").exists()
+
+
+def test_what_the_server_reads_of_the_model_is_a_model(server: MortalServer, tmp_path: Path) -> None:
+    with own_server(tmp_path / "run", None):
+        build_trainer(tmp_path, use_vllm=True, vllm_mode="server")
+        described = Path(server.process.plans[0].model)
+        assert json.loads((described / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+        assert (described / "tokenizer.json").exists()
+        assert described.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("dies_at", ["/v1/completions", "/start_weight_update", "/reset_prefix_cache"])
+def test_a_server_that_dies_gets_the_weights_again_and_is_asked_again(
+    server: MortalServer, tmp_path: Path, dies_at: str
+) -> None:
+    server.dies_at = [dies_at] * 3
+    trainer = train(tmp_path)
+    assert (trainer.state.global_step, server.process.starts) == (3, 4)
+    assert max(mismatches(trainer)) < 1e-4
+    assert not server.process.running
+
+
+def test_a_server_that_dies_again_and_again_ends_the_run_with_its_last_words(
+    server: MortalServer, tmp_path: Path
+) -> None:
+    server.dies_at = ["/v1/completions"] * 9
+    with pytest.raises(GeneratorError, match=r"(?s)died 4 times without an answer.*log_vllm_server.txt:\nKilled"):
+        train(tmp_path)
+    assert (server.process.starts, server.process.running) == (4, False)
+
+
+def test_a_request_that_a_living_server_refuses_is_no_death(server: MortalServer, tmp_path: Path) -> None:
+    server.answers["/update_weights"] = (500, {"error": "KeyError: lm_head"})
+    with pytest.raises(GeneratorError, match="lm_head"):
+        train(tmp_path)
+    assert (server.process.starts, server.process.running) == (1, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vllm_mode": "colocate"}, r'vllm_mode="colocate". Add --set vllm_mode=server'),
+        ({"vllm_server_base_url": "http://other:8000"}, r"names one that runs already"),
+        ({"use_vllm": False}, r"generates without a vLLM server. Add --set use_vllm=true"),
+    ],
+)
+def test_a_setup_file_that_asks_for_another_way_is_refused(
+    server: MortalServer, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        train(tmp_path, **changes)
+    assert server.process.starts == 0
+
+
+def test_without_a_gpu_trl_has_no_way_to_send_weights(
+    server: MortalServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(self: Any, device: torch.device) -> None:
+        raise NotImplementedError("it needs a CUDA device")
+
+    monkeypatch.setattr(VLLMClient, "init_communicator", none)
+    with pytest.raises(UnsupportedError, match=r"needs a CUDA device.*--set use_vllm=false"):
+        train(tmp_path)
+    assert not server.process.running
+
+
+def test_trl_has_the_methods_that_are_replaced() -> None:
+    for name in HOOKS:
+        assert callable(getattr(VLLMGeneration, name, None)), f"VLLMGeneration.{name} is gone: see roles/served_trl.py"
