@@ -24,10 +24,10 @@ from async_grpo.errors import GeneratorError, PeerDiedError, UnsupportedError, U
 from async_grpo.rollout.engines.served.client import WEIGHTS_S, Call, Client
 from async_grpo.rollout.engines.vllm_options import describe_model
 from async_grpo.rundir.folders import make_folder
+from async_grpo.rundir.paths import RunDir
 from async_grpo.serving.vllm_server import NCCL, READY_S, ServerPlan, VLLMServerProcess, flags, free_port
 
 HOOKS = ("_init_vllm", "sync_weights", "generate")  # of VLLMGeneration
-LOG = "log_vllm_server.txt"  # in the run directory
 END_S = 5.0  # after SIGTERM: it has nothing to save
 DEATHS = 3  # of a server without an answer in between; then something is wrong
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -58,6 +58,7 @@ class OwnServer:
 
     def __init__(self, run_dir: Path, devices: str | None) -> None:
         self._run_dir, self._devices = run_dir, devices
+        self._log = RunDir(run_dir).vllm_server_log
         self._described = run_dir / "vllm_server"  # what it reads of the model; exists as long as the server
         self._process: VLLMServerProcess | None = None
         self._deaths = 0
@@ -80,7 +81,7 @@ class OwnServer:
         describe_model(generation, self._described, with_text=True)
         self._process = VLLMServerProcess(self._plan(generation))
         self._process.start()
-        logger.info("starting a vLLM server at {}; its output is in {}", self._process.base_url, self._run_dir / LOG)
+        logger.info("starting a vLLM server at {}; its output is in {}", self._process.base_url, self._log)
 
     def require_started(self) -> None:
         """Raise `UsageError` where the trainer was built without asking for a server."""
@@ -99,7 +100,7 @@ class OwnServer:
         if self._deaths > DEATHS:
             raise GeneratorError(
                 f"The vLLM server died {self._deaths} times without an answer in between. Its last words, from "
-                f"{self._run_dir / LOG}:\n{self.process.last_words()}"
+                f"{self._log}:\n{self.process.last_words()}"
             ) from error
         logger.warning("the vLLM server at {} died, and is started again: {}", self.process.base_url, error)
         self.process.restart()
@@ -131,7 +132,7 @@ class OwnServer:
         return ServerPlan(
             model=str(self._described),
             port=generation.server_port,
-            log=self._run_dir / LOG,
+            log=self._log,
             tensor_parallel_size=many,
             weights=NCCL,
             arguments=flags(options),

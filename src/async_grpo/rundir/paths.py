@@ -113,6 +113,11 @@ class RunDir:
     def server_log(self) -> Path:
         return self.root / "log_parameter_server.txt"
 
+    @property
+    def vllm_server_log(self) -> Path:
+        """Output of the vLLM server of plain TRL."""
+        return self.root / "log_vllm_server.txt"
+
     def worker_log(self, worker: WorkerId) -> Path:
         return self.root / f"log_worker_{worker.number}.txt"
 

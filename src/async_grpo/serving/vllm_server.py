@@ -154,6 +154,10 @@ class VLLMServerProcess:
             except (OSError, HTTPException):
                 return False
 
+    def _has_lost_its_port(self) -> bool:
+        """Whether another program listens on it. vLLM does so only when it has loaded, and hangs if it cannot."""
+        return not is_free(self.port, self._plan.host) and not self._listens()
+
     def _listens(self) -> bool:
         """Whether one of its processes has the port, as far as this machine lets us look."""
         try:
@@ -176,13 +180,13 @@ class VLLMServerProcess:
         """Wait until it answers; it is started again if it is killed meanwhile, or its port was taken from it.
 
         Raises:
-            GeneratorError: it ended, was killed three times, or did not answer in time.
+            GeneratorError: it ended, was killed or lost its port three times, or did not answer in time.
         """
         deadline = time.monotonic() + timeout_s
         last_start = self.starts + STARTS - 1
         with Reminder(lambda: f"the vLLM server at {self.base_url} ({self.last_line()})") as reminder:
             while not self.answers():
-                if not self.running:
+                if not self.running or self._has_lost_its_port():
                     self._start_again_or_raise(last_start)
                 if time.monotonic() > deadline:
                     raise GeneratorError(
@@ -246,11 +250,12 @@ class VLLMServerProcess:
         assert self._process is not None
         status = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         killed = status is not None and status.si_code != os.CLD_EXITED
-        if self.starts < last_start and (killed or TAKEN in words):
+        lives = status is None  # with its port taken
+        if self.starts < last_start and (killed or lives or TAKEN in words):
             self.restart()
             return
         self.end(grace_s=0.0)
-        how = "was killed" if killed else "ended"
+        how = "was killed" if killed else "lost its port to another program" if lives else "ended"
         raise GeneratorError(
             f"The vLLM server at {self.base_url} {how} before it was ready. Its last words, from {self._plan.log}:\n"
             f"{words}"
@@ -276,8 +281,17 @@ def free_port(host: str, first: int) -> int:
         GeneratorError: none of the next hundred is free.
     """
     for port in range(first, min(first + 100, 65536)):
-        with closing(socket.socket()) as probe, suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: TIME_WAIT is no holder
-            probe.bind((host, port))
+        if is_free(port, host):
             return port
     raise GeneratorError(f"No port from {first} to {first + 99} is free for a vLLM server. Choose another first port.")
+
+
+def is_free(port: int, host: str = "") -> bool:
+    """Whether a server could listen on the port now; without a host, on all addresses of this machine."""
+    with closing(socket.socket()) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: TIME_WAIT is no holder
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
+from async_grpo.records import WorkerId
 from async_grpo.rundir.paths import FINISHED, RunDir
+from async_grpo.setup.devices import physical_gpus
+from async_grpo.setup.generator_choice import STARTED_SERVER
 from async_grpo.setup.process import path_to_us
 from async_grpo.slots.places import Place
 from async_grpo.slots.schedule import Command
@@ -32,12 +36,13 @@ def command(run: Run, place: Place, *, offline: bool, serves: bool, say: Callabl
     """How the run is started in this place: from its beginning, or from where it was stopped.
 
     Args:
-        serves: its workers start vLLM servers, which get the run's own port or the next free one.
+        serves: it starts vLLM servers, which get the run's own port or the next free one.
     """
-    arguments = _async(run, place) if run.sweep.mode == ASYNC else _trl(run, place)
+    arguments = _async(run, place) if run.sweep.mode == ASYNC else _trl(run, place, serves=serves)
     if serves:
         port, group_port = choose(run.port_pairs(), what=run.name, say=say)
         arguments += ["--set", f"vllm_server_port={port}", "--set", f"vllm_group_port={group_port}"]
+        _name_server_log(run, place, port)
     log = run.training_log(place)
     log.parent.mkdir(parents=True, exist_ok=True)
     run.output.mkdir(parents=True, exist_ok=True)
@@ -51,9 +56,23 @@ def _async(run: Run, place: Place) -> list[str]:
     return ["train", run.sweep.setup, "--distributed", *device, *began, *_common(run)]
 
 
-def _trl(run: Run, place: Place) -> list[str]:
+def _trl(run: Run, place: Place, *, serves: bool) -> list[str]:
+    """The trainer has the first GPU of the place, and its server the others."""
     device = ["--device", "0" if place.gpus else "cpu"]
-    return ["train", run.sweep.setup, *device, *_common(run)]
+    server = ["--generator", STARTED_SERVER] if serves else []
+    if serves and place.gpus:
+        server += ["--server-devices", ",".join(physical_gpus(place.gpus[1:], os.environ))]
+    return ["train", run.sweep.setup, *device, *server, *_common(run)]
+
+
+def _name_server_log(run: Run, place: Place, port: int) -> None:
+    """Let the server's output, which is in the run directory, be found next to the run's."""
+    written = RunDir(run.run_dir)
+    log = written.server_of_worker_log(WorkerId(1)) if run.sweep.mode == ASYNC else written.vllm_server_log
+    link = run.server_log(place, port)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        link.symlink_to(log)
 
 
 def _common(run: Run) -> list[str]:

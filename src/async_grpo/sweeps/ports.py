@@ -1,22 +1,11 @@
-"""Ports of this machine: which are free, and which a run gets."""
+"""Which ports of this machine a run gets."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 
 from async_grpo.errors import UsageError
-
-
-def is_free(port: int) -> bool:
-    """Whether a server could listen on the port now, on all addresses of this machine."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as trial:
-        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do; a listener still refuses it
-        try:
-            trial.bind(("", port))
-        except OSError:
-            return False
-    return True
+from async_grpo.serving.vllm_server import is_free
 
 
 def choose(pairs: Sequence[tuple[int, int]], *, what: str, say: Callable[[str], None]) -> tuple[int, int]:

@@ -6,19 +6,19 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from async_grpo.checks.plan.facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
 from async_grpo.errors import UsageError
 from async_grpo.formatting import counted, size
+from async_grpo.serving.vllm_server import is_free
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, visible_gpus
 from async_grpo.setup.generator_choice import STARTED_SERVER, VLLM_SERVER
 from async_grpo.slots.places import Place, core_places, gpu_places
 from async_grpo.sweeps.commands import wandb_is_offline
-from async_grpo.sweeps.plan import ASYNC, Sweep
-from async_grpo.sweeps.ports import is_free
+from async_grpo.sweeps.plan import ASYNC, TRL, Sweep
 
 CORES_PER_RUN = 2  # without a GPU: for a server and a worker
 OPTIMIZER_BYTES = 8  # two float32 for each parameter that is trained
@@ -34,7 +34,7 @@ class Preflight:
 
     places: list[Place]
     offline: bool  # W&B has no key
-    serves: bool  # workers start vLLM servers
+    serves: bool  # runs start vLLM servers
     stagger_s: float  # between the starts of two runs
 
 
@@ -48,11 +48,13 @@ def preflight(sweep: Sweep, settings: TrainingSettings, say: Callable[[str], Non
     say(f"building the trainer of {sweep.setup} once")
     facts = _facts(sweep, settings, places[0])
     _refuse_shared_server(sweep, facts)
+    if sweep.mode == TRL:
+        places = _places_of_plain_trl(sweep, facts, places)
     _check_disk(sweep, facts, settings)
     offline = "wandb" in facts.report_to and wandb_is_offline(os.environ, Path.home())
     if offline:
         say("W&B has no key (WANDB_API_KEY, or `wandb login`), so the runs log offline; `wandb sync` uploads later")
-    serves = facts.generator == STARTED_SERVER
+    serves = starts_servers(sweep, facts)
     if serves:
         _say_taken_ports(sweep, say)
     large = facts.parameters.nbytes >= SMALL_MODEL_BYTES
@@ -68,6 +70,36 @@ def places_of(sweep: Sweep) -> list[Place]:
         return places[: len(sweep.seeds)]
     count = sweep.num_instances or max(1, len(os.sched_getaffinity(0)) // CORES_PER_RUN)
     return core_places(min(count, len(sweep.seeds)))
+
+
+def _places_of_plain_trl(sweep: Sweep, facts: TrainerFacts, places: list[Place]) -> list[Place]:
+    """One GPU a run; with a vLLM server, one GPU more or as many as `--gpus-per-run` says.
+
+    Raises:
+        UsageError: the GPUs are too few or too many.
+    """
+    each = sweep.gpus_per_run
+    if not starts_servers(sweep, facts):
+        if each is not None and each > 1:
+            raise UsageError(
+                f"--gpus-per-run {each}: plain TRL (--mode trl) trains each run in one process on one GPU, so the "
+                "others would be idle. Leave it out."
+            )
+        return places
+    if not places[0].gpus or each == 1:
+        raise UsageError(
+            f'{sweep.setup} generates with a vLLM server (vllm_mode="server"). TRL sends it weights with NCCL, which '
+            "wants a GPU for the trainer and others for the server: --gpus-per-run 2. Or let TRL generate without a "
+            "server: --set use_vllm=false, or --set vllm_mode=colocate."
+        )
+    return places if each is not None else places_of(replace(sweep, gpus_per_run=2))
+
+
+def starts_servers(sweep: Sweep, facts: TrainerFacts) -> bool:
+    """Whether each run starts vLLM servers."""
+    if sweep.mode == ASYNC:
+        return facts.generator == STARTED_SERVER
+    return facts.vllm_server and not facts.names_server
 
 
 def _say_taken_ports(sweep: Sweep, say: Callable[[str], None]) -> None:
@@ -91,7 +123,7 @@ def _facts(sweep: Sweep, settings: TrainingSettings, place: Place) -> TrainerFac
 
 
 def _refuse_shared_server(sweep: Sweep, facts: TrainerFacts) -> None:
-    shared = facts.generator == VLLM_SERVER if sweep.mode == ASYNC else facts.vllm_server
+    shared = facts.generator == VLLM_SERVER if sweep.mode == ASYNC else facts.names_server
     if shared and len(sweep.seeds) > 1:
         raise UsageError(
             f'{sweep.setup} generates with one vLLM server (vllm_mode="server"). {counted(len(sweep.seeds), "run")} '

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from async_grpo.checks.plan.facts import Parameters, TrainerFacts
 from async_grpo.cli import main
 from async_grpo.errors import UsageError
 from async_grpo.settings import TrainingSettings
-from async_grpo.sweeps import plan, preflight
+from async_grpo.sweeps import commands, plan, preflight
 from async_grpo.sweeps.commands import wandb_is_offline
 from async_grpo.sweeps.plan import Sweep
 
@@ -35,7 +36,6 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--set", "learning_rat=1"], "Did you mean learning_rate?"),
         (["--set", "output_dir=mine"], "--set output_dir: each run of a sweep has its own"),
         (["--mode", "trl", "--max-staleness", "2"], "--max-staleness: plain TRL (--mode trl) has no such option"),
-        (["--mode", "trl", "--gpus-per-run", "2"], "--gpus-per-run 2: plain TRL (--mode trl) trains each run in one"),
         (["--delta-dir", "here"], "unrecognized arguments: --delta-dir"),
         (["--delta-keep", "9"], "--delta-keep: no versions are kept without --delta-every"),
         (["--delta-every", "1", "--delta-keep", "9", "--full-every", "0"], "so nothing could ever be deleted"),
@@ -170,8 +170,56 @@ def test_the_disk_that_kept_versions_need_is_looked_at_first() -> None:
     assert preflight.kept_bytes(facts(), few) == pytest.approx(4000 * (2 + 0.7 * 8), abs=1)
 
 
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: 5)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4,5,6,7")
+
+
+def trl_places(found: TrainerFacts, **options: Any) -> list[tuple[str, ...]]:
+    """The GPUs of each place of a sweep with plain TRL."""
+    sweep = Sweep(setup="s.py", seeds=(1, 2, 3), name="mine", mode="trl", **options)
+    return [place.gpus for place in preflight._places_of_plain_trl(sweep, found, preflight.places_of(sweep))]
+
+
+SERVED = {"use_vllm": True, "vllm_server": True}
+
+
+@pytest.mark.usefixtures("gpus")
+def test_plain_trl_has_one_gpu_a_run_and_with_a_server_two() -> None:
+    assert trl_places(facts()) == [("0",), ("1",), ("2",)]
+    assert trl_places(facts(**SERVED)) == [("0", "1"), ("2", "3")]
+    assert trl_places(facts(**SERVED), gpus_per_run=3) == [("0", "1", "2")]
+    with pytest.raises(UsageError, match=r"--gpus-per-run 2: plain TRL \(--mode trl\) trains each run in one"):
+        trl_places(facts(), gpus_per_run=2)
+    with pytest.raises(UsageError, match="wants a GPU for the trainer and others for the server: --gpus-per-run 2"):
+        trl_places(facts(**SERVED), gpus_per_run=1)
+
+
+def test_plain_trl_with_a_server_needs_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "visible_gpus", lambda: 0)
+    with pytest.raises(UsageError, match="TRL sends it weights with NCCL"):
+        trl_places(facts(**SERVED))
+
+
+@pytest.mark.usefixtures("gpus")
+def test_plain_trl_starts_its_server_on_the_other_gpus_and_ports_of_its_own(setup: Path) -> None:
+    run = Sweep(setup=str(setup), seeds=(1, 2), name="mine", mode="trl").runs[1]
+    place = preflight.Place(name="gpu2-3", gpus=("2", "3"))
+    started = commands.command(run, place, offline=False, serves=True, say=print)
+    arguments = " ".join(started.arguments)
+    port, group_port = (int(arguments.split(f"{name}=")[1].split()[0]) for name in ("server_port", "group_port"))
+    assert "--device 0 --generator vllm-server --server-devices 6" in arguments
+    assert (port, group_port) in run.port_pairs()
+    assert started.env["CUDA_VISIBLE_DEVICES"] == "5,6"
+    link = run.sweep.log_folder / f"vllm_instance1_gpu3_port{port}.log"
+    assert link.readlink() == run.run_dir / "log_vllm_server.txt"
+    alone = commands.command(run, place, offline=False, serves=False, say=print)
+    assert not {"--generator", "--server-devices"} & set(alone.arguments)
+
+
 @pytest.mark.parametrize(
-    ("mode", "found"), [("async", {"generator": "vllm server"}), ("trl", {"use_vllm": True, "vllm_server": True})]
+    ("mode", "found"), [("async", {"generator": "vllm server"}), ("trl", {**SERVED, "names_server": True})]
 )
 def test_one_vllm_server_is_not_shared_by_several_runs(setup: Path, mode: str, found: dict[str, object]) -> None:
     several = Sweep(setup=str(setup), seeds=(1, 2), name="mine", mode=mode)

@@ -82,7 +82,8 @@ class TrainerFacts:
     epoch_rounds: int | None = None  # whole generation batches in the dataset
     groups_ahead: int = 0  # most groups that the staleness bound can use
     first_groups: int = 0  # kept under way at first
-    vllm_server: bool = False  # the setup file names a vLLM server that runs elsewhere
+    vllm_server: bool = False  # the setup file generates with a vLLM server
+    names_server: bool = False  # and says where it is
     report_to: list[str] = field(default_factory=list)
     save_total_limit: int | None = None
     generator: str = ""  # hf or vllm: what the workers of a distributed run generate with

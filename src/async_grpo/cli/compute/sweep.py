@@ -127,11 +127,6 @@ def _arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> list[str]:
 def _refuse_for_plain_trl(given: Mapping[str, Any]) -> None:
     unused = [flag_name(name) for _, name in _OF_TRAIN if name in given and name not in ("steps", "eval_every")]
     unused += ["--num-workers"] if "num_workers" in given else []
-    if given.get("gpus_per_run", 1) > 1:
-        raise UsageError(
-            f"--gpus-per-run {given['gpus_per_run']}: plain TRL (--mode trl) trains each run in one process on one "
-            "GPU, so the others would be idle. Leave it out."
-        )
     if unused:
         raise UsageError(f"{', '.join(unused)}: plain TRL (--mode trl) has no such option. Leave it out.")
 
