@@ -24,4 +24,4 @@ def test_a_run_that_is_stopped_while_it_waits_for_room_at_its_end_says_what_is_m
         run.wait_until(lambda: "Waiting for room" in run.output, "the end of the run")
         run.process.terminate()
         assert run.wait() == 1, run.output
-    assert "The disk is full: no room for" in run.output.splitlines()[-1], run.output
+    assert "error: The disk is full: no room for" in run.output, run.output
