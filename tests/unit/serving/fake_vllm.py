@@ -22,7 +22,9 @@ def main(arguments: list[str]) -> None:
     behaviour = json.loads(os.environ["FAKE_VLLM"])
     started = Path(behaviour["folder"]) / f"{os.getpid()}.json"
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    started.write_text(json.dumps({"arguments": arguments, "child": child.pid}))
+    unfinished = started.with_suffix(".new")
+    unfinished.write_text(json.dumps({"arguments": arguments, "child": child.pid}))
+    unfinished.rename(started)
     print("Loading the weights", flush=True)
     if behaviour.get("says"):
         child.kill()

@@ -22,7 +22,8 @@ from async_grpo.serving import vllm_server
 from async_grpo.serving.vllm_server import ServerPlan, VLLMServerProcess, free_port
 
 HERE = Path(__file__).parent
-FIRST_PORT = 18000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])  # tests run beside each other
+FIRST_PORT = 18000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) + os.getpid() % 400
+"""Tests run beside each other, and a port that another one takes is a server that is started again."""
 Make = Callable[..., VLLMServerProcess]
 
 
