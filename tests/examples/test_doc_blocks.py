@@ -30,6 +30,7 @@ NOT_RUN = {
     ("docs/recipes.md", "needs vLLM"),
     ("examples/accelerate/README.md", "needs GPUs"),
     ("examples/notebook/README.md", "needs a browser; tests/examples/test_examples_notebook.py executes the notebook"),
+    ("examples/openai_agent/README.md", "needs the package openai; tests/examples/test_examples_agent.py runs it"),
     ("examples/sagemaker/README.md", "needs an account"),
     ("examples/trackers/README.md", "a part of a setup file"),
     ("examples/trackers/README.md", "needs W&B or trackio"),

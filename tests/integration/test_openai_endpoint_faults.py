@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from in_process import DEADLINE_S, InProcessWorker, build_tokenizer, chat_rows, jobs_of
 from test_dialogue_faults import ended
-from test_dialogues import Streaming
+from test_dialogues import Streaming, double
 from test_openai_endpoint import Response, counts, posted, said, sent, trainer_of, worker_of
+from transformers.trainer_utils import IntervalStrategy
 
-from async_grpo.envs import Endpoint
+from async_grpo.envs import Endpoint, OpenAIHarness
+from async_grpo.envs.harness import check_agent
 from async_grpo.errors import GeneratorError, UnsupportedError
 from async_grpo.rollout.endpoint.agents import MOST_LEFT_BEHIND
 from async_grpo.rollout.endpoint.episode import Episode
@@ -289,19 +291,23 @@ def test_a_retry_that_says_so_gets_the_same_answer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
-    [({"template": None}, "needs a chat template"), ({"arguments": {"tools": [counts]}}, "an agent calls its own")],
+    [({"template": None}, "needs a chat template"), ({"tools": [double]}, "an agent calls its own")],
 )
 def test_what_cannot_be_asked_is_refused_when_the_worker_starts(
     changes: dict[str, Any], sentence: str, tmp_path: Path
 ) -> None:
-    from async_grpo.envs import OpenAIHarness
-
-    if "arguments" in changes:
-        from test_dialogues import double
-
-        changes = {"arguments": {"rollout_func": OpenAIHarness(raises), "tools": [double]}}
+    if "tools" in changes:
+        changes = {"arguments": {"rollout_func": OpenAIHarness(raises), **changes}}
     with pytest.raises(UnsupportedError, match=sentence):
         InProcessWorker(trainer_of(tmp_path, raises, **changes))
+
+
+def test_an_evaluation_of_trl_is_refused_at_the_start(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, raises)
+    check_agent(trainer)
+    trainer.args.eval_strategy = IntervalStrategy.STEPS
+    with pytest.raises(UnsupportedError, match=r"eval_strategy='steps'.*--eval-every"):
+        check_agent(trainer)
 
 
 def test_plain_trl_is_told_that_it_needs_a_worker(tmp_path: Path) -> None:

@@ -47,6 +47,15 @@ class OpenAIHarness:
         """Where TRL itself generates."""
         raise UnsupportedError(
             "OpenAIHarness needs a worker, whose engine answers the agent's requests: train with --distributed, and "
-            f"without an override of the trainer's generation ({type(trainer).__name__}). TRL's own evaluation "
-            "generates in the server, where no endpoint is: set eval_strategy='no'; --eval-every evaluates in workers."
+            f"without an override of the trainer's generation ({type(trainer).__name__})."
+        )
+
+
+def check_agent(trainer: Any) -> None:
+    """Raise `UnsupportedError`, before anything is started, where an agent would be called in the server."""
+    strategy = trainer.args.eval_strategy.value
+    if isinstance(trainer.rollout_func, OpenAIHarness) and strategy != "no":
+        raise UnsupportedError(
+            f"OpenAIHarness and eval_strategy={strategy!r}: TRL's own evaluation generates in the server, and only a "
+            "worker's engine answers an agent. Set eval_strategy='no'; --eval-every evaluates in the workers."
         )

@@ -27,6 +27,7 @@ from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.history import ConsumptionRecord
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.deltas.recorder import recorder_of
+from async_grpo.envs.harness import check_agent
 from async_grpo.errors import DiskFullError, UnsupportedError, UsageError
 from async_grpo.evals.evaluation import Evaluation
 from async_grpo.evals.report import Evaluated, Judge, Ledger
@@ -344,6 +345,7 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
             "published as they are gathered. Leave it out, or load the model in bf16."
         )
     trl_trainer.refuse_unsupported(trainer)
+    check_agent(trainer)
     check_fields(trainer)
     check_overrides(trainer)
     check(rule_of(settings), trainer, own_loss=has_own_loss(trainer))
