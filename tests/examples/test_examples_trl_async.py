@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -43,21 +43,22 @@ def worker(process: subprocess.Popen[bytes], number: int) -> psutil.Process | No
     return None
 
 
-def wait_until(condition: Callable[[], object], process: subprocess.Popen[bytes], output: Path) -> None:
+def first_claim(run: Path, process: subprocess.Popen[bytes]) -> int:
+    """The sequence number of a job that worker 1 has, as soon as it has one."""
     deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert process.poll() is None and time.monotonic() < deadline, output.read_text()
-        time.sleep(0.05)
+    while not (claims := list((run / "queue").glob("*_processing_by_dev1"))):
+        assert process.poll() is None and time.monotonic() < deadline, (run.parent / "output.txt").read_text()
+        time.sleep(0.005)
+    return int(claims[0].name.partition(".")[0])
 
 
 def test_a_killed_worker_costs_no_rollout(tmp_path: Path) -> None:
     run, output = tmp_path / "worker", tmp_path / "output.txt"
     with example(tmp_path) as process:
-        wait_until(lambda: list((run / "queue").glob("*_processing_by_dev1")), process, output)
+        claimed = first_claim(run, process)
         killed = worker(process, 1)
         assert killed is not None
         killed.kill()
-        wait_until(lambda: (again := worker(process, 1)) is not None and again.pid != killed.pid, process, output)
         family = psutil.Process(process.pid).children(recursive=True)
         assert process.wait(DEADLINE_S) == 0, output.read_text()
     assert gone(family), "the workers end with the training"
@@ -67,7 +68,8 @@ def test_a_killed_worker_costs_no_rollout(tmp_path: Path) -> None:
     used = [
         seq for line in (run / "consumed.jsonl").read_text().splitlines() for seq in json.loads(line).get("seqs", [])
     ]
-    assert len(used) == len(set(used)) and sorted(used)[:80] == list(range(80)), "20 steps of 4 groups, each used once"
+    assert len(used) == len(set(used)) >= 80, "20 steps of 4 groups, each used once"
+    assert claimed in used, "the other worker, or the first one started again, has made it"
     assert "sample/dropped_stale_total" not in output.read_text()
     with command("audit", str(run), cwd=tmp_path) as audit:
         assert audit.wait() == 0, audit.output

@@ -29,6 +29,7 @@ from trl.experimental.async_grpo import async_rollout_worker as trl_worker
 from trl.trainer.base_config import _BaseConfig
 from trl_contract import moved
 
+from async_grpo.cli import main
 from async_grpo.errors import PeerDiedError, SetupFileError, UsageError
 from async_grpo.queue import WorkerQueue
 from async_grpo.records import Job, RolloutGroup
@@ -224,7 +225,9 @@ def test_trls_trainer_trains_on_the_rows_and_its_weights_are_published(tmp_path:
     assert first["sample/staleness_max"] == 0 and first["rewards/right"] == 0.5
 
 
-def test_groups_reach_trl_once_and_the_run_says_how_it_ended(tmp_path: Path) -> None:
+def test_groups_reach_trl_once_and_the_run_says_how_it_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{"prompt": "ab"}, {"prompt": "cd"}]
     rollouts = FileQueueRolloutWorker(
         setup_file(tmp_path), configured(tmp_path), rows, workers=0, run_dir=tmp_path / "run"
@@ -256,6 +259,8 @@ def test_groups_reach_trl_once_and_the_run_says_how_it_ended(tmp_path: Path) -> 
     assert (summary["state"], summary["rollouts"], summary["staleness_max"]) == ("stopped", 8, 1)
     used = [json.loads(line) for line in (rollouts.run_dir / "consumed.jsonl").read_text().splitlines()[1:]]
     assert [entry["seqs"] for entry in used] == [[0, 1], [2, 3]]
+    assert main(["status", str(rollouts.run_dir)]) == 0
+    assert "1 steps in" in (shown := capsys.readouterr().out) and "8 rollouts" in shown
 
 
 def test_attention_in_torch_is_that_of_each_path() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -37,7 +38,7 @@ class QueueRun:
     def __init__(self, options: LaunchOptions, config_values: Mapping[str, str], payload: bytes | None = None) -> None:
         self.dir = RunDir(options.run_dir)
         self.lock: KernelLock = server_lock(self.dir.root)
-        self.run_id = ""  # once it has begun
+        self.run_id, self._began = "", 0.0  # once it has begun, and when (monotonic seconds)
         self._options, self._config_values = options, config_values
         self._payload, self._sent = payload, -1  # and the descriptor of the memory that holds it
         self._workers: WorkerProcesses | None = None
@@ -61,7 +62,7 @@ class QueueRun:
         )
         if not self.lock.try_acquire({"role": "TRL's asynchronous trainer"}):
             raise RunDirError(in_use(self.dir))
-        self.run_id = state.run_id
+        self.run_id, self._began = state.run_id, time.monotonic()
         activity.publish(self.dir.root, SERVER, device=options.master_device, run_id=self.run_id, state=LOADING)
         children = [
             worker_child(options, self.dir, number, device, lambda: not self.dir.has_ended())
@@ -92,15 +93,17 @@ class QueueRun:
         if not self.run_id:
             return
         activity.doing(ENDING)
-        try:
-            write_json(self.dir.summary, {"state": state, "server_pid": os.getpid(), "run_id": self.run_id, **figures})
-            self.dir.update_state(of=self.run_id, state=state)  # workers by hand read it and end
-        finally:
-            if self._workers is not None:
-                self._workers.end()
+        with ExitStack() as last:
+            last.callback(self.lock.release)
             if self._sent >= 0:
-                os.close(self._sent)
-            self.lock.release()
+                last.callback(os.close, self._sent)
+            try:
+                self.dir.update_state(of=self.run_id, state=state)  # workers that were started by hand read it and end
+            finally:
+                restarts = self._workers.end() if self._workers is not None else 0
+            process = {"state": state, "run_id": self.run_id, "server_pid": os.getpid(), "worker_restarts": restarts}
+            seconds = round(time.monotonic() - self._began, 1)
+            write_json(self.dir.summary, {**process, "wall_seconds": seconds, **figures})
 
 
 _MARK = "trl_async"  # in `run.json`: no process of ours resumes this run
@@ -142,10 +145,11 @@ class WorkerProcesses:
             )
             raise RunFailedError(f"{what}. The last words of {self._logs[name].path}:\n{self._logs[name].last_words()}")
 
-    def end(self) -> None:
-        """Ask them to end, and return when they are gone."""
+    def end(self) -> int:
+        """Ask them to end, and wait until they are gone; returns how often one was started again."""
         self._supervisor.stop()
         self._thread.join()
+        return sum(exit.starts - 1 for exit in self._supervisor.exits.values())
 
     def _watch(self) -> None:
         try:

@@ -112,3 +112,20 @@ def test_what_cannot_be_had_is_a_sentence(server: Server, tmp_path: Path) -> Non
     server.handle = "refuse"
     with pytest.raises(FeedError, match=r"answered /resume with 404.*VLLM_SERVER_DEV_MODE=1"):
         VLLMFeed(server.url, tmp_path / "handle.json").resume()
+
+
+def test_without_a_server_a_version_waits_for_those_that_read_the_older_ones(tmp_path: Path) -> None:
+    transfer = SharedWeightTransfer(None, tmp_path / "handle.json", timeout_s=0.02)
+    transfer.init_weight_transfer()
+    transfer.pause()
+    transfer.send_weights(iter([("w", torch.ones(2))]))
+    transfer.resume()
+    with open_remote_memory(tmp_path / "handle.json") as remote:
+        with remote.lease() as view:
+            assert (view.version, view["w"].tolist()) == (1, [1.0, 1.0])
+            with pytest.raises(FeedError, match=r"Version 2 .* was not published.*more slots"):
+                transfer.send_weights(iter([("w", torch.zeros(2))]))
+        transfer.send_weights(iter([("w", torch.zeros(2))]))
+        with remote.lease() as view:
+            assert (view.version, transfer.version, view["w"].tolist()) == (2, 2, [0.0, 0.0])
+    transfer.destroy()
