@@ -331,7 +331,8 @@ class WorkerSettings:
     )
     tool_timeout: float = setting(
         30.0,
-        "a tool call that takes longer is given up, and the model reads an error (default: 30)",
+        "a tool call that takes longer is given up, and the model reads an error; an agent that asks its endpoint for "
+        "nothing so long is given up, too (default: 30)",
         type=positive_seconds,
         metavar="S",
     )

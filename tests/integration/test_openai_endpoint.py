@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import http.client
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,6 +28,7 @@ from in_process import (
 from test_dialogues import Streaming, written
 
 from async_grpo.envs import Endpoint, OpenAIHarness
+from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 
 pytestmark = pytest.mark.integration
 engines = pytest.mark.parametrize("engine_of", [ScriptedEngine, Streaming], ids=["lockstep", "streaming"])
@@ -138,8 +140,11 @@ def test_the_log_probabilities_are_those_of_the_trainer(tmp_path: Path) -> None:
             messages += [answer, {"role": "user", "content": "go on"}]
 
     trainer = trainer_of(tmp_path, agent, max_completion_length=64)
-    [group] = InProcessWorker(trainer).generate(jobs_of(chat_rows(1)))
+    worker = InProcessWorker(trainer)
+    [group] = worker.generate(jobs_of(chat_rows(1)))
     assert group.metrics["agent/turns"] == [2.0]
+    [again] = worker.generate(jobs_of(chat_rows(1)))
+    assert (again.completion_ids, again.logprobs) == (group.completion_ids, group.logprobs)
     model: Any = trainer.model
     for prompt, ids, recorded, mask in zip(
         group.prompt_ids, group.completion_ids, group.logprobs, group.tool_masks or [], strict=True
@@ -150,6 +155,20 @@ def test_the_log_probabilities_are_those_of_the_trainer(tmp_path: Path) -> None:
         own = [place for place, value in enumerate(mask) if value]
         assert len(own) == 12 < len(ids)
         assert [recorded[place] for place in own] == pytest.approx([computed[place] for place in own], abs=1e-4)
+
+
+class NewWeightsEachTurn(Streaming):
+    def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
+        made = super().sample(new)
+        return [replace(one, versions=[[4 + one.prepared.turn] * len(ids) for ids in one.token_ids]) for one in made]
+
+
+def test_each_token_has_the_version_that_sampled_it(tmp_path: Path) -> None:
+    [group] = worker_of(tmp_path, two_turns, NewWeightsEachTurn, counts).generate(jobs_of(chat_rows(1)), version=4)
+    assert group.version == 4
+    for versions, mask in zip(group.token_versions or [], group.tool_masks or [], strict=True):
+        second = len(mask) - mask[::-1].index(0)  # where the last turn begins
+        assert versions == [4] * second + [5] * (len(mask) - second)
 
 
 def test_tools_of_an_agent(tmp_path: Path) -> None:

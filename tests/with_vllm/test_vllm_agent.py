@@ -1,0 +1,55 @@
+"""An agent that asks the worker's endpoint, answered by the real vLLM: recorded is what was sampled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
+
+from in_process import QWEN3_CHAT_TEMPLATE, build_model, build_tokenizer, build_trainer, chat_rows, length
+from test_openai_endpoint import said
+from test_vllm_tools import GROUPS, served
+
+from async_grpo.envs import Endpoint, OpenAIHarness
+
+FIRST = 6  # tokens of the first answer
+
+
+def two_turns(prompt: list[Any], endpoint: Endpoint) -> None:
+    first = said(endpoint, prompt, max_tokens=FIRST, temperature=1.0)
+    said(endpoint, [*prompt, first, {"role": "user", "content": "And now?"}], max_tokens=FIRST)
+
+
+def test_the_turns_of_an_agent_on_the_engine(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
+    trainer: Any = build_trainer(
+        tmp_path / "out",
+        model=build_model(tokenizer, hidden_size=64, head_dim=32, intermediate_size=192),
+        chat_template=QWEN3_CHAT_TEMPLATE,
+        train_dataset=chat_rows(),
+        reward_funcs=[length],
+        arguments={"rollout_func": OpenAIHarness(two_turns)},
+        max_completion_length=100,
+    )
+    groups = served(trainer, tmp_path / "run")
+    assert len(groups) == GROUPS
+    for group in groups:
+        assert group.metrics == {"agent/turns": [2.0], "agent/failure_frequency": [0.0]}
+        assert group.tool_mask is not None
+        start = 0
+        for size in group.completion_lengths.tolist():
+            ids, mask, recorded = (
+                values[start : start + size].tolist()
+                for values in (group.completion_ids, group.tool_mask, group.sampling_logprobs)
+            )
+            start += size
+            with torch.no_grad():
+                logits = trainer.model(input_ids=torch.tensor([[*group.prompt_ids.tolist(), *ids]])).logits[0]
+            computed = logits[len(group.prompt_ids) - 1 : -1].log_softmax(-1)[range(size), ids].tolist()
+            own = [place for place, value in enumerate(mask) if value]
+            assert 0 < len(own) < size
+            assert [recorded[place] for place in own] == pytest.approx([computed[place] for place in own], abs=0.02)
