@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import threading
 import time
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from async_grpo.rundir.lifecycle import in_use, prepare
 from async_grpo.rundir.locks import KernelLock, server_alive, server_lock
 from async_grpo.rundir.paths import SERVER, RunDir
 from async_grpo.settings import WorkerSettings, as_flags
+from async_grpo.setup.devices import CPU
 from async_grpo.setup.generated.sent_function import VARIABLE, in_memory
 from async_grpo.telemetry.activity import ENDING, LOADING, activity
 
@@ -80,8 +82,10 @@ class QueueRun:
         """That starts one more worker, in a terminal of its own."""
         work, plain = self._options.work, WorkerSettings()
         given = {field.name for field in fields(work) if getattr(work, field.name) != getattr(plain, field.name)}
-        flags = " ".join(as_flags(work, only=given))
-        return f"async-grpo worker --run-dir {self.dir.root} --device {self._options.master_device} {flags}".rstrip()
+        device = ["--device", CPU] if self._options.master_device == CPU else []  # else the worker's default, GPU 1
+        return shlex.join(
+            ["async-grpo", "worker", "--run-dir", str(self.dir.root), *device, *as_flags(work, only=given)]
+        )
 
     def check(self) -> None:
         """Raise `RunFailedError` where no worker of ours will serve the run any more."""
