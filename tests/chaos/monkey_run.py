@@ -218,7 +218,8 @@ class MonkeyRun:
             assert path.is_file() and path.read_bytes() == content, f"the user's {path} was touched"
         if not self._has_begun() or self.run_dir / "run.json" in self.obstacles:
             return
-        is_judged = self.run_dir / "consumed.jsonl" not in self.obstacles  # else there is no record to judge by
+        judged_by = ("consumed.jsonl", "server.lock")  # the record, and whether a server still writes it
+        is_judged = not any(self.run_dir / name in self.obstacles for name in judged_by)
         for anomaly in audit(self.run_dir).anomalies if is_judged else ():
             assert any(re.match(pattern, anomaly) for pattern in self.may_be_told), f"the audit says: {anomaly}"
         for checkpoint in self.checkpoints() if self.expected else ():
