@@ -35,9 +35,9 @@ def same_training(several: Path, one: Path, steps: int) -> None:
 def same_weights(several: Path, one: Path, *steps: int, file: str = "model.safetensors") -> None:
     for step in steps:
         weights, expected = (load_file(folder / f"checkpoints/checkpoint-{step}/{file}") for folder in (several, one))
-        assert weights.keys() == expected.keys()
-        for name, tensor in weights.items():
-            assert (tensor - expected[name]).abs().max() < TOLERANCE, name
+        assert expected.keys() <= weights.keys(), "DeepSpeed's stage 2 writes a tied head as well"
+        for name, tensor in expected.items():
+            assert (tensor - weights[name]).abs().max() < TOLERANCE, name
 
 
 def ranks(run: Command) -> list[psutil.Process]:

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from runs import IN_MID_BATCH, SETUP, command, finish, gone, read, steps_logged
 from several_ranks import EXAMPLES, config_of, ranks, same_training, same_weights
+
+from async_grpo.training.sharding import read_without_pickle
 
 pytestmark = [
     pytest.mark.integration,
@@ -102,17 +107,46 @@ def test_two_ranks_train_an_adapter_as_one_process_does(undisturbed_lora: Path, 
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_model_that_is_loaded_with_a_tied_head(stage: int, tmp_path: Path) -> None:
+def test_a_loaded_model_with_a_tied_head_is_trained_and_resumed(stage: int, tmp_path: Path) -> None:
     """`from_pretrained` shards it at once at stage 3: no rank ever has it whole. Stage 2 leaves each rank the whole."""
     one, two = tmp_path / "one", tmp_path / "two"
-    config = tmp_path / "zero.yaml"
-    config.write_text((EXAMPLES / "zero3.yaml").read_text().replace("zero_stage: 3", f"zero_stage: {stage}"))
-    env = {"TEST_GRPO": json.dumps({"gradient_accumulation_steps": 2, "beta": 0.1})}
-    options = ("-n", "1", "--deterministic", "--steps", "8")
-    for folder, more in ((one, ()), (two, ("--accelerate-config", str(config)))):
-        folder.mkdir()
-        finish(folder, *options, *more, setup=LOADED_SETUP, **env)
+    config = EXAMPLES / "zero3.yaml" if stage == 3 else with_a_file_of_deepspeeds(stage, tmp_path)
+    grpo = {"gradient_accumulation_steps": 2, "beta": 0.1, "lr_scheduler_type": "constant"}
+    options = ("-n", "1", "--deterministic", "--accelerate-config", str(config))
+    one.mkdir()
+    two.mkdir()
+    finish(one, *options[:3], "--steps", "8", setup=LOADED_SETUP, TEST_GRPO=json.dumps(grpo))
+    for more in (("--steps", "4"), ("--steps", "8", "--resume")):
+        finish(two, *options, *more, setup=LOADED_SETUP, TEST_GRPO=json.dumps(grpo))
     same_training(two, one, steps=8)
     same_weights(two, one, 4, 8)
     described = [read(folder / "worker" / "run.json")["model"] for folder in (one, two)]
     assert described[0] == described[1], "as of whole parameters"
+
+
+def with_a_file_of_deepspeeds(stage: int, folder: Path) -> Path:
+    """An accelerate configuration that names one: then accelerate wants DeepSpeed's settings there and only there."""
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    zero = {"stage": stage, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
+    (folder / "deepspeed.json").write_text(json.dumps({**dict.fromkeys(sizes, "auto"), "zero_optimization": zero}))
+    lines = (EXAMPLES / "zero3.yaml").read_text().split("deepspeed_config:")[0].splitlines()
+    kept = [line for line in lines if not line.startswith("mixed_precision")]
+    config = folder / "zero.yaml"
+    config.write_text(
+        "\n".join([*kept, "deepspeed_config:", f"  deepspeed_config_file: {folder / 'deepspeed.json'}", ""])
+    )
+    return config
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, tuple[Path]]:
+            return Path.touch, (tmp_path / "touched",)
+
+    torch.save({"optimizer_state_dict": Evil()}, tmp_path / "states.pt")
+    read_without_pickle()
+    with pytest.raises(pickle.UnpicklingError, match="Unsupported global"):
+        TorchCheckpointEngine().load(str(tmp_path / "states.pt"))
+    assert not (tmp_path / "touched").exists()

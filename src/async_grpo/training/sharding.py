@@ -126,8 +126,10 @@ def read_without_pickle() -> None:
     from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
     from deepspeed.runtime.fp16 import loss_scaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
 
-    torch.serialization.add_safe_globals([ZeroStageEnum, loss_scaler.LossScaler, loss_scaler.DynamicLossScaler])
+    scalers = [loss_scaler.LossScaler, loss_scaler.DynamicLossScaler]
+    torch.serialization.add_safe_globals([ZeroStageEnum, fragment_address, *scalers])
 
     def load(self: Any, path: str, map_location: Any = None) -> Any:
         return torch.load(path, map_location=map_location, weights_only=True)
