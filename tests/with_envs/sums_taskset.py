@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import verifiers.v1 as vf
 
 
@@ -21,6 +23,20 @@ class Calculator(vf.Toolset[vf.ToolsetConfig, SumState]):
         if a < 0:
             raise ValueError("no negative numbers")
         return a + b
+
+
+class Library(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = None
+    started = 0
+
+    async def setup(self) -> None:
+        await asyncio.sleep(0.01)
+        Library.started += 1
+
+    @vf.tool
+    def text(self, length: int) -> str:
+        """Read a text."""
+        return "x" * length + "\ud800"
 
 
 class SumTask(vf.Task[SumData, SumState]):
@@ -46,6 +62,10 @@ class SumsConfig(vf.TasksetConfig):
 
 
 class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
+    @classmethod
+    def toolsets(cls, config: SumsConfig) -> list[vf.Toolset]:
+        return [Library(vf.ToolsetConfig())]
+
     def load(self) -> list[SumTask]:
         return [
             SumTask(

@@ -23,7 +23,7 @@ from in_process import (
     jobs_of,
 )
 from runs import finish
-from sums_taskset import SumData, SumsTaskset, SumTask
+from sums_taskset import Library, SumData, SumsTaskset, SumTask
 from trl import GRPOTrainer
 
 from async_grpo.envs.verifiers import VerifiersEnvironment, load_environment
@@ -85,6 +85,33 @@ def test_rewards_and_tools_are_the_tasksets_own(tmp_path: Path) -> None:
     other = tokenizer.decode(generated.completion_ids[1])
     assert "no negative numbers" in other
     assert "Error: there is no tool 'calculator_divide'" in other
+
+
+def test_tools_of_the_taskset_are_shared_and_their_texts_are_readable(tmp_path: Path) -> None:
+    def reads(prompt: str, place: int) -> str:
+        if "<tool_response>" in prompt:
+            return "2"
+        return f'<tool_call>\n{{"name": "text", "arguments": {{"length": {70_000 if place % 2 else 3}}}}}\n</tool_call>'
+
+    Library.started = 0
+    environment = load_environment("sums_taskset")
+    (group,) = worker_of(environment, tmp_path, reads, tokens=4000).generate(jobs_of([environment.dataset[1]]))
+    short, long = map(build_tokenizer(QWEN3_CHAT_TEMPLATE).decode, group.completion_ids)
+    assert "xxx?" in short
+    assert "Error: the result has 70,001 characters" in long
+    assert Library.started == 1
+
+
+def test_an_environment_that_asks_the_model_for_nothing_fails(tmp_path: Path) -> None:
+    class Silent(type(load_environment("sums_taskset")._environment)):  # type: ignore[misc]
+        async def run(self, task: Any, agents: Any) -> None:
+            async with agents.agent.interaction(task):
+                pass
+
+    environment = load_environment("sums_taskset")
+    environment._environment.__class__ = Silent
+    with pytest.raises(UnsupportedError, match="without asking the agent"):
+        worker_of(environment, tmp_path, adds).generate(jobs_of([environment.dataset[1]]))
 
 
 def test_it_is_the_same_in_plain_trl(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -12,6 +13,8 @@ from mcp.server.mcpserver import MCPServer
 
 from async_grpo.envs.verifiers.refusals import refuse_toolset
 
+MOST_TEXT = 65_536  # characters of a result; of a longer one, the model reads the beginning
+SHOWN = 2_000
 _STATE: ContextVar[vf.State] = ContextVar("state of the episode")
 
 
@@ -21,13 +24,14 @@ class Toolsets:
     def __init__(self, environment: vf.Env) -> None:
         self._environment = environment
         self._shared: Tools | None = None
+        self._preparing = asyncio.Lock()
 
     async def of(self, task: vf.Task, state: vf.State) -> Tools:
         """The tools of one episode, ready to be called."""
-        if self._shared is None:
-            taskset = self._environment.taskset
-            self._shared = Tools([])
-            self._shared = await Tools(taskset.toolsets(taskset.config)).ready(None)
+        async with self._preparing:
+            if self._shared is None:
+                taskset = self._environment.taskset
+                self._shared = await Tools(taskset.toolsets(taskset.config)).ready(None)
         _STATE.set(state)
         own = await Tools(task.toolsets(task.config)).ready(task.data)
         return own.with_those_of(self._shared)
@@ -88,4 +92,7 @@ async def _push(before: bytes) -> None:
 
 def _text(result: Any) -> str:
     parts = [part.text if hasattr(part, "text") else f"<{part.type}>" for part in result.content]
-    return "\n".join(parts) or json.dumps(result.structured_content)
+    text = "\n".join(parts) or json.dumps(result.structured_content)
+    if len(text) > MOST_TEXT:
+        text = f"Error: the result has {len(text):,} characters, of which {MOST_TEXT:,} can be read: {text[:SHOWN]}"
+    return text.encode("utf-8", "replace").decode()  # no tokenizer takes lone surrogates
