@@ -67,6 +67,9 @@ class Process:
         self._server.updating = False
         self.start()
 
+    def answers(self) -> bool:
+        return self.running
+
     def wait_ready(self) -> None:
         assert self.running
 

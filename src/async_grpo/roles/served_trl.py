@@ -163,7 +163,7 @@ class ServedGeneration(VLLMGeneration):
             try:
                 answer = ask()
             except _FAILED as error:
-                if self._server.process.running:
+                if self._server.process.answers():  # it is there, and refuses
                     raise
                 self._revive(error)
             else:
@@ -178,7 +178,7 @@ class ServedGeneration(VLLMGeneration):
                 self._send()
                 return
             except _FAILED as again:
-                if self._server.process.running:
+                if self._server.process.answers():
                     raise
                 error = again
 

@@ -123,7 +123,7 @@ def _facts(sweep: Sweep, settings: TrainingSettings, place: Place) -> TrainerFac
 
 
 def _refuse_shared_server(sweep: Sweep, facts: TrainerFacts) -> None:
-    shared = facts.generator == VLLM_SERVER if sweep.mode == ASYNC else facts.names_server
+    shared = facts.generator == VLLM_SERVER if sweep.mode == ASYNC else facts.vllm_server and facts.names_server
     if shared and len(sweep.seeds) > 1:
         raise UsageError(
             f'{sweep.setup} generates with one vLLM server (vllm_mode="server"). {counted(len(sweep.seeds), "run")} '

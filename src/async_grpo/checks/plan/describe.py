@@ -167,7 +167,7 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | No
         prompts_measured=measured,
         output_dir=str(Path(args.output_dir).absolute()),
         vllm_server=wants_vllm(trainer) and args.vllm_mode == "server",
-        names_server=wants_vllm(trainer) and args.vllm_server_base_url is not None,
+        names_server=args.vllm_mode == "server" and args.vllm_server_base_url is not None,
         report_to=list(args.report_to or ()),
         save_total_limit=args.save_total_limit,
         save_strategy=str(getattr(args.save_strategy, "value", args.save_strategy)),

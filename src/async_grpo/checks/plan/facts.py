@@ -83,7 +83,7 @@ class TrainerFacts:
     groups_ahead: int = 0  # most groups that the staleness bound can use
     first_groups: int = 0  # kept under way at first
     vllm_server: bool = False  # the setup file generates with a vLLM server
-    names_server: bool = False  # and says where it is
+    names_server: bool = False  # it says where that server is
     report_to: list[str] = field(default_factory=list)
     save_total_limit: int | None = None
     generator: str = ""  # hf or vllm: what the workers of a distributed run generate with
