@@ -1,4 +1,4 @@
-"""Plain TRL starts a real vLLM server, which answers. Without a GPU TRL has no way to send weights, and the run ends."""
+"""Plain TRL starts a real vLLM server, which answers; without a GPU TRL cannot send it weights, and the run ends."""
 
 from __future__ import annotations
 
