@@ -66,7 +66,7 @@ docs: $(VENV)/.installed-docs
 	@echo "site/index.html; with search: $(BIN)/python -m http.server -d site"
 
 # Which of benchmarks/*.py to run, one after another on a quiet machine, e.g. make bench BENCH=staleness
-BENCH ?= weights job_queue sandbox evaluation deltas chaos monkey async_vs_trl staleness long_run
+BENCH ?= weights job_queue sandbox start evaluation deltas chaos monkey async_vs_trl staleness long_run
 # Options of one of them. These three write tables of their own into docs/.
 BENCH_async_vs_trl = --update-docs
 BENCH_long_run = --update-docs

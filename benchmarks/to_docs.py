@@ -34,6 +34,11 @@ TITLES = {
         "evaluation in a run shares the workers with training's own groups, and on a CPU the cores with the trainer, "
         "which is why it takes longer there than alone.",
     ),
+    "start": (
+        "Start-up",
+        "From the command to the end of the first optimizer step of a tiny model, in alternating rounds. Plain TRL is "
+        "one process that uses both cores; here three processes import torch, transformers and TRL.",
+    ),
     "sweep": (
         "Many seeds",
         "The demo on four seeds in two slots of one core each, and the same runs one after another, each on one core. "

@@ -111,7 +111,10 @@ def next_command(state_of_run: str, run: RunDir) -> str:
     state = run.read_state()
     config = _shortest(Path(state.config)) if state else "SETUP_FILE"
     by_hand = state is not None and not state.num_workers
-    start = ["server", "--config", config] if by_hand else ["train", config, "--distributed"]
+    if state is not None and state.options.get("trl"):  # `--resume` knows the arguments of TRL
+        start = ["server" if by_hand else "train"]
+    else:
+        start = ["server", "--config", config] if by_hand else ["train", config, "--distributed"]
     return f"{command} {shlex.join([*start, '--run-dir', _shortest(run.root), '--resume'])}"
 
 

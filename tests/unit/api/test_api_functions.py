@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from async_grpo.api.functions import setup_of
-from async_grpo.errors import SetupFileError
+from async_grpo.errors import SetupFileError, UsageError
 from async_grpo.setup.setup_file import check_setup_file
 
 SRC = str(Path(__file__).parents[3] / "src")
@@ -51,6 +52,15 @@ def test_a_path_is_the_setup_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "mine.py").write_text("def get_trainer(): ...")
     monkeypatch.chdir(tmp_path)
     assert setup_of("mine.py") == setup_of(Path("mine.py")) == (tmp_path / "mine.py", None)
+
+
+def test_a_yaml_file_of_trl_is_read_and_changes_nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "grpo.yaml").write_text("model_name_or_path: m\nenv: {OF_A_YAML_FILE: 1}")
+    assert setup_of(tmp_path / "grpo.yaml") == (tmp_path / "grpo.yaml", None)
+    assert "OF_A_YAML_FILE" not in os.environ
+    (tmp_path / "grpo.yaml").write_text("model_name: m")
+    with pytest.raises(UsageError, match=r"unrecognized arguments: --model_name\. Did you mean"):
+        setup_of(tmp_path / "grpo.yaml")
 
 
 def test_a_function_of_a_module_reaches_another_process(tmp_path: Path) -> None:

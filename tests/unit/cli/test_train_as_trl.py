@@ -17,6 +17,7 @@ from async_grpo.errors import UsageError
 from async_grpo.launch.launcher import LaunchOptions
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import STOPPED, RunDir
+from async_grpo.rundir.summary import next_command
 from async_grpo.setup.generated.trl_arguments import TRLArguments, setup_file_of_run
 from async_grpo.setup.generated.trl_flags import split
 
@@ -94,6 +95,7 @@ def test_a_resume_has_the_arguments_that_the_run_was_begun_with(
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--resume", "--run-dir", str(run.root)]) == 0
     assert launched[0].config == launched[1].config == launched[2].config
+    assert " train --run-dir " in next_command(STOPPED, run), "not the file in the cache"
     assert launched[0].config.is_file(), "written again"
     state = run.read_state()
     assert state is not None and setup_file_of_run(state) == launched[0].config
