@@ -65,7 +65,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of a run may work in another folder than that of the command."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OF_THE_YAML_FILE", "")
+    monkeypatch.setenv("OF_THE_YAML_FILE", "restored")
+    monkeypatch.delenv("OF_THE_YAML_FILE")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.syspath_prepend("")
 
@@ -99,8 +100,9 @@ def test_the_losses_are_those_of_trls_command(
     flags: tuple[str, ...], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = (*flags, "--output_dir", str(tmp_path / "out"))
-    run = InProcessRun(command_of(folder, *flags).trainer).train()
+    command = command_of(folder, *flags)
     assert os.environ["OF_THE_YAML_FILE"] == "7"
+    run = InProcessRun(command.trainer).train()
     assert any((tmp_path / "out").glob("*model.safetensors")), "the model is saved at the end, as TRL's command does"
     recorded = iter(run.batches)
     plain = trained_by_trl(folder, monkeypatch, {"rollout_func": replaying(recorded)}, *flags)
@@ -140,6 +142,14 @@ def test_without_a_dataset(folder: Path) -> None:
     words = "Either `datasets` or `dataset_name` must be provided."
     with pytest.raises(ValueError, match=words):
         TRLCommand(["--model_name_or_path", "model", "--use_cpu", "--bf16", "false"], str(folder)).trainer()
+
+
+def test_what_the_launcher_has_decided_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_THE_YAML_FILE", "of the launcher")
+    monkeypatch.setattr(grpo, "main", lambda *arguments: None)
+    with pytest.raises(AsyncGRPOError):
+        command_of(folder).trainer()
+    assert os.environ["OF_THE_YAML_FILE"] == "of the launcher"
 
 
 def test_a_trl_that_makes_no_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.formatting import printable
 from async_grpo.rundir import run_options
-from async_grpo.rundir.paths import FINISHED, RunDir
+from async_grpo.rundir.paths import FINISHED, RunDir, RunState
 from async_grpo.settings import TrainingSettings, WorkerSettings, flag_name, memory_size
 from async_grpo.setup.devices import CPU, hold_to_device, parse_device, threads_per_process, visible_gpus
-from async_grpo.setup.generated.trl_arguments import setup_file_of_run
+from async_grpo.setup.generated.trl_arguments import TRLArguments, set_environment, setup_file_of_run
 
 DEFAULT_CONFIG = Path("src/app/trainer_setup_gsmk.py")
 DEFAULT_RUN_DIR = Path("worker")
@@ -50,10 +50,17 @@ def resumed(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
         return args
     given = parser.given(args.command_line)
     recalled = run_options.recall(state, given, parser.read)
-    config = args.config if "config" in given else setup_file_of_run(state)
+    config = args.config if "config" in given else _begun_with(state)
     for change in [*run_options.not_kept(state), *run_options.config_change(state, config), *recalled.changes]:
         print(printable(f"resuming run {state.run_id}: {change}"))
     return argparse.Namespace(**{**vars(args), **recalled.options, "config": config})
+
+
+def _begun_with(state: RunState) -> Path:
+    """The setup file of the run; what it wants in the environment is set."""
+    if (trl := TRLArguments.of_run(state)) is not None:
+        set_environment(trl.arguments)
+    return setup_file_of_run(state)
 
 
 def nothing_to_do(args: argparse.Namespace) -> bool:

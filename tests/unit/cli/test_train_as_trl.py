@@ -55,7 +55,9 @@ def begun(launched: LaunchOptions) -> RunDir:
     return run
 
 
-def test_a_yaml_file_with_flags_of_both(launched: list[LaunchOptions], folder: Path) -> None:
+def test_a_yaml_file_with_flags_of_both(
+    launched: list[LaunchOptions], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = ["--reward_funcs", "accuracy_reward", "a.b", "--bf16", "false"]
     assert main(["train", "-n", "3", "--lora-r", "4", "grpo.yaml", *flags, "--seed", "5", "--max_staleness", "0"]) == 0
     (run,) = launched
@@ -64,7 +66,10 @@ def test_a_yaml_file_with_flags_of_both(launched: list[LaunchOptions], folder: P
     arguments = ["--config", str(folder / "grpo.yaml"), "--lora-r", "4", *flags]
     assert run.kept["trl"] == {"arguments": arguments, "directory": str(folder)}
     assert run.config.stem.startswith("trl_grpo_")
-    assert vars(command_in(run.config)) == {"_arguments": arguments, "_directory": str(folder)}
+    monkeypatch.setenv("OF_A_FILE", "of this process")
+    command = vars(command_in(run.config))
+    assert (command["_arguments"], command["_directory"]) == (arguments, str(folder))
+    assert os.environ["OF_A_FILE"] == "of this process", "the launcher decides about devices, for one"
 
 
 def test_flags_alone_and_the_file_as_trl_names_it(launched: list[LaunchOptions], folder: Path) -> None:
@@ -91,9 +96,13 @@ def test_a_resume_has_the_arguments_that_the_run_was_begun_with(
     main(["train", "grpo.yaml", "--learning_rate", "3", "-n", "2"])
     run = begun(launched[0])
     launched[0].config.unlink()  # the user has emptied the cache
+    monkeypatch.setenv("OF_A_FILE", "")
     assert main(["train", "grpo.yaml", "--resume"]) == 0, "the file alone means the flags, too"
+    assert os.environ["OF_A_FILE"] == "3"
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OF_A_FILE", "")
     assert main(["train", "--resume", "--run-dir", str(run.root)]) == 0
+    assert os.environ["OF_A_FILE"] == "3"
     assert launched[0].config == launched[1].config == launched[2].config
     assert " train --run-dir " in next_command(STOPPED, run), "not the file in the cache"
     assert launched[0].config.is_file(), "written again"

@@ -11,7 +11,7 @@ from typing import Any
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.rundir.paths import RunDir
-from async_grpo.setup.generated.trl_arguments import TRLArguments, is_yaml
+from async_grpo.setup.generated.trl_arguments import TRLArguments, is_yaml, set_environment
 from async_grpo.setup.generated.trl_flags import argument_types, split, what_it_is
 
 
@@ -50,6 +50,7 @@ def use_arguments(args: argparse.Namespace, *, names_a_file: bool) -> None:
         if given:
             raise UsageError(_no_use_for(given[0], args))
         return
+    set_environment(trl.arguments)
     args.trl, args.config = trl.as_json(), trl.write()
 
 

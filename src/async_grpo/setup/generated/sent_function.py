@@ -61,7 +61,7 @@ def pickled(function: FunctionType) -> bytes:
             f"{function.__name__} takes {len(body) / 2**20:.0f} MB with it{of_what}; at most "
             f"{MOST_BYTES // 2**20} MB are sent. {_WAY_OUT}"
         )
-    head = {"name": function.__name__, "path": sys.path, "sources": _sources()}
+    head = {"path": sys.path, "sources": _sources()}
     return json.dumps(head).encode() + b"\n" + body
 
 

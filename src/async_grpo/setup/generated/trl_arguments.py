@@ -59,9 +59,8 @@ class TRLArguments:
         """
         named = [] if config is None else [CONFIG, str(config.absolute())]
         _check_flags(flags)
-        made = cls([*named, *flags], str(Path.cwd()))
-        set_environment(made.arguments)
-        return made
+        environment_of(named)
+        return cls([*named, *flags], str(Path.cwd()))
 
     @classmethod
     def of_run(cls, state: RunState) -> TRLArguments | None:
@@ -88,8 +87,15 @@ def is_yaml(path: Path) -> bool:
 
 
 def setup_file(path: Path) -> Path:
-    """The setup file for what a command was given: for a YAML file of TRL one that is written, else the file itself."""
-    return TRLArguments.here(path).write() if is_yaml(path) else path
+    """The setup file for what a command was given: for a YAML file of TRL one that is written, else the file itself.
+
+    Sets what the YAML file has under `env`.
+    """
+    if not is_yaml(path):
+        return path
+    trl = TRLArguments.here(path)
+    set_environment(trl.arguments)
+    return trl.write()
 
 
 def setup_file_of_run(state: RunState) -> Path:
@@ -99,9 +105,13 @@ def setup_file_of_run(state: RunState) -> Path:
 
 
 def set_environment(arguments: Sequence[str]) -> None:
-    """Set what the YAML file has under `env`, as TRL's parser does: before anything imports torch."""
-    if arguments[:1] == [CONFIG]:
-        os.environ.update(environment(Path(arguments[1])))
+    """Set what the YAML file has under `env`, as TRL's parser does, before devices are chosen and torch is imported."""
+    os.environ.update(environment_of(arguments))
+
+
+def environment_of(arguments: Sequence[str]) -> dict[str, str]:
+    """What the YAML file of these arguments has under `env`, if they name one."""
+    return environment(Path(arguments[1])) if arguments[:1] == [CONFIG] else {}
 
 
 def environment(path: Path) -> dict[str, str]:

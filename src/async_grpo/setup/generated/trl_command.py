@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from async_grpo.errors import SetupFileError, UsageError
-from async_grpo.setup.generated.trl_arguments import set_environment, unrecognized
+from async_grpo.setup.generated.trl_arguments import environment_of, unrecognized
 from async_grpo.setup.grpo_config.batch import BatchError
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ class TRLCommand:
 
     def __init__(self, arguments: Sequence[str], directory: str) -> None:
         self._arguments, self._directory = list(arguments), directory
-        set_environment(arguments)
+        wanted = environment_of(arguments)
+        self._env = {name: os.environ.get(name, value) for name, value in wanted.items()}  # the launcher decides
+        os.environ.update(self._env)
 
     def trainer(self) -> GRPOTrainer:
         """Build the trainer, and let its training end as TRL's command ends.
@@ -58,6 +60,8 @@ class TRLCommand:
             raise
         except ValueError as error:
             raise UsageError(f"trl grpo: error: {error}") from error
+        finally:
+            os.environ.update(self._env)  # the parser has set what the YAML file says
         if unknown := [text for text in (*of_file, *of_flags) if text.startswith("--")]:
             refuse(unrecognized(unknown))
         return parsed
