@@ -147,7 +147,10 @@ def vllm_server(folder: Path) -> Iterator[str]:
     """The address of a vLLM server that runs in this block."""
     from async_grpo.serving.vllm_server import ServerPlan, VLLMServerProcess
 
-    arguments = ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager")
+    # TRL seeds each request. vLLM's CPU build dies ("CPU Generator does not use offset") where a step cuts the prompt of
+    # a seeded one, so a step must hold the prompts of all requests.
+    limits = ("--max-model-len", "256", "--max-num-batched-tokens", "16384")
+    arguments = ("--dtype", "float32", "--enforce-eager", *limits)
     plan = ServerPlan(model=model_folder(), port=8300, log=folder / "vllm.log", arguments=arguments)
     with VLLMServerProcess(plan) as server:
         server.wait_ready()
