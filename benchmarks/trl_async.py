@@ -147,8 +147,8 @@ def vllm_server(folder: Path) -> Iterator[str]:
     """The address of a vLLM server that runs in this block."""
     from async_grpo.serving.vllm_server import ServerPlan, VLLMServerProcess
 
-    # TRL seeds each request. vLLM's CPU build dies ("CPU Generator does not use offset") where a step cuts the prompt of
-    # a seeded one, so a step must hold the prompts of all requests.
+    # TRL seeds each request. vLLM's CPU build dies ("CPU Generator does not use offset") where a step cuts a seeded
+    # prompt, so a step must hold the prompts of all requests.
     limits = ("--max-model-len", "256", "--max-num-batched-tokens", "16384")
     arguments = ("--dtype", "float32", "--enforce-eager", *limits)
     plan = ServerPlan(model=model_folder(), port=8300, log=folder / "vllm.log", arguments=arguments)
