@@ -15,6 +15,7 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import TrainingSettings, WorkerSettings
+from async_grpo.setup.generated.sent_function import VARIABLE
 from async_grpo.trl_async.run import QueueRun, WorkerProcesses
 
 DEADLINE_S = 60.0
@@ -59,16 +60,16 @@ def test_workers_that_cannot_be_started_are_an_error_of_the_training(tmp_path: P
     workers.end()
 
 
-def queue_run(root: Path) -> QueueRun:
+def queue_run(root: Path, *devices: str, payload: bytes | None = None) -> QueueRun:
     options = LaunchOptions(
         config=root.with_suffix(".py"),
         run_dir=root,
         master_device="cpu",
-        worker_devices=(),
+        worker_devices=devices,
         training=TrainingSettings(),
         work=WorkerSettings(generator="hf"),
     )
-    return QueueRun(options, {"temperature": "0.5"})
+    return QueueRun(options, {"temperature": "0.5"}, payload)
 
 
 def test_a_run_that_was_killed_is_moved_aside_and_one_of_another_kind_is_not(tmp_path: Path) -> None:
@@ -90,6 +91,21 @@ def test_a_run_that_was_killed_is_moved_aside_and_one_of_another_kind_is_not(tmp
     prepare(tmp_path / "other", config=root.with_suffix(".py"))
     with pytest.raises(RunDirError, match="unfinished"):
         queue_run(tmp_path / "other").begin()
+
+
+def test_a_function_that_is_in_no_file_reaches_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = f"import os; print(open(os.environ[{VARIABLE!r}]).read(), flush=True); import time; time.sleep(600)"
+    monkeypatch.setattr("async_grpo.trl_async.run.worker_child", lambda *given: child(1, reads, tmp_path))
+    sent = queue_run(tmp_path / "worker", "cpu", payload=b"the function")
+    sent.begin()
+    try:
+        log, deadline = tmp_path / "log_1.txt", time.monotonic() + DEADLINE_S
+        while not (log.exists() and "\n" in log.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert log.read_text() == "the function\n"
+    finally:
+        sent.end(runs.FINISHED, {})
 
 
 def test_the_command_starts_a_worker_of_the_same_kind(tmp_path: Path) -> None:
