@@ -15,16 +15,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import math
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # one combination a core
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.cells import keep, outcomes, read_outcomes
 from benchmarks.table import (
     Row,
     describe_machine,
@@ -93,33 +92,6 @@ def train(cell: Cell) -> Outcome:
             output_dir=Path(folder),
         ).train()
     return Outcome(cell=cell, accuracy=accuracy, seconds=time.monotonic() - started)
-
-
-def outcomes(cells: Sequence[Cell], processes: int, until: float) -> Iterator[Outcome]:
-    """Train the cells in their order, as many as can be begun before `until` (monotonic)."""
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(processes) as pool:
-        left, running = list(cells), []
-        while left or running:
-            while left and len(running) < processes and time.monotonic() < until:
-                running.append(pool.apply_async(train, (left.pop(0),)))
-            if not running:
-                return
-            yield running.pop(0).get()
-
-
-def read_cells(path: Path | None) -> list[Outcome]:
-    """The training runs that were done before."""
-    if path is None or not path.exists():
-        return []
-    told = [json.loads(line) for line in path.read_text().splitlines()]
-    return [Outcome(**{**entry, "cell": Cell(**entry["cell"])}) for entry in told]
-
-
-def write_cell(path: Path | None, outcome: Outcome) -> None:
-    if path is not None:
-        with path.open("a") as file:
-            file.write(json.dumps(asdict(outcome)) + "\n")
 
 
 # --- Table and plot ---------------------------------------------------------------------------------------
@@ -268,11 +240,11 @@ def main() -> None:
     parser.add_argument("--update-docs", action="store_true", help="put table and findings into the documentation")
     args = parser.parse_args()
     cells = all_cells(args.task, quick=args.quick)
-    done = [outcome for outcome in read_cells(args.cells) if outcome.cell in cells]
+    done = [outcome for outcome in read_outcomes(args.cells, Outcome, Cell) if outcome.cell in cells]
     left = [cell for cell in cells if cell not in {outcome.cell for outcome in done}]
-    for outcome in outcomes(left, args.processes, time.monotonic() + 60 * args.minutes):
+    for outcome in outcomes(train, left, processes=args.processes, until=time.monotonic() + 60 * args.minutes):
         done.append(outcome)
-        write_cell(args.cells, outcome)
+        keep(args.cells, outcome)
         cell = outcome.cell
         print(
             f"seed {cell.seed} staleness {cell.staleness:>2} {cell.correction:<17} accuracy {outcome.accuracy:.3f} "

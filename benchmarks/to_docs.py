@@ -61,6 +61,7 @@ TITLES = {
         "Programs of one line, so a start is all that counts. *A core* divides them by the CPU time of all processes; "
         "the other figures depend on what else the machine does.",
     ),
+    "turn_credit": ("Credit for each turn", "A tiny model learns to search. More in [credit.md](credit.md)."),
     "staleness": ("Staleness and correction", "More in [staleness.md](staleness.md)."),
 }
 HEAD = """# Benchmarks

@@ -7,17 +7,15 @@ warmed up on answers in which 30% of the digits are slips: it knows the rule, an
 
 from __future__ import annotations
 
-import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.setups.warm import learn, load_warm_start
 from datasets import Dataset
-from filelock import FileLock
-from safetensors.torch import load_model, save_model
-from torch.nn.functional import cross_entropy
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
@@ -50,35 +48,22 @@ def build_model(tokenizer: Any) -> Qwen3ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(WARM_START["seed"])
         model = Qwen3ForCausalLM(Qwen3Config(**shape, vocab_size=len(tokenizer), **end))
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "async-grpo"
-        name = f"turns-{TOKENS}-{WARM_START['steps']}-{SLIPS:.4f}-{torch.__version__}"
-        weights = cache / f"{name}.safetensors"
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache / f"{name}.lock"):
-            if not weights.exists():
-                _warm_up(model, tokenizer)
-                unfinished = weights.with_suffix(".unfinished")
-                save_model(model, str(unfinished))
-                unfinished.replace(weights)
-    load_model(model, weights)
+        steps, rate = int(WARM_START["steps"]), WARM_START["learning_rate"]
+        load_warm_start(
+            model,
+            f"turns-{TOKENS}-{steps}-{SLIPS:.4f}",
+            lambda: learn(model, _batches(tokenizer), steps=steps, learning_rate=rate),
+        )
     return model
 
 
-def _warm_up(model: Qwen3ForCausalLM, tokenizer: Any) -> None:
-    steps, rate = int(WARM_START["steps"]), WARM_START["learning_rate"]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.1)
+def _batches(tokenizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     randomness = torch.Generator().manual_seed(int(WARM_START["seed"]))
     asked = torch.tensor(tokenizer(prompts(held_out=False))["input_ids"])
-    for _ in range(steps):
+    while True:
         rows = asked[torch.randint(len(asked), (int(WARM_START["batch_size"]),), generator=randomness)]
         answers = _with_slips(rows, randomness)
-        logits = model(torch.cat([rows, answers[:, :-1]], dim=1), use_cache=False).logits
-        cross_entropy(logits[:, rows.shape[1] - 1 :].flatten(0, 1), answers.flatten()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
+        yield torch.cat([rows, answers], dim=1), torch.cat([torch.full_like(rows, -100), answers], dim=1)
 
 
 def _with_slips(rows_BP: torch.Tensor, randomness: torch.Generator) -> torch.Tensor:
