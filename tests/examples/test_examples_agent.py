@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from in_process import (
     QWEN3_CHAT_TEMPLATE,
+    InProcessRun,
     InProcessWorker,
     ScriptedGenerator,
     build_tokenizer,
@@ -29,15 +30,22 @@ EXAMPLE = ROOT / "examples" / "openai_agent" / "my_trainer.py"
 STEPS = 40
 
 
-def test_the_example_by_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_trains_on_what_a_worker_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_trainer() -> Any:
+        small = {"per_device_train_batch_size": "4"}  # one group: a client takes longer to make than its answers
+        trainer = load_trainer(EXAMPLE, engine_here=False, steps=2, config_values=small)
+        for name in ("agent", "tiny_model"):
+            monkeypatch.delitem(sys.modules, name)
+        return trainer
+
     monkeypatch.chdir(tmp_path)
-    worker = InProcessWorker(load_trainer(EXAMPLE, engine_here=False))
-    for name in ("agent", "tiny_model"):
-        monkeypatch.delitem(sys.modules, name)
-    group = worker.rollouts(jobs_of([{"prompt": [{"role": "user", "content": "a?"}]}], group_size=4))[0]
-    assert group.metrics == {"agent/turns": [2.0], "agent/failure_frequency": [0.0]}
-    assert group.tool_mask is not None and 0 < group.tool_mask.sum() < len(group.tool_mask)
-    assert 0 < group.rewards.mean() < 1
+    run = InProcessRun(get_trainer).train()
+    assert [log["step"] for log in run.logs] == [1, 2]
+    assert {group.metrics["agent/turns"][0] for group in run.groups} == {2.0}
+    assert [log["agent/failure_frequency"] for log in run.logs] == [0.0, 0.0]
+    for group in run.groups:
+        assert group.tool_mask is not None and 0 < group.tool_mask.sum() < len(group.tool_mask)
+        assert 0 < group.rewards.mean() < 1
 
 
 def test_what_the_clients_make_of_answers_and_refusals(tmp_path: Path) -> None:
