@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -74,7 +73,7 @@ class Harness:
         self._base_url: str | None = None
         self._sampling = _sampled_with(trl, HF if isinstance(engine, TransformersEngine) else VLLM)
         self._open: set[Episode] = set()
-        self._said: Counter[str] = Counter()
+        self._said: set[str] = set()
 
     @property
     def in_time(self) -> bool:
@@ -166,8 +165,8 @@ class Harness:
         return _Played(_columns(outcome.value))
 
     def _say(self, text: str, error: Exception | None) -> None:
-        self._said[text] += 1
-        if self._said[text] == 1 and len(self._said) <= SAY_AT_MOST:
+        if text not in self._said and len(self._said) < SAY_AT_MOST:
+            self._said.add(text)
             logger.opt(exception=error).warning(
                 "an agent's call ended with an error; its completion is what the model said until then, and reward "
                 "functions get the error as `{}`: {}",
