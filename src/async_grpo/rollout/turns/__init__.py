@@ -6,5 +6,6 @@ want tokens. A `rollout_func`, or an override of TRL's generation, is one functi
 cannot be stepped: it runs in a thread (`whole`). An agent that asks for its tokens over HTTP is stepped on the same
 loop, by `rollout.endpoint`.
 
-Start with `Turns` in `groups`. What TRL itself does in a turn is in `dialogue`.
+Start with `Turns` in `groups`. What TRL itself does in a turn is in `dialogue`; a message that a tag ended is ended in
+`ends`.
 """
