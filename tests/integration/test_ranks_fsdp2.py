@@ -14,7 +14,7 @@ from several_ranks import EXAMPLES, config_of, ranks, same_training
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-FSDP2 = ("--accelerate-config", str(EXAMPLES / "fsdp2.yaml"))
+FSDP2 = str(EXAMPLES / "fsdp2.yaml")
 SHARDED_SETUP = SETUP.with_name("sharded_model.py")
 
 
@@ -59,3 +59,16 @@ def test_sharded_ranks_are_resumed_in_the_middle_of_a_batch(processes: int, undi
     with command("audit", str(run_dir), cwd=tmp_path) as audit:
         assert audit.wait() == 0, audit.output
     same_training(tmp_path, undisturbed, steps=11)
+
+
+def test_two_sharded_ranks_go_on_as_four_between_batches(tmp_path: Path) -> None:
+    """As one process that was resumed at the same step."""
+    one, several = tmp_path / "one", tmp_path / "several"
+    four = str(config_of("fsdp2.yaml", 4, tmp_path))
+    env = {"TEST_MODEL": "lora", "TEST_GRPO": json.dumps({"lr_scheduler_type": "constant"})}
+    for folder, configs in ((one, ("none", "none")), (several, (FSDP2, four))):
+        folder.mkdir()
+        for config, more in zip(configs, (("--steps", "4"), ("--steps", "8", "--resume")), strict=True):
+            options = ("-n", "1", "--deterministic", "--accelerate-config", config)
+            finish(folder, *options, *more, setup=SHARDED_SETUP, **env)
+    same_training(several, one, steps=8)
