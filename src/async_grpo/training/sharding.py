@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,10 +59,8 @@ class Sharding(ABC):
     def _prepare(self, model: nn.Module) -> None: ...
 
     @abstractmethod
-    @contextmanager
-    def _whole(self, parameter: Tensor, device: torch.device) -> Iterator[Tensor]:
+    def _whole(self, parameter: Tensor, device: torch.device) -> AbstractContextManager[Tensor]:
         """The whole parameter, inside this block. All ranks enter it for the same parameter."""
-        yield parameter
 
 
 class Fsdp2(Sharding):

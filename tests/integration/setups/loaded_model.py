@@ -9,6 +9,8 @@ import torch.distributed as dist
 from transformers import Qwen3ForCausalLM
 from trl import GRPOTrainer
 
+from async_grpo.training.sharding import zero_stage
+
 
 class Loaded(GRPOTrainer):
     """Writes the model that it is given into a folder, and is built from the folder."""
@@ -28,5 +30,5 @@ def get_trainer() -> GRPOTrainer:
     random_model.GRPOTrainer = Loaded
     trainer = random_model.get_trainer()
     sharded_at_once = hasattr(next(trainer.model.parameters()), "ds_shape")
-    assert sharded_at_once == (os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3")
+    assert sharded_at_once == (zero_stage(trainer) == 3)
     return trainer
