@@ -43,20 +43,21 @@ def worker(process: subprocess.Popen[bytes], number: int) -> psutil.Process | No
     return None
 
 
-def first_claim(run: Path, process: subprocess.Popen[bytes]) -> int:
-    """The sequence number of a job that worker 1 has, as soon as it has one."""
+def first_claim(run: Path, process: subprocess.Popen[bytes]) -> tuple[int, int]:
+    """The sequence number of a job, and the number of the worker that has it: the first that has one."""
     deadline = time.monotonic() + DEADLINE_S
-    while not (claims := list((run / "queue").glob("*_processing_by_dev1"))):
+    while not (claims := list((run / "queue").glob("*_processing_by_dev*"))):
         assert process.poll() is None and time.monotonic() < deadline, (run.parent / "output.txt").read_text()
         time.sleep(0.005)
-    return int(claims[0].name.partition(".")[0])
+    seq, _, name = claims[0].name.partition(".")
+    return int(seq), int(name.rpartition("dev")[2])
 
 
 def test_a_killed_worker_costs_no_rollout(tmp_path: Path) -> None:
     run, output = tmp_path / "worker", tmp_path / "output.txt"
     with example(tmp_path) as process:
-        claimed = first_claim(run, process)
-        killed = worker(process, 1)
+        claimed, number = first_claim(run, process)
+        killed = worker(process, number)
         assert killed is not None
         killed.kill()
         family = psutil.Process(process.pid).children(recursive=True)
