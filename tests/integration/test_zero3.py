@@ -126,7 +126,8 @@ def test_a_loaded_model_with_a_tied_head_is_trained_and_resumed(stage: int, tmp_
 def with_a_file_of_deepspeeds(stage: int, folder: Path) -> Path:
     """An accelerate configuration that names one: then accelerate wants DeepSpeed's settings there and only there."""
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    zero = {"stage": stage, "reduce_bucket_size": 100_000, "stage3_param_persistence_threshold": 0}
+    of_stage_3 = {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    zero = {"stage": stage, "reduce_bucket_size": 100_000, **of_stage_3}
     (folder / "deepspeed.json").write_text(json.dumps({**dict.fromkeys(sizes, "auto"), "zero_optimization": zero}))
     lines = (EXAMPLES / "zero3.yaml").read_text().split("deepspeed_config:")[0].splitlines()
     kept = [line for line in lines if not line.startswith("mixed_precision")]
