@@ -161,7 +161,7 @@ def rows(done: Sequence[Outcome]) -> Iterator[Row]:
 
 
 def table(done: Sequence[Outcome]) -> str:
-    """Markdown: mean ± half of the 95% interval over seeds."""
+    """Markdown: mean ± half of the 95% interval over seeds, or each seed's where there are one or two."""
     credits = by_credit(done)
     shown = [point.step for point in done[0].curve][1:]
     head = ["`credit`", *(f"exact match, step {step}" for step in shown), "tool rate", "without the search"]
@@ -178,7 +178,7 @@ def findings(done: Sequence[Outcome]) -> Iterator[str]:
     credits = by_credit(done)
     for credit, ones in credits.items():
         gains = _gains(credits.get("turn", []), ones)
-        if credit != "turn" and len(gains) > 1:
+        if credit != "turn" and len(gains) > 2:
             mean, half = interval_95(gains)
             verdict = "better" if mean > half else "worse" if -mean > half else "not told apart"
             yield f"`turn` less `{credit}`, exact match: {mean:+.3f} ± {half:.3f}, {verdict}."
@@ -191,8 +191,8 @@ def _gains(turn: Sequence[Outcome], other: Sequence[Outcome]) -> list[float]:
 
 
 def _interval(values: Sequence[float]) -> str:
-    if len(values) < 2:
-        return f"{values[0]:.3f}" if values else ""
+    if len(values) < 3:  # an interval of two says less than they do
+        return ", ".join(f"{value:.3f}" for value in values)
     mean, half = interval_95(values)
     return f"{mean:.3f} ± {half:.3f}"
 
@@ -227,8 +227,9 @@ def report(done: Sequence[Outcome], args: Any, *, of: int) -> None:
     unfinished = "" if len(done) == of else f" {len(done)} of {of} training runs are done."
     told = (
         f"{machine_line(describe_machine())}; {done[0].cell.steps} steps, {counted(seeds, 'seed')}; mean ± half of the "
-        f"95% interval over seeds. Before training: exact match {before:.3f}, tool rate {calling:.3f}. A training run "
-        f"took {each:.0f} s of CPU time on one core, the warm start {done[0].warm_start_s:.0f} s, once.{unfinished}"
+        f"95% interval over seeds, or each where there are one or two. Before training: exact match {before:.3f}, tool "
+        f"rate {calling:.3f}. A training run took {each:.0f} s of CPU time on one core, the warm start "
+        f"{done[0].warm_start_s:.0f} s, once.{unfinished}"
     )
     listed = "\n".join(f"- {text}" for text in findings(done))
     print(f"{told}\n\n{table(done)}\n\n{listed}")
