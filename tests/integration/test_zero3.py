@@ -117,7 +117,7 @@ def test_a_loaded_model_with_a_tied_head_is_trained_and_resumed(stage: int, tmp_
         options = ("-n", "1", "--deterministic", "--accelerate-config", accelerate)
         finish(folder, *options, "--steps", "4", setup=LOADED_SETUP, TEST_GRPO=json.dumps(grpo))
         finish(folder, *options, "--steps", "8", "--resume", setup=LOADED_SETUP, TEST_GRPO=json.dumps(grpo))
-    same_training(two, one, steps=8)
+    same_training(two, one, steps=8, accumulates=True)
     same_weights(two, one, 4, 8)
     described = [read(folder / "worker" / "run.json")["model"] for folder in (one, two)]
     assert described[0] == described[1], "as of whole parameters"
