@@ -106,6 +106,7 @@ test-trl-next: venv-test
 
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest tests/with_vllm
+	.venv-vllm/bin/python -m pytest -m slow tests/with_vllm --timeout 3600
 
 # The clients of W&B and trackio lie beside .venv, and borrow all else from it.
 .venv-trackers/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/trackers_env.sh

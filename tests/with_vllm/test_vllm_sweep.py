@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,11 +20,13 @@ OPTIONS = ("--num-instances", "2", "-n", "1", "--generator", "vllm-server", "--s
 
 
 def server_in(family: list[psutil.Process], run: Path) -> psutil.Process:
-    """The vLLM server of a run."""
-    [found] = [
-        process for process in family if "api_server" in str(process.cmdline()) and str(run) in str(process.cmdline())
-    ]
-    return found
+    """The vLLM server of a run; its own children come after it."""
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            command_line = " ".join(process.cmdline())
+            if "api_server" in command_line and str(run) in command_line:
+                return process
+    raise AssertionError(f"no server of {run}")
 
 
 def test_two_servers_in_a_sweep_of_which_one_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
