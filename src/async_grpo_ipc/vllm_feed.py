@@ -7,9 +7,10 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import torch
@@ -87,7 +88,7 @@ class VLLMFeed:
             try:
                 urlopen(f"{self._url}/health", timeout=POLL_S * 10).read()
                 return
-            except OSError as error:
+            except (OSError, HTTPException) as error:
                 if time.monotonic() > deadline:
                     raise self._silent(error) from error
             time.sleep(POLL_S)
@@ -101,10 +102,10 @@ class VLLMFeed:
             text = error.read(2000).decode(errors="replace")
             hint = f" {STARTED_WITH}" if error.code == 404 or "not configured" in text else ""
             raise FeedError(f"The vLLM server answered /{request} with {error.code}: {text}{hint}") from error
-        except (URLError, OSError) as error:
+        except (OSError, HTTPException) as error:
             raise self._silent(error) from error
 
-    def _silent(self, error: OSError) -> FeedError:
+    def _silent(self, error: Exception) -> FeedError:
         return FeedError(f"No vLLM server answers at {self._url} ({error}). {STARTED_WITH}")
 
 

@@ -50,7 +50,7 @@ LOOKED_AT = {  # fields of AsyncGRPOConfig that are the trainer's own, or that o
     *("model_init_kwargs", "dtype", "trust_remote_code", "router_aux_loss_coef", "epsilon", "epsilon_high"),
     *("learning_rate", "logging_steps", "lr_scheduler_type", "ignore_data_skip"),
     *("num_generations", "token_budget", "max_staleness", "weight_sync_steps", "heartbeat_stale_after_s"),
-    *("weight_sync_timeout", "queue_maxsize", "max_inflight_tasks"),
+    *("weight_sync_timeout", "max_inflight_tasks"),
 }
 
 

@@ -29,6 +29,7 @@ NOT_KEPT = {
     "vllm_server_base_url": _OWN_SERVER,
     "vllm_server_timeout": _OWN_SERVER,
     "request_timeout": _OWN_SERVER,
+    "queue_maxsize": "a group comes into TRL's queue when TRL asks for its first sample, and not before",
     "fork_threshold_tokens": "these workers make one training row of a dialogue, so none is ever forked",
     "log_completions": "the run directory keeps every completion. See them with `async-grpo rollouts RUN_DIR`",
     "num_completions_to_print": "the run directory keeps every completion. See them with `async-grpo rollouts RUN_DIR`",

@@ -7,7 +7,8 @@ import queue
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ from async_grpo_ipc.control import MAX_SLOTS
 if TYPE_CHECKING:
     from trl.experimental.async_grpo import AsyncGRPOConfig
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+ONE_TRAINING = "A FileQueueRolloutWorker serves one training. Make another for another one, and a trainer with it."
 
 
 class FileQueueRolloutWorker:
@@ -80,6 +83,7 @@ class FileQueueRolloutWorker:
         )
         self._run = QueueRun(options, worker_values(args), setup.payload)
         self._rollouts: Rollouts | None = None
+        self._stopped = False
         self._seen_alive = time.monotonic()  # a worker of the run
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self.rollout_buffer = RolloutBuffer(self._next_samples)
@@ -129,21 +133,34 @@ class FileQueueRolloutWorker:
     def stop(self) -> None:
         """Called by TRL when training ends, whatever ended it; the workers end, too."""
         error = sys.exc_info()[1]
+        if self._stopped:
+            return
+        self._stopped = True
+        error = None if error is self.weights.handled else error
         state = runs.FINISHED if error is None else runs.FAILED
         if isinstance(error, KeyboardInterrupt | SystemExit):
             state = runs.STOPPED
-        rollouts, self._rollouts = self._rollouts, None
-        figures: dict[str, Any] = {}
         with suppress(AsyncGRPOError, OSError) if error is not None else nullcontext():  # the first error is to be told
+            self._end(state, wait=error is None)
+
+    def _end(self, state: str, *, wait: bool) -> None:
+        """`wait`: for room, where the disk is full."""
+        rollouts, self._rollouts = self._rollouts, None
+        if rollouts is None:
+            self._run.end(state, {})
+            return
+        figures: dict[str, Any] = {}
+        with closing(rollouts):
             try:
-                if rollouts is not None:
-                    figures = rollouts.close()
+                figures = rollouts.sum_up()
             finally:
-                self._run.end(state, figures)
+                self._run.end(state, figures, partial(rollouts.write_with_room, wait=wait))
 
     def _next_samples(self) -> Iterable[RolloutSample]:
+        if self._stopped:
+            raise UsageError(ONE_TRAINING)
         if self._rollouts is None:
-            raise queue.Empty  # before `start`, or after `stop`
+            raise queue.Empty  # before `start`
         return chain.from_iterable(map(samples_of, self._rollouts.take()))
 
 
@@ -175,11 +192,13 @@ class RunWeights(SharedWeightTransfer):
         slots = min(MAX_SLOTS, 2 + max(1, len(here)))  # each worker here reads one in place; the newest; one to write
         super().__init__(None, run.dir.weights_handle, slots=slots, way=options.training.weights, timeout_s=timeout_s)
         self._run = run
+        self.handled: BaseException | None = None  # that the caller of `train` was in the middle of handling
 
     def init_weight_transfer(self) -> None:
         """Called by TRL before its first weights are sent, and before `FileQueueRolloutWorker.start`."""
         if self._run.run_id:
-            raise UsageError("A FileQueueRolloutWorker serves one training. Make another for another one.")
+            raise UsageError(ONE_TRAINING)
+        self.handled = sys.exc_info()[1]
         self._run.begin()
 
     def retry(self) -> None:
@@ -192,6 +211,12 @@ def _devices(args: AsyncGRPOConfig, workers: int | None, worker_devices: Sequenc
     named = None if worker_devices is None else ",".join(worker_devices)
     if workers is not None and workers < 0:
         raise UsageError(f"workers must be 0 or more, got {workers}.")
+    if workers == 0 and named is not None:
+        raise UsageError(f"workers=0 starts none, and worker_devices={named} names their GPUs. Leave one of them out.")
+    if here != CPU and args.world_size > 1 and named is None and workers != 0:
+        raise UsageError(
+            f"TRL's trainer takes {args.world_size} GPUs, so say which are left for the workers: worker_devices=[...]."
+        )
     chosen = () if workers == 0 else plan_devices(here, named, workers)[1]
     return {
         "master_device": here,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.archive.history import ConsumptionRecord
+from async_grpo.archive.room import write_with_room
 from async_grpo.errors import UsageError
 from async_grpo.images import encoded
 from async_grpo.queue import ServerQueue
@@ -103,12 +104,28 @@ class Rollouts:
         self._used()
         self._issue()
 
-    def close(self) -> dict[str, Any]:
-        """Stop being the server of the queue; returns the figures of `summary.json`."""
+    def sum_up(self) -> dict[str, Any]:
+        """Training is over: the figures of `summary.json`."""
         self._used()
+        return {"steps": self.step, **self._metrics.totals()}
+
+    def write_with_room(self, write: Callable[[], object], *, wait: bool) -> None:
+        """Write every line that found no room yet, and call `write`, in which there may be no room either.
+
+        Raises:
+            DiskFullError: there is no room, and it is not to wait for some.
+        """
+
+        def write_all() -> None:
+            self._history.sync()
+            write()
+
+        write_with_room(write_all, should_stop=lambda: not wait, make_room=self._archive.make_room)
+
+    def close(self) -> None:
+        """Stop being the server of the queue."""
         self._queue.close()
         self._history.close()
-        return {"steps": self.step, **self._metrics.totals()}
 
     def _used(self) -> None:
         self._history.used(self.step, self._source.trained())

@@ -6,7 +6,7 @@ import os
 import shlex
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from typing import Any
@@ -92,8 +92,14 @@ class QueueRun:
         if self._workers is not None:
             self._workers.check()
 
-    def end(self, state: str, figures: Mapping[str, Any]) -> None:
-        """Write down how the run ended, and return when its processes are gone."""
+    def end(
+        self, state: str, figures: Mapping[str, Any], write: Callable[[Callable[[], object]], None] = lambda do: do()
+    ) -> None:
+        """Write down how the run ended, and return when its processes are gone.
+
+        Args:
+            write: calls what writes a file, and may wait for room on the disk.
+        """
         if not self.run_id:
             return
         activity.doing(ENDING)
@@ -102,12 +108,12 @@ class QueueRun:
             if self._sent >= 0:
                 last.callback(os.close, self._sent)
             try:
-                self.dir.update_state(of=self.run_id, state=state)  # workers that were started by hand read it and end
+                write(lambda: self.dir.update_state(of=self.run_id, state=state))  # workers by hand read it and end
             finally:
                 restarts = self._workers.end() if self._workers is not None else 0
             process = {"state": state, "run_id": self.run_id, "server_pid": os.getpid(), "worker_restarts": restarts}
             seconds = round(time.monotonic() - self._began, 1)
-            write_json(self.dir.summary, {**process, "wall_seconds": seconds, **figures})
+            write(lambda: write_json(self.dir.summary, {**process, "wall_seconds": seconds, **figures}))
 
 
 _MARK = "trl_async"  # in `run.json`: no process of ours resumes this run

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from socketserver import BaseRequestHandler, ThreadingTCPServer
 from threading import Thread
 from typing import Any
 
@@ -73,6 +75,23 @@ def server() -> Iterator[Server]:
         thread.join()
 
 
+@contextmanager
+def no_http_server() -> Iterator[str]:
+    """The address of a program that answers to whatever it is asked, and not in HTTP."""
+
+    class Other(BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(4096)
+            self.request.sendall(b"-ERR unknown command\r\n")
+
+    with ThreadingTCPServer(("127.0.0.1", 0), Other) as other:
+        thread = Thread(target=other.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{other.server_address[1]}"
+        other.shutdown()
+        thread.join()
+
+
 UPDATE = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
 
 
@@ -109,6 +128,10 @@ def test_what_cannot_be_had_is_a_sentence(server: Server, tmp_path: Path) -> Non
         nobody.take(1)
     with pytest.raises(FeedError, match="No vLLM server answers"):
         nobody.wait_ready(0.0)
+    with no_http_server() as url:
+        for ask in (VLLMFeed(url, tmp_path / "handle.json").resume, lambda: VLLMFeed(url, tmp_path).wait_ready(0.0)):
+            with pytest.raises(FeedError, match=f"No vLLM server answers at {url}"):
+                ask()
     server.handle = "refuse"
     with pytest.raises(FeedError, match=r"answered /resume with 404.*VLLM_SERVER_DEV_MODE=1"):
         VLLMFeed(server.url, tmp_path / "handle.json").resume()

@@ -42,6 +42,7 @@ class Config:
     vllm_server_base_url: str = "http://localhost:8000"
     vllm_server_timeout: float = 240.0
     request_timeout: int = 600
+    queue_maxsize: int = 1024
     fork_threshold_tokens: int = 1024
     max_inflight_tasks: int = -1
     log_completions: bool = False
@@ -61,6 +62,8 @@ def test_what_cannot_be_kept_is_refused_with_the_way_out() -> None:
         refuse(config(max_inflight_tasks=64))
     with pytest.raises(UnsupportedError, match=r"vllm_server_base_url='http://gpu:1'.*own engine"):
         refuse(config(vllm_server_base_url="http://gpu:1"))
+    with pytest.raises(UnsupportedError, match=r"queue_maxsize=8 of AsyncGRPOConfig has no effect.*when TRL asks"):
+        refuse(config(queue_maxsize=8))
     refuse(config(max_staleness=0))
     with pytest.raises(UnsupportedError, match="Set max_staleness to at least 1"):
         refuse(config(max_staleness=0, gradient_accumulation_steps=2, per_device_train_batch_size=2))
