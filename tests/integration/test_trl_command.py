@@ -95,7 +95,7 @@ def trained_by_trl(folder: Path, monkeypatch: pytest.MonkeyPatch, given: dict[st
 PEFT = ("--use_peft", "--lora_dropout=0", "--lora_target_modules", "q_proj", "v_proj", "--learning_rate=2e-3")
 
 
-@pytest.mark.parametrize("flags", [(), PEFT])
+@pytest.mark.parametrize("flags", [(), pytest.param(PEFT, marks=pytest.mark.slow)])
 def test_the_losses_are_those_of_trls_command(
     flags: tuple[str, ...], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +172,7 @@ def test_which_names_train_shares_with_trl() -> None:
     from async_grpo.cli.compute.train import build_parser
 
     ours = {action.dest for action in build_parser()._actions}
-    assert set(OURS) == ours & argument_types().keys(), "docs/python.md lists them"
+    assert set(OURS) == ours & argument_types().keys(), "docs/trl_command.md lists them"
     taken = split([text for name in OURS for text in (flag_name(name), "1")], build_parser()._option_string_actions)
     assert taken.trl == []
 

@@ -7,7 +7,7 @@ import io
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from html import escape
@@ -42,7 +42,7 @@ class Panel:
 
     def __init__(self, run_dir: Path) -> None:
         self._lines = LineReader(RunDir(run_dir).metrics)
-        self._rewards: list[float] = []
+        self._rewards: dict[int, float] = {}  # by step: a resumed run logs some again
         self._display: Any = None
         self._cell = -1
         self._next = 0.0
@@ -73,9 +73,10 @@ class Panel:
     def _read(self) -> None:
         for line in self._lines.new_lines():
             with suppress(BadFileError):  # it is being written
-                reward = parse_object(line).get("reward")
-                if isinstance(reward, (int, float)) and math.isfinite(reward):
-                    self._rewards.append(reward)
+                logged = parse_object(line)
+                step, reward = logged.get("step"), logged.get("reward")
+                if isinstance(step, int) and isinstance(reward, (int, float)) and math.isfinite(reward):
+                    self._rewards[step] = reward
 
 
 def as_html(view: RunView) -> str:
@@ -90,12 +91,13 @@ def as_html(view: RunView) -> str:
     return console.export_html(inline_styles=True, code_format=_PRE)
 
 
-def plot(rewards: Sequence[float]) -> str:
-    """The rewards of the steps as a line; nothing of fewer than two."""
+def plot(rewards: Mapping[int, float]) -> str:
+    """The rewards by step as a line; nothing of fewer than two."""
     if len(rewards) < 2:
         return ""
-    share = max(1, math.ceil(len(rewards) / POINTS))
-    means = [sum(part) / len(part) for part in (rewards[at : at + share] for at in range(0, len(rewards), share))]
+    steps = sorted(rewards)
+    values, share = [rewards[step] for step in steps], max(1, math.ceil(len(steps) / POINTS))
+    means = [sum(part) / len(part) for part in (values[at : at + share] for at in range(0, len(values), share))]
     low, high = min(means), max(means)
     across = _PLOT_WIDTH / max(1, len(means) - 1)
     up = _PLOT_HEIGHT / (high - low or 1.0)
@@ -105,6 +107,6 @@ def plot(rewards: Sequence[float]) -> str:
         'fill="currentColor" font-size="12" font-family="sans-serif">'
         f'<text x="0" y="-5">reward, {low:.3g} to {high:.3g}</text>'
         f'<polyline points="{points}" fill="none" stroke="#4c78a8" stroke-width="1.5"/>'
-        f'<text x="0" y="{_PLOT_HEIGHT + 14}">step 1</text>'
-        f'<text x="{_PLOT_WIDTH}" y="{_PLOT_HEIGHT + 14}" text-anchor="end">step {len(rewards)}</text></svg>'
+        f'<text x="0" y="{_PLOT_HEIGHT + 14}">step {steps[0]}</text>'
+        f'<text x="{_PLOT_WIDTH}" y="{_PLOT_HEIGHT + 14}" text-anchor="end">step {steps[-1]}</text></svg>'
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import async_grpo.api.notebook as notebook_module
 import async_grpo.api.trainer as trainer_module
 from async_grpo.api import AsyncGRPO, Handle
 from async_grpo.api.notebook import POINTS, Panel, in_notebook, plot
@@ -62,13 +63,14 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> Display:
     return Display(monkeypatch)
 
 
-def test_a_run_has_one_panel_in_each_cell(run_dir: Path, notebook: Display) -> None:
+def test_a_run_has_one_panel_in_each_cell(run_dir: Path, notebook: Display, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notebook_module, "EVERY_S", 1e6)
     metrics = RunDir(run_dir).metrics
     metrics.write_text("".join(json.dumps({"step": step, "reward": step / 4}) + "\n" for step in (1, 2)))
     panel, view = Panel(run_dir), look(run_dir, details=False)
     panel.refresh(view, ["worker 1 ended <again>"])
     panel.refresh(view)
-    assert len(notebook.shown) == len(notebook.shown[0]) == 1, "at most once a second"
+    assert len(notebook.shown) == len(notebook.shown[0]) == 1, "at most once in EVERY_S"
     assert "in my run" in notebook.shown[0][0] and "reward, 0.25 to 0.5" in notebook.shown[0][0]
     assert "worker 1 ended &lt;again&gt;" in notebook.shown[0][0]
     with metrics.open("a") as lines:
@@ -111,6 +113,14 @@ def test_elsewhere_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_long_run_is_drawn_with_few_points() -> None:
-    drawn = plot([float(step % 7) for step in range(10 * POINTS)])
+    drawn = plot({step: float(step % 7) for step in range(1, 10 * POINTS + 1)})
     assert drawn.count(",") < 2 * POINTS and f"step {10 * POINTS}" in drawn
-    assert plot([1.0]) == "" and "reward, 1 to 1" in plot([1.0, 1.0])
+    assert plot({1: 1.0}) == "" and "reward, 1 to 1" in plot({1: 1.0, 2: 1.0})
+
+
+def test_a_step_that_a_resumed_run_logs_again_is_one_point(run_dir: Path) -> None:
+    logged = [(1, 0.0), (2, 9.0), (2, 1.0), (3, 2.0)]
+    lines = (json.dumps({"step": step, "reward": reward}) + "\n" for step, reward in logged)
+    RunDir(run_dir).metrics.write_text("".join(lines))
+    drawn = Panel(run_dir).html(look(run_dir, details=False))
+    assert "reward, 0 to 2" in drawn and ">step 3<" in drawn

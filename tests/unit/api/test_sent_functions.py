@@ -120,6 +120,18 @@ def test_a_file_is_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "touched").exists()
 
 
+def test_a_system_that_seals_more_and_a_path_that_python_passes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("nowhere")])
+    with monkeypatch.context() as with_more:  # as vm.memfd_noexec=1 adds a seal
+        with_more.setattr(sent_function, "_SEALS", sent_function._SEALS | 0x10)  # F_SEAL_FUTURE_WRITE
+        descriptor = in_memory(pickled(defined("def build(): return 3")))
+    monkeypatch.setenv(VARIABLE, f"/proc/self/fd/{descriptor}")
+    try:
+        assert received("build")() == 3
+    finally:
+        os.close(descriptor)
+
+
 class Touches:
     """Unpickled, it makes a file."""
 

@@ -120,6 +120,8 @@ def test_a_resume_has_the_arguments_that_the_run_was_begun_with(
         (["grpo.yaml", "--num_processes", "2"], "passes it on to `accelerate launch`. Here the launcher"),
         (["mine.py", "--learning_rate", "1"], "--learning_rate is an argument of `trl grpo`, and mine.py is a Python"),
         (["--model_name_or_path", "m", "--hub_token", "x"], "--hub_token: run.json keeps the arguments"),
+        (["--model_name_or_path", "m", "--hub-tok", "x"], "--hub_token: run.json keeps the arguments"),
+        (["grpo.yaml", "--resume_from_check=x"], "--resume_from_checkpoint: --resume continues a run"),
         (["--model_name_or_path", "m", "--lora_r", "hf_" + 34 * "a1"], "looks like a secret"),
         (["grpo.yaml", "--resume_from_checkpoint", "x"], "--resume_from_checkpoint: --resume continues a run"),
         (["grpo.yaml", "--resume", "--lora_r", "4"], "--lora_r: a resumed run keeps the arguments of TRL"),
@@ -160,6 +162,54 @@ def test_every_command_with_a_setup_file_reads_a_yaml_file(command: str, folder:
     (folder / "broken.yaml").write_text("learning_rat: 1")
     assert main([*command.split(), "broken.yaml"]) == 2
     assert "Did you mean learning_rate?" in capsys.readouterr().err
+
+
+def test_the_file_of_the_run_in_another_spelling_means_its_flags(launched: list[LaunchOptions], folder: Path) -> None:
+    main(["train", "grpo.yaml", "--learning_rate", "3", "-n", "2"])
+    begun(launched[0])
+    (folder / "link.yaml").symlink_to("grpo.yaml")
+    for spelled in ("../work/grpo.yaml", "link.yaml"):
+        assert main(["train", spelled, "--resume"]) == 0
+    assert launched[0].config == launched[1].config == launched[2].config
+
+
+def test_a_run_that_goes_on_with_a_python_file_forgets_the_yaml_file(
+    launched: list[LaunchOptions], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(["train", "grpo.yaml", "-n", "2"])
+    run = begun(launched[0])
+    (folder / "mine.py").write_text("def get_trainer(): ...")
+    assert main(["train", "mine.py", "--resume"]) == 0
+    state = prepare(run.root, config=launched[1].config, resume=True, options=launched[1].kept)
+    run.update_state(of=state.run_id, undo={})  # a server has accepted it
+    (folder / "grpo.yaml").unlink()
+    monkeypatch.setenv("OF_A_FILE", "")
+    assert main(["train", "--resume"]) == 0
+    assert launched[2].config == folder / "mine.py" and os.environ["OF_A_FILE"] == ""
+
+
+def test_a_server_by_hand_keeps_the_arguments(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from async_grpo.cli.compute import server
+
+    prepared: list[Any] = []
+    monkeypatch.setattr(server, "_prepare", lambda args, *_: prepared.append(args) or sys.exit(0))
+    with pytest.raises(SystemExit):
+        main(["server", "--config", "grpo.yaml"])
+    kept = server.options.kept(prepared[0])
+    assert kept["trl"] == {"arguments": ["--config", str(folder / "grpo.yaml")], "directory": str(folder)}
+
+
+def test_a_cache_that_cannot_be_written_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "grpo.yaml"))
+    assert main(["train", "grpo.yaml", "-n", "2"]) == 2
+    assert "cannot be written into" in (said := capsys.readouterr().err) and "Set XDG_CACHE_HOME" in said
+
+
+def test_numbers_below_zero_are_values() -> None:
+    given = ["--reward_weights", "1.0", "-0.5", "-2", "-n", "2"]
+    assert split(given, {"-n"}) == (given[:4], given[4:])
 
 
 def test_flags_and_their_values() -> None:

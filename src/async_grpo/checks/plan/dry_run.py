@@ -1,4 +1,4 @@
-"""`train --dry-run`: the plan of a run in words. Starts no run and changes no file."""
+"""`train --dry-run`: the plan of a run in words. Starts no run and changes none."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _announce(config: Path) -> None:
 def _print(rows: list[tuple[str, str]]) -> None:
     for label, text in rows:
         print(f"{label:<{_WIDTH}}{text}")
-    print("\nNothing was started and no file was changed. Without --dry-run this run starts.")
+    print("\nNothing was started and no run was changed. Without --dry-run this run starts.")
 
 
 def _trainer_rows(config: Path, facts: TrainerFacts) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from async_grpo.cli import options
+from async_grpo.cli.compute.trl import use_arguments
 from async_grpo.cli.parser import Parser
 from async_grpo.setup.devices import check_weights
 
@@ -36,12 +37,12 @@ def build_parser() -> Parser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from async_grpo.setup.generated.trl_arguments import setup_file
     from async_grpo.setup.process import rank_of_launch
 
-    args.config = setup_file(args.config)
     rank, ranks = rank_of_launch(os.environ)
     by_hand = args.launched_by is None
+    if by_hand:
+        use_arguments(args, names_a_file="config" in build_parser().given(args.command_line))
     if by_hand and args.resume:
         args = options.resumed(build_parser(), args)
         if options.nothing_to_do(args):

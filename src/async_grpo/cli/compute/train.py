@@ -58,7 +58,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--device", "-d", help="one process on this GPU index, or 'cpu'")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the plan of the run; start nothing, change no file"
+        "--dry-run", action="store_true", help="print the plan of the run; start nothing, change no run"
     )
     options.add_gpu_memory(parser)
     options.add_training_options(parser)

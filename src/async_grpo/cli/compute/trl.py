@@ -40,29 +40,31 @@ def use_arguments(args: argparse.Namespace, *, names_a_file: bool) -> None:
     Raises:
         UsageError: TRL would refuse it, or it does not go with what else is asked for.
     """
-    given: list[str] = args.trl_arguments
+    given: list[str] = getattr(args, "trl_arguments", [])  # `train` alone takes them
     file: Path | None = args.config if names_a_file else None
     if file is None and given and not args.resume:
         trl = TRLArguments.here(None, given)
     elif file is not None and is_yaml(file):
-        trl = _resumed(args, file) or TRLArguments.here(file, given)
+        trl = _resumed(args, file, given) or TRLArguments.here(file, given)
     else:
         if given:
             raise UsageError(_no_use_for(given[0], args))
+        if file is not None and args.resume:
+            args.trl = None  # the run goes on with another trainer
         return
     set_environment(trl.arguments)
     args.trl, args.config = trl.as_json(), trl.write()
 
 
-def _resumed(args: argparse.Namespace, file: Path) -> TRLArguments | None:
+def _resumed(args: argparse.Namespace, file: Path, given: list[str]) -> TRLArguments | None:
     """Those of the run to be resumed, where it was begun with this file, perhaps with flags."""
     if not args.resume:
         return None
-    if args.trl_arguments:
-        raise UsageError(_no_use_for(args.trl_arguments[0], args))
+    if given:
+        raise UsageError(_no_use_for(given[0], args))
     state = RunDir(args.run_dir).read_state(accepted=True)
     begun_with = TRLArguments.of_run(state) if state is not None else None
-    return begun_with if begun_with is not None and begun_with.config == file.absolute() else None
+    return begun_with if begun_with is not None and begun_with.names(file) else None
 
 
 def _no_use_for(flag: str, args: argparse.Namespace) -> str:

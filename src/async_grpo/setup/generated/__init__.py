@@ -10,16 +10,27 @@ import hashlib
 import os
 from pathlib import Path
 
+from async_grpo.errors import SetupFileError
 from async_grpo.rundir.folders import make_folder
 
 
 def write_setup_file(name: str, text: str) -> Path:
-    """The file with this text; the same text is the same file, so that a resume finds it."""
+    """The file with this text; the same text is the same file, so that a resume finds it.
+
+    Raises:
+        SetupFileError: the user's cache cannot be written.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "async-grpo" / "setup_files"
-    make_folder(folder)
     path = folder / f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
     unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    try:
+        make_folder(folder)
+        unfinished.write_text(text)
+        unfinished.replace(path)
+    except OSError as error:
+        raise SetupFileError(
+            f"The setup file of the run cannot be written into {folder}: {error.strerror}. Set XDG_CACHE_HOME to a "
+            "folder that this user may write to."
+        ) from error
     return path

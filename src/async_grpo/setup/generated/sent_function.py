@@ -61,7 +61,7 @@ def pickled(function: FunctionType) -> bytes:
             f"{function.__name__} takes {len(body) / 2**20:.0f} MB with it{of_what}; at most "
             f"{MOST_BYTES // 2**20} MB are sent. {_WAY_OUT}"
         )
-    head = {"path": sys.path, "sources": _sources()}
+    head = {"path": [folder for folder in sys.path if isinstance(folder, str)], "sources": _sources()}
     return json.dumps(head).encode() + b"\n" + body
 
 
@@ -135,7 +135,7 @@ def received(name: str) -> Callable[[], Any]:
 def _read(name: str) -> tuple[dict[str, Any], bytes]:
     try:
         with open(os.environ[VARIABLE], "rb") as memory:  # noqa: PTH123  # the file system knows it by no path
-            if fcntl.fcntl(memory, fcntl.F_GET_SEALS) != _SEALS:
+            if fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALS != _SEALS:  # a system may add others
                 raise OSError("it is not sealed memory")
             head, _, body = memory.read().partition(b"\n")
     except (KeyError, OSError) as error:

@@ -17,7 +17,7 @@ from async_grpo.redaction import Redactor
 from async_grpo.rundir.paths import RunState
 from async_grpo.rundir.shape import shaped
 from async_grpo.setup.generated import write_setup_file
-from async_grpo.setup.generated.trl_flags import argument_types, what_it_is
+from async_grpo.setup.generated.trl_flags import argument_types, in_full, what_it_is
 from async_grpo.setup.grpo_config.values import COMMIT
 
 CONFIG = "--config"
@@ -71,6 +71,10 @@ class TRLArguments:
     @property
     def config(self) -> Path | None:
         return Path(self.arguments[1]) if self.arguments[:1] == [CONFIG] else None
+
+    def names(self, config: Path) -> bool:
+        """Whether this is their YAML file, however it is spelled."""
+        return self.config is not None and self.config.resolve() == config.resolve()
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -170,7 +174,8 @@ def _named(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
     name = ""
     for text in flags:
         if text.startswith("--"):
-            name, equals, value = text[2:].replace("-", "_").partition("=")
+            given, equals, value = text[2:].partition("=")
+            name = in_full(given.replace("-", "_"))
             if not equals:
                 yield name, ""
                 continue

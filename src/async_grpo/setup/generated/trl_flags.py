@@ -6,6 +6,7 @@ Importing TRL takes seconds, and a misspelled name is to be refused at once.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ _ACCELERATE = (
     *("accelerate_config", "config_file", "num_processes", "num_machines", "machine_rank", "gpu_ids", "multi_gpu"),
     *("main_process_ip", "main_process_port", "mixed_precision", "use_fsdp", "use_deepspeed", "dynamo_backend", "cpu"),
 )
+_NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")  # what argparse takes for a number, not for a flag
 _TRUTHS = ("yes", "true", "t", "y", "1", "no", "false", "f", "n", "0")
 
 
@@ -77,7 +79,13 @@ def _kind(flag: str, ours: Collection[str]) -> str | None:
         return "False"
     if any(option.startswith(flag.replace("_", "-")) for option in ours):  # short for one of ours
         return None
-    return next((kind for other, kind in types.items() if other.startswith(name)), None)
+    return types.get(in_full(name))
+
+
+def in_full(name: str) -> str:
+    """The argument that TRL's parser takes `name` for, which may be its beginning; else `name` itself."""
+    types = argument_types()
+    return name if name in types else next((other for other in types if other.startswith(name)), name)
 
 
 def _values(kind: str, following: Sequence[str]) -> int:
@@ -89,7 +97,7 @@ def _values(kind: str, following: Sequence[str]) -> int:
         return int(following[0].lower() in _TRUTHS)
     if "list" not in types:
         return 1
-    ends = (place for place, text in enumerate(following) if text.startswith("-"))
+    ends = (place for place, text in enumerate(following) if text.startswith("-") and not _NEGATIVE.fullmatch(text))
     return next(ends, len(following))
 
 
