@@ -73,7 +73,8 @@ def test_a_second_training_is_refused_and_leaves_the_record_of_the_first(tmp_pat
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, writes: int) -> list[str]:
     """So many writes of how the run ended find no room; returns the names of their files."""
-    write_text, refused = Path.write_text, []
+    write_text = Path.write_text
+    refused: list[str] = []
 
     def on_a_full_disk(path: Path, text: str, *args: Any, **kwargs: Any) -> int:
         if '"state": "' in text and path.name.startswith((".run.json", ".summary.json")) and len(refused) < writes:

@@ -93,7 +93,7 @@ class QueueRun:
             self._workers.check()
 
     def end(
-        self, state: str, figures: Mapping[str, Any], write: Callable[[Callable[[], object]], None] = lambda do: do()
+        self, state: str, figures: Mapping[str, Any], write: Callable[[Callable[[], object]], object] = lambda do: do()
     ) -> None:
         """Write down how the run ended, and return when its processes are gone.
 
