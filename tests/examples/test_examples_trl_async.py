@@ -49,8 +49,7 @@ def first_claim(run: Path, process: subprocess.Popen[bytes]) -> tuple[int, int]:
     while not (claims := list((run / "queue").glob("*_processing_by_dev*"))):
         assert process.poll() is None and time.monotonic() < deadline, (run.parent / "output.txt").read_text()
         time.sleep(0.005)
-    seq, _, name = claims[0].name.partition(".")
-    return int(seq), int(name.rpartition("dev")[2])
+    return int(claims[0].name.partition(".")[0]), int(claims[0].stem.rpartition("dev")[2])
 
 
 def test_a_killed_worker_costs_no_rollout(tmp_path: Path) -> None:
