@@ -25,7 +25,7 @@ OF_INSTANCE = {instance: gpus for instance, gpus, _ in INSTANCES.values()}
 
 def build_request(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of CreateTrainingJob."""
-    hyperparameters = {"num_gpus": str(OF_INSTANCE.get(args.instance, 8)), **dict(args.hyperparameter)}
+    hyperparameters = {"num_gpus": str(OF_INSTANCE.get(args.instance, "")), **dict(args.hyperparameter)}
     channels = [
         {
             "ChannelName": name,
@@ -82,7 +82,10 @@ def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hyperparameter", type=_pair, action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--region", help="default: that of your AWS configuration")
     parser.add_argument("--dry-run", action="store_true", help="print the checked request; send nothing")
-    return parser.parse_args(command_line)
+    args = parser.parse_args(command_line)
+    if args.instance not in OF_INSTANCE and "num_gpus" not in dict(args.hyperparameter):
+        parser.error(f"how many GPUs {args.instance} has is not known here: --hyperparameter num_gpus=N")
+    return args
 
 
 def main(command_line: list[str] | None = None) -> int:

@@ -9,6 +9,7 @@ continues. `--dry-run` needs an account: the SDK asks the service whether the ro
 """
 
 import argparse
+import os
 import sys
 
 import launch
@@ -54,6 +55,8 @@ def model_trainer(args: argparse.Namespace) -> ModelTrainer:
 
 def main(command_line: list[str] | None = None) -> int:
     args = launch.arguments(command_line)
+    if args.region:
+        os.environ["AWS_DEFAULT_REGION"] = args.region  # of the session that the SDK makes
     model_trainer(args).train(wait=False, logs=False, dry_run=args.dry_run)
     return 0
 

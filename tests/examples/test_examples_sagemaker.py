@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from transformers import EarlyStoppingCallback
@@ -171,6 +172,30 @@ def test_the_request_has_what_the_entry_point_expects(example: SimpleNamespace) 
     assert request["StoppingCondition"]["MaxWaitTimeInSeconds"] >= request["StoppingCondition"]["MaxRuntimeInSeconds"]
     assert request["HyperParameters"]["num_generations"] == "7"
     assert len(request["AlgorithmSpecification"]["MetricDefinitions"]) <= 40
+
+
+def test_an_instance_whose_gpus_are_not_known(example: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    other = [*LAUNCH, "--instance", "ml.g5.12xlarge"]
+    with pytest.raises(SystemExit):
+        example.launch.arguments(other)
+    assert "--hyperparameter num_gpus=N" in capsys.readouterr().err
+    given = example.launch.arguments([*other, "--hyperparameter", "num_gpus=4"])
+    assert example.launch.build_request(given)["HyperParameters"] == {"num_gpus": "4"}
+
+
+def test_the_sdk_signs_in_where_region_says(example: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    for name in ("sagemaker", "sagemaker.core", "sagemaker.core.training", "sagemaker.core.training.configs"):
+        monkeypatch.setitem(sys.modules, name, MagicMock())
+    monkeypatch.setitem(sys.modules, "sagemaker.train", MagicMock())
+    module = importlib.import_module("launch_sdk3")
+    del sys.modules["launch_sdk3"]  # it has no SDK
+    regions: list[str] = []
+    monkeypatch.setattr(
+        module, "ModelTrainer", lambda **_: regions.append(os.environ["AWS_DEFAULT_REGION"]) or MagicMock()
+    )
+    assert module.main([*LAUNCH, "--region", "eu-west-1", "--dry-run"]) == 0
+    assert regions == ["eu-west-1"]
 
 
 @pytest.mark.parametrize(("name", "count"), [("requirements.txt", 2), ("requirements-sdk3.txt", 4)])

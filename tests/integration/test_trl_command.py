@@ -95,7 +95,7 @@ def trained_by_trl(folder: Path, monkeypatch: pytest.MonkeyPatch, given: dict[st
 PEFT = ("--use_peft", "--lora_dropout=0", "--lora_target_modules", "q_proj", "v_proj", "--learning_rate=2e-3")
 
 
-@pytest.mark.parametrize("flags", [(), pytest.param(PEFT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flags", [(), PEFT])
 def test_the_losses_are_those_of_trls_command(
     flags: tuple[str, ...], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
