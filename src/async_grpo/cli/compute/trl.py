@@ -49,7 +49,7 @@ def use_arguments(args: argparse.Namespace, *, names_a_file: bool) -> None:
     else:
         if given:
             raise UsageError(_no_use_for(given[0], args))
-        if file is not None and args.resume:
+        if file is not None and args.resume and _begun_with(args) is not None:
             args.trl = None  # the run goes on with another trainer
         return
     set_environment(trl.arguments)
@@ -62,9 +62,13 @@ def _resumed(args: argparse.Namespace, file: Path, given: list[str]) -> TRLArgum
         return None
     if given:
         raise UsageError(_no_use_for(given[0], args))
-    state = RunDir(args.run_dir).read_state(accepted=True)
-    begun_with = TRLArguments.of_run(state) if state is not None else None
+    begun_with = _begun_with(args)
     return begun_with if begun_with is not None and begun_with.names(file) else None
+
+
+def _begun_with(args: argparse.Namespace) -> TRLArguments | None:
+    state = RunDir(args.run_dir).read_state(accepted=True)
+    return None if state is None else TRLArguments.of_run(state)
 
 
 def _no_use_for(flag: str, args: argparse.Namespace) -> str:
