@@ -3,6 +3,7 @@
 The model is a script, so that the time is that of the tools and of what is around them. In one process, no queue.
 
     python benchmarks/tools.py [--quick] [--json FILE]
+    .venv-vllm/bin/python benchmarks/tools.py --vllm      a tool between two turns of a vLLM engine, against one turn
 """
 
 from __future__ import annotations
@@ -176,13 +177,107 @@ def measured(*, long_s: float, repeats: int) -> list[Row]:
     ]
 
 
+# --- A vLLM engine ----------------------------------------------------------------------------------------
+
+TOKENS = 64  # that the model writes in a completion, in one turn or in two
+
+
+def vllm_seconds(turns: int) -> Callable[[], float]:
+    """Prompts, engine and tools of a worker, for completions of so many turns: seconds for 64 of them."""
+    from async_grpo.rollout.engines.vllm import ENVIRONMENT
+
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from benchmarks.setups import facts
+    from in_process import InProcessWorker, jobs_of
+
+    from async_grpo.rollout.engines.continuous import ContinuousEngine
+    from async_grpo.rollout.engines.vllm import VLLMEngine
+
+    trainer = trainer_of(turns)
+    engine = ContinuousEngine(VLLMEngine(trainer, seed=1), group_size=GROUP)
+    trainer.max_completion_length = 4 * TOKENS  # the engine's limit is that of a turn
+    worker = InProcessWorker(trainer, engine)
+    jobs = jobs_of(list(facts.questions(held_out=False))[: 64 // GROUP], group_size=GROUP)
+
+    def seconds() -> float:
+        started = time.monotonic()
+        groups = worker.generate(jobs)
+        took = time.monotonic() - started
+        masks = [mask for group in groups for mask in (group.tool_masks or [[1] * TOKENS] * GROUP)]
+        assert [sum(mask) for mask in masks] == [TOKENS] * 64
+        return took
+
+    return seconds
+
+
+def trainer_of(turns: int) -> Any:
+    """With a random model of 1 M parameters, whose turns are all equally long."""
+    from benchmarks.setups import facts
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    tokenizer = facts.build_tokenizer()
+    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "max_position_embeddings": 512}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": len(tokenizer)}
+    end = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    return GRPOTrainer(
+        model=Qwen3ForCausalLM(Qwen3Config(**shape, **heads, **end)),
+        processing_class=tokenizer,
+        reward_funcs=[facts.called],
+        tools=[quick] if turns > 1 else None,
+        train_dataset=facts.questions(held_out=False),
+        args=GRPOConfig(
+            output_dir=tempfile.mkdtemp(),
+            num_generations=GROUP,
+            per_device_train_batch_size=64,
+            max_completion_length=TOKENS // turns,
+            max_tool_calling_iterations=turns - 1 or None,
+            generation_kwargs={"min_new_tokens": TOKENS // turns},
+            report_to="none",
+            bf16=False,
+            gradient_checkpointing=False,
+            use_cpu=True,
+        ),
+    )
+
+
+def read_as_calls() -> None:
+    """Have TRL read what is written before any result of a tool as a call of `quick`."""
+    from benchmarks.setups import facts
+    from trl.trainer import grpo_trainer
+
+    def read(tokenizer: Any, ids: Any, prefix: Any = None) -> dict[str, Any]:
+        answered = facts.TOOL in tokenizer.decode(prefix)
+        call = {"type": "function", "function": {"name": "quick", "arguments": {"number": 1}}}
+        return {"role": "assistant", "content": "", **({} if answered else {"tool_calls": [call]})}
+
+    grpo_trainer.parse_response = read
+
+
+def measured_on_vllm(repeats: int) -> list[Row]:
+    read_as_calls()
+    one, two = vllm_seconds(1), vllm_seconds(2)
+    one(), two()  # warm-up
+    pairs = [(one(), two()) for _ in range(repeats)]
+    return [
+        row("vLLM in a worker, one turn", [64 * TOKENS / alone for alone, _ in pairs], "tokens/s"),
+        row("vLLM in a worker, a tool between two turns", [64 * TOKENS / tools for _, tools in pairs], "tokens/s"),
+        row("with the tool against without", [alone / tools for alone, tools in pairs], "×", target=">= 0.9"),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tool of 5 s in place of 30, fewer repeats")
+    parser.add_argument("--vllm", action="store_true", help="tokens a second of a vLLM engine, and nothing else")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     load = os.getloadavg()
-    rows = measured(long_s=5 if options.quick else 30, repeats=3 if options.quick else 5)
+    if options.vllm:
+        rows = measured_on_vllm(repeats=3 if options.quick else 9)
+    else:
+        rows = measured(long_s=5 if options.quick else 30, repeats=3 if options.quick else 5)
     print(as_text(rows))
     if options.json:
         write_json(options.json, rows, load_before=load)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from in_process import InProcessWorker, ScriptedEngine, ScriptedGenerator, jobs_of
+from runs import command, steps_logged
 
 from async_grpo.errors import SetupFileError
 from async_grpo.setup.setup_file import load_trainer
@@ -78,3 +79,18 @@ def test_questions_and_an_index_of_the_users(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.delenv("INDEX")
     with pytest.raises(SetupFileError, match="set INDEX to a folder with passages"):
         load_trainer(RECIPE, engine_here=False)
+
+
+@pytest.mark.slow
+def test_the_recipe_trains_with_two_workers_of_which_one_is_killed(tmp_path: Path) -> None:
+    pytest.importorskip("bm25s", reason="the extra `search` is not installed")
+    run_dir = tmp_path / "worker"
+    with command("train", str(RECIPE), "-n", "2", "--steps", "6", cwd=tmp_path, MODEL="tiny") as run:
+        run.wait_until(lambda: steps_logged(run_dir), "a step")
+        run.wait_until(lambda: run.worker(1), "worker 1").kill()
+        assert run.wait() == 0, run.output
+    assert steps_logged(run_dir) == list(range(1, 7))
+    for line, shown in (("audit", "turn rewards"), ("rollouts", "turn rewards"), ("replay", "equal to")):
+        with command(line, "worker", cwd=tmp_path, MODEL="tiny") as reader:
+            assert reader.wait() == 0, reader.output
+        assert shown in reader.output

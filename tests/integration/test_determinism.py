@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import psutil
@@ -101,3 +102,21 @@ def test_three_deaths_give_the_same_weights(tmp_path: Path) -> None:
     kill_the_server_at(20, killed, *steps, "--resume")
     train(killed, "-n", "2", "--resume")
     assert weights_of(killed) == weights_of(one)
+
+
+@pytest.mark.slow
+def test_a_stop_before_the_first_step_gives_the_same_weights(tmp_path: Path) -> None:
+    """The trainer waits for its first batch, and has opened the epoch's data."""
+    one, stopped = tmp_path / "one", tmp_path / "stopped"
+    one.mkdir()
+    stopped.mkdir()
+    train(one, "-n", "1")
+    arguments = ("train", str(SETUP), "--steps", str(STEPS), "--deterministic", "-n", "1", "--stop-grace", "60")
+    with command(*arguments, cwd=stopped, TEST_REWARD_S="120") as run:
+        queue = stopped / "worker" / "queue"
+        run.wait_until(lambda: list(queue.glob("*_processing_by_dev1*")), "a job at work")
+        run.process.send_signal(signal.SIGTERM)
+        run.wait()
+    assert (stopped / "checkpoints" / "checkpoint-0").is_dir()
+    train(stopped, "-n", "1", "--resume")
+    assert weights_of(stopped) == weights_of(one)

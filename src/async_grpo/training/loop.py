@@ -53,7 +53,7 @@ from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.distributed import Leader, Ranks, exporter_of
 from async_grpo.training.job_issuer import JobIssuer
 from async_grpo.training.prompts import evaluation_problems, prompt_rows
-from async_grpo.training.reporting import hyperparameters, report
+from async_grpo.training.reporting import hyperparameters, log_evaluation, report
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource, StopTraining
 from async_grpo.training.schedule import Schedule
@@ -262,7 +262,7 @@ class AsyncTraining(TrainingEvents):
         return self._rollouts.finish_evaluation(self.step)
 
     def _evaluated(self, result: Evaluated) -> None:
-        trl_trainer.log_evaluation(self._trainer, result)
+        log_evaluation(self._trainer, result)
 
     def _run_evaluations(self, run_id: str, resumed_from: int) -> RunEvaluations:
         trainer, settings = self._trainer, self._settings

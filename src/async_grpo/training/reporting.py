@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
-from transformers import TrainerCallback, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 
 from async_grpo.redaction import MASK, Redactor, is_secret
@@ -25,6 +25,8 @@ from async_grpo.training.trl_trainer import latest_metrics
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
+    from async_grpo.evals.report import Evaluated
+
 
 def report(trainer: GRPOTrainer, log: RunLog, tensorboard: Path) -> None:
     """Write what `trainer` logs to `log`, and to TensorBoard unless the setup file already does."""
@@ -32,6 +34,18 @@ def report(trainer: GRPOTrainer, log: RunLog, tensorboard: Path) -> None:
     if not any(isinstance(callback, TensorBoardCallback) for callback in callbacks):
         trainer.add_callback(CurvesCallback(tensorboard))
     callbacks.insert(0, LogCallback(log, partial(latest_metrics, trainer)))
+
+
+def log_evaluation(trainer: GRPOTrainer, result: Evaluated) -> None:
+    """Report an evaluation through `report_to`: as `eval/pass@1`, and `eval/TASK/pass@1` for each task.
+
+    Past TRL's own `log`, which would add the training metrics collected so far.
+    """
+    figures = {f"eval_{name}": figure.value for name, figure in result.figures.items()}
+    for task, of_task in result.tasks.items():
+        figures |= {f"eval_{task}/{name}": figure.value for name, figure in of_task.items()}
+    if figures:
+        Trainer.log(trainer, {**figures, "eval_version": result.step})
 
 
 class LogCallback(TrainerCallback):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from loguru import logger
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from async_grpo.archive.advantages import AdvantageRule
@@ -34,7 +34,6 @@ from async_grpo.training.sharding import read_without_pickle, refuse_unknown_sha
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
-    from async_grpo.evals.report import Evaluated
     from async_grpo.records import RolloutGroup
 
 HOOKS = (
@@ -44,6 +43,7 @@ HOOKS = (
     "_save_checkpoint",
     "_get_output_dir",
     "_push_from_checkpoint",
+    "_load_rng_state",
     "_get_train_sampler",
     "_remove_unused_columns",
     "_log_completion_extra",
@@ -89,6 +89,7 @@ class AsyncGRPOMixin(CorrectedLoss):
 
     events: TrainingEvents
     batch_after_step: BatchInUse | None = None  # that the last optimizer step left unfinished
+    random_before_data: torch.Tensor | None = None  # torch's state before the epoch's data, until its first step
     _saves_into: Path | None = None  # in place of output_dir, while a checkpoint is written
     _resumed_from: Path | None = None
     _serving: Sequence[RolloutGroup] | None = None  # the groups of the batch that TRL is assembling
@@ -155,6 +156,10 @@ class AsyncGRPOMixin(CorrectedLoss):
         self.events.checkpoint_written(written)
         if push:
             self._push_from_checkpoint(str(place))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        self.random_before_data = torch.random.get_rng_state()
 
     def _name_best_checkpoint(self, written: Path, place: Path) -> None:
         """Where this checkpoint is the best so far, its state names the place that it will have."""
@@ -260,11 +265,15 @@ class _EventsCallback(TrainerCallback):
         find_best(state, self.trainer._resumed_from)
         self.trainer.events.training_begins()
 
+    def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.random_before_data = torch.random.get_rng_state()
+
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
         activity.progress()  # a micro-batch of a step that accumulates gradients
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         self.trainer.batch_after_step = _batch_in_use(self.trainer)
+        self.trainer.random_before_data = None
         if not self.trainer.events.step_done():
             control.should_training_stop = control.should_save = True
 
@@ -297,6 +306,8 @@ def fit(trainer: GRPOTrainer, resume_from: Path | None) -> bool:
         return False
     except StopTraining:  # raised in the middle of a step, so TRL's own loop saves nothing
         trainer.events.ends_early()
+        if trainer.random_before_data is not None:  # a resume opens the epoch's data again, which draws a number
+            torch.random.set_rng_state(trainer.random_before_data)
         trainer._save_checkpoint(trainer.model, trial=None)
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
     finally:
@@ -325,18 +336,6 @@ def train_sampler(trainer: GRPOTrainer) -> Iterable[int]:
     """The sampler that TRL's own dataloader would use, fresh."""
     sampler: Iterable[int] = trainer._get_train_sampler(trainer.train_dataset)
     return sampler
-
-
-def log_evaluation(trainer: GRPOTrainer, result: Evaluated) -> None:
-    """Report an evaluation through `report_to`: as `eval/pass@1`, and `eval/TASK/pass@1` for each task.
-
-    Past TRL's own `log`, which would add the training metrics collected so far.
-    """
-    figures = {f"eval_{name}": figure.value for name, figure in result.figures.items()}
-    for task, of_task in result.tasks.items():
-        figures |= {f"eval_{task}/{name}": figure.value for name, figure in of_task.items()}
-    if figures:
-        Trainer.log(trainer, {**figures, "eval_version": result.step})
 
 
 def training_columns(trainer: GRPOTrainer) -> Any:
