@@ -114,7 +114,13 @@ def _facts(sweep: Sweep, settings: TrainingSettings, place: Place) -> TrainerFac
     if sweep.dataset is not None:
         os.environ["DATASET"] = sweep.dataset
     try:
-        question = Question(config=Path(sweep.setup), device=device, settings=settings, distributed=sweep.mode == ASYNC)
+        question = Question(
+            config=Path(sweep.setup),
+            device=device,
+            settings=settings,
+            distributed=sweep.mode == ASYNC,
+            generator=sweep.option("--generator"),
+        )
         return facts_or_refusal(look_at_trainer(question))
     finally:
         if sweep.dataset is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.checks.plan.facts import Parameters, TrainerFacts
+from async_grpo.checks.plan.facts import Look, Parameters, Question, TrainerFacts
 from async_grpo.cli import main
 from async_grpo.errors import UsageError
 from async_grpo.settings import TrainingSettings
@@ -168,6 +168,16 @@ def test_the_disk_that_kept_versions_need_is_looked_at_first() -> None:
     assert preflight.kept_bytes(facts(), bf16) == pytest.approx(2000 * (1 + 0.2 * 10), abs=1)
     few = TrainingSettings(delta_every=1, delta_keep=5, full_every=5)
     assert preflight.kept_bytes(facts(), few) == pytest.approx(4000 * (2 + 0.7 * 8), abs=1)
+
+
+def test_a_generator_of_the_command_line_is_what_the_setup_file_is_judged_by(
+    setup: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Question] = []
+    monkeypatch.setattr(preflight, "look_at_trainer", lambda question: asked.append(question) or Look(facts=facts()))
+    sweep = Sweep(setup=str(setup), seeds=(1, 2), name="mine", arguments=("--generator", "vllm-server"))
+    preflight._facts(sweep, TrainingSettings(), preflight.core_places(1, [0])[0])
+    assert [question.generator for question in asked] == ["vllm-server"]
 
 
 @pytest.fixture
