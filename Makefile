@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: venv venv-test venv-bench bench docs demo test test-fast chaos fuzz gpu test-trl-next test-vllm test-trackers test-zero3 test-envs test-sagemaker bench-vllm clean
+.PHONY: venv venv-test venv-bench bench docs demo test test-fast chaos fuzz gpu test-trl-next test-vllm chaos-vllm test-trackers test-zero3 test-envs test-sagemaker bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -106,6 +106,8 @@ test-trl-next: venv-test
 
 test-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest tests/with_vllm
+
+chaos-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -m slow tests/with_vllm --timeout 3600
 
 # The clients of W&B and trackio lie beside .venv, and borrow all else from it.

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from recorded_batches import replaying
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -351,25 +352,6 @@ def replay_with_trl(get_trainer: Callable[..., GRPOTrainer], batches: list[list[
     trainer.train()
     assert next(recorded, None) is None, "TRL used fewer batches than the asynchronous run"
     return trainer
-
-
-def replaying(recorded: Iterator[list[RolloutGroup]]) -> Callable[[list[Any], GRPOTrainer], dict[str, Any]]:
-    """A `rollout_func` that gives TRL the recorded completions."""
-
-    def rollout_func(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
-        groups = next(recorded)
-        assert prompts == [group.job.row["prompt"] for group in groups for _ in range(group.job.num_generations)]
-        output: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
-        for group in groups:
-            start = 0
-            for size in group.completion_lengths.tolist():
-                output["prompt_ids"].append(group.prompt_ids.tolist())
-                output["completion_ids"].append(group.completion_ids[start : start + size].tolist())
-                output["logprobs"].append(group.sampling_logprobs[start : start + size].tolist())
-                start += size
-        return output
-
-    return rollout_func
 
 
 class ScriptedGenerator:

@@ -44,7 +44,7 @@ def begun(tmp_path: Path) -> RunState:
 
 
 def test_the_same_is_resumed(tmp_path: Path, begun: RunState, warnings: list[str]) -> None:
-    found = resume(build_trainer(tmp_path / "outputs"), RunDir(tmp_path / "worker"), begun, lambda path: None)
+    found = resume(build_trainer(tmp_path / "outputs"), RunDir(tmp_path / "worker"), begun)
     assert found is not None and found.path == tmp_path / "outputs" / "checkpoint-4"
     assert warnings == []
     assert (begun.step, begun.output_dir) == (4, str(tmp_path / "outputs"))
@@ -53,13 +53,13 @@ def test_the_same_is_resumed(tmp_path: Path, begun: RunState, warnings: list[str
 def test_another_model_is_refused_in_one_sentence(tmp_path: Path, begun: RunState) -> None:
     larger = build_trainer(tmp_path / "outputs", model=build_model(build_tokenizer(), num_hidden_layers=3))
     with pytest.raises(RunDirError, match=r"checkpoint-4 is of another model than the setup file builds now: \d+ tens"):
-        resume(larger, RunDir(tmp_path / "worker"), begun, lambda path: None)
+        resume(larger, RunDir(tmp_path / "worker"), begun)
     earlier = replace(begun, model="", data="")  # a run of an earlier version did not note it
-    assert resume(larger, RunDir(tmp_path / "worker"), earlier, lambda path: None) is not None
+    assert resume(larger, RunDir(tmp_path / "worker"), earlier) is not None
 
 
 def test_data_in_another_order_are_said(tmp_path: Path, begun: RunState, warnings: list[str]) -> None:
     turned = Dataset.from_list(plain_rows().to_list()[::-1])
     trainer = build_trainer(tmp_path / "outputs", train_dataset=turned)
-    assert resume(trainer, RunDir(tmp_path / "worker"), begun, lambda path: None) is not None
+    assert resume(trainer, RunDir(tmp_path / "worker"), begun) is not None
     assert len(warnings) == 1 and "not what they were, or not in the same order: 14 rows" in warnings[0]

@@ -12,7 +12,8 @@ import pytest
 import trl
 import yaml
 from compared_with_trl import largest_difference
-from in_process import PROMPTS, InProcessRun, build_model, build_tokenizer, replaying, training_logs
+from in_process import PROMPTS, InProcessRun, build_model, build_tokenizer, training_logs
+from recorded_batches import replaying
 from trl.scripts import grpo
 
 from async_grpo.errors import AsyncGRPOError, UsageError
