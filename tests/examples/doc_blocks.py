@@ -53,6 +53,7 @@ def shortened(command: str) -> str:
         (line,) = re.findall(r"^demo: .*\n\t(.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
         command = "async-grpo train " + line.partition("src/cli/train.py ")[2]
     command = re.sub(r"checkpoint-\d+", f"checkpoint-{STEPS}", command)
+    command = command.replace("workers=2)", f"workers=2, steps={STEPS})")
     trains = re.match(r"(async-grpo (train|server|sweep)|python examples)", command)
     if trains and "--steps" in command:
         return re.sub(r"--steps \d+", f"--steps {STEPS}", command)

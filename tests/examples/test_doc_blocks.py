@@ -36,6 +36,7 @@ NOT_RUN = {
     ("examples/trackers/README.md", "needs W&B or trackio"),
     ("examples/triviaqa_search/README.md", "needs the hub"),
 }
+OF_THE_READER = ("my_trainer.py", "grpo.yaml")
 DEADLINE_S = 600.0
 LOOK_S = 8.0  # at what shows something until Ctrl-C
 
@@ -64,8 +65,8 @@ def test_every_command_has_the_options_that_it_is_given_and_the_files(block: Blo
         if program == "async-grpo":
             assert arguments[0] in COMMANDS
             command_module(arguments[0]).build_parser().parse_args(arguments[1:])
-        for file in re.findall(r"\S+\.(?:py|yaml|ipynb)\b", line):
-            assert file == "my_trainer.py" or (ROOT / file).is_file(), f"{block.page}: there is no {file}"
+        for file in re.findall(r"[\w./-]+\.(?:py|yaml|ipynb)\b", line):
+            assert file in OF_THE_READER or (ROOT / file).is_file(), f"{block.page}: there is no {file}"
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +94,24 @@ def test_a_reader_types_all_of_it(tiny_model: str, tmp_path: Path) -> None:
     for name in ("src", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "my_trainer.py").write_text(setup_file_of_the_quick_start(tiny_model))
+    write_yaml_of_trl(tmp_path, tiny_model)
     for block in RUN:
         if block.language != "python":
             for together, lines in groupby(map(shortened, block.commands), by_hand):
                 _type(list(lines), block, tmp_path, at_once=together)
+
+
+def write_yaml_of_trl(folder: Path, model: str) -> None:
+    """`grpo.yaml`, its dataset and its reward function."""
+    (folder / "rows").mkdir()
+    (folder / "rows" / "train.jsonl").write_text("".join(f'{{"prompt": "{n} plus 1 is "}}\n' for n in range(16)))
+    (folder / "of_the_folder.py").write_text(
+        "def length(completions, **_): return [float(len(x)) for x in completions]"
+    )
+    lines = {"model_name_or_path": model, "dtype": "float32", "dataset_name": "rows", "output_dir": "out_of_trl"}
+    lines |= {"reward_funcs": "[of_the_folder.length]", "per_device_train_batch_size": 8, "num_generations": 2}
+    lines |= {"max_completion_length": 8, "max_steps": 3, "report_to": "none", "bf16": "false"}
+    (folder / "grpo.yaml").write_text("".join(f"{name}: {value}\n" for name, value in lines.items()))
 
 
 def _type(lines: list[str], block: Block, folder: Path, *, at_once: bool) -> None:
