@@ -23,18 +23,18 @@ def evaluations(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def claimed(folder: Path, worker: int) -> bool:
-    """Whether the worker has a job of an evaluation."""
-    return any((folder / "queue").glob(f"9*_processing_by_dev{worker}.safetensors"))
+def evaluating(folder: Path) -> list[int]:
+    """The workers that have a job of an evaluation."""
+    return [number for number in (1, 2) if any((folder / "queue").glob(f"9*_processing_by_dev{number}.safetensors"))]
 
 
 def kill(run: Command, folder: Path) -> None:
     """End the launcher, and with it everything, in the middle of the first evaluation, after a worker died there."""
-    run.wait_until(lambda: (folder / "queue").is_dir() and claimed(folder, 1), "an evaluation on worker 1")
-    worker = run.worker(1)
+    number = run.wait_until(lambda: evaluating(folder), "an evaluation on a worker")[0]
+    worker = run.worker(number)
     assert worker is not None
     worker.kill()
-    run.wait_until(lambda: claimed(folder, 2) or claimed(folder, 1), "the job of the dead worker on a live one")
+    run.wait_until(lambda: evaluating(folder), "the job of the dead worker on a live one")
     processes = run.children()
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.wait()
