@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 
 import psutil
 import pytest
-from runs import ROOT, Command
+from runs import ROOT, Command, command, gone, read, steps_logged
 from safetensors.torch import load_file
 
 EXAMPLES = ROOT / "examples" / "accelerate"
@@ -61,3 +63,35 @@ def config_of(example: str, processes: int, folder: Path) -> Path:
         )
     )
     return config
+
+
+def killed_resumed_and_stopped(folder: Path, arguments: list[str], env: dict[str, str]) -> Path:
+    """The last checkpoint of a run that one dead rank ends, and that is stopped after a resume.
+
+    Checkpoint 8, from which it continues at the latest, is in the middle of a generation batch.
+    """
+    run_dir = folder / "worker"
+    with command(*arguments, cwd=folder, **env) as run:
+        run.wait_until(lambda: (folder / "checkpoints/checkpoint-8/rollout_state.json").exists(), "a checkpoint")
+        everybody = run.children()
+        ranks(run)[1].kill()
+        assert run.wait() != 0, run.output
+    assert "Rank 1 of the trainer" in run.output
+    assert "Start again with --resume" in run.output
+    assert read(run_dir / "run.json")["state"] == "failed"
+    assert gone(everybody)
+
+    step = max(steps_logged(run_dir))
+    with command(*arguments, "--resume", cwd=folder, **env) as run:
+        run.wait_until(lambda: max(steps_logged(run_dir)) > step + 2, "steps after the resume")
+        everybody = run.children()
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.wait() == 0, run.output
+    assert read(run_dir / "run.json")["state"] == "stopped"
+    assert gone(everybody)
+    last = max(steps_logged(run_dir))
+    checkpoint = folder / "checkpoints" / f"checkpoint-{last}"
+    assert read(checkpoint / "rollout_state.json")["step"] == last
+    with command("audit", str(run_dir), cwd=folder) as audit:
+        assert audit.wait() == 0, audit.output
+    return checkpoint

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import IN_MID_BATCH, SETUP, command, finish, gone, read, steps_logged
-from several_ranks import EXAMPLES, config_of, ranks, same_training, same_weights
+from runs import IN_MID_BATCH, SETUP, command, finish, read
+from several_ranks import EXAMPLES, config_of, killed_resumed_and_stopped, same_training, same_weights
 
 from async_grpo.training.sharding import read_without_pickle
 
@@ -45,31 +44,8 @@ def test_two_ranks_train_as_one_process_does_and_one_that_dies_ends_the_run_whic
     """Checkpoint 8 is in the middle of a generation batch, of which each rank has its share."""
     arguments = ["train", str(SETUP), "-n", "1", "--deterministic", "--steps", "100000", *ZERO3]
     env = {"TEST_GRPO": json.dumps(IN_MID_BATCH)}
-    run_dir = tmp_path / "worker"
-    with command(*arguments, cwd=tmp_path, **env) as run:
-        run.wait_until(lambda: (tmp_path / "checkpoints/checkpoint-8/rollout_state.json").exists(), "a checkpoint")
-        everybody = run.children()
-        ranks(run)[1].kill()
-        assert run.wait() != 0, run.output
-    assert "Rank 1 of the trainer" in run.output
-    assert "Start again with --resume" in run.output
-    assert read(run_dir / "run.json")["state"] == "failed"
-    assert gone(everybody)
-
-    step = max(steps_logged(run_dir))
-    with command(*arguments, "--resume", cwd=tmp_path, **env) as run:
-        run.wait_until(lambda: max(steps_logged(run_dir)) > step + 2, "steps after the resume")
-        everybody = run.children()
-        os.kill(run.process.pid, signal.SIGTERM)
-        assert run.wait() == 0, run.output
-    assert read(run_dir / "run.json")["state"] == "stopped"
-    assert gone(everybody)
-    last = max(steps_logged(run_dir))
-    checkpoint = tmp_path / "checkpoints" / f"checkpoint-{last}"
-    assert read(checkpoint / "rollout_state.json")["step"] == last
+    checkpoint = killed_resumed_and_stopped(tmp_path, arguments, env)
     assert len(list(checkpoint.glob("global_step*/*_optim_states.pt"))) == 2
-    with command("audit", str(run_dir), cwd=tmp_path) as audit:
-        assert audit.wait() == 0, audit.output
     same_training(tmp_path, undisturbed, steps=11)
     same_weights(tmp_path, undisturbed, 4, 8)
     another_number_of_ranks_and_another_kind_are_refused(arguments, tmp_path, env)
