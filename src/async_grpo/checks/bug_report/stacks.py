@@ -29,6 +29,8 @@ from async_grpo.setup.process import STACKS_SIGNAL
 ANSWER_S = 3.0  # a process answers in milliseconds, or is stopped, or in the kernel
 _POLL_S = 0.02
 _QUIET_S = 0.2  # without another line for this long, the writer has ended
+_TORN = "line ???"  # what is written of a frame that changed meanwhile: a thread that runs is not halted for it
+_ASKED = 10  # times at most, until no frame is torn
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +85,12 @@ def stacks_of(process: RunProcess, timeout_s: float = ANSWER_S) -> str:
                 f"{process.name} (pid {process.pid}) has not begun to listen for {STACKS_SIGNAL.name}: it is just "
                 "starting, or of an older version. It was not signalled.\n"
             )
-        before = _length(process.stacks)
-        signal.pidfd_send_signal(pidfd, STACKS_SIGNAL)
-        text = _new_text(process.stacks, before, timeout_s)
+        for _ in range(_ASKED):
+            before = _length(process.stacks)
+            signal.pidfd_send_signal(pidfd, STACKS_SIGNAL)
+            text = _new_text(process.stacks, before, timeout_s)
+            if _TORN not in text:
+                break
     except ProcessLookupError:
         return f"{process.name} (pid {process.pid}) ended just now.\n"
     finally:
