@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Checks that every set of extras resolves together with constraints.txt, without installing anything.
-# usage: scripts/check_extras.sh [EXTRAS ...]      default: the sets that the README names
+# usage: scripts/check_extras.sh [EXTRAS ...]      default: the sets that docs/versions.md names
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python

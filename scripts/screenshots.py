@@ -1,17 +1,22 @@
-"""The screenshots of docs/seeing.md, of a real run of the demo: `python scripts/screenshots.py`.
+"""The screenshots of the docs, of real runs of the demo: `python scripts/screenshots.py`.
 
-Runs the demo twice in a folder of its own (about two minutes), opens its board and its page of rollouts in the Chromium
-of this machine, and writes board.png, hparams.png and rollouts.png of docs/images.
+Runs the demo three times in a folder of its own (about three minutes), looks at one of them with `status` while it
+trains, opens the board and the page of rollouts in the Chromium of this machine, and writes status.png, board.png,
+hparams.png and rollouts.png of docs/images.
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,10 +24,14 @@ from typing import Any
 
 from PIL import Image
 from playwright.sync_api import sync_playwright
+from rich.console import Console
+from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 MOST_BYTES = 200_000
+COLUMNS = 96  # of the terminal
+LOOK_AT_STEP = 60
 COMMAND = [sys.executable, "-m", "async_grpo.cli"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 WITHOUT_PATH = """(about, folder) => { about.textContent = about.textContent.replace(folder + "/", ""); }"""
@@ -37,16 +46,40 @@ def main() -> None:
         subprocess.run([*COMMAND, "rollouts", "--html", "page.html"], cwd=folder, env=ENVIRONMENT, check=True)
         as_root = ["--no-sandbox"] if os.geteuid() == 0 else []
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=as_root)
+        photograph_status(browser, folder)
         photograph_rollouts(browser, Path(folder) / "page.html")
         photograph_board(browser, folder)
         browser.close()
+
+
+def photograph_status(browser: Any, folder: str) -> None:
+    """A terminal with `async-grpo status`, in the middle of a run."""
+    demo = ["train", str(ROOT / "src/app/trainer_setup_tiny.py"), "--num-workers", "2", "--run-dir", "live"]
+    run = subprocess.Popen([*COMMAND, *demo, "--quiet"], cwd=folder, env=ENVIRONMENT)
+    try:
+        while run.poll() is None and (json.loads(status(folder, "--json") or "{}").get("step") or 0) < LOOK_AT_STEP:
+            time.sleep(0.5)
+        text = status(folder, FORCE_COLOR="1", COLUMNS=str(COLUMNS))
+    finally:
+        run.send_signal(signal.SIGINT)
+        run.wait()
+    console = Console(record=True, width=COLUMNS, file=io.StringIO())
+    console.print(Text("$ async-grpo status live"), Text.from_ansi(text), sep="\n")
+    page = browser.new_page(viewport={"width": 1100, "height": 700})
+    page.set_content(console.export_svg(title="while it trains").replace("Fira Code", "DejaVu Sans Mono"))
+    save(page.locator("svg"), "status.png")
+
+
+def status(folder: str, *options: str, **environment: str) -> str:
+    command = [*COMMAND, "status", "live", *options]
+    return subprocess.run(command, cwd=folder, env=ENVIRONMENT | environment, stdout=subprocess.PIPE, text=True).stdout
 
 
 def photograph_rollouts(browser: Any, file: Path) -> None:
     page = browser.new_page(viewport={"width": 1080, "height": 860})
     page.goto(file.as_uri())
     page.locator("#about").evaluate(WITHOUT_PATH, str(file.parent))
-    for name, value in (("first", "6"), ("last", "8")):
+    for name, value in (("first", "12"), ("last", "14")):
         page.fill(f"#{name}", value)
     page.locator("#last").blur()
     page.wait_for_selector("#reset:visible")

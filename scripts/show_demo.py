@@ -1,4 +1,4 @@
-"""Run the demo and print the part of its output that is in the README: the first lines, a step in the middle, the end.
+"""Run the demo and print the part of its output that is in the README: some steps and evaluations, and the end.
 
 python scripts/show_demo.py            print it
 python scripts/show_demo.py --write    put it into the README
@@ -14,8 +14,13 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+from async_grpo.launch.screen import fitting  # noqa: E402
+
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- the demo's output: .*? -->\n```console\n).*?(\n```)", re.DOTALL)
+STEP = re.compile(r"[\d:]+ step ")
+WIDTH = 100  # columns of the terminal that step lines are fitted into
 DEMO = ("src/app/trainer_setup_tiny.py", "--distributed", "--num-workers", "2", "--eval-every", "25")
 
 
@@ -45,12 +50,18 @@ def output() -> str:
 
 
 def excerpt(text: str) -> str:
+    """The first line, three steps, the first and the last evaluation, and the end."""
     lines = text.splitlines()
-    steps = [line for line in lines if re.match(r"[\d:]+ step ", line)]
+    steps = [number for number, line in enumerate(lines) if STEP.match(line)]
+    evaluations = [number for number, line in enumerate(lines) if "success rate" in line]
     end = next(number for number, line in enumerate(lines) if re.match(r"run \w+ finished", line))
-    told = {0, *(lines.index(step) for step in (steps[0], steps[len(steps) // 2], steps[-1]))}
-    told |= {number for number, line in enumerate(lines) if "success rate" in line}
-    return "\n".join([lines[number] for number in sorted(told)] + lines[end:])
+    shown = sorted({0, steps[0], steps[len(steps) // 2], steps[-1], evaluations[0], evaluations[-1]})
+    return "\n".join([narrow(lines[number]) for number in shown] + lines[end:])
+
+
+def narrow(line: str) -> str:
+    """As in a terminal of `WIDTH` columns; of an evaluation whose rewards are 0 or 1 not the same figure twice."""
+    return fitting(line, WIDTH) if STEP.match(line) else line.partition(", mean reward")[0]
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ ALL = [block for page in PAGES for block in blocks(page)]
 RUN = [block for block in ALL if not block.not_run and block.language != "text"]
 NOT_RUN = {
     ("docs/recipes.md", "needs vLLM"),
+    ("docs/recipes.md", "needs the hub"),
     ("examples/accelerate/README.md", "needs GPUs"),
     ("examples/notebook/README.md", "needs a browser; tests/examples/test_examples_notebook.py executes the notebook"),
     ("examples/openai_agent/README.md", "needs the package openai; tests/examples/test_examples_agent.py runs it"),
@@ -36,7 +37,7 @@ NOT_RUN = {
     ("examples/trackers/README.md", "needs W&B or trackio"),
     ("examples/triviaqa_search/README.md", "needs the hub"),
 }
-OF_THE_READER = ("my_trainer.py", "grpo.yaml")
+OF_THE_READER = ("my_trainer.py", "first_trainer.py", "grpo.yaml")
 DEADLINE_S = 600.0
 LOOK_S = 8.0  # at what shows something until Ctrl-C
 

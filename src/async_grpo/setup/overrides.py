@@ -103,8 +103,8 @@ def check_overrides(trainer: GRPOTrainer) -> None:
         if name not in HONOURED:
             raise UnsupportedError(
                 f"{type(trainer).__name__} overrides {name}, a method of TRL that this version of Async-GRPO does not "
-                "know, so the override might be ignored. Train in one process (without --distributed), or take a TRL "
-                "that the README names."
+                "know, so the override might be ignored. Train in one process (without --distributed), or install the "
+                "tested version of TRL (`async-grpo doctor` names it)."
             )
     if assigned := sorted(set(_ON_THE_CLASS) & set(vars(trainer))):
         raise UnsupportedError(

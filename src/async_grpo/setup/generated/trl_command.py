@@ -90,8 +90,8 @@ def _built_by(main: Any, parsed: Sequence[Any]) -> GRPOTrainer:
     finally:
         trl.GRPOTrainer = trainer_class
     raise SetupFileError(
-        "TRL's command has made no trainer: this TRL builds it in another way. Take a TRL that the README names, or "
-        "write a setup file: async-grpo init my_trainer.py."
+        "TRL's command has made no trainer: this version of TRL builds it in another way. Install the tested version "
+        "(`async-grpo doctor` names it), or write a setup file: async-grpo init my_trainer.py."
     )
 
 
