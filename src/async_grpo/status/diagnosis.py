@@ -81,7 +81,7 @@ def sentence(word: str, state: RunState, processes: Processes, run: RunDir) -> s
         TRAINING: at_work,
         EVALUATING: at_work.replace("training", "evaluating a checkpoint"),
         ENDING: "the run is ending: the last checkpoint and the summary are written.",
-        FINISHED: f"the run has finished.{_moved(state, run)} Next: {next_one}",
+        FINISHED: f"the run has finished.{_moved(state, run)} To see its curves: {next_one}",
         STOPPED: f"the run was stopped. To continue: {next_one}",
         FAILED: f"the run failed; the end of {run.server_log} says why. To continue: {next_one}",
     }[word]

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from async_grpo.formatting import eta, for_people, printable
 from async_grpo.rundir import paths as runs
+from async_grpo.rundir.summary import program
 from async_grpo.status.diagnosis import DEAD
 from async_grpo.status.processes import ProcessView
 from async_grpo.status.snapshot import RunView
@@ -36,7 +37,7 @@ def report(view: RunView) -> RenderableType:
     """Everything that `status` has to say."""
     lines: list[RenderableType] = [_title(view)]
     if view.state != TRAINING or not any(worker.alive for worker in view.workers):
-        lines.append(Text(view.sentence))
+        lines += _sentence(view.sentence)
     if view.live or view.state == DEAD:
         if view.total_steps or view.problems:
             lines.append(_progress(view))
@@ -46,6 +47,16 @@ def report(view: RunView) -> RenderableType:
     elif view.summary is not None and "rollouts" in view.summary:
         lines.append(_outcome(view))
     return Group(*lines, *_conclusions(view), *_quarantine(view))
+
+
+def _sentence(sentence: str) -> Iterator[Text]:
+    """The state in words. A command at their end has a line of its own, unbroken: it is there to be pasted."""
+    words, colon, command = sentence.rpartition(": ")
+    if colon and program() in command:
+        yield Text(f"{words}:")
+        yield Text(f"  {command}", no_wrap=True, overflow="ignore")
+    elif sentence:
+        yield Text(sentence)
 
 
 def _title(view: RunView) -> Text:

@@ -66,7 +66,7 @@ def _printer(*, as_json: bool, watch: bool) -> Iterator[Callable[[RunView], obje
         return
 
     def show(view: RunView) -> None:
-        console.print(report(view), end="\n\n" if watch else "\n")
+        console.print(report(view), end="\n\n" if watch else "\n", crop=False)
         console.file.flush()
 
     yield show
