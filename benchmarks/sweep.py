@@ -4,7 +4,8 @@
 
 Four runs of the demo in two slots of one core each, against the best packing of the same four runs, each measured alone
 on one core. The supervisor is the process of `async-grpo sweep`, with its table on a pseudo terminal, from the first
-start to the last end. Simulated runs are children that sleep.
+start to the last end. What two busy cores take from each other, whatever runs on them, is measured in each round, too:
+with a plain loop of torch that shares nothing. Simulated runs are children that sleep.
 """
 
 from __future__ import annotations
@@ -37,6 +38,17 @@ RECIPE = ROOT / "src" / "app" / "trainer_setup_tiny.py"
 SEEDS = (42, 1337, 2024, 9999)
 SLOTS = 2
 CHILDREN, PLACES = 1000, 16
+PLAIN_LOOP = """
+import sys, time, torch
+torch.set_num_threads(1)
+embed, head = torch.nn.Embedding(2000, 128), torch.nn.Linear(128, 512)
+print("ready", flush=True)
+sys.stdin.readline()
+started = time.monotonic()
+for _ in range(6000):
+    head(embed(torch.randint(0, 2000, (64, 16)))).sum().backward()
+print(time.monotonic() - started)
+"""
 
 
 class Measured(NamedTuple):
@@ -103,8 +115,9 @@ def best_packing(seconds: list[float], slots: int) -> float:
 
 
 def packing(rounds: int, steps: int) -> list[Row]:
-    ratios, own, shares, walls = [], [], [], []
+    ratios, own, shares, walls, plain = [], [], [], [], []
     for _ in range(rounds):
+        plain.append(max(plain_loops(SLOTS)) / max(plain_loops(1)))
         with tempfile.TemporaryDirectory() as place:
             folders = [Path(place) / name for name in ("together", *map(str, SEEDS))]
             for folder in folders:
@@ -119,6 +132,7 @@ def packing(rounds: int, steps: int) -> list[Row]:
     return [
         row(f"4 runs in {SLOTS} slots, by the best packing of the same runs alone", ratios, "×", target="<= 1.03"),
         row("the same, by the best packing of the times that they took in the sweep", own, "×"),
+        row(f"{SLOTS} plain loops of torch, a core each, by one alone", plain, "×"),
         row("the same, from the first start to the last end", walls, "s"),
         row("the supervisor with its table, share of a core", shares, "", target="<= 0.01"),
     ]
@@ -132,6 +146,26 @@ def one_core(folder: Path, seed: int, steps: int) -> float:
         return sweep(folder, (seed,), 1, steps).runs_s[0]
     finally:
         os.sched_setaffinity(0, before)
+
+
+def plain_loops(count: int) -> list[float]:
+    """Seconds of each of `count` loops that run at once, one on each core."""
+    loops = [
+        subprocess.Popen(
+            ["taskset", "-c", str(core), sys.executable, "-c", PLAIN_LOOP],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for core in sorted(os.sched_getaffinity(0))[:count]
+    ]
+    for loop in loops:
+        assert loop.stdout is not None and loop.stdout.readline() == "ready\n"
+    for loop in loops:
+        assert loop.stdin is not None
+        loop.stdin.write("go\n")
+        loop.stdin.flush()
+    return [float(loop.communicate()[0]) for loop in loops]
 
 
 def simulated(children: int) -> list[Row]:
@@ -170,7 +204,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     load: Any = os.getloadavg()
-    measured = simulated(CHILDREN // 5 if options.quick else CHILDREN) + ([] if options.quick else packing(1, steps=60))
+    measured = simulated(CHILDREN // 5 if options.quick else CHILDREN) + ([] if options.quick else packing(3, steps=60))
     print(as_text(measured))
     if options.json:
         write_json(options.json, measured, load_before=load)

@@ -62,13 +62,13 @@ TITLES = {
         "the other figures depend on what else the machine does.",
     ),
     "turn_credit": ("Credit for each turn", "A tiny model learns to search. More in [credit.md](credit.md)."),
-    "staleness": ("Staleness and correction", "More in [staleness.md](staleness.md)."),
 }
 HEAD = """# Benchmarks
 
 The scripts in `benchmarks/` measure these figures; `benchmarks/to_docs.py` makes this page from
 their results. A missed target says `no`, and stays. The figures are from one machine and vary from
-run to run, so read the spread too.
+run to run, so read the spread too. Accuracy by staleness and correction has a page of its own:
+[staleness.md](staleness.md#measured).
 """
 
 
