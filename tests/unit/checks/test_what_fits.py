@@ -29,6 +29,9 @@ LLAMA_2_7B = Shape(
 )
 QWEN_7B = replace(LLAMA_2_7B, layers=28, hidden=3584, intermediate=18944, heads=28, kv_heads=4, vocabulary=152064)
 LLAMA_31_8B = replace(LLAMA_2_7B, intermediate=14336, kv_heads=8, vocabulary=128256)
+GEMMA_3_1B = replace(
+    LLAMA_2_7B, layers=26, hidden=1152, intermediate=6912, heads=4, kv_heads=1, head_dim=256, vocabulary=262144
+)
 OPT_13B = replace(LLAMA_2_7B, layers=40, hidden=5120, intermediate=20480, heads=40, kv_heads=40)
 
 
@@ -80,6 +83,14 @@ def test_mixed_precision_with_adam_is_that_of_the_paper_of_zero() -> None:
     of = facts(parameters=weights, slots=0)
     memory = estimate(of)
     assert memory.weights + memory.gradients + memory.optimizer == 24 * GB
+
+
+@pytest.mark.parametrize(("sequences", "stated", "ours"), [(1, 8.87, 8.58), (2, 10.30, 9.72)])
+def test_a_whole_step_on_a_gpu_takes_what_the_notes_of_trl_say(sequences: int, stated: float, ours: float) -> None:
+    """SFT of one sequence, and GRPO of the smallest group: TRL 1.15's release notes."""
+    of = of_size(999_885_952, GEMMA_3_1B, batch=batch(sequences), max_completion_length=8192)
+    gib = need_of(of, on_gpu=True, published=False).total / GIB
+    assert gib == pytest.approx(ours, abs=0.005) and gib == pytest.approx(stated, rel=0.06)
 
 
 # --- 7 B on 40 GB
