@@ -50,6 +50,11 @@ TITLES = {
         "its last group, so filling and emptying the engine counts.",
     ),
     "async_vs_trl": ("Asynchronous against synchronous training", "Sides are interleaved in one run."),
+    "trl_async": (
+        "Under TRL's asynchronous trainer",
+        "One model of 1 M parameters, the same prompts, 32 completions a step in groups of 4, of at most 48 tokens. "
+        "What stands in for a GPU is in [trl_async.md](trl_async.md#how-it-compares).",
+    ),
     "deltas": (
         "Kept versions",
         "What `--delta-every` costs. A synthetic model of weights ~ N(0, 0.02), trained in fp32 and published in bf16, "
@@ -83,7 +88,9 @@ def main() -> None:
 
 def section(title: str, text: str, name: str, result: dict[str, Any]) -> str:
     machine = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
-    lines = [f"## {title}", "", wrapped(text), "", wrapped(f"`benchmarks/{name}.py`. Machine: {machine}."), ""]
+    load = result.get("load_before", [0.0])[0]
+    busy = f" Other work ran beside it: load {load:.1f} before." if load >= result["machine"]["cores"] else ""
+    lines = [f"## {title}", "", wrapped(text), "", wrapped(f"`benchmarks/{name}.py`. Machine: {machine}.{busy}"), ""]
     lines += ["| what | value | target | reached | min, median, max |", "|---|---|---|---|---|"]
     lines += [line(row) for row in result["rows"]]
     return "\n".join([*lines, ""])
