@@ -21,7 +21,7 @@ from async_grpo.queue.filesystem import Files, OsFiles, done_folders
 from async_grpo.queue.names import COMPLETE, JobName, parse_name, shard
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.locks import server_alive
-from async_grpo.rundir.paths import RUNNING, RunDir, RunState
+from async_grpo.rundir.paths import RUNNING, RunDir, RunState, no_run
 from async_grpo.rundir.reading import LineReader, read_object
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def open_run(root: Path) -> tuple[RunDir, RunState]:
     except PermissionError as error:
         raise RunDirError(f"{error.filename} may not be read by this user: the run is someone else's.") from error
     if state is None:
-        raise RunDirError(f"{root} is not a run directory: it has no run.json. Give one, such as worker/.")
+        raise RunDirError(no_run(run.root))
     return run, state
 
 

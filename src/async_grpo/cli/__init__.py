@@ -88,7 +88,7 @@ def _top_level(argv: list[str]) -> int:
         description="Bring your TRL GRPOTrainer, run it asynchronously on every GPU you have.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="commands:\n"
-        + "\n".join(f"  {name:<8} {text}" for name, text in COMMANDS.items())
+        + "\n".join(f"  {name:<9} {text}" for name, text in COMMANDS.items())
         + "\n\nasync-grpo COMMAND --help has the options and examples of each.",
     )
     parser.add_argument("--version", action="version", version=f"async-grpo {__version__}")

@@ -12,6 +12,7 @@ from async_grpo.rundir.shape import shaped
 from async_grpo.settings import Assign
 
 _UNKNOWN = "unrecognized arguments: "
+USAGE_LINES = 4  # of a usage that is shown with an error; a longer one would hide it
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,7 +62,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith(_UNKNOWN):
             message += self.hint(message.removeprefix(_UNKNOWN).split()[0].split("=")[0])
-        super().error(message)
+        usage, more = self.format_usage(), ""
+        if usage.count("\n") > USAGE_LINES:
+            usage, more = "", f"{self.prog} --help lists the options.\n"
+        self.exit(2, f"{usage}{self.prog}: error: {message}\n{more}")
 
     def known(self) -> Iterable[str]:
         """The options that there are."""

@@ -20,7 +20,7 @@ from async_grpo.queue.codec import MAX_FILE_BYTES, decode_group
 from async_grpo.queue.filesystem import OsFiles
 from async_grpo.queue.names import COMPLETE
 from async_grpo.records import RolloutGroup
-from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.rundir.paths import RunDir, RunState, no_run
 from async_grpo.rundir.reading import naming, read_file
 from async_grpo.setup.generated.trl_arguments import setup_file_of_run
 from async_grpo.setup.process import gc_paused, make_deterministic
@@ -70,8 +70,10 @@ def run_replay(options: ReplayOptions) -> Replayed:
     """
     run = RunDir(options.run_dir)
     state = run.read_state()
-    if state is None or not run.consumption.exists():
-        raise RunDirError(f"{run.root} holds no run that has trained. Give a run directory, such as worker/.")
+    if state is None:
+        raise RunDirError(no_run(run.root))
+    if not run.consumption.exists():
+        raise RunDirError(f"The run in {run.root} has not trained yet, so there is nothing to replay.")
     processes, broken = read_record(run.consumption, state.run_id)
     if broken:
         raise RunDirError(f"{run.root} cannot be replayed. {broken[0]}")

@@ -137,12 +137,13 @@ def preview(root: Path, *, resume: bool = False, overwrite: bool = False) -> tup
 
 
 def _fate(run: RunDir, *, resume: bool, overwrite: bool) -> Fate:
-    if resume and not run.root.exists():
-        raise RunDirError(f"Nothing to resume: {run.root} does not exist. Start without --resume.")
-    old = run.read_state(accepted=True)
+    old = run.read_state(accepted=True) if run.root.exists() else None
     if resume:
         if old is None:
-            raise RunDirError(f"Nothing to resume: {run.root} holds no run. Start without --resume.")
+            why = "holds no run" if run.root.exists() else "does not exist"
+            raise RunDirError(
+                f"Nothing to resume: {run.root} {why}. Name the run's --run-dir, or start without --resume."
+            )
         return Fate.RESUMED
     if old is None:
         return Fate.NEW

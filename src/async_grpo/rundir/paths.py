@@ -70,6 +70,14 @@ class RunState:
     format: int = FORMAT
 
 
+def no_run(root: Path) -> str:
+    """Why there is no run in `root`, which has no `run.json`, and what to do."""
+    if not root.exists():
+        return f"{root} does not exist, so no run has begun there (yet). Name the directory of a run."
+    what = "is not a run directory: it has no run.json" if root.is_dir() else "is a file"
+    return f"{root} {what}. Name the directory of a run."
+
+
 def activity_file(root: Path, name: str) -> Path:
     """Where process `name` of the run in `root` says what it does."""
     return root / "alive" / f"{name}.status"

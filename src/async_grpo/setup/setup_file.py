@@ -33,7 +33,10 @@ def check_setup_file(path: Path) -> None:
         SetupFileError: the file is missing, is not valid Python, or defines no `get_trainer` at its top level.
     """
     if not path.is_file():
-        raise SetupFileError(f"Setup file not found: {path}\nGive the path of a Python file with get_trainer().")
+        raise SetupFileError(
+            f"Setup file not found: {path}\nGive the path of a Python file with get_trainer(); `async-grpo init` "
+            "writes one."
+        )
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (SyntaxError, ValueError) as error:

@@ -11,7 +11,7 @@ from statistics import fmean
 from async_grpo.errors import RunDirError
 from async_grpo.formatting import counted
 from async_grpo.queue.liveness import live_workers
-from async_grpo.rundir.paths import FAILED, FINISHED, RUNNING, SERVER, STOPPED, RunDir, RunState
+from async_grpo.rundir.paths import FAILED, FINISHED, RUNNING, SERVER, STOPPED, RunDir, RunState, no_run
 from async_grpo.rundir.summary import next_command
 from async_grpo.status.processes import Processes
 from async_grpo.telemetry.activity import BUSY_WORKER, ENDING, EVALUATING, LOADING, SCORING, STARTING, TRAINING, WAITING
@@ -26,19 +26,15 @@ LONG_ENOUGH_S = 5.0  # of training, to speak of a bottleneck
 
 def state_of(run: RunDir) -> RunState:
     """The contents of `run.json`. `RunDirError` says why there is none."""
-    if not run.root.exists():
-        raise RunDirError(f"{run.root} does not exist, so no run has begun there (yet). Name the run's --run-dir.")
-    if not run.root.is_dir():
-        raise RunDirError(f"{run.root} is a file. Name a run directory, such as worker/.")
-    state = run.read_state()
+    state = run.read_state() if run.root.is_dir() else None
     if state is not None:
         return state
-    if waiting := live_workers(run.root):
+    if run.root.is_dir() and (waiting := live_workers(run.root)):
         names = ", ".join(worker.name for worker in waiting)
         raise RunDirError(
             f"{run.root} holds no run yet: {names} wait for a parameter server. Start one with the same --run-dir."
         )
-    raise RunDirError(f"{run.root} is not a run directory: it has no run.json. Name one, such as worker/.")
+    raise RunDirError(no_run(run.root))
 
 
 # --- the condition

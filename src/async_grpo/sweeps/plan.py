@@ -163,7 +163,7 @@ def load(folder: Path) -> Sweep:
         kept = shaped(Sweep, read_object(folder / "sweep.json"))
         return replace(kept, output_base=str(folder.parent))
     except FileNotFoundError as error:
-        raise RunDirError(f"{folder} holds no sweep: there is no sweep.json in it.") from error
+        raise RunDirError(_no_sweep(folder)) from error
     except BadFileError as error:
         raise RunDirError(f"{folder / 'sweep.json'} is not the record of a sweep ({error}).") from error
 
@@ -175,8 +175,13 @@ def find(place: Path) -> Path:
     found = sorted(path.parent for path in place.glob("*/sweep.json"))
     if len(found) == 1:
         return found[0]
-    what = f"{len(found)} sweeps ({_names(found)}); name one" if found else "no sweep"
-    raise RunDirError(f"{place} holds {what}.")
+    if found:
+        raise RunDirError(f"{place} holds {len(found)} sweeps ({_names(found)}); name one.")
+    raise RunDirError(_no_sweep(place))
+
+
+def _no_sweep(folder: Path) -> str:
+    return f"{folder} holds no sweep: there is no sweep.json in it. Name the folder that a sweep wrote."
 
 
 def _names(folders: Sequence[Path]) -> str:

@@ -157,6 +157,7 @@ def test_other_values_that_make_no_sense(
     [
         (["train", "missing.py"], "Setup file not found: missing.py"),
         (["train", "SETUP", "--resume"], "Nothing to resume"),
+        (["train", "--resume"], "Nothing to resume"),
         (["train", "SETUP", "--overwrite"], "add --distributed"),
         (["train", "SETUP", "-n", "2", "-d", "0"], "--device is for one process"),
         (["train", "SETUP", "-d", "0"], "no CUDA GPU is visible here"),
@@ -165,7 +166,7 @@ def test_other_values_that_make_no_sense(
         (["server", "--config", "SETUP", "-d", "5"], "no CUDA GPU is visible here"),
         (["worker", "-d", "gpu"], "must be a GPU index or 'cpu'"),
         (["worker", "--config", "missing.py"], "Setup file not found: missing.py"),
-        (["board", "missing"], "missing is not a run directory"),
+        (["board", "missing"], "missing does not exist, so no run has begun there"),
         (["board", "."], "is not a run directory: it has no run.json"),
     ],
 )
@@ -237,7 +238,9 @@ def test_a_misspelled_word_gets_the_nearest(
     with pytest.raises(SystemExit) as exit:
         main(arguments)
     assert exit.value.code == 2
-    assert f"Did you mean {nearest}?" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"Did you mean {nearest}?" in error
+    assert len(error.splitlines()) <= 6, "a long usage hides what is wrong"
 
 
 # --- a flag beats the environment, which beats the default

@@ -160,7 +160,7 @@ def test_there_is_nothing_to_resume(root: Path, exists: bool) -> None:
     if exists:
         root.mkdir()
     with pytest.raises(
-        RunDirError, match=r"Nothing to resume: .* (holds no run|does not exist)\. Start without --resume"
+        RunDirError, match=r"Nothing to resume: .* (holds no run|does not exist)\. .* start without --resume"
     ):
         prepare(root, config=CONFIG, resume=True)
 

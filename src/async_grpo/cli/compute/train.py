@@ -16,6 +16,7 @@ from async_grpo.cli import options
 from async_grpo.cli.compute.trl import TrainParser, use_arguments
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
+from async_grpo.rundir.lifecycle import preview
 from async_grpo.settings import STOP_GRACE_S, TrainingSettings, positive, positive_seconds
 from async_grpo.setup.devices import (
     CPU,
@@ -125,6 +126,8 @@ def run(args: argparse.Namespace) -> int:
         if options.nothing_to_do(args):
             return 0
     if args.config == options.DEFAULT_CONFIG and not args.config.is_file():
+        if args.resume:
+            preview(args.run_dir, resume=True)  # where there is no run, that is what is wrong
         raise UsageError(
             f"No setup file was named, and the default, {args.config}, is not in this folder (it is the GSM8K recipe "
             "of a checkout). Name yours: async-grpo train my_trainer.py; `async-grpo init my_trainer.py` writes one."
