@@ -76,7 +76,7 @@ class LossyOutput(io.TextIOBase):
             if not self._told:
                 self._told = True
                 name = {1: "standard output", 2: "standard error"}.get(self._fd, "output")
-                self._tell(f"{name} cannot be written ({error.strerror}): the run goes on without it\n")
+                self._tell(f"{name} cannot be written ({error.strerror}): the run continues without it\n")
 
     def _put(self, text: str) -> None:
         if self._fd < 0:

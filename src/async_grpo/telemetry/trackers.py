@@ -37,7 +37,7 @@ def name_run(trainer: Any, settings: TrainingSettings) -> None:
     elif "wandb" not in reports_to and "wandb" not in sys.modules:
         logger.warning(
             "--run-group and --run-tags are for W&B and trackio, and report_to of the GRPOConfig names neither: "
-            "nobody is told them"
+            "they have no effect"
         )
 
 

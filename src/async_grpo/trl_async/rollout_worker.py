@@ -97,7 +97,7 @@ class FileQueueRolloutWorker:
         """Called by TRL when its first weights are sent."""
         if not self.weights.version:
             raise UsageError(
-                "TRL's trainer sends its weights elsewhere, so the workers would wait for them in vain. Give it "
+                "TRL's trainer sends its weights elsewhere, so the workers would never get them. Give it "
                 "`weight_transfer=rollouts.weights`, where `rollouts` is this FileQueueRolloutWorker."
             )
         self._seen_alive = time.monotonic()

@@ -52,7 +52,7 @@ def test_lines_without_room_are_dropped_and_counted() -> None:
     for _ in range(3):
         print("lost", file=output, flush=True)
     print("half", file=output, end="")
-    assert told == ["output cannot be written (No space left on device): the run goes on without it\n"]
+    assert told == ["output cannot be written (No space left on device): the run continues without it\n"]
     disk.full = False
     print(" a line", file=output)
     assert disk.getvalue() == ("one\n\n[3 lines of this output are missing: they could not be written]\nhalf a line\n")
@@ -79,7 +79,7 @@ def test_a_process_goes_on_without_its_output_and_ends_well(tmp_path: Path) -> N
             done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60)
             assert (done.returncode, mark.read_text()) == (0, "still here\n")
             first, *log = done.stderr.splitlines()
-            assert first.startswith("standard output cannot be written (") and first.endswith("goes on without it")
+            assert first.startswith("standard output cannot be written (") and first.endswith("continues without it")
             assert [line.split()[-1] for line in log] == ["0", "1", "2"]
         done = subprocess.run([*command[:-1], str(tmp_path / "both")], stdout=full, stderr=full, timeout=60)
         assert (done.returncode, (tmp_path / "both").read_text()) == (0, "still here\n")

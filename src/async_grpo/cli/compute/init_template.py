@@ -37,7 +37,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="<pad>", eos_token="<eos>", padding_side="left")
 
 
-# CHANGE: delete this function, too.
+# CHANGE: delete this function as well.
 def tiny_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """The same random weights in every process."""
     torch.manual_seed(0)

@@ -63,7 +63,10 @@ def _check(args: argparse.Namespace) -> int:
         raise UsageError("--gpu-memory is for the model of a setup file: add --config FILE.")
     config = None if args.config is None else setup_file(args.config).absolute()
     if config is not None:
-        print(f"Last comes {args.config}: its get_trainer() may take a while to load the model.", file=sys.stderr)
+        print(
+            f"The checks of {args.config} come last: its get_trainer() may take a while to load the model.",
+            file=sys.stderr,
+        )
     found = []
     for finding in findings(checks(args.run_dir, config, args.set, args.gpu_memory)):
         found.append(finding)

@@ -114,9 +114,9 @@ def _parsed(body: bytes) -> dict[str, Any]:
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Refusal(f"The request's body is no JSON: {error}", code="invalid_json") from error
+        raise Refusal(f"The request's body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(given, dict):
-        raise Refusal("The request's body is no JSON object.", code="invalid_json")
+        raise Refusal("The request's body is not a JSON object.", code="invalid_json")
     return given
 
 

@@ -156,7 +156,7 @@ class Tools:
         self._said[name] += 1
         if self._said[name] == 1:
             logger.warning(
-                "the tool {} did not return within {:g} s (--tool-timeout); its dialogue goes on with an error, its "
+                "the tool {} did not return within {:g} s (--tool-timeout); its dialogue continues with an error, its "
                 "thread is left behind. More of the same are not shown",
                 name,
                 self._timeout_s,
