@@ -12,7 +12,7 @@ from async_grpo.rundir.shape import shaped
 from async_grpo.settings import Assign
 
 _UNKNOWN = "unrecognized arguments: "
-USAGE_LINES = 4  # of a usage that is shown with an error; a longer one would hide it
+USAGE_LINES = 4  # of a usage that names the options; a longer one would hide what comes after it
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,10 +62,25 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith(_UNKNOWN):
             message += self.hint(message.removeprefix(_UNKNOWN).split()[0].split("=")[0])
-        usage, more = self.format_usage(), ""
-        if usage.count("\n") > USAGE_LINES:
-            usage, more = "", f"{self.prog} --help lists the options.\n"
-        self.exit(2, f"{usage}{self.prog}: error: {message}\n{more}")
+        self.exit(2, f"{self.format_usage()}{self.prog}: error: {message}\n{self.prog} --help explains the options.\n")
+
+    def format_usage(self) -> str:
+        """As in `argparse`, without the options where they would fill a screen."""
+        usage = super().format_usage()
+        if usage.count("\n") <= USAGE_LINES:
+            return usage
+        formatter = self._get_formatter()
+        formatter.add_usage("%(prog)s [OPTIONS] " + " ".join(self._places()), [], [])
+        return formatter.format_help()
+
+    def _places(self) -> Iterator[str]:
+        """The positional arguments, as a usage shows them."""
+        for action in self._get_positional_actions():
+            name = str(action.metavar or action.dest)
+            yield f"[{name}]" if action.nargs == "?" else name
+
+    def format_help(self) -> str:
+        return super().format_help().replace(super().format_usage(), self.format_usage(), 1)
 
     def known(self) -> Iterable[str]:
         """The options that there are."""
