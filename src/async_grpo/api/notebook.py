@@ -17,6 +17,7 @@ from typing import Any
 from async_grpo.errors import BadFileError
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import LineReader, parse_object
+from async_grpo.rundir.shape import is_number
 from async_grpo.status.snapshot import RunView
 
 COLUMNS = 96
@@ -75,7 +76,7 @@ class Panel:
             with suppress(BadFileError):  # it is being written
                 logged = parse_object(line)
                 step, reward = logged.get("step"), logged.get("reward")
-                if isinstance(step, int) and isinstance(reward, (int, float)) and math.isfinite(reward):
+                if isinstance(step, int) and is_number(reward):
                     self._rewards[step] = reward
 
 

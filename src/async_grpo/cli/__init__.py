@@ -49,7 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # what a shell shows for a program that SIGPIPE ended
     except AsyncGRPOError as error:
-        print(f"error: {error}", file=sys.stderr)
+        from async_grpo.formatting import printable
+
+        print(printable(f"error: {error}"), file=sys.stderr)  # it may quote what a model wrote
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -170,7 +170,7 @@ def device(text: str | None, *, default_gpu: int = 0) -> str:
 def print_left_out(skipped: Mapping[str, str]) -> None:
     """Say which files of a run could not be used: the first few, and how many more."""
     for sentence in list(skipped.values())[:LEFT_OUT_SHOWN]:
-        print(f"left out: {sentence}")
+        print(printable(f"left out: {sentence}"))
     if len(skipped) > LEFT_OUT_SHOWN:
         print(f"left out: {len(skipped) - LEFT_OUT_SHOWN} more")
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import BadFileError
@@ -64,6 +64,13 @@ def _text(final: Any) -> str | None:
     return None if final is None else str(final)
 
 
+class Means(NamedTuple):
+    """Of the completions of one problem."""
+
+    success: float
+    reward: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
     """What one evaluation found: a line of `evaluations.jsonl`."""
@@ -77,7 +84,7 @@ class Evaluated:
     figures: dict[str, Estimate]
     tasks: dict[str, dict[str, Estimate]]  # of each task, where problems have some
     failed: dict[str, str]  # problem, by its place in the dataset -> why it has no answers
-    by_problem: dict[str, list[float]] = field(default_factory=dict)  # -> [mean success, mean reward]
+    by_problem: dict[str, Means] = field(default_factory=dict)
 
     def headline(self) -> str:
         """`success rate 0.712 ± 0.031, pass@5 0.981 ± 0.008, mean reward 0.712 ± 0.031` for the log."""
@@ -107,8 +114,8 @@ def evaluated(
     )
 
 
-def _means(answers: Answers) -> list[float]:
-    return [round(fmean(answers.successes), 6), round(fmean(answers.rewards), 6)]
+def _means(answers: Answers) -> Means:
+    return Means(round(fmean(answers.successes), 6), round(fmean(answers.rewards), 6))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

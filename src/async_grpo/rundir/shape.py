@@ -28,6 +28,15 @@ def shaped(kind: type[_Shape], value: object, name: str = "it") -> _Shape:
     return fitted
 
 
+def is_number(value: object) -> bool:
+    """Whether it is what a field of type float may be: no boolean, finite, and not larger than other readers take."""
+    try:
+        _number(value, "it")
+    except BadFileError:
+        return False
+    return True
+
+
 def _fit(kind: Any, value: Any, name: str) -> Any:
     if kind is Any:
         return value

@@ -5,16 +5,26 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import BadFileError
+from async_grpo.formatting import printable
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.paths import RunDir
-from async_grpo.rundir.reading import read_object
+from async_grpo.rundir.reading import naming, read_object
+from async_grpo.rundir.shape import shaped
 
 _PLACES = (("checkpoints", "checkpoints"), ("TensorBoard", "tensorboard"))
+_ALWAYS = ("steps", "rollouts", "wall_seconds")  # of a run that has trained
+_OF_A_PROCESS = (
+    *("rollouts_per_second", "staleness_mean", "staleness_max", "trainer_wait_fraction", "worker_busy_fraction"),
+    *("worker_restarts", "jobs_quarantined", "groups_dropped"),
+)
+_OF_SOME = ("resumed_from", "rollouts_before", "reward_first", "reward_last", "accuracy_before", "accuracy_after")
+_TEXTS = ("state", "run_id", "checkpoints", "tensorboard")
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -23,6 +33,25 @@ def read(path: Path) -> dict[str, Any]:
         return read_object(path)
     except (FileNotFoundError, BadFileError):
         return {}
+
+
+def read_figures(path: Path, needed: Sequence[str] = _ALWAYS) -> dict[str, Any]:
+    """The summary, to be shown.
+
+    Raises:
+        BadFileError: it has no figure that a run which has trained has, or another value in its place.
+    """
+    found = read_object(path)
+    with naming(path):
+        for name in _TEXTS:
+            shaped(str, found.get(name, ""), name)
+        for name in (*_ALWAYS, *_OF_A_PROCESS, *_OF_SOME) if "rollouts" in found else ():
+            if name in needed or found.get(name) is not None:
+                shaped(float, found.get(name), name)
+        for given, other in (("resumed_from", "rollouts_before"), ("reward_first", "reward_last")):
+            if found.get(given) is not None:
+                shaped(float, found.get(other), other)
+    return found
 
 
 def add(path: Path, *, server_pid: int, **figures: object) -> None:
@@ -41,23 +70,24 @@ def show(run: RunDir) -> None:
     from rich.table import Table
 
     try:
-        figures = read_object(run.summary)
+        figures = read_figures(run.summary, (*_ALWAYS, *_OF_A_PROCESS))
     except FileNotFoundError:
         return
     except BadFileError as error:
-        print(f"{error}, so the table of the run's end cannot be shown")
+        print(printable(f"{error}, so the table of the run's end cannot be shown"))
         return
+    name, state = printable(figures.get("run_id", "")), printable(figures.get("state", ""))
     if "rollouts" not in figures:
-        print(f"run {figures['run_id']} {figures['state']} before training began")
+        print(f"run {name} {state} before training began")
         return
-    table = Table(title=f"run {figures.get('run_id', '')} {figures['state']}", show_header=False, title_justify="left")
+    table = Table(title=f"run {name} {state}", show_header=False, title_justify="left")
     for section in _sections(figures, run):
         for label, text in section:
-            table.add_row(label, text)
+            table.add_row(label, printable(text))
         table.add_section()
     console = Console(soft_wrap=True, markup=False)  # a path may hold square brackets
     console.print(table)
-    console.print(f"next: {next_command(figures['state'], run)}", highlight=False)
+    console.print(printable(f"next: {next_command(state, run)}"), highlight=False)
 
 
 Row = tuple[str, str]
@@ -68,7 +98,7 @@ def _sections(figures: dict[str, Any], run: RunDir) -> list[list[Row]]:
     steps, rollouts, resumed_from = figures["steps"], figures["rollouts"], figures.get("resumed_from")
     time = f"in {figures['wall_seconds']:.0f} s (loading included)"
     rate = f"{figures['rollouts_per_second']:.1f} a second"
-    places = [(name, _shortest(Path(figures[key]))) for name, key in _PLACES]
+    places = [(name, _shortest(Path(figures.get(key, "")))) for name, key in _PLACES]
     if resumed_from is None:
         counts = [("steps", f"{steps} {time}"), *_learning(figures), ("rollouts", f"{rollouts}, {rate}")]
         return [[*counts, *_of_process(figures, run), *places]]

@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from loguru import logger
 
+from async_grpo.formatting import printable
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.reading import naming, open_plain
 from async_grpo.setup.output import LossyOutput, survive_lost_output
+
+if TYPE_CHECKING:
+    from loguru import Record
 
 LOG_FORMAT = "{time:HH:mm:ss} <level>{level: <7}</level> {message}"
 _PR_SET_PDEATHSIG = 1
@@ -106,14 +110,25 @@ def leave_at_once(code: int) -> NoReturn:
 def set_up_log(level: str, rank: int = 0) -> None:
     """Log to stderr, one line a message. Ranks other than 0 log warnings only, since rank 0 logs the rest.
 
-    A stderr that cannot be written ends nothing from now on.
+    A stderr that cannot be written ends nothing from now on. Messages may quote what a model wrote, which must not
+    steer a terminal: only printable characters are logged.
     """
     survive_lost_output()
     logger.remove()
+    logger.configure(patcher=_make_printable)
     if rank > 0:
         logger.add(sys.stderr, level="WARNING", format=f"[rank {rank}] {LOG_FORMAT}")
     else:
         logger.add(sys.stderr, level=level, format=LOG_FORMAT)
+
+
+def _make_printable(record: Record) -> None:
+    """Also the traceback of an exception; without the values of variables, among which may be secrets."""
+    text = record["message"]
+    if (error := record["exception"]) is not None:
+        text += "\n" + "".join(traceback.format_exception(error.type, error.value, error.traceback)).rstrip()
+        record["exception"] = None
+    record["message"] = printable(text)
 
 
 def log_prints() -> None:

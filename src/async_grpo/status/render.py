@@ -24,7 +24,7 @@ _COLOURS = {TRAINING: "green", runs.FINISHED: "green", DEAD: "red", runs.FAILED:
 
 def panel(view: RunView) -> RenderableType:
     """What changes during a run, in a frame."""
-    texts = [Text(text) for text in (_figures(view), _queue(view)) if text]
+    texts = [_plain(text) for text in (_figures(view), _queue(view)) if text]
     return Panel(
         Group(_progress(view), *texts, _processes(view), *_conclusions(view)),
         title=_title(view),
@@ -41,7 +41,7 @@ def report(view: RunView) -> RenderableType:
     if view.live or view.state == DEAD:
         if view.total_steps or view.problems:
             lines.append(_progress(view))
-        lines += [Text(text) for text in (_figures(view), _queue(view)) if text]
+        lines += [_plain(text) for text in (_figures(view), _queue(view)) if text]
         lines += [Text(), _processes(view)] if view.server or view.workers else []
         lines += [Text(), _slots(view)] if view.slots else []
     elif view.summary is not None and "rollouts" in view.summary:
@@ -51,17 +51,17 @@ def report(view: RunView) -> RenderableType:
 
 def _sentence(sentence: str) -> Iterator[Text]:
     """The state in words. A command at their end has a line of its own, unbroken: it is there to be pasted."""
-    words, colon, command = sentence.rpartition(": ")
+    words, colon, command = printable(sentence).rpartition(": ")
     if colon and program() in command:
         yield Text(f"{words}:")
         yield Text(f"  {command}", no_wrap=True, overflow="ignore")
     elif sentence:
-        yield Text(sentence)
+        yield _plain(sentence)
 
 
 def _title(view: RunView) -> Text:
-    text = Text.assemble("run ", (view.run_id, "bold"), ", ", (view.state, f"bold {_COLOURS.get(view.state, 'cyan')}"))
-    return text.append(f" in {view.run_dir}")
+    colour = f"bold {_COLOURS.get(view.state, 'cyan')}"
+    return Text.assemble("run ", _plain(view.run_id, "bold"), ", ", (view.state, colour), _plain(f" in {view.run_dir}"))
 
 
 def _progress(view: RunView) -> RenderableType:
@@ -70,7 +70,7 @@ def _progress(view: RunView) -> RenderableType:
     elif view.total_steps:
         what, done, total = "step", view.step, view.total_steps
     else:
-        return Text(view.sentence)
+        return _plain(view.sentence)
     row = Table.grid(Column(no_wrap=True), Column(ratio=1), Column(no_wrap=True), padding=(0, 1), expand=True)
     left = f"ETA {'?' if view.eta_s is None else eta(view.eta_s)}" if view.live else ""
     row.add_row(f"{what} {done}/{total}", ProgressBar(total=total, completed=done), left)
@@ -115,16 +115,16 @@ def _cells(process: ProcessView) -> tuple[RenderableType, ...]:
     version = "" if process.version is None else str(process.version)
     busy = "" if process.busy is None else f"{process.busy:.0%}"
     done = str(process.jobs_done) if process.jobs_done else ""
-    return process.name, str(process.pid), device, version, busy, done, _now(process)
+    return process.name, str(process.pid), _plain(device), version, busy, done, _now(process)
 
 
 def _now(process: ProcessView) -> Text:
     if not process.alive:
-        return Text(process.text, "" if process.state == ENDING else "red")
+        return _plain(process.text, "" if process.state == ENDING else "red")
     if process.paused:
         return Text(f"paused by a signal: kill -CONT {process.pid}", "bold yellow")
     failed = f"; {process.jobs_failed} failed" if process.jobs_failed else ""
-    return Text(f"{process.text}{failed}", "yellow" if process.no_progress_s is not None else "")
+    return _plain(f"{process.text}{failed}", "yellow" if process.no_progress_s is not None else "")
 
 
 def _slots(view: RunView) -> RenderableType:
@@ -153,11 +153,11 @@ def _outcome(view: RunView) -> Text:
 
 def _conclusions(view: RunView) -> Iterator[Text]:
     for stall in view.stalls:
-        yield Text(stall, "bold yellow")
+        yield _plain(stall, "bold yellow")
     if view.bottleneck:
-        yield Text(view.bottleneck, "italic")
+        yield _plain(view.bottleneck, "italic")
     if view.jobs_quarantined:
-        yield Text(
+        yield _plain(
             f"{view.jobs_quarantined} prompt groups were given up: async-grpo queue {view.run_dir} quarantine",
             "yellow",
         )
@@ -168,6 +168,11 @@ def _quarantine(view: RunView) -> Iterator[RenderableType]:
     for aside in shown:
         what = "given up" if aside["kind"] == "failed" else aside["kind"]
         last_line = aside["reason"].strip().rsplit("\n", 1)[-1]
-        yield Text(f"  group {aside['group']}, try {aside['attempt'] + 1}, {what}: {printable(last_line)}")
+        yield _plain(f"  group {aside['group']}, try {aside['attempt'] + 1}, {what}: {last_line}")
     if len(view.quarantined) > len(shown):
         yield Text(f"  … and {len(view.quarantined) - len(shown)} before these")
+
+
+def _plain(text: str, style: str = "") -> Text:
+    """Text from files: it neither steers the terminal nor is markup."""
+    return Text(printable(text), style)

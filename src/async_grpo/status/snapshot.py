@@ -14,7 +14,7 @@ from typing import Any
 from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.queue.listing import QueueCounts, open_jobs, quarantined, queue_counts
 from async_grpo.rundir.paths import RUNNING, SERVER, RunDir
-from async_grpo.rundir.reading import read_object
+from async_grpo.rundir.summary import read_figures
 from async_grpo.status import diagnosis
 from async_grpo.status.processes import Processes, ProcessView, look_at_processes
 from async_grpo.telemetry import run_log
@@ -171,7 +171,7 @@ def _eta_s(step: int, total: int | None, rates: Rates | None) -> float | None:
 
 def _read_summary(run: RunDir) -> dict[str, Any] | None:
     try:
-        return read_object(run.summary)
+        return read_figures(run.summary)
     except (FileNotFoundError, BadFileError):
         return None
 

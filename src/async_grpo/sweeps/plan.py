@@ -9,6 +9,7 @@ from pathlib import Path
 
 from async_grpo.errors import BadFileError, RunDirError, UsageError
 from async_grpo.rundir.files import write_json
+from async_grpo.rundir.folders import check_place
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import shaped
 from async_grpo.slots.places import Place
@@ -166,6 +167,22 @@ def load(folder: Path) -> Sweep:
         raise RunDirError(_no_sweep(folder)) from error
     except BadFileError as error:
         raise RunDirError(f"{folder / 'sweep.json'} is not the record of a sweep ({error}).") from error
+
+
+def own(folder: Path) -> Sweep:
+    """The sweep that this user began in this folder, to be continued: its record says what is executed.
+
+    Raises:
+        RunDirError: there is none, another user could have written it, or the folder was renamed.
+    """
+    check_place(folder)
+    found = load(folder)
+    if found.folder.absolute() != folder.absolute():
+        raise RunDirError(
+            f"{folder} holds the record of {found.folder}: it was renamed, or copied from elsewhere. Give it that name "
+            "again, and its runs lie beside it; then continue."
+        )
+    return found
 
 
 def find(place: Path) -> Path:

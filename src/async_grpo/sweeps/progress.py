@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from async_grpo.evals import report
 from async_grpo.roles.plain_trl import read_progress
 from async_grpo.rundir.paths import FINISHED, RunDir
 from async_grpo.rundir.reading import LineReader
+from async_grpo.rundir.shape import is_number
 from async_grpo.status.snapshot import look
 from async_grpo.sweeps.plan import ASYNC, Run
 from async_grpo.telemetry.run_log import TAIL_BYTES, parse_entry
@@ -39,7 +39,7 @@ class Curves:
 
     reward: Mapping[int, float] = field(default_factory=dict)  # of training, by step
     evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # figures, by step
-    by_problem: Mapping[int, Mapping[str, list[float]]] = field(default_factory=dict)  # step -> problem -> values
+    by_problem: Mapping[int, Mapping[str, Sequence[float]]] = field(default_factory=dict)  # step -> problem -> values
     sampling: str = ""  # how the evaluations' completions were sampled, in words
 
 
@@ -119,12 +119,12 @@ def curves(run: Run) -> Curves:
             if step <= last:  # a resumed run trains it again
                 rewards = {earlier: value for earlier, value in rewards.items() if earlier < step}
             last = step
-            if _is_number(entry.get("reward")):
+            if is_number(entry.get("reward")):
                 rewards[step] = entry["reward"]
-        elif _is_number(entry.get("eval_reward")):  # TRL's own
+        elif is_number(entry.get("eval_reward")):  # TRL's own
             sampling = "as in training"
             evaluations[step] = {"reward_mean": entry["eval_reward"]}
-    by_problem: dict[int, Mapping[str, list[float]]] = {}
+    by_problem: dict[int, Mapping[str, Sequence[float]]] = {}
     for one in report.read(RunDir(run.run_dir).evaluations):
         evaluations[one.step] = {name: figure.value for name, figure in one.figures.items()}
         by_problem[one.step] = one.by_problem
@@ -143,8 +143,4 @@ def _entries(run_dir: Path, at_most: int | None = None) -> list[dict[str, Any]]:
 
 
 def _newest(entries: list[dict[str, Any]], name: str) -> float | None:
-    return next((entry[name] for entry in reversed(entries) if _is_number(entry.get(name))), None)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+    return next((entry[name] for entry in reversed(entries) if is_number(entry.get(name))), None)

@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from async_grpo.errors import DiskFullError, RunDirError
+from async_grpo.formatting import printable
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.locks import KernelLock, describe_holder
 from async_grpo.rundir.summary import program
@@ -103,14 +104,14 @@ def _announce(sweep: Sweep, found: Preflight, screen: Screen) -> None:
 def _conclude(sweep: Sweep, records: Mapping[str, Record], *, stopped: bool) -> int:
     for run in sweep.runs:
         if (record := records[run.name]).state == FAILED:
-            print(f"[sweep] seed {run.seed} failed ({record.why}). Its last words:", file=sys.stderr)
-            print(record.last_words or record.why, file=sys.stderr)
+            print(printable(f"[sweep] seed {run.seed} failed ({record.why}). Its last words:"), file=sys.stderr)
+            print(printable(record.last_words or record.why), file=sys.stderr)
     found = agreement(sweep, records)
     try:
         write_report(sweep.folder, found)
     except DiskFullError as error:
         print(f"[sweep] the report is not complete: {error}", file=sys.stderr)
-    print("\n".join(headline(found)), flush=True)
+    print(printable("\n".join(headline(found))), flush=True)
     print(f"report: {sweep.folder / 'report.md'}", flush=True)
     undone = [run for run in sweep.runs if records[run.name].state != FINISHED]
     if undone:

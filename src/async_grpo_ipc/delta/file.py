@@ -85,7 +85,10 @@ def read_header(file: BinaryIO) -> Header:
 def read(file: BinaryIO) -> tuple[Delta, dict[str, Any]]:
     """The delta, and what the writer said about it. Raises `DeltaError` with the reason where it cannot be used."""
     header = read_header(file)
-    body = file.read(header.body_bytes)
+    try:
+        body = file.read(header.body_bytes)
+    except MemoryError as error:
+        raise DeltaError(f"it has {header.body_bytes:,} bytes, and there is not so much memory") from error
     if len(body) < header.body_bytes:
         raise DeltaError(f"it is cut off: {header.body_bytes - len(body):,} bytes are missing")
     if crc32c(body) != header.body_crc:
@@ -113,13 +116,15 @@ def _header(found: dict[str, Any], start: int) -> Header:
 
 
 def _part(row: list[Any]) -> Part:
-    name, dtype, shape, mode, changed, width, _ = row
+    name, dtype, shape, mode, changed, width, nbytes = row
     if not isinstance(name, str) or dtype not in ITEM_BYTES or mode not in (SAME, SPARSE, XOR, FULL):
         raise ValueError(f"tensor {name!r} of {dtype!r}, {mode!r}")
     coded = Coded(mode, _natural(changed), _natural(width), b"")
     part = Part(name, dtype, tuple(map(_natural, shape)), coded)
     if coded.changed > part.size:
         raise ValueError(f"tensor {name!r} with more changes than elements")
+    if _natural(nbytes) > part.most_bytes:
+        raise ValueError(f"tensor {name!r} with more bytes than its elements need")
     return part
 
 

@@ -120,6 +120,22 @@ def test_a_file_is_never_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "touched").exists()
 
 
+def test_neither_a_named_pipe_nor_the_memory_of_another_user_is_waited_for_or_unpickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "pipe"))
+    with pytest.raises(SetupFileError, match="is in no file"):
+        received("build")
+    descriptor = in_memory(b"{}\n" + pickle.dumps(Touches(tmp_path / "touched")))
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setenv(VARIABLE, f"/proc/self/fd/{descriptor}")
+    with pytest.raises(SetupFileError, match="is in no file"):
+        received("build")
+    os.close(descriptor)
+    assert not (tmp_path / "touched").exists()
+
+
 def test_a_system_that_seals_more_and_a_path_that_python_passes_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, Path("nowhere")])
     with monkeypatch.context() as with_more:  # as vm.memfd_noexec=1 adds a seal

@@ -196,6 +196,17 @@ def test_a_delta_that_lies_is_refused_with_its_tensor(changes: dict[str, object]
         apply(file.read(io.BytesIO(data))[0], old)
 
 
+def test_a_body_that_no_tensor_needs_is_refused_before_it_is_read() -> None:
+    """It may be a hole of terabytes, which is larger than any memory."""
+    old = {"w": Buffer("U16", (4,), np.zeros(8, np.uint8))}
+    honest = encode(None, old)
+    part = honest.parts[0]
+    large = part.__class__(part.name, part.dtype, part.shape, part.coded._replace(blob=bytes(1 << 20)))
+    data = b"".join(file.pack(Delta(honest.base, honest.result, (large,)), {}))
+    with pytest.raises(DeltaError, match="more bytes than its elements need"):
+        file.read_header(io.BytesIO(data))
+
+
 def test_gaps_that_lead_out_of_the_tensor_are_refused() -> None:
     old = {"w": Buffer("U16", (4000,), np.zeros(8000, np.uint8))}
     large = np.zeros(5000, np.uint16)

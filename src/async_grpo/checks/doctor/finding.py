@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from async_grpo.formatting import counted
+from async_grpo.formatting import counted, printable
 
 
 class Level(StrEnum):
@@ -76,4 +76,8 @@ def verdict(found: Sequence[Finding]) -> str:
 
 def _wrapped(text: str, width: int) -> list[str]:
     """Long lines are folded; those of a traceback stay lines."""
-    return [part for row in text.splitlines() for part in textwrap.wrap(row, width, break_on_hyphens=False) or [""]]
+    return [
+        part
+        for row in printable(text).splitlines()
+        for part in textwrap.wrap(row, width, break_on_hyphens=False) or [""]
+    ]

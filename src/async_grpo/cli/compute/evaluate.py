@@ -162,8 +162,10 @@ def _table(title: str, figures: dict[str, Estimate], failed: dict[str, str]) -> 
     from rich.console import Console
     from rich.table import Table
 
+    title = printable(title)
     if not figures:
-        print(f"{title}: no problem could be answered. The first reason: {next(iter(failed.values()), 'unknown')}")
+        why = printable(next(iter(failed.values()), "unknown"))
+        print(f"{title}: no problem could be answered. The first reason: {why}")
         return
     problems = next(iter(figures.values())).problems
     lacking = f", {len(failed)} more could not be answered" if failed else ""
@@ -172,5 +174,5 @@ def _table(title: str, figures: dict[str, Estimate], failed: dict[str, str]) -> 
         table.add_column(column, justify="left" if column == "figure" else "right")
     for name, figure in figures.items():
         interval = "" if figure.low is None or figure.high is None else f"{figure.low:.3f} … {figure.high:.3f}"
-        table.add_row(name, f"{figure.value:.3f}", interval)
+        table.add_row(printable(name), f"{figure.value:.3f}", interval)
     Console(soft_wrap=True, markup=False).print(table)

@@ -140,10 +140,10 @@ def _resumed(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
             f"A resumed sweep has the options that it was begun with: leave {', '.join(map(flag_name, other))} out."
         )
     if args.config is not None and args.config.is_dir():
-        return plan.load(plan.find(args.config))
+        return plan.own(plan.find(args.config))
     if args.config is None and args.dataset is None:
-        return plan.load(plan.find(args.output_base))
-    return plan.load(_sweep(argparse.Namespace(**{**vars(args), "resume": False}), {}).folder)
+        return plan.own(plan.find(args.output_base))
+    return plan.own(_sweep(argparse.Namespace(**{**vars(args), "resume": False}), {}).folder)
 
 
 def _sets(values: Mapping[str, str]) -> list[str]:

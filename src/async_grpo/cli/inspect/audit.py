@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_grpo.cli import options
+from async_grpo.formatting import printable
 
 if TYPE_CHECKING:
     from async_grpo.archive.audit import Audit
@@ -38,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report.as_json(), indent=1))
     else:
         for label, text in _rows(report):
-            print(f"{label:<20} {text}")
+            print(printable(f"{label:<20} {text}"))
         for text in report.anomalies:
-            print(f"ANOMALY: {text}")
+            print(printable(f"ANOMALY: {text}"))
         print(_verdict(report))
     return 0 if report.clean else 1
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from async_grpo.cli import options
 from async_grpo.cli.parser import Parser
+from async_grpo.formatting import printable
 from async_grpo.settings import not_negative
 
 EXAMPLES = """\
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
 
     a, b = side(args.a), side(args.b)
     effect = compare(a, b, figure=args.figure, step=args.step)
-    print("\n".join(in_words(effect, a, b)))
+    print(printable("\n".join(in_words(effect, a, b))))
     if args.json is not None:
         write_json(args.json, {"a": a.name, "b": b.name, **asdict(effect)})
     return 0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.cli import options
+from async_grpo.formatting import printable
 from async_grpo.settings import comma_separated, not_negative
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _verify(args: argparse.Namespace) -> int:
     chain = Chain(chain_folder(args.place))
     verdict = chain.verify()
     for problem in verdict.problems:
-        print(f"broken: {problem}")
+        print(printable(f"broken: {problem}"))
     if args.json is not None:
         problems = [asdict(problem) for problem in verdict.problems]
         _write_json(args.json, {"versions": verdict.versions, "up_to": verdict.intact_up_to, "problems": problems})
@@ -97,10 +98,10 @@ def _rebuild(args: argparse.Namespace) -> int:
     version = chain.versions[-1] if args.step is None else args.step
     folder = args.output or Path(f"version-{version}")
     weights = write_checkpoint(chain, version, folder)
-    print(f"{folder}: version {version} of run {chain.about.run_id}, {size(weights.stat().st_size)}")
+    print(printable(f"{folder}: version {version} of run {chain.about.run_id}, {size(weights.stat().st_size)}"))
     print(f"hash {chain.entries[version].hash}, as it was written")
     if chain.about.frozen is not None:
-        print(f"an adapter, for the base whose frozen weights have the hash {chain.about.frozen}")
+        print(printable(f"an adapter, for the base whose frozen weights have the hash {chain.about.frozen}"))
     return 0
 
 
@@ -131,7 +132,7 @@ def _stats(args: argparse.Namespace) -> int:
     chain = Chain(chain_folder(args.place))
     found = statistics(chain, args.over)
     for problem in found.problems:
-        print(f"left out: {problem}")
+        print(printable(f"left out: {problem}"))
     if not found.steps:
         print(f"{chain.folder} has no two versions that can be compared")
         return 0
@@ -204,7 +205,7 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(printable, row))
     Console(soft_wrap=True, markup=False).print(table)
 
 

@@ -134,7 +134,7 @@ def _show_group(console: Console, found: FinishedGroup, *, ended: bool) -> None:
 
     group = found.group
     mark = "bold yellow" if found.fate.state == WAITING else ""
-    title = Text.assemble((f"group {group.job.seq}", "bold"), "  ", (about(found, ended=ended), mark))
+    title = Text.assemble((f"group {group.job.seq}", "bold"), "  ", (printable(about(found, ended=ended)), mark))
     console.print(Rule(title, align="left"))
     row = row_of(group)
     shown = {name: value for name, value in row.items() if name == "prompt"} or row
@@ -142,7 +142,7 @@ def _show_group(console: Console, found: FinishedGroup, *, ended: bool) -> None:
     for name, value in (*shown.items(), *others.items()):
         text = printable(as_text(value))
         separator = "\n" if "\n" in text else " "
-        console.print(Text.assemble((f"{name}:", "cyan"), separator, _cut(text, whole=False)))
+        console.print(Text.assemble((f"{printable(name)}:", "cyan"), separator, _cut(text, whole=False)))
 
 
 def about(found: FinishedGroup, *, ended: bool) -> str:
@@ -171,7 +171,8 @@ def _lines(rollout: Rollout, console: Console, *, whole: bool) -> Iterator[Text]
         head.append(f"advantage {rollout.advantage:+.2f}  ")
     head.append(f"{rollout.length:>4} tokens", "dim")
     if len(rollout.rewards) > 1:
-        head.append("  " + "  ".join(f"{name} {_number(value)}" for name, value in rollout.rewards.items()), "dim")
+        each = "  ".join(f"{name} {_number(value)}" for name, value in rollout.rewards.items())
+        head.append(f"  {printable(each)}", "dim")
     if rollout.turn_rewards:
         head.append(f"  turn rewards {in_a_line(rollout.turn_rewards)}", "dim")
     group = rollout.found.group

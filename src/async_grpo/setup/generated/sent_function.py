@@ -134,9 +134,11 @@ def received(name: str) -> Callable[[], Any]:
 
 def _read(name: str) -> tuple[dict[str, Any], bytes]:
     try:
-        with open(os.environ[VARIABLE], "rb") as memory:  # noqa: PTH123  # the file system knows it by no path
+        with os.fdopen(os.open(os.environ[VARIABLE], os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as memory:
             if fcntl.fcntl(memory, fcntl.F_GET_SEALS) & _SEALS != _SEALS:  # a system may add others
                 raise OSError("it is not sealed memory")
+            if os.fstat(memory.fileno()).st_uid != os.geteuid():  # the launcher's pid may be another's by now
+                raise OSError("it is another user's")
             head, _, body = memory.read().partition(b"\n")
     except (KeyError, OSError) as error:
         raise SetupFileError(
