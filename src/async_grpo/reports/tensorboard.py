@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UsageError
+from async_grpo.serving.guard import is_to_us
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-OUR_NAMES = ("127.0.0.1", "localhost")
 _REFUSAL = b"""This page is for this machine only, as 127.0.0.1 or localhost, and was asked for under another name.
 With a name of its own for this address, any web page could read your run (DNS rebinding).
 Behind a proxy of your own, let it send the header Host: localhost
@@ -55,8 +55,7 @@ def only_for_this_machine(app: WSGIApplication) -> WSGIApplication:
     """Answer only requests that were made to 127.0.0.1 or localhost by name, whatever port a tunnel gives them."""
 
     def guarded(request: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        name, _, port = str(request.get("HTTP_HOST", "")).partition(":")
-        if name.lower() in OUR_NAMES and (not port or port.isdigit()):
+        if is_to_us(str(request.get("HTTP_HOST", ""))):
             return app(request, start_response)
         start_response("403 Forbidden", [("Content-Type", "text/plain; charset=utf-8")])
         return [_REFUSAL]

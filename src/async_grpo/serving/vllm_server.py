@@ -31,6 +31,7 @@ from loguru import logger
 from async_grpo.errors import BadFileError, GeneratorError, UsageError
 from async_grpo.formatting import printable
 from async_grpo.rundir.reading import naming, open_plain
+from async_grpo.serving.guard import GUARD
 from async_grpo.setup.process import path_to_us
 from async_grpo.telemetry.waiting import Reminder
 
@@ -74,6 +75,7 @@ class ServerPlan:
             *("--tensor-parallel-size", str(self.tensor_parallel_size)),
             *("--weight-transfer-config", json.dumps({"backend": self.weights})),
             *("--logprobs-mode", "processed_logprobs"),  # of the distribution that is sampled from
+            *("--middleware", GUARD),  # by itself, vLLM lets every page of the web ask it
             *self.arguments,
         ]
 

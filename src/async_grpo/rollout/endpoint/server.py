@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import secrets
 import threading
 from collections import Counter
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from loguru import logger
 
+from async_grpo.rollout.endpoint.doors import Doors
 from async_grpo.rollout.endpoint.protocol import (
     MOST_BYTES,
     Answer,
@@ -38,6 +40,7 @@ HOST = "127.0.0.1"
 START_S = 30.0
 ANSWER_S = 4 * 3600.0  # for one answer; the process that samples it is the same, so its death ends this one
 SAY_AT_MOST = 3  # refusals of one kind that are logged
+_QUIET = logging.Logger("endpoint", logging.CRITICAL)  # any user of the machine can send what is no HTTP
 _HEADERS = {"x-should-retry": "false"}  # the `openai` client would ask again for what is refused
 
 
@@ -74,12 +77,15 @@ class EndpointServer:
     async def _run(self) -> None:
         application = web.Application(client_max_size=MOST_BYTES, middlewares=[self._refusing])
         application.router.add_post("/v1/chat/completions", self._complete)
-        runner = web.AppRunner(application, handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(
+            application, handler_cancellation=True, access_log=None, logger=_QUIET, auto_decompress=False
+        )
         try:
             await runner.setup()
-            site = web.TCPSite(runner, HOST, 0)
-            await site.start()
-            self._started.set_result(f"http://{HOST}:{runner.addresses[0][1]}/v1")
+            assert runner.server is not None
+            self._doors = Doors(runner.server)
+            listening = await asyncio.get_running_loop().create_server(self._doors, HOST, 0)
+            self._started.set_result(f"http://{HOST}:{listening.sockets[0].getsockname()[1]}/v1")
         except BaseException as error:
             self._started.set_exception(error)
             raise
@@ -97,11 +103,17 @@ class EndpointServer:
                 f"{request.method} {request.path} is not answered here, only POST /v1/chat/completions: {error.reason}"
             )
             refusal = Refusal(what, code="unknown_url", status=error.status)
+        except ConnectionError:  # the client has gone
+            raise
+        except Exception as error:  # noqa: BLE001  # of a body that is no HTTP, say
+            what = f"The request cannot be answered: {type(error).__name__}: {error}"
+            refusal = Refusal(what, code="server_error", status=500)
         self._say(refusal)
         return web.json_response(refusal.body(), status=refusal.status, headers=_HEADERS)
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         episode = self._episode_of(http)
+        self._doors.let_in(http)
         try:
             request = read_request(await _body(http), episode.rules, is_retry=_is_retry(http))
         except Refusal as refusal:
