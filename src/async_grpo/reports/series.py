@@ -18,6 +18,7 @@ from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.groups import FinishedGroup, UsedStep
 from async_grpo.formatting import as_text, printable
 from async_grpo.redaction import MASK, Redactor, is_secret
+from async_grpo.rundir.shape import is_number
 
 REWARDS, STALENESS, THROUGHPUT, EVALUATION = "1_rewards", "2_staleness", "3_throughput", "4_evaluation"
 COMPLETIONS, TIMING, WORKERS, DISTRIBUTIONS = "5_completions", "6_timing", "7_workers", "8_distributions"
@@ -78,12 +79,12 @@ def step_of(entry: dict[str, Any]) -> int:
     """The step of a line of metrics.jsonl: of an evaluation the version, as training goes on until it is over."""
     step = int(entry["step"])
     version: Any = entry.get("eval_version")
-    return int(version) if _is_number(version) and 0 <= version <= step else step
+    return int(version) if is_number(version) and 0 <= version <= step else step
 
 
 def logged(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """The scalars of one line of metrics.jsonl: those of training under the tags that transformers gives them."""
-    numbers = {name: float(value) for name, value in entry.items() if _is_number(value) and name not in _NO_SERIES}
+    numbers = {name: float(value) for name, value in entry.items() if is_number(value) and name not in _NO_SERIES}
     for name, value in numbers.items():
         is_evaluation = name.startswith("eval_")
         yield (f"{EVALUATION}/{name.removeprefix('eval_')}" if is_evaluation else f"train/{name}"), value
@@ -93,10 +94,6 @@ def logged(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
     rate, length = numbers.get("async/rollouts_per_second"), numbers.get("completions/mean_length")
     if rate is not None and length is not None:
         yield f"{THROUGHPUT}/tokens_per_second", rate * length
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def hyperparameter_table(hyperparameters: dict[str, Any]) -> str:

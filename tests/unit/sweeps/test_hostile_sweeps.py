@@ -11,6 +11,7 @@ import pytest
 
 from async_grpo.api.notebook import Panel
 from async_grpo.cli import main
+from async_grpo.reports.series import logged
 from async_grpo.slots.ledger import FINISHED, Record
 from async_grpo.sweeps import plan
 from async_grpo.sweeps.plan import LEDGER, Sweep
@@ -54,6 +55,7 @@ def test_numbers_of_hundreds_of_digits_are_left_out(sweep: Sweep) -> None:
     assert curves(run).reward == {2: 0.5}
     (panel := Panel(run.run_dir))._read()
     assert panel._rewards == {2: 0.5}
+    assert dict(logged(json.loads(lines[0]))) == {"train/loss": 1.0}
 
 
 def _others_may_write(folder: Path) -> Path:
