@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache
-from typing import Any, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from async_grpo.errors import BadFileError
 
@@ -28,7 +28,7 @@ def shaped(kind: type[_Shape], value: object, name: str = "it") -> _Shape:
     return fitted
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether it is what a field of type float may be: no boolean, finite, and not larger than other readers take."""
     try:
         _number(value, "it")

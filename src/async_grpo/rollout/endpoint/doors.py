@@ -18,9 +18,9 @@ _CONNECTS_S = 0.1  # by then a connection has its transport
 class Doors:
     """Makes the protocol of each new connection of a server. Used on the server's event loop."""
 
-    def __init__(self, server: web.Server) -> None:  # type: ignore[type-arg]
+    def __init__(self, server: web.Server) -> None:
         self._server = server
-        self._strangers: dict[web.RequestHandler, asyncio.TimerHandle] = {}  # type: ignore[type-arg]  # the oldest first
+        self._strangers: dict[web.RequestHandler, asyncio.TimerHandle] = {}  # the oldest first
 
     def __call__(self) -> asyncio.Protocol:
         while len(self._strangers) >= MOST_STRANGERS:
@@ -34,7 +34,7 @@ class Doors:
         if (timer := self._strangers.pop(http.protocol, None)) is not None:
             timer.cancel()
 
-    def _end(self, stranger: web.RequestHandler) -> None:  # type: ignore[type-arg]
+    def _end(self, stranger: web.RequestHandler) -> None:
         if (timer := self._strangers.pop(stranger, None)) is not None:
             timer.cancel()
         if stranger.transport is not None:
