@@ -20,7 +20,7 @@ from async_grpo.launch.screen import fitting  # noqa: E402
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- the demo's output: .*? -->\n```console\n).*?(\n```)", re.DOTALL)
 STEP = re.compile(r"[\d:]+ step ")
-WIDTH = 100  # columns of the terminal that step lines are fitted into
+WIDTH = 84  # columns: what the site shows of a line
 DEMO = ("src/app/trainer_setup_tiny.py", "--distributed", "--num-workers", "2", "--eval-every", "25")
 
 
@@ -60,8 +60,8 @@ def excerpt(text: str) -> str:
 
 
 def narrow(line: str) -> str:
-    """As in a terminal of `WIDTH` columns; of an evaluation whose rewards are 0 or 1 not the same figure twice."""
-    return fitting(line, WIDTH) if STEP.match(line) else line.partition(", mean reward")[0]
+    """As in a terminal of `WIDTH` columns; of an evaluation its first figure."""
+    return fitting(line, WIDTH) if STEP.match(line) else line.partition(", pass@")[0]
 
 
 if __name__ == "__main__":
