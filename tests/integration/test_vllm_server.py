@@ -258,10 +258,8 @@ def test_one_worker_feeds_a_server(server: FakeVLLMServer, tmp_path: Path) -> No
     lock = KernelLock(RunDir(tmp_path).generator_lock)
     assert lock.try_acquire()
     with pytest.raises(UsageError, match="Another worker feeds the vLLM server"):
-        connect(RunDir(tmp_path), trainer, in_flight_update=False)
+        connect(RunDir(tmp_path), trainer)
     lock.release()
-    with pytest.raises(UsageError, match="in-flight-update"):
-        connect(RunDir(tmp_path), trainer, in_flight_update=True)
 
 
 def test_trls_client_is_as_we_know_it() -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from async_grpo.errors import BadFileError, RunDirError
+from async_grpo.errors import BadFileError, RunDirError, UsageError
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.paths import FINISHED, RUNNING, STOPPED, RunDir
@@ -44,19 +44,14 @@ def read_progress(run_dir: Path) -> Progress | None:
         raise RunDirError(f"{error}. Choose another --run-dir.") from error
 
 
-def train(trainer: GRPOTrainer, run_dir: Path, *, eval_every: int | None = None) -> None:
+def train(trainer: GRPOTrainer, run_dir: Path) -> None:
     """Train to the end, or to a stop. A run that was begun in the run directory continues from its newest checkpoint.
-
-    Args:
-        eval_every: steps between two evaluations of TRL's own; 0: none; None: as the setup file says.
 
     Raises:
         RunDirError: it holds a run that has finished, or a distributed one.
     """
-    begun = _begun(run_dir)
+    begun = has_begun(run_dir)
     make_folder(run_dir)
-    if eval_every is not None and trainer.eval_dataset is not None:
-        _evaluate_every(trainer, eval_every)
     stop = StopRequest().install()
     stop.defer()
     trainer.add_callback(_reporter(RunDir(run_dir), stop))
@@ -65,7 +60,8 @@ def train(trainer: GRPOTrainer, run_dir: Path, *, eval_every: int | None = None)
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
 
 
-def _begun(run_dir: Path) -> bool:
+def has_begun(run_dir: Path) -> bool:
+    """Whether there is a run to continue. Raises `RunDirError` as `train` does."""
     if RunDir(run_dir).state_file.exists():
         raise RunDirError(f"{run_dir} holds a distributed run. Choose another --run-dir for training in one process.")
     progress = read_progress(run_dir)
@@ -86,11 +82,26 @@ def _newest_checkpoint(place: Path) -> Path | None:
     return found[max(found)] if found else None
 
 
-def _evaluate_every(trainer: Any, steps: int) -> None:
+def evaluate_every(trainer: Any, steps: int) -> None:
+    """Have TRL evaluate before the first step and every so many steps; 0: never.
+
+    Raises:
+        UsageError: there is nothing to evaluate on.
+    """
     from transformers.trainer_utils import IntervalStrategy
 
+    require_problems(steps, has_dataset=trainer.eval_dataset is not None)
     trainer.args.eval_strategy = IntervalStrategy.STEPS if steps else IntervalStrategy.NO
     trainer.args.eval_steps, trainer.args.eval_on_start = steps or None, steps > 0
+
+
+def require_problems(eval_every: int, *, has_dataset: bool) -> None:
+    """Raise `UsageError` where evaluations were asked for and there is nothing to evaluate on."""
+    if eval_every and not has_dataset:
+        raise UsageError(
+            f"--eval-every {eval_every}: the setup file's trainer has no eval_dataset, so there is nothing to evaluate "
+            "on. Give the GRPOTrainer one, or leave the option out."
+        )
 
 
 def _reporter(run: RunDir, stop: StopRequest) -> TrainerCallback:

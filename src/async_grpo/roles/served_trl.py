@@ -26,6 +26,7 @@ from async_grpo.rollout.engines.vllm_options import describe_model
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.paths import RunDir
 from async_grpo.serving.vllm_server import NCCL, READY_S, ServerPlan, VLLMServerProcess, flags, free_port
+from async_grpo.setup.generator_choice import refuse_own_server
 
 HOOKS = ("_init_vllm", "sync_weights", "generate")  # of VLLMGeneration
 END_S = 5.0  # after SIGTERM: it has nothing to save
@@ -74,7 +75,7 @@ class OwnServer:
         Raises:
             UsageError: the setup file asks for another way to generate, or the server lacks GPUs.
         """
-        _refuse_others(generation)
+        refuse_own_server(use_vllm=True, mode=generation.mode, base_url=generation.server_base_url)
         make_folder(self._run_dir)
         shutil.rmtree(self._described, ignore_errors=True)
         self._described.mkdir(mode=0o700)
@@ -86,10 +87,7 @@ class OwnServer:
     def require_started(self) -> None:
         """Raise `UsageError` where the trainer was built without asking for a server."""
         if self._process is None:
-            raise UsageError(
-                "--generator vllm-server: the setup file's trainer generates without a vLLM server. Add --set "
-                "use_vllm=true --set vllm_mode=server, or leave the option out."
-            )
+            refuse_own_server(use_vllm=False)
 
     def answered(self) -> None:
         self._deaths = 0
@@ -213,16 +211,3 @@ class ServedGeneration(VLLMGeneration):
                 "from its newest checkpoint."
             ) from error
         running.result()
-
-
-def _refuse_others(generation: VLLMGeneration) -> None:
-    if generation.mode != "server":
-        raise UsageError(
-            f'--generator vllm-server starts a vLLM server, and the setup file says vllm_mode="{generation.mode}". Add '
-            "--set vllm_mode=server, or leave the option out."
-        )
-    if generation.server_base_url is not None:
-        raise UsageError(
-            "--generator vllm-server starts a vLLM server, and the setup file names one that runs already "
-            "(vllm_server_base_url). Remove that, or leave the option out."
-        )

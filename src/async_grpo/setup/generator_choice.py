@@ -102,6 +102,51 @@ def refuse_with_started_server(*, deterministic: bool) -> None:
         )
 
 
+def check_generator_options(chosen: str, *, server_devices: str | None, in_flight_update: bool = False) -> None:
+    """Raise `UsageError` for options that only other generators have.
+
+    Args:
+        chosen: the generator, as `choose_generator` names it.
+        server_devices, in_flight_update: of the command line.
+    """
+    if server_devices is not None and chosen != STARTED_SERVER:
+        raise UsageError("--server-devices names the GPUs of a server that a worker starts: --generator vllm-server.")
+    if in_flight_update and chosen == HF:
+        raise UsageError(
+            "--in-flight-update on: transformers generates a batch with the weights that began it (--generator hf). "
+            "Leave it out, or take --generator vllm."
+        )
+    if in_flight_update and chosen in (STARTED_SERVER, VLLM_SERVER):
+        colocated = "take --generator vllm" if chosen == STARTED_SERVER else 'set vllm_mode="colocate"'
+        raise UsageError(
+            "--in-flight-update on needs an engine in the worker: a vLLM server does not say which weights sampled a "
+            f"token. Leave it off, or {colocated}."
+        )
+
+
+def refuse_own_server(*, use_vllm: bool, mode: str = "server", base_url: str | None = None) -> None:
+    """Raise `UsageError` where plain TRL with `--generator vllm-server` would not ask for the server.
+
+    Args:
+        use_vllm, mode, base_url: `use_vllm`, `vllm_mode` and `vllm_server_base_url` of the GRPOConfig.
+    """
+    if not use_vllm:
+        raise UsageError(
+            "--generator vllm-server: the setup file's trainer generates without a vLLM server. Add --set "
+            "use_vllm=true --set vllm_mode=server, or leave the option out."
+        )
+    if mode != "server":
+        raise UsageError(
+            f'--generator vllm-server starts a vLLM server, and the setup file says vllm_mode="{mode}". Add --set '
+            "vllm_mode=server, or leave the option out."
+        )
+    if base_url is not None:
+        raise UsageError(
+            "--generator vllm-server starts a vLLM server, and the setup file names one that runs already "
+            "(vllm_server_base_url). Remove that, or leave the option out."
+        )
+
+
 def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: bool) -> str:
     """Choose `HF`, `VLLM` (an engine in the worker), `VLLM_SERVER` (the setup file names a server) or `STARTED_SERVER`.
 

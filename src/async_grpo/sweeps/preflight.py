@@ -120,6 +120,9 @@ def _facts(sweep: Sweep, settings: TrainingSettings, place: Place) -> TrainerFac
             settings=settings,
             distributed=sweep.mode == ASYNC,
             generator=sweep.option("--generator"),
+            server_devices=sweep.option("--server-devices"),
+            in_flight_update=sweep.option("--in-flight-update") == "on",
+            eval_every=int(sweep.option("--eval-every") or 0),
         )
         return facts_or_refusal(look_at_trainer(question))
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from datasets import Dataset, Features, Image, List, Value
 from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.setup.generator_choice import (
     VLLM_SERVER,
+    check_generator_options,
     choose_generator,
     refuse_with_server,
     refuse_with_started_server,
@@ -96,6 +98,21 @@ def test_a_server_is_fed_by_one_worker_and_is_not_deterministic() -> None:
         refuse_with_server(workers=2, deterministic=False)
     with pytest.raises(UnsupportedError, match="--deterministic"):
         refuse_with_server(workers=1, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        ("hf", "transformers generates a batch with the weights that began it"),
+        (VLLM_SERVER, 'a vLLM server does not say .* set vllm_mode="colocate"'),
+        ("vllm-server", "a vLLM server does not say .* take --generator vllm"),
+        ("vllm", ""),
+    ],
+)
+def test_in_flight_updates_need_an_engine_in_the_worker(chosen: str, words: str) -> None:
+    check_generator_options(chosen, server_devices=None)
+    with pytest.raises(UsageError, match=words) if words else nullcontext():
+        check_generator_options(chosen, server_devices=None, in_flight_update=True)
 
 
 def test_an_engine_inside_the_model_generates() -> None:

@@ -15,12 +15,15 @@ from async_grpo.checks.plan.facts import Parameters, Question, Shape, TrainerFac
 from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.launch.accelerate_entry import uses_deepspeed
 from async_grpo.redaction import Redactor
+from async_grpo.roles.plain_trl import require_problems
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
 from async_grpo.setup.generator_choice import (
     STARTED_SERVER,
     VLLM_SERVER,
+    check_generator_options,
     choose_generator,
+    refuse_own_server,
     refuse_with_server,
     refuse_with_started_server,
     wants_vllm,
@@ -60,6 +63,8 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
         answer["facts"] = {**asdict(describe(trainer, settings, question.sharing)), "sharded_over": sharded}
         if question.distributed:
             answer["facts"].update(_distributed(trainer, question))
+        else:
+            _check_alone(trainer, question)
     except AsyncGRPOError as error:
         answer.update(error=str(error), exit_code=error.exit_code)
         if isinstance(error, BatchError):
@@ -74,11 +79,22 @@ def _distributed(trainer: GRPOTrainer, question: Question) -> dict[str, str]:
     settings = question.settings
     generator = choose_generator(question.generator, trainer, on_gpu=question.device != CPU)
     refuse(trainer, settings, generator)
+    check_generator_options(
+        generator, server_devices=question.server_devices, in_flight_update=question.in_flight_update
+    )
     if generator == VLLM_SERVER:
         refuse_with_server(workers=question.workers, deterministic=settings.deterministic)
     if generator == STARTED_SERVER:
         refuse_with_started_server(deterministic=settings.deterministic)
     return {"generator": generator, **(_checkpoints(trainer, question) if question.run_dir is not None else {})}
+
+
+def _check_alone(trainer: GRPOTrainer, question: Question) -> None:
+    """Raise where plain TRL in one process would refuse."""
+    require_problems(question.eval_every or 0, has_dataset=trainer.eval_dataset is not None)
+    if question.serves:
+        args = trainer.args
+        refuse_own_server(use_vllm=wants_vllm(trainer), mode=args.vllm_mode, base_url=args.vllm_server_base_url)
 
 
 # Two changes to classes of transformers and TRL, in this process only, which ends with its answer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from async_grpo.checks.plan.batch_arithmetic import optimizer_steps, rounds_of, versions_within_round
@@ -14,6 +14,7 @@ from async_grpo.checks.plan.memory import MemoryEstimate, estimate, frozen_bytes
 from async_grpo.checks.plan.what_fits import fit_rows, size_rows
 from async_grpo.formatting import counted, size
 from async_grpo.launch.launcher import LaunchOptions
+from async_grpo.roles.plain_trl import has_begun
 from async_grpo.rundir.lifecycle import Fate, preview
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU
@@ -48,6 +49,8 @@ def plan_distributed(options: LaunchOptions, gpu_memory: int | None = None) -> N
         generator=options.work.generator,
         workers=len(options.worker_devices),
         sharing=options.workers_sharing,
+        server_devices=options.work.server_devices,
+        in_flight_update=options.work.in_flight_update == "on",
     )
     facts = facts_or_refusal(look_at_trainer(question))
     _print(
@@ -67,27 +70,56 @@ def plan_distributed(options: LaunchOptions, gpu_memory: int | None = None) -> N
     )
 
 
-def plan_single(config: Path, device: str, settings: TrainingSettings, gpu_memory: int | None = None) -> None:
+@dataclass(frozen=True, slots=True)
+class SinglePlan:
+    """What the command line decides about training in one process."""
+
+    config: Path
+    device: str
+    settings: TrainingSettings
+    run_dir: Path | None = None
+    eval_every: int | None = None
+    serves: bool = False  # it starts a vLLM server for TRL
+
+
+def plan_single(plan: SinglePlan, gpu_memory: int | None = None) -> None:
     """Print what training in one process would be. Raises as `plan_distributed` does."""
-    _announce(config)
-    question = Question(config=config, device=device, settings=settings, distributed=False)
+    run_directory = _run_directory(plan.run_dir)
+    _announce(plan.config)
+    question = Question(
+        config=plan.config,
+        device=plan.device,
+        settings=plan.settings,
+        distributed=False,
+        eval_every=plan.eval_every,
+        serves=plan.serves,
+    )
     facts = facts_or_refusal(look_at_trainer(question))
     memory = estimate(facts)
-    need = memory.trainer
+    on = _device(plan.device)
+    engine = "vLLM" if facts.use_vllm else "transformers"
+    generator = "a vLLM server that this run starts" if plan.serves else f"{engine}, in this process"
     _print(
         [
-            *_trainer_rows(config, facts),
-            ("checkpoints", _checkpoints(facts, settings)),
-            ("processes", f"this one alone, on {_device(device)}: plain TRL"),
-            ("generator", f"{'vLLM' if facts.use_vllm else 'transformers'}, in this process; {_sampling(facts)}"),
+            *_trainer_rows(plan.config, facts),
+            *run_directory,
+            ("checkpoints", _checkpoints(facts, plan.settings)),
+            ("processes", f"this one alone, on {on}: plain TRL"),
+            ("generator", f"{generator}; {_sampling(facts)}"),
             *_batch_rows(facts),
-            ("memory", f"{size(need)} on {_device(device)}: {_parts(memory)}"),
+            ("memory", f"{size(memory.trainer)} on {on}: {_parts(memory)}"),
             ("", f"  (optimizer state of {memory.optimizer_note})"),
-            *size_rows(facts, on_gpu=device != CPU or gpu_memory is not None),
+            *size_rows(facts, on_gpu=plan.device != CPU or gpu_memory is not None),
             ("", _not_counted(facts)),
             *(fit_rows(facts, gpu_memory, sharing=0, elsewhere=0) if gpu_memory is not None else ()),
         ]
     )
+
+
+def _run_directory(run_dir: Path | None) -> list[tuple[str, str]]:
+    if run_dir is None:
+        return []
+    return [("run directory", f"{run_dir}: the run {'in it goes on' if has_begun(run_dir) else 'begins in it'}")]
 
 
 def _announce(config: Path) -> None:

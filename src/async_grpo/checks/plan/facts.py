@@ -134,6 +134,10 @@ class Question:
     generator: str | None = None  # what the command line asks of the workers
     workers: int = 0  # that will be started; 0: unknown
     sharing: int | None = None  # how many of them on the server's device; None: unknown
+    server_devices: str | None = None
+    in_flight_update: bool = False
+    eval_every: int | None = None  # in one process; None: as the setup file says
+    serves: bool = False  # a vLLM server is started for TRL in one process
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Question:

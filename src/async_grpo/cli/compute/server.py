@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from async_grpo.cli import options
+from async_grpo.cli.compute.modes import refuse_without_effect
 from async_grpo.cli.compute.trl import use_arguments
 from async_grpo.cli.parser import Parser
 from async_grpo.setup.devices import check_weights
@@ -42,11 +43,14 @@ def run(args: argparse.Namespace) -> int:
     rank, ranks = rank_of_launch(os.environ)
     by_hand = args.launched_by is None
     if by_hand:
-        use_arguments(args, names_a_file="config" in build_parser().given(args.command_line))
+        given = build_parser().given(args.command_line)
+        use_arguments(args, names_a_file="config" in given)
     if by_hand and args.resume:
         args = options.resumed(build_parser(), args)
         if options.nothing_to_do(args):
             return 0
+    if by_hand:
+        refuse_without_effect(given, args)
     device = options.device(args.device)
     check_weights(args.weights, device)
     if by_hand and rank == 0:

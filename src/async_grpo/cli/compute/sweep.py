@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.cli import options
+from async_grpo.cli.compute.modes import refuse_without_effect
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.settings import TrainingSettings, WorkerSettings, as_flags, flag_name, not_negative, positive
@@ -96,6 +97,8 @@ def _sweep(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
     check_setup_file(setup)
     if args.mode == "trl":
         _refuse_for_plain_trl(given)
+    else:
+        refuse_without_effect(given, args)
     if own := [name for name in ("output_dir", "run_name") if name in (args.set or {})]:
         raise UsageError(f"--set {own[0]}: each run of a sweep has its own. Choose --output-base and --run-prefix.")
     return Sweep(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_grpo.cli import options
+from async_grpo.cli.compute.modes import refuse_in_one_process, refuse_without_effect
 from async_grpo.cli.compute.trl import TrainParser, use_arguments
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
@@ -32,6 +33,7 @@ from async_grpo.setup.generator_choice import STARTED_SERVER, choose_generator
 if TYPE_CHECKING:
     from async_grpo.roles.served_trl import OwnServer
 
+IMPLY_DISTRIBUTED = {"distributed", "num_workers", "master_device_id", "worker_device_ids", "accelerate_config"}
 EXAMPLES = """\
   async-grpo train my_trainer.py --device 0 --steps 50       one process, plain TRL
   async-grpo train my_trainer.py --device 0 --run-dir trl    the same, with its metrics in trl/, and continued by
@@ -135,11 +137,11 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu_memory is not None and not args.dry_run:
         raise UsageError("--gpu-memory is for a plan of what would fit: add --dry-run.")
     check_setup_file(args.config)
-    named = (args.num_workers, args.master_device_id, args.worker_device_ids, args.accelerate_config)
-    if args.distributed or args.resume or any(value is not None for value in named):
+    given = build_parser().given(args.command_line)
+    if args.resume or given.keys() & IMPLY_DISTRIBUTED:
+        refuse_without_effect(given, args)
         return _distributed(args)
-    if args.overwrite:
-        raise UsageError("--overwrite is for distributed runs: add --distributed.")
+    refuse_in_one_process(given, args)
     return _single(args)
 
 
@@ -147,15 +149,16 @@ def _single(args: argparse.Namespace) -> int:
     from async_grpo.setup.process import gc_paused, keep_freed_memory, own_compile_cache, set_up_log
 
     device = options.device(args.device)
+    given = build_parser().given(args.command_line)
+    run_dir = args.run_dir.absolute() if "run_dir" in given else None
+    eval_every = args.eval_every if "eval_every" in given else None
+    serves = _has_its_own_server(args, run_dir, device)
     if args.dry_run:
-        from async_grpo.checks.plan.dry_run import plan_single
+        from async_grpo.checks.plan.dry_run import SinglePlan, plan_single
 
-        plan_single(
-            args.config.absolute(),
-            device,
-            TrainingSettings(steps=args.steps, seed=args.seed, set=args.set),
-            args.gpu_memory,
-        )
+        settings = TrainingSettings(steps=args.steps, seed=args.seed, set=args.set)
+        plan = SinglePlan(args.config.absolute(), device, settings, run_dir, eval_every, serves)
+        plan_single(plan, args.gpu_memory)
         return 0
     set_up_log(options.log_level(args))
     hold_to_device(device, os.environ)
@@ -170,29 +173,28 @@ def _single(args: argparse.Namespace) -> int:
 
     settings = options.training_settings(args)
     name_for_wandb(settings, os.environ)
-    given = build_parser().given(args.command_line)
-    with _server_of_its_own(args, given, device) as server:
+    with _own_server(run_dir, args.server_devices) if serves and run_dir else nullcontext() as server:
         with gc_paused():
             trainer = load_trainer(args.config.absolute(), steps=args.steps, seed=args.seed, config_values=args.set)
         if server is not None:
             server.require_started()
         name_run(trainer, settings)
-        if "run_dir" not in given:
-            trainer.train()
-            return 0
-        from async_grpo.roles.plain_trl import train
+        from async_grpo.roles import plain_trl
 
-        train(trainer, args.run_dir.absolute(), eval_every=args.eval_every if "eval_every" in given else None)
+        if eval_every is not None:
+            plain_trl.evaluate_every(trainer, eval_every)
+        if run_dir is None:
+            trainer.train()
+        else:
+            plain_trl.train(trainer, run_dir)
     return 0
 
 
-def _server_of_its_own(
-    args: argparse.Namespace, given: Collection[str], device: str
-) -> AbstractContextManager[OwnServer | None]:
-    """`--generator vllm-server`: a vLLM server for TRL, for as long as the block lasts."""
+def _has_its_own_server(args: argparse.Namespace, run_dir: Path | None, device: str) -> bool:
+    """Whether the run starts a vLLM server for TRL (`--generator vllm-server`). `UsageError`: it cannot."""
     if args.generator != STARTED_SERVER:
-        return nullcontext()
-    if "run_dir" not in given:
+        return False
+    if run_dir is None:
         raise UsageError("--generator vllm-server with plain TRL: say where the server's output goes, --run-dir DIR.")
     if device != CPU and args.server_devices is None:
         raise UsageError(
@@ -200,9 +202,13 @@ def _server_of_its_own(
             "GPU than the trainer. Name it: --server-devices 1."
         )
     choose_generator(args.generator, None, on_gpu=device != CPU)  # is it installed?
+    return True
+
+
+def _own_server(run_dir: Path, devices: str | None) -> AbstractContextManager[OwnServer]:
     from async_grpo.roles.served_trl import own_server
 
-    return own_server(args.run_dir.absolute(), args.server_devices)
+    return own_server(run_dir, devices)
 
 
 def _distributed(args: argparse.Namespace) -> int:

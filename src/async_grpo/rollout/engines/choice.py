@@ -13,6 +13,7 @@ from async_grpo.setup.generator_choice import (
     HF,
     STARTED_SERVER,
     VLLM_SERVER,
+    check_generator_options,
     choose_generator,
     engine_inside,
     refuse_with_server,
@@ -54,13 +55,12 @@ def make_engine(
     if settings.max_turns is not None:
         trl.limit_turns(settings.max_turns)
     in_flight_update = settings.in_flight_update == "on"
-    if settings.server_devices is not None and chosen != STARTED_SERVER:
-        raise UsageError("--server-devices names the GPUs of a server that a worker starts: --generator vllm-server.")
+    check_generator_options(chosen, server_devices=settings.server_devices, in_flight_update=in_flight_update)
     if chosen == HF:
         return transformers_engine(trl)
     if chosen == VLLM_SERVER:
         refuse_with_server(workers=state.num_workers, deterministic=state.deterministic)
-        return connect(run, trl.trainer, in_flight_update=in_flight_update)
+        return connect(run, trl.trainer)
     if chosen == STARTED_SERVER:
         refuse_with_started_server(deterministic=state.deterministic)
         return start_server(trl, settings, run, worker)
@@ -114,15 +114,10 @@ def _stopping(trainer: Any) -> StoppingCriteriaList:
     return StoppingCriteriaList([StopStringCriteria(trainer.processing_class, list(tags))] if tags else [])
 
 
-def connect(run: RunDir, trainer: Any, *, in_flight_update: bool) -> VLLMServer:
+def connect(run: RunDir, trainer: Any) -> VLLMServer:
     """The vLLM server that the setup file names, for this worker alone."""
     from async_grpo.rollout.engines.served.elsewhere import VLLMServer
 
-    if in_flight_update:
-        raise UsageError(
-            "--in-flight-update on needs an engine in the worker: a vLLM server does not say which weights sampled a "
-            'token. Leave it off, or set vllm_mode="colocate".'
-        )
     lock = KernelLock(run.generator_lock)  # held as long as the process lives
     if not lock.try_acquire({"role": "feeds the vLLM server"}):
         raise UsageError(
@@ -136,11 +131,6 @@ def start_server(trl: RolloutTrainer, settings: WorkerSettings, run: RunDir, wor
     """A vLLM server of this worker's own."""
     from async_grpo.rollout.engines.served.started import StartedServer
 
-    if settings.in_flight_update == "on":
-        raise UsageError(
-            "--in-flight-update on needs an engine in the worker: a vLLM server does not say which weights sampled a "
-            "token. Leave it off, or take --generator vllm."
-        )
     return StartedServer(
         trl.trainer,
         folder=run.worker_engine(worker),

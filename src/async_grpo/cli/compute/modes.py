@@ -1,0 +1,72 @@
+"""Which options of `train` mean something in which mode. One that would change nothing is refused at the start."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Iterator, Sequence
+
+from async_grpo.errors import UsageError
+from async_grpo.settings import flag_name
+from async_grpo.setup.generator_choice import HF, VLLM, check_generator_options
+
+IN_ONE_PROCESS = frozenset(
+    (
+        *("config", "trl_arguments", "device", "dry_run", "gpu_memory", "run_dir", "log_level"),
+        *("steps", "seed", "set", "run_name", "run_group", "run_tags", "eval_every", "generator", "server_devices"),
+    )
+)
+"""What plain TRL in one process takes, by the names of the options; every other one belongs to a distributed run."""
+
+_OF_EVALUATIONS = ("eval_replicates", "eval_k", "eval_temperature", "eval_top_p", "eval_top_k")
+
+
+def refuse_in_one_process(given: Collection[str], args: argparse.Namespace) -> None:
+    """Raise `UsageError` for what the command line gave and plain TRL in one process would not look at.
+
+    Args:
+        given: the names of the options that the command line gave.
+    """
+    if unused := [name for name in given if name not in IN_ONE_PROCESS]:
+        how = "add --distributed" if args.device is None else "take --distributed in place of --device"
+        raise UsageError(
+            f"{_flags(unused)}: for distributed runs only; plain TRL in one process would ignore it. Leave it out, or "
+            f"{how}."
+        )
+    if args.generator in (HF, VLLM):
+        instead = "use_vllm=false" if args.generator == HF else "use_vllm=true --set vllm_mode=colocate"
+        raise UsageError(
+            f"--generator {args.generator}: in one process TRL itself generates, with what the GRPOConfig says. Take "
+            f"--set {instead} in its place, or add --distributed."
+        )
+    check_generator_options(args.generator or HF, server_devices=args.server_devices)
+
+
+def refuse_without_effect(given: Collection[str], args: argparse.Namespace) -> None:
+    """Raise `UsageError` for what the command line gave and a distributed run with its other options would not use."""
+    for names, reason in _without_effect(args):
+        if unused := [name for name in names if name in given and getattr(args, name) is not None]:
+            raise UsageError(f"{_flags(unused)}: {reason}")
+    if "generator" in args:  # the server's command has no workers
+        is_known = args.generator is not None  # else the setup file and the machine decide: the worker looks again
+        check_generator_options(
+            args.generator or HF,
+            server_devices=args.server_devices,
+            in_flight_update=is_known and args.in_flight_update == "on",
+        )
+
+
+def _without_effect(args: argparse.Namespace) -> Iterator[tuple[Sequence[str], str]]:
+    if not args.delta_every:
+        yield ("full_every",), "no versions are kept without --delta-every. Give it, too, or leave this out."
+    if not args.eval_every:
+        yield _OF_EVALUATIONS, "--eval-every 0 evaluates nothing. Leave this out, or give --eval-every a number."
+    if args.deterministic:
+        yield (
+            ("groups_per_claim", "score_concurrency"),
+            "--deterministic generates and scores each group alone, since what shares a batch changes the bits. Leave "
+            "this out.",
+        )
+
+
+def _flags(names: Collection[str]) -> str:
+    return ", ".join(map(flag_name, names))

@@ -1,0 +1,230 @@
+"""Each option of `train`, in one process and distributed: it arrives where it is used, or is refused."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_grpo.cli import main
+from async_grpo.cli.compute import train as train_command
+from async_grpo.launch.launcher import LaunchOptions
+from async_grpo.setup import process
+from async_grpo.setup.devices import CPU
+
+REFUSED = "refused"
+HERE = Path("/") / "here"
+
+ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
+    # dest: arguments; in one process: what is seen of it; distributed: the attribute, and its value
+    "config": ([], ("config", "setup.py"), "config.name", "setup.py"),
+    "device": (["--device", "cpu"], ("device", CPU), REFUSED, "--device is for one process"),
+    "dry_run": (["--dry-run"], ("planned", True), "planned", True),
+    "gpu_memory": (["--dry-run", "--gpu-memory", "40GB"], ("gpu_memory", 40 * 10**9), "gpu_memory", 40 * 10**9),
+    "steps": (["--steps", "5"], ("steps", 5), "training.steps", 5),
+    "seed": (["--seed", "7"], ("seed", 7), "training.seed", 7),
+    "set": (["--set", "beta=0.1"], ("config_values", {"beta": "0.1"}), "training.set", {"beta": "0.1"}),
+    "run_name": (["--run-name", "a"], ("run_name", "a"), "training.run_name", "a"),
+    "run_group": (["--run-group", "b"], ("run_group", "b"), "training.run_group", "b"),
+    "run_tags": (["--run-tags", "c,d"], ("run_tags", ("c", "d")), "training.run_tags", ("c", "d")),
+    "run_dir": (["--run-dir", str(HERE)], ("run_dir", HERE), "run_dir", HERE),
+    "log_level": (["--log-level", "debug"], ("log_level", "DEBUG"), "log_level", "DEBUG"),
+    "eval_every": (["--eval-every", "3"], ("eval_every", 3), "training.eval_every", 3),
+    "generator": (
+        ["--generator", "vllm-server", "--run-dir", str(HERE)],
+        ("server", (HERE, None)),
+        "work.generator",
+        "vllm-server",
+    ),
+    "server_devices": (
+        ["--server-devices", "1,2", "--generator", "vllm-server", "--run-dir", str(HERE)],
+        ("server", (HERE, "1,2")),
+        "work.server_devices",
+        "1,2",
+    ),
+    # of a distributed run alone
+    "distributed": (["--distributed"], None, "worker_devices", (CPU, CPU)),
+    "num_workers": (["-n", "3"], None, "worker_devices", (CPU,) * 3),
+    "master_device_id": (["--master-device-id", "cpu"], None, "master_device", CPU),
+    "worker_device_ids": (["--worker-device-ids", "cpu"], None, "worker_devices", (CPU,)),
+    "accelerate_config": (["--accelerate-config", "none"], None, "accelerate_config", None),
+    "resume": (["--resume"], None, "training.resume", True),
+    "overwrite": (["--overwrite"], REFUSED, "overwrite", True),
+    "worker_timeout": (["--worker-timeout", "9"], REFUSED, "worker_timeout_s", 9.0),
+    "stop_grace": (["--stop-grace", "8"], REFUSED, "stop_grace_s", 8.0),
+    "quiet": (["--quiet"], REFUSED, "quiet", True),
+    "max_staleness": (["--max-staleness", "0"], REFUSED, "training.max_staleness", 0),
+    "correction": (["--correction", "tis"], REFUSED, "training.correction", "tis"),
+    "correction_level": (["--correction-level", "token"], REFUSED, "training.correction_level", "token"),
+    "correction_min": (["--correction-min", "0.5"], REFUSED, "training.correction_min", 0.5),
+    "correction_max": (["--correction-max", "4"], REFUSED, "training.correction_max", 4.0),
+    "filter_zero_variance": (["--filter-zero-variance"], REFUSED, "training.filter_zero_variance", True),
+    "weights": (["--weights", "auto"], REFUSED, "training.weights", "auto"),
+    "deterministic": (["--deterministic"], REFUSED, "training.deterministic", True),
+    "max_attempts": (["--max-attempts", "2"], REFUSED, "training.max_attempts", 2),
+    "keep_done": (["--keep-done", "50"], REFUSED, "training.keep_done.amount", 50),
+    "eval_replicates": (["--eval-replicates", "2"], REFUSED, "training.eval_replicates", 2),
+    "eval_k": (["--eval-k", "1"], REFUSED, "training.eval_k", (1,)),
+    "eval_temperature": (["--eval-temperature", "0"], REFUSED, "training.eval_temperature", 0.0),
+    "eval_top_p": (["--eval-top-p", "1"], REFUSED, "training.eval_top_p", 1.0),
+    "eval_top_k": (["--eval-top-k", "0"], REFUSED, "training.eval_top_k", 0),
+    "publish_dtype": (["--publish-dtype", "bf16"], REFUSED, "training.publish_dtype", "bf16"),
+    "delta_every": (["--delta-every", "2"], REFUSED, "training.delta_every", 2),
+    "full_every": (["--full-every", "3", "--delta-every", "1"], REFUSED, "training.full_every", 3),
+    "delta_keep": (["--delta-keep", "4", "--delta-every", "1"], REFUSED, "training.delta_keep", 4),
+    "delta_dir": (["--delta-dir", "/d", "--delta-every", "1"], REFUSED, "training.delta_dir", "/d"),
+    "stall_warning": (["--stall-warning", "6"], REFUSED, "training.stall_warning", 6.0),
+    "groups_per_claim": (["--groups-per-claim", "2"], REFUSED, "work.groups_per_claim", 2),
+    "score_concurrency": (["--score-concurrency", "2"], REFUSED, "work.score_concurrency", 2),
+    "tool_timeout": (["--tool-timeout", "2"], REFUSED, "work.tool_timeout", 2.0),
+    "tool_concurrency": (["--tool-concurrency", "2"], REFUSED, "work.tool_concurrency", 2),
+    "max_turns": (["--max-turns", "2"], REFUSED, "work.max_turns", 2),
+    "in_flight_update": (["--in-flight-update", "on"], REFUSED, "work.in_flight_update", "on"),
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LOG_LEVEL", raising=False)
+    (tmp_path / "setup.py").write_text("def get_trainer(): ...\n")
+    monkeypatch.setattr(train_command, "choose_generator", lambda *asked, **how: None)  # vLLM is not installed here
+    monkeypatch.setattr("async_grpo.setup.devices.visible_gpus", lambda: 0)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What plain TRL in one process was told."""
+    seen: dict[str, Any] = {}
+    trainer = SimpleNamespace(train=lambda: seen.update(trained=True))
+
+    def load(config: Path, **given: Any) -> Any:
+        seen.update(given, config=config.name)
+        return trainer
+
+    def note(trainer: Any, settings: Any) -> None:
+        seen.update({name: getattr(settings, name) for name in ("run_name", "run_group", "run_tags")})
+
+    @contextmanager
+    def own_server(run_dir: Path, devices: str | None) -> Iterator[Any]:
+        seen["server"] = (run_dir, devices)
+        yield SimpleNamespace(require_started=lambda: None)
+
+    def plan(planned: Any, gpu_memory: int | None) -> None:
+        seen.update(planned=True, gpu_memory=gpu_memory)
+
+    monkeypatch.setattr(train_command, "hold_to_device", lambda device, env: seen.update(device=device))
+    monkeypatch.setattr(train_command, "check_torch_sees", lambda device: None)
+    monkeypatch.setattr(process, "set_up_log", lambda level, rank=0: seen.update(log_level=level))
+    for name in ("keep_freed_memory", "own_compile_cache"):
+        monkeypatch.setattr(process, name, lambda *given: None)
+    monkeypatch.setattr("async_grpo.setup.setup_file.load_trainer", load)
+    monkeypatch.setattr("async_grpo.telemetry.trackers.name_for_wandb", lambda settings, env: None)
+    monkeypatch.setattr("async_grpo.telemetry.trackers.name_run", note)
+    monkeypatch.setattr("async_grpo.roles.plain_trl.train", lambda trainer, run_dir: seen.update(run_dir=run_dir))
+    monkeypatch.setattr(
+        "async_grpo.roles.plain_trl.evaluate_every", lambda trainer, every: seen.update(eval_every=every)
+    )
+    monkeypatch.setitem(sys.modules, "async_grpo.roles.served_trl", SimpleNamespace(own_server=own_server))
+    monkeypatch.setattr("async_grpo.checks.plan.dry_run.plan_single", plan)
+    return seen
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The distributed runs that were launched or planned."""
+    runs: list[Any] = []
+
+    def plan(options: LaunchOptions, gpu_memory: int | None) -> None:
+        runs.append(SimpleNamespace(planned=True, gpu_memory=gpu_memory))
+
+    monkeypatch.setattr("async_grpo.launch.launcher.launch", lambda options: runs.append(options) or 0)
+    monkeypatch.setattr("async_grpo.checks.plan.dry_run.plan_distributed", plan)
+    return runs
+
+
+def test_every_option_has_a_row() -> None:
+    assert {action.dest for action in train_command.build_parser()._actions} - {"help"} == ROWS.keys()
+
+
+@pytest.mark.parametrize("option", [name for name, row in ROWS.items() if row[1] is not None])
+def test_in_one_process(option: str, alone: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, expected, *_ = ROWS[option]
+    code = main(["train", "setup.py", *arguments])
+    said = capsys.readouterr().err
+    if expected == REFUSED:
+        assert (code, alone) == (2, {}), "nothing was begun"
+        assert f"--{option.replace('_', '-')}" in said and "add --distributed" in said
+    else:
+        name, value = expected
+        assert (code, alone[name]) == (0, value), said
+
+
+@pytest.mark.parametrize("option", ROWS)
+def test_distributed(option: str, launched: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, _, attribute, value = ROWS[option]
+    code = main(["train", "setup.py", "--distributed", *arguments])
+    if attribute == REFUSED:
+        assert code == 2 and not launched and value in capsys.readouterr().err
+        return
+    assert code == 0, capsys.readouterr().err
+    found = launched[0]
+    for name in attribute.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+@pytest.mark.parametrize("option", [name for name, row in ROWS.items() if row[1] is None and name != "resume"])
+def test_what_implies_a_distributed_run(option: str, launched: list[Any]) -> None:
+    assert main(["train", "setup.py", *ROWS[option][0]]) == 0
+    assert len(launched) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "cpu", "--quiet"], "--quiet: for distributed runs only; .* take --distributed in place of --dev"),
+        (["--generator", "hf"], "--generator hf: in one process TRL itself generates.*--set use_vllm=false"),
+        (["--generator", "vllm"], "--set use_vllm=true --set vllm_mode=colocate"),
+        (["--server-devices", "1"], "--server-devices names the GPUs of a server"),
+        (["--dry-run", "--generator", "vllm-server"], "say where the server's output goes, --run-dir DIR"),
+        (["--distributed", "--full-every", "5"], "--full-every: no versions are kept without --delta-every"),
+        (
+            ["--distributed", "--eval-every", "0", "--eval-k", "1", "--eval-top-p", "1"],
+            "--eval-k, --eval-top-p: --",
+        ),
+        (["--distributed", "--deterministic", "--groups-per-claim", "2"], "generates and scores each group alone"),
+        (["--distributed", "--generator", "hf", "--in-flight-update", "on"], "the weights that began it"),
+        (["--distributed", "--generator", "vllm-server", "--in-flight-update", "on"], "needs an engine in the worker"),
+        (["--distributed", "--server-devices", "1"], "--server-devices names the GPUs of a server"),
+        (["--distributed", "--gpu-memory", "40GB"], "add --dry-run"),
+    ],
+)
+def test_what_would_change_nothing_is_refused(
+    arguments: list[str], words: str, launched: list[Any], alone: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "setup.py", *arguments]) == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert not launched and not alone
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["sweep", "setup.py", "--full-every", "5"], "--full-every: no versions are kept"),
+        (["sweep", "setup.py", "--generator", "hf", "--in-flight-update", "on"], "the weights that began it"),
+        (["server", "--config", "setup.py", "-d", "cpu", "--full-every", "5"], "--full-every: no versions are kept"),
+    ],
+)
+def test_other_commands_refuse_the_same(
+    command: list[str], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(command) == 2
+    assert words in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["setup.py"], "nothing was begun"
