@@ -28,6 +28,7 @@ from async_grpo.queue.names import parse_name, parse_set_aside
 from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.rundir.locks import _parse_owner, describe_holder, served_run
 from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.telemetry import entries
 from async_grpo.telemetry.activity import ActivityRecord, activity_file, read_activity
 from async_grpo.telemetry.run_log import RunLog, last_steps, rates
 from async_grpo_ipc.control import HEADER_BYTES, Header, SlotState
@@ -245,6 +246,7 @@ def _read_lines(data: bytes, folder: Path) -> object:
     processes, broken = read_record(path, RUN)
     final_history(processes)
     rates(last_steps(path, now=6.0, since=0.0), now=6.0)
+    entries.read(path)
     log = RunLog(path)
     log.quotes()
     log.close()

@@ -8,17 +8,15 @@ import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from async_grpo.errors import BadFileError
 from async_grpo.rundir.paths import RunDir
-from async_grpo.rundir.reading import LineReader, parse_object
 from async_grpo.rundir.shape import is_number
 from async_grpo.status.snapshot import RunView
+from async_grpo.telemetry.entries import Entries, TakenBack
 
 COLUMNS = 96
 EVERY_S = 1.0
@@ -42,8 +40,8 @@ class Panel:
     """The panel of one run. It is in the cell that waits for the run; another cell gets one of its own."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._lines = LineReader(RunDir(run_dir).metrics)
-        self._rewards: dict[int, float] = {}  # by step: a resumed run logs some again
+        self._entries = Entries(RunDir(run_dir).metrics)
+        self._rewards: dict[int, float] = {}  # by step
         self._display: Any = None
         self._cell = -1
         self._next = 0.0
@@ -72,12 +70,11 @@ class Panel:
         return as_html(view) + plot(self._rewards) + said
 
     def _read(self) -> None:
-        for line in self._lines.new_lines():
-            with suppress(BadFileError):  # it is being written
-                logged = parse_object(line)
-                step, reward = logged.get("step"), logged.get("reward")
-                if isinstance(step, int) and is_number(reward):
-                    self._rewards[step] = reward
+        for entry in self._entries.news():
+            if isinstance(entry, TakenBack):
+                self._rewards = {step: reward for step, reward in self._rewards.items() if step <= entry.after}
+            elif is_number(reward := entry.get("reward")):
+                self._rewards[entry["step"]] = reward
 
 
 def as_html(view: RunView) -> str:

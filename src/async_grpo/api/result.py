@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from async_grpo.archive.output_dir import newest_checkpoint
-from async_grpo.errors import BadFileError
 from async_grpo.evals import report
 from async_grpo.rundir import summary
 from async_grpo.rundir.paths import RunDir
-from async_grpo.rundir.reading import LineReader, parse_object
+from async_grpo.telemetry import entries
 
 
 class Result:
@@ -29,12 +27,8 @@ class Result:
 
     @property
     def metrics(self) -> Any:
-        """`metrics.jsonl`: a row an optimizer step."""
-        rows = []
-        for line in LineReader(self._run.metrics).new_lines():
-            with suppress(BadFileError):  # it is being written
-                rows.append(parse_object(line))
-        return table([row for row in rows if "loss" in row])
+        """`metrics.jsonl`: a row an optimizer step, the newest where a resumed run has trained it again."""
+        return table([row for row in entries.read(self._run.metrics) if "loss" in row])
 
     @property
     def evaluations(self) -> Any:

@@ -31,13 +31,12 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from async_grpo.archive.groups import FinishedGroups, Resumed, UsedStep, open_run
 from async_grpo.archive.history import Dropped
-from async_grpo.errors import BadFileError, DiskFullError, RunDirError
+from async_grpo.errors import DiskFullError, RunDirError
 from async_grpo.reports import series
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import FINISHED
-from async_grpo.rundir.reading import LineReader
-from async_grpo.telemetry.run_log import parse_entry
+from async_grpo.telemetry.entries import Entries, happened, step_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -75,7 +74,7 @@ class Board:
     def _begin(self) -> None:
         """Nothing is written yet, and nothing read."""
         self._groups = FinishedGroups(self.run.root)
-        self._metrics = LineReader(self.run.metrics)
+        self._metrics = Entries(self.run.metrics)
         self._files: EventFiles | None = None
         self._described = False  # whether the settings are shown
         self._ended = False  # whether it says that the run has finished
@@ -183,19 +182,12 @@ class Board:
 
     def _add_metrics(self, files: EventFiles) -> int:
         """How many lines were added."""
-        entries: list[dict[str, Any]] = []
-        for line in self._metrics.new_lines():
-            try:
-                entry = parse_entry(line)
-            except BadFileError as error:
-                self.skipped[line[:80]] = f"A line of {self.run.metrics.name} is broken: {error}."
-                continue
-            step = entry["step"]
-            if "loss" in entry:  # of a resumed run: what came after its checkpoint has not happened
-                entries = [earlier for earlier in entries if earlier["step"] < step or "loss" not in earlier]
-            entries.append(entry)
+        entries = happened(self._metrics.news())
+        for number, reason in self._metrics.broken.items():
+            name = self.run.metrics.name
+            self.skipped[f"{name}:{number}"] = f"Line {number} of {name} is broken: {reason}."
         for entry in entries:
-            step = series.step_of(entry)
+            step = step_of(entry)
             for tag, value in series.logged(entry):
                 files.scalar(_RUN, tag, value, step, self._time_of(step))
         return len(entries)

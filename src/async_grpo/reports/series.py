@@ -75,13 +75,6 @@ def of_workers(groups: Sequence[FinishedGroup]) -> dict[str, dict[str, float]]:
     return {name: _of_worker([found for found in groups if found.group.worker == name]) for name in names}
 
 
-def step_of(entry: dict[str, Any]) -> int:
-    """The step of a line of metrics.jsonl: of an evaluation the version, as training goes on until it is over."""
-    step = int(entry["step"])
-    version: Any = entry.get("eval_version")
-    return int(version) if is_number(version) and 0 <= version <= step else step
-
-
 def logged(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """The scalars of one line of metrics.jsonl: those of training under the tags that transformers gives them."""
     numbers = {name: float(value) for name, value in entry.items() if is_number(value) and name not in _NO_SERIES}

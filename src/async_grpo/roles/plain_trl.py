@@ -115,7 +115,7 @@ def _reporter(run: RunDir, stop: StopRequest) -> TrainerCallback:
         """Writes what a sweep reads."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            log.training_begins(state.max_steps)
+            log.training_begins(state.max_steps, state.global_step)
             self._say(state, RUNNING)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.evals import report
 from async_grpo.roles.plain_trl import read_progress
 from async_grpo.rundir.paths import FINISHED, RunDir
-from async_grpo.rundir.reading import LineReader
 from async_grpo.rundir.shape import is_number
 from async_grpo.status.snapshot import look
 from async_grpo.sweeps.plan import ASYNC, Run
-from async_grpo.telemetry.run_log import TAIL_BYTES, parse_entry
+from async_grpo.telemetry import entries
+from async_grpo.telemetry.run_log import TAIL_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +50,7 @@ def progress_of(run: Run) -> Progress:
 
 def _distributed(run: Run) -> Progress:
     view = look(run.run_dir, details=False)
-    recent = _entries(run.run_dir, at_most=TAIL_BYTES)
+    recent = entries.read(RunDir(run.run_dir).metrics, at_most=TAIL_BYTES)
     return Progress(
         state=view.state,
         step=view.step,
@@ -70,7 +67,7 @@ def _plain(run: Run) -> Progress:
     found = read_progress(run.run_dir)
     if found is None:
         return Progress(state="loading")
-    recent = _entries(run.run_dir, at_most=TAIL_BYTES)
+    recent = entries.read(RunDir(run.run_dir).metrics, at_most=TAIL_BYTES)
     return Progress(
         state=found.state,
         step=found.step,
@@ -112,13 +109,10 @@ def curves(run: Run) -> Curves:
     """
     rewards: dict[int, float] = {}
     evaluations: dict[int, dict[str, float]] = {}
-    sampling, last = "", -1
-    for entry in _entries(run.run_dir):
+    sampling = ""
+    for entry in entries.read(RunDir(run.run_dir).metrics):
         step = entry["step"]
         if "loss" in entry:
-            if step <= last:  # a resumed run trains it again
-                rewards = {earlier: value for earlier, value in rewards.items() if earlier < step}
-            last = step
             if is_number(entry.get("reward")):
                 rewards[step] = entry["reward"]
         elif is_number(entry.get("eval_reward")):  # TRL's own
@@ -132,15 +126,5 @@ def curves(run: Run) -> Curves:
     return Curves(reward=rewards, evaluations=evaluations, by_problem=by_problem, sampling=sampling)
 
 
-def _entries(run_dir: Path, at_most: int | None = None) -> list[dict[str, Any]]:
-    """The lines of `metrics.jsonl`, or the whole ones among its last bytes."""
-    path, found = RunDir(run_dir).metrics, []
-    start = max(0, path.stat().st_size - at_most) if at_most is not None and path.exists() else 0
-    for line in LineReader(path, start).new_lines():
-        with suppress(BadFileError):
-            found.append(parse_entry(line))
-    return found
-
-
-def _newest(entries: list[dict[str, Any]], name: str) -> float | None:
-    return next((entry[name] for entry in reversed(entries) if is_number(entry.get(name))), None)
+def _newest(recent: list[entries.Entry], name: str) -> float | None:
+    return next((entry[name] for entry in reversed(recent) if is_number(entry.get(name))), None)

@@ -18,8 +18,9 @@ from loguru import logger
 from async_grpo.errors import BadFileError
 from async_grpo.formatting import counted, eta
 from async_grpo.rundir.files import LineFile
-from async_grpo.rundir.reading import LineReader, parse_object
+from async_grpo.rundir.reading import LineReader
 from async_grpo.rundir.shape import shaped
+from async_grpo.telemetry.entries import RESUMED, Entries, Entry, happened, parse_entry, step_of
 
 STEP = "STEP"  # level of the step lines: as severe as INFO
 logger.level(STEP, no=logger.level("INFO").no)
@@ -45,10 +46,6 @@ REPLAY_LINE: StepLine = (  # of the policy in training; the rewards and the queu
     ("KL to the sampler {:.2g}", "async/kl_to_sampler"),
     ("probability ratios {:.2f} to {:.2f}", "async/ratio_min", "async/ratio_max"),
 )
-_NUMBERS = (  # of an entry, where it has them; nothing relies on the others
-    *("reward", "eval_success_rate", "eval_rewards/accuracy/mean", "async/rollouts_per_second"),
-    *("async/staleness_mean", "async/staleness_max"),
-)
 
 
 class RunLog:
@@ -67,22 +64,30 @@ class RunLog:
         self._last_shown: int | None = None
         self._quotes: dict[str, float] = {}
         self._file = LineFile(path)
-        self._remember_earlier(path)
+        self._earlier = self._logged_earlier(path)
+        for entry in self._earlier:
+            self._remember(entry)
 
-    def _remember_earlier(self, path: Path) -> None:
+    def _logged_earlier(self, path: Path) -> list[Entry]:
         """What the run logged before it was resumed. A line that a power cut broke costs its own figures only."""
-        broken: list[str] = []
-        for number, line in enumerate(LineReader(path).new_lines(), start=1):
-            try:
-                self._remember(parse_object(line))
-            except BadFileError as error:
-                broken.append(f"line {number}: {error}")
-        if broken:
-            logger.warning("{} of {} cannot be read and left out ({})", counted(len(broken), "line"), path, broken[0])
+        entries = Entries(path)
+        found = happened(entries.news())
+        if entries.broken:
+            number, reason = next(iter(entries.broken.items()))
+            lines = counted(len(entries.broken), "line")
+            logger.warning("{} of {} cannot be read and left out (line {}: {})", lines, path, number, reason)
+        return found
 
     def training_begins(self, total_steps: int, step: int = 0) -> None:
-        """Set how far the training goes, and from which step it continues."""
+        """Set how far the training goes, and from which step it continues: what was logged of later ones is void."""
         self._total_steps, self._last_shown = total_steps, step
+        kept = [entry for entry in self._earlier if step_of(entry) <= step]
+        if len(kept) < len(self._earlier):
+            self._file.append(json.dumps({"step": step, "monotonic_s": round(time.monotonic(), 3), RESUMED: True}))
+            self._quotes = {}
+            for entry in kept:
+                self._remember(entry)
+        self._earlier = []
 
     def logged(self, step: int, logs: dict[str, Any]) -> None:
         """One call of the trainer's `log`: a training step, an evaluation, or the closing totals."""
@@ -113,7 +118,7 @@ class RunLog:
         """The summary's figures about learning; only those that the run has."""
         return {name: round(value, 4) for name, value in self._quotes.items()}
 
-    def _remember(self, logs: dict[str, Any]) -> None:
+    def _remember(self, logs: Mapping[str, Any]) -> None:
         if _is_training_step(logs):
             self._quotes.setdefault("reward_first", logs["reward"])
             self._quotes["reward_last"] = logs["reward"]
@@ -144,17 +149,7 @@ def _json_values(logs: dict[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in logs.items()}
 
 
-def parse_entry(line: str) -> dict[str, Any]:
-    """One line of the file. `BadFileError` where it is not one of ours, or a number that we use is none."""
-    entry = parse_object(line)
-    shaped(int, entry.get("step"), "step")
-    for name in _NUMBERS:
-        if entry.get(name) is not None:
-            shaped(float, entry[name], name)
-    return entry
-
-
-def _is_training_step(logs: dict[str, Any]) -> bool:
+def _is_training_step(logs: Mapping[str, Any]) -> bool:
     return "loss" in logs and _is_number(logs.get("reward"))
 
 

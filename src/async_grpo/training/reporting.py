@@ -72,15 +72,25 @@ class LogCallback(TrainerCallback):
 
 
 class CurvesCallback(TensorBoardCallback):
-    """transformers' own callback, with a new writer after a failure: the thread of the old one has ended."""
+    """transformers' own callback, with a new writer after a failure: the thread of the old one has ended.
+
+    A resumed run trains steps again: TensorBoard forgets what an earlier process has written of them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._open: Callable[[], Any] = partial(_event_writer, folder)
         self._failing = False
         super().__init__(self._open())
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._attempt(super().on_train_begin, *args, **kwargs)
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._attempt(self._forget_later_than, state.global_step)
+        self._attempt(super().on_train_begin, args, state, control, **kwargs)
+
+    def _forget_later_than(self, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        restarted = Event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+        self.tb_writer.file_writer.add_event(restarted)
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         self._attempt(super().on_log, *args, **kwargs)

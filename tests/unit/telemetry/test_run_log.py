@@ -294,7 +294,9 @@ def test_a_line_that_a_crash_cut_off_does_not_prevent_resuming(tmp_path: Path) -
 def test_a_broken_line_costs_its_own_figures_only(tmp_path: Path, broken: bytes, messages: list[str]) -> None:
     """As a power cut leaves them: a resumed run must not end on what an earlier process logged."""
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"loss": 1, "reward": 0.25}\n' + broken + b'\n{"loss": 1, "reward": 0.5}\n')
+    path.write_bytes(
+        b'{"step": 1, "loss": 1, "reward": 0.25}\n' + broken + b'\n{"step": 3, "loss": 1, "reward": 0.5}\n'
+    )
     log = RunLog(path)
     log.close()
     assert log.quotes() == {"reward_first": 0.25, "reward_last": 0.5}

@@ -1,0 +1,100 @@
+"""Reads `metrics.jsonl` as every reader should: one row a step, the newest.
+
+The file is only appended to. A run that is resumed trains the steps after its checkpoint again, and logs them again:
+it writes a line `{"step": N, "resumed": true}`, and what was logged of later steps before it has not happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from async_grpo.errors import BadFileError
+from async_grpo.rundir.reading import LineReader, parse_object
+from async_grpo.rundir.shape import is_number, shaped
+
+RESUMED = "resumed"  # of a line that says from which step a resumed run goes on
+_NUMBERS = (  # of an entry, where it has them; nothing relies on the others
+    *("reward", "eval_success_rate", "eval_rewards/accuracy/mean", "async/rollouts_per_second"),
+    *("async/staleness_mean", "async/staleness_max"),
+)
+
+Entry = dict[str, Any]  # a line of the file
+
+
+class TakenBack(NamedTuple):
+    """Every entry of a later step than this one, of those before it, has not happened."""
+
+    after: int
+
+
+class Entries:
+    """Follows the file of a run.
+
+    Args:
+        position: bytes from the beginning that are left out.
+    """
+
+    def __init__(self, path: Path, position: int = 0) -> None:
+        self._reader = LineReader(path, position)
+        self._last = -1  # step of the newest training entry
+        self._lines = 0
+        self.broken: dict[int, str] = {}  # by the number of the line: why it cannot be used
+
+    def news(self) -> Iterator[Entry | TakenBack]:
+        """What was appended since the last call. `BadFileError` if the file is none."""
+        for line in self._reader.new_lines():
+            self._lines += 1
+            try:
+                entry = parse_entry(line)
+            except BadFileError as error:
+                self.broken[self._lines] = str(error)
+                continue
+            step = int(entry["step"])
+            if entry.get(RESUMED) is True:
+                self._last = step
+                yield TakenBack(step)
+                continue
+            if "loss" in entry:
+                if step <= self._last:  # a run of an earlier version, which wrote no such line
+                    yield TakenBack(step - 1)
+                self._last = step
+            yield entry
+
+
+def read(path: Path, at_most: int | None = None) -> list[Entry]:
+    """The entries of a run, oldest first; none where there is no file.
+
+    Args:
+        at_most: only those among so many last bytes of the file.
+    """
+    start = max(0, path.stat().st_size - at_most) if at_most is not None and path.exists() else 0
+    return happened(Entries(path, start).news())
+
+
+def happened(news: Iterable[Entry | TakenBack]) -> list[Entry]:
+    """The entries that were not taken back."""
+    found: list[Entry] = []
+    for item in news:
+        if isinstance(item, TakenBack):
+            found = [entry for entry in found if step_of(entry) <= item.after]
+        else:
+            found.append(item)
+    return found
+
+
+def step_of(entry: Entry) -> int:
+    """The step that an entry is about: of an evaluation its version, as training goes on until it is over."""
+    step, version = int(entry["step"]), entry.get("eval_version")
+    return int(version) if is_number(version) and 0 <= version <= step else step
+
+
+def parse_entry(line: str) -> Entry:
+    """One line of the file. `BadFileError` where it is not one of ours, or a number that we use is none."""
+    entry = parse_object(line)
+    shaped(int, entry.get("step"), "step")
+    for name in _NUMBERS:
+        if entry.get(name) is not None:
+            shaped(float, entry[name], name)
+    return entry
