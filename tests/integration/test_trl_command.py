@@ -20,6 +20,7 @@ from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.settings import flag_name
 from async_grpo.setup.generated.trl_command import TRLCommand
 from async_grpo.setup.generated.trl_flags import OURS, argument_types, split
+from async_grpo.training.trl_trainer import fit
 
 pytestmark = pytest.mark.integration
 
@@ -110,6 +111,18 @@ def test_the_losses_are_those_of_trls_command(
     assert next(recorded, None) is None and len(run.logs) == 3
     assert any(entry["loss"] != 0 for entry in run.logs)
     largest_difference(run.logs, training_logs(plain))
+
+
+def test_a_run_that_was_killed_before_its_model_was_saved_saves_it_on_resume(folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    flags = ("--output_dir", str(output), "--max_steps", "1", "--save_strategy", "steps", "--save_steps", "1")
+    InProcessRun(command_of(folder, *flags).trainer).train()
+    (saved,) = output.glob("*model.safetensors")
+    weights = saved.read_bytes()
+    saved.unlink()
+    again = InProcessRun(command_of(folder, *flags).trainer)
+    assert not fit(again.trainer, resume_from=output / "checkpoint-1"), "there was nothing to train"
+    assert saved.read_bytes() == weights
 
 
 def refused(call: Callable[[], Any]) -> str:

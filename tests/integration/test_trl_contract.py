@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from in_process import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, letters
 from trl import GRPOConfig, GRPOTrainer
-from trl_contract import LOSS, PROMPTS, ROLLOUT, SHARDING, TRAINING, moved, twice
+from trl_contract import LOSS, ON_CPU, PROMPTS, ROLLOUT, SHARDING, TRAINING, moved, twice
 
 from async_grpo.rollout import trl_trainer as rollout_hooks
 from async_grpo.setup.grpo_config.values import field_types, parsed
@@ -86,6 +86,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "is_deepspeed_enabled": (TRAINING, SHARDING),
     "is_fsdp_enabled": (SHARDING,),
     "callback_handler": (TRAINING,),
+    "_load_best_model": (ON_CPU,),
     "accelerator": (TRAINING, ROLLOUT),
     "state": (TRAINING, ROLLOUT),
 }

@@ -57,7 +57,16 @@ def train(trainer: GRPOTrainer, run_dir: Path) -> None:
     trainer.add_callback(_reporter(RunDir(run_dir), stop))
     place = Path(trainer.args.output_dir)
     checkpoint = _newest_checkpoint(place) if begun else None
-    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    except _AllStepsDone:
+        from async_grpo.setup.trl_compat import take_best_model
+
+        take_best_model(trainer)
+        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+
+
+class _AllStepsDone(Exception): ...  # no error: the checkpoint is at the last step; transformers would train one more
 
 
 def has_begun(run_dir: Path) -> bool:
@@ -115,6 +124,8 @@ def _reporter(run: RunDir, stop: StopRequest) -> TrainerCallback:
         """Writes what a sweep reads."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step >= state.max_steps:  # it was killed before it could say that it has finished
+                raise _AllStepsDone
             log.training_begins(state.max_steps, state.global_step)
             self._say(state, RUNNING)
 

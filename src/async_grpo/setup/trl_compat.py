@@ -1,8 +1,8 @@
 """Train with TRL 1.15 on a CPU, and what both sides of a run ask about a trainer's model.
 
 TRL 1.15 computes log-probabilities with a Triton kernel only; TRL 1.16 has the same function in plain torch for
-machines without a GPU. `TorchLogProbs` does it for 1.15. The private names are TRL's `_ChunkedLogProbFunction` and
-`_encode_plus` of transformers' tokenizers.
+machines without a GPU. `TorchLogProbs` does it for 1.15. The private names are TRL's `_ChunkedLogProbFunction`, and of
+transformers `_encode_plus` of tokenizers and `_load_best_model` of trainers.
 """
 
 from __future__ import annotations
@@ -21,6 +21,12 @@ FIXED_IN = "1.16"
 def is_adapter(model: Any) -> bool:
     """Whether the model is PEFT's, so that only an adapter of it is trained and saved."""
     return hasattr(model, "peft_config")
+
+
+def take_best_model(trainer: Any) -> None:
+    """Where the setup file asks for it, the best model is the one that a training leaves."""
+    if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+        trainer._load_best_model()
 
 
 def repair_trl() -> bool:

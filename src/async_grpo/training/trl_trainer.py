@@ -21,8 +21,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import images_in, opened
+from async_grpo.setup.generated.trl_command import end_as_trl_does
 from async_grpo.setup.generator_choice import refuse_late_vllm
 from async_grpo.setup.overrides import served_once
+from async_grpo.setup.trl_compat import take_best_model
 from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
 from async_grpo.training.checkpoints import BatchInUse, find_best
 from async_grpo.training.corrections.rule import Rule
@@ -260,9 +262,9 @@ class _EventsCallback(TrainerCallback):
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
+        find_best(state, self.trainer._resumed_from)
         if state.global_step >= state.max_steps:
             raise _AllStepsDone
-        find_best(state, self.trainer._resumed_from)
         self.trainer.events.training_begins()
 
     def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -302,7 +304,9 @@ def fit(trainer: GRPOTrainer, resume_from: Path | None) -> bool:
     try:
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     except _AllStepsDone:
-        logger.info("nothing to do: {} is at step {}, the last", resume_from, trainer.state.global_step)
+        logger.info("nothing to train: {} is at step {}, the last", resume_from, trainer.state.global_step)
+        take_best_model(trainer)
+        end_as_trl_does(trainer)
         return False
     except StopTraining:  # raised in the middle of a step, so TRL's own loop saves nothing
         trainer.events.ends_early()

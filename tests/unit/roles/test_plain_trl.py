@@ -46,6 +46,25 @@ def test_a_killed_run_continues_from_its_newest_whole_checkpoint(tmp_path: Path)
     assert seen == [None, str(output / "checkpoint-10")]
 
 
+def test_a_run_that_was_killed_after_its_last_step_only_ends(tmp_path: Path) -> None:
+    """transformers would train one step more from a checkpoint of the last."""
+    args = SimpleNamespace(output_dir=str(tmp_path / "output"), load_best_model_at_end=False)
+    state = SimpleNamespace(global_step=9, max_steps=9)
+    callbacks: list[Any] = []
+    trainer: Any = SimpleNamespace(args=args, state=state, control=None, add_callback=callbacks.append)
+
+    def begin(resume_from_checkpoint: str | None) -> None:
+        for callback in callbacks:
+            callback.on_train_begin(args, state, None)
+        pytest.fail("it trains")
+
+    trainer.train = begin
+    trainer.callback_handler = SimpleNamespace(on_train_end=lambda *given: callbacks[0].on_train_end(*given))
+    write(tmp_path, state="running", step=9, total_steps=9)
+    train(trainer, tmp_path)
+    assert read_progress(tmp_path) == Progress("finished", 9, 9)
+
+
 def test_another_run_is_never_written_over(tmp_path: Path) -> None:
     write(tmp_path, state="finished", step=9, total_steps=9)
     with pytest.raises(RunDirError, match="a run that has finished"):

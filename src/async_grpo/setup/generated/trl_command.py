@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
+_END = "async_grpo_at_the_end"  # attribute of the trainer: what TRL's command does when the training is over
+
 
 class TRLCommand:
     """`trl grpo` with these arguments, given in `directory`.
@@ -107,18 +109,27 @@ def _working_in(directory: Path) -> Iterator[None]:
         os.chdir(here)
 
 
+def end_as_trl_does(trainer: GRPOTrainer) -> None:
+    """What is still to do where a resumed run has done its steps already: it was killed before it had done it."""
+    end = getattr(trainer, _END, None)  # of a setup file of the user's own: nothing
+    if end is not None:
+        end()
+
+
 def _end_as_trl_does(trainer: GRPOTrainer, dataset_name: str | None) -> TrainerCallback:
     from transformers import TrainerCallback
 
-    class SavesTheModel(TrainerCallback):
+    def end() -> None:
         """What TRL's `main` does after the training: the model goes into `output_dir`, and to the Hub if asked."""
+        trainer.save_model(trainer.args.output_dir)
+        trainer.accelerator.print(f"model saved to {trainer.args.output_dir}")
+        if trainer.args.push_to_hub:
+            trainer.push_to_hub(dataset_name=dataset_name)
 
+    class SavesTheModel(TrainerCallback):
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step < state.max_steps:  # stopped: --resume goes on
-                return
-            trainer.save_model(args.output_dir)
-            trainer.accelerator.print(f"model saved to {args.output_dir}")
-            if args.push_to_hub:
-                trainer.push_to_hub(dataset_name=dataset_name)
+            if state.global_step >= state.max_steps:  # else it was stopped: --resume goes on
+                end()
 
+    setattr(trainer, _END, end)
     return SavesTheModel()
