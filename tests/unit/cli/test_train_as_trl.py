@@ -156,6 +156,24 @@ def test_what_is_wrong_with_a_yaml_file(text: str, said: str, folder: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("env:\n  MY_PASSWORD: correct horse: battery", "line 2, column 29: mapping values are not allowed here"),
+        ("hub_token: 'not closed, and a secret", "found unexpected end of stream"),
+        (f"{'x' * 60} battery-staple: a: b", "mapping values are not allowed here"),
+        ("a: *hf_battery01234567890123456789", r"found undefined alias .\[removed\]"),
+        ("a: \x01", "special characters are not allowed"),
+    ],
+)
+def test_a_line_that_is_no_yaml_is_named_and_not_quoted(text: str, said: str, folder: Path) -> None:
+    (folder / "broken.yaml").write_text(text)
+    with pytest.raises(UsageError, match=f"broken.yaml is not valid YAML: .*{said}") as refused:
+        TRLArguments.here(Path("broken.yaml"))
+    assert "battery" not in str(refused.value) and "secret" not in str(refused.value)
+    assert refused.value.__cause__ is None, "nor in a traceback"
+
+
+@pytest.mark.parametrize(
     "command", ["server --config", "worker --config", "doctor --config", "sweep", "evaluate m --config"]
 )
 def test_every_command_with_a_setup_file_reads_a_yaml_file(command: str, folder: Path, capsys: Any) -> None:

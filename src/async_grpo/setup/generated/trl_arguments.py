@@ -131,7 +131,7 @@ def environment(path: Path) -> dict[str, str]:
     try:
         config = yaml.safe_load(path.read_bytes())
     except yaml.YAMLError as error:
-        raise UsageError(f"{path} is not valid YAML: {error}") from error
+        raise UsageError(f"{path} is not valid YAML: {_place_and_problem(error)}") from None
     if not isinstance(config, dict):
         raise UsageError(f"Config file {path} must contain a YAML mapping.")
     env = config.pop("env", {})
@@ -143,6 +143,13 @@ def environment(path: Path) -> dict[str, str]:
         if name in _REFUSED and value:
             raise UsageError(f"{path}: {name}: {_REFUSED[name]}")
     return {str(name): str(value) for name, value in env.items()}
+
+
+def _place_and_problem(error: Any) -> str:
+    """Of yaml's error. Its own text quotes the line, which may have a secret in it (`env`, `hub_token`)."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+    return _redact(f"{place}{problem or error}")
 
 
 def unrecognized(names: Iterable[str]) -> str:
