@@ -28,7 +28,7 @@ from async_grpo.archive.history import ConsumptionRecord
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.deltas.recorder import recorder_of
 from async_grpo.envs.harness import check_agent
-from async_grpo.errors import DiskFullError, UnsupportedError, UsageError
+from async_grpo.errors import DiskFullError, UsageError
 from async_grpo.evals.evaluation import Evaluation
 from async_grpo.evals.report import Evaluated, Judge, Ledger
 from async_grpo.evals.schedule import RunEvaluations
@@ -57,7 +57,7 @@ from async_grpo.training.reporting import hyperparameters, log_evaluation, repor
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource, StopTraining
 from async_grpo.training.schedule import Schedule
-from async_grpo.training.sharding import sharding_of
+from async_grpo.training.sharding import refuse_publish_dtype, sharding_of
 from async_grpo.training.trl_trainer import TrainingEvents
 from async_grpo.training.weight_publisher import WeightPublisher
 
@@ -339,11 +339,7 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     if settings.deterministic and settings.filter_zero_variance:
         raise UsageError("--filter-zero-variance depends on which worker is faster, so it excludes --deterministic.")
     settings.check()
-    if settings.publish_dtype is not None and sharding_of(trainer) is not None:
-        raise UnsupportedError(
-            "--publish-dtype is not possible with a trainer that is sharded over several GPUs: its weights are "
-            "published as they are gathered. Leave it out, or load the model in bf16."
-        )
+    refuse_publish_dtype(settings.publish_dtype, sharded=sharding_of(trainer) is not None)
     trl_trainer.refuse_unsupported(trainer)
     check_agent(trainer)
     check_fields(trainer)

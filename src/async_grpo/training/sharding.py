@@ -144,9 +144,22 @@ def refuse_unknown_sharding(trainer: Any) -> None:
             "--accelerate-config examples/accelerate/zero3.yaml is one."
         )
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        raise fsdp_of_version_1()
+
+
+def fsdp_of_version_1() -> UnsupportedError:
+    return UnsupportedError(
+        "FSDP of version 1 cannot run distributed: its weights have no names of their own to publish. Set "
+        "`fsdp_version: 2` in the accelerate configuration or in `fsdp_config`."
+    )
+
+
+def refuse_publish_dtype(dtype: str | None, *, sharded: bool) -> None:
+    """Raise `UnsupportedError` for `--publish-dtype` with weights that no rank has whole."""
+    if dtype is not None and sharded:
         raise UnsupportedError(
-            "FSDP of version 1 cannot run distributed: its weights have no names of their own to publish. Set "
-            "`fsdp_version: 2` in the accelerate configuration or in `fsdp_config`."
+            "--publish-dtype is not possible with a trainer that is sharded over several GPUs: its weights are "
+            "published as they are gathered. Leave it out, or load the model in bf16."
         )
 
 

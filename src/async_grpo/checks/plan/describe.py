@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 from async_grpo.checks import probe
 from async_grpo.checks.plan.facts import Parameters, Question, Shape, TrainerFacts
 from async_grpo.errors import AsyncGRPOError, UsageError
-from async_grpo.launch.accelerate_entry import uses_deepspeed
 from async_grpo.redaction import Redactor
 from async_grpo.roles.plain_trl import require_problems
 from async_grpo.settings import TrainingSettings
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
     from torch import nn
     from trl import GRPOTrainer
 
+    from async_grpo.training.sharding import Layout
+
 PROMPTS_MEASURED = 64
 _FROM_CONFIG = (
     *("learning_rate", "loss_type", "beta", "temperature", "max_steps"),
@@ -49,9 +50,7 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
     try:
         check_torch_sees(question.device)
         _save_nothing()
-        sharded = 1
-        if question.accelerate_config is not None:
-            sharded = _count_processes(question.accelerate_config)
+        ranks = _Ranks.named_in(question.accelerate_config) if question.accelerate_config is not None else None
         trainer = load_trainer(
             question.config,
             engine_here=False,
@@ -60,9 +59,10 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
             seed=settings.seed,
             config_values=settings.set,
         )
-        answer["facts"] = {**asdict(describe(trainer, settings, question.sharing)), "sharded_over": sharded}
+        sharded_over = ranks.sharded_over if ranks is not None else 1
+        answer["facts"] = {**asdict(describe(trainer, settings, question.sharing)), "sharded_over": sharded_over}
         if question.distributed:
-            answer["facts"].update(_distributed(trainer, question))
+            answer["facts"].update(_distributed(trainer, question, ranks))
         else:
             _check_alone(trainer, question)
     except AsyncGRPOError as error:
@@ -72,12 +72,16 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _distributed(trainer: GRPOTrainer, question: Question) -> dict[str, str]:
+def _distributed(trainer: GRPOTrainer, question: Question, ranks: _Ranks | None) -> dict[str, str]:
     """What only a distributed run decides. Raises where its start would refuse."""
     from async_grpo.training.loop import refuse
+    from async_grpo.training.sharding import refuse_publish_dtype
 
     settings = question.settings
     generator = choose_generator(question.generator, trainer, on_gpu=question.device != CPU)
+    if ranks is not None:
+        ranks.refuse_first_fsdp(trainer)
+        refuse_publish_dtype(settings.publish_dtype, sharded=ranks.shares_weights)
     refuse(trainer, settings, generator)
     check_generator_options(
         generator, server_devices=question.server_devices, in_flight_update=question.in_flight_update
@@ -86,7 +90,8 @@ def _distributed(trainer: GRPOTrainer, question: Question) -> dict[str, str]:
         refuse_with_server(workers=question.workers, deterministic=settings.deterministic)
     if generator == STARTED_SERVER:
         refuse_with_started_server(deterministic=settings.deterministic)
-    return {"generator": generator, **(_checkpoints(trainer, question) if question.run_dir is not None else {})}
+    found = _checkpoints(trainer, question, ranks) if question.run_dir is not None else {}
+    return {"generator": generator, **found}
 
 
 def _check_alone(trainer: GRPOTrainer, question: Question) -> None:
@@ -108,20 +113,51 @@ def _save_nothing() -> None:
     Trainer.init_hf_repo = lambda self, token=None: None
 
 
-def _count_processes(accelerate_config: Path) -> int:
-    """Let TRL do its arithmetic of batches as in each of the processes that there will be.
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    """What an accelerate configuration says about the processes that there will be."""
 
-    Returns:
-        how many of them share the weights: 1 where each has all.
-    """
-    from accelerate.commands.config.config_args import load_config_from_file
-    from transformers import TrainingArguments
+    processes: int
+    kind: str  # FSDP, DEEPSPEED, or another
+    zero_stage: int | None = None  # of DeepSpeed
+    fsdp_version: int | None = None
 
-    config = load_config_from_file(str(accelerate_config))
-    processes = int(config.num_processes)
-    TrainingArguments.world_size = property(lambda self: processes)
-    kind = str(getattr(config.distributed_type, "value", config.distributed_type))
-    return processes if kind == "FSDP" or (kind == "DEEPSPEED" and _zero_stage(config.deepspeed_config) == 3) else 1
+    @classmethod
+    def named_in(cls, accelerate_config: Path) -> _Ranks:
+        """Also lets TRL do its arithmetic of batches as in each of them."""
+        from accelerate.commands.config.config_args import load_config_from_file
+        from transformers import TrainingArguments
+
+        config = load_config_from_file(str(accelerate_config))
+        processes = int(config.num_processes)
+        TrainingArguments.world_size = property(lambda self: processes)
+        kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+        stage = _zero_stage(config.deepspeed_config) if kind == "DEEPSPEED" else None
+        version = int(config.fsdp_config.get("fsdp_version", 1)) if kind == "FSDP" else None
+        return cls(processes, kind, stage, version)
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether no process has all of them."""
+        return self.kind == "FSDP" or self.zero_stage == 3
+
+    @property
+    def sharded_over(self) -> int:
+        return self.processes if self.shares_weights else 1
+
+    def layout(self, trainer: GRPOTrainer) -> Layout:
+        """Of the checkpoints that the trainer will write in them."""
+        from async_grpo.training.sharding import DEEPSPEED, FSDP, Layout, layout_of
+
+        if self.kind == "DEEPSPEED":
+            return Layout(DEEPSPEED, self.processes)
+        return Layout(FSDP) if self.kind == "FSDP" else layout_of(trainer)
+
+    def refuse_first_fsdp(self, trainer: GRPOTrainer) -> None:
+        from async_grpo.training.sharding import fsdp_of_version_1
+
+        if self.fsdp_version not in (None, 2) and not trainer.args.fsdp:  # else the GRPOConfig says the version
+            raise fsdp_of_version_1()
 
 
 def _zero_stage(settings: Mapping[str, Any]) -> int:
@@ -250,7 +286,7 @@ def _tokens(prompt: Any, tokenizer: Any) -> int:
     return len(ids["input_ids"])
 
 
-def _checkpoints(trainer: GRPOTrainer, question: Question) -> dict[str, str]:
+def _checkpoints(trainer: GRPOTrainer, question: Question, ranks: _Ranks | None) -> dict[str, str]:
     """Where checkpoints go, which one a resume continues from, and what else is there.
 
     Raises:
@@ -259,19 +295,18 @@ def _checkpoints(trainer: GRPOTrainer, question: Question) -> dict[str, str]:
     from async_grpo.archive import output_dir
     from async_grpo.rundir.paths import RunDir
     from async_grpo.training.checkpoints import check_ranks, refuse_another_model
-    from async_grpo.training.sharding import DEEPSPEED, Layout, check_layout
+    from async_grpo.training.sharding import check_layout, layout_of
 
     assert question.run_dir is not None
     setting, state = trainer.args.output_dir, None
     if question.settings.resume:
         state = RunDir(question.run_dir).read_state()
     found = output_dir.find_checkpoint(setting, state, question.run_dir) if state is not None else None
-    if found and state is not None:
+    if found and state is not None:  # in the order of `training.checkpoints.resume`
         refuse_another_model(trainer, state, found.path)
+        check_layout(found.path, ranks.layout(trainer) if ranks is not None else layout_of(trainer))
     if found and found.state.passes_done:
         check_ranks(found.path, trainer.args.world_size)
-    if found and question.accelerate_config and uses_deepspeed(question.accelerate_config):
-        check_layout(found.path, Layout(DEEPSPEED, trainer.args.world_size))
     place, run_id = output_dir.absolute(setting, state, question.run_dir), state.run_id if state is not None else ""
     output_dir.refuse_another_runs(place, run_id, question.run_dir)
     return {
