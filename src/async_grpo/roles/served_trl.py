@@ -25,12 +25,10 @@ from async_grpo.rollout.engines.served.client import WEIGHTS_S, Call, Client
 from async_grpo.rollout.engines.vllm_options import describe_model
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.paths import RunDir
-from async_grpo.serving.vllm_server import NCCL, READY_S, ServerPlan, VLLMServerProcess, flags, free_port
+from async_grpo.serving.vllm_server import END_S, NCCL, READY_S, ServerPlan, VLLMServerProcess, flags, free_port
 from async_grpo.setup.generator_choice import refuse_own_server
 
 HOOKS = ("_init_vllm", "sync_weights", "generate")  # of VLLMGeneration
-END_S = 5.0  # after SIGTERM: it has nothing to save
-DEATHS = 3  # of a server without an answer in between; then something is wrong
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 _FAILED = (GeneratorError, requests.RequestException)  # requests of which nothing came back
 T = TypeVar("T")
@@ -62,7 +60,6 @@ class OwnServer:
         self._log = RunDir(run_dir).vllm_server_log
         self._described = run_dir / "vllm_server"  # what it reads of the model; exists as long as the server
         self._process: VLLMServerProcess | None = None
-        self._deaths = 0
 
     @property
     def process(self) -> VLLMServerProcess:
@@ -88,20 +85,6 @@ class OwnServer:
         """Raise `UsageError` where the trainer was built without asking for a server."""
         if self._process is None:
             refuse_own_server(use_vllm=False)
-
-    def answered(self) -> None:
-        self._deaths = 0
-
-    def revive(self, error: Exception) -> None:
-        """Start the server again that has died."""
-        self._deaths += 1
-        if self._deaths > DEATHS:
-            raise GeneratorError(
-                f"The vLLM server died {self._deaths} times without an answer in between. Its last words, from "
-                f"{self._log}:\n{self.process.last_words()}"
-            ) from error
-        logger.warning("the vLLM server at {} died, and is started again: {}", self.process.base_url, error)
-        self.process.restart()
 
     def end(self) -> None:
         """End the server, if one was started."""
@@ -165,12 +148,12 @@ class ServedGeneration(VLLMGeneration):
                     raise
                 self._revive(error)
             else:
-                self._server.answered()
+                self._server.process.answered()
                 return answer
 
     def _revive(self, error: Exception) -> None:
         while True:
-            self._server.revive(error)
+            self._server.process.revive(error)
             try:
                 self._connect()
                 self._send()

@@ -41,7 +41,9 @@ READY_S = 300.0
 GRACE_S = 20.0  # after SIGTERM
 LOOK_S = 5.0  # for an answer to /health
 POLL_S = 0.2
+END_S = 5.0  # after SIGTERM to one whose weights are another's: it has nothing to save
 STARTS = 3  # in a row of a server that is killed before it is ready
+DEATHS = 3  # of a server without an answer in between; then something is wrong
 LAST_BYTES = 1 << 16
 LAST_LINES = 20
 TAKEN = "ddress already in use"
@@ -94,6 +96,7 @@ class VLLMServerProcess:
         self._plan = plan
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0
+        self._deaths = 0  # since its last answer
         self.starts = 0
 
     @property
@@ -203,6 +206,28 @@ class VLLMServerProcess:
         self.end(grace_s=0.0)
         logger.warning("starting the vLLM server at {} again", self.base_url)
         self.start()
+
+    def answered(self) -> None:
+        """What it was asked has come back: its deaths until now are forgotten."""
+        self._deaths = 0
+
+    def revive(self, error: Exception) -> None:
+        """`restart` a server that has died.
+
+        Args:
+            error: how its death showed.
+
+        Raises:
+            GeneratorError: it died three times before without an answer in between.
+        """
+        self._deaths += 1
+        if self._deaths > DEATHS:
+            raise GeneratorError(
+                f"The vLLM server died {self._deaths} times without an answer in between. Its last words, from "
+                f"{self._plan.log}:\n{self.last_words()}"
+            ) from error
+        logger.warning("the vLLM server at {} died: {}", self.base_url, error)
+        self.restart()
 
     def end(self, grace_s: float = GRACE_S) -> None:
         """SIGTERM, after a grace SIGKILL, and SIGKILL to what it left behind. Does nothing where none runs."""

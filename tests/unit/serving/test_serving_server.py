@@ -179,3 +179,16 @@ def test_an_installation_without_our_backend_is_a_sentence(make: Make, monkeypat
     with pytest.raises(UsageError, match=r"pip install -e \."):
         server.start()
     assert server.starts == 0
+
+
+def test_deaths_are_counted_until_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = VLLMServerProcess(ServerPlan(model="m", port=8000, log=tmp_path / "vllm.log"))
+    monkeypatch.setattr(server, "restart", lambda: None)
+    monkeypatch.setattr(server, "last_words", lambda: "Killed")
+    for _ in range(3):
+        server.revive(GeneratorError("no answer"))
+    server.answered()
+    for _ in range(3):
+        server.revive(GeneratorError("no answer"))
+    with pytest.raises(GeneratorError, match=r"(?s)died 4 times without an answer in between.*vllm.log:\nKilled"):
+        server.revive(GeneratorError("no answer"))

@@ -23,13 +23,11 @@ from async_grpo.rollout import WEIGHTS_WAIT_S
 from async_grpo.rollout.engines import SampledGroup
 from async_grpo.rollout.engines.served.client import WEIGHTS_S, Client, ServerEngine
 from async_grpo.rollout.engines.vllm_options import adapter_of, describe_model, engine_options
-from async_grpo.serving.vllm_server import READY_S, ServerPlan, VLLMServerProcess, flags
+from async_grpo.serving.vllm_server import END_S, READY_S, ServerPlan, VLLMServerProcess, flags
 from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo_ipc import ExporterDiedError, RemoteWeights
 from async_grpo_ipc.checkpoint import Adapter
 
-END_S = 5.0  # after SIGTERM: it has nothing to save
-DEATHS = 3  # of a server without an answer in between; then something is wrong
 T = TypeVar("T")
 
 
@@ -62,7 +60,6 @@ class StartedServer(ServerEngine):
         trainer.model.to("meta")  # the server has the weights
         self._wanted: tuple[str, int] | None = None  # generation and version
         self._has: tuple[int, str, int] | None = None  # start of the server, generation and version
-        self._deaths = 0
 
     def follow(self, weights: RemoteWeights) -> FedPolicy:
         self._connect()
@@ -105,7 +102,7 @@ class StartedServer(ServerEngine):
                 assert self._wanted is not None
                 self.take(*self._wanted)
             else:
-                self._deaths = 0
+                self._server.answered()
                 return answer
 
     def _connect(self) -> None:
@@ -116,14 +113,7 @@ class StartedServer(ServerEngine):
 
     def _revive(self, error: GeneratorError) -> None:
         """Start a server again that has died."""
-        self._deaths += 1
-        if self._deaths > DEATHS:
-            raise GeneratorError(
-                f"The vLLM server died {self._deaths} times without an answer in between. Its last words:\n"
-                f"{self._server.last_words()}"
-            ) from error
-        logger.warning("the vLLM server at {} died, and is started again: {}", self._server.base_url, error)
-        self._server.restart()
+        self._server.revive(error)
         self._connect()
 
     def _load(self, generation: str, version: int) -> None:
