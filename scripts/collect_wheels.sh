@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Fills a folder with the wheels (about 7 MB, of which 5.5 are zstandard) that `scripts/gpu_check.sh --wheels` installs
-# on a machine without a network. That machine has torch, cupy, transformers, peft, accelerate, pytest and what those
-# need; what it lacks is listed here, and nothing else.
+# Fills a folder with the wheels (about 2 MB) that `scripts/gpu_check.sh --wheels` installs on a machine without a
+# network. That machine has torch, cupy, transformers, peft, accelerate, pytest and what those need; what it lacks is
+# listed here, and nothing else. zstandard (5.5 MB) is left out: only a run that keeps versions (--delta-every) needs it.
 # usage: scripts/collect_wheels.sh FOLDER [PYTHON_VERSION]      default: 3.12
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,7 +9,7 @@ folder=${1:?usage: scripts/collect_wheels.sh FOLDER [PYTHON_VERSION]}
 version=${2:-3.12}
 python=.venv/bin/python
 [[ -x $python ]] || python=python3
-packages=(trl datasets loguru crc32c zstandard dill multiprocess) # the last two are what datasets needs
+packages=(trl datasets loguru crc32c dill multiprocess) # the last two are what datasets needs
 platforms=()
 for glibc in 2_28 2_27 2_24 2_17 2_5; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
 for package in "${packages[@]}"; do

@@ -8,7 +8,8 @@ those of significance 1, and so on: neighbours are then alike, and zstandard fin
     xor      planes of old XOR new, all n words
     full     planes of new
 
-One zstandard frame holds all of it. Level 1, as higher levels are slower and no smaller here.
+One zstandard frame holds all of it. Level 1, as higher levels are slower and no smaller here. zstandard is imported with
+the first frame: a run that keeps no versions does without it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from async_grpo_ipc.errors import DeltaError
@@ -161,10 +161,14 @@ def _from_planes(planes: NDArray[np.uint8], item: int) -> Words:
 
 
 def _compress(raw: NDArray[np.uint8]) -> bytes:
+    import zstandard
+
     return zstandard.ZstdCompressor(level=_LEVEL).compress(raw.data)
 
 
 def _decompress(blob: bytes, nbytes: int) -> NDArray[np.uint8]:
+    import zstandard
+
     try:
         found = zstandard.get_frame_parameters(blob).content_size
         if found != nbytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import sys
 
 import numpy as np
 import pytest
@@ -216,3 +218,13 @@ def test_gaps_that_lead_out_of_the_tensor_are_refused() -> None:
     lying = part.__class__("w", "U16", (4000,), coded._replace(mode="sparse"))
     with pytest.raises(DeltaError, match="Tensor w cannot be rebuilt"):
         apply(Delta(digest(old), digest(old), (lying,)), old)
+
+
+def test_zstandard_is_needed_only_where_something_is_coded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`scripts/collect_wheels.sh` leaves it out."""
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    spec = importlib.util.spec_from_file_location("coding_again", coding.__file__)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    with pytest.raises(ImportError):
+        coding.code(None, np.zeros(3, np.uint32))
