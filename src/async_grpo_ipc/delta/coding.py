@@ -8,8 +8,8 @@ those of significance 1, and so on: neighbours are then alike, and zstandard fin
     xor      planes of old XOR new, all n words
     full     planes of new
 
-One zstandard frame holds all of it. Level 1, as higher levels are slower and no smaller here. zstandard is imported with
-the first frame: a run that keeps no versions does without it.
+One zstandard frame holds all of it. Level 1, as higher levels are slower and no smaller here. zstandard is imported
+with the first frame: a run that keeps no versions does without it.
 """
 
 from __future__ import annotations
