@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from async_grpo.errors import UnsupportedError
@@ -32,7 +33,8 @@ class Lockstep:
 
     def run(self, episodes: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """What each returned. Raises the first error of one, and ends the others."""
-        return asyncio.run(self._run(episodes))
+        with _apart_from_a_running_loop():
+            return asyncio.run(self._run(episodes))
 
     async def tokens(self, prompt_ids: list[int]) -> tuple[list[int], list[float] | None]:
         """A continuation of the prompt, and the log-probabilities of its tokens where the sampler tells them."""
@@ -70,6 +72,19 @@ class Lockstep:
             return
         for place, (_, answer) in enumerate(waiting):
             answer.set_result((list(tokens[place]), None if logprobs is None else list(logprobs[place])))
+
+
+@contextmanager
+def _apart_from_a_running_loop() -> Iterator[None]:
+    """A notebook's cell runs in a loop, which waits for the training of plain TRL anyway: ours runs inside of it."""
+    outer = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        yield
+    finally:
+        asyncio._set_running_loop(outer)
+        if outer is not None:
+            asyncio.set_event_loop(outer)  # `asyncio.run` leaves none
 
 
 class Conversation:
