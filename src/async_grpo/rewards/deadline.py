@@ -8,8 +8,11 @@ A time limit by signals works in the main thread only, and rewards run in others
 costs its own reward and one process, which is replaced. This isolates time, nothing else: code that a model wrote
 belongs into the sandbox.
 
-The processes are forks, so that any function can be had, also one of a setup file or a closure. A fork shares the open
-files of its parent, and would keep a pipe open whose end another thread waits for: it closes all but its own.
+The processes are forks, so that any function can be had, also one of a setup file, of a notebook, or a closure. A fork
+shares the open files of its parent, and would keep a pipe open whose end another thread waits for: it closes all that
+have another end. What libraries poll with it keeps, since some start threads again in a fork (gRPC), which abort
+without. A fork is asked something only once it has said that it is ready: one that dies before is made again, and costs
+no completion its reward.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from queue import LifoQueue
 from threading import Lock
 from typing import Any
@@ -29,6 +34,8 @@ Reward = Callable[..., Sequence[float | None]]
 PROCESSES = 2  # of each function, in each process that calls it
 SAY_AT_MOST = 3
 CALLER_S = 3.0  # that the caller has to end a process that is late
+READY_S = 10.0  # for a fork to begin
+FORKS = 5  # of which one must become ready
 
 
 def with_deadline(
@@ -101,7 +108,7 @@ class _Processes:
         try:
             if process is None:
                 with self._lock:  # so that the fork has no half-made one of another thread
-                    process = _Process(self._function, self._seconds)
+                    process = self._ready_one()
             answer, value = process.ask(arguments, self._seconds)
         except BaseException:  # an argument that cannot be sent; the process may have had half of it
             if process is not None:
@@ -118,6 +125,18 @@ class _Processes:
             raise value
         return None if value is None else float(value)
 
+    def _ready_one(self) -> _Process:
+        for _ in range(FORKS):
+            process = _Process(self._function, self._seconds)
+            if process.is_ready():
+                return process
+            process.kill()
+        raise RuntimeError(
+            f"{_name(self._function)}: {FORKS} processes in a row died, or hung, before they were asked anything. A "
+            "library that this process has loaded does not survive a fork; what it says is above. Call the function "
+            "without with_deadline, or load that library in another process."
+        )
+
     def _say(self, what: str) -> None:
         from loguru import logger  # importing this room needs nothing but Python, for rewards in plain TRL
 
@@ -125,11 +144,14 @@ class _Processes:
         if self._said <= SAY_AT_MOST:
             why = f"took over {self._seconds:g} s" if what == LATE else "ended its process"
             more = "; more are not shown" if self._said == SAY_AT_MOST else ""
-            name = getattr(self._function, "__name__", "a reward function")
-            logger.warning("{} {} for a completion, whose reward is {}{}", name, why, self._late, more)
+            logger.warning("{} {} for a completion, whose reward is {}{}", _name(self._function), why, self._late, more)
 
 
-RETURNED, RAISED, LATE, GONE = "returned", "raised", "late", "gone"
+def _name(function: Reward) -> str:
+    return getattr(function, "__name__", "a reward function")
+
+
+READY, RETURNED, RAISED, LATE, GONE = "ready", "returned", "raised", "late", "gone"
 
 
 class _Process:
@@ -144,6 +166,13 @@ class _Process:
             finally:
                 os._exit(1)
         theirs.close()
+
+    def is_ready(self) -> bool:
+        """Whether it has begun; waits for it. False: it died, or hangs."""
+        try:
+            return self._pipe.poll(READY_S) and self._pipe.recv() == (READY, None)
+        except (EOFError, ConnectionError):
+            return False
 
     def ask(self, arguments: dict[str, Any], seconds: float) -> tuple[str, Any]:
         """What became of a call: RETURNED or RAISED with the value, LATE or GONE."""
@@ -161,11 +190,10 @@ class _Process:
 
 def _serve(function: Reward, pipe: Connection, seconds: float) -> None:
     """In the fork: answer until the parent closes its end, or dies. An alarm ends a call that it died in."""
-    mine = pipe.fileno()
-    os.closerange(3, mine)
-    os.closerange(mine + 1, os.sysconf("SC_OPEN_MAX"))
+    _close_all_but(pipe.fileno())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    pipe.send((READY, None))
     while True:
         signal.setitimer(signal.ITIMER_REAL, 0)
         try:
@@ -184,3 +212,13 @@ def _serve(function: Reward, pipe: Connection, seconds: float) -> None:
             pipe.send(answer)
         except Exception:  # noqa: BLE001  # an exception or a value that cannot be pickled
             pipe.send((RAISED, RuntimeError(f"{answer[0]} {answer[1]!r}")))
+
+
+def _close_all_but(mine: int) -> None:
+    """Close files, pipes and sockets. What has no other end (epoll, eventfd, timers) stays."""
+    for entry in [*Path("/proc/self/fd").iterdir()]:
+        fd = int(entry.name)
+        if fd > 2 and fd != mine:
+            with suppress(OSError):  # that of the listing itself, and what another thread has closed
+                if not str(entry.readlink()).startswith("anon_inode:"):
+                    os.close(fd)

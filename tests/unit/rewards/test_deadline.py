@@ -70,6 +70,51 @@ def test_its_processes_hold_no_open_file_of_others() -> None:
     os.close(reader)
 
 
+_WITH_GRPC = """
+import os
+from contextlib import suppress
+import grpc
+from async_grpo.rewards import with_deadline
+
+channel = grpc.insecure_channel("127.0.0.1:1")
+with suppress(grpc.RpcError):
+    channel.unary_unary("/nobody/answers")(b"", timeout=0.2)  # its threads poll from now on
+
+@with_deadline(seconds=60, late=-1.0)
+def length(completions):
+    if completions == ["dies"]:
+        os._exit(1)
+    return [float(len(completions[0]))]
+
+for _ in range(4):
+    assert length(["a", "bb", "dies"]) == [1.0, 2.0, -1.0]
+os._exit(0)
+"""
+
+
+def test_grpc_in_the_process_costs_no_completion_its_reward() -> None:
+    """It starts its threads again in a fork, and aborts where what they poll with is closed."""
+    ended = subprocess.run([sys.executable, "-c", _WITH_GRPC], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_process_that_dies_before_it_is_asked_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    forks: list[int] = []
+    fork = os.fork
+
+    def every_other_dies() -> int:
+        forks.append(fork())
+        if forks[-1] == 0 and len(forks) % 2:
+            os._exit(1)
+        return forks[-1]
+
+    monkeypatch.setattr(os, "fork", every_other_dies)
+    assert with_deadline(seconds=60.0, late=-1.0)(lambda completions: [1.0])(["a", "b", "c"]) == [1.0, 1.0, 1.0]
+    monkeypatch.setattr(os, "fork", lambda: fork() or os._exit(1))
+    with pytest.raises(RuntimeError, match="5 processes in a row died"):
+        with_deadline(seconds=60.0)(lambda completions: [1.0])(["a"])
+
+
 def test_what_cannot_be_sent_is_an_error_and_the_next_call_is_answered() -> None:
     counted = with_deadline(seconds=60.0)(lambda completions: [float(len(completions))])
     with pytest.raises(Exception, match="pickle"):
