@@ -143,6 +143,9 @@ def test_refusals(
     [
         ("- a", "Config file .*broken.yaml must contain a YAML mapping."),
         ("a: [", "broken.yaml is not valid YAML"),
+        ("[" * 3000, "broken.yaml is not valid YAML"),
+        ("output_dir: !!python/object/apply:os.system ['false']", "broken.yaml is not valid YAML"),
+        ("env: {A: &a [x], B: [*a, *a]}", "env: A has a list or a mapping"),
         ("env: 3", "`env` field should be a dict in the YAML file."),
         ("learning_rat: 1", "broken.yaml: unrecognized arguments: --learning_rat. Did you mean learning_rate?"),
         ("accelerate_config: fsdp2", "unrecognized arguments: --accelerate_config.*--accelerate-config FILE"),

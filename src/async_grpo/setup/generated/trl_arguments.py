@@ -132,6 +132,8 @@ def environment(path: Path) -> dict[str, str]:
         config = yaml.safe_load(path.read_bytes())
     except yaml.YAMLError as error:
         raise UsageError(f"{path} is not valid YAML: {_place_and_problem(error)}") from None
+    except RecursionError:
+        raise UsageError(f"{path} is not valid YAML: it is nested too deeply.") from None
     if not isinstance(config, dict):
         raise UsageError(f"Config file {path} must contain a YAML mapping.")
     env = config.pop("env", {})
@@ -142,6 +144,8 @@ def environment(path: Path) -> dict[str, str]:
             raise UsageError(f"{path}: {unrecognized([str(name)])}")
         if name in _REFUSED and value:
             raise UsageError(f"{path}: {name}: {_REFUSED[name]}")
+    if lists := [name for name, value in env.items() if isinstance(value, (list, dict))]:  # of aliases: without an end
+        raise UsageError(f"{path}: env: {lists[0]} has a list or a mapping. Give a text, a number, true or false.")
     return {str(name): str(value) for name, value in env.items()}
 
 
