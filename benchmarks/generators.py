@@ -204,7 +204,8 @@ class _When:
     def __init__(self, condition: Callable[[], bool]) -> None:
         self._condition = condition
 
-    def __bool__(self) -> bool:
+    @property
+    def requested(self) -> bool:
         return self._condition()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from async_grpo.queue import ServerQueue, WorkerQueue, codec, recovery, transitions
 from async_grpo.queue import server as queue_server
 from async_grpo.queue import worker as queue_worker
+from async_grpo.queue.filesystem import job_files
 from async_grpo.queue.names import COMPLETE, JobName, reason_name, set_aside_name
 from async_grpo.queue.transitions import Moves
 from async_grpo.rundir import locks
@@ -63,7 +64,7 @@ def results_not_deduplicated() -> None:
         return group
 
     def finished(self: Any) -> Any:
-        names = [name for name in sorted(self._moves.listing()) if name.state == COMPLETE]
+        names = [name for name in sorted(job_files(self._moves.files)) if name.state == COMPLETE]
         again = [name for name in names if name.seq in getattr(self, "reopened", {}) and name.seq not in self._open]
         for name in again:
             self._open[name.seq] = queue_server.OpenJob(self.reopened[name.seq], name.attempt)

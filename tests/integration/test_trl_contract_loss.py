@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOTrainer
 from trl.trainer import utils as trl_utils
-from trl_contract import INSTALLED, LOSS, ON_CPU, ROLLOUT, TRAINING, moved, scripted_rollout, twice
+from trl_contract import INSTALLED, LOSS, ON_CPU, ROLLOUT, THREADS, TRAINING, moved, scripted_rollout, twice
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.settings import TrainingSettings
@@ -214,7 +214,7 @@ def test_a_tokenizer_encodes_in_the_one_method_that_threads_take_turns_in(traine
     tokenizer.__class__ = Recording
     tokenizer(text=["a", "bc"], padding=True)
     tokenizer.apply_chat_template(chat_rows(1)[0]["prompt"], chat_template=QWEN3_CHAT_TEMPLATE)
-    assert calls == [1, 2, 1, 2], moved(name, "is not where padding is set", ON_CPU)
+    assert calls == [1, 2, 1, 2], moved(name, "is not where padding is set", THREADS)
 
 
 def test_hyperparameters_hold_no_secret(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ LOSS = "async_grpo.training.corrections.trl_loss"
 ROLLOUT = "async_grpo.rollout.trl_trainer"
 PROMPTS = "async_grpo.training.prompts"
 ON_CPU = "async_grpo.setup.trl_compat"
+THREADS = "async_grpo.rollout.threads"
 INSTALLED = f"trl {trl.__version__}, transformers {transformers.__version__}"
 
 

@@ -137,7 +137,8 @@ class UntilDone:
     def __init__(self, server: ServerQueue) -> None:
         self._server = server
 
-    def __bool__(self) -> bool:
+    @property
+    def requested(self) -> bool:
         return len(self._server.finished()) == GROUPS
 
 

@@ -125,7 +125,7 @@ class _Launch:
     def run(self, asked_to_stop: StopRequest) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._supervisor.stop)
-        if asked_to_stop:
+        if asked_to_stop.requested:
             self._supervisor.stop()
         devices = self._options.worker_devices
         self._screen.say(

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from async_grpo.errors import DiskFullError
-from async_grpo.queue.filesystem import OsFiles, set_aside_files
+from async_grpo.queue.filesystem import OsFiles, job_files, set_aside_files
 from async_grpo.queue.liveness import worker_lock
 from async_grpo.queue.names import (
     COMPLETE,
@@ -86,7 +86,7 @@ class Inheritance:
         for aside in set_aside_files(self._moves.files):
             self._sort_set_aside(aside)
         recover_dead(root, self._moves, max_attempts, counts=False)  # the run was down: that is no fault of a job
-        for name in sorted(self._moves.listing()):
+        for name in sorted(job_files(self._moves.files)):
             self._sort_open(name)
 
     def adopt(self, seq: int) -> bool:

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 
 from async_grpo.errors import BadFileError, DiskFullError, QueueError, RunDirError
 from async_grpo.queue.codec import encode_job, finished_group
-from async_grpo.queue.filesystem import Files, OsFiles, prepare_root, set_aside_files
+from async_grpo.queue.filesystem import Files, OsFiles, job_files, prepare_root, set_aside_files
 from async_grpo.queue.listing import QueueCounts, counts_of, reason_of
 from async_grpo.queue.liveness import LOOK_S, Reaper, WorkerState, live_workers
 from async_grpo.queue.names import (
@@ -191,7 +191,7 @@ class ServerQueue:
         self._lock.retake_if_deleted()  # without the file a second server could start
         if self._reaper is not None:
             self._reaper.raise_error()
-        names = self._moves.listing()
+        names = job_files(self._moves.files)
         visible = {name.seq for name in names}
         for seq, open_job in list(self._open.items()):
             if seq in visible:
@@ -264,11 +264,11 @@ class ServerQueue:
 
     def unclaimed(self) -> list[int]:
         """Open jobs that no worker had at the moment of this look, oldest first."""
-        pending = {name.seq for name in self._moves.listing() if name.state == PENDING}
+        pending = {name.seq for name in job_files(self._moves.files) if name.state == PENDING}
         return sorted(pending & self._open.keys())
 
     def counts(self) -> QueueCounts:
-        return counts_of(self._moves.listing(), set_aside_files(self._moves.files))
+        return counts_of(job_files(self._moves.files), set_aside_files(self._moves.files))
 
     def claimants(self) -> list[str]:
         """Names of the workers that have a job now, dead ones included until their jobs are pending again."""
@@ -368,7 +368,7 @@ class ServerQueue:
 
     def _something_new(self) -> bool:
         """For a look without an event: is there a result that `finished` did not see yet?"""
-        names = [name for name in self._moves.listing() if name.state == COMPLETE]
+        names = [name for name in job_files(self._moves.files) if name.state == COMPLETE]
         return any(name.seq in self._open and name not in self._seen for name in names)
 
 

@@ -41,13 +41,10 @@ class Moves:
     def __init__(self, files: Files, owner: str, pipe: JobPipe) -> None:
         self.files = files
         self._pipe = pipe
-        self._owner = owner
+        self._folder = f"tmp/{owner}"
         self._numbers = itertools.count()
-        self._made: set[str] = set()  # folders that are there
-
-    def listing(self) -> list[JobName]:
-        """Every job file in queue/, in no order."""
-        return job_files(self.files)
+        with suppress(OSError):  # a full disk: `publish` tries again
+            files.make_folder(self._folder)
 
     def publish(self, data: bytes, to: str, *, durable: bool = False) -> None:
         """Make a file appear whole. On an error nothing of it is left.
@@ -56,10 +53,13 @@ class Moves:
 
         `DiskFullError` if there is no room.
         """
-        folder = f"tmp/{self._owner}"
-        temporary = f"{folder}/{os.getpid()}.{next(self._numbers)}"
+        temporary = f"{self._folder}/{os.getpid()}.{next(self._numbers)}"
         try:
-            self._create(folder, temporary, data)
+            try:
+                self.files.create(temporary, data)
+            except FileNotFoundError:  # a person has deleted the folder
+                self.files.make_folder(self._folder)
+                self.files.create(temporary, data)
             if durable:
                 self.files.sync(temporary)
             self.files.rename(temporary, to)
@@ -111,7 +111,7 @@ class Moves:
 
     def claimants(self) -> list[WorkerId]:
         """Workers that have jobs, dead or alive, in order."""
-        return sorted({name.worker for name in self.listing() if name.state == PROCESSING and name.worker})
+        return sorted({name.worker for name in job_files(self.files) if name.state == PROCESSING and name.worker})
 
     def release_claims(self, worker: WorkerId, max_attempts: int, *, counts: bool, reason: str) -> list[int]:
         """Make the jobs of a dead worker pending again; returns their sequence numbers. The caller holds its lock.
@@ -121,7 +121,7 @@ class Moves:
         """
         self.clear_temporaries(str(worker))
         released = []
-        for name in sorted(self.listing()):
+        for name in sorted(job_files(self.files)):
             if (name.state, name.worker) != (PROCESSING, worker):
                 continue
             if self._result_exists(name):
@@ -134,22 +134,12 @@ class Moves:
                 released.append(name.seq)
         return released
 
-    def _create(self, folder: str, path: str, data: bytes) -> None:
-        self.make_folder(folder)
+    def make_folder(self, folder: str) -> None:
+        """Nothing happens if it is there. `DiskFullError` if there is no room."""
         try:
-            self.files.create(path, data)
-        except FileNotFoundError:
-            self.make_folder(folder, again=True)
-            self.files.create(path, data)
-
-    def make_folder(self, folder: str, *, again: bool = False) -> None:
-        """Make a folder once. `again`: also if this process made it before, as a person may have deleted it."""
-        if again or folder not in self._made:
-            try:
-                self.files.make_folder(folder)
-            except OSError as error:
-                raise _named(error, folder) from error
-            self._made.add(folder)
+            self.files.make_folder(folder)
+        except OSError as error:
+            raise _named(error, folder) from error
 
     def _announce(self, path: str) -> None:
         if path.startswith("queue/") and path.endswith(PENDING_END):
@@ -167,7 +157,8 @@ class Done:
 
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
-        self.names = [name for folder in done_folders(moves.files) for name in job_files(moves.files, folder)]
+        self._folders = set(done_folders(moves.files))
+        self.names = [name for folder in self._folders for name in job_files(moves.files, folder)]
 
     def newest_bytes(self, root: Path) -> int:
         """Size of the newest group, 0 if there is none."""
@@ -180,12 +171,16 @@ class Done:
     def add(self, name: JobName, state: str = COMPLETE) -> bool:
         """Move a finished group here from queue/; False if it is gone."""
         folder, kept = shard(name.seq), name.becomes(state, name.worker)
-        for again in (False, True):
-            self._moves.make_folder(folder, again=again)
-            if self._moves.move(f"queue/{name}", f"{folder}/{kept}"):
-                self.names.append(kept)
-                return True
-        return False
+        if folder not in self._folders:
+            self._moves.make_folder(folder)
+            self._folders.add(folder)
+        found = self._moves.move(f"queue/{name}", f"{folder}/{kept}")
+        if not found:  # or a person has deleted the folder
+            self._moves.make_folder(folder)
+            found = self._moves.move(f"queue/{name}", f"{folder}/{kept}")
+        if found:
+            self.names.append(kept)
+        return found
 
     def give_back(self, name: JobName) -> bool:
         """Move a group back to queue/; False if it is gone."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from async_grpo.errors import BadFileError, DiskFullError, QueueError
 from async_grpo.queue.codec import decode_job, encode_group
-from async_grpo.queue.filesystem import Files, OsFiles, prepare_root
+from async_grpo.queue.filesystem import Files, OsFiles, job_files, prepare_root
 from async_grpo.queue.liveness import LOOK_S, live_workers, worker_lock
 from async_grpo.queue.names import BROKEN, COMPLETE, PENDING, PENDING_END, PROCESSING, JobName, parse_name
 from async_grpo.queue.source import Claim
 from async_grpo.queue.transitions import DEFAULT_MAX_ATTEMPTS, Moves
 from async_grpo.queue.wakeups import EVERYTHING, JobPipe, sleep_until
 from async_grpo.records import RolloutGroup, WorkerId
-from async_grpo.rundir.locks import describe_holder, served_run, server_lock
+from async_grpo.rundir.locks import describe_holder, server_lock
 
 _PIPE_TRUST_S = 0.05  # for this long only the pipe is read: an older job that is missing in it must not wait longer
 _COUNT_S = 1.0
@@ -34,11 +34,12 @@ class WorkerQueue:
         self._durable = durable
         self._pipe = JobPipe(root)
         self._moves = Moves(files, self.name, self._pipe)
-        self._lock = worker_lock(root, worker)
+        self._lock, self._server_lock = worker_lock(root, worker), server_lock(root)
         self._claims: dict[int, Claim] = {}
         self._look_at = 0.0  # when to look at the directory although the pipe is not empty (monotonic seconds)
         self._counted, self._counted_until = 0, 0.0
-        self._server: dict[str, Any] = {}  # the note of the server that was heard of last
+        self._served_run: str | None = None  # of the server that was heard of last
+        self._max_attempts = DEFAULT_MAX_ATTEMPTS  # as that server says
 
     @classmethod
     def open(
@@ -144,7 +145,7 @@ class WorkerQueue:
                 return True
 
     def pending(self) -> int:
-        return sum(name.state == PENDING for name in self._moves.listing())
+        return sum(name.state == PENDING for name in job_files(self._moves.files))
 
     def alive_workers(self) -> int:
         if time.monotonic() >= self._counted_until:
@@ -153,20 +154,16 @@ class WorkerQueue:
         return self._counted
 
     def served(self) -> bool:
-        return served_run(server_lock(self.root).holder()) is not None
-
-    @property
-    def _max_attempts(self) -> int:
-        return int(self._server.get("max_attempts", DEFAULT_MAX_ATTEMPTS))
+        return "run_id" in (self._server_lock.holder() or {})
 
     def _learn_server(self) -> None:
         """The server's note says which run it serves and how often a job may be tried.
 
         A server that issues no jobs yet has not said so: what its predecessor said is still good.
         """
-        note = server_lock(self.root).last_owner()
-        if served_run(note) is not None:
-            self._server = note
+        note = self._server_lock.last_owner()
+        if "run_id" in note:
+            self._served_run, self._max_attempts = note["run_id"], int(note.get("max_attempts", DEFAULT_MAX_ATTEMPTS))
 
     def _take_announced(self, limit: int, skip: Collection[int]) -> list[JobName]:
         """Up to `limit` jobs of the pipe, the oldest first. Another worker may have them by now."""
@@ -211,9 +208,9 @@ class WorkerQueue:
             return None
         try:
             job = decode_job(self._moves.files.read(f"queue/{mine}"), expect_seq=name.seq)
-            if job.run_id != served_run(self._server):
+            if job.run_id != self._served_run:
                 self._learn_server()
-            run = served_run(self._server) or job.run_id  # unknown after a full disk; the server checks the result
+            run = self._served_run or job.run_id  # unknown after a full disk; the server checks the result
             if job.run_id != run:
                 raise BadFileError(f"it is a job of run {job.run_id!r}, this is run {run!r}")
         except FileNotFoundError:

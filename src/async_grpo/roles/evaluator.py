@@ -82,7 +82,7 @@ def run_evaluator(options: EvaluatorOptions) -> None:
         done = _evaluate_all(options, run, state, trainer, stop, lock)
         activity.doing(ENDING)
         result = runs.FINISHED if done else runs.STOPPED
-        write_with_room(lambda: run.update_state(state=result), should_stop=lambda: bool(stop))
+        write_with_room(lambda: run.update_state(state=result), should_stop=lambda: stop.requested)
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def _evaluate_all(
     if len(evaluations) == 2:
         ours, theirs = (evaluation.answers for evaluation in evaluations)
         difference = _difference(ours, theirs, settings.evaluated_ks())
-        write_with_room(lambda: write_json(run.comparison, difference), should_stop=lambda: bool(stop))
+        write_with_room(lambda: write_json(run.comparison, difference), should_stop=lambda: stop.requested)
     return True
 
 
@@ -215,14 +215,14 @@ def _finish(evaluation: Evaluation, queue: ServerQueue, ledger: Ledger, stop: St
     pace = _Pace(evaluation)
     with Reminder(lambda: f"answers from {counted(len(queue.workers()), 'worker')}") as reminder:
         while (result := evaluation.look()) is None:
-            if stop:
+            if stop.requested:
                 return False
             pace.tell()
             reminder.tick()
             queue.wait(WAKE_S)
     pace.tell()
     ledger.add(result)
-    write_with_room(ledger.sync, should_stop=lambda: bool(stop))
+    write_with_room(ledger.sync, should_stop=lambda: stop.requested)
     return True
 
 

@@ -129,7 +129,7 @@ def _train(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
                 earlier = {} if training.has_trained else summary.read(run.summary)
                 training.write_the_rest(
                     partial(_sum_up, run, lock, result, figures, earlier),
-                    should_stop=lambda: bool(stop) or result == runs.FAILED,
+                    should_stop=lambda: stop.requested or result == runs.FAILED,
                 )
     if ranks is not None:
         ranks.wait_for_all()  # one that left early would look as if it had died

@@ -134,7 +134,7 @@ def _reporter(run: RunDir, stop: StopRequest) -> TrainerCallback:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self._say(state, RUNNING)
-            if stop:
+            if stop.requested:
                 control.should_save = control.should_training_stop = True
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

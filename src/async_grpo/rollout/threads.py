@@ -2,16 +2,18 @@
 
 They are daemons, unlike the threads of `concurrent.futures`: a reward or tool that hangs does not keep the process from
 ending. Python stops a daemon thread wherever it is, and if that is inside torch, the process aborts. Call
-`wait_for_tasks` before exiting.
+`wait_for_tasks` before exiting. Tokenizers are not made for threads: `let_threads_share_tokenizers`.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
+from typing import Any
 
 KEEP_S = 60.0  # a thread without a task ends after this many seconds
 
@@ -68,3 +70,26 @@ class KeptThreads:
             del task  # what it holds is not to be kept until the next one
             threading.current_thread().name = "waits for a task"
             self._free.release()
+
+
+_encoding = threading.RLock()
+
+
+def let_threads_share_tokenizers() -> None:
+    """Have this process encode one text or batch at a time, whatever the tokenizer. Harmless to call twice.
+
+    A tokenizer of transformers first stores in itself how to pad and truncate, and then encodes. A reward model that
+    pads in one thread would have the prompts padded that another thread encodes, or either would end with an error.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    encode = PreTrainedTokenizerFast._encode_plus
+    if hasattr(encode, "__wrapped__"):
+        return
+
+    @functools.wraps(encode)
+    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _encoding:
+            return encode(self, *args, **kwargs)
+
+    PreTrainedTokenizerFast._encode_plus = alone

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, repeat
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -29,9 +29,9 @@ from async_grpo.rollout.prompts import (
     refuse_written_images,
     rows_of_jobs,
 )
+from async_grpo.rollout.threads import let_threads_share_tokenizers
 from async_grpo.setup.generator_choice import engine_inside, has_images, refuse_late_vllm
 from async_grpo.setup.overrides import overridden
-from async_grpo.setup.trl_compat import let_threads_share_tokenizers
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -116,6 +116,8 @@ class RolloutTrainer:
         if self._turns_of_users:
             trainer.__class__ = _sampling_below(type(trainer))
         self.trainer: Any = trainer
+        self.data_has_images = has_images(trainer)
+        self._has_turn_rewards = hasattr(trainer, "turn_rewards")  # of a `TurnGRPOTrainer`
         self._rewards = UserCode("the reward functions", in_main=any(map(asks_for_main_thread, trainer.reward_funcs)))
         self.tools = defaultdict(lambda: UserCode("the tools"))
 
@@ -167,19 +169,20 @@ class RolloutTrainer:
     def prepare(self, jobs: Sequence[Job], version: int) -> list[PreparedGroup]:
         """Turn the rows of the jobs into prompts, as token ids, to be sampled by this policy version."""
         refuse_unknown_sampling(jobs)
-        own = [prompt_of(opened(job.row)) for job in jobs]
+        rows = [opened(job.row) for job in jobs]
+        own = [prompt_of(row) for row in rows]
         if any(map(images_in, own)):
-            return [self._with_images(job, prompt, version) for job, prompt in zip(jobs, own, strict=True)]
+            return list(map(self._with_images, jobs, repeat(version), rows, own))
         prompts = copy.deepcopy(
             [prompt for job, prompt in zip(jobs, own, strict=True) for _ in range(job.num_generations)]
         )
         prompt_ids, *_ = self.trainer._tokenize_prompts(prompts)
         return [
-            PreparedGroup(job=job, version=version, prompt_ids=prompt_ids[part])
-            for job, part in zip(jobs, _parts(jobs), strict=True)
+            PreparedGroup(job=job, version=version, prompt_ids=prompt_ids[part], row=row, prompt=prompt)
+            for job, part, row, prompt in zip(jobs, _parts(jobs), rows, own, strict=True)
         ]
 
-    def _with_images(self, job: Job, prompt: Any, version: int) -> PreparedGroup:
+    def _with_images(self, job: Job, version: int, row: dict[str, Any], prompt: Any) -> PreparedGroup:
         """Process the images once for all completions."""
         prompt_ids, images, fields = self.trainer._tokenize_prompts(copy.deepcopy([prompt]))
         size = job.num_generations
@@ -187,6 +190,8 @@ class RolloutTrainer:
             job=job,
             version=version,
             prompt_ids=[list(prompt_ids[0])] * size,
+            row=row,
+            prompt=prompt,
             images=None if images is None else [images[0]] * size,
             fields=(as_fields(fields),) * size,
         )
@@ -201,9 +206,9 @@ class RolloutTrainer:
         trainer._metrics = {mode: defaultdict(list) for mode in trainer._metrics}
         trainer._tokenize_prompts = lambda prompts: (prompt_ids, None, {})
         trainer._generate_single_turn = lambda *args, **kwargs: (tokens, logprobs)
-        rows = rows_of_jobs(jobs)
-        prompts = [prompt_of(row) for row in rows]
-        made = Batch(trainer, rows, prompts, trainer._generate(prompts), metrics={})
+        each = [group.prepared for group in sampled for _ in range(group.prepared.job.num_generations)]
+        rows, prompts = [dict(one.row) for one in each], [one.prompt for one in each]
+        made = Batch(trainer, rows, prompts, trainer._generate(prompts), metrics={}, images=self.data_has_images)
         return [
             made.group(group.prepared.job, part, group.prepared.version, group.versions)
             for group, part in zip(sampled, _parts(jobs), strict=True)
@@ -226,7 +231,7 @@ class RolloutTrainer:
             rewards=rewards.float().cpu(),
             metrics=dict(scorer._pending_metrics),
             extra_columns=dict(scorer._pending_extra_logs),
-            turn_rewards=_turn_rewards(scorer, group),
+            turn_rewards=_turn_rewards(scorer, group) if self._has_turn_rewards else None,
         )
 
     def fork(self) -> RolloutTrainer:
@@ -263,7 +268,7 @@ class RolloutTrainer:
         try:
             trainer._generate_and_score_completions(rows)
         except _Generated as generated:
-            made = Batch(trainer, rows, generated.prompts, generated.result, metrics=own_metrics(trainer))
+            made = Batch(trainer, rows, generated.prompts, generated.result, own_metrics(trainer), self.data_has_images)
             merge_extra_fields(rows, generated.result[5])
             return [made.group(job, part, version) for job, part in zip(jobs, _parts(jobs), strict=True)]
         raise UnsupportedError(
@@ -325,6 +330,7 @@ class Batch:
     prompts: list[Any]
     result: tuple[Any, ...]
     metrics: dict[str, list[float]]  # what TRL counted that the trainer side cannot count again
+    images: bool  # whether the training data has any; a prompt may have some all the same
 
     def group(
         self, job: Job, part: slice, version: int, token_versions: list[list[int]] | None = None
@@ -333,7 +339,7 @@ class Batch:
         if logprobs is None:
             raise UnsupportedError("rollout_func returned no log-probabilities ('logprobs'); they are needed here.")
         environments, masks = self.trainer.environments, tool_masks[part] if tool_masks is not None else None
-        if has_images(self.trainer) or any(map(images_in, self.prompts[part])):
+        if self.images or any(map(images_in, self.prompts[part])):
             refuse_written_images(self.trainer.model.config, completion_ids[part], masks)
         return GeneratedGroup(
             job=job,
@@ -353,9 +359,7 @@ class Batch:
 
 
 def _turn_rewards(scorer: Any, group: GeneratedGroup) -> list[list[float]] | None:
-    """Where the trainer is a `TurnGRPOTrainer`."""
-    masks = group.tool_masks or [[1] * len(ids) for ids in group.completion_ids]
-    return scorer.turn_rewards(masks) if hasattr(scorer, "turn_rewards") else None
+    return scorer.turn_rewards(group.tool_masks or [[1] * len(ids) for ids in group.completion_ids])
 
 
 class _NoHistory(list[Any]):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from loguru import logger
 
+from async_grpo.archive.room import RETRY_S, write_with_room
 from async_grpo.errors import BadGroupError, DiskFullError, PeerDiedError, UnsupportedError, WaitTimeoutError
 from async_grpo.queue import Claim, JobSource
 from async_grpo.records import Timings
@@ -43,10 +44,9 @@ SERVER_WAIT_S = 3600.0  # for a parameter server to start, or to come back after
 HEAD_START_S = 2.0  # that other workers have with a job that failed on this one
 LATE_S = 2.0  # a job whose weights are not there for so long gives way to others
 SAY_AT_MOST = 3  # failures of the same text that are shown
-DISK_FULL_RETRY_S = 1.0
 SCORING_WAKE_S = 0.02  # a worker that has groups being scored looks for new jobs this often
 IDLE_WAKE_S = 0.5  # an idle worker looks at the run's state this often
-LOOK_S = 0.02  # a worker that is sampling looks for jobs, weights and the run's end this often
+LOOK_S = 0.02  # any other looks for the run's end this often, and, while it samples, for jobs and weights
 SERVER_POLL_S = 0.02  # a worker that no server serves looks for one this often
 WEIGHTS_POLL_S = 0.002  # a worker that has nothing to do but wait for weights looks for them this often
 
@@ -111,7 +111,7 @@ class Worker:
     def run(self) -> None:
         reminder = None  # of what the worker waits for, while it does
         try:
-            while not self._stop and self._run_goes_on():
+            while not self._stop.requested and self._run_goes_on():
                 if self._time_to_look():
                     self._claim()
                     self._adopt()
@@ -143,7 +143,7 @@ class Worker:
             claims = self._queue.claim(room, skip=self._started.keys() | self._left_alone())
         except DiskFullError as error:  # a broken file could not be set aside; its job waits with us
             logger.warning("{} Waiting for room.", error)
-            time.sleep(DISK_FULL_RETRY_S)
+            time.sleep(RETRY_S)
             return
         if claims:
             activity.has_jobs((claim.job.seq for claim in claims), GENERATING)
@@ -297,20 +297,12 @@ class Worker:
         """Write to the queue; on a full disk keep the claim and wait for room. False: asked to stop meanwhile."""
         try:
             write()
-        except DiskFullError as error:
-            logger.warning("{} Keeping the job and waiting for room.", error)
-            return self._retry(write)
+        except DiskFullError:
+            with suppress(DiskFullError):
+                write_with_room(write, should_stop=lambda: self._stop.requested)
+                return True
+            return False
         return True
-
-    def _retry(self, write: Callable[[], None]) -> bool:
-        with Reminder(lambda: f"room on the disk of {self._run_dir.root}") as reminder:
-            while not self._stop:
-                reminder.tick()
-                time.sleep(DISK_FULL_RETRY_S)
-                with suppress(DiskFullError):
-                    write()
-                    return True
-        return False
 
     def _hand_back_held(self) -> None:
         while self._held:
@@ -352,7 +344,7 @@ class Worker:
         now = time.monotonic()
         if now < self._check_run_at:
             return True
-        self._check_run_at = now + (LOOK_S if self._sampling else 0)
+        self._check_run_at = now + LOOK_S
         state = self._run_dir.read_state()
         if state is None or state.state != runs.RUNNING:
             return False

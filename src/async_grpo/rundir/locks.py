@@ -2,8 +2,8 @@
 
 `RUN_DIR/server.lock` is the one lock that means "the parameter server lives". The server takes it when it starts and
 holds it to its end; nothing else decides whether the server lives. A server that dies frees it, so that another can
-take over; no two can hold it. The holder's note in the file identifies it, and `served_run` whether it has begun to
-issue jobs: a server that is still loading lives, but serves no worker. Each worker holds `alive/NAME.lock` likewise.
+take over; no two can hold it. The holder's note in the file identifies it, and has the `run_id` once it has begun
+to issue jobs: a server that is still loading lives, but serves no worker. Each worker holds `alive/NAME.lock` likewise.
 
 Why two kinds of lock. These are POSIX record locks (`lockf`), not `flock`: a `flock` belongs to the open file, so a
 forked grandchild of a killed worker, such as a reward's subprocess, would keep it held. The price is that a record lock
@@ -193,11 +193,6 @@ def server_lock(root: Path) -> KernelLock:
 def server_alive(root: Path) -> bool:
     """Whether the run in `root` has a live parameter server."""
     return server_lock(root).is_held()
-
-
-def served_run(holder: dict[str, Any] | None) -> str | None:
-    """The id of the run whose jobs the holder of the server's lock issues; None before its first job."""
-    return (holder or {}).get("run_id")
 
 
 def describe_holder(holder: dict[str, Any] | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 from datasets.features import LargeList
 
-from async_grpo.images import EncodedImage
+from async_grpo.images import EncodedImage, encoded
 
 Row = dict[str, Any]
 
@@ -18,10 +18,10 @@ Row = dict[str, Any]
 def images_as_files(dataset: Any) -> tuple[Any, Callable[[Row], Row]]:
     """`dataset` without the decoding of its images, and what makes an `EncodedImage` of each in a row.
 
-    A dataset with a format or a transform of the user's stays as it is.
+    A stream, and a dataset with a format or a transform of the user's, stay as they are: any value may be an image.
     """
     if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] is not None:
-        return dataset, lambda row: row
+        return dataset, encoded
     features = dataset.features
     if not _has_image(features):
         return dataset, lambda row: row

@@ -34,14 +34,11 @@ STACKS_SIGNAL = signal.SIGUSR1
 
 
 class StopRequest:
-    """What SIGTERM and SIGINT do: end the process at once while it starts, set a flag once it `defers()`."""
+    """What SIGTERM and SIGINT do: end the process at once while it starts, set `requested` once it `defers()`."""
 
     def __init__(self) -> None:
         self.requested = False
         self._deferred = False
-
-    def __bool__(self) -> bool:
-        return self.requested
 
     def install(self) -> StopRequest:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,14 +1,12 @@
 """Train with TRL 1.15 on a CPU, and what both sides of a run ask about a trainer's model.
 
 TRL 1.15 computes log-probabilities with a Triton kernel only; TRL 1.16 has the same function in plain torch for
-machines without a GPU. `TorchLogProbs` does it for 1.15. The private names are TRL's `_ChunkedLogProbFunction`, and of
-transformers `_encode_plus` of tokenizers and `_load_best_model` of trainers.
+machines without a GPU. `TorchLogProbs` does it for 1.15. The private names are TRL's `_ChunkedLogProbFunction`, and
+`_load_best_model` of transformers' trainers.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
 from typing import Any
 
 import torch
@@ -39,29 +37,6 @@ def repair_trl() -> bool:
         return False
     utils._ChunkedLogProbFunction = TorchLogProbs
     return True
-
-
-_encoding = threading.RLock()
-
-
-def let_threads_share_tokenizers() -> None:
-    """Have this process encode one text or batch at a time, whatever the tokenizer. Harmless to call twice.
-
-    A tokenizer of transformers first stores in itself how to pad and truncate, and then encodes. A reward model that
-    pads in one thread would have the prompts padded that another thread encodes, or either would end with an error.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    encode = PreTrainedTokenizerFast._encode_plus
-    if hasattr(encode, "__wrapped__"):
-        return
-
-    @functools.wraps(encode)
-    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _encoding:
-            return encode(self, *args, **kwargs)
-
-    PreTrainedTokenizerFast._encode_plus = alone
 
 
 class TorchLogProbs:

@@ -171,7 +171,7 @@ class Leader:
             self._ranks.check_alive()
             if time.monotonic() - self._told_at > WAIT_EVERY_S:
                 self._send(Message.WAIT)
-        return bool(self._stop)
+        return self._stop.requested
 
     def start(self, checkpoint: Path | None, folder: CheckpointFolder) -> None:
         """Let the other ranks train from `checkpoint`, and write theirs where this rank does."""

@@ -27,15 +27,11 @@ def prompt_rows(trainer: GRPOTrainer, start: int = 0) -> Iterator[dict[str, Any]
     The order is that of the trainer's own sampler (its shuffling, its seed), whose repetitions for the G completions
     of a group and for several iterations are taken out.
     """
-    return map(encoded, _drawn_rows(trainer, start))
-
-
-def _drawn_rows(trainer: GRPOTrainer, start: int) -> Iterator[dict[str, Any]]:
     if own_dataloader(trainer):
-        yield from islice(_loaded_rows(trainer), start, None)
+        yield from map(encoded, islice(_loaded_rows(trainer), start, None))
     dataset = trl_trainer.training_columns(trainer)
     if not hasattr(dataset, "__len__"):
-        yield from islice(_streamed_rows(trainer, dataset), start, None)
+        yield from map(encoded, islice(_streamed_rows(trainer, dataset), start, None))
     dataset, as_files = images_as_files(dataset)
     for index in islice(_row_indices(trainer, len(dataset)), start, None):
         yield as_files(dataset[index])
@@ -54,7 +50,7 @@ def evaluation_problems(trainer: GRPOTrainer) -> list[Problem]:
         return []
     named = given.items() if isinstance(given, dict) else [("", given)]
     problems = [
-        Problem(encoded(row), str(name or row.get("task") or ""))
+        Problem(row, str(name or row.get("task") or ""))
         for name, dataset in named
         for row in _at_most(MOST_PROBLEMS, _rows_as_files(trl_trainer.evaluation_columns(trainer, dataset)))
     ]

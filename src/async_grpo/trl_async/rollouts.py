@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from async_grpo.archive.history import ConsumptionRecord
 from async_grpo.archive.room import write_with_room
 from async_grpo.errors import UsageError
-from async_grpo.images import encoded
 from async_grpo.queue import ServerQueue
 from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import DEFAULT_LIMIT
@@ -153,6 +152,6 @@ def rows_of(dataset: Any) -> Iterator[dict[str, Any]]:
     while True:
         rows = 0
         for rows, row in enumerate(dataset, 1):  # noqa: B007 - counted
-            yield encoded(as_files(row))
+            yield as_files(row)
         if rows == 0:
             raise UsageError("The train_dataset has no rows, so there is nothing to generate. Give it some.")

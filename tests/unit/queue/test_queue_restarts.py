@@ -38,7 +38,6 @@ def test_jobs_of_a_dead_worker_are_pending_again_and_of_a_live_one_never(server:
 def test_a_restarted_worker_frees_its_own_leftovers_first(server: ServerQueue) -> None:
     first = WorkerQueue.open(server.root, 1, "cpu")
     server.submit(make_job(0))
-    (server.root / "tmp" / "dev1").mkdir()
     (server.root / "tmp" / "dev1" / "77.0").write_bytes(b"half")
     first.claim(1)
     die(first)

@@ -20,6 +20,7 @@ from async_grpo.roles.evaluator import EvaluatorOptions
 from async_grpo.rundir.locks import server_lock
 from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import TrainingSettings
+from async_grpo.setup.process import StopRequest
 from async_grpo_ipc import open_remote_memory
 
 
@@ -96,8 +97,7 @@ def test_a_resumed_evaluation_tells_what_it_found_now_and_needs_no_common_proble
         )
         state: Any = SimpleNamespace(run_id="run-1")
         trainer: Any = None
-        stop: Any = False
-        assert evaluator._evaluate_all(options, run, state, trainer, stop, server_lock(run.root))
+        assert evaluator._evaluate_all(options, run, state, trainer, StopRequest(), server_lock(run.root))
 
     monkeypatch.setattr(evaluator._Weights, "publish", lambda *_: None)
     run = RunDir(tmp_path / "evaluation")

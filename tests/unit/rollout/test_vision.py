@@ -30,10 +30,6 @@ OTHER = {
 }
 
 
-def test_there_is_nothing_without_images() -> None:
-    assert VisionInputs.of([group(0, [[1, 2]])], 2, CPU) is None
-
-
 def test_rows_are_put_together_and_padded_on_the_left() -> None:
     vision = VisionInputs([group(0, [[1, 2, 3]] * 2, ONE, ONE), group(1, [[4]] * 2), group(2, [[5]], OTHER)], 4, CPU)
     assert vision.keys_B.tolist()[0] == vision.keys_B.tolist()[1]

@@ -166,7 +166,8 @@ class StopAfter:
     def __init__(self, looks: int) -> None:
         self.looks = looks
 
-    def __bool__(self) -> bool:
+    @property
+    def requested(self) -> bool:
         self.looks -= 1
         return self.looks < 0
 
@@ -179,7 +180,7 @@ def test_a_stop_breaks_off_what_is_in_flight(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_keeps_the_job_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_grpo.rollout.worker.DISK_FULL_RETRY_S", 0.001)
+    monkeypatch.setattr("async_grpo.archive.room.RETRY_S", 0.001)
     setting = Setting(tmp_path, [job(0)], FakeEngine())
     complete, tries = setting.queue.complete, []
 
@@ -198,7 +199,7 @@ def test_a_worker_that_is_asked_to_stop_does_not_wait_for_room(tmp_path: Path) -
     setting = Setting(tmp_path, [job(0)], FakeEngine(), stop=StopAfter(50))
 
     def full(claim: Claim, group: RolloutGroup) -> None:
-        setting.worker._stop = True  # type: ignore[assignment]
+        setting.worker._stop = StopAfter(0)  # type: ignore[assignment]
         raise DiskFullError("no room")
 
     setting.queue.complete = full  # type: ignore[method-assign]

@@ -116,4 +116,4 @@ def test_a_transform_of_the_user_stays() -> None:
     features = Features(image=ImageFeature())
     dataset = Dataset.from_list([{"image": {"bytes": file_of("PNG"), "path": None}}], features=features)
     left, as_files = images_as_files(dataset.with_transform(shrink))
-    assert as_files(left[0])["image"].size == (3, 3)
+    assert as_files(left[0])["image"].open().size == (3, 3)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import PeerDiedError
+from async_grpo.setup.process import StopRequest
 from async_grpo.training import distributed
 from async_grpo.training.distributed import Follower, Leader, Message, Ranks
 
@@ -32,8 +33,7 @@ def test_a_long_wait_of_rank_0_is_told_to_the_others_now_and_then(monkeypatch: p
     monkeypatch.setattr(distributed.time, "monotonic", lambda: now[0])
     ranks: Any = FakeRanks()
     trainer: Any = None
-    stop: Any = False
-    leader = Leader(trainer, ranks, stop)
+    leader = Leader(trainer, ranks, StopRequest())
     for now[0] in range(0, 3 * 3600, 30):  # three hours: longer than a message may take
         assert not leader.should_stop()
     assert 3 * 3600 / distributed.MESSAGE_TIMEOUT_S < len(ranks.sent) < 30

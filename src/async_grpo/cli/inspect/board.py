@@ -157,7 +157,7 @@ def _serve(folder: Path, port: int, shown: Sequence[Shown]) -> int:
     )
     stop.defer()
     looked = time.monotonic()
-    while not stop:
+    while not stop.requested:
         time.sleep(0.2)
         if time.monotonic() - looked < LOOK_EVERY_S:
             continue

@@ -24,6 +24,8 @@ class PreparedGroup:
     job: Job
     version: int  # policy version that samples it, or begins to where weights change meanwhile
     prompt_ids: list[list[int]]  # [G]
+    row: dict[str, Any] = field(default_factory=dict)  # the job's, and its prompt, as TRL has them: with PIL images
+    prompt: Any = None
     images: list[list[Any] | None] | None = None  # [G], as PIL has them; None: no prompt has any
     fields: Sequence[Fields] = ()  # of neighbouring prompts together; the same object: equal prompts
     turn: int = 0  # of several in which the same job asks for tokens

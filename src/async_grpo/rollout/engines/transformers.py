@@ -69,8 +69,10 @@ class TransformersEngine(BatchEngine):
     def _begin(self, groups: Sequence[PreparedGroup]) -> SamplingLoop:
         """Have `generate` prepare everything up to its decoding loop, and return the loop instead of running it."""
         input_ids, attention_mask = self._left_padded([ids for group in groups for ids in group.prompt_ids])
-        config = _with_own_settings(self._config, groups[0].job.sampling)
-        vision = VisionInputs.of(groups, input_ids.shape[1], input_ids.device)
+        own = groups[0].job.sampling
+        config = _with_own_settings(self._config, own) if own else self._config
+        with_images = any(group.fields for group in groups)
+        vision = VisionInputs(groups, input_ids.shape[1], input_ids.device) if with_images else None
         loop = partial(
             SamplingLoop,
             temperature=self._loss_temperature,
@@ -100,8 +102,6 @@ class TransformersEngine(BatchEngine):
 
 def _with_own_settings(config: GenerationConfig, own: dict[str, Any]) -> GenerationConfig:
     """The trainer's settings, but for those that a job brings: `temperature` (0: greedy), `top_p`, `top_k` (0: off)."""
-    if not own:
-        return config
     config = copy.deepcopy(config)
     temperature = own.get("temperature", config.temperature)
     config.do_sample, config.temperature = temperature > 0, temperature or 1.0

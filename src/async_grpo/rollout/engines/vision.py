@@ -25,11 +25,6 @@ class VisionInputs:
         self.names = {name for fields, _ in self._parts for name in fields}
         self.selectable = all(len(prompts) == 1 for _, prompts in self._parts)
 
-    @classmethod
-    def of(cls, groups: Sequence[PreparedGroup], longest: int, device: torch.device) -> VisionInputs | None:
-        """None where no group has images."""
-        return cls(groups, longest, device) if any(group.fields for group in groups) else None
-
     @property
     def keys_B(self) -> Tensor:  # a shape
         """The same number for neighbouring rows with the same images."""

@@ -291,7 +291,7 @@ class Dialogues:
         else:
             trainer._generate_single_turn = lambda *_, **__: ([d.ids for d in ended], [d.logprobs for d in ended])
         result = trainer._generate(self._prompts)
-        batch = Batch(trainer, self._rows, self._prompts, result, metrics=own_metrics(trainer))
+        batch = Batch(trainer, self._rows, self._prompts, result, own_metrics(trainer), self.trl.data_has_images)
         versions = [dialogue.versions for dialogue in ended] if any(d.versions for d in ended) else None
         return batch.group(self.job, slice(None), self.version, versions)
 
