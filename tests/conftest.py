@@ -6,6 +6,8 @@ one, would take a second to look at them again.
 
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,6 +21,30 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def messages() -> Iterator[list[str]]:
+    """What is logged, from INFO on."""
+    with _logged("INFO") as lines:
+        yield lines
+
+
+@pytest.fixture
+def warnings() -> Iterator[list[str]]:
+    """What is logged, from WARNING on."""
+    with _logged("WARNING") as lines:
+        yield lines
+
+
+@contextmanager
+def _logged(level: str) -> Iterator[list[str]]:
+    from loguru import logger
+
+    lines: list[str] = []
+    sink = logger.add(lambda message: lines.append(message.record["message"]), level=level)
+    yield lines
+    logger.remove(sink)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

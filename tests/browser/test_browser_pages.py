@@ -9,8 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from archived_run import HOSTILE, ArchivedRun, three_steps
 
 from async_grpo.cli import main
 from async_grpo.rundir.locks import server_lock
+from patience import until
 
 DEADLINE_S = 120.0
 
@@ -45,7 +45,7 @@ class Served:
             assert self.process.poll() is None or re.search(pattern, self.text), self.text
             return re.search(pattern, self.text)
 
-        return wait_for(found, pattern)[0]
+        return until(found, pattern)[0]
 
     @property
     def text(self) -> str:
@@ -61,14 +61,6 @@ def serve(root: Path, output: Path) -> Iterator[Served]:
         if served.process.poll() is None:
             served.process.kill()
         served.process.wait()
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + DEADLINE_S
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"no {what} in {DEADLINE_S:.0f} s"
-        time.sleep(0.05)
-    return found
 
 
 def children(pid: int) -> list[int]:
@@ -92,9 +84,7 @@ def test_tensorboard_shows_the_reward_of_a_live_run_and_ends_with_ctrl_c(browser
         tags = f"{url}data/plugin/scalars/tags"
         assert "1_rewards/total" in page.request.get(tags).json()["run"]
         points = f"{url}data/plugin/scalars/scalars?run=run&tag=1_rewards%2Ftotal"
-        wait_for(
-            lambda: [it[1] for it in page.request.get(points).json()] == [1, 2, 3, 4], "fourth step in TensorBoard"
-        )
+        until(lambda: [it[1] for it in page.request.get(points).json()] == [1, 2, 3, 4], "fourth step in TensorBoard")
         page.close()
 
         server.release()
@@ -102,7 +92,7 @@ def test_tensorboard_shows_the_reward_of_a_live_run_and_ends_with_ctrl_c(browser
         helpers = children(served.process.pid)
         served.process.send_signal(signal.SIGINT)
         assert served.process.wait(timeout=DEADLINE_S) == 0
-        wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in helpers), "end of its helpers")
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in helpers), "end of its helpers")
 
 
 class Page:

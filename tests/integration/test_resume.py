@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from datasets import Dataset
 from in_process import build_model, build_tokenizer, build_trainer, plain_rows
-from loguru import logger
 
 from async_grpo.archive import checkpoint_folders
 from async_grpo.archive.rollout_state import RolloutState
@@ -19,14 +17,6 @@ from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.training.checkpoints import CheckpointFolder, resume
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture
-def warnings() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    yield lines
-    logger.remove(sink)
 
 
 @pytest.fixture

@@ -17,13 +17,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.integration]
 ARGUMENTS = ("--seeds", "1,2", "--num-instances", "2", "--eval-every", "6")
 
 
-def gone(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def test_a_killed_sweep_leaves_no_process_and_is_resumed_from_checkpoints(tmp_path: Path) -> None:
     env = {"TEST_EVAL": "4", "TEST_STEPS": "18", "TEST_REWARD_S": "0.2"}
     runs = [tmp_path / "outputs" / f"trl_random_model_instance{index}_seed{index + 1}" / "run" for index in range(2)]

@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from async_grpo.checks.bug_report.stacks import listens, run_processes, stacks_o
 from async_grpo.cli import main
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
+from patience import until
 
 DEADLINE_S = 60.0
 SERVER = """
@@ -52,13 +52,6 @@ def server(root: Path, how: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def texts(archive: Path) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from delta_chains import ABOUT
-from loguru import logger
 from torch import Tensor, nn
 
 from async_grpo.deltas import recorder as recorder_module
@@ -82,14 +80,6 @@ def is_exact(run: Run) -> bool:
         for version in chain.versions
         for name, tensor in as_tensors(chain.rebuild(version)).items()
     )
-
-
-@pytest.fixture
-def warnings() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    yield lines
-    logger.remove(sink)
 
 
 def test_every_version_is_kept_bit_for_bit(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from loguru import logger
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import DiskFullError
@@ -218,20 +217,16 @@ def test_an_evaluation_of_a_dead_server_that_is_given_back_late_is_asked_of_nobo
             assert not any((root / "queue").iterdir()), "a worker would wait for version 40, and give nothing else back"
 
 
-def test_an_evaluation_says_that_the_disk_is_full(server: ServerQueue, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = list[str]()
-    sink = logger.add(said.append, format="{message}", level="WARNING")
-
+def test_an_evaluation_says_that_the_disk_is_full(
+    server: ServerQueue, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
     def refuse(job: Job) -> None:
         raise DiskFullError("The disk is full: no room for the queue.")
 
     monkeypatch.setattr(server, "submit", refuse)
     evaluation = begin(server)
     assert [evaluation.look(), evaluation.look()] == [None, None]
-    logger.remove(sink)
-    assert [line.strip() for line in said] == [
-        "The disk is full: no room for the queue. The evaluation of version 7 waits for room."
-    ]
+    assert warnings == ["The disk is full: no room for the queue. The evaluation of version 7 waits for room."]
 
 
 def test_evaluations_and_training_have_archives_of_the_same_size(server: ServerQueue, worker: WorkerQueue) -> None:
@@ -294,10 +289,8 @@ def test_a_run_evaluates_before_every_n_steps_and_at_the_end_each_version_once(
 
 
 def test_an_evaluation_that_is_due_while_another_goes_on_is_skipped_and_said(
-    server: ServerQueue, worker: WorkerQueue, tmp_path: Path
+    server: ServerQueue, worker: WorkerQueue, tmp_path: Path, warnings: list[str]
 ) -> None:
-    said = list[str]()
-    sink = logger.add(said.append, format="{message}", level="WARNING")
     weights, reported = Weights(), list[int]()
     weights.version = 0
     evaluations = run_evaluations(server, weights, tmp_path / "evaluations.jsonl", reported, every=2)
@@ -311,10 +304,9 @@ def test_an_evaluation_that_is_due_while_another_goes_on_is_skipped_and_said(
     evaluations.published(6)
     serve(worker, version=6)
     evaluations.look()
-    logger.remove(sink)
     assert reported == [0, 6]
-    assert "takes longer than 2 steps: that of version 2 is skipped" in said[0]
-    assert len(said) == 1
+    assert "takes longer than 2 steps: that of version 2 is skipped" in warnings[0]
+    assert len(warnings) == 1
 
 
 def test_a_version_that_found_no_slot_is_not_evaluated_and_the_next_one_is(
@@ -376,10 +368,9 @@ def test_an_evaluation_that_was_lost_with_its_server_is_made_up_for(
 
 
 def test_a_run_that_ends_without_the_evaluation_of_its_last_version_says_so(
-    server: ServerQueue, worker: WorkerQueue, tmp_path: Path
+    server: ServerQueue, worker: WorkerQueue, tmp_path: Path, warnings: list[str]
 ) -> None:
-    said, weights = list[str](), Weights()
-    sink = logger.add(said.append, format="{message}", level="WARNING")
+    weights = Weights()
     evaluations = run_evaluations(server, weights, tmp_path / "evaluations.jsonl", [])
     weights.version = 4
     evaluations.published(4, last=True)
@@ -387,8 +378,7 @@ def test_a_run_that_ends_without_the_evaluation_of_its_last_version_says_so(
     serve(worker, version=4)
     evaluations.look()
     evaluations.say_missing(4)
-    logger.remove(sink)
-    assert len(said) == 1 and "the last version, 4, has no evaluation" in said[0]
+    assert len(warnings) == 1 and "the last version, 4, has no evaluation" in warnings[0]
 
 
 def test_without_evaluations_nothing_is_held(server: ServerQueue, tmp_path: Path) -> None:

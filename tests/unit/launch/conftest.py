@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stage import Stage, is_gone
+from stage import Stage
 
 from async_grpo.launch import supervisor
+from patience import is_gone
 
 
 @pytest.fixture

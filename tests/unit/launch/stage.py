@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
-
-import psutil
 
 from async_grpo.launch.launcher import LaunchOptions
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import LineReader
 from async_grpo.settings import TrainingSettings, WorkerSettings
 
-DEADLINE_S = 60.0
 REAL_PYTHON = sys.executable
 
 # Takes the place of the interpreter: it is called as `PYTHON -m async_grpo.cli server --config …`.
@@ -109,17 +104,3 @@ class Stage:
 
     def pids(self) -> list[int]:
         return [start[0] for role in ("server", "worker1", "worker2") for start in self.starts(role)]
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.02)

@@ -18,8 +18,6 @@ from stage import (
     LAUNCH,
     REAL_PYTHON,
     Stage,
-    eventually,
-    is_gone,
     launch_env,
 )
 
@@ -32,6 +30,7 @@ from async_grpo.launch.launcher import launch
 from async_grpo.records import WorkerId
 from async_grpo.rundir import paths as runs
 from async_grpo.settings import TrainingSettings
+from patience import is_gone, until
 
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n(HERE / ('deaf' + ROLE)).touch()\nuntil(lambda: False)"
 
@@ -151,7 +150,7 @@ def test_a_stop_is_passed_on_and_everybody_has_time_for_it(stage: Stage, capsys:
     )
 
     def user() -> None:
-        eventually(lambda: (stage.folder / "ready").exists() and stage.starts("worker2"))
+        until(lambda: (stage.folder / "ready").exists() and stage.starts("worker2"))
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=user, daemon=True).start()
@@ -167,7 +166,7 @@ def test_a_child_that_ignores_the_stop_is_killed(stage: Stage) -> None:
     )
 
     def user() -> None:
-        eventually(lambda: all((stage.folder / f"deafworker{number}").exists() for number in (1, 2)))
+        until(lambda: all((stage.folder / f"deafworker{number}").exists() for number in (1, 2)))
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=user, daemon=True).start()
@@ -254,12 +253,12 @@ def test_a_launcher_that_is_killed_leaves_no_child(stage: Stage) -> None:
     stage.children_are(server=body, worker=body, flags="")
     with subprocess.Popen([REAL_PYTHON, "-c", LAUNCH, str(stage.folder)], env=launch_env()) as process:
         try:
-            eventually(lambda: len(list(stage.folder.glob("ready_*"))) == 3)
+            until(lambda: len(list(stage.folder.glob("ready_*"))) == 3)
         finally:
             process.kill()
     pids = stage.pids()
     assert len(pids) == 3
-    eventually(lambda: all(is_gone(pid) for pid in pids))
+    until(lambda: all(is_gone(pid) for pid in pids))
 
 
 def test_a_stop_before_the_processes_are_there_is_not_lost(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

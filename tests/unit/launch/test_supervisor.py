@@ -13,10 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stage import is_gone
 
 from async_grpo.launch import supervisor as supervisor_module
 from async_grpo.launch.supervisor import Child, Exits, Restart, Supervisor, exit_reason
+from patience import is_gone
 
 SLEEP = ("sleep", "1000")
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(1000)"

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +17,7 @@ from queue_samples import RUN, answer, make_job
 from async_grpo.queue import ServerQueue, WorkerQueue, liveness, wakeups
 from async_grpo.queue.wakeups import IN_MOVED_TO, DirectoryWatch
 from async_grpo.rundir.locks import KernelLock, describe_holder
+from patience import until
 
 HOLDER = """
 import sys, time
@@ -47,15 +47,6 @@ def kill(process: subprocess.Popen[str]) -> None:
     process.wait()
     assert process.stdout is not None
     process.stdout.close()
-
-
-def eventually(condition: object, deadline_s: float = 60.0) -> bool:
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        if condition():  # type: ignore[operator]  # a test hands in a lambda
-            return True
-        time.sleep(0.005)
-    return False
 
 
 @pytest.fixture(params=["inotify", "blind"])
@@ -126,7 +117,7 @@ def test_the_server_wakes_for_a_result(server: ServerQueue, watching: str) -> No
 
         late = threading.Timer(0.05, serve)
         late.start()
-        assert eventually(lambda: server.wait(5) and server.finished())
+        until(lambda: server.wait(5) and server.finished())
         late.join()
 
 
@@ -150,9 +141,9 @@ def test_a_killed_workers_job_is_pending_again_without_anyone_asking(
     assert server.counts().processing == 1
     assert [worker.pid for worker in server.workers()] == [process.pid]
     kill(process)
-    assert eventually(lambda: server.counts().pending == 1)
+    until(lambda: server.counts().pending == 1)
     assert server.workers() == []
-    assert eventually(lambda: server.wait(1))  # told of it
+    until(lambda: server.wait(1))  # told of it
 
 
 def test_a_stopped_worker_keeps_its_job(server: ServerQueue) -> None:
@@ -162,4 +153,4 @@ def test_a_stopped_worker_keeps_its_job(server: ServerQueue) -> None:
     assert server.recover_dead() == []
     assert server.counts().processing == 1
     kill(process)
-    assert eventually(lambda: server.counts().pending == 1)
+    until(lambda: server.counts().pending == 1)

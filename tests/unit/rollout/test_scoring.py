@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from async_grpo.rollout.scoring import Scored, Scoring
+from patience import until
 
 DEADLINE_S = 60.0
 AT_MOST = 2
@@ -90,10 +89,3 @@ def test_in_the_callers_thread_groups_are_scored_in_order() -> None:
     assert [outcome.group for outcome in score.finished(0)] == [2, 1]
     assert threads == [threading.current_thread()] * 2
     assert not score.busy
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)

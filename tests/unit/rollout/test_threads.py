@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from textwrap import dedent
@@ -14,19 +13,13 @@ import pytest
 
 from async_grpo.rollout import threads as threads_module
 from async_grpo.rollout.threads import KeptThreads
+from patience import until
 
 DEADLINE_S = 60
 
 
 def note_thread(seen: SimpleQueue[tuple[int, str]]) -> Callable[[], None]:
     return lambda: seen.put((threading.get_ident(), threading.current_thread().name))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_one_thread_serves_one_task_after_the_other() -> None:

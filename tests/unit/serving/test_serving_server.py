@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 from async_grpo.errors import GeneratorError, UsageError
 from async_grpo.serving import vllm_server
 from async_grpo.serving.vllm_server import ServerPlan, VLLMServerProcess, free_port
+from patience import until
 
 HERE = Path(__file__).parent
 FIRST_PORT = 18000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) + os.getpid() % 400
@@ -50,7 +50,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     yield build
     for server in made:
         server.end(grace_s=5.0)
-    wait_for(lambda: not any(map(lives, pids(tmp_path))), "the end of all processes")
+    until(lambda: not any(map(lives, pids(tmp_path))), "the end of all processes")
 
 
 def lives(pid: int) -> bool:
@@ -66,14 +66,6 @@ def lives(pid: int) -> bool:
 def pids(folder: Path) -> list[int]:
     """Of every server that was started, and its child."""
     return [pid for path in folder.glob("*.json") for pid in (int(path.stem), json.loads(path.read_text())["child"])]
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + 60
-    while not (found := condition()):
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-    return found
 
 
 def test_it_is_started_asked_and_ended(make: Make, tmp_path: Path) -> None:
@@ -94,7 +86,7 @@ def test_killed_before_it_is_ready_it_is_started_three_times(make: Make, tmp_pat
         if server.pid not in killed and (tmp_path / f"{server.pid}.json").exists():
             killed.append(server.pid)
             os.kill(server.pid, signal.SIGKILL)
-            wait_for(lambda: not server.running, "its end")
+            until(lambda: not server.running, "its end")
         return False
 
     server.answers = answers  # type: ignore[method-assign]
@@ -109,7 +101,7 @@ def test_killed_later_it_is_started_again_and_leaves_nothing(make: Make, tmp_pat
         server.wait_ready(60)
         first = server.pid
         os.kill(first, signal.SIGKILL)
-        wait_for(lambda: not server.running, "its end")
+        until(lambda: not server.running, "its end")
         assert not server.answers()
         server.restart()
         server.wait_ready(60)
@@ -124,7 +116,7 @@ def test_a_server_that_ends_says_why(make: Make) -> None:
 
 def test_a_wait_has_an_end_and_shows_the_last_line(make: Make, tmp_path: Path) -> None:
     with make(hangs=True) as server:
-        wait_for(lambda: pids(tmp_path), "its start")
+        until(lambda: pids(tmp_path), "its start")
         with pytest.raises(GeneratorError, match=r"Timed out after 0 s.*Loading the weights"):
             server.wait_ready(0.1)
 
@@ -147,7 +139,7 @@ def test_another_program_that_has_its_port_is_not_taken_for_it(
     with make(waits_for=str(go)) as server:
         restart = server.restart
         monkeypatch.setattr(server, "restart", lambda: go.touch() or restart())
-        wait_for(lambda: pids(tmp_path), "its start")
+        until(lambda: pids(tmp_path), "its start")
         with HTTPServer(("127.0.0.1", server.port), Healthy) as other:
             Thread(target=other.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
             with urlopen(f"{server.base_url}/health", timeout=60) as answer:

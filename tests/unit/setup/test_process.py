@@ -6,16 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import dedent
 
-import psutil
 import pytest
 
 from async_grpo.setup.process import STACKS_SIGNAL, own_compile_cache
+from patience import is_gone, until
 
 DEADLINE_S = 60.0
 
@@ -35,20 +34,6 @@ def child(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 def says(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == line + "\n"
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.02)
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -118,7 +103,7 @@ while True:
         assert "ready" in lines
         pid = int((lines - {"ready"}).pop())
         parent.kill()
-        eventually(lambda: is_gone(pid))
+        until(lambda: is_gone(pid))
 
 
 def test_a_child_whose_parent_died_before_it_could_ask_ends_too() -> None:
@@ -183,7 +168,7 @@ def test_a_hung_process_writes_its_stacks_when_it_is_signalled_and_lives_on(tmp_
     with child(HUNG, str(stacks)) as process:
         says(process, "ready")
         process.send_signal(STACKS_SIGNAL)
-        eventually(lambda: "in <module>" in stacks.read_text())
+        until(lambda: "in <module>" in stacks.read_text())
         assert "in waits_for_ever" in stacks.read_text()
         assert process.poll() is None
         assert stacks.stat().st_mode & 0o777 == 0o600

@@ -31,6 +31,7 @@ from async_grpo.slots.ledger import (
 )
 from async_grpo.slots.places import Place, core_places, gpu_places
 from async_grpo.slots.schedule import Command, Schedule, Task
+from patience import is_gone
 
 DEADLINE_S = 60.0
 HELD = held.__file__
@@ -71,13 +72,6 @@ class Yard:
 @pytest.fixture
 def yard(tmp_path: Path) -> Yard:
     return Yard(tmp_path)
-
-
-def has_ended(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_more_tasks_than_places_wait_and_the_longest_start_first(yard: Yard) -> None:
@@ -180,7 +174,7 @@ def test_what_a_left_process_has_started_and_does_not_end_is_killed_with_it(yard
         servers = psutil.Process(launcher.pid).children(recursive=True)
         record = Record(task="a", state=RUNNING, pid=launcher.pid, born=born(launcher.pid))
         end_leftovers([record], grace_s=0.1, say=yard.said.append)
-        assert servers and not [server for server in servers if not has_ended(server)]
+        assert servers and not [server for server in servers if not is_gone(server)]
     finally:
         for process in (*servers, launcher):
             with suppress(psutil.NoSuchProcess):

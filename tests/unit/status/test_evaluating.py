@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from loguru import logger
 from rich.console import Console
 
 from async_grpo.errors import WaitTimeoutError
@@ -40,15 +39,7 @@ def test_an_evaluation_without_training_has_a_bar_of_problems(tmp_path: Path) ->
     lock.release()
 
 
-@pytest.fixture
-def said() -> Any:
-    lines = list[str]()
-    sink = logger.add(lines.append, format="{message}", level="INFO")
-    yield lines
-    logger.remove(sink)
-
-
-def test_the_pace_counts_what_was_answered_now(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+def test_the_pace_counts_what_was_answered_now(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> None:
     told = list[dict[str, Any]]()
     now = [100.0]
     monkeypatch.setattr(evaluator, "time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -62,7 +53,7 @@ def test_the_pace_counts_what_was_answered_now(monkeypatch: pytest.MonkeyPatch, 
         {"answered": 40, "problems": 100, "eta_s": None},
         {"answered": 60, "problems": 100, "eta_s": 20.0},
     ]
-    assert said == ["60 of 100 problems answered, ETA 20 s\n"], "a line now and then, for a screen without a terminal"
+    assert messages == ["60 of 100 problems answered, ETA 20 s"], "a line now and then, for a screen without a terminal"
     now[0] += evaluator.PATIENCE_S + 1
     with pytest.raises(WaitTimeoutError, match="waiting for an answered problem"):
         pace.tell()

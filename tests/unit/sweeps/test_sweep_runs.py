@@ -8,8 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,10 @@ from async_grpo.slots.ledger import FINISHED, RUNNING, Ledger, read
 from async_grpo.slots.places import Place
 from async_grpo.sweeps import plan, ports, report, sweep
 from async_grpo.sweeps.preflight import Preflight
+from patience import until
 
 DEADLINE_S = 60.0
 BAND_PLOT = report.band_plot
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_each_seed_has_folders_names_caches_and_a_log_of_its_own(yard: SweepYard) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from loguru import logger
 from transformers import TrainerState
 from unit_fakes import make_group, make_job
 
@@ -36,14 +34,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     for module in (metrics_module, rollout_metrics_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=clock.monotonic))
     return clock
-
-
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
-    yield lines
-    logger.remove(sink)
 
 
 def step_logs(reward: float = 0.5, **more: Any) -> dict[str, Any]:

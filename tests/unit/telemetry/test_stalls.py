@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from loguru import logger
 from telemetry_fakes import worker
 
 from async_grpo.records import WorkerId
@@ -37,14 +35,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return clock
 
 
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    yield lines
-    logger.remove(sink)
-
-
 def record(name: str, progress_s: float, *waits_on: str, **more: object) -> ActivityRecord:
     state = WAITING if waits_on else GENERATING
     return ActivityRecord(name=name, progress_s=progress_s, state=state, waits_on=waits_on, **more)  # type: ignore[arg-type]
@@ -64,7 +54,7 @@ def test_a_process_is_not_stalled_while_one_that_it_waits_for_makes_progress() -
 
 
 def test_a_stall_is_reported_once_and_again_when_it_has_lasted_twice_as_long(
-    tmp_path: Path, clock: SimpleNamespace, messages: list[str]
+    tmp_path: Path, clock: SimpleNamespace, warnings: list[str]
 ) -> None:
     writer = worker(tmp_path)
     warning = StallReporter(writer, tmp_path, 60.0)
@@ -72,11 +62,11 @@ def test_a_stall_is_reported_once_and_again_when_it_has_lasted_twice_as_long(
     writer.doing(SCORING)
 
     def lasts(seconds: int) -> list[str]:
-        messages.clear()
+        warnings.clear()
         for _ in range(seconds):
             clock.now += 1
             warning.look(clock.now)
-        return list(messages)
+        return list(warnings)
 
     assert lasts(59) == []
     assert lasts(1) == ["no progress for 60 s: scoring 2 groups for 60 s"]
@@ -88,30 +78,30 @@ def test_a_stall_is_reported_once_and_again_when_it_has_lasted_twice_as_long(
 
 
 def test_the_warning_names_what_is_waited_for_and_what_the_others_do(
-    tmp_path: Path, clock: SimpleNamespace, messages: list[str]
+    tmp_path: Path, clock: SimpleNamespace, warnings: list[str]
 ) -> None:
     worker(tmp_path, "dev1", state=LOADING)
     server = worker(tmp_path, "server")
     server.waits("4 more groups from 1 worker", ["dev1"])
     clock.now += 61
     StallReporter(server, tmp_path, 60.0).look(clock.now)
-    assert messages == [], "loading takes its time"
+    assert warnings == [], "loading takes its time"
     clock.now += stalls.LOADING_S
     StallReporter(server, tmp_path, 60.0).look(clock.now)
-    [message] = messages
+    [message] = warnings
     assert message.startswith(
         "no progress for 61 s: waiting 5 min for 4 more groups from 1 worker; dev1 is loading for"
     )
 
 
-def test_the_thread_looks_by_itself(tmp_path: Path, messages: list[str]) -> None:
+def test_the_thread_looks_by_itself(tmp_path: Path, warnings: list[str]) -> None:
     writer = worker(tmp_path, state=GENERATING)
     warning = StallReporter(writer, tmp_path, 0.05).start()
     try:
-        wait_until(lambda: messages or None, what="a warning", timeout_s=60, poll_s=0.01)
+        wait_until(lambda: warnings or None, what="a warning", timeout_s=60, poll_s=0.01)
     finally:
         warning.close()
-    assert messages[0].startswith("no progress for 0.")
+    assert warnings[0].startswith("no progress for 0.")
 
 
 def test_a_state_without_jobs_and_one_with_jobs_of_another_phase() -> None:
@@ -135,17 +125,17 @@ class Watch:
         return self.detector.hang(pid)
 
 
-def test_a_wait_after_long_loading_is_no_stall(tmp_path: Path, clock: SimpleNamespace, messages: list[str]) -> None:
+def test_a_wait_after_long_loading_is_no_stall(tmp_path: Path, clock: SimpleNamespace, warnings: list[str]) -> None:
     activity = Activity()
     activity.publish(tmp_path, "server", device="cpu", run_id="r", state=LOADING)
     reporter = StallReporter(activity, tmp_path, after_s=60.0)
     clock.now += 76.0
     activity.waits("4 groups", on=["dev1"])
     reporter.look(clock.now)
-    assert messages == []
+    assert warnings == []
     clock.now += 61.0
     reporter.look(clock.now)
-    assert messages == ["no progress for 61 s: waiting 61 s for 4 groups"]
+    assert warnings == ["no progress for 61 s: waiting 61 s for 4 groups"]
 
 
 @pytest.fixture

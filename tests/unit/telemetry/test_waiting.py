@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from loguru import logger
 
 from async_grpo.errors import PeerDiedError, WaitTimeoutError
 from async_grpo.telemetry import waiting
 from async_grpo.telemetry.waiting import wait_until
-
-
-@pytest.fixture
-def messages() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="INFO")
-    yield lines
-    logger.remove(sink)
 
 
 def test_what_became_ready_is_returned_even_if_it_is_false() -> None:

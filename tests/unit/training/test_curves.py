@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from loguru import logger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from async_grpo.training.reporting import CurvesCallback
-
-
-@pytest.fixture
-def warnings() -> Iterator[list[str]]:
-    said: list[str] = []
-    handler = logger.add(said.append, level="WARNING")
-    yield said
-    logger.remove(handler)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from loguru import logger
 from torch import nn
 
 from async_grpo.training import weight_publisher
@@ -35,14 +33,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(weight_publisher, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
-
-
-@pytest.fixture
-def warnings() -> Iterator[list[str]]:
-    lines: list[str] = []
-    sink = logger.add(lambda message: lines.append(message.record["message"]), level="WARNING")
-    yield lines
-    logger.remove(sink)
 
 
 def test_a_version_without_a_slot_is_tried_again_and_told_when_that_lasts(
