@@ -150,7 +150,7 @@ class Control:
         header = Header(mapping, generation, slots)
         header.initialise()
         locks = LockFile(f"/proc/self/fd/{fd.fileno()}", writable=True, what=f"weight exporter {generation}")
-        locks.try_exclusive(OWNER_BYTE)
+        locks.try_lock(OWNER_BYTE)
         return cls(header, locks, fd)
 
     @classmethod
@@ -166,7 +166,7 @@ class Control:
         except (FileNotFoundError, ProcessLookupError) as error:
             raise memfd.exporter_gone(pid) from error
         if reader:
-            locks.try_shared(ATTACHED_BYTE)
+            locks.try_lock(ATTACHED_BYTE, shared=True)
         return cls(header, locks)
 
     @property

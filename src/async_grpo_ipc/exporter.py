@@ -228,7 +228,7 @@ class WeightExporter:
         """Lock a slot that is not the newest (with a single slot: that one), the oldest first, without waiting."""
         for slot in sorted(range(len(self._in_slots)), key=self._in_slots.__getitem__):
             is_newest = slot == self._current and len(self._in_slots) > 1
-            if not is_newest and self._control.locks.try_exclusive(FIRST_SLOT_BYTE + slot):
+            if not is_newest and self._control.locks.try_lock(FIRST_SLOT_BYTE + slot):
                 return slot
         return None
 
@@ -258,7 +258,7 @@ class WeightExporter:
         for slot in held:
             self._mark(slot, SlotState.EMPTY, -1)
         deadline = time.monotonic() + READERS_END_S
-        while held := {s for s in held if not self._control.locks.try_exclusive(FIRST_SLOT_BYTE + s)}:
+        while held := {s for s in held if not self._control.locks.try_lock(FIRST_SLOT_BYTE + s)}:
             if time.monotonic() >= deadline:
                 logger.warning(
                     "The weights' memory is given up while it is read, by %s: what they "

@@ -89,11 +89,16 @@ class LockFile:
         opened = os.fstat(self._fd.fileno())
         self._device, self.inode = opened.st_dev, opened.st_ino
 
-    def try_exclusive(self, byte: int) -> bool:
-        return self._try(fcntl.F_WRLCK, byte)
-
-    def try_shared(self, byte: int) -> bool:
-        return self._try(fcntl.F_RDLCK, byte)
+    def try_lock(self, byte: int, *, shared: bool = False) -> bool:
+        """Hold this byte, alone or with others; False if another opened file is in the way."""
+        request = _FLOCK.pack(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        try:
+            fcntl.fcntl(self._fd.fileno(), fcntl.F_OFD_SETLK, request)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        return True
 
     def unlock(self, byte: int) -> None:
         if self._fd.is_open:  # in a forked child it is closed, and the lock is the parent's
@@ -122,15 +127,6 @@ class LockFile:
     def close(self) -> None:
         self._fd.close()
 
-    def _try(self, kind: int, byte: int) -> bool:
-        try:
-            fcntl.fcntl(self._fd.fileno(), fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return False
-            raise
-        return True
-
 
 class SlotLeases:
     """Shared holds on slots, counted: the kernel keeps one lock per opened file, this process may want several."""
@@ -143,7 +139,7 @@ class SlotLeases:
     def try_acquire(self, slot: int) -> bool:
         self._locks.require_own()
         with self._mutex:
-            if self._counts[slot] == 0 and not self._locks.try_shared(FIRST_SLOT_BYTE + slot):
+            if self._counts[slot] == 0 and not self._locks.try_lock(FIRST_SLOT_BYTE + slot, shared=True):
                 return False
             self._counts[slot] += 1
             return True
@@ -167,7 +163,7 @@ class OwnerLock:
         fd = open_regular(path, os.O_CREAT | os.O_RDWR)
         try:
             self._locks = LockFile(f"/proc/self/fd/{fd}", writable=True, what=f"exporter at {handle}")
-            if not self._locks.try_exclusive(OWNER_BYTE):
+            if not self._locks.try_lock(OWNER_BYTE):
                 self._locks.close()
                 owner = os.pread(fd, 20, 0).decode("ascii", errors="replace")
                 raise ExporterAliveError(

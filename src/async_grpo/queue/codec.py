@@ -65,7 +65,8 @@ def encode_job(job: Job) -> bytes:
 def decode_job(data: bytes | bytearray, *, expect_seq: int | None = None, expect_run: str | None = None) -> Job:
     """The job in `data`; `BadFileError` says what is wrong with it."""
     schema, header, tensors = _unpack(data, _JOBS)
-    _together({"header": header}, tensors)
+    if tensors:
+        _together({"header": header}, tensors)
     job = Job(**_sound_fields(schema.header, header))
     _expect("sequence number", job.seq, expect_seq)
     _expect("run", job.run_id, expect_run)
@@ -107,7 +108,8 @@ def decode_group(
     """
     schema, header, tensors = _unpack(data, _GROUPS)
     texts = _parse(tensors.pop("texts").tobytes())
-    _together({"header": header, "texts": texts}, tensors)
+    if not tensors.keys().isdisjoint((IMAGES, TABLE)):
+        _together({"header": header, "texts": texts}, tensors)
     values: dict[str, Any] = {**_sound_fields(schema.header, header), **_sound_fields(schema.texts, texts), **tensors}
     group = RolloutGroup(**values)
     _expect("sequence number", group.job.seq, expect_seq)
@@ -138,8 +140,6 @@ def _apart(values: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
 
 def _together(values: dict[str, Any], tensors: Tensors) -> None:
     """Put the images of a file back into its JSON values."""
-    if not tensors.keys() & {IMAGES, TABLE}:
-        return
     if not tensors.keys() >= {IMAGES, TABLE}:
         _bad(f"its tensors {IMAGES} and {TABLE} must be given together")
     data, table = tensors.pop(IMAGES).tobytes(), _parse(tensors.pop(TABLE).tobytes())
@@ -254,7 +254,7 @@ def _unpack(data: bytes | bytearray, formats: dict[str, Schema]) -> tuple[Schema
     checksum = _checksum(view[:_CHECKSUM_AT], view[_CHECKSUM_END:])
     if data[_CHECKSUM_AT:_CHECKSUM_END] != checksum:
         _bad(f"its checksum is {checksum.decode()}, not {metadata['crc32c'][:8]!r}: the content was changed")
-    arrays = _arrays(data if type(data) is bytearray else bytearray(data), start, layout, schema)
+    arrays = _arrays(data if type(data) is bytearray else bytearray(data), start, layout, schema) if layout else {}
     return schema, _parse(metadata["header"]), arrays
 
 
@@ -270,8 +270,6 @@ def _checksum(*parts: bytes | memoryview) -> bytes:
 
 def _arrays(buffer: bytearray, start: int, layout: dict[str, Any], schema: Schema) -> Tensors:
     """The tensors as writable views of a file's bytes, of which those of the first begin at `start`."""
-    if not layout:
-        return {}
     import numpy as np
 
     arrays: Tensors = {}

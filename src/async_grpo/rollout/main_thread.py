@@ -35,8 +35,12 @@ LOOK_S = 0.5  # the main thread looks this often whether the loop's thread is al
 CALLS_DEEP = 2  # from a reward to code that looks which thread it is in
 ENDING_S = 2.0  # that a call in the main thread is given once the loop has ended
 
-_refused = threading.local()  # .count: how often this thread was not allowed to set a handler of a signal
 
+class _Refused(threading.local):
+    count = 0  # how often this thread was not allowed to set a handler of a signal
+
+
+_refused = _Refused()
 
 _CANNOT_USE_SIGNALS = (
     "A rollout_func, reset() of an environment, or an override of the trainer's generation wanted to use signals (a "
@@ -135,14 +139,14 @@ class UserCode:
         call = functools.partial(function, *args, **kwargs)
         if self._in_main:
             return main_thread.run(call)
-        before = _refusals()
+        before = _refused.count
         try:
             result = call()
         except BaseException:
-            if _refusals() == before:
+            if _refused.count == before:
                 raise
         else:
-            if _refusals() == before:
+            if _refused.count == before:
                 return result
         _refused.count = before
         if not self._in_main:
@@ -160,14 +164,14 @@ def refusing_signals() -> Iterator[None]:
     Raises:
         UnsupportedError: it failed after Python had not let it set a handler.
     """
-    before = _refusals()
+    before = _refused.count
     try:
         yield
     except Exception as error:
-        if _refusals() == before:
+        if _refused.count == before:
             raise
         raise UnsupportedError(f"{type(error).__name__}: {error}. {_CANNOT_USE_SIGNALS}") from error
-    if _refusals() > before and not _said:
+    if _refused.count > before and not _said:
         _said.append(_CANNOT_USE_SIGNALS)
         logger.warning("{}", _CANNOT_USE_SIGNALS)
 
@@ -205,10 +209,6 @@ def _do(function: Callable[[], T], result: Future[T]) -> None:
         result.set_exception(error)
 
 
-def _refusals() -> int:
-    return getattr(_refused, "count", 0)
-
-
 @contextmanager
 def _refusals_are_counted() -> Iterator[None]:
     """Count, by thread, how often Python refuses to set a handler: a library may catch the error and say nothing."""
@@ -217,7 +217,7 @@ def _refusals_are_counted() -> Iterator[None]:
 
     def counting(number: int, handler: Any) -> Any:
         if threading.current_thread() is not threading.main_thread():
-            _refused.count = _refusals() + 1
+            _refused.count += 1
         return original(number, handler)
 
     module.signal = counting

@@ -17,27 +17,27 @@ def open_lock(tmp_path):
 
 def test_two_openings_exclude_each_other_in_one_process(open_lock):
     writer, reader = open_lock(), open_lock(writable=False)
-    assert writer.try_exclusive(3)
-    assert not reader.try_shared(3)
-    assert reader.try_shared(4), "each byte is a lock of its own"
+    assert writer.try_lock(3)
+    assert not reader.try_lock(3, shared=True)
+    assert reader.try_lock(4, shared=True), "each byte is a lock of its own"
     assert reader.held_elsewhere(3) and not writer.held_elsewhere(3)
     assert writer.held_elsewhere(4) and not writer.held_elsewhere(4, exclusive_only=True)
     writer.unlock(3)
-    assert reader.try_shared(3)
-    assert not writer.try_exclusive(3)
+    assert reader.try_lock(3, shared=True)
+    assert not writer.try_lock(3)
 
 
 def test_closing_drops_the_locks(open_lock):
     first, second = open_lock(), open_lock()
-    first.try_exclusive(1)
+    first.try_lock(1)
     first.close()
-    assert second.try_exclusive(1)
+    assert second.try_lock(1)
 
 
 def test_holders_are_found_for_messages(open_lock):
     lock, other = open_lock(), open_lock()
     assert other.holders(1) == []
-    lock.try_shared(1)
+    lock.try_lock(1, shared=True)
     assert other.holders(1) == [os.getpid()]
     assert other.holders(2) == []
 
@@ -46,9 +46,9 @@ def test_leases_are_counted(open_lock):
     writer, leases = open_lock(), SlotLeases(open_lock(writable=False))
     assert leases.try_acquire(0) and leases.try_acquire(0)
     leases.release(0)
-    assert not writer.try_exclusive(FIRST_SLOT_BYTE)
+    assert not writer.try_lock(FIRST_SLOT_BYTE)
     leases.release(0)
-    assert writer.try_exclusive(FIRST_SLOT_BYTE)
+    assert writer.try_lock(FIRST_SLOT_BYTE)
     assert not leases.try_acquire(0)
 
 
@@ -65,7 +65,7 @@ def test_a_forked_child_has_neither_descriptor_nor_lease(open_lock):
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert not open_lock().try_exclusive(FIRST_SLOT_BYTE)
+    assert not open_lock().try_lock(FIRST_SLOT_BYTE)
 
 
 def test_a_closed_descriptor_says_so(tmp_path):
