@@ -1,8 +1,9 @@
-"""The record of a group that was generated and scored."""
+"""A group as TRL has made it, its scores, and the record of both."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,38 @@ from async_grpo.records import RolloutGroup, Timings
 from async_grpo.rollout.prompts import prompt_of
 
 if TYPE_CHECKING:
-    from async_grpo.rollout.trl_trainer import GeneratedGroup, Scores
+    import torch
+
+    from async_grpo.records import Job
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class GeneratedGroup:
+    """The G completions of one prompt group, not scored yet, as TRL made them."""
+
+    job: Job
+    version: int  # policy version that sampled the tokens; the oldest, where `token_versions` has more
+    rows: list[dict[str, Any]]  # [G], the group's dataset row, once per completion
+    prompts: list[Any]  # [G]
+    completions: list[Any]  # [G], text or messages
+    prompt_ids: list[list[int]]  # [G]
+    completion_ids: list[list[int]]  # [G]
+    logprobs: list[list[float]]  # [G]
+    token_versions: list[list[int]] | None  # [G], where weights change while a group is sampled
+    tool_masks: list[list[int]] | None  # [G]
+    environments: list[Any] | None  # [G]
+    state: Any  # what reward functions see as `trainer_state`: the trainer's when it issued the job
+    metrics: dict[str, list[float]]  # what TRL counted while generating: tool calls
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What the reward functions returned for one group."""
+
+    rewards: torch.Tensor  # [G, F], NaN for None
+    metrics: dict[str, list[float]]  # `log_metric`
+    extra_columns: dict[str, list[Any]]  # `log_extra`
+    turn_rewards: list[list[float]] | None = None  # [G], one a turn, NaN for none
 
 
 def to_record(

@@ -14,12 +14,11 @@ from functools import partial
 from itertools import accumulate, chain, repeat
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-import torch
-
 from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.images import images_in, opened
 from async_grpo.records import Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.finished import GeneratedGroup, Scores
 from async_grpo.rollout.main_thread import UserCode, asks_for_main_thread
 from async_grpo.rollout.prompts import (
     as_fields,
@@ -62,35 +61,6 @@ class Sample(Protocol):
     """
 
     def __call__(self, prompt_ids: list[list[int]], images: Images = None, fields: Fields | None = None) -> Tokens: ...
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class GeneratedGroup:
-    """The G completions of one prompt group, not scored yet, as TRL made them."""
-
-    job: Job
-    version: int  # policy version that sampled the tokens; the oldest, where `token_versions` has more
-    rows: list[dict[str, Any]]  # [G], the group's dataset row, once per completion
-    prompts: list[Any]  # [G]
-    completions: list[Any]  # [G], text or messages
-    prompt_ids: list[list[int]]  # [G]
-    completion_ids: list[list[int]]  # [G]
-    logprobs: list[list[float]]  # [G]
-    token_versions: list[list[int]] | None  # [G], where weights change while a group is sampled
-    tool_masks: list[list[int]] | None  # [G]
-    environments: list[Any] | None  # [G]
-    state: Any  # what reward functions see as `trainer_state`: the trainer's when it issued the job
-    metrics: dict[str, list[float]]  # what TRL counted while generating: tool calls
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """What the reward functions returned for one group."""
-
-    rewards: torch.Tensor  # [G, F], NaN for None
-    metrics: dict[str, list[float]]  # `log_metric`
-    extra_columns: dict[str, list[Any]]  # `log_extra`
-    turn_rewards: list[list[float]] | None = None  # [G], one a turn, NaN for none
 
 
 class RolloutTrainer:

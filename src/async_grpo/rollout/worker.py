@@ -35,8 +35,9 @@ from async_grpo.telemetry.waiting import Reminder
 
 if TYPE_CHECKING:
     from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
+    from async_grpo.rollout.finished import GeneratedGroup
     from async_grpo.rollout.scoring import Scored
-    from async_grpo.rollout.trl_trainer import GeneratedGroup, RolloutTrainer
+    from async_grpo.rollout.trl_trainer import RolloutTrainer
     from async_grpo_ipc import RemoteWeights
 
 

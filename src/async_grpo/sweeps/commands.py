@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from async_grpo.errors import UsageError
 from async_grpo.records import WorkerId
 from async_grpo.rundir.paths import FINISHED, RunDir
+from async_grpo.serving.vllm_server import is_free
 from async_grpo.setup.devices import physical_gpus
 from async_grpo.setup.generator_choice import STARTED_SERVER
 from async_grpo.setup.process import path_to_us
 from async_grpo.slots.places import Place
 from async_grpo.slots.schedule import Command
 from async_grpo.sweeps.plan import ASYNC, Run
-from async_grpo.sweeps.ports import choose
 
 PROGRAM = (sys.executable, "-m", "async_grpo.cli")
 CACHES = {  # by environment variable: compilers write there, and two that share a folder can clash
@@ -40,7 +41,7 @@ def command(run: Run, place: Place, *, offline: bool, serves: bool, say: Callabl
     """
     arguments = _async(run, place) if run.sweep.mode == ASYNC else _trl(run, place, serves=serves)
     if serves:
-        port, group_port = choose(run.port_pairs(), what=run.name, say=say)
+        port, group_port = _free_ports(run.port_pairs(), what=run.name, say=say)
         arguments += ["--set", f"vllm_server_port={port}", "--set", f"vllm_group_port={group_port}"]
         _name_server_log(run, place, port)
     log = run.training_log(place)
@@ -119,3 +120,24 @@ def wandb_is_offline(env: Mapping[str, str], home: Path) -> bool:
         return False
     netrc = home / ".netrc"
     return not (netrc.is_file() and "wandb" in netrc.read_text(errors="replace"))
+
+
+def _free_ports(pairs: Sequence[tuple[int, int]], *, what: str, say: Callable[[str], None]) -> tuple[int, int]:
+    """The first pair of which both ports are free. Says which are taken.
+
+    Raises:
+        UsageError: no pair is free.
+    """
+    for pair in pairs:
+        taken = [port for port in pair if not is_free(port)]
+        if not taken:
+            if pair != pairs[0]:
+                say(f"{what} takes the next free ports, {pair[0]} and {pair[1]}")
+            return pair
+        if pair == pairs[0]:
+            say(f"{what}: port {' and '.join(map(str, taken))} is taken by another program")
+    first, last = pairs[0], pairs[-1]
+    raise UsageError(
+        f"{what}: of all ports from {first[0]} to {last[0]}, none is free together with its group port. Choose "
+        "another --base-port."
+    )

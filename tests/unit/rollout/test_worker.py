@@ -19,7 +19,8 @@ from async_grpo.queue import Claim
 from async_grpo.queue.codec import encode_group
 from async_grpo.records import RolloutGroup
 from async_grpo.rollout.engines import SampledGroup
-from async_grpo.rollout.trl_trainer import GeneratedGroup, RolloutTrainer, Scores
+from async_grpo.rollout.finished import GeneratedGroup, Scores
+from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.telemetry.activity import activity
 from async_grpo_ipc import ExporterDiedError
 

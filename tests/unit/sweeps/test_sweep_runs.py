@@ -18,7 +18,7 @@ from sweep_yard import SweepYard
 from async_grpo.errors import RunDirError, UsageError
 from async_grpo.slots.ledger import FINISHED, RUNNING, Ledger, read
 from async_grpo.slots.places import Place
-from async_grpo.sweeps import plan, ports, report, sweep
+from async_grpo.sweeps import commands, plan, report, sweep
 from async_grpo.sweeps.preflight import Preflight
 from patience import until
 
@@ -139,7 +139,7 @@ from pathlib import Path
 import pytest
 from sweep_yard import SweepYard, play
 from async_grpo.slots.places import Place
-from async_grpo.sweeps import plan, ports, report
+from async_grpo.sweeps import commands, plan, report
 from async_grpo.sweeps.preflight import Preflight
 folder = Path(sys.argv[1])
 play(pytest.MonkeyPatch(), folder)
@@ -209,7 +209,7 @@ def test_a_port_that_is_taken_is_said_and_the_next_free_pair_is_chosen(
     serving = Preflight(places=[Place(name="a")], offline=False, serves=True, stagger_s=0.0)
     monkeypatch.setattr("async_grpo.sweeps.sweep.preflight", lambda *_: serving)
     taken = lambda port: port in (8000, 51300)  # noqa: E731
-    monkeypatch.setattr(ports, "is_free", lambda port: not taken(port))
+    monkeypatch.setattr(commands, "is_free", lambda port: not taken(port))
     assert yard.run(yard.sweep(1, 2, 3)) == 0
     given = {seed: [text for text in arguments if text.startswith("vllm_")] for seed, _, arguments, _ in yard.starts()}
     assert given == {
@@ -227,6 +227,6 @@ def test_a_port_that_somebody_listens_on_is_not_free() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert not ports.is_free(port)
+        assert not commands.is_free(port)
         with pytest.raises(UsageError, match="Choose another --base-port"):
-            ports.choose([(port, port)], what="a run", say=lambda text: None)
+            commands._free_ports([(port, port)], what="a run", say=lambda text: None)
