@@ -26,15 +26,15 @@ HOSTILE = (
 class ArchivedRun:
     """Groups of two completions and two reward functions; `use` is an optimizer step."""
 
-    def __init__(self, root: Path, *, state: str = "stopped") -> None:
+    def __init__(self, root: Path, *, state: str = "stopped", **more: Any) -> None:
         self.root = root / "worker"
         ServerQueue.open(self.root, RUN, watch_workers=False).close()
         self.run = RunDir(self.root)
-        self.run.write_state(RunState(run_id=RUN, state=state, config="c.py", started=""))
+        self.run.write_state(RunState(run_id=RUN, state=state, config="c.py", started="", **more))
         self.begin(None)
 
-    def begin(self, resumed_from: int | None) -> None:
-        self.line(run_id=RUN, resumed_from=resumed_from, max_staleness=4)
+    def begin(self, resumed_from: int | None, max_staleness: int = 4) -> None:
+        self.line(run_id=RUN, resumed_from=resumed_from, max_staleness=max_staleness)
 
     def line(self, **entry: Any) -> None:
         with self.run.consumption.open("a") as file:

@@ -10,43 +10,27 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from archived_run import RUN, ArchivedRun
 
 from async_grpo.archive.audit import Audit, audit
 from async_grpo.archive.checkpoint_folders import save
 from async_grpo.archive.rollout_state import RolloutState, pack_consumed
 from async_grpo.cli import main
 from async_grpo.errors import RunDirError
-from async_grpo.queue import ServerQueue
 from async_grpo.queue.codec import encode_group, encode_job
 from async_grpo.records import Job, RolloutGroup
 from async_grpo.rundir.paths import RunDir, RunState
 
-RUN = "0123456789ab"
 
-
-class FakeRun:
-    """A run directory as a parameter server and its workers leave it: batches of two groups, three steps."""
+class FakeRun(ArchivedRun):
+    """Batches of two groups, three steps."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root / "worker"
         self.output_dir = root / "outputs"
-        ServerQueue.open(self.root, RUN, watch_workers=False).close()
-        self.run = RunDir(self.root)
-        self.run.write_state(
-            RunState(run_id=RUN, state="stopped", config="c.py", started="", step=3, output_dir=str(self.output_dir))
-        )
-        self.begin(None)
-
-    def begin(self, resumed_from: int | None, max_staleness: int = 4) -> None:
-        self.line(run_id=RUN, resumed_from=resumed_from, max_staleness=max_staleness)
-
-    def line(self, **entry: Any) -> None:
-        with self.run.consumption.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
+        super().__init__(root, step=3, output_dir=str(self.output_dir))
 
     def use(self, step: int, seqs: list[int], version: int | None = None, files: bool = True) -> None:
         """One optimizer step with rollouts of `version`, by default fresh ones."""
