@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.choice import transformers_engine
-from async_grpo.rollout.finished import to_record
+from async_grpo.rollout.trl_group import to_record
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.setup.trl_compat import repair_trl
 from async_grpo.training.corrections.rule import Rule

@@ -27,7 +27,7 @@ from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.engines.choice import transformers_engine
-from async_grpo.rollout.finished import GeneratedGroup, to_record
+from async_grpo.rollout.trl_group import GeneratedGroup, to_record
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.rollout.turns.groups import Turns
 from async_grpo.setup.trl_compat import repair_trl

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from async_grpo.rollout.threads import KeptThreads
 
 if TYPE_CHECKING:
-    from async_grpo.rollout.finished import GeneratedGroup, Scores
+    from async_grpo.rollout.trl_group import GeneratedGroup, Scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,11 @@ from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.images import images_in, opened
 from async_grpo.records import Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
-from async_grpo.rollout.finished import GeneratedGroup, Scores
 from async_grpo.rollout.main_thread import UserCode, asks_for_main_thread
-from async_grpo.rollout.prompts import (
+from async_grpo.rollout.threads import let_threads_share_tokenizers
+from async_grpo.rollout.trl_group import (
+    GeneratedGroup,
+    Scores,
     as_fields,
     merge_extra_fields,
     prompt_of,
@@ -28,7 +30,6 @@ from async_grpo.rollout.prompts import (
     refuse_written_images,
     rows_of_jobs,
 )
-from async_grpo.rollout.threads import let_threads_share_tokenizers
 from async_grpo.setup.generator_choice import engine_inside, has_images, refuse_late_vllm
 from async_grpo.setup.overrides import overridden
 

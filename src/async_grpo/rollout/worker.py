@@ -35,8 +35,8 @@ from async_grpo.telemetry.waiting import Reminder
 
 if TYPE_CHECKING:
     from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
-    from async_grpo.rollout.finished import GeneratedGroup
     from async_grpo.rollout.scoring import Scored
+    from async_grpo.rollout.trl_group import GeneratedGroup
     from async_grpo.rollout.trl_trainer import RolloutTrainer
     from async_grpo_ipc import RemoteWeights
 
@@ -47,7 +47,8 @@ LATE_S = 2.0  # a job whose weights are not there for so long gives way to other
 SAY_AT_MOST = 3  # failures of the same text that are shown
 SCORING_WAKE_S = 0.02  # a worker that has groups being scored looks for new jobs this often
 IDLE_WAKE_S = 0.5  # an idle worker looks at the run's state this often
-LOOK_S = 0.02  # any other looks for the run's end this often, and, while it samples, for jobs and weights
+RUN_LOOK_S = 0.2  # any other does so this often
+LOOK_S = 0.02  # a worker that is sampling looks for jobs and weights this often
 SERVER_POLL_S = 0.02  # a worker that no server serves looks for one this often
 WEIGHTS_POLL_S = 0.002  # a worker that has nothing to do but wait for weights looks for them this often
 
@@ -250,7 +251,7 @@ class Worker:
 
     def _publish(self, outcome: Scored) -> None:
         """Hand a scored group back, or its job where scoring failed."""
-        from async_grpo.rollout.finished import to_record
+        from async_grpo.rollout.trl_group import to_record
 
         activity.progress()
         if outcome.scores is None:
@@ -345,7 +346,7 @@ class Worker:
         now = time.monotonic()
         if now < self._check_run_at:
             return True
-        self._check_run_at = now + LOOK_S
+        self._check_run_at = now + RUN_LOOK_S
         state = self._run_dir.read_state()
         if state is None or state.state != runs.RUNNING:
             return False
@@ -353,6 +354,7 @@ class Worker:
         if self._queue.served():
             self._unserved_since = None
             return True
+        self._check_run_at = now + SERVER_POLL_S
         if self._unserved_since is None:
             self._unserved_since = now
             if not server_alive(self._run_dir.root):

@@ -19,7 +19,7 @@ from async_grpo.queue import Claim
 from async_grpo.queue.codec import encode_group
 from async_grpo.records import RolloutGroup
 from async_grpo.rollout.engines import SampledGroup
-from async_grpo.rollout.finished import GeneratedGroup, Scores
+from async_grpo.rollout.trl_group import GeneratedGroup, Scores
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.telemetry.activity import activity
 from async_grpo_ipc import ExporterDiedError
@@ -28,6 +28,7 @@ from async_grpo_ipc import ExporterDiedError
 @pytest.fixture(autouse=True)
 def always_look(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("async_grpo.rollout.worker.LOOK_S", 0.0)
+    monkeypatch.setattr("async_grpo.rollout.worker.RUN_LOOK_S", 0.0)
 
 
 @pytest.fixture(autouse=True, params=["whole", "in threads"])

@@ -65,6 +65,11 @@ class FakePolicy:
         self.held = False
 
 
+@pytest.fixture(autouse=True)
+def look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "RUN_LOOK_S", worker_module.LOOK_S)
+
+
 def batch_setting(tmp_path: Path, jobs: list[Job], engine: FakeBatchEngine, **options: Any) -> Setting:
     return Setting(tmp_path, jobs, FakeEngine(), batch_engine=engine, **options)
 

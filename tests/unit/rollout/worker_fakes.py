@@ -17,7 +17,7 @@ from async_grpo.queue.names import PROCESSING, JobName
 from async_grpo.records import Job, RolloutGroup, WorkerId
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.continuous import Chunk, ContinuousEngine
-from async_grpo.rollout.finished import GeneratedGroup, Scores
+from async_grpo.rollout.trl_group import GeneratedGroup, Scores
 from async_grpo.rollout.worker import Worker, WorkerContext
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.process import StopRequest

@@ -20,8 +20,7 @@ from async_grpo.rollout.endpoint.episode import Episode, Limits
 from async_grpo.rollout.endpoint.protocol import Rules
 from async_grpo.rollout.endpoint.server import EndpointServer
 from async_grpo.rollout.engines.transformers import TransformersEngine
-from async_grpo.rollout.finished import GeneratedGroup
-from async_grpo.rollout.prompts import merge_extra_fields, prompt_of, refuse_unknown_sampling, rows_of
+from async_grpo.rollout.trl_group import GeneratedGroup, merge_extra_fields, prompt_of, refuse_unknown_sampling, rows_of
 from async_grpo.rollout.trl_trainer import state_at_issue
 from async_grpo.rollout.turns.asks import Ask
 from async_grpo.setup.generator_choice import HF, VLLM

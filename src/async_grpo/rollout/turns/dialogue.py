@@ -18,9 +18,8 @@ from typing import Any, NoReturn
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import images_in
 from async_grpo.records import Job
-from async_grpo.rollout.finished import GeneratedGroup
 from async_grpo.rollout.main_thread import refusing_signals
-from async_grpo.rollout.prompts import refuse_unknown_sampling, rows_of_jobs
+from async_grpo.rollout.trl_group import GeneratedGroup, refuse_unknown_sampling, rows_of_jobs
 from async_grpo.rollout.trl_trainer import (
     Batch,
     Images,

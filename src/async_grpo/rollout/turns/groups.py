@@ -23,8 +23,8 @@ from async_grpo.telemetry.activity import activity
 if TYPE_CHECKING:
     from async_grpo.records import Job
     from async_grpo.rollout.endpoint.harness import Harness
-    from async_grpo.rollout.finished import GeneratedGroup, Scores
     from async_grpo.rollout.policy import Policy
+    from async_grpo.rollout.trl_group import GeneratedGroup, Scores
     from async_grpo.rollout.trl_trainer import RolloutTrainer
     from async_grpo_ipc import RemoteWeights
 

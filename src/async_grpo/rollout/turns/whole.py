@@ -23,7 +23,7 @@ from async_grpo.rollout.threads import KeptThreads
 from async_grpo.rollout.turns.asks import Ask, Asks, as_exception
 
 if TYPE_CHECKING:
-    from async_grpo.rollout.finished import GeneratedGroup
+    from async_grpo.rollout.trl_group import GeneratedGroup
     from async_grpo.rollout.trl_trainer import Images, RolloutTrainer, Tokens
 
 TURN_WAIT_S = 4 * 3600.0  # for the completions of one turn; the worker's thread is watched meanwhile
