@@ -24,7 +24,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from async_grpo.errors import GeneratorError, UnsupportedError, UsageError
 from async_grpo.roles import served_trl
 from async_grpo.roles.served_trl import HOOKS, own_server
-from async_grpo.serving.vllm_server import ServerPlan
+from async_grpo.serving.vllm_server import ServerPlan, VLLMServerProcess
 
 pytestmark = pytest.mark.integration
 
@@ -51,8 +51,12 @@ class MortalServer(FakeVLLMServer):
 class Process:
     """In the place of `VLLMServerProcess`."""
 
+    answered, revive = VLLMServerProcess.answered, VLLMServerProcess.revive
+    _plan = property(lambda self: self.plans[-1])
+
     def __init__(self, server: MortalServer) -> None:
         self._server = server
+        self._deaths = 0
         self.base_url = server.url
         self.running = False
         self.starts = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.served import started
 from async_grpo.rollout.engines.served.started import FedPolicy, StartedServer
 from async_grpo.rollout.trl_trainer import RolloutTrainer
+from async_grpo.serving.vllm_server import VLLMServerProcess
 from async_grpo_ipc import WeightExporter, open_remote_memory
 from async_grpo_ipc.checkpoint import Adapter, checkpoint
 
@@ -66,8 +68,11 @@ class FedServer(FakeVLLMServer):
 class Process:
     """In the place of `VLLMServerProcess`."""
 
+    answered, revive = VLLMServerProcess.answered, VLLMServerProcess.revive
+
     def __init__(self, server: FedServer) -> None:
         self._server = server
+        self._deaths, self._plan = 0, SimpleNamespace(log="log")
         self.base_url = server.url
         self.starts = 0
         self.alive = False

@@ -12,6 +12,8 @@ from async_grpo.api.child import Process, wait_until_over
 from async_grpo.api.notebook import Panel
 from async_grpo.api.result import Result
 from async_grpo.errors import AsyncGRPOError, RunDirError, WaitTimeoutError
+from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.shape import is_number
 from async_grpo.settings import STOP_GRACE_S
 from async_grpo.status.snapshot import RunView, look
 
@@ -22,11 +24,9 @@ MARGIN_S = 30.0  # for the launcher, after the server's grace
 class Handle:
     """A run: `wait` for a step, look at its `status`, `stop` it. At the end of a `with` block it is stopped."""
 
-    def __init__(
-        self, run_dir: Path, process: Process, *, stop_grace_s: float = STOP_GRACE_S, panel: Panel | None = None
-    ) -> None:
+    def __init__(self, run_dir: Path, process: Process, *, panel: Panel | None = None) -> None:
         self.run_dir = run_dir
-        self._process, self._stop_grace_s = process, stop_grace_s
+        self._process = process
         self._panel = panel  # while something waits
 
     def status(self) -> RunView:
@@ -68,10 +68,19 @@ class Handle:
         """End the run as Ctrl-C does, with a checkpoint: `resume=True` continues it. An ended run stays."""
         if not self._process.is_over():
             self._process.ask_to_stop()
-            if not wait_until_over(self._process, self._stop_grace_s + MARGIN_S):
+            if not wait_until_over(self._process, self._grace_s() + MARGIN_S):
                 self._process.kill()
                 wait_until_over(self._process, MARGIN_S)
         return Result(self.run_dir)
+
+    def _grace_s(self) -> float:
+        """What the run was begun with: who resumes it or finds it again need not know."""
+        with suppress(AsyncGRPOError, OSError):
+            state = RunDir(self.run_dir).read_state()
+            kept = state.options.get("stop_grace") if state is not None else None
+            if is_number(kept):
+                return float(kept)
+        return STOP_GRACE_S
 
     def __enter__(self) -> Self:
         return self

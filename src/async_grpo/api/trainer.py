@@ -17,7 +17,6 @@ from async_grpo.api.result import Result
 from async_grpo.errors import UsageError, WaitTimeoutError
 from async_grpo.rundir.lifecycle import preview
 from async_grpo.rundir.paths import RunDir
-from async_grpo.settings import STOP_GRACE_S
 
 
 class AsyncGRPO:
@@ -52,7 +51,6 @@ class AsyncGRPO:
         if self._resume and self._overwrite:
             raise UsageError("resume and overwrite exclude each other: continue the unfinished run, or delete it.")
         self.run_dir = Path(run_dir).expanduser().absolute()
-        self._stop_grace_s = options.get("stop_grace", STOP_GRACE_S)
         self._has_panel = in_notebook() and "quiet" not in options
         if self._has_panel:
             options["quiet"] = True
@@ -84,7 +82,7 @@ class AsyncGRPO:
         command = ["train", str(self.setup_file), "--distributed", f"--run-dir={self.run_dir}", *self._flags]
         child = Child(command, self._payload, only_errors=self._has_panel)
         panel = Panel(self.run_dir) if self._has_panel else None
-        handle = Handle(self.run_dir, child, stop_grace_s=self._stop_grace_s, panel=panel)
+        handle = Handle(self.run_dir, child, panel=panel)
         try:
             self._await_beginning(child, before.run_id if before else "")
         except BaseException:

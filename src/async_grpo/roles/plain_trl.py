@@ -6,13 +6,15 @@ SIGTERM ends it after its optimizer step, with a checkpoint, from which the same
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from async_grpo.errors import BadFileError, RunDirError, UsageError
+from async_grpo.errors import BadFileError, DiskFullError, RunDirError, UsageError
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.folders import make_folder
+from async_grpo.rundir.locks import KernelLock, describe_holder
 from async_grpo.rundir.paths import FINISHED, RUNNING, STOPPED, RunDir
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import shaped
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
-PROGRESS = "plain_trl.json"  # in the run directory
+PROGRESS, LOCK = "plain_trl.json", "plain_trl.lock"  # in the run directory
 
 
 class Progress(NamedTuple):
@@ -31,6 +33,7 @@ class Progress(NamedTuple):
     state: str  # running, finished, stopped
     step: int
     total_steps: int
+    saved: int | None = None  # step of its newest checkpoint, 0: there is none; None: an earlier version did not say
 
 
 def read_progress(run_dir: Path) -> Progress | None:
@@ -44,19 +47,38 @@ def read_progress(run_dir: Path) -> Progress | None:
         raise RunDirError(f"{error}. Choose another --run-dir.") from error
 
 
+@contextmanager
+def held(run_dir: Path) -> Iterator[None]:
+    """One process at a time trains in a run directory. Enter it before the trainer is built, which takes long.
+
+    Raises:
+        RunDirError: it holds a run that has finished, or a distributed one, or another process trains in it.
+    """
+    has_begun(run_dir)
+    make_folder(run_dir)
+    lock = KernelLock(run_dir / LOCK)
+    if not lock.try_acquire({"role": "plain TRL"}):
+        raise RunDirError(
+            f"Another process trains in {run_dir} ({describe_holder(lock.holder())}). Wait for it, stop it, or choose "
+            "another --run-dir."
+        )
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def train(trainer: GRPOTrainer, run_dir: Path) -> None:
     """Train to the end, or to a stop. A run that was begun in the run directory continues from its newest checkpoint.
 
     Raises:
         RunDirError: it holds a run that has finished, or a distributed one.
     """
-    begun = has_begun(run_dir)
-    make_folder(run_dir)
+    begun = read_progress(run_dir) if has_begun(run_dir) else None
+    checkpoint = _newest_checkpoint(Path(trainer.args.output_dir), begun) if begun is not None else None
     stop = StopRequest().install()
     stop.defer()
-    trainer.add_callback(_reporter(RunDir(run_dir), stop))
-    place = Path(trainer.args.output_dir)
-    checkpoint = _newest_checkpoint(place) if begun else None
+    trainer.add_callback(_reporter(RunDir(run_dir), stop, saved=_step_of(checkpoint) if checkpoint is not None else 0))
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     except _AllStepsDone:
@@ -79,16 +101,25 @@ def has_begun(run_dir: Path) -> bool:
     return progress is not None
 
 
-def _newest_checkpoint(place: Path) -> Path | None:
-    """The newest one that is complete: the trainer's state is written last, and a kill may have cut it off."""
+def _newest_checkpoint(place: Path, progress: Progress) -> Path | None:
+    """The run's newest one that is complete: the trainer's state is written last, and a kill may have cut it off.
+
+    The folder may have later ones of another run.
+    """
     from transformers.trainer import TRAINER_STATE_NAME
 
+    last = progress.step if progress.saved is None else progress.saved
     found: dict[int, Path] = {}
     for path in place.glob("checkpoint-*"):
         with suppress(BadFileError, OSError, ValueError):
-            read_object(path / TRAINER_STATE_NAME)
-            found[int(path.name.removeprefix("checkpoint-"))] = path
+            if _step_of(path) <= last:
+                read_object(path / TRAINER_STATE_NAME)
+                found[_step_of(path)] = path
     return found[max(found)] if found else None
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("checkpoint-"))
 
 
 def evaluate_every(trainer: Any, steps: int) -> None:
@@ -113,7 +144,8 @@ def require_problems(eval_every: int, *, has_dataset: bool) -> None:
         )
 
 
-def _reporter(run: RunDir, stop: StopRequest) -> TrainerCallback:
+def _reporter(run: RunDir, stop: StopRequest, *, saved: int) -> TrainerCallback:
+    """What writes a run's files. `saved`: step of the checkpoint that it continues from; 0: none."""
     from transformers import TrainerCallback
 
     from async_grpo.telemetry.run_log import RunLog
@@ -122,6 +154,9 @@ def _reporter(run: RunDir, stop: StopRequest) -> TrainerCallback:
 
     class Reporter(TrainerCallback):
         """Writes what a sweep reads."""
+
+        def __init__(self) -> None:
+            self._saved = saved
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step >= state.max_steps:  # it was killed before it could say that it has finished
@@ -137,11 +172,17 @@ def _reporter(run: RunDir, stop: StopRequest) -> TrainerCallback:
             if stop.requested:
                 control.should_save = control.should_training_stop = True
 
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self._saved = state.global_step
+            self._say(state, RUNNING)
+
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self._say(state, FINISHED if state.global_step >= state.max_steps else STOPPED)
             log.close()
 
         def _say(self, state: Any, text: str) -> None:
-            write_json(run.root / PROGRESS, Progress(text, state.global_step, state.max_steps)._asdict())
+            progress = Progress(text, state.global_step, state.max_steps, self._saved)
+            with suppress(DiskFullError) if text == RUNNING else nullcontext():  # the next step may find room
+                write_json(run.root / PROGRESS, progress._asdict())
 
     return Reporter()

@@ -28,6 +28,8 @@ from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.run_log import REPLAY_LINE, RunLog, described
 from async_grpo.training.corrections.rule import Rule, rule
 
+CHUNK_BYTES = 1 << 20  # a file of weights may be larger than the memory
+
 
 class ReplayStoppedError(AsyncGRPOError):
     """Ctrl-C: what became of the replay."""
@@ -214,5 +216,7 @@ def weights_digest(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted(set(folder.glob("*.safetensors")) - set(folder.glob("rollout_batch*"))):
         digest.update(path.name.encode())
-        digest.update(path.read_bytes())
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
     return digest.hexdigest()

@@ -268,6 +268,8 @@ class AsyncTraining(TrainingEvents):
         trainer, settings = self._trainer, self._settings
         ks = settings.evaluated_ks()
         problems = evaluation_problems(trainer) if settings.eval_every else []
+        if settings.eval_every not in (0, TrainingSettings().eval_every) and not problems:
+            logger.warning("--eval-every: the setup file's trainer has no eval_dataset, so nothing is evaluated")
         judge = Judge.of(trainer.reward_funcs, AdvantageRule.from_record(hyperparameters(trainer, settings)))
 
         def begin(version: int) -> Evaluation:

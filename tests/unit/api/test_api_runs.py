@@ -10,10 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import async_grpo.api.child as child_module
+import async_grpo.api.handle as handle_module
 from async_grpo.api import AsyncGRPO, Handle
 from async_grpo.api.child import Child
 from async_grpo.errors import AsyncGRPOError, RunDirError, RunFailedError, SetupFileError, UsageError, WaitTimeoutError
@@ -129,6 +132,21 @@ def test_a_wait_ends_with_its_time_or_with_the_run(tmp_path: Path, setup_file: P
     assert goes_on.is_over(), "the block has stopped it"
     with pytest.raises(RunDirError, match="ended at step 0, before step 5"):
         handle.wait(step=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "grace_s"), [({"stop_grace": 240.0}, 240.0), ({}, 9.0), ({"stop_grace": "x"}, 9.0)]
+)
+def test_a_stop_gives_the_server_the_grace_that_the_run_was_begun_with(
+    options: dict[str, object], grace_s: float, tmp_path: Path, setup_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also through a handle that was found again, or of a resume, which name none."""
+    prepare(tmp_path / "w", config=setup_file, options=options)
+    waited: list[float] = []
+    monkeypatch.setattr(handle_module, "wait_until_over", lambda process, timeout_s: waited.append(timeout_s) or True)
+    nobody: Any = SimpleNamespace(is_over=lambda: False, ask_to_stop=lambda: None)
+    Handle(tmp_path / "w", nobody).stop()
+    assert waited == [grace_s + handle_module.MARGIN_S]
 
 
 def test_within_a_running_event_loop(

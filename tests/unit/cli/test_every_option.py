@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,6 +127,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr("async_grpo.setup.setup_file.load_trainer", load)
     monkeypatch.setattr("async_grpo.telemetry.trackers.name_for_wandb", lambda settings, env: None)
     monkeypatch.setattr("async_grpo.telemetry.trackers.name_run", note)
+    monkeypatch.setattr("async_grpo.roles.plain_trl.held", lambda run_dir: nullcontext())
     monkeypatch.setattr("async_grpo.roles.plain_trl.train", lambda trainer, run_dir: seen.update(run_dir=run_dir))
     monkeypatch.setattr(
         "async_grpo.roles.plain_trl.evaluate_every", lambda trainer, every: seen.update(eval_every=every)

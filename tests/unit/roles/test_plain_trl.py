@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from async_grpo.errors import RunDirError
-from async_grpo.roles.plain_trl import PROGRESS, Progress, read_progress, train
+from async_grpo.errors import DiskFullError, RunDirError
+from async_grpo.roles import plain_trl
+from async_grpo.roles.plain_trl import PROGRESS, Progress, _reporter, held, read_progress, train
+from async_grpo.rundir.paths import RunDir
+from async_grpo.setup.process import StopRequest
 
 TRAINER: Any = SimpleNamespace()  # nothing of it may be touched
 
@@ -62,7 +68,52 @@ def test_a_run_that_was_killed_after_its_last_step_only_ends(tmp_path: Path) -> 
     trainer.callback_handler = SimpleNamespace(on_train_end=lambda *given: callbacks[0].on_train_end(*given))
     write(tmp_path, state="running", step=9, total_steps=9)
     train(trainer, tmp_path)
-    assert read_progress(tmp_path) == Progress("finished", 9, 9)
+    assert read_progress(tmp_path) == Progress("finished", 9, 9, 0)
+
+
+@pytest.mark.parametrize(("saved", "expected"), [(None, "checkpoint-5"), (5, "checkpoint-5"), (0, None)])
+def test_checkpoints_of_another_run_in_the_same_folder_are_left_alone(
+    saved: int | None, expected: str | None, tmp_path: Path
+) -> None:
+    output, seen = tmp_path / "output", []
+    for step in (5, 100):
+        (output / f"checkpoint-{step}").mkdir(parents=True)
+        (output / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(output_dir=str(output)),
+        add_callback=lambda callback: None,
+        train=lambda **how: seen.append(how),
+    )
+    write(tmp_path, state="running", step=7, total_steps=200, **({} if saved is None else {"saved": saved}))
+    train(trainer, tmp_path)
+    assert seen == [{"resume_from_checkpoint": expected and str(output / expected)}]
+
+
+def test_what_it_has_saved_is_written_down_and_a_full_disk_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reporter: Any = _reporter(RunDir(tmp_path), StopRequest(), saved=0)
+    control = SimpleNamespace()
+    reporter.on_train_begin(None, SimpleNamespace(global_step=0, max_steps=9), control)
+    reporter.on_save(None, SimpleNamespace(global_step=4, max_steps=9), control)
+    with monkeypatch.context() as full:
+        full.setattr(plain_trl, "write_json", lambda *given: (_ for _ in ()).throw(DiskFullError("no room")))
+        reporter.on_step_end(None, SimpleNamespace(global_step=5, max_steps=9), control)
+        with pytest.raises(DiskFullError):
+            reporter.on_train_end(None, SimpleNamespace(global_step=9, max_steps=9), control)
+    assert read_progress(tmp_path) == Progress("running", 4, 9, 4)
+
+
+def test_one_process_trains_in_a_run_directory(tmp_path: Path) -> None:
+    with held(tmp_path / "run"):
+        begin = "import sys; from pathlib import Path; from async_grpo.roles.plain_trl import held\n"
+        other = begin + "with held(Path(sys.argv[1])): pass"
+        said = subprocess.run(
+            [sys.executable, "-c", other, tmp_path / "run"], capture_output=True, text=True, timeout=60, check=False
+        )
+    assert "Another process trains in" in said.stderr and f"process {os.getpid()} on" in said.stderr
+    with held(tmp_path / "run"):
+        pass
 
 
 def test_another_run_is_never_written_over(tmp_path: Path) -> None:

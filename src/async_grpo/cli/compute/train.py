@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _single(args: argparse.Namespace) -> int:
-    from async_grpo.setup.process import gc_paused, keep_freed_memory, own_compile_cache, set_up_log
+    from async_grpo.setup.process import keep_freed_memory, own_compile_cache, set_up_log
 
     device = options.device(args.device)
     given = build_parser().given(args.command_line)
@@ -168,26 +168,33 @@ def _single(args: argparse.Namespace) -> int:
     own_compile_cache("single", os.environ)
     check_torch_sees(device)
 
+    _train_alone(args, run_dir, eval_every, serves=serves)
+    return 0
+
+
+def _train_alone(args: argparse.Namespace, run_dir: Path | None, eval_every: int | None, *, serves: bool) -> None:
+    from async_grpo.roles import plain_trl
+    from async_grpo.setup.process import gc_paused
     from async_grpo.setup.setup_file import load_trainer
     from async_grpo.telemetry.trackers import name_for_wandb, name_run
 
     settings = options.training_settings(args)
     name_for_wandb(settings, os.environ)
-    with _own_server(run_dir, args.server_devices) if serves and run_dir else nullcontext() as server:
+    with ExitStack() as entered:
+        if run_dir is not None:
+            entered.enter_context(plain_trl.held(run_dir))
+        server = entered.enter_context(_own_server(run_dir, args.server_devices)) if serves and run_dir else None
         with gc_paused():
             trainer = load_trainer(args.config.absolute(), steps=args.steps, seed=args.seed, config_values=args.set)
         if server is not None:
             server.require_started()
         name_run(trainer, settings)
-        from async_grpo.roles import plain_trl
-
         if eval_every is not None:
             plain_trl.evaluate_every(trainer, eval_every)
         if run_dir is None:
             trainer.train()
         else:
             plain_trl.train(trainer, run_dir)
-    return 0
 
 
 def _has_its_own_server(args: argparse.Namespace, run_dir: Path | None, device: str) -> bool:
