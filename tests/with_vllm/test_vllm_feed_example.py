@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import requests
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
@@ -37,6 +38,9 @@ def test_a_server_with_tensor_parallelism_is_fed_and_comes_back(tmp_path: Path) 
     plan = ServerPlan(model=str(model), port=8100, log=tmp_path / "log", tensor_parallel_size=2, arguments=arguments)
     with VLLMServerProcess(plan) as server:
         server.wait_ready(DEADLINE_S)
+        by_a_page = {"Origin": "http://evil.example"}
+        answer = requests.post(f"{server.base_url}/reset_prefix_cache", headers=by_a_page, timeout=DEADLINE_S)
+        assert answer.status_code == 403, "vLLM answers every page of the web"
         first = feed(model, server.base_url)
         assert len(first) == 5
         assert len(set(first)) > 1, "no update changed anything"
