@@ -272,7 +272,7 @@ def read_about(folder: Path) -> About:
             f"{folder} holds no chain of deltas: it has no {CHAIN_FILE}. `train --delta-every 1` writes one."
         ) from error
     except BadFileError as error:
-        raise DeltaChainError(f"{folder / CHAIN_FILE} cannot be used: {error}") from error
+        raise DeltaChainError(str(error)) from error
     if about.format != FORMAT:
         raise DeltaChainError(f"{folder} has the format {about.format}, and this version reads {FORMAT}.")
     return about

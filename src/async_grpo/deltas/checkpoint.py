@@ -12,10 +12,11 @@ from uuid import uuid4
 from async_grpo.deltas.chain import MODEL, Chain
 from async_grpo.errors import DeltaChainError
 from async_grpo.rundir.files import room_for
-from async_grpo.rundir.reading import read_object
+from async_grpo.rundir.reading import read_file, read_object
 from async_grpo_ipc.delta import Buffers
 
 WEIGHTS = {"model": "model.safetensors", "adapter": "adapter_model.safetensors"}
+MAX_FILE_BYTES = 1 << 30  # of a tokenizer or a configuration
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 
 
@@ -34,7 +35,7 @@ def write_checkpoint(chain: Chain, version: int, folder: Path) -> Path:
         with room_for(folder):
             building.mkdir(parents=True)
             if (chain.folder / MODEL).is_dir():
-                shutil.copytree(chain.folder / MODEL, building, dirs_exist_ok=True)
+                _copy_files(chain.folder / MODEL, building)
             _set_dtype(building / "config.json", buffers)
             write_safetensors(building / name, {chain.about.names.get(key, key): one for key, one in buffers.items()})
             building.rename(folder)
@@ -42,6 +43,16 @@ def write_checkpoint(chain: Chain, version: int, folder: Path) -> Path:
         shutil.rmtree(building, ignore_errors=True)
         raise
     return folder / name
+
+
+def _copy_files(source: Path, target: Path) -> None:
+    """Copy what is below `source`. `BadFileError` names what is no plain file: a link may lead to a secret."""
+    for path in sorted(source.rglob("*")):
+        place = target / path.relative_to(source)
+        if path.is_dir() and not path.is_symlink():
+            place.mkdir()
+        else:
+            place.write_bytes(read_file(path, MAX_FILE_BYTES))
 
 
 def write_safetensors(path: Path, buffers: Buffers) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,21 @@ def test_rebuild_writes_the_newest_or_the_version_asked_for(
         assert data.endswith(b"".join(buffer.data.tobytes() for buffer in weights(version).values()))
     assert main(["delta", "rebuild", str(chain), "--output", str(tmp_path / "rebuilt-3")]) == 2
     assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("plant", [os.mkfifo, lambda path: path.symlink_to("/etc/hostname")], ids=["pipe", "link"])
+def test_a_rebuild_copies_no_pipe_and_follows_no_link(
+    chain: Path, tmp_path: Path, plant: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A link in a chain of somebody else may lead to what is not to be in a checkpoint."""
+    (chain / "model" / "chat_templates").mkdir(parents=True)
+    (chain / "model" / "chat_templates" / "tool.jinja").write_text("{{ messages }}")
+    assert main(["delta", "rebuild", str(chain), "--output", str(tmp_path / "rebuilt")]) == 0
+    assert (tmp_path / "rebuilt" / "chat_templates" / "tool.jinja").read_text() == "{{ messages }}"
+    plant(chain / "model" / "config.json")
+    assert main(["delta", "rebuild", str(chain), "--output", str(tmp_path / "other")]) == 1
+    assert f"error: {chain}/model/config.json cannot be used" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chain", "rebuilt"]
 
 
 def test_a_rebuild_without_room_leaves_no_half_checkpoint(
