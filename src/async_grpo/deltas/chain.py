@@ -23,7 +23,7 @@ from typing import Any
 
 from async_grpo.errors import BadFileError, DeltaChainError
 from async_grpo.formatting import counted
-from async_grpo.rundir.reading import open_plain, read_object
+from async_grpo.rundir.reading import naming, open_plain, read_object
 from async_grpo.rundir.shape import shaped
 from async_grpo_ipc.delta import Buffer, Delta, DeltaError, apply, file
 
@@ -266,7 +266,9 @@ class Chain:
 def read_about(folder: Path) -> About:
     """`DeltaChainError` where `folder` holds no chain."""
     try:
-        about = shaped(About, read_object(folder / CHAIN_FILE))
+        found = read_object(folder / CHAIN_FILE)
+        with naming(folder / CHAIN_FILE):
+            about = shaped(About, found)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DeltaChainError(
             f"{folder} holds no chain of deltas: it has no {CHAIN_FILE}. `train --delta-every 1` writes one."
