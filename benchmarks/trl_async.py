@@ -147,10 +147,10 @@ def vllm_server(folder: Path) -> Iterator[str]:
     """The address of a vLLM server that runs in this block."""
     from async_grpo.serving.vllm_server import ServerPlan, VLLMServerProcess
 
-    # TRL seeds each request. vLLM's CPU build dies ("CPU Generator does not use offset") where a step cuts a seeded
-    # prompt, so a step must hold the prompts of all requests.
-    limits = ("--max-model-len", "256", "--max-num-batched-tokens", "16384")
-    arguments = ("--dtype", "float32", "--enforce-eager", *limits)
+    # TRL seeds each request. vLLM's CPU build ends ("CPU Generator does not use offset") where a step computes only a
+    # part of a seeded prompt, so no prompt may be cut.
+    whole = ("--no-enable-chunked-prefill", "--max-model-len", "256", "--max-num-batched-tokens", "16384")
+    arguments = ("--dtype", "float32", "--enforce-eager", *whole)
     plan = ServerPlan(model=model_folder(), port=8300, log=folder / "vllm.log", arguments=arguments)
     with VLLMServerProcess(plan) as server:
         server.wait_ready()
@@ -188,7 +188,13 @@ def measure(steps: int, repeats: int) -> list[Row]:
                 folder = Path(temporary) / f"{repeat}-{number}"
                 figures[side].append(samples_per_second(side, steps, folder, Path(temporary) / "model"))
                 print(f"{side}: {figures[side][-1]:.1f} samples/s", file=sys.stderr)
-    return [row(side, values, "samples/s") for side, values in figures.items()]
+    rows = [row(side, values, "samples/s") for side, values in figures.items()]
+    trls = figures.pop(TRLS_WORKER, [])
+    return rows + [compared(side, values, trls) for side, values in figures.items() if trls]
+
+
+def compared(side: str, values: list[float], trls: list[float]) -> Row:
+    return row(f"{side}: over TRL's own worker", [one / other for one, other in zip(values, trls, strict=True)], "x")
 
 
 def main() -> None:
@@ -201,11 +207,12 @@ def main() -> None:
     if args.side:
         train(args.side, args.folder)
         return
+    load = os.getloadavg()
     rows = measure(8, 1) if args.quick else measure(40, 3)
     print(machine_line(describe_machine()))
     print(as_text(rows))
     if args.json:
-        write_json(args.json, rows)
+        write_json(args.json, rows, load_before=load)
 
 
 if __name__ == "__main__":
