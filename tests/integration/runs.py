@@ -19,6 +19,7 @@ from async_grpo.rundir.reading import LineReader
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = Path(__file__).parent / "setups" / "random_model.py"
 DEADLINE_S = 240.0
+LAST_S = 30.0  # for what a process leaves behind
 IN_MID_BATCH = {"num_iterations": 3, "lr_scheduler_type": "constant"}
 """Of the `GRPOConfig`: checkpoints 4, 8, 16 and 20 are between the optimizer steps of one generation batch."""
 
@@ -110,4 +111,16 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def gone(processes: Sequence[psutil.Process]) -> bool:
-    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+    """Whether all are gone, at once or soon: what a process of ours has started itself may end a moment after it."""
+    deadline = time.monotonic() + LAST_S
+    while any(map(_lives, processes)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
