@@ -66,7 +66,7 @@ def setup_of(get_trainer: str | os.PathLike[str] | Callable[[], Any]) -> Setup:
 
 def _named(text: str) -> Path:
     module, colon, function = text.partition(":")
-    if colon and "/" not in text and not text.endswith(".py"):
+    if colon and "/" not in text and not text.endswith(".py") and not module.endswith(".py"):
         return _importing(module, function)
     path = Path(text).expanduser().absolute()
     if is_yaml(path):
@@ -139,7 +139,7 @@ def _root_of(module: str) -> Path:
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError) as error:
-        raise SetupFileError(f"{module} cannot be imported: {error}") from error
+        raise SetupFileError(f"{module} cannot be imported: {error}. Is its folder in sys.path?") from error
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         raise SetupFileError(
             f"There is no module {module} that other processes could import. Is its folder in sys.path?"

@@ -202,8 +202,12 @@ class _Launch:
     def _fail(self, said: str, name: str, code: int = 1, *, was_killed: bool = False) -> int:
         if trouble := self._place.trouble():
             self._screen.warn(trouble)
-        self._screen.warn(said)
-        print(self._logs[name].last_words(was_killed=was_killed), file=sys.stderr)
+        words = self._logs[name].last_words(was_killed=was_killed)
+        if code == REFUSED:  # the words are the refusal, and all that the caller of a run is told
+            self._screen.warn(said)
+            print(words, file=sys.stderr)
+        else:
+            print(f"[launcher] {said}\n{words}", file=sys.stderr)
         return code
 
 

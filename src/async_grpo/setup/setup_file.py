@@ -33,6 +33,12 @@ def check_setup_file(path: Path) -> None:
         SetupFileError: the file is missing, is not valid Python, or defines no `get_trainer` at its top level.
     """
     if not path.is_file():
+        file, _, function = str(path).rpartition(":")
+        if Path(file).is_file():
+            raise SetupFileError(
+                f"{path} names a function of a file. Give the file alone, and call its function get_trainer: "
+                f"of a setup file get_trainer() is called, not {function}()."
+            )
         raise SetupFileError(
             f"Setup file not found: {path}\nGive the path of a Python file with get_trainer(); `async-grpo init` "
             "writes one."

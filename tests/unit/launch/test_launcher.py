@@ -107,8 +107,8 @@ def test_a_server_that_fails_ends_everything_with_its_code_and_its_last_words(
     )
     assert launch(stage.options()) == 3
     captured = capsys.readouterr()
-    assert "the parameter server failed (exit code 3)" in captured.out
-    assert captured.err == "error: no memory\n"
+    why = "[launcher] the parameter server failed (exit code 3). Its last words:"
+    assert captured.err == f"{why}\nerror: no memory\n", "AsyncGRPO raises it, and has no other words"
 
 
 def test_a_server_that_is_killed_is_a_failure_that_names_the_signal(
@@ -128,9 +128,10 @@ def test_a_server_that_is_killed_is_a_failure_that_names_the_signal(
     )
     assert launch(stage.options()) == 1
     said = capsys.readouterr()
-    assert "the parameter server failed (killed by SIGKILL, " in said.out and "memory" in said.out
+    why, _, words = said.err.partition("\n")
+    assert "the parameter server failed (killed by SIGKILL, " in why and "memory" in why
     last_words = "error: of long ago\n12:00:00 WARNING the queue is slow\n12:00:01 STEP    step 49/100\n"
-    assert said.err == last_words, "the launcher's screen has shown the steps"
+    assert words == last_words, "the launcher's screen has shown the steps"
     assert "to continue the run: " in said.out and "--resume" in said.out
 
 

@@ -41,8 +41,8 @@ def test_workers_that_keep_dying_are_given_up_after_five_restarts_with_their_las
     assert launch(stage.options()) == 1
     assert len(stage.starts("worker1")) == len(stage.starts("worker2")) == 1 + 5
     captured = capsys.readouterr()
-    assert "gave up: every worker failed 6 times in a row. The last words of log_worker_1.txt" in captured.out
-    assert captured.err == "error: no model\n"
+    why = "[launcher] gave up: every worker failed 6 times in a row. The last words of log_worker_1.txt:"
+    assert captured.err == f"{why}\nerror: no model\n"
 
 
 def test_a_worker_that_refuses_its_setup_ends_the_run_at_once_with_its_words_and_a_checkpoint(

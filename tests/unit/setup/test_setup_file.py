@@ -61,6 +61,13 @@ def test_no_such_file(folder: Path, name: str) -> None:
         check_setup_file(folder / name)
 
 
+def test_a_function_of_a_file(folder: Path) -> None:
+    write(folder, GOOD)
+    (file,) = folder.glob("*.py")
+    with pytest.raises(SetupFileError, match=r"names a function of a file\. Give the file alone"):
+        check_setup_file(Path(f"{file}:build"))
+
+
 @pytest.mark.parametrize(
     "content", [b"def get_trainer(:\n", b"\xff\xfe\x00", b"def get_trainer(): pass\n\x00", b"%PDF-1.4"]
 )
