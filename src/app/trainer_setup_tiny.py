@@ -52,6 +52,8 @@ WARM_START = {
     "wrong_answers": 0.70,
 }
 
+PROGRESS = "progress.txt"  # of the warm start, in its folder
+
 SYMBOLS = "0123456789+="
 ANSWER_DIGITS = 3
 
@@ -122,7 +124,7 @@ def load_warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast)
         wait_for(lock)
         try:
             if not weights.exists():
-                train_warm_start(model, tokenizer)
+                train_warm_start(model, tokenizer, folder / PROGRESS)
                 unfinished = folder / "unfinished.safetensors"
                 save_model(model, str(unfinished))
                 unfinished.replace(weights)
@@ -140,7 +142,7 @@ def warm_start_folder() -> Path:
 
 
 def wait_for(lock: FileLock, say_every_s: float = 10, at_most_s: float = 600) -> None:
-    """Take the lock, and print what the process waits for. The kernel releases the lock of a process that dies."""
+    """Take the lock, and print how far the process that has it is. The kernel releases the lock of one that dies."""
     started = time.monotonic()
     while True:
         try:
@@ -148,17 +150,21 @@ def wait_for(lock: FileLock, say_every_s: float = 10, at_most_s: float = 600) ->
             return
         except Timeout:
             waited_s = time.monotonic() - started
-            message = (
-                f"process {os.getpid()} has waited {waited_s:.0f} s for another process to train it "
-                f"(the one that holds {lock.lock_file})"
-            )
+            progress = Path(lock.lock_file).with_name(PROGRESS)
+            so_far = progress.read_text() if progress.exists() else "it has just begun"
             if waited_s > at_most_s:
-                raise TimeoutError(f"warm start: {message}. End that process and start again.") from None
-            print(f"warm start: {message}", flush=True)
+                raise TimeoutError(
+                    f"warm start: process {os.getpid()} has waited {waited_s:.0f} s for another process to train it "
+                    f"({so_far}). It holds {lock.lock_file}: end it, and start again."
+                ) from None
+            print(f"warm start: another process trains it: {so_far} ({waited_s:.0f} s)", flush=True)
 
 
-def train_warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Supervised learning on the answers' tokens: first on correct answers, then on noisy ones."""
+def train_warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, progress: Path) -> None:
+    """Supervised learning on the answers' tokens: first on correct answers, then on noisy ones.
+
+    The file `progress` says how far it is, for processes that wait for it.
+    """
     phases = [
         (WARM_START["clean_steps"], WARM_START["clean_learning_rate"], 0.0),
         (WARM_START["noisy_steps"], WARM_START["noisy_learning_rate"], WARM_START["wrong_answers"]),
@@ -189,7 +195,9 @@ def train_warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast
             optimizer.zero_grad()
             schedule.step()
             if step % 100 == 0:
-                print(f"warm start: part {number} of {len(phases)}, step {step} of {steps}", flush=True)
+                progress.write_text(f"part {number} of {len(phases)}, step {step} of {steps}")
+                print(f"warm start: {progress.read_text()}", flush=True)
+    progress.unlink(missing_ok=True)
     print(f"warm start: trained in {time.monotonic() - started:.0f} s", flush=True)
 
 
