@@ -12,7 +12,7 @@ from async_grpo.checks.plan.fit import best_change
 from async_grpo.checks.plan.memory import estimate
 from async_grpo.checks.plan.what_fits import best_generation_change, trainer_fit, worker_fit
 from async_grpo.errors import SetupFileError
-from async_grpo.formatting import size
+from async_grpo.formatting import counted, size
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU
 from async_grpo.setup.grpo_config.batch import Batch, misfit, possible_generations, what_to_set
@@ -115,7 +115,9 @@ def _tokens(facts: TrainerFacts) -> Finding:
 def _lengths(facts: TrainerFacts) -> Finding:
     longest, completion, context = facts.longest_prompt, facts.max_completion_length, facts.context_length
     prompt = (
-        f"prompts up to {longest} tokens (the first {facts.prompts_measured})" if longest else "prompts of any length"
+        f"prompts up to {counted(longest, 'token')} (the first {facts.prompts_measured})"
+        if longest
+        else "prompts of any length"
     )
     found = f"{prompt}, completions up to {completion}"
     if context is None or completion is None:
