@@ -10,6 +10,7 @@ from archived_run import three_steps
 from async_grpo.cli import main
 from async_grpo.launch import launcher
 from async_grpo.rundir.lifecycle import prepare
+from async_grpo.rundir.paths import RunDir
 from async_grpo.setup import devices
 
 
@@ -53,6 +54,20 @@ def test_a_resume_with_other_values_would_mix_two_kinds_of_answers(
 def test_the_same_values_continue_it(asked: list[str]) -> None:
     with pytest.raises(AssertionError):  # of `launch`
         main([*asked, "--set", "max_completion_length=8"])
+
+
+def test_a_resume_samples_as_the_evaluation_was_begun(
+    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sampled = {"seed": None, "eval_replicates": 5, "eval_k": None, "eval_temperature": 0.0}
+    sampled |= {"eval_top_p": 0.95, "eval_top_k": 20}
+    RunDir(tmp_path / "evaluation").update_state(options=sampled)
+    same = [*asked, "--set", "max_completion_length=8"]
+    assert main(same) == 2
+    assert "was begun with --eval-replicates 5 --eval-temperature 0.0" in capsys.readouterr().err
+    assert main([*same, "--eval-temperature", "0", "--eval-top-k", "3"]) == 2
+    with pytest.raises(AssertionError):  # of `launch`
+        main([*same, "--eval-temperature", "0"])
 
 
 def test_a_place_for_the_figures_is_checked_before_they_are_made(

@@ -13,7 +13,8 @@ from async_grpo.cli import options
 from async_grpo.cli.compute.train import choose_weights, plan_devices
 from async_grpo.errors import UsageError
 from async_grpo.formatting import printable
-from async_grpo.settings import TrainingSettings, positive
+from async_grpo.rundir.run_options import to_json
+from async_grpo.settings import TrainingSettings, flag_name, positive
 
 if TYPE_CHECKING:
     from async_grpo.evals.estimators import Estimate
@@ -83,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             log_level=options.log_level(args),
             evaluates=tuple(map(_place, (args.model, *([args.against] if args.against else [])))),
+            kept=_sampled_with(args),
         )
     )
     return code or _tell(args)
@@ -104,18 +106,27 @@ def _check_json(file: Path | None) -> None:
 
 
 def _refuse_other_values(args: argparse.Namespace) -> None:
-    """Answers of an earlier process are used again, so a resume samples as that one did."""
+    """A resume answers the rest as an earlier process has answered the first problems."""
     from async_grpo.rundir.paths import RunDir
 
     state = RunDir(args.run_dir).read_state(accepted=True) if args.resume else None
-    if state is None or state.config_values == (args.set or {}):
+    if state is None:
         return
-    flags = [text for name, value in state.config_values.items() for text in ("--set", f"{name}={value}")]
+    before = {name: value for name, value in state.options.items() if name in _sampled_with(args)}
+    if state.config_values == (args.set or {}) and before in ({}, _sampled_with(args)):  # earlier versions kept none
+        return
+    flags = [text for name, value in before.items() if value is not None for text in (flag_name(name), str(value))]
+    flags += [text for name, value in state.config_values.items() for text in ("--set", f"{name}={value}")]
     begun = f"with {printable(shlex.join(flags))}" if flags else "without --set"
     raise UsageError(
         f"The evaluation in {args.run_dir} was begun {begun}, and its answers are used again. "
         "Give the same values with --resume, or choose another --run-dir."
     )
+
+
+def _sampled_with(args: argparse.Namespace) -> dict[str, Any]:
+    """What decides about the answers, as `run.json` keeps it."""
+    return to_json({name: getattr(args, name) for name in ("seed", *EVAL_SETTINGS)})
 
 
 def _place(model: str) -> str:
