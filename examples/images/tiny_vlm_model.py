@@ -43,8 +43,8 @@ def build_vlm(tokenizer, initializer_range=0.1):
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 1,  # of 32 dimensions, which vLLM's CPU build can compute
+        "num_key_value_heads": 1,
         "max_position_embeddings": 2048,
         "initializer_range": initializer_range,
         "tie_word_embeddings": False,
@@ -52,7 +52,7 @@ def build_vlm(tokenizer, initializer_range=0.1):
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "bos_token_id": None,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0},
+        "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0},
     }
     vision = {
         "depth": 2,

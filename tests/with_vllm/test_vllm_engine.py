@@ -239,6 +239,7 @@ def test_every_private_name_is_where_it_was(
 
     live = {
         "LLMEngine.model_executor": greedy[1]._engine.model_executor,
+        "LLMEngine.renderer": greedy[1]._engine.renderer,
         "WorkerWrapperBase.worker": greedy[1]._engine.model_executor.driver_worker.worker,
         "Worker.model_runner": greedy[1]._engine.model_executor.driver_worker.worker.model_runner,
     }

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 HF, VLLM, VLLM_SERVER = "hf", "vllm", "vllm server"
 STARTED_SERVER = "vllm-server"  # as the command line names it
 NO_IMAGES = (
-    "Workers give images to the transformers engine only; with vLLM that is not tested yet. Take --generator hf, and "
-    "leave use_vllm=True out of the GRPOConfig."
+    "Workers give images to an engine of their own. They give none to a vLLM server, which keeps encoded images when "
+    "it gets new weights, and none to the vLLM that Unsloth puts into a model. Take --generator vllm (use_vllm=True "
+    'with vllm_mode="colocate"; with Unsloth, fast_inference=False) or --generator hf.'
 )
 _REQUEST = "async_grpo_wants_vllm"  # attribute of the trainer: its file said use_vllm=True
 
@@ -151,15 +152,16 @@ def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: 
     """Choose `HF`, `VLLM` (an engine in the worker), `VLLM_SERVER` (the setup file names a server) or `STARTED_SERVER`.
 
     The command line decides, else the setup file, else the machine: vLLM on a GPU where it is installed and the
-    data has no images.
+    data has no images, which vLLM has to be asked for.
 
     Args:
         trainer: what the setup file made; None before it is loaded.
 
     Raises:
         UsageError: vLLM is not installed, or `hf` for a model that generates with an engine of its own.
-        UnsupportedError: vLLM is to generate from images.
+        UnsupportedError: a server, or an engine inside the model, is to generate from images.
     """
+    there, with_images = installed("vllm"), trainer is not None and has_images(trainer)
     if trainer is not None and engine_inside(trainer.model) is not None:
         if asked == HF:
             raise UsageError(
@@ -167,11 +169,10 @@ def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: 
                 "with the vLLM inside. Load it with fast_inference=False (the setup file can read FAST_INFERENCE: set "
                 "it to 0)."
             )
+        if with_images:
+            raise UnsupportedError(f"The training data has images. {NO_IMAGES}")
         return VLLM
-    there, with_images = installed("vllm"), trainer is not None and has_images(trainer)
     chosen = asked or (VLLM if wants_vllm(trainer) or (there and on_gpu and not with_images) else HF)
-    if chosen in (VLLM, STARTED_SERVER) and with_images:
-        raise UnsupportedError(f"The training data has images. {NO_IMAGES}")
     if chosen in (VLLM, STARTED_SERVER) and not there:
         source = f"--generator {asked}" if asked else "use_vllm=True in the setup file"
         raise UsageError(
@@ -179,7 +180,10 @@ def choose_generator(asked: str | None, trainer: GRPOTrainer | None, *, on_gpu: 
             "tested versions), scripts/vllm_cpu_env.sh for a CPU; or take --generator hf."
         )
     in_server = trainer is not None and wants_vllm(trainer) and trainer.args.vllm_mode == "server"
-    return VLLM_SERVER if chosen == VLLM and in_server else chosen
+    chosen = VLLM_SERVER if chosen == VLLM and in_server else chosen
+    if chosen in (VLLM_SERVER, STARTED_SERVER) and with_images:
+        raise UnsupportedError(f"The training data has images. {NO_IMAGES}")
+    return chosen
 
 
 def has_images(trainer: GRPOTrainer) -> bool:

@@ -41,7 +41,9 @@ _OTHERS_VLLM: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
     "min_tokens": 0,
+    "watermarking": False,
     **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "logits_processors")),
+    **dict.fromkeys(("thinking_token_budget", "trace_decode_token_ids")),
 }
 _HF_NAMES_IN_VLLM = {"min_new_tokens": "min_tokens"}
 # Ways of decoding that are no sampling of one token after another, and what turns them off.

@@ -35,7 +35,7 @@ def built_from(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
 
 def build(folder: Path | None) -> None:
     engine: Any = object.__new__(VLLMEngine)
-    engine._with_text, engine._adapter, engine._in_flight_update = False, None, False
+    engine._with_text, engine._sees_images, engine._adapter, engine._in_flight_update = False, False, None, False
     trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cuda:0"))
     engine._build(trainer, folder, seed=0, deterministic=False)
 

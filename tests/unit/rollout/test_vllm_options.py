@@ -90,6 +90,21 @@ def test_generation_kwargs_win_whatever_they_are_called() -> None:
     assert sampling_options(trainer(generation_kwargs={"do_sample": False}))["temperature"] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "ends"),
+    [
+        ({"stop_token_ids": [9]}, [5, 7, 9]),
+        ({"stop_token_ids": [9], "eos_token_id": [3, 4]}, [3, 4, 9]),
+        ({"ignore_eos": True}, []),
+        ({"ignore_eos": True, "stop_token_ids": [9]}, [9]),
+        ({"ignore_eos": False, "stop_token_ids": None}, [5, 7]),
+    ],
+)
+def test_what_ends_a_completion_is_what_ends_it_in_trls_engine(kwargs: dict[str, Any], ends: list[int]) -> None:
+    """There vLLM adds the end tokens itself, unless it is to ignore them."""
+    assert sampling_options(trainer(generation_kwargs=kwargs))["stop_token_ids"] == ends
+
+
 def test_a_regex_needs_the_tokenizer() -> None:
     options = sampling_options(trainer(vllm_structured_outputs_regex="[0-9]+"))
     assert options["structured_outputs"] == {"regex": "[0-9]+"}

@@ -48,7 +48,14 @@ class FakeEngine:
         return bool(self.open)
 
     def submit(
-        self, request_id: str, prompt_ids: list[int], *, seed: int | None, version: int, own: dict[str, Any]
+        self,
+        request_id: str,
+        prompt_ids: list[int],
+        *,
+        seed: int | None,
+        version: int,
+        own: dict[str, Any],
+        images: list[Any] | None,
     ) -> None:
         if prompt_ids == [-1]:
             raise ValueError("the prompt is too long")

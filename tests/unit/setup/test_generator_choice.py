@@ -65,13 +65,21 @@ def test_the_engine(asked: str | None, wish: bool, on_gpu: bool, there: bool, ch
         {"prompt": List({"role": Value("string"), "content": List({"type": Value("string"), "picture": Image()})})},
     ],
 )
-def test_images_are_for_the_transformers_engine(features: dict[str, Any], installed: Any) -> None:
+def test_images_are_for_engines_of_the_workers_and_for_vllm_where_it_is_asked(
+    features: dict[str, Any], installed: Any
+) -> None:
     installed(True)
     data = Dataset.from_dict({name: [] for name in features}, features=Features(features))
-    assert choose_generator(None, trainer(wish=False, train_dataset=data), on_gpu=True) == "hf"
-    for asked, wish in ((None, True), ("vllm", False), ("vllm-server", False)):
-        with pytest.raises(UnsupportedError, match=r"has images.*--generator hf"):
-            choose_generator(asked, trainer(wish=wish, train_dataset=data), on_gpu=True)
+    assert choose_generator(None, trainer(train_dataset=data), on_gpu=True) == "hf"
+    assert choose_generator("vllm", trainer(train_dataset=data), on_gpu=True) == "vllm"
+    assert choose_generator(None, trainer(wish=True, train_dataset=data), on_gpu=True) == "vllm"
+    assert choose_generator("hf", trainer(wish=True, mode="server", train_dataset=data), on_gpu=True) == "hf"
+    of_unsloth = trainer(train_dataset=data)
+    of_unsloth.model = SimpleNamespace(vllm_engine=object())
+    in_server = trainer(wish=True, mode="server", train_dataset=data)
+    for asked, given in ((None, in_server), ("vllm-server", trainer(train_dataset=data)), (None, of_unsloth)):
+        with pytest.raises(UnsupportedError, match=r"has images.*--generator vllm.*--generator hf"):
+            choose_generator(asked, given, on_gpu=True)
 
 
 @pytest.mark.parametrize(

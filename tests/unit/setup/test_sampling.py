@@ -101,7 +101,9 @@ def test_what_trl_sets_is_not_inherited() -> None:
     assert effective_sampling(config, HF).departures() == []
 
 
-@pytest.mark.parametrize("name", ["frequency_penalty", "presence_penalty", "logit_bias", "structured_outputs"])
+@pytest.mark.parametrize(
+    "name", ["frequency_penalty", "presence_penalty", "logit_bias", "structured_outputs", "thinking_token_budget"]
+)
 def test_settings_of_vllm_alone(name: str) -> None:
     config = trainer(generation_kwargs={name: {1: 2.0}})
     with pytest.raises(UnsupportedError, match=rf"{name}.*those of another distribution"):

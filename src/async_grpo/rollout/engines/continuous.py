@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from async_grpo.errors import PeerDiedError, UnsupportedError
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
-from async_grpo.setup.generator_choice import NO_IMAGES
 from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo_ipc import ExporterDiedError
 
@@ -111,17 +110,18 @@ class ContinuousEngine:
 
     def _submit(self, group: PreparedGroup) -> SampledGroup | None:
         """Make a request of each prompt; returns the group if the engine refuses one of them."""
-        if group.images is not None:
-            return SampledGroup(prepared=group, error=UnsupportedError(NO_IMAGES))
         sampling = _Sampling(group, with_versions=self._in_flight_update)
         requests: list[str] = []
         for place, prompt_ids in enumerate(group.prompt_ids):
             request = next(self._request_ids)
             version = self._version if self._in_flight_update else group.version
             seed = group.seed_of(place) if self._deterministic else None
+            images = group.images[place] if group.images else None
             try:
-                self._engine.submit(request, prompt_ids, seed=seed, version=version, own=group.job.sampling)
-            except ValueError as error:
+                self._engine.submit(
+                    request, prompt_ids, seed=seed, version=version, own=group.job.sampling, images=images
+                )
+            except (ValueError, UnsupportedError) as error:
                 self._engine.abort(requests)
                 for submitted in requests:
                     del self._requests[submitted]

@@ -12,7 +12,7 @@ knows how q, k and v, or gate and up, are fused, and from then on by the same co
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from transformers import set_seed
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.engines.continuous import Chunk
 from async_grpo.rollout.engines.vllm_hooks import choose_model_runner
+from async_grpo.rollout.engines.vllm_images import ENGINE_OPTIONS, ImagePrompts, process_with, refuse_adapted_encoder
 from async_grpo.rollout.engines.vllm_options import (
     adapter_of,
     describe_model,
@@ -31,10 +32,20 @@ from async_grpo.rollout.engines.vllm_options import (
     needs_text,
     refuse_several_gpus,
     sampling_options,
+    sees_images,
 )
-from async_grpo.rollout.engines.vllm_weights import CopyPlan, watch
+from async_grpo.rollout.engines.vllm_weights import (
+    NO_FAST_INFERENCE,
+    CopyPlan,
+    as_in_a_checkpoint,
+    names_of,
+    plain,
+    require_same_base,
+    watch,
+    weights_stay_as_loaded,
+)
 from async_grpo.rundir.files import fresh_folder
-from async_grpo.setup.generator_choice import engine_inside
+from async_grpo.setup.generator_choice import NO_IMAGES, engine_inside
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -50,7 +61,6 @@ ENVIRONMENT = {
 }
 PROCESSED = "processed_logprobs"  # of the distribution that is sampled from, after temperature, top_p, ...
 ADAPTERS_AT_ONCE = 2  # old groups finish under the old adapter while new ones start under the new
-_OFF = "Load the model with fast_inference=False (the setup file can read FAST_INFERENCE: set it to 0)."
 
 
 class VLLMEngine:
@@ -81,10 +91,11 @@ class VLLMEngine:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         options = sampling_options(trainer)
-        self._with_text = needs_text(options)
+        self._sees_images = sees_images(trainer)
+        self._with_text = needs_text(options) or self._sees_images
         self._sampling = _sampling_parameters(options, every_token=in_flight_update)
         self._adapter = adapter_of(trainer.model)
-        self._in_flight_update = in_flight_update
+        self._in_flight_update, self._deterministic = in_flight_update, deterministic
         llm = engine_inside(trainer.model)
         self._shares_weights_of: torch.nn.Module | None = None
         if llm is None:
@@ -99,7 +110,8 @@ class VLLMEngine:
         self.max_model_len = int(settings.model_config.max_model_len)
         self._adapters_at_once = min(ADAPTERS_AT_ONCE, settings.lora_config.max_loras) if self._adapter else 0
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
-        self._in_place = _weights_stay_as_loaded(self._runner.get_model())
+        self._in_place = weights_stay_as_loaded(self._runner.get_model())
+        self._images = ImagePrompts(self._engine) if self._sees_images and llm is None else None
         self._copies: CopyPlan | None = None
         self._watched = False  # loading was, to find the plan; not every model has one
         self._base_loaded = False
@@ -107,6 +119,8 @@ class VLLMEngine:
         self._adapters_loaded = 0
         self._incoming: dict[str, Tensor] = {}  # the adapter that is being loaded
         if self._adapter:
+            if self._images is not None:
+                refuse_adapted_encoder(trainer.model, self._runner.get_model())
             self._load_adapters_from_memory()
 
     @property
@@ -128,14 +142,17 @@ class VLLMEngine:
         seed: int | None,
         version: int,
         own: dict[str, Any] | None = None,
+        images: Sequence[Any] | None = None,
     ) -> None:
         """Queue one completion, to be sampled by `version`.
 
         Args:
             own: sampling settings of its job, in place of the trainer's.
+            images: of the prompt, as PIL has them.
 
         Raises:
-            ValueError: vLLM refuses the prompt: it is empty, or too long for the model.
+            ValueError: vLLM refuses the prompt: it is empty, too long for the model, or has images that do not fit.
+            UnsupportedError: this engine takes no images.
         """
         from vllm.exceptions import VLLMValidationError
 
@@ -144,11 +161,18 @@ class VLLMEngine:
             sampling = sampling.clone()
             sampling.seed = seed
             _set_own(sampling, own or {})
-        prompt = {"prompt_token_ids": prompt_ids}
         try:
+            prompt = self._with_images(prompt_ids, images) if images else {"prompt_token_ids": prompt_ids}
             self._engine.add_request(request_id, prompt, sampling, lora_request=self._adapters.get(version))
         except VLLMValidationError as error:
             raise ValueError(str(error)) from error
+
+    def _with_images(self, prompt_ids: list[int], images: Sequence[Any]) -> Any:
+        if self._images is None:
+            raise UnsupportedError(NO_IMAGES)
+        if self._deterministic and not self.busy:
+            self._engine.reset_encoder_cache()  # of the groups before: images would be computed in other batches
+        return self._images.rendered(prompt_ids, images)
 
     def step(self) -> list[Chunk]:
         """Decode once; what is finished, or with `in_flight_update` every new token."""
@@ -180,7 +204,7 @@ class VLLMEngine:
                 if self._shares_weights_of is None:
                     self._load_base(tensors)
                 else:
-                    _require_same_base(self._shares_weights_of, tensors)
+                    require_same_base(self._shares_weights_of, tensors)
                 self._base_loaded = True
             for old in set(self._adapters) - set(in_use):
                 self._engine.remove_lora(self._adapters.pop(old).lora_int_id)
@@ -188,13 +212,15 @@ class VLLMEngine:
             if not self._in_flight_update:
                 return  # cached prefixes are kept under the adapter's name, and each version has its own
         self._engine.reset_prefix_cache(reset_running_requests=self._in_flight_update)
+        if self._images is not None and self._adapter is None:  # an adapter leaves what computes images as it is
+            self._engine.reset_encoder_cache()
 
     def forget_weights(self) -> None:
         """What was loaded last was not what the trainer published: the next `load` loads everything."""
         self._base_loaded = False
 
     def _load_base(self, tensors: Mapping[str, Tensor]) -> None:
-        weights = dict(_as_in_a_checkpoint(tensors))
+        weights = dict(as_in_a_checkpoint(tensors))
         if not self._in_place:
             self._runner.reload_weights(weights_iterator=iter(weights.items()))
             return
@@ -210,8 +236,8 @@ class VLLMEngine:
     def _load_all(self, weights: Mapping[str, Tensor]) -> None:
         model = self._runner.get_model()
         loaded = model.load_weights(iter(weights.items()))
-        wanted = {_plain(name) for name, _ in model.named_parameters()}
-        missing = sorted(wanted - {_plain(name) for name in loaded})
+        wanted = {plain(name) for name, _ in model.named_parameters()}
+        missing = sorted(wanted - {plain(name) for name in loaded})
         if missing:
             raise UnsupportedError(
                 f"vLLM's model has {len(missing)} parameters that the trainer does not publish, the first is "
@@ -249,9 +275,11 @@ class VLLMEngine:
         except ValueError as error:
             raise UnsupportedError(f"{error} Take --generator hf.") from error
 
+        dtype, names = manager.lora_config.lora_dtype, names_of(self._runner.get_model())
+
         def load_adapter(request: LoRARequest) -> LoRAModel:
             return LoRAModel.from_lora_tensors(
-                request.lora_int_id, self._incoming, helper, device="cpu", dtype=manager.lora_config.lora_dtype
+                request.lora_int_id, self._incoming, helper, device="cpu", dtype=dtype, weights_mapper=names
             )
 
         manager._load_adapter = load_adapter
@@ -271,6 +299,8 @@ class VLLMEngine:
             choose_model_runner(os.environ)
         with fresh_folder(folder) if folder else TemporaryDirectory(prefix="async-grpo-engine-") as described:
             describe_model(trainer, Path(described), with_text=self._with_text)
+            if self._sees_images:
+                process_with(trainer.processing_class, str(described))
             arguments = {
                 "model": str(described),
                 "skip_tokenizer_init": not self._with_text,
@@ -279,6 +309,7 @@ class VLLMEngine:
                 "logprobs_mode": PROCESSED,
                 "disable_log_stats": True,
                 "enforce_eager": on_cpu,
+                **(ENGINE_OPTIONS if self._sees_images else {}),
                 **engine_options(trainer, seed=seed, deterministic=deterministic),
                 **({"max_loras": 1 if self._in_flight_update else ADAPTERS_AT_ONCE} if self._adapter else {}),
                 **changes,
@@ -342,24 +373,7 @@ def _require_suitable(
     for reason, applies in reasons.items():
         if applies:
             raise UnsupportedError(
-                f"The vLLM that Unsloth put into the worker's model cannot be used: {reason}. {_OFF}"
-            )
-
-
-def _require_same_base(model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raise `UnsupportedError` unless the frozen weights that model and engine share are the trainer's.
-
-    vLLM may have more rows of an embedding than the trainer; those that both have are compared.
-    """
-    for name, own in model.named_parameters():
-        if ".lora_" in name or name not in tensors:
-            continue
-        here, published = (tensor if tensor.dim() else tensor[None] for tensor in (own.data, tensors[name]))
-        rows = min(len(here), len(published))
-        if not torch.equal(here[:rows], published[:rows].to(here)):
-            raise UnsupportedError(
-                f"{name} in the vLLM that Unsloth put into the model is not the trainer's, so the adapter would not "
-                f"fit. {_OFF}"
+                f"The vLLM that Unsloth put into the worker's model cannot be used: {reason}. {NO_FAST_INFERENCE}"
             )
 
 
@@ -368,32 +382,3 @@ def keep_weights_unpacked() -> None:
     from vllm import _custom_ops
 
     _custom_ops._supports_onednn = False
-
-
-def _weights_stay_as_loaded(model: torch.nn.Module) -> bool:
-    """Whether nothing is made of the weights after loading, so that `load_weights` may write over them any time.
-
-    Not so for quantised weights, experts and latent attention: those are loaded by vLLM's `reload_weights`.
-    """
-    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
-
-    plain = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
-    methods_are_plain = all(type(getattr(module, "quant_method", None)) in plain for module in model.modules())
-    absorbs = any(isinstance(module, MLAAttention) for module in model.modules())
-    return methods_are_plain and not absorbs and all(parameter.numel() for parameter in model.parameters())
-
-
-def _as_in_a_checkpoint(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the model itself under the names that a checkpoint has: no adapter, nothing twice."""
-    seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in tensors.items():
-        place = (tensor.data_ptr(), tensor.shape)
-        if ".lora_" not in name and (place not in seen or tensor.numel() == 0):
-            seen.add(place)
-            yield _plain(name.removeprefix("base_model.model.")), tensor
-
-
-def _plain(name: str) -> str:
-    return name.replace(".base_layer.", ".")

@@ -23,6 +23,13 @@ HOOKS = (
     *(f"{V1_RUNNER}.GPUModelRunner.{name}" for name in OF_A_RUNNER),
     "vllm.lora.worker_manager.WorkerLoRAManager._load_adapter",
     "vllm._custom_ops._supports_onednn",
+    "vllm.v1.engine.llm_engine.LLMEngine.renderer",
+    "vllm.v1.engine.llm_engine.LLMEngine.reset_encoder_cache",
+    "vllm.renderers.base.BaseRenderer.render_cmpl",
+    "vllm.renderers.base.BaseRenderer.get_mm_processor",
+    "vllm.multimodal.processing.processor.BaseMultiModalProcessor._apply_prompt_updates",
+    "vllm.multimodal.processing.processor.BaseMultiModalProcessor._find_mm_placeholders",
+    "vllm.multimodal.processing.context.InputProcessingContext.get_hf_processor",
 )
 
 

@@ -18,7 +18,7 @@ _OURS = {
     "n": "num_generations says how many completions a prompt gets",
     "seed": "all completions of a group would be the same; set the trainer's `seed`",
     "logprobs": "every sampled token's log-probability is kept anyway",
-    "output_kind": "the workers decide how outputs come",
+    **dict.fromkeys(("output_kind", "stream_interval", "flat_logprobs"), "the workers decide how outputs come"),
 }
 _DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _NEED_TEXT = ("stop", "bad_words", "structured_outputs")
@@ -31,20 +31,19 @@ def sampling_options(trainer: Any) -> dict[str, Any]:
     Raises:
         UnsupportedError: `generation_kwargs` holds something that this run decides itself.
     """
+    given: dict[str, Any] = dict(trainer.args.generation_kwargs or {})
+    for name, reason in _OURS.items():
+        if name in given:
+            raise UnsupportedError(f"generation_kwargs has {name!r}: {reason}. Remove it.")
+    given.pop("do_sample", None)
     options: dict[str, Any] = {
         "max_tokens": trainer.max_completion_length,
-        "stop_token_ids": sorted(trainer.eos_token_ids),
+        "stop_token_ids": _ends(given, trainer.eos_token_ids),
     }
-    for name, value in (trainer.args.generation_kwargs or {}).items():
-        if name in _OURS:
-            raise UnsupportedError(f"generation_kwargs has {name!r}: {_OURS[name]}. Remove it.")
-        if name == "eos_token_id":
-            options["stop_token_ids"] = [value] if isinstance(value, int) else list(value)
-        elif name != "do_sample":
-            options[_RENAMED.get(name, name)] = value
+    options |= {_RENAMED.get(name, name): value for name, value in given.items()}
     if tags := stop_tags(trainer):
-        given = options.get("stop") or []
-        options["stop"] = [*([given] if isinstance(given, str) else given), *tags]
+        stops = options.get("stop") or []
+        options["stop"] = [*([stops] if isinstance(stops, str) else stops), *tags]
     sampling = effective_sampling(trainer, VLLM)
     options |= {name: getattr(sampling, name) for name in _DISTRIBUTION}
     if sampling.regex is not None:
@@ -53,9 +52,21 @@ def sampling_options(trainer: Any) -> dict[str, Any]:
     return options
 
 
+def _ends(given: dict[str, Any], eos_token_ids: list[int]) -> list[int]:
+    """Take from `given` what ends a completion. As with TRL's engine, stop tokens come beside the end tokens."""
+    ends = given.pop("eos_token_id", eos_token_ids)
+    ends = [ends] if isinstance(ends, int) else ends
+    return sorted({*(() if given.get("ignore_eos") else ends), *(given.pop("stop_token_ids", None) or ())})
+
+
 def needs_text(options: dict[str, Any]) -> bool:
     """Whether the engine has to turn tokens into text, and so needs the tokenizer, to follow the options."""
     return any(options.get(name) for name in _NEED_TEXT)
+
+
+def sees_images(trainer: Any) -> bool:
+    """Whether the trainer's model takes images, whatever its data has."""
+    return hasattr(trainer.processing_class, "image_processor")
 
 
 def engine_options(trainer: Any, *, seed: int, deterministic: bool, merged: bool = False) -> dict[str, Any]:

@@ -7,13 +7,17 @@ load is recorded: which part of which tensor was copied where. Later versions re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from async_grpo.errors import UnsupportedError
+
+NO_FAST_INFERENCE = "Load the model with fast_inference=False (the setup file can read FAST_INFERENCE: set it to 0)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class CopyPlan:
         torch._foreach_copy_([copy.into for copy in self._copies], sources)
 
 
-def watch(load: Callable[[], Any], model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> CopyPlan | None:
+def watch(load: Callable[[], Any], model: nn.Module, tensors: Mapping[str, Tensor]) -> CopyPlan | None:
     """Call `load`, which loads `tensors` into `model`, and return how to do that again.
 
     None where copies alone would not do: a tensor was copied in part, or changed, or some parameter got nothing.
@@ -81,7 +85,7 @@ def _is_part_of(part: Tensor, whole: Tensor) -> bool:
     return part.dtype == whole.dtype and start <= part.data_ptr() < end
 
 
-def _tells_all(copies: list[_Copy], model: torch.nn.Module, tensors: Mapping[str, Tensor]) -> bool:
+def _tells_all(copies: list[_Copy], model: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
     read: Counter[str] = Counter()
     for copy in copies:
         read[copy.name] += copy.into.numel()
@@ -94,3 +98,55 @@ def _tells_all(copies: list[_Copy], model: torch.nn.Module, tensors: Mapping[str
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+def weights_stay_as_loaded(model: nn.Module) -> bool:
+    """Whether nothing is made of the weights after loading, so that `load_weights` may write over them any time.
+
+    Not so for quantised weights, experts and latent attention: those are loaded by vLLM's `reload_weights`.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    plain = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    methods_are_plain = all(type(getattr(module, "quant_method", None)) in plain for module in model.modules())
+    absorbs = any(isinstance(module, MLAAttention) for module in model.modules())
+    return methods_are_plain and not absorbs and all(parameter.numel() for parameter in model.parameters())
+
+
+def as_in_a_checkpoint(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the model itself under the names that a checkpoint has: no adapter, nothing twice."""
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in tensors.items():
+        place = (tensor.data_ptr(), tensor.shape)
+        if ".lora_" not in name and (place not in seen or tensor.numel() == 0):
+            seen.add(place)
+            yield plain(name.removeprefix("base_model.model.")), tensor
+
+
+def plain(name: str) -> str:
+    return name.replace(".base_layer.", ".")
+
+
+def names_of(model: nn.Module) -> Any:
+    """What makes vLLM's names of modules from those of transformers; None where they are the same."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return None if mapper is None else mapper.get_rename_mapper()
+
+
+def require_same_base(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raise `UnsupportedError` unless the frozen weights that model and engine share are the trainer's.
+
+    vLLM may have more rows of an embedding than the trainer; those that both have are compared.
+    """
+    for name, own in model.named_parameters():
+        if ".lora_" in name or name not in tensors:
+            continue
+        here, published = (tensor if tensor.dim() else tensor[None] for tensor in (own.data, tensors[name]))
+        rows = min(len(here), len(published))
+        if not torch.equal(here[:rows], published[:rows].to(here)):
+            raise UnsupportedError(
+                f"{name} in the vLLM that Unsloth put into the model is not the trainer's, so the adapter would not "
+                f"fit. {NO_FAST_INFERENCE}"
+            )

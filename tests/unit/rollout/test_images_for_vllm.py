@@ -1,0 +1,107 @@
+"""Images on their way to an engine such as vLLM's. The real one: `tests/with_vllm/test_vllm_images.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from engines import group
+from PIL import Image
+from worker_fakes import FakeEngine
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.rollout.engines import PreparedGroup
+from async_grpo.rollout.engines.continuous import ContinuousEngine
+from async_grpo.rollout.engines.vllm_images import ImagePrompts
+
+IMAGE, TEXT = 9, 1
+
+
+class SeeingEngine(FakeEngine):
+    """Notes the images; it can see those that are words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def submit(self, *arguments: Any, images: Any, **options: Any) -> None:
+        if images == ["another"]:
+            raise UnsupportedError("not such an image")
+        self.seen.append(images)
+        super().submit(*arguments, images=images, **options)
+
+
+def with_images(*images: Any) -> PreparedGroup:
+    prepared = group([[4], [4]])
+    return PreparedGroup(job=replace(prepared.job), version=0, prompt_ids=prepared.prompt_ids, images=list(images))
+
+
+def test_each_completion_gets_the_images_of_its_prompt() -> None:
+    engine = SeeingEngine()
+    continuous = ContinuousEngine(engine, group_size=2)  # type: ignore[arg-type]
+    continuous.sample([with_images(["a", "b"], None)])
+    continuous.sample([group([[4], [4]], seq=1)])
+    assert engine.seen == [["a", "b"], None, None, None]
+
+
+def test_images_that_the_engine_refuses_fail_their_group_alone() -> None:
+    engine = SeeingEngine()
+    continuous = ContinuousEngine(engine, group_size=2)  # type: ignore[arg-type]
+    (failed,) = continuous.sample([with_images(["a"], ["another"])])
+    assert "not such an image" in str(failed.error)
+    assert not engine.busy, "nothing of it is left"
+
+
+class Renderer:
+    """As vLLM's: it puts `made` tokens in the place of the first one of an image."""
+
+    def __init__(self, made: int) -> None:
+        self.made, self.pictures = made, []  # type: ignore[var-annotated]
+        self.processor = SimpleNamespace(_find_mm_placeholders=self.find, _apply_prompt_updates=self.put_in)
+
+    def get_mm_processor(self) -> Any:
+        return self.processor
+
+    def find(self, ids: list[int], updates: Any) -> Any:
+        places = [place for place in range(len(ids)) if ids[place : place + self.made] == [IMAGE] * self.made]
+        return {"image": places[:1]}
+
+    def put_in(self, ids: list[int], updates: Any) -> Any:
+        place = ids.index(IMAGE)
+        return [*ids[:place], *[IMAGE] * self.made, *ids[place + 1 :]], {"image": [place]}
+
+    def render_cmpl(self, prompts: Any) -> Any:
+        self.pictures = prompts[0]["multi_modal_data"]["image"]
+        ids, _ = self.processor._apply_prompt_updates(prompts[0]["prompt_token_ids"], {"image": self.pictures})
+        return [{"prompt_token_ids": ids}]
+
+
+def prompts(renderer: Renderer) -> ImagePrompts:
+    return ImagePrompts(SimpleNamespace(renderer=renderer))  # type: ignore[arg-type]
+
+
+def test_tokens_that_are_there_are_not_put_in_again() -> None:
+    renderer = Renderer(made=3)
+    ids = [TEXT, IMAGE, IMAGE, IMAGE, TEXT]
+    assert prompts(renderer).rendered(ids, [Image.new("RGB", (2, 2))])["prompt_token_ids"] == ids
+    assert renderer.processor._apply_prompt_updates([TEXT, IMAGE], {"image": [0]})[0] == [TEXT, *[IMAGE] * 3], (
+        "a prompt that vLLM makes up while it starts has one token an image"
+    )
+
+
+def test_another_prompt_than_the_trainers_is_not_sampled_from() -> None:
+    with pytest.raises(ValueError, match=r"of 6 tokens where the trainer trains on 4.*--generator hf"):
+        prompts(Renderer(made=3)).rendered([TEXT, IMAGE, IMAGE, TEXT], [Image.new("RGB", (2, 2))])
+
+
+def test_pixels_are_those_that_transformers_sees() -> None:
+    transparent = Image.new("RGBA", (2, 1), (10, 20, 30, 0))
+    turned = Image.new("RGB", (2, 1), (1, 2, 3))
+    turned.getexif()[0x0112] = 6
+    renderer = Renderer(made=1)
+    prompts(renderer).rendered([IMAGE, IMAGE], [transparent, turned])
+    first, second = renderer.pictures
+    assert (first.mode, first.getpixel((0, 0))) == ("RGB", (10, 20, 30)), "vLLM would lay it on white"
+    assert (second.size, dict(second.getexif())) == ((2, 1), {}), "vLLM would turn it"
