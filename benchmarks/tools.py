@@ -3,7 +3,7 @@
 The model is a script, so that the time is that of the tools and of what is around them. In one process, no queue.
 
     python benchmarks/tools.py [--quick] [--json FILE]
-    .venv-vllm/bin/python benchmarks/tools.py --vllm      a tool between two turns of a vLLM engine, against one turn
+    .venv-vllm/bin/python benchmarks/tools.py --vllm      turns with a tool between them against one turn, with vLLM
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +138,8 @@ def trl_turn(seconds: float) -> float:
         return time.monotonic() - started
 
 
-def others_beside(seconds: float, groups: int) -> float:
-    """Seconds until all groups but one have ended, while a tool of that one waits so long; 0: it does not wait."""
+def others_beside(seconds: float, groups: int) -> list[float]:
+    """Seconds of each of so many groups, while a tool of one more group waits so long; 0: it does not wait."""
     from in_process import chat_rows, jobs_of
 
     def reply(prompt: str, place: int) -> str:
@@ -148,81 +150,122 @@ def others_beside(seconds: float, groups: int) -> float:
     rows = list(chat_rows())
     with tempfile.TemporaryDirectory() as folder:
         worker, _ = setting(folder, [tool_of(seconds, "plain"), quick], reply, streaming=True)
-        started = time.monotonic()
+        ends_first = seconds == 0
         ended = worker.engine.sample(worker.calls.prepare(jobs_of(rows[:1], group_size=1), 0))
+        while ends_first and not ended:
+            ended += worker.engine.sample([])
+        took = []
         for number in range(groups):  # one after the other, as a worker claims them
+            started = time.monotonic()
             (job,) = jobs_of(rows[1 + number % 10 : 2 + number % 10], group_size=GROUP)
             ended += worker.engine.sample(worker.calls.prepare([job], 0))
-            while len(ended) <= number + (seconds == 0):
+            while len(ended) <= number + ends_first:
                 ended += worker.engine.sample([])
-        took = time.monotonic() - started
+            took.append(time.monotonic() - started)
+        assert ends_first or sum(took) < seconds, "the tool has to wait until the last group has ended"
         worker.engine.close()
         return took
 
 
 def measured(*, long_s: float, repeats: int) -> list[Row]:
-    beside, alone = [], []
-    others_beside(0, 4)  # loads what is loaded once
-    for _ in range(repeats):
-        alone.append(others_beside(0, 40))
-        beside.append(others_beside(long_s, 40))
-    delays = [100 * (slow / fast - 1) for slow, fast in zip(beside, alone, strict=True)]
+    groups = int(8 * long_s)
+    delays = []
+    for round_number in range(repeats + 1):
+        sides = [0, long_s] if round_number % 2 else [long_s, 0]
+        typical = {seconds: statistics.median(others_beside(seconds, groups)) for seconds in sides}
+        delays.append(100 * (typical[long_s] / typical[0] - 1))
+    delays = delays[1:]  # the first one loads what is loaded once
     turn = f"a turn of {COMPLETIONS} completions that call a tool of 1 s"
     return [
         row(f"{turn}: async", [a_turn("async", 1, streaming=False) for _ in range(repeats)], "s", target="<= 1.6"),
         row(f"{turn}: thread_safe", [a_turn("thread_safe", 1, streaming=False)], "s", target="<= 1.6"),
         row(f"{turn}: thread_safe, streaming", [a_turn("thread_safe", 1, streaming=True)], "s", target="<= 1.6"),
         row(f"{turn}: plain TRL", [trl_turn(1)], "s"),
-        row(f"delay of other groups by a tool of {long_s:g} s", delays, "%", target="<= 10"),
+        row(
+            f"delay of other groups by a tool of {long_s:g} s",
+            delays,
+            "%",
+            target="<= 10",
+            note=f"the median of {groups} groups beside it against that of {groups} without it",
+        ),
     ]
 
 
 # --- A vLLM engine ----------------------------------------------------------------------------------------
 
-TOKENS = 64  # that the model writes in a completion, in one turn or in two
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A random model of Qwen3's shape, and what it writes: so many completions, of so many turns or of one."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    completions: int
+    turns: int
+    tokens: int  # of a completion
+
+    @property
+    def all_tokens(self) -> int:
+        return self.completions * self.tokens
 
 
-def vllm_seconds(turns: int) -> Callable[[], float]:
-    """Prompts, engine and tools of a worker, for completions of so many turns: seconds for 64 of them."""
-    from async_grpo.rollout.engines.vllm import ENVIRONMENT
+SIZES = (
+    Size(name="1 M", layers=4, hidden=128, heads=4, completions=64, turns=2, tokens=64),
+    Size(name="75 M", layers=12, hidden=768, heads=12, completions=16, turns=3, tokens=384),
+)
 
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    from benchmarks.setups import facts
-    from in_process import InProcessWorker, jobs_of
 
-    from async_grpo.rollout.engines.continuous import ContinuousEngine
-    from async_grpo.rollout.engines.vllm import VLLMEngine
+class OnVLLM:
+    """Prompts, engine and tools of a worker, for completions of so many turns."""
 
-    trainer = trainer_of(turns)
-    engine = ContinuousEngine(VLLMEngine(trainer, seed=1), group_size=GROUP)
-    trainer.max_completion_length = 4 * TOKENS  # the engine's limit is that of a turn
-    worker = InProcessWorker(trainer, engine)
-    jobs = jobs_of(list(facts.questions(held_out=False))[: 64 // GROUP], group_size=GROUP)
+    def __init__(self, size: Size, turns: int) -> None:
+        from benchmarks.setups import facts
+        from in_process import InProcessWorker, jobs_of
 
-    def seconds() -> float:
+        from async_grpo.rollout.engines.continuous import ContinuousEngine
+        from async_grpo.rollout.engines.vllm import VLLMEngine
+
+        self._size = size
+        trainer = trainer_of(size, turns)
+        self._engine = VLLMEngine(trainer, seed=1)
+        trainer.max_completion_length = 4 * size.tokens  # the engine's limit is that of a turn
+        self._worker = InProcessWorker(trainer, ContinuousEngine(self._engine, group_size=GROUP))
+        self._jobs = jobs_of(list(facts.questions(held_out=False))[: size.completions // GROUP], group_size=GROUP)
+        self.parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+        self.read = 0  # tokens that the tools wrote into a completion
+
+    def seconds(self) -> float:
         started = time.monotonic()
-        groups = worker.generate(jobs)
+        groups = self._worker.generate(self._jobs)
         took = time.monotonic() - started
-        masks = [mask for group in groups for mask in (group.tool_masks or [[1] * TOKENS] * GROUP)]
-        assert [sum(mask) for mask in masks] == [TOKENS] * 64
+        masks = [
+            mask for group in groups for mask in (group.tool_masks or [[1] * len(x) for x in group.completion_ids])
+        ]
+        assert [sum(mask) for mask in masks] == [self._size.tokens] * self._size.completions
+        self.read = round(statistics.mean(len(mask) for mask in masks)) - self._size.tokens
         return took
 
-    return seconds
+    def close(self) -> None:
+        self._engine.close()
 
 
-def trainer_of(turns: int) -> Any:
-    """With a random model of 1 M parameters, whose turns are all equally long."""
+def trainer_of(size: Size, turns: int) -> Any:
+    """With a random model, whose turns are all equally long."""
+    import torch
     from benchmarks.setups import facts
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
     tokenizer = facts.build_tokenizer()
-    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "max_position_embeddings": 512}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": len(tokenizer)}
+    shape = {"hidden_size": size.hidden, "intermediate_size": 3 * size.hidden, "num_hidden_layers": size.layers}
+    heads = {"num_attention_heads": size.heads, "num_key_value_heads": size.heads // 2, "vocab_size": len(tokenizer)}
+    length = {"head_dim": size.hidden // size.heads, "max_position_embeddings": 1024}
     end = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    torch.manual_seed(0)
     return GRPOTrainer(
-        model=Qwen3ForCausalLM(Qwen3Config(**shape, **heads, **end)),
+        model=Qwen3ForCausalLM(Qwen3Config(**shape, **heads, **length, **end)),
         processing_class=tokenizer,
         reward_funcs=[facts.called],
         tools=[quick] if turns > 1 else None,
@@ -230,10 +273,10 @@ def trainer_of(turns: int) -> Any:
         args=GRPOConfig(
             output_dir=tempfile.mkdtemp(),
             num_generations=GROUP,
-            per_device_train_batch_size=64,
-            max_completion_length=TOKENS // turns,
+            per_device_train_batch_size=size.completions,
+            max_completion_length=size.tokens // turns,
             max_tool_calling_iterations=turns - 1 or None,
-            generation_kwargs={"min_new_tokens": TOKENS // turns},
+            generation_kwargs={"min_new_tokens": size.tokens // turns},
             report_to="none",
             bf16=False,
             gradient_checkpointing=False,
@@ -243,28 +286,43 @@ def trainer_of(turns: int) -> Any:
 
 
 def read_as_calls() -> None:
-    """Have TRL read what is written before any result of a tool as a call of `quick`."""
-    from benchmarks.setups import facts
+    """Have TRL find a call of `quick` in every message; a completion's last one is left by the limit of turns."""
     from trl.trainer import grpo_trainer
 
+    really = grpo_trainer.parse_response
+    call = {"type": "function", "function": {"name": "quick", "arguments": {"number": 1}}}
+
     def read(tokenizer: Any, ids: Any, prefix: Any = None) -> dict[str, Any]:
-        answered = facts.TOOL in tokenizer.decode(prefix)
-        call = {"type": "function", "function": {"name": "quick", "arguments": {"number": 1}}}
-        return {"role": "assistant", "content": "", **({} if answered else {"tool_calls": [call]})}
+        return {**really(tokenizer, ids, prefix=prefix), "tool_calls": [call]}
 
     grpo_trainer.parse_response = read
 
 
-def measured_on_vllm(repeats: int) -> list[Row]:
-    read_as_calls()
-    one, two = vllm_seconds(1), vllm_seconds(2)
-    one(), two()  # warm-up
-    pairs = [(one(), two()) for _ in range(repeats)]
-    return [
-        row("vLLM in a worker, one turn", [64 * TOKENS / alone for alone, _ in pairs], "tokens/s"),
-        row("vLLM in a worker, a tool between two turns", [64 * TOKENS / tools for _, tools in pairs], "tokens/s"),
-        row("with the tool against without", [alone / tools for alone, tools in pairs], "×", target=">= 0.9"),
+def measured_on_vllm(size: Size, repeats: int) -> list[Row]:
+    sides = OnVLLM(size, 1), OnVLLM(size, size.turns)
+    seconds: list[tuple[float, ...]] = []
+    for number in range(repeats + 1):
+        order = sides if number % 2 else sides[::-1]
+        took = {side: side.seconds() for side in order}
+        seconds.append(tuple(took[side] for side in sides))
+    seconds = seconds[1:]  # the first one is the warm-up
+    name = f"vLLM in a worker, {sides[0].parameters / 1e6:.0f} M parameters"
+    what = f"{size.completions} completions of {size.tokens} tokens"
+    rows = [
+        row(f"{name}, one turn", [size.all_tokens / one for one, _ in seconds], "tokens/s", note=what),
+        row(
+            f"{name}, a tool between each of {size.turns} turns",
+            [size.all_tokens / several for _, several in seconds],
+            "tokens/s",
+            note=f"{what}, which read {sides[1].read} more that the tools wrote",
+        ),
+        row(
+            f"{name}, with the tool against without", [one / several for one, several in seconds], "×", target=">= 0.9"
+        ),
     ]
+    for side in sides:
+        side.close()
+    return rows
 
 
 def main() -> None:
@@ -275,7 +333,12 @@ def main() -> None:
     options = parser.parse_args()
     load = os.getloadavg()
     if options.vllm:
-        rows = measured_on_vllm(repeats=3 if options.quick else 9)
+        from async_grpo.rollout.engines.vllm import ENVIRONMENT
+
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        read_as_calls()
+        rows = [one for size in SIZES for one in measured_on_vllm(size, repeats=3 if options.quick else 5)]
     else:
         rows = measured(long_s=5 if options.quick else 30, repeats=3 if options.quick else 5)
     print(as_text(rows))

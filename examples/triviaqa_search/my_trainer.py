@@ -2,8 +2,9 @@
 
 MODEL: a model of the hub or a path; `tiny` is a random one of this folder, which needs no download and learns nothing
 in a short run. CALLS: how it calls the tool; `tokenizer` (its chat template has tools) or `tags` (any chat template).
-DATASET: `facts` (generated, no download), TriviaQA of the hub (`mandarjoshi/trivia_qa`), or a JSON Lines file with
-`question` and `aliases`. INDEX: a folder with an index of bm25s, for what is not `facts`.
+DATASET: `facts` (generated, no download), TriviaQA of the hub (`mandarjoshi/trivia_qa`) or a folder with a copy of it,
+or a file (JSON Lines, Parquet) with `question` and either TriviaQA's `answer` or a list of `aliases`. INDEX: a folder
+with an index of bm25s, for what is not `facts`.
 """
 
 import os
@@ -38,9 +39,11 @@ def rows(name: str) -> Dataset:
         asked = [{"question": fact.question, "aliases": [fact.answer]} for fact in generated_facts()[:-HELD_OUT]]
         dataset = Dataset.from_list(asked)
     elif Path(name).is_file():
-        dataset = load_dataset("json", data_files=name, split="train")
+        kind = "parquet" if name.endswith(".parquet") else "json"
+        dataset = load_dataset(kind, data_files=name, split="train")
     else:
         dataset = load_dataset(name, "rc.nocontext", split="train")
+    if "aliases" not in dataset.column_names:
         dataset = dataset.map(lambda row: {"aliases": row["answer"]["normalized_aliases"]})
     prompts = dataset.map(lambda row: {"prompt": [{"role": "user", "content": TASK + row["question"]}]})
     return prompts.select_columns(["prompt", "aliases"])

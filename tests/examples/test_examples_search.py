@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset, Features, Sequence, Value
 from in_process import InProcessWorker, ScriptedEngine, ScriptedGenerator, jobs_of
 from runs import command, steps_logged
 
 from async_grpo.errors import SetupFileError
+from async_grpo.rewards.questions import exact_match
 from async_grpo.setup.setup_file import load_trainer
 
 pytestmark = pytest.mark.integration
@@ -79,6 +82,76 @@ def test_questions_and_an_index_of_the_users(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.delenv("INDEX")
     with pytest.raises(SetupFileError, match="set INDEX to a folder with passages"):
         load_trainer(RECIPE, engine_here=False)
+
+
+# Of the card of mandarjoshi/trivia_qa, `rc.nocontext`: its columns, and where its files are.
+TRIVIAQA_ANSWER = {
+    "aliases": ["(Harry) Sinclair Lewis", "Harry Sinclair Lewis", "Sinclair Lewis"],
+    "normalized_aliases": ["harry sinclair lewis", "sinclair lewis"],
+    "matched_wiki_entity_name": "",
+    "normalized_matched_wiki_entity_name": "",
+    "normalized_value": "sinclair lewis",
+    "type": "WikipediaEntity",
+    "value": "Sinclair Lewis",
+}
+TRIVIAQA_ROW = {
+    "question": "Which American-born Sinclair won the Nobel Prize for Literature in 1930?",
+    "question_id": "tc_1",
+    "question_source": "http://www.triviacountry.com/",
+    "entity_pages": {"doc_source": [], "filename": [], "title": [], "wiki_context": []},
+    "search_results": {
+        "description": [],
+        "filename": [],
+        "rank": [],
+        "title": [],
+        "url": [],
+        "search_context": [],
+    },
+    "answer": TRIVIAQA_ANSWER,
+}
+TRIVIAQA_CARD = """\
+---
+configs:
+- config_name: rc.nocontext
+  data_files:
+  - split: train
+    path: rc.nocontext/train-*
+---
+"""
+
+
+def triviaqa_features() -> Features:
+    text = Value("string")
+    found = dict.fromkeys(("description", "filename", "title", "url", "search_context"), text)
+    names = ("matched_wiki_entity_name", "normalized_matched_wiki_entity_name", "normalized_value", "type", "value")
+    answer: dict[str, Any] = dict.fromkeys(names, text)
+    return Features(
+        {
+            **dict.fromkeys(("question", "question_id", "question_source"), text),
+            "entity_pages": Sequence(dict.fromkeys(("doc_source", "filename", "title", "wiki_context"), text)),
+            "search_results": Sequence({**found, "rank": Value("int32")}),
+            "answer": {**answer, "aliases": Sequence(text), "normalized_aliases": Sequence(text)},
+        }
+    )
+
+
+@pytest.mark.parametrize("name", ["copy", "copy/rc.nocontext/train-00000-of-00001.parquet", "rows.jsonl"])
+def test_rows_in_the_schema_of_triviaqa(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its columns by path: a copy of the dataset, a file of it, and its rows as JSON Lines."""
+    pytest.importorskip("bm25s", reason="the extra `search` is not installed")
+    dataset = Dataset.from_list([TRIVIAQA_ROW, TRIVIAQA_ROW | {"question": "Who?"}], features=triviaqa_features())
+    (tmp_path / "copy" / "rc.nocontext").mkdir(parents=True)
+    (tmp_path / "copy" / "README.md").write_text(TRIVIAQA_CARD)
+    dataset.to_parquet(tmp_path / "copy" / "rc.nocontext" / "train-00000-of-00001.parquet")
+    dataset.to_json(tmp_path / "rows.jsonl")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("INDEX", "index")
+    monkeypatch.chdir(tmp_path)
+    rows = list(runpy.run_path(str(RECIPE))["rows"](name))
+    assert [row["aliases"] for row in rows] == [TRIVIAQA_ANSWER["normalized_aliases"]] * 2
+    assert rows[0]["prompt"][0]["content"].endswith("\n\n" + TRIVIAQA_ROW["question"])
+    said = [{"role": "assistant", "content": "<answer>Sinclair Lewis</answer>"}]
+    assert exact_match([said], [rows[0]["aliases"]]) == [1.0]
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from async_grpo.errors import GeneratorError
 from async_grpo.rollout.main_thread import UserCode
 from async_grpo.rollout.turns import tools as module
 from async_grpo.rollout.turns.dialogue import Call, Outcome, Refused
+from async_grpo.rollout.turns.groups import ROUNDS
 from async_grpo.rollout.turns.tools import MOST_TEXT, Tools
 
 
@@ -106,6 +107,33 @@ def test_the_methods_of_two_environments_are_one_tool_unless_their_class_is_thre
         met, Environment.thread_safe = threading.Barrier(2), thread_safe
         results = outcomes([[lambda: call(Environment().step)]] * 2)
         assert all((one.error is None) if right is None else isinstance(one.error, right) for [one] in results)
+
+
+def test_the_calls_of_a_tool_are_made_within_one_step_of_the_engine() -> None:
+    """The event loop stands still meanwhile."""
+    calls = threading.Semaphore(0)
+
+    def count() -> None:
+        calls.release()
+
+    async def run() -> None:
+        tools = made()
+        dialogues = [asyncio.create_task(tools.run([call(count)])) for _ in range(16)]
+        for _ in range(ROUNDS):
+            await asyncio.sleep(0)
+        assert all(calls.acquire(timeout=DEADLINE_S) for _ in dialogues)
+        await asyncio.gather(*dialogues)
+
+    asyncio.run(run())
+
+
+def test_a_tool_whose_thread_cannot_be_started_costs_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(module.KeptThreads, "run", refuses)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        outcomes([[lambda: call(raising(ValueError()))]])
 
 
 def test_async_tools_of_all_dialogues_are_awaited_together() -> None:

@@ -91,6 +91,7 @@ class Dialogue:
         self.mask: list[int] = []
         self.versions: list[int] = []
         self.messages: Any = None  # the completion, as TRL has it
+        self._suffix: list[int] | None = None  # what the tools of this turn add to the prompt
         self.call_count = self.failure_count = 0
 
     def begin(self, first: Continuation) -> None:
@@ -119,6 +120,7 @@ class Dialogue:
 
     def prompt_after(self, outcomes: Sequence[Outcome]) -> Prompt | None:
         """What the model is to continue now; None: there is no room, the completion stays as it is."""
+        self._suffix = None
         self._answer_with(outcomes)
         self._trainer._generate_single_turn = _leave_with
         try:
@@ -196,8 +198,11 @@ class Dialogue:
         self._trainer._get_tool_suffix_ids = self._suffix_ids
 
     def _suffix_ids(self, tool_messages: Any) -> list[int]:
-        written = type(self._trainer)._get_tool_suffix_ids(self._trainer, tool_messages)
-        return [*self._ends.missing_after(self.ids), *written]
+        """Made once a turn: TRL's loop asks for it before the model goes on, and again with what it wrote."""
+        if self._suffix is None:
+            written = type(self._trainer)._get_tool_suffix_ids(self._trainer, tool_messages)
+            self._suffix = [*self._ends.missing_after(self.ids), *written]
+        return self._suffix
 
     def _set_tools(self, sync: Callable[[str, Any], Any], later: Callable[[str, Any], Any]) -> None:
         now, waited_for = self._tools

@@ -208,11 +208,10 @@ class Turns:
     async def _go_on(self) -> None:
         """Let all go on that can, until the engine has something to do."""
         happened = self._asks.happened
-        if self._asks.are_sampled:
-            await _rounds()
-        elif not happened.is_set():
+        if not (self._asks.are_sampled or happened.is_set()):
             with suppress(TimeoutError):
                 await asyncio.wait_for(happened.wait(), WAKE_S)
+        await _rounds()
         happened.clear()
 
     def _ended(self) -> list[SampledGroup]:

@@ -1,8 +1,8 @@
 """Runs the tools that dialogues call, side by side, each for a limited time.
 
 An async tool runs on TRL's own event loop, with those of all other dialogues. Any other runs in a thread: beside all
-others if it is marked `thread_safe`, else one call of it at a time. The calls of one message that are not async run in
-their order, as in TRL.
+others if it is marked `thread_safe`, else one call of it at a time (`lines`). The calls of one message that are not
+async run in their order, as in TRL.
 
 Whatever a tool does, its dialogue gets a text: TRL's own for what TRL knows (it raised an exception, it does not exist,
 its arguments are wrong), the same for what TRL does not survive (it hangs, exits, or returns what is no text).
@@ -24,6 +24,7 @@ from async_grpo.errors import GeneratorError
 from async_grpo.rollout.main_thread import UserCode
 from async_grpo.rollout.threads import KeptThreads
 from async_grpo.rollout.turns.dialogue import Call, Outcome, Refused
+from async_grpo.rollout.turns.lines import Line, Waiting
 
 MOST_TEXT = 65_536  # characters of a tool's result; a longer one becomes an error with its beginning
 SHOWN = 2_000  # characters of a result that is too long
@@ -52,7 +53,9 @@ class Tools:
         self._room = asyncio.Semaphore(at_once)
         self._users_loop = users_loop
         self._threads = KeptThreads()
-        self._one_at_a_time: dict[Any, asyncio.Lock] = {}  # by tool
+        self._lines: dict[Any, Line] = {}  # by tool
+        self._serving: dict[Line, asyncio.Task[None]] = {}
+        self._thread_free: dict[Line, asyncio.Future[None]] = {}  # of the thread that makes a line's calls now
         self._numbers = itertools.count()
         self._running: dict[int, str] = {}  # calls that have not ended, by number: the tool's name
         self._left_behind: set[int] = set()  # those of them that nobody waits for any more
@@ -101,19 +104,57 @@ class Tools:
         return not owner.isdisjoint(self._running)
 
     async def _in_thread(self, call: Call, owner: set[int]) -> Outcome:
-        alone = contextlib.nullcontext() if is_thread_safe(call.tool) else self._lock_of(call.tool)
-        async with alone, self._room:
-            loop, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-            number = self._begun(call)
-
-            def work() -> None:
-                outcome = _outcome(partial(self._code[call.name].call, call.tool, **call.arguments))
-                self._running.pop(number, None)
-                with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
-                    loop.call_soon_threadsafe(_give, answer, outcome)
-
+        if not is_thread_safe(call.tool):
+            return await self._in_line(call, owner)
+        async with self._room:
+            number, answer, work = self._as_work(call)
             self._threads.run(work, name=f"tool {call.name}")
             return await self._in_its_time(call, number, answer, owner)
+
+    async def _in_line(self, call: Call, owner: set[int]) -> Outcome:
+        line = self._lines.setdefault(getattr(call.tool, "__func__", call.tool), Line())  # of all environments one
+        number, answer, work = self._as_work(call)
+        waiting = Waiting(work, partial(_refuse, answer))
+        line.join(waiting)
+        if line not in self._serving:
+            self._serving[line] = asyncio.create_task(self._serve(line, call.name))
+        try:
+            while not answer.done() and (left := waiting.seconds_left(self._timeout_s)) > 0:
+                await asyncio.wait([answer], timeout=left)
+            return answer.result() if answer.done() else self._given_up(call)
+        finally:
+            if not answer.done() and not line.leave(waiting):  # it has not begun
+                self._running.pop(number, None)
+            elif not answer.done() and not self._thread_free[line].done():
+                self._thread_free[line].set_result(None)  # another thread makes the calls behind it
+            self._note_left_behind(number, owner)
+
+    async def _serve(self, line: Line, name: str) -> None:
+        """Have threads make the calls of a line, one thread at a time, until none waits."""
+        loop = asyncio.get_running_loop()
+        try:
+            while len(line):
+                async with self._room:
+                    free = self._thread_free[line] = loop.create_future()
+                    self._threads.run(partial(_make_calls, line, loop, free), name=f"tool {name}")
+                    await free
+        except Exception as error:  # noqa: BLE001  # no thread can be started: it belongs to the calls
+            line.refuse(error)
+        finally:
+            del self._serving[line]
+
+    def _as_work(self, call: Call) -> tuple[int, asyncio.Future[Outcome], Callable[[], None]]:
+        """Number the call; also returns where its outcome will be, and what a thread has to do."""
+        number, loop = self._begun(call), asyncio.get_running_loop()
+        answer: asyncio.Future[Outcome] = loop.create_future()
+
+        def work() -> None:
+            outcome = _outcome(partial(self._code[call.name].call, call.tool, **call.arguments))
+            self._running.pop(number, None)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
+                loop.call_soon_threadsafe(_give, answer, outcome)
+
+        return number, answer, work
 
     async def _on_users_loop(self, call: Call, owner: set[int]) -> Outcome:
         with contextlib.closing(_Awaited(call.coroutine, self._users_loop())) as awaited:
@@ -133,24 +174,25 @@ class Tools:
         try:
             return await asyncio.wait_for(answer, self._timeout_s)
         except TimeoutError:
-            self._say(call.name)
-            return Outcome(
-                error=ToolFailed(f"Error: {call.name} did not return within {self._timeout_s:g} s and was given up.")
-            )
+            return self._given_up(call)
         finally:
-            if number in self._running:  # timed out, or nobody wants it any more
-                self._left_behind.add(number)
-                owner.add(number)
-            self._left_behind.intersection_update(self._running)
+            self._note_left_behind(number, owner)
+
+    def _given_up(self, call: Call) -> Outcome:
+        self._say(call.name)
+        text = f"Error: {call.name} did not return within {self._timeout_s:g} s and was given up."
+        return Outcome(error=ToolFailed(text))
+
+    def _note_left_behind(self, number: int, owner: set[int]) -> None:
+        if number in self._running:  # timed out, or nobody wants it any more
+            self._left_behind.add(number)
+            owner.add(number)
+        self._left_behind.intersection_update(self._running)
 
     def _begun(self, call: Call) -> int:
         number = next(self._numbers)
         self._running[number] = call.name
         return number
-
-    def _lock_of(self, tool: Callable[..., Any]) -> asyncio.Lock:
-        """One for all instances of an environment's method."""
-        return self._one_at_a_time.setdefault(getattr(tool, "__func__", tool), asyncio.Lock())
 
     def _say(self, name: str) -> None:
         self._said[name] += 1
@@ -203,9 +245,20 @@ def is_thread_safe(tool: Callable[..., Any]) -> bool:
     return bool(getattr(tool, "thread_safe", getattr(owner, "thread_safe", False)))
 
 
-def _give(answer: asyncio.Future[Outcome], outcome: Outcome) -> None:
+def _give(answer: asyncio.Future[Any], outcome: Any) -> None:
     if not answer.done():
         answer.set_result(outcome)
+
+
+def _refuse(answer: asyncio.Future[Any], error: Exception) -> None:
+    if not answer.done():
+        answer.set_exception(error)
+
+
+def _make_calls(line: Line, loop: asyncio.AbstractEventLoop, free: asyncio.Future[None]) -> None:
+    line.make()
+    with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
+        loop.call_soon_threadsafe(_give, free, None)
 
 
 def _outcome(call: Callable[[], Any]) -> Outcome:
