@@ -193,11 +193,11 @@ def plot(results: Results, path: Path, before: float, steps: int) -> None:
             capsize=2,
         )
     axes.axhline(before, color="#999999", linewidth=1, linestyle=":")
-    axes.text(-0.25, before + 0.01, "before training", fontsize=8, color="#666666")
+    axes.text(-0.25, before + 0.005, "before training", fontsize=8, color="#666666")
     axes.set_xticks(range(len(places)), [str(staleness) for staleness in places])
     axes.set_xlabel("staleness of every rollout, in policy versions")
     axes.set_ylabel(f"held-out accuracy after {steps} steps")
-    axes.set_ylim(0, 1)
+    axes.set_ylim(math.floor(10 * min(before, *map(min, results.accuracies.values()))) / 10, 1)
     axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
