@@ -56,18 +56,19 @@ def test_the_same_values_continue_it(asked: list[str]) -> None:
         main([*asked, "--set", "max_completion_length=8"])
 
 
-def test_a_resume_samples_as_the_evaluation_was_begun(
-    asked: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_resume_samples_as_the_evaluation_was_begun_where_it_says_nothing(
+    asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sampled = {"seed": None, "eval_replicates": 5, "eval_k": None, "eval_temperature": 0.0}
+    launched: list[launcher.LaunchOptions] = []
+    monkeypatch.setattr(launcher, "launch", lambda options: launched.append(options) or 1)
+    sampled = {"seed": None, "eval_replicates": 5, "eval_k": "1,5", "eval_temperature": 0.0}
     sampled |= {"eval_top_p": 0.95, "eval_top_k": 20}
     RunDir(tmp_path / "evaluation").update_state(options=sampled)
-    same = [*asked, "--set", "max_completion_length=8"]
-    assert main(same) == 2
-    assert "was begun with --eval-replicates 5 --eval-temperature 0.0" in capsys.readouterr().err
-    assert main([*same, "--eval-temperature", "0", "--eval-top-k", "3"]) == 2
-    with pytest.raises(AssertionError):  # of `launch`
-        main([*same, "--eval-temperature", "0"])
+    assert main([*asked, "--set", "max_completion_length=8", "--eval-top-k", "3"]) == 1
+    (options,) = launched
+    assert (options.training.eval_temperature, options.training.eval_k, options.training.eval_top_k) == (0.0, (1, 5), 3)
+    assert options.kept == {**sampled, "eval_top_k": 3}
+    assert "--eval-top-k 3 from now on; the run was begun with --eval-top-k 20" in capsys.readouterr().out
 
 
 def test_a_place_for_the_figures_is_checked_before_they_are_made(

@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.cli import options
 from async_grpo.cli.compute.train import choose_weights, plan_devices
+from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.formatting import printable
-from async_grpo.rundir.run_options import to_json
-from async_grpo.settings import TrainingSettings, flag_name, positive
+from async_grpo.rundir.run_options import recall, to_json
+from async_grpo.settings import TrainingSettings, positive
 
 if TYPE_CHECKING:
     from async_grpo.evals.estimators import Estimate
@@ -28,9 +29,10 @@ EXAMPLES = """\
 
 DEFAULT_RUN_DIR = Path("evaluation")
 EVAL_SETTINGS = ("eval_replicates", "eval_k", "eval_temperature", "eval_top_p", "eval_top_k")
+_SAMPLED_WITH = ("seed", *EVAL_SETTINGS)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = options.parser(
         "evaluate", "Answer the setup file's eval_dataset with the weights of a checkpoint, on workers.", EXAMPLES
     )
@@ -58,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from async_grpo.setup.generated.trl_arguments import setup_file
     from async_grpo.setup.setup_file import check_setup_file
 
+    args = _recalled(args)
     args.config = setup_file(args.config)
     check_setup_file(args.config)
     settings = TrainingSettings(
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
             log_level=options.log_level(args),
             evaluates=tuple(map(_place, (args.model, *([args.against] if args.against else [])))),
-            kept=_sampled_with(args),
+            kept=to_json({name: getattr(args, name) for name in _SAMPLED_WITH}),
         )
     )
     return code or _tell(args)
@@ -106,17 +109,13 @@ def _check_json(file: Path | None) -> None:
 
 
 def _refuse_other_values(args: argparse.Namespace) -> None:
-    """A resume answers the rest as an earlier process has answered the first problems."""
+    """Answers of an earlier process are used again, so a resume builds the trainer as that one did."""
     from async_grpo.rundir.paths import RunDir
 
     state = RunDir(args.run_dir).read_state(accepted=True) if args.resume else None
-    if state is None:
+    if state is None or state.config_values == (args.set or {}):
         return
-    before = {name: value for name, value in state.options.items() if name in _sampled_with(args)}
-    if state.config_values == (args.set or {}) and before in ({}, _sampled_with(args)):  # earlier versions kept none
-        return
-    flags = [text for name, value in before.items() if value is not None for text in (flag_name(name), str(value))]
-    flags += [text for name, value in state.config_values.items() for text in ("--set", f"{name}={value}")]
+    flags = [text for name, value in state.config_values.items() for text in ("--set", f"{name}={value}")]
     begun = f"with {printable(shlex.join(flags))}" if flags else "without --set"
     raise UsageError(
         f"The evaluation in {args.run_dir} was begun {begun}, and its answers are used again. "
@@ -124,9 +123,19 @@ def _refuse_other_values(args: argparse.Namespace) -> None:
     )
 
 
-def _sampled_with(args: argparse.Namespace) -> dict[str, Any]:
-    """What decides about the answers, as `run.json` keeps it."""
-    return to_json({name: getattr(args, name) for name in ("seed", *EVAL_SETTINGS)})
+def _recalled(args: argparse.Namespace) -> argparse.Namespace:
+    """With `--resume`, how answers are sampled is as the evaluation was begun, where the command line says nothing."""
+    from async_grpo.rundir.paths import RunDir
+
+    parser = build_parser()
+    state = RunDir(args.run_dir).read_state(accepted=True) if args.resume else None
+    if state is None:
+        return args
+    kept = {name: value for name, value in state.options.items() if name in _SAMPLED_WITH}
+    recalled = recall(replace(state, options=kept), parser.given(args.command_line), parser.read) if kept else None
+    for change in recalled.changes if recalled is not None else ():
+        print(printable(f"resuming the evaluation in {args.run_dir}: {change}"))
+    return argparse.Namespace(**{**vars(args), **(recalled.options if recalled is not None else {})})
 
 
 def _place(model: str) -> str:
