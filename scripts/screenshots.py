@@ -59,14 +59,15 @@ def photograph_status(browser: Any, folder: str) -> None:
     try:
         while run.poll() is None and (json.loads(status(folder, "--json") or "{}").get("step") or 0) < LOOK_AT_STEP:
             time.sleep(0.5)
-        text = status(folder, FORCE_COLOR="1", COLUMNS=str(COLUMNS))
+        text = status(folder, FORCE_COLOR="1", COLUMNS=str(COLUMNS)).replace(f"{folder}/", "")
     finally:
         run.send_signal(signal.SIGINT)
         run.wait()
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text("$ async-grpo status live"), Text.from_ansi(text), sep="\n")
     page = browser.new_page(viewport={"width": 1100, "height": 700})
-    page.set_content(console.export_svg(title="while it trains").replace("Fira Code", "DejaVu Sans Mono"))
+    picture = re.sub(r"@font-face {.*?}", "", console.export_svg(title="while it trains"), flags=re.DOTALL)
+    page.set_content(picture.replace("Fira Code", "DejaVu Sans Mono"))
     save(page.locator("svg"), "status.png")
 
 

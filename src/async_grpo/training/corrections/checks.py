@@ -65,7 +65,7 @@ def describe(rule: Rule, trainer: Any, *, max_staleness: int, own_loss: bool) ->
             f"{_of_trl(trainer.args)}."
         )
     elif rule.name not in ("trl", "none") and max_staleness > 0:
-        sentences.append(f"For rollouts of older weights the loss {_of(rule)}; for fresh ones it is TRL's.")
+        sentences.append(f"The loss on stale rollouts {_of(rule)}; on fresh ones it is TRL's.")
     if rule.weighs and own_loss:
         sentences.append(
             f"{_class_name(trainer)} has a loss that does not call TRL's, so its advantages are weighed: they get the "
