@@ -150,14 +150,20 @@ def wait_for(lock: FileLock, say_every_s: float = 10, at_most_s: float = 600) ->
             return
         except Timeout:
             waited_s = time.monotonic() - started
-            progress = Path(lock.lock_file).with_name(PROGRESS)
-            so_far = progress.read_text() if progress.exists() else "it has just begun"
+            so_far = read_progress(Path(lock.lock_file).with_name(PROGRESS))
             if waited_s > at_most_s:
                 raise TimeoutError(
                     f"warm start: process {os.getpid()} has waited {waited_s:.0f} s for another process to train it "
                     f"({so_far}). It holds {lock.lock_file}: end it, and start again."
                 ) from None
             print(f"warm start: another process trains it: {so_far} ({waited_s:.0f} s)", flush=True)
+
+
+def read_progress(file: Path) -> str:
+    try:
+        return file.read_text()
+    except FileNotFoundError:  # before it begins, and after its end
+        return "it begins or ends"
 
 
 def train_warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, progress: Path) -> None:
@@ -170,6 +176,7 @@ def train_warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast
         (WARM_START["noisy_steps"], WARM_START["noisy_learning_rate"], WARM_START["wrong_answers"]),
     ]
     print("warm start: training, once; it takes 10 to 60 s on two cores", flush=True)
+    progress.unlink(missing_ok=True)  # of a process that was killed
     started = time.monotonic()
     prompts, answers = teacher_tokens(tokenizer)
     randomness = torch.Generator().manual_seed(WARM_START["seed"])
