@@ -66,7 +66,7 @@ docs: $(VENV)/.installed-docs
 	@echo "site/index.html; with search: $(BIN)/python -m http.server -d site"
 
 # Which of benchmarks/*.py to run, one after another on a quiet machine, e.g. make bench BENCH=staleness
-BENCH ?= weights job_queue sandbox start evaluation deltas chaos monkey async_vs_trl staleness turn_credit long_run
+BENCH ?= weights job_queue sandbox tools start evaluation deltas chaos monkey async_vs_trl staleness turn_credit long_run
 # Options of one of them. These write tables of their own into docs/.
 BENCH_async_vs_trl = --update-docs
 BENCH_long_run = --update-docs
@@ -76,6 +76,7 @@ BENCH_staleness = --update-docs --plot docs/images/staleness.png
 # vLLM lives in an environment of its own.
 bench-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python benchmarks/generators.py --json benchmarks/results/generators.json
+	.venv-vllm/bin/python benchmarks/tools.py --vllm --json benchmarks/results/tools_vllm.json
 	.venv-vllm/bin/python benchmarks/to_docs.py
 
 bench: venv-bench venv-test

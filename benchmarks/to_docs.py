@@ -49,6 +49,16 @@ TITLES = {
         "The same weights, prompts and lengths in one run; 64 tokens a completion. A batch is given whole and timed to "
         "its last group, so filling and emptying the engine counts.",
     ),
+    "tools": (
+        "Tools",
+        "What waiting tools cost a worker. A script plays the model, so the time is that of the tools and of what is "
+        "around them. More in [generators.md](generators.md#tools-and-environments).",
+    ),
+    "tools_vllm": (
+        "Turns with vLLM",
+        "vLLM in a worker, on one core: completions of several turns, with a tool between them that answers at once, "
+        "against as many tokens in one turn. Random weights of Qwen3's shape; sides take turns in one process.",
+    ),
     "async_vs_trl": ("Asynchronous against synchronous training", "Sides are interleaved in one run."),
     "trl_async": (
         "Under TRL's asynchronous trainer",
@@ -68,6 +78,7 @@ TITLES = {
     ),
     "turn_credit": ("Credit for each turn", "A tiny model learns to search. More in [credit.md](credit.md)."),
 }
+SCRIPTS = {"tools_vllm": "tools.py --vllm"}  # where it is not that of the result's name
 HEAD = """# Benchmarks
 
 The scripts in `benchmarks/` measure these figures; `benchmarks/to_docs.py` makes this page from
@@ -90,7 +101,8 @@ def section(title: str, text: str, name: str, result: dict[str, Any]) -> str:
     machine = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
     load = result.get("load_before", [0.0])[0]
     busy = f" Other work ran beside it: load {load:.1f} before." if load >= result["machine"]["cores"] else ""
-    lines = [f"## {title}", "", wrapped(text), "", wrapped(f"`benchmarks/{name}.py`. Machine: {machine}.{busy}"), ""]
+    script = SCRIPTS.get(name, f"{name}.py")
+    lines = [f"## {title}", "", wrapped(text), "", wrapped(f"`benchmarks/{script}`. Machine: {machine}.{busy}"), ""]
     lines += ["| what | value | target | reached | min, median, max |", "|---|---|---|---|---|"]
     lines += [line(row) for row in result["rows"]]
     return "\n".join([*lines, ""])

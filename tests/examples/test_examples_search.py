@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, Features, Sequence, Value
 from in_process import InProcessWorker, ScriptedEngine, ScriptedGenerator, jobs_of
+from learnt_by_heart import write_learnt
 from runs import command, steps_logged
 
 from async_grpo.errors import SetupFileError
@@ -18,7 +20,9 @@ from async_grpo.rewards.questions import exact_match
 from async_grpo.setup.setup_file import load_trainer
 
 pytestmark = pytest.mark.integration
-RECIPE = Path(__file__).parents[2] / "examples" / "triviaqa_search" / "my_trainer.py"
+HERE = Path(__file__).parent
+RECIPE = HERE.parents[1] / "examples" / "triviaqa_search" / "my_trainer.py"
+BY_HEART = HERE / "search_by_heart.py"
 
 
 @pytest.mark.parametrize("calls", ["tokenizer", "tags"])
@@ -167,3 +171,39 @@ def test_the_recipe_trains_with_two_workers_of_which_one_is_killed(tmp_path: Pat
         with command(line, "worker", cwd=tmp_path, MODEL="tiny") as reader:
             assert reader.wait() == 0, reader.output
         assert shown in reader.output
+
+
+@pytest.mark.slow
+def test_calls_by_tags_in_a_run_with_two_workers_of_which_one_is_killed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The model has learnt by heart to search for its one question, which is in TriviaQA's schema."""
+    pytest.importorskip("bm25s", reason="the extra `search` is not installed")
+    from async_grpo.envs import Passages
+
+    row = TRIVIAQA_ROW | {"answer": TRIVIAQA_ANSWER | {"normalized_aliases": ["bob"]}}
+    (tmp_path / "questions.jsonl").write_text("\n".join([json.dumps(row)] * 2))
+    Passages.of(["Bob was here.", "Al went away."]).save(tmp_path / "index")
+    given = {"MODEL": "tiny", "CALLS": "tags", "DATASET": "questions.jsonl", "INDEX": "index"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    trainer: Any = load_trainer(BY_HEART, engine_here=False)
+    says = ['<tool>{"name": "search", "args": {"query": "here"}}</tool>', "<answer>Bob</answer>"]
+    write_learnt(trainer, says, trainer.train_dataset[0], group_size=8, path=tmp_path / "learnt.safetensors")
+
+    paths = os.pathsep.join([str(HERE), str(HERE.parent / "integration")])
+    env = {**given, "LEARNT": "learnt.safetensors", "TEST_EXTRA_PATH": paths}
+    with command("train", str(BY_HEART), "-n", "2", "--steps", "4", cwd=tmp_path, **env) as run:
+        run.wait_until(lambda: steps_logged(tmp_path / "worker"), "a step")
+        run.wait_until(lambda: run.worker(1), "worker 1").kill()
+        assert run.wait() == 0, run.output
+    assert steps_logged(tmp_path / "worker") == [1, 2, 3, 4]
+    shown = {}
+    for name in ("audit", "status", "rollouts"):
+        with command(name, "worker", cwd=tmp_path, **env) as reader:
+            assert reader.wait() == 0, reader.output
+        shown[name] = reader.output
+    assert "turn rewards" in shown["audit"]
+    assert "Bob was here." in shown["rollouts"]

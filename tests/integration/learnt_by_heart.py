@@ -1,0 +1,76 @@
+"""Tiny models that have learnt by heart what a script says, so that real runs call tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from in_process import InProcessWorker, ScriptedEngine, ScriptedGenerator, jobs_of
+from safetensors.torch import load_file, save_file
+
+from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+
+ENOUGH = 0.02  # mean loss at which greedy decoding repeats what was learnt
+MOST_STEPS = 800
+
+Said = list[tuple[list[int], list[int]]]  # prompts, of which each has the one before, and what was said to them
+
+
+class Scripted(ScriptedEngine):
+    """Says to every completion's next turn the next of `answers`, and keeps what the first completion was asked."""
+
+    def __init__(self, tokenizer: Any, answers: Sequence[str]) -> None:
+        left, answer = iter(answers), [""]
+
+        def reply(prompt: str, place: int) -> str:
+            if place == 0:
+                answer[0] = next(left)
+            return answer[0]
+
+        super().__init__(ScriptedGenerator(tokenizer, reply))
+        self.said: Said = []
+
+    def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
+        sampled = super().sample(new)
+        self.said += [(turn.prepared.prompt_ids[0], turn.token_ids[0]) for turn in sampled]
+        return sampled
+
+
+def played(trainer: Any, answers: Sequence[str], row: dict[str, Any], group_size: int) -> Said:
+    """A dialogue about this row, in which the model says these answers."""
+    script = Scripted(trainer.processing_class, answers)
+    InProcessWorker(trainer, script).generate(jobs_of([row], group_size))
+    return script.said
+
+
+def learn(model: Any, said: Said) -> None:
+    """Have the model learn by heart what was said, of which the last prompt has all before it."""
+    prompt, answer = said[-1]
+    ids = torch.tensor([prompt + answer])
+    labels = torch.full_like(ids, -100)
+    for asked, told in said:
+        labels[0, len(asked) : len(asked) + len(told)] = torch.tensor(told)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    model.train()
+    for _ in range(MOST_STEPS):
+        loss = model(input_ids=ids, labels=labels).loss
+        if loss.item() < ENOUGH:
+            break
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.item() < ENOUGH, f"the model did not learn its answers: loss {loss.item():.3f}"
+    model.eval()
+    model.training = True  # TRL reads it as "this is a training batch"
+
+
+def write_learnt(trainer: Any, answers: Sequence[str], row: dict[str, Any], group_size: int, path: Path) -> None:
+    """Write the weights of a model that says these answers to the row."""
+    learn(trainer.model, played(trainer, answers, row, group_size))
+    save_file({name: tensor.detach().clone() for name, tensor in trainer.model.named_parameters()}, path)
+
+
+def load_learnt(trainer: Any, path: Path) -> None:
+    trainer.model.load_state_dict(load_file(path), strict=False)  # what is tied is there once
