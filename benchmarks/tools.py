@@ -168,7 +168,7 @@ def others_beside(seconds: float, groups: int) -> list[float]:
 
 
 def measured(*, long_s: float, repeats: int) -> list[Row]:
-    groups = int(8 * long_s)
+    groups = int(4 * long_s)
     delays = []
     for round_number in range(repeats + 1):
         sides = [0, long_s] if round_number % 2 else [long_s, 0]
