@@ -24,6 +24,9 @@ _OF_A_PROCESS = (
     *("worker_restarts", "jobs_quarantined", "groups_dropped"),
 )
 _OF_SOME = ("resumed_from", "rollouts_before", "reward_first", "reward_last", "accuracy_before", "accuracy_after")
+_PAIRS = (  # where the one is there, the other is
+    *(("resumed_from", "rollouts_before"), ("reward_first", "reward_last"), ("accuracy_after", "accuracy_before")),
+)
 _TEXTS = ("state", "run_id", "checkpoints", "tensorboard")
 
 
@@ -48,7 +51,7 @@ def read_figures(path: Path, needed: Sequence[str] = _ALWAYS) -> dict[str, Any]:
         for name in (*_ALWAYS, *_OF_A_PROCESS, *_OF_SOME) if "rollouts" in found else ():
             if name in needed or found.get(name) is not None:
                 shaped(float, found.get(name), name)
-        for given, other in (("resumed_from", "rollouts_before"), ("reward_first", "reward_last")):
+        for given, other in _PAIRS:
             if found.get(given) is not None:
                 shaped(float, found.get(other), other)
     return found
