@@ -18,7 +18,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "queue.md"
 BEGIN, END = "<!-- record format -->\n", "<!-- end of record format -->\n"
 DIMENSIONS = """\
 P tokens of the prompt, G completions, N tokens of all completions, F reward functions, T turns of
-all completions. What is stored in `texts` is JSON in a tensor of that name, outside the header.
+all completions, K bytes. What is stored in `texts` is JSON in a tensor of that name, outside the
+header.
 
 Since format 4 a job or a group may have images anywhere in its JSON. There it has `null` in their
 places. Their bytes are in a tensor `images` (`uint8`), each image once. A tensor `image_table` has

@@ -131,8 +131,8 @@ class RolloutGroup:
     """One prompt group, generated and scored.
 
     Dimensions: P tokens of the prompt, G completions, N tokens of all completions, F reward functions, T turns of all
-    completions. The completions of a group are stored back to back; `completion_lengths` [G] says where each ends. So
-    are their prompts where they differ (an environment or a `rollout_func` made them), by `prompt_lengths`.
+    completions, K bytes. The completions of a group are stored back to back; `completion_lengths` [G] says where each
+    ends. So are their prompts where they differ (an environment or a `rollout_func` made them), by `prompt_lengths`.
     """
 
     job: Job = header(Job, "the job as it was claimed")
@@ -171,6 +171,14 @@ class RolloutGroup:
     )
     tool_mask: NDArray[np.uint8] | None = tensor(
         "uint8", "N", "0 for tokens of a tool or an environment", least=0, most=1, default=None
+    )
+    kept_tokens: NDArray[np.uint8] | None = tensor(
+        "uint8",
+        "K",
+        "the tokens that truncated sampling kept for each token, where the loss is computed over them: a zstandard "
+        "frame, see `kept_tokens.py`",
+        default=None,
+        since=4,
     )
 
     completions: list[Any] = texts(

@@ -160,15 +160,25 @@ def test_the_log_probabilities_are_those_of_the_trainer(tmp_path: Path) -> None:
 class NewWeightsEachTurn(Streaming):
     def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
         made = super().sample(new)
-        return [replace(one, versions=[[4 + one.prepared.turn] * len(ids) for ids in one.token_ids]) for one in made]
+        return [
+            replace(
+                one,
+                versions=[[4 + one.prepared.turn] * len(ids) for ids in one.token_ids],
+                kept=[[bytes(4 * (1 + one.prepared.turn))] * len(ids) for ids in one.token_ids],
+            )
+            for one in made
+        ]
 
 
-def test_each_token_has_the_version_that_sampled_it(tmp_path: Path) -> None:
+def test_each_token_has_the_version_that_sampled_it_and_the_tokens_that_were_kept(tmp_path: Path) -> None:
     [group] = worker_of(tmp_path, two_turns, NewWeightsEachTurn, counts).generate(jobs_of(chat_rows(1)), version=4)
     assert group.version == 4
     for versions, mask in zip(group.token_versions or [], group.tool_masks or [], strict=True):
         second = len(mask) - mask[::-1].index(0)  # where the last turn begins
         assert versions == [4] * second + [5] * (len(mask) - second)
+    for sets, mask in zip(group.kept or [], group.tool_masks or [], strict=True):
+        assert [len(each) > 0 for each in sets] == [value == 1 for value in mask]
+        assert len(sets[0]) == 4 and len(sets[-1]) == 8
 
 
 def test_tools_of_an_agent(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from in_process import (
     QWEN3_CHAT_TEMPLATE,
@@ -83,10 +84,17 @@ def test_groups_with_tools_are_in_flight_together(kind: str, tmp_path: Path) -> 
         assert [len(row) for row in group.token_versions] == [len(ids) for ids in group.completion_ids]
         assert group.token_versions[0][-1] == 5, "the last turn was sampled by newer weights"
         assert set(group.token_versions[1]) == {4}
+        for sets, ids, mask in zip(group.kept or [], group.completion_ids, group.tool_masks or [], strict=True):
+            assert sets == [kept(token) if own else b"" for token, own in zip(ids, mask, strict=True)]
         assert group.version == 4
         rewards = worker.calls.score(group).rewards
         if kind == "environments":
             assert rewards[:, 1].tolist() == [3.0, 0.0], "each group's rewards are of its own environments"
+
+
+def kept(token: int) -> bytes:
+    """What truncated sampling kept beside this token."""
+    return np.array([token, token + 1], np.int32).tobytes()
 
 
 class Played:
@@ -117,5 +125,9 @@ class Played:
         assert len(turn.prompt_ids) == 1
         ids = self._tokenizer(self._answers[turn.turn][turn.place] + self._tokenizer.eos_token)["input_ids"]
         return SampledGroup(
-            prepared=turn, token_ids=[ids], logprobs=[[-1.0] * len(ids)], versions=[[4 + turn.turn] * len(ids)]
+            prepared=turn,
+            token_ids=[ids],
+            logprobs=[[-1.0] * len(ids)],
+            versions=[[4 + turn.turn] * len(ids)],
+            kept=[list(map(kept, ids))],
         )

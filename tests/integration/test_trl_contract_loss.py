@@ -173,6 +173,32 @@ def test_the_log_probability_function_that_we_replace(trainer: Any, monkeypatch:
         assert_close(trl_compat.TorchLogProbs.apply(*calls[0])[0], original.apply(*calls[0])[0])
 
 
+def test_a_function_can_take_the_place_of_trls_log_probabilities(trainer: Any) -> None:
+    """For the tokens of completions that are not masked, row by row: `corrections.kept` counts on this order."""
+    name = "trl.trainer.utils._ChunkedLogProbFunction"
+    original, asked = trl_utils._ChunkedLogProbFunction, []
+
+    class Zeros:
+        @staticmethod
+        def apply(hidden: Any, weight: Any, bias: Any, targets: Any, *_: Any) -> Any:
+            assert (len(hidden), hidden.shape[1]) == (len(targets), weight.shape[1])
+            asked.append(targets.tolist())
+            return 0.0 * hidden.sum(-1) - 7.0, None, None, None, None
+
+    ids, mask = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]), torch.ones(3, 4).long()
+    mask[1, 3] = 0
+    with trl_compat.log_probs_by(lambda function: Zeros):
+        logprobs_BC, *_ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, 2, batch_size=2)
+    assert asked == [[3, 4, 7], [11, 12]], moved(name, f"gets the tokens {asked}", ON_CPU, LOSS)
+    assert logprobs_BC.tolist() == [[-7.0, -7.0], [-7.0, 0.0], [-7.0, -7.0]], moved(name, "is not TRL's", ON_CPU, LOSS)
+    assert trl_utils._ChunkedLogProbFunction is original
+
+
+def test_the_head_that_zero3_shards_is_gathered_as_trl_gathers_it() -> None:
+    arguments = list(inspect.signature(trl_utils.maybe_gather_lm_head_ctx).parameters.values())
+    assert arguments[0].kind is inspect.Parameter.VAR_POSITIONAL, moved("maybe_gather_lm_head_ctx", "changed", ON_CPU)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -16,6 +16,7 @@ from vllm import SamplingParams
 
 from async_grpo.rollout.engines import vllm
 from async_grpo.rollout.engines.vllm_options import sampling_options
+from async_grpo.rollout.engines.vllm_sampling import parameters
 
 END, SECOND_END = 40, 33  # of the tokenizer, and one that the model's generation_config names beside it
 OF_THE_CONFIG: dict[str, list[Any]] = {
@@ -104,7 +105,7 @@ def test_random_settings(seed: int, trainer: Any, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(trainer, "eos_token_ids", [END, SECOND_END])
     trls = of_trl(trainer, monkeypatch)
     trls.update_from_generation_config({"eos_token_id": [END, SECOND_END]}, END)  # as its engine does, with a tokenizer
-    ours = vllm._sampling_parameters(sampling_options(trainer), every_token=False)
+    ours = parameters(sampling_options(trainer), every_token=False)
     ours.update_from_generation_config({}, None)  # as the workers' does without one
     differ = {name: (mine, theirs) for name in SAME if (mine := getattr(ours, name)) != (theirs := getattr(trls, name))}
     assert not differ

@@ -19,6 +19,7 @@ from trl import GRPOTrainer
 from async_grpo.rollout.engines import vllm, vllm_hooks
 from async_grpo.rollout.engines.continuous import Chunk
 from async_grpo.rollout.engines.vllm import VLLMEngine
+from async_grpo.rollout.engines.vllm_sampling import structured
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 
 PROMPTS = [qwen3_1m.build_tokenizer()(text)["input_ids"] for text in ("1+1=", "7+3=", "a", "hello world", "0123456789")]
@@ -225,7 +226,7 @@ def test_vllm_takes_the_sampling_parameters(changes: dict[str, Any]) -> None:
     trainer = qwen3_1m.get_trainer()
     for name, value in changes.items():
         setattr(trainer.args, name, value)
-    sampling = SamplingParams(**vllm._structured(vllm.sampling_options(trainer)))
+    sampling = SamplingParams(**structured(vllm.sampling_options(trainer)))
     for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
         if name in changes:
             assert getattr(sampling, name) == changes[name]

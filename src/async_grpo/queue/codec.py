@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from async_grpo.errors import BadFileError, BadGroupError, QueueError, UnsupportedError
 from async_grpo.images import EncodedImage, put_back, taken_out
+from async_grpo.kept_tokens import unpack
 from async_grpo.queue.schema import IMAGES, TABLE, Dtype, Schema, Values
 from async_grpo.records import FORMAT, OLDEST_FORMAT, Job, RolloutGroup
 
@@ -174,6 +175,7 @@ def _contradiction(group: RolloutGroup, tensors: Tensors, schema: Schema) -> str
         ("G", "F"): (generations, len(group.reward_names)),
         ("N",): (sum(group.completion_lengths.tolist()),),
         ("T",): (sum(turns.tolist()),) if turns is not None else (),
+        ("K",): group.kept_tokens.shape if group.kept_tokens is not None else (),
     }
     for name, array in tensors.items():
         dimensions = schema.arrays[name].shape
@@ -205,6 +207,11 @@ def _bad_values(group: RolloutGroup, tensors: Tensors, schema: Schema) -> str | 
     versions = group.token_versions
     if versions is not None and versions.size and int(least(versions)) < group.policy_version:
         return "a token version is older than the group's"
+    if group.kept_tokens is not None:
+        try:
+            unpack(group.kept_tokens, group.completion_ids)
+        except BadFileError as error:
+            return str(error)
     return None
 
 

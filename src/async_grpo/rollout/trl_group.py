@@ -15,11 +15,15 @@ from trl.data_utils import prepare_multimodal_messages
 
 from async_grpo.errors import BadGroupError, UnsupportedError
 from async_grpo.images import encoded, opened
+from async_grpo.kept_tokens import Kept, pack
 from async_grpo.records import OWN_SAMPLING, RolloutGroup, Timings
 
 if TYPE_CHECKING:
     from async_grpo.records import Job
     from async_grpo.rollout.engines import Fields
+
+Versions = list[list[int]] | None  # of each token
+KeptSets = list[list[Kept]] | None  # of each token
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -34,7 +38,8 @@ class GeneratedGroup:
     prompt_ids: list[list[int]]  # [G]
     completion_ids: list[list[int]]  # [G]
     logprobs: list[list[float]]  # [G]
-    token_versions: list[list[int]] | None  # [G], where weights change while a group is sampled
+    token_versions: Versions  # [G], where weights change while a group is sampled
+    kept: KeptSets = None  # [G], where `logprobs` are of the tokens that truncated sampling kept
     tool_masks: list[list[int]] | None  # [G]
     environments: list[Any] | None  # [G]
     state: Any  # what reward functions see as `trainer_state`: the trainer's when it issued the job
@@ -130,6 +135,7 @@ def to_record(
     try:
         prompt_ids = [np.asarray(ids, dtype=np.int32) for ids in group.prompt_ids]
         one_prompt = all(np.array_equal(ids, prompt_ids[0]) for ids in prompt_ids[1:])
+        completion_ids = _flat(group.completion_ids, np.int32)
         return RolloutGroup(
             job=group.job,
             attempt=attempt,
@@ -139,9 +145,10 @@ def to_record(
             prompt_ids=prompt_ids[0] if one_prompt else np.concatenate(prompt_ids),
             prompt_lengths=None if one_prompt else _lengths(prompt_ids),
             completion_lengths=_lengths(group.completion_ids),
-            completion_ids=_flat(group.completion_ids, np.int32),
+            completion_ids=completion_ids,
             sampling_logprobs=_flat(group.logprobs, np.float32),
             tool_mask=_flat(group.tool_masks, np.uint8) if group.tool_masks is not None else None,
+            kept_tokens=pack([*chain.from_iterable(group.kept)], completion_ids) if group.kept is not None else None,
             token_versions=_flat(group.token_versions, np.int32) if group.token_versions is not None else None,
             turn_counts=_lengths(scores.turn_rewards) if scores.turn_rewards is not None else None,
             turn_rewards=_flat(scores.turn_rewards, np.float32) if scores.turn_rewards is not None else None,

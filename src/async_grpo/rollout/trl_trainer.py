@@ -22,7 +22,9 @@ from async_grpo.rollout.main_thread import UserCode, asks_for_main_thread
 from async_grpo.rollout.threads import let_threads_share_tokenizers
 from async_grpo.rollout.trl_group import (
     GeneratedGroup,
+    KeptSets,
     Scores,
+    Versions,
     as_fields,
     merge_extra_fields,
     prompt_of,
@@ -181,7 +183,7 @@ class RolloutTrainer:
         rows, prompts = [dict(one.row) for one in each], [one.prompt for one in each]
         made = Batch(trainer, rows, prompts, trainer._generate(prompts), metrics={}, images=self.data_has_images)
         return [
-            made.group(group.prepared.job, part, group.prepared.version, group.versions)
+            made.group(group.prepared.job, part, group.prepared.version, group.versions, group.kept)
             for group, part in zip(sampled, _parts(jobs), strict=True)
         ]
 
@@ -304,7 +306,7 @@ class Batch:
     images: bool  # whether the training data has any; a prompt may have some all the same
 
     def group(
-        self, job: Job, part: slice, version: int, token_versions: list[list[int]] | None = None
+        self, job: Job, part: slice, version: int, token_versions: Versions = None, kept: KeptSets = None
     ) -> GeneratedGroup:
         prompt_ids, completion_ids, tool_masks, completions, logprobs, *_ = self.result
         if logprobs is None:
@@ -322,6 +324,7 @@ class Batch:
             completion_ids=completion_ids[part],
             logprobs=logprobs[part],
             token_versions=token_versions,
+            kept=kept,
             tool_masks=masks,
             environments=environments[part] if environments is not None else None,
             state=state_at_issue(self.trainer, job, version),

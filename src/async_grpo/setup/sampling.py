@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
     from trl import GRPOTrainer
 
+WITHOUT_SAMPLER = ("none", "trl")  # corrections that take the sampler's log-probabilities as TRL does, or not at all
 _NEUTRAL: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+_TRUNCATING = ("top_p", "top_k", "min_p")
 # By the engine's own names: what else changes the distribution, with the value that turns it off (None always does).
 _OTHERS_HF: dict[str, Any] = {
     "typical_p": 1.0,
@@ -68,6 +70,11 @@ class Sampling:
     regex: str | None = None
     others: Mapping[str, Any] = field(default_factory=dict)  # by the engine's names, only what is not off
 
+    @property
+    def truncation(self) -> list[str]:
+        """What leaves out the less likely tokens, as `name=value`."""
+        return [f"{name}={value!r}" for name in _TRUNCATING if (value := getattr(self, name)) != _NEUTRAL[name]]
+
     def departures(self) -> list[str]:
         """What makes the sampler draw from another distribution than the loss computes, as `name=value`."""
         own = {name: value for name in _NEUTRAL if (value := getattr(self, name)) != _NEUTRAL[name]}
@@ -102,15 +109,20 @@ def effective_sampling(trainer: GRPOTrainer, generator: str) -> Sampling:
     )
 
 
-def check_sampling(trainer: GRPOTrainer, correction: str, generator: str | None) -> None:
+def check_sampling(
+    trainer: GRPOTrainer, correction: str, generator: str | None, evaluated_with: Mapping[str, Any] | None = None
+) -> None:
     """Refuse, before anything is started, sampling that would make the loss wrong silently.
 
     Args:
         generator: None where it is not known: then only what is refused for every engine; the workers check again.
+        evaluated_with: the sampling settings of evaluations, where there are any.
 
     Raises:
         UnsupportedError: the engine cannot do it, or not with this correction.
     """
+    if generator is not None and evaluated_with and needs_kept_tokens(trainer, correction, generator):
+        _check_evaluation(evaluated_with)
     refusals = []
     for engine in (HF, VLLM) if generator is None else (generator,):
         try:
@@ -129,7 +141,11 @@ def _check(sampling: Sampling, correction: str, generator: str) -> None:
             "not follow it. Take --generator vllm, or remove it."
         )
     departures = sampling.departures()
-    if departures and correction not in ("none", "trl") and generator != HF:
+    if not departures or correction in WITHOUT_SAMPLER or generator == HF:
+        return
+    if departures == sampling.truncation:
+        _check_truncation(sampling, generator)
+    else:
         raise UnsupportedError(
             f"{', '.join(departures)}: vLLM's log-probabilities are then those of another distribution than the loss "
             "computes, so the ratio between them is biased, stale or not. Remove it from the GRPOConfig or its "
@@ -137,6 +153,43 @@ def _check(sampling: Sampling, correction: str, generator: str) -> None:
             "are of the full softmax as the loss's, or --correction trl, which has that bias as TRL has it, or none, "
             "which ignores the sampler's."
         )
+
+
+def _check_truncation(sampling: Sampling, generator: str) -> None:
+    """Refuse what vLLM could not name the kept tokens of, over which the loss is computed."""
+    found = ", ".join(sampling.truncation)
+    if generator != VLLM:
+        raise UnsupportedError(
+            f"{found} with a vLLM server: its log-probabilities are over the tokens that it kept, and the loss is to "
+            "be computed over the same, but a server does not say which they are to TRL's client. Take --generator "
+            'vllm (in the GRPOConfig vllm_mode="colocate"), whose engines are in the workers; or --generator hf, whose '
+            "log-probabilities are of the full softmax as the loss's; or --correction trl or none."
+        )
+    if sampling.top_k == 0:
+        raise UnsupportedError(
+            f"{found} without top_k: vLLM's log-probabilities are over the tokens that it kept, and the loss is to be "
+            "computed over the same, but vLLM says which they are only with top_k > 0. Set top_k in the GRPOConfig as "
+            "well: 512 rarely leaves out what top_p keeps. Or take --generator hf, whose log-probabilities are of the "
+            "full softmax as the loss's, or --correction trl or none."
+        )
+
+
+def _check_evaluation(sampling: Mapping[str, Any]) -> None:
+    if sampling["temperature"] > 0 and sampling["top_k"] == 0:
+        raise UnsupportedError(
+            "--eval-top-k 0: the run trains with truncated sampling, so its vLLM engines name the tokens that they "
+            "kept, and vLLM does that with top_k > 0 only, in evaluations too. Give --eval-top-k a number, or take "
+            "--generator hf."
+        )
+
+
+def needs_kept_tokens(trainer: GRPOTrainer, correction: str, generator: str) -> bool:
+    """Whether the engine has to say which tokens it kept, so that the loss can be computed over them."""
+    return (
+        generator == VLLM
+        and correction not in WITHOUT_SAMPLER
+        and bool(effective_sampling(trainer, generator).truncation)
+    )
 
 
 def stop_tags(trainer: Any) -> tuple[str, ...]:

@@ -1,12 +1,14 @@
 """Train with TRL 1.15 on a CPU, and what both sides of a run ask about a trainer's model.
 
 TRL 1.15 computes log-probabilities with a Triton kernel only; TRL 1.16 has the same function in plain torch for
-machines without a GPU. `TorchLogProbs` does it for 1.15. The private names are TRL's `_ChunkedLogProbFunction`, and
-`_load_best_model` of transformers' trainers.
+machines without a GPU. `TorchLogProbs` does it for 1.15. The private names are TRL's `_ChunkedLogProbFunction`, with
+`maybe_gather_lm_head_ctx`, in which it computes its gradient, and `_load_best_model` of transformers' trainers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,6 +39,29 @@ def repair_trl() -> bool:
         return False
     utils._ChunkedLogProbFunction = TorchLogProbs
     return True
+
+
+@contextmanager
+def log_probs_by(wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Inside this block, TRL's models compute log-probabilities by `wrap(function)` in place of `function`."""
+    from trl.trainer import utils
+
+    function = utils._ChunkedLogProbFunction
+    utils._ChunkedLogProbFunction = wrap(function)
+    try:
+        yield
+    finally:
+        utils._ChunkedLogProbFunction = function
+
+
+def whole_head(weight: Tensor, bias: Tensor | None) -> AbstractContextManager[Any]:
+    """Inside this block the head of a model is whole, in the backward pass too, where ZeRO-3 shards it."""
+    if not hasattr(weight, "ds_status"):
+        return nullcontext()
+    from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+    gathered: AbstractContextManager[Any] = maybe_gather_lm_head_ctx(weight, bias)
+    return gathered
 
 
 class TorchLogProbs:

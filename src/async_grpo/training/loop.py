@@ -347,7 +347,7 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     check_fields(trainer)
     check_overrides(trainer)
     check(rule_of(settings), trainer, own_loss=has_own_loss(trainer))
-    check_sampling(trainer, settings.correction, generator)
+    check_sampling(trainer, settings.correction, generator, settings.eval_sampling() if settings.eval_every else None)
 
 
 def _generator(trainer: GRPOTrainer, state: RunState) -> str | None:

@@ -27,6 +27,7 @@ from async_grpo.setup.overrides import served_once
 from async_grpo.setup.trl_compat import take_best_model
 from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
 from async_grpo.training.checkpoints import BatchInUse, find_best
+from async_grpo.training.corrections.kept import rows_of
 from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.corrections.trl_loss import CorrectedLoss, correction_of
 from async_grpo.training.rollout_metrics import logged_by_workers, longer_half, masks_of, turn_rewards
@@ -107,6 +108,7 @@ class AsyncGRPOMixin(CorrectedLoss):
         self._prompts = {place: row["prompt"] for place, row in enumerate(rows) if with_own[place]}
         with _serving(self, groups, rows):
             output: dict[str, Any] = super()._generate_and_score_completions(rows)
+            output |= self.kept_columns()
         output |= _ages_and_lengths(self, groups, output["advantages"].device)
         self.correct(output)
         return output
@@ -182,7 +184,8 @@ def _serving(trainer: Any, groups: Sequence[RolloutGroup], rows: Sequence[dict[s
     output = {name: own_share(trainer, values) for name, values in _as_rollout_output(groups).items()}
     trainer.rollout_func = served_once(output)
     trainer.tools, trainer.environment_factories, trainer.environments = [], None, None
-    trainer.begin_batch()
+    kept = rows_of(groups)
+    trainer.begin_batch(None if kept is None else own_share(trainer, kept))
     try:
         yield
     finally:

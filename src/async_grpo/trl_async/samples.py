@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from async_grpo.errors import UnsupportedError
 from async_grpo.training.rollout_metrics import masks_of
 
 if TYPE_CHECKING:
@@ -22,6 +23,12 @@ def samples_of(group: RolloutGroup) -> Iterator[RolloutSample]:
     """One row a completion, as TRL's own worker makes them of completions without a fork."""
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
+    if group.kept_tokens is not None:
+        raise UnsupportedError(
+            "TRL's asynchronous trainer computes its ratios from the full softmax, and the workers' vLLM its "
+            "log-probabilities over the tokens that top_p, top_k or min_p kept. Set top_p=1.0, top_k=0 and min_p=None "
+            'in AsyncGRPOConfig, or take WorkerSettings(generator="hf").'
+        )
     totals, advantages, spread = advantages_of(group.rewards)
     ends = np.cumsum(group.completion_lengths)[:-1]
     completions, logprobs = np.split(group.completion_ids, ends), np.split(group.sampling_logprobs, ends)

@@ -91,6 +91,7 @@ def groups(draw: st.DrawFn) -> RolloutGroup:
         "turn_rewards": draw(arrays(np.float32, int(turns.sum()))) if has_turns else None,
         "token_versions": draw(st.none() | arrays(np.int32, tokens, min_value=version, max_value=2**31 - 1)),
         "tool_mask": draw(st.none() | arrays(np.uint8, tokens, min_value=0, max_value=1)),
+        "kept_tokens": None,  # test_kept_tokens.py
         "completions": draw(st.lists(json_values, min_size=job.num_generations, max_size=job.num_generations)),
         "extra_columns": draw(st.dictionaries(texts, st.lists(json_values, max_size=3), max_size=2)),
         "prompts": draw(st.sampled_from([[], ["one"], [f"of row {row}" for row in range(job.num_generations)]])),

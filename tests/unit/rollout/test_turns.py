@@ -15,7 +15,7 @@ from engines import DEADLINE_S, job
 from async_grpo.records import Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.turns.groups import Turns
-from async_grpo.rollout.turns.whole import versions_of_tokens
+from async_grpo.rollout.turns.whole import noted_of_tokens
 
 Code = Callable[[Any, Any], Any]  # what a group does: (sample, row) -> its group
 
@@ -298,7 +298,8 @@ def test_every_token_knows_its_version_through_a_tool_loop() -> None:
     )
     first = sampled_turn([prompt] * 3, [[10, 11], [20], [30]], [[4, 5], [4], [4]])
     second = sampled_turn([[1, 2, 20, 90], [1, 2, 30, 90]], [[21, 22], [31, 32]], [[5, 6], [6, 7]])
-    assert versions_of_tokens(group, [first, second], default=4) == [[4, 5], [4, 4, 5, 6], [4, 4, 6]]
+    versions = noted_of_tokens(group, [first, second], lambda turn: turn.versions, 4)
+    assert versions == [[4, 5], [4, 4, 5, 6], [4, 4, 6]]
 
 
 def test_a_group_that_waits_says_who_died(monkeypatch: pytest.MonkeyPatch) -> None:

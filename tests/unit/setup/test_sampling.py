@@ -9,8 +9,8 @@ import pytest
 from transformers import GenerationConfig
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.setup.generator_choice import HF, VLLM, VLLM_SERVER
-from async_grpo.setup.sampling import check_sampling, effective_sampling, transformers_config
+from async_grpo.setup.generator_choice import HF, STARTED_SERVER, VLLM, VLLM_SERVER
+from async_grpo.setup.sampling import check_sampling, effective_sampling, needs_kept_tokens, transformers_config
 
 
 def trainer(inherited: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -56,10 +56,12 @@ def test_what_is_off_is_off_however_it_is_written(changes: dict[str, Any], gener
     check_sampling(config, "bypass", generator)
 
 
-DEPARTURES: list[tuple[dict[str, Any], str]] = [
+TRUNCATING: list[tuple[dict[str, Any], str]] = [
     ({"top_p": 0.9}, "top_p=0.9"),
     ({"top_k": 20}, "top_k=20"),
     ({"min_p": 0.1}, "min_p=0.1"),
+]
+DEPARTURES: list[tuple[dict[str, Any], str]] = [
     ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
     ({"generation_kwargs": {"temperature": 0.5}}, "temperature=0.5"),
     ({"generation_kwargs": {"do_sample": False}}, "temperature=0.0"),
@@ -76,7 +78,50 @@ def test_another_distribution_is_refused_with_vllm_wherever_it_is_set(changes: d
     check_sampling(config, "trl", VLLM)  # TRL has the same bias
 
 
-@pytest.mark.parametrize(("changes", "text"), DEPARTURES, ids=str)
+@pytest.mark.parametrize("correction", ["bypass", "decoupled", "tis", "icepop"])
+@pytest.mark.parametrize("changes", [{"top_k": 20}, {"top_p": 0.9, "top_k": 512, "min_p": 0.1}], ids=str)
+def test_truncated_sampling_with_vllm_needs_the_tokens_that_were_kept(changes: dict[str, Any], correction: str) -> None:
+    config = trainer(**changes)
+    check_sampling(config, correction, VLLM)
+    assert needs_kept_tokens(config, correction, VLLM)
+    assert not needs_kept_tokens(config, correction, HF)
+    assert not needs_kept_tokens(config, "trl", VLLM) and not needs_kept_tokens(config, "none", VLLM)
+    assert not needs_kept_tokens(trainer(), correction, VLLM)
+
+
+@pytest.mark.parametrize(("changes", "text"), [TRUNCATING[0], TRUNCATING[2]], ids=str)
+def test_truncated_sampling_without_top_k_is_refused_with_vllm(changes: dict[str, Any], text: str) -> None:
+    config = trainer(**changes)
+    with pytest.raises(UnsupportedError, match=rf"{text} without top_k.*Set top_k.*--generator hf.*--correction trl"):
+        check_sampling(config, "bypass", VLLM)
+    for correction in ("none", "trl"):
+        check_sampling(config, correction, VLLM)
+
+
+@pytest.mark.parametrize("generator", [VLLM_SERVER, STARTED_SERVER])
+@pytest.mark.parametrize(("changes", "text"), TRUNCATING, ids=str)
+def test_truncated_sampling_is_refused_with_a_server(changes: dict[str, Any], text: str, generator: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{text} with a vLLM server.*does not say which.*--generator vllm "):
+        check_sampling(trainer(**changes), "tis", generator)
+    check_sampling(trainer(**changes), "none", generator)
+
+
+def test_an_evaluation_without_top_k_is_refused_beside_truncated_training_with_vllm() -> None:
+    truncated, evaluated = trainer(top_k=20), {"temperature": 0.6, "top_p": 0.95, "top_k": 0}
+    with pytest.raises(UnsupportedError, match=r"--eval-top-k 0: .*--eval-top-k a number"):
+        check_sampling(truncated, "bypass", VLLM, evaluated)
+    check_sampling(truncated, "bypass", VLLM, {**evaluated, "temperature": 0.0})
+    check_sampling(truncated, "bypass", VLLM, {**evaluated, "top_k": 20})
+    check_sampling(truncated, "bypass", HF, evaluated)
+    check_sampling(trainer(), "bypass", VLLM, evaluated)
+
+
+def test_truncation_beside_what_reshapes_the_distribution_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"top_k=20, repetition_penalty=1.1: vLLM's .*another distribution"):
+        check_sampling(trainer(top_k=20, repetition_penalty=1.1), "bypass", VLLM)
+
+
+@pytest.mark.parametrize(("changes", "text"), [*TRUNCATING, *DEPARTURES], ids=str)
 def test_another_distribution_is_trained_on_with_transformers(changes: dict[str, Any], text: str) -> None:
     """Its log-probabilities are of the full softmax, as the loss's are, so the ratio of fresh rollouts is 1."""
     config = trainer(**changes)

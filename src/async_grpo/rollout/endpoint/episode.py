@@ -22,6 +22,7 @@ from async_grpo.rollout.endpoint.chat import as_template
 from async_grpo.rollout.endpoint.protocol import Answer, Message, Refusal, Request, Rules, no_episode, read_message
 
 if TYPE_CHECKING:
+    from async_grpo.kept_tokens import Kept
     from async_grpo.rollout.endpoint.chat import Chat
     from async_grpo.rollout.turns.dialogue import Continuation
 
@@ -55,6 +56,7 @@ class Episode:
         self.logprobs: list[float] = []
         self.mask: list[int] = []
         self.versions: list[int] = []  # none where weights do not change meanwhile
+        self.kept: list[Kept] = []  # none where the engine does not say which tokens it kept
         self.messages: list[Message] = []  # the completion, as TRL has it
         self.lost = False  # nobody waits for the newest answer any more
         self._chat, self._limits, self._sample = chat, limits, sample
@@ -120,22 +122,23 @@ class Episode:
     async def _answer(self, request: Request) -> Answer:
         prompt = self._prompt_of(request)
         room = self._room_behind(prompt)
-        turn = await self._sample(prompt, self.turns)
         most = min(room, request.max_tokens or room)
-        kept = min(most, len(turn.ids))
-        ids, logprobs = turn.ids[:kept], turn.logprobs[:kept]
+        turn = (await self._sample(prompt, self.turns)).first(most)
+        ids = turn.ids
         said = self._chat.said(ids, prompt, with_tools=bool(request.tools), number=f"{self.number}_{self.turns}")
-        self._record(request, prompt, ids, logprobs, None if turn.versions is None else turn.versions[:kept])
+        self._record(request, prompt, turn)
         self.messages.append(said.for_template)
         self._said = said.for_template
         self._history = [*request.messages, read_message(said.for_client)]
         ended = "tool_calls" if "tool_calls" in said.for_client else "stop"
-        is_cut = kept == most and not self._chat.has_ended(ids)
+        is_cut = len(ids) == most and not self._chat.has_ended(ids)
         return Answer(
             message=said.for_client,
             finish_reason="length" if is_cut else ended,
             prompt_tokens=len(prompt),
-            tokens=list(zip(self._chat.texts(ids) if request.logprobs else [""] * kept, logprobs, strict=True)),
+            tokens=list(
+                zip(self._chat.texts(ids) if request.logprobs else [""] * len(ids), turn.logprobs, strict=True)
+            ),
         )
 
     def _prompt_of(self, request: Request) -> list[int]:
@@ -174,28 +177,23 @@ class Episode:
             ends=self.turns > 0,
         )
 
-    def _record(
-        self,
-        request: Request,
-        prompt: list[int],
-        ids: list[int],
-        logprobs: list[float],
-        versions: list[int] | None,
-    ) -> None:
+    def _record(self, request: Request, prompt: list[int], turn: Continuation) -> None:
         if self.turns:
             between = len(prompt) - len(self.prompt_ids) - len(self.ids)
             self.ids += prompt[len(prompt) - between :]
             self.logprobs += [0.0] * between
             self.mask += [0] * between
             self.versions += self.versions[-1:] * between  # a token that nobody sampled has that of the turn before
+            self.kept += [b""] * between if self.kept else []
             self.messages += self._new(request)
         else:
             self.prompt_ids = prompt
             self._tools = request.tools
-        self.ids += ids
-        self.logprobs += logprobs
-        self.mask += [1] * len(ids)
-        self.versions += versions or []
+        self.ids += turn.ids
+        self.logprobs += turn.logprobs
+        self.mask += [1] * len(turn.ids)
+        self.versions += turn.versions or []
+        self.kept += turn.kept or []
         self.turns += 1
 
 

@@ -196,6 +196,7 @@ class Harness:
             completion_ids=[episode.ids for episode in episodes],
             logprobs=[episode.logprobs for episode in episodes],
             token_versions=versions,
+            kept=[episode.kept for episode in episodes] if any(e.kept for e in episodes) else None,
             tool_masks=[episode.mask for episode in episodes],
             environments=None,
             state=state_at_issue(self._trl.trainer, group.job, group.version),

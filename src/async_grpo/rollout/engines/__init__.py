@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from async_grpo.kept_tokens import Kept
     from async_grpo.records import Job
     from async_grpo.rollout.policy import Policy
     from async_grpo_ipc import RemoteWeights
@@ -51,6 +52,7 @@ class SampledGroup:
     token_ids: list[list[int]] = field(default_factory=list)  # [G], the end token included
     logprobs: list[list[float]] = field(default_factory=list)  # [G], natural log, at the sampling temperature
     versions: list[list[int]] | None = None  # [G], of each token, where weights change while a group is sampled
+    kept: list[list[Kept]] | None = None  # [G], of each token, where `logprobs` are of the tokens that were kept
     error: BaseException | None = None
 
 

@@ -19,7 +19,7 @@ from async_grpo.setup.generator_choice import (
     refuse_with_server,
     refuse_with_started_server,
 )
-from async_grpo.setup.sampling import check_sampling, stop_tags, transformers_config
+from async_grpo.setup.sampling import check_sampling, needs_kept_tokens, stop_tags, transformers_config
 from async_grpo.telemetry.waiting import wait_until
 
 ENGINE_START_S = 1200.0  # for all engines of one GPU
@@ -66,7 +66,14 @@ def make_engine(
         return start_server(trl, settings, run, worker)
     if state.deterministic and in_flight_update:
         raise UsageError("--in-flight-update on depends on timing, so it cannot be combined with --deterministic.")
-    return _vllm_engine(trl, run, worker, in_flight_update=in_flight_update, deterministic=state.deterministic)
+    return _vllm_engine(
+        trl,
+        run,
+        worker,
+        in_flight_update=in_flight_update,
+        deterministic=state.deterministic,
+        returns_kept=needs_kept_tokens(trl.trainer, state.correction, chosen),
+    )
 
 
 @contextmanager
@@ -143,7 +150,13 @@ def start_server(trl: RolloutTrainer, settings: WorkerSettings, run: RunDir, wor
 
 
 def _vllm_engine(
-    trl: RolloutTrainer, run: RunDir, worker: WorkerId, *, in_flight_update: bool, deterministic: bool
+    trl: RolloutTrainer,
+    run: RunDir,
+    worker: WorkerId,
+    *,
+    in_flight_update: bool,
+    deterministic: bool,
+    returns_kept: bool,
 ) -> ContinuousEngine:
     from async_grpo.rollout.engines.continuous import ContinuousEngine
     from async_grpo.rollout.engines.vllm import VLLMEngine
@@ -157,6 +170,7 @@ def _vllm_engine(
             seed=0 if deterministic else int.from_bytes(os.urandom(4), "big"),  # two workers must not draw the same
             in_flight_update=in_flight_update,
             deterministic=deterministic,
+            returns_kept=returns_kept,
             folder=run.worker_engine(worker),
         )
     trl.end_dialogues_before(engine.max_model_len)

@@ -8,7 +8,7 @@ steps, the running requests continue with them, and every token is labelled with
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo_ipc import ExporterDiedError
 
 if TYPE_CHECKING:
+    from async_grpo.kept_tokens import Kept
     from async_grpo.rollout.engines.vllm import VLLMEngine
     from async_grpo_ipc import RemoteWeights
 
@@ -30,6 +31,7 @@ class Chunk:
     token_ids: list[int]
     logprobs: list[float]  # natural log, of the distribution that was sampled from
     finished: bool
+    kept: list[Kept] | None = None  # the tokens that truncated sampling kept at each place
 
 
 class ContinuousEngine:
@@ -65,7 +67,7 @@ class ContinuousEngine:
             if chunk.finished:
                 del self._requests[chunk.request_id]
                 if not group.open:
-                    ended.append(group.sampled)
+                    ended.append(group.ended())
         return ended
 
     def close(self) -> None:
@@ -136,7 +138,8 @@ class _Sampling:
 
     def __init__(self, group: PreparedGroup, *, with_versions: bool) -> None:
         self.open = len(group.prompt_ids)  # completions that have not ended
-        self.sampled = SampledGroup(
+        self._kept: list[list[Kept]] = [[] for _ in group.prompt_ids]  # empty where the engine does not say it
+        self._sampled = SampledGroup(
             prepared=group,
             token_ids=[[] for _ in group.prompt_ids],
             logprobs=[[] for _ in group.prompt_ids],
@@ -144,8 +147,13 @@ class _Sampling:
         )
 
     def add(self, place: int, chunk: Chunk, version: int) -> None:
-        self.sampled.token_ids[place].extend(chunk.token_ids)
-        self.sampled.logprobs[place].extend(chunk.logprobs)
-        if self.sampled.versions is not None:
-            self.sampled.versions[place].extend([version] * len(chunk.token_ids))
+        self._sampled.token_ids[place].extend(chunk.token_ids)
+        self._sampled.logprobs[place].extend(chunk.logprobs)
+        if self._sampled.versions is not None:
+            self._sampled.versions[place].extend([version] * len(chunk.token_ids))
+        if self._sampled.prepared.job.purpose == "train":
+            self._kept[place].extend(chunk.kept or ())
         self.open -= chunk.finished
+
+    def ended(self) -> SampledGroup:
+        return replace(self._sampled, kept=self._kept if any(self._kept) else None)

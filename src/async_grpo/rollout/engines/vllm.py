@@ -1,4 +1,5 @@
-"""vLLM's engine inside a worker process. Every private name of vLLM that we touch is here or in `vllm_hooks`.
+"""vLLM's engine inside a worker process. Every private name of vLLM that we touch is here or in `vllm_hooks`, and what
+its sampler takes and returns in `vllm_sampling`.
 
 The engine is ours, or the one that Unsloth put into the model (`fast_inference=True`), whose base weights are the
 model's own: then only the adapter is taken on.
@@ -34,6 +35,14 @@ from async_grpo.rollout.engines.vllm_options import (
     sampling_options,
     sees_images,
 )
+from async_grpo.rollout.engines.vllm_sampling import (
+    RETURN_KEPT,
+    cannot_return_kept,
+    kept_of,
+    parameters,
+    require_kept,
+    set_own,
+)
 from async_grpo.rollout.engines.vllm_weights import (
     NO_FAST_INFERENCE,
     CopyPlan,
@@ -48,7 +57,6 @@ from async_grpo.rundir.files import fresh_folder
 from async_grpo.setup.generator_choice import NO_IMAGES, engine_inside
 
 if TYPE_CHECKING:
-    from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -70,6 +78,7 @@ class VLLMEngine:
         in_flight_update: `load` may come while requests run; they continue with the new weights, and every token is
             handed out by the step that sampled it.
         deterministic: the same requests give the same tokens.
+        returns_kept: every token comes with those that truncated sampling kept.
         folder: where our own engine is described while it is built; its contents are deleted. None: a temporary
             folder, which remains if the process is killed meanwhile.
         changes: other arguments of vLLM's `EngineArgs`, of an engine that is ours.
@@ -85,6 +94,7 @@ class VLLMEngine:
         seed: int,
         in_flight_update: bool = False,
         deterministic: bool = False,
+        returns_kept: bool = False,
         folder: Path | None = None,
         **changes: Any,
     ) -> None:
@@ -93,15 +103,22 @@ class VLLMEngine:
         options = sampling_options(trainer)
         self._sees_images = sees_images(trainer)
         self._with_text = needs_text(options) or self._sees_images
-        self._sampling = _sampling_parameters(options, every_token=in_flight_update)
+        self._sampling = parameters(options, every_token=in_flight_update)
         self._adapter = adapter_of(trainer.model)
         self._in_flight_update, self._deterministic = in_flight_update, deterministic
+        self._returns_kept = returns_kept
         llm = engine_inside(trainer.model)
         self._shares_weights_of: torch.nn.Module | None = None
         if llm is None:
             self._engine = self._build(trainer, folder, seed=seed, deterministic=deterministic, **changes)
         else:
-            _require_suitable(llm, self._adapter, in_flight_update=in_flight_update, deterministic=deterministic)
+            _require_suitable(
+                llm,
+                self._adapter,
+                in_flight_update=in_flight_update,
+                deterministic=deterministic,
+                returns_kept=returns_kept,
+            )
             self._engine = llm.llm_engine
             self._shares_weights_of = trainer.model
             set_seed(seed)  # Unsloth starts every engine with the same one
@@ -151,7 +168,8 @@ class VLLMEngine:
             images: of the prompt, as PIL has them.
 
         Raises:
-            ValueError: vLLM refuses the prompt: it is empty, too long for the model, or has images that do not fit.
+            ValueError: vLLM refuses the prompt: it is empty, too long for the model, or has images that do not fit; or
+                the settings.
             UnsupportedError: this engine takes no images.
         """
         from vllm.exceptions import VLLMValidationError
@@ -160,7 +178,7 @@ class VLLMEngine:
         if seed is not None or own:
             sampling = sampling.clone()
             sampling.seed = seed
-            _set_own(sampling, own or {})
+            set_own(sampling, own or {}, returns_kept=self._returns_kept)
         try:
             prompt = self._with_images(prompt_ids, images) if images else {"prompt_token_ids": prompt_ids}
             self._engine.add_request(request_id, prompt, sampling, lora_request=self._adapters.get(version))
@@ -180,7 +198,8 @@ class VLLMEngine:
         for output in self._engine.step():
             (completion,) = output.outputs
             logprobs = completion.logprobs.logprobs if completion.logprobs else []
-            chunks.append(Chunk(output.request_id, list(completion.token_ids), list(logprobs), output.finished))
+            kept = kept_of(completion) if self._returns_kept else None
+            chunks.append(Chunk(output.request_id, list(completion.token_ids), list(logprobs), output.finished, kept))
         return chunks
 
     def abort(self, request_ids: list[str]) -> None:
@@ -312,47 +331,22 @@ class VLLMEngine:
                 **(ENGINE_OPTIONS if self._sees_images else {}),
                 **engine_options(trainer, seed=seed, deterministic=deterministic),
                 **({"max_loras": 1 if self._in_flight_update else ADAPTERS_AT_ONCE} if self._adapter else {}),
+                **(require_kept(EngineArgs) if self._returns_kept else {}),
                 **changes,
             }
-            return LLMEngine.from_engine_args(EngineArgs(**arguments))
+            try:
+                return LLMEngine.from_engine_args(EngineArgs(**arguments))
+            except ValueError as error:
+                if self._returns_kept:
+                    raise cannot_return_kept(error) from error
+                raise
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
 
 
-def _set_own(sampling: SamplingParams, own: dict[str, Any]) -> None:
-    """Set `temperature` (0: greedy), `top_p` and `top_k` (0: off)."""
-    for name, value in own.items():
-        setattr(sampling, name, value)
-    if own and sampling.temperature == 0:  # as vLLM's constructor does
-        sampling.top_p, sampling.top_k, sampling.min_p = 1.0, 0, 0.0
-
-
-def _sampling_parameters(options: dict[str, Any], *, every_token: bool) -> SamplingParams:
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    try:
-        return SamplingParams(
-            **_structured(options),
-            logprobs=0,  # of the sampled token alone
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.DELTA if every_token else RequestOutputKind.FINAL_ONLY,
-        )
-    except (TypeError, ValueError) as error:
-        raise UnsupportedError(f"The GRPOConfig's sampling parameters do not suit vLLM: {error}") from error
-
-
-def _structured(options: dict[str, Any]) -> dict[str, Any]:
-    """vLLM wants an object where a user may give a dictionary."""
-    from vllm.sampling_params import StructuredOutputsParams
-
-    given = options.get("structured_outputs")
-    return {**options, "structured_outputs": StructuredOutputsParams(**given)} if isinstance(given, dict) else options
-
-
 def _require_suitable(
-    llm: Any, adapter: tuple[str, Any] | None, *, in_flight_update: bool, deterministic: bool
+    llm: Any, adapter: tuple[str, Any] | None, *, in_flight_update: bool, deterministic: bool, returns_kept: bool
 ) -> None:
     """Raise `UnsupportedError` for an engine of Unsloth's that cannot serve this run."""
     engine = llm.llm_engine
@@ -366,6 +360,9 @@ def _require_suitable(
         ),
         f"its log-probabilities are {settings.model_config.logprobs_mode}": (
             settings.model_config.logprobs_mode != PROCESSED
+        ),
+        f"it was started without {RETURN_KEPT}, which truncated sampling (top_p, top_k, min_p) needs": (
+            returns_kept and not getattr(settings.model_config, RETURN_KEPT, False)
         ),
         "it caches prefixes, which --deterministic cannot have": deterministic,
         "it schedules ahead, so --in-flight-update on could not tell which weights sampled a token": in_flight_update,

@@ -71,7 +71,8 @@ class Asks:
         """The tokens of an ask with one prompt."""
         sampled = await self.sampled(ask)
         versions = None if sampled.versions is None else list(sampled.versions[0])
-        return Continuation(list(sampled.token_ids[0]), list(sampled.logprobs[0]), versions)
+        kept = None if sampled.kept is None else list(sampled.kept[0])
+        return Continuation(list(sampled.token_ids[0]), list(sampled.logprobs[0]), versions, kept)
 
     def step(self) -> bool:
         """Have the engine sample; returns whether any answers were given."""
@@ -130,13 +131,13 @@ def _answer(ask: Ask, sampled: SampledGroup, index: int) -> None:
         ask.answer.set_exception(as_exception(sampled.error))
         return
     mine = slice(None) if ask.place is None else slice(index, index + 1)
-    versions = None if sampled.versions is None else sampled.versions[mine]
     ask.answer.set_result(
         SampledGroup(
             prepared=sampled.prepared,
             token_ids=sampled.token_ids[mine],
             logprobs=sampled.logprobs[mine],
-            versions=versions,
+            versions=None if sampled.versions is None else sampled.versions[mine],
+            kept=None if sampled.kept is None else sampled.kept[mine],
         )
     )
 

@@ -13,10 +13,11 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import images_in
+from async_grpo.kept_tokens import Kept
 from async_grpo.records import Job
 from async_grpo.rollout.main_thread import refusing_signals
 from async_grpo.rollout.trl_group import GeneratedGroup, refuse_unknown_sampling, rows_of_jobs
@@ -29,6 +30,7 @@ from async_grpo.rollout.trl_trainer import (
 )
 from async_grpo.rollout.turns.ends import MessageEnds
 
+T = TypeVar("T")
 HOOKS = ("_generate", "_tokenize_prompts", "_tool_call_loop", "_get_tool_suffix_ids", "_generate_single_turn")
 
 
@@ -67,6 +69,13 @@ class Continuation:
     ids: list[int]
     logprobs: list[float]
     versions: list[int] | None  # of each token, where weights change meanwhile
+    kept: list[Kept] | None = None  # of each token, where the engine says which tokens it kept
+
+    def first(self, count: int) -> Continuation:
+        """Its first tokens."""
+        versions = None if self.versions is None else self.versions[:count]
+        kept = None if self.kept is None else self.kept[:count]
+        return Continuation(self.ids[:count], self.logprobs[:count], versions, kept)
 
 
 class Dialogue:
@@ -90,6 +99,7 @@ class Dialogue:
         self.logprobs: list[float] = []
         self.mask: list[int] = []
         self.versions: list[int] = []
+        self.kept: list[Kept] = []
         self.messages: Any = None  # the completion, as TRL has it
         self._suffix: list[int] | None = None  # what the tools of this turn add to the prompt
         self.call_count = self.failure_count = 0
@@ -144,7 +154,7 @@ class Dialogue:
         self.tool_images += images[0]
         if images[0]:
             self._images = [[*((self._images or [None])[0] or []), *images[0]]]
-        self._note_versions(next_turn)
+        self._note_tokens(next_turn)
         self.turns += 1
 
     def end(self) -> None:
@@ -154,6 +164,7 @@ class Dialogue:
             self.ids, self.logprobs = [*self.ids, *missing], [*self.logprobs, *[0.0] * len(missing)]
             self.mask += [0] * len(missing)
             self.versions += self.versions[-1:] * len(missing)
+            self.kept += [b""] * len(missing) if self.kept else []
 
     def _turn(self) -> Any:
         return type(self._trainer)._tool_call_loop(
@@ -219,17 +230,20 @@ class Dialogue:
     def _note(self, first: Continuation) -> None:
         self.ids, self.logprobs = list(first.ids), list(first.logprobs)
         self.mask = [1] * len(self.ids)
-        self._note_versions(first)
+        self._note_tokens(first)
         self.turns = 1
 
-    def _note_versions(self, turn: Continuation) -> None:
-        """A tool's tokens get the version of the turn before."""
-        if turn.versions is None:
+    def _note_tokens(self, turn: Continuation) -> None:
+        """A tool's tokens get the version of the turn before, and no set of kept tokens."""
+        self._note_each(self.versions, turn.versions, self.versions[-1:])
+        self._note_each(self.kept, turn.kept, [b""])
+
+    def _note_each(self, noted: list[T], of_turn: list[T] | None, of_tools: list[T]) -> None:
+        if of_turn is None:
             return
-        kept = min(len(turn.ids), sum(self.mask[len(self.versions) :]))
-        read = len(self.ids) - len(self.versions) - kept
-        self.versions += [self.versions[-1]] * read if self.versions else []
-        self.versions += turn.versions[:kept]
+        left = min(len(of_turn), sum(self.mask[len(noted) :]))  # TRL may have cut the turn
+        noted += of_tools * (len(self.ids) - len(noted) - left)
+        noted += of_turn[:left]
 
 
 class Dialogues:
@@ -297,7 +311,8 @@ class Dialogues:
         result = trainer._generate(self._prompts)
         batch = Batch(trainer, self._rows, self._prompts, result, own_metrics(trainer), self.trl.data_has_images)
         versions = [dialogue.versions for dialogue in ended] if any(d.versions for d in ended) else None
-        return batch.group(self.job, slice(None), self.version, versions)
+        kept = [dialogue.kept for dialogue in ended] if any(d.kept for d in ended) else None
+        return batch.group(self.job, slice(None), self.version, versions, kept)
 
     def _result(self) -> tuple[Any, ...]:
         """As `GRPOTrainer._tool_call_loop` returns it."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from async_grpo.errors import PeerDiedError, WaitTimeoutError
 from async_grpo.rollout.engines import Fields, PreparedGroup, SampledGroup
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from async_grpo.rollout.trl_group import GeneratedGroup
     from async_grpo.rollout.trl_trainer import Images, RolloutTrainer, Tokens
 
+T = TypeVar("T")
 TURN_WAIT_S = 4 * 3600.0  # for the completions of one turn; the worker's thread is watched meanwhile
 LOOK_S = 5.0  # waiting code looks this often whether the worker's thread is alive
 
@@ -87,9 +88,7 @@ class WholeGenerations:
                 made.extend(trl.generate([group.job for group in groups], groups[0].version, sample))
 
         await self._threads.run(work, name=f"group {groups[0].job.seq}")
-        if any(turn.versions is not None for turn in turns):
-            return [_with_versions(group, turns) for group in made]
-        return made
+        return [_with_kept(_with_versions(group, turns), turns) for group in made]
 
     async def _sampled(
         self, group: PreparedGroup, turn: int, prompt_ids: list[list[int]], images: Images, fields: Fields | None
@@ -117,26 +116,41 @@ def _end(ended: asyncio.Future[None], error: Exception | None) -> None:
 
 
 def _with_versions(group: GeneratedGroup, turns: Sequence[SampledGroup]) -> GeneratedGroup:
+    if all(turn.versions is None for turn in turns):
+        return group
     oldest = min((version for turn in turns for row in turn.versions or () for version in row), default=group.version)
-    return replace(group, version=oldest, token_versions=versions_of_tokens(group, turns, oldest))
+    versions = noted_of_tokens(group, turns, lambda turn: turn.versions, oldest)
+    return replace(group, version=oldest, token_versions=versions)
 
 
-def versions_of_tokens(group: GeneratedGroup, turns: Sequence[SampledGroup], default: int) -> list[list[int]]:
-    """The policy version of each token of each completion; `default` for what a tool wrote.
+def _with_kept(group: GeneratedGroup, turns: Sequence[SampledGroup]) -> GeneratedGroup:
+    if all(turn.kept is None for turn in turns):
+        return group
+    return replace(group, kept=noted_of_tokens(group, turns, lambda turn: turn.kept, b""))
+
+
+def noted_of_tokens(
+    group: GeneratedGroup,
+    turns: Sequence[SampledGroup],
+    of_turn: Callable[[SampledGroup], list[list[T]] | None],
+    default: T,
+) -> list[list[T]]:
+    """What the engine noted of each token of each completion; `default` for what a tool wrote.
 
     A later turn's prompt is the group's prompt and the completion so far, and its rows are in the completions' order.
     """
-    versions = [[default] * len(ids) for ids in group.completion_ids]
+    noted = [[default] * len(ids) for ids in group.completion_ids]
     for turn in turns:
         row = 0
-        for prompt, ids, sampled in zip(turn.prepared.prompt_ids, turn.token_ids, turn.versions or (), strict=True):
+        rows = of_turn(turn) or [[] for _ in turn.token_ids]
+        for prompt, ids, sampled in zip(turn.prepared.prompt_ids, turn.token_ids, rows, strict=True):
             while not _continues(group, row, prompt, ids):
                 row += 1
             start = len(prompt) - len(group.prompt_ids[row])
-            kept = versions[row][start : start + len(sampled)]
-            versions[row][start : start + len(kept)] = sampled[: len(kept)]
+            left = noted[row][start : start + len(sampled)]
+            noted[row][start : start + len(left)] = sampled[: len(left)]
             row += 1
-    return versions
+    return noted
 
 
 def _continues(group: GeneratedGroup, row: int, prompt: list[int], ids: list[int]) -> bool:

@@ -7,7 +7,7 @@ trainer are in `training.trl_trainer`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,10 @@ import torch
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import MODEL_INPUTS
 from async_grpo.setup.overrides import overridden
+from async_grpo.setup.sampling import WITHOUT_SAMPLER
+from async_grpo.setup.trl_compat import log_probs_by
 from async_grpo.training.corrections.batch import Correction
+from async_grpo.training.corrections.kept import IDS, SIZES, OverKeptTokens, Row, Sets, columns
 from async_grpo.training.corrections.report import CLIPPING_LOSSES, Clip
 from async_grpo.training.corrections.rule import Rule
 
@@ -31,15 +34,20 @@ HOOKS = ("_compute_loss", "_get_per_token_logps_and_entropies")
 
 
 class CorrectedLoss(UserTrainer):
-    """Put before the user's trainer class: TRL's loss, with the weights of `correct`."""
+    """Put before the user's trainer class: TRL's loss, with the weights of `correct`, over the kept tokens."""
 
     correct: Correction
     _log_pi: torch.Tensor | None = None  # [B, C], of the loss that TRL computes, once its forward pass is done
     _in_loss: dict[str, Any] | None = None  # inputs of that loss, until then
     _unused_old_logps: bool = False  # TRL is about to compute old log-probabilities that the correction replaces
+    _kept: dict[str, torch.Tensor] | None = None  # of the batch that TRL assembles, or computes the loss of
 
-    def begin_batch(self) -> None:
-        """TRL is about to assemble a generation batch."""
+    def begin_batch(self, kept: Sequence[Row] | None) -> None:
+        """TRL is about to assemble a generation batch, of which `kept` are the sets of kept tokens."""
+        if kept is not None and self.correct.rule.name not in WITHOUT_SAMPLER:
+            if self.correct.own_loss:
+                raise _computes_otherwise(self)
+            self._kept = columns(kept, max(len(sizes) for sizes, _ in kept), self.accelerator.device)
         bypass = self.correct.rule.name == "bypass" and not self.correct.own_loss
         self._unused_old_logps = bypass and not self.correct.keeps_old and not one_update(self)
 
@@ -47,9 +55,14 @@ class CorrectedLoss(UserTrainer):
         """From here to `end_batch`, TRL does with the tokens what it does with those of vLLM, if that was asked for."""
         self.use_vllm = self.correct.rule.name == "trl"
 
+    def kept_columns(self) -> dict[str, torch.Tensor]:
+        """What the loss needs to know of kept tokens, as entries of the batch that was begun."""
+        return self._kept or {}
+
     def end_batch(self) -> None:
         """TRL has assembled the batch, or has failed to."""
         self.use_vllm = self._unused_old_logps = False
+        self._kept = None
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         if "policy_version" not in inputs:  # evaluation
@@ -61,17 +74,23 @@ class CorrectedLoss(UserTrainer):
         elif "importance_sampling_ratio" in inputs and self.correct.rule.weighs:
             raise UnsupportedError(
                 f"--correction {self.correct.rule.name} needs the log-probabilities of the loss to weigh it, and the "
-                f"loss of {type(self).__name__.removeprefix('Async')} does not compute them by "
-                "_get_per_token_logps_and_entropies. Call that method in it, or take --correction bypass."
+                f"loss of {_name(self)} does not compute them by _get_per_token_logps_and_entropies. Call that method "
+                "in it, or take --correction bypass."
             )
+        elif SIZES in inputs:
+            raise _computes_otherwise(self)
         return loss
 
-    def _get_per_token_logps_and_entropies(self, model: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    def _get_per_token_logps_and_entropies(
+        self, model: Any, input_ids: Any, attention_mask: Any, logits_to_keep: int, *args: Any, **kwargs: Any
+    ) -> Any:
         if self._unused_old_logps:
             self._unused_old_logps = False
-            tokens = args[1] if len(args) > 1 else kwargs["logits_to_keep"]
-            return torch.zeros((len(input_ids), tokens), device=input_ids.device), None, None
-        result = super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
+            return torch.zeros((len(input_ids), logits_to_keep), device=input_ids.device), None, None
+        with _over_kept_tokens(self, attention_mask[:, -logits_to_keep:].bool()):
+            result = super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+            )
         # Unsloth's first question gets no answer, and what has no gradient is of another model: a teacher's, perhaps.
         if self._in_loss is not None and result[0] is not None and result[0].requires_grad:
             inputs, self._in_loss, self._log_pi = self._in_loss, None, result[0].detach()
@@ -80,16 +99,42 @@ class CorrectedLoss(UserTrainer):
 
 
 @contextmanager
+def _over_kept_tokens(trainer: Any, mask_BC: torch.Tensor) -> Iterator[None]:
+    """While TRL computes log-probabilities of the batch: over the tokens that were kept, if that is known."""
+    if trainer._kept is None or len(trainer._kept[SIZES]) != len(mask_BC):  # other rows, of the user's code
+        yield
+        return
+    over = OverKeptTokens(Sets.of_batch(trainer._kept, mask_BC))
+    with log_probs_by(over.instead_of):
+        yield
+    if over.left:
+        raise _computes_otherwise(trainer)
+
+
+def _computes_otherwise(trainer: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"{_name(trainer)} does not compute its log-probabilities by TRL's code, so they cannot be taken over the "
+        "tokens that top_p, top_k or min_p kept, and their ratios to vLLM's would be wrong. Set top_p=1, top_k=0 and "
+        "min_p=None in the GRPOConfig, or take --generator hf, whose log-probabilities are of the full softmax."
+    )
+
+
+def _name(trainer: Any) -> str:
+    return type(trainer).__name__.removeprefix("Async")
+
+
+@contextmanager
 def _weighing(trainer: Any, inputs: dict[str, Any]) -> Iterator[None]:
     """While TRL computes a loss: it multiplies by `importance_sampling_ratio`, if there is one, as with use_vllm."""
     saved = (trainer.use_vllm, trainer.vllm_importance_sampling_correction)
     trainer._in_loss, trainer._log_pi = inputs, None
+    trainer._kept = {name: inputs[name] for name in (SIZES, IDS)} if SIZES in inputs else None
     if "importance_sampling_ratio" in inputs:
         trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
     try:
         yield
     finally:
-        trainer._in_loss = None
+        trainer._in_loss = trainer._kept = None
         trainer.use_vllm, trainer.vllm_importance_sampling_correction = saved
 
 
