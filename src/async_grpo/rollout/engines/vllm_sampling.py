@@ -1,7 +1,7 @@
 """How vLLM samples for a worker: its `SamplingParams`, and the tokens that truncated sampling kept.
 
-vLLM returns those (`return_sampling_mask`, since 0.28 or so) with its second model runner, and only if every request
-has `top_k` and a temperature. `tests/with_vllm/test_vllm_kept_tokens.py` names what moved.
+vLLM returns those (`return_sampling_mask`) with its second model runner, and only if every request has `top_k` and a
+temperature. `tests/with_vllm/test_vllm_kept_tokens.py` names what moved.
 """
 
 from __future__ import annotations
@@ -83,10 +83,11 @@ def require_kept(engine_arguments: type) -> dict[str, Any]:
 
 def cannot_return_kept(error: ValueError) -> UnsupportedError:
     """Why vLLM has refused to build an engine that would return them."""
+    reasons = [each["msg"] for each in error.errors()] if hasattr(error, "errors") else [str(error)]  # of pydantic
     return UnsupportedError(
         "vLLM cannot start an engine that returns the tokens that truncated sampling kept, over which the loss is to "
-        f"be computed. It says: {error}. Its CPU build cannot, and VLLM_USE_V2_MODEL_RUNNER=0 turns it off. "
-        f"{FULL_SOFTMAX}"
+        f"be computed. It says: {'; '.join(reasons)}. Its CPU build cannot, and VLLM_USE_V2_MODEL_RUNNER=0 turns it "
+        f"off. {FULL_SOFTMAX}"
     )
 
 
