@@ -168,7 +168,7 @@ def test_what_the_launcher_has_decided_stays(folder: Path, monkeypatch: pytest.M
 
 def test_a_trl_that_makes_no_trainer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpo, "main", lambda *arguments: None)
-    with pytest.raises(AsyncGRPOError, match="this TRL builds it in another way"):
+    with pytest.raises(AsyncGRPOError, match="this version of TRL builds it in another way"):
         command_of(folder).trainer()
 
 

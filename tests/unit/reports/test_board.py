@@ -253,7 +253,7 @@ def test_the_command_says_where_and_how_to_see_it(tmp_path: Path, capsys: pytest
     assert main(["board", str(tmp_path)]) == 0  # no run, but event files below it
     assert "is not a run directory, but holds event files" in capsys.readouterr().out
     assert main(["board", str(tmp_path / "nowhere")]) == 2
-    assert "is not a run directory" in capsys.readouterr().err
+    assert "does not exist, so no run has begun there" in capsys.readouterr().err
 
 
 def test_several_runs_are_shown_side_by_side_under_names_that_tell_them_apart(
