@@ -157,8 +157,9 @@ class Done:
 
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
-        self._folders = set(done_folders(moves.files))
-        self.names = [name for folder in self._folders for name in job_files(moves.files, folder)]
+        folders = done_folders(moves.files)
+        self._folders = set(folders)
+        self.names = [name for folder in folders for name in job_files(moves.files, folder)]
 
     def newest_bytes(self, root: Path) -> int:
         """Size of the newest group, 0 if there is none."""
