@@ -118,9 +118,9 @@ class OverKeptTokens:
         return (kept if bool(known.all()) else torch.where(known, kept, full)), *statistics
 
     def _next(self, targets: Tensor, vocabulary: int) -> Sets:
-        sizes = self._sizes[self._tokens_done : self._tokens_done + len(targets)]
+        sizes = self._sizes[self._tokens_done : self._tokens_done + len(targets)].to(targets.device)
         self._tokens_done += len(targets)
-        ids = self._ids[self._ids_done : self._ids_done + int(sizes.sum())]
+        ids = self._ids[self._ids_done : self._ids_done + int(sizes.sum())].to(targets.device)
         self._ids_done += len(ids)
         known = sizes > 0
         firsts = (sizes.cumsum(0) - sizes)[known]
