@@ -20,7 +20,7 @@ from async_grpo.formatting import counted, eta
 from async_grpo.rundir.files import LineFile
 from async_grpo.rundir.reading import LineReader
 from async_grpo.rundir.shape import shaped
-from async_grpo.telemetry.entries import RESUMED, Entries, Entry, happened, parse_entry, step_of
+from async_grpo.telemetry.entries import RESUMED, Entries, Entry, TakenBack, happened, parse_entry, step_of
 
 STEP = "STEP"  # level of the step lines: as severe as INFO
 logger.level(STEP, no=logger.level("INFO").no)
@@ -48,6 +48,9 @@ REPLAY_LINE: StepLine = (  # of the policy in training; the rewards and the queu
 )
 
 
+_QUOTED = ("step", "eval_version", "loss", "reward", "eval_success_rate", "eval_rewards/accuracy/mean")
+
+
 class RunLog:
     """Writes metrics and the step line, and remembers what the summary quotes.
 
@@ -71,7 +74,7 @@ class RunLog:
     def _logged_earlier(self, path: Path) -> list[Entry]:
         """What the run logged before it was resumed. A line that a power cut broke costs its own figures only."""
         entries = Entries(path)
-        found = happened(entries.news())
+        found = happened(map(_of_the_summary, entries.news()))
         if entries.broken:
             number, reason = next(iter(entries.broken.items()))
             lines = counted(len(entries.broken), "line")
@@ -133,6 +136,11 @@ class RunLog:
             return "?"
         seconds_per_step = (time.monotonic() - self._first_step_at) / (step - self._first_step)
         return eta((self._total_steps - step) * seconds_per_step)
+
+
+def _of_the_summary(item: Entry | TakenBack) -> Entry | TakenBack:
+    """What of an entry the summary's figures need: a long run has many."""
+    return item if isinstance(item, TakenBack) else {name: item[name] for name in _QUOTED if name in item}
 
 
 def described(logs: Mapping[str, Any], line: StepLine) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
@@ -121,7 +121,8 @@ def _add_processes(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     from async_grpo.setup.setup_file import check_setup_file
 
-    use_arguments(args, names_a_file="config" in build_parser().given(args.command_line))
+    given = build_parser().given(args.command_line)
+    use_arguments(args, names_a_file="config" in given)
     if args.resume:
         named, args = args.device, options.resumed(build_parser(), args)
         args.device = named  # a server by hand has an option of this name, which means another thing here
@@ -137,19 +138,17 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu_memory is not None and not args.dry_run:
         raise UsageError("--gpu-memory is for a plan of what would fit: add --dry-run.")
     check_setup_file(args.config)
-    given = build_parser().given(args.command_line)
     if args.resume or given.keys() & IMPLY_DISTRIBUTED:
         refuse_without_effect(given, args)
         return _distributed(args)
     refuse_in_one_process(given, args)
-    return _single(args)
+    return _single(args, given)
 
 
-def _single(args: argparse.Namespace) -> int:
+def _single(args: argparse.Namespace, given: Collection[str]) -> int:
     from async_grpo.setup.process import keep_freed_memory, own_compile_cache, set_up_log
 
     device = options.device(args.device)
-    given = build_parser().given(args.command_line)
     run_dir = args.run_dir.absolute() if "run_dir" in given else None
     eval_every = args.eval_every if "eval_every" in given else None
     serves = _has_its_own_server(args, run_dir, device)
@@ -167,7 +166,6 @@ def _single(args: argparse.Namespace) -> int:
     os.environ.setdefault("FAST_INFERENCE", "1")
     own_compile_cache("single", os.environ)
     check_torch_sees(device)
-
     _train_alone(args, run_dir, eval_every, serves=serves)
     return 0
 
