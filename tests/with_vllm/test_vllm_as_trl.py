@@ -107,6 +107,7 @@ def test_random_settings(seed: int, trainer: Any, monkeypatch: pytest.MonkeyPatc
     trls.update_from_generation_config({"eos_token_id": [END, SECOND_END]}, END)  # as its engine does, with a tokenizer
     ours = parameters(sampling_options(trainer), every_token=False)
     ours.update_from_generation_config({}, None)  # as the workers' does without one
+    trls.top_k = max(0, trls.top_k)  # -1 is off as well
     differ = {name: (mine, theirs) for name in SAME if (mine := getattr(ours, name)) != (theirs := getattr(trls, name))}
     assert not differ
     assert ends(ours) == ends(trls)

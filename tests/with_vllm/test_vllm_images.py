@@ -18,8 +18,10 @@ from in_process import InProcessRun, build_tokenizer, config, jobs_of, length
 from peft import LoraConfig
 from PIL import Image
 from runs import command, steps_logged
+from test_images_of_environments import Gallery
 from tiny_vlm import build_vlm_trainer, picture
 from trl import GRPOTrainer
+from trl.chat_template_utils import qwen3_vl_chat_template
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import encoded
@@ -224,29 +226,33 @@ def test_an_adapter_on_what_computes_images_is_refused(family: str, modules: lis
         VLLMEngine(trl.trainer, seed=0)
 
 
-class Shows:
-    """An environment that begins with a picture."""
-
-    def reset(self, target: int, **_: Any) -> list[dict[str, Any]]:
-        return [{"type": "image", "image": picture(target, 16 + 8 * (target % 2))}]
-
-
-def test_images_of_environments_are_those_that_the_trainer_sees(tmp_path: Path) -> None:
-    """The trainer's own log-probabilities, computed by TRL's code, are the sampler's."""
-    data = [{"prompt": [{"role": "user", "content": "what?"}], "target": index} for index in range(12)]
-
-    def get_trainer() -> GRPOTrainer:
-        arguments = {"environment_factory": Shows}
-        return build_trainer(
-            IDEFICS, tmp_path, train_dataset=Dataset.from_list(data), arguments=arguments, learning_rate=0.0
-        )
-
+def mismatch_at_the_trainer(get_trainer: Callable[[], GRPOTrainer]) -> float:
+    """The largest difference between the sampler's log-probabilities and those that TRL's own code computes."""
     trl = RolloutTrainer(get_trainer())
     vllm = VLLMEngine(trl.trainer, seed=0)
     load(trl, vllm, 0)
     run = InProcessRun(get_trainer, engine=ContinuousEngine(vllm, group_size=2)).train()
     vllm.close()
-    assert max(entry["async/logprob_mismatch"] for entry in run.logs) < CLOSE
+    return max(entry["async/logprob_mismatch"] for entry in run.logs)
+
+
+def test_images_of_a_column_are_those_that_the_trainer_sees(tmp_path: Path) -> None:
+    prompt = [{"role": "user", "content": "what?"}]
+    data = Dataset.from_list([{"prompt": prompt, "image": picture(index)} for index in range(12)])
+    assert (
+        mismatch_at_the_trainer(lambda: build_trainer(IDEFICS, tmp_path, train_dataset=data, learning_rate=0.0)) < CLOSE
+    )
+
+
+def test_images_of_environments_are_those_that_the_trainer_sees(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "what?"}], "target": index} for index in range(12)]
+    settings: dict[str, Any] = {
+        "train_dataset": Dataset.from_list(rows),
+        "chat_template": qwen3_vl_chat_template,
+        "arguments": {"environment_factory": Gallery},
+        "learning_rate": 0.0,
+    }
+    assert mismatch_at_the_trainer(lambda: build_trainer(QWEN, tmp_path, **settings)) < CLOSE
 
 
 def test_two_workers_train_from_images(tmp_path: Path) -> None:

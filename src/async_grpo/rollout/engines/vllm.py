@@ -189,7 +189,7 @@ class VLLMEngine:
         if self._images is None:
             raise UnsupportedError(NO_IMAGES)
         if self._deterministic and not self.busy:
-            self._engine.reset_encoder_cache()  # of the groups before: images would be computed in other batches
+            self._images.forget_encoded()  # of the groups before: images would be computed in other batches
         return self._images.rendered(prompt_ids, images)
 
     def step(self) -> list[Chunk]:
@@ -232,7 +232,7 @@ class VLLMEngine:
                 return  # cached prefixes are kept under the adapter's name, and each version has its own
         self._engine.reset_prefix_cache(reset_running_requests=self._in_flight_update)
         if self._images is not None and self._adapter is None:  # an adapter leaves what computes images as it is
-            self._engine.reset_encoder_cache()
+            self._images.forget_encoded()
 
     def forget_weights(self) -> None:
         """What was loaded last was not what the trainer published: the next `load` loads everything."""

@@ -8,6 +8,7 @@ pictures as their EXIF data say and lays transparent ones on white, where transf
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,7 @@ class ImagePrompts:
     """Makes inputs of `engine` from prompts with images."""
 
     def __init__(self, engine: LLMEngine) -> None:
-        self._renderer = engine.renderer
+        self._renderer, self._engine = engine.renderer, engine
         _leave_images_in_place(self._renderer.get_mm_processor())
 
     def rendered(self, prompt_ids: list[int], images: Sequence[Any]) -> Any:
@@ -71,6 +72,11 @@ class ImagePrompts:
             )
         return rendered
 
+    def forget_encoded(self) -> None:
+        """Drop encoded images: other weights computed them. Requests in flight have been put back to their prompts."""
+        logging.getLogger("vllm.v1.engine.core").addFilter(_matters)
+        self._engine.reset_encoder_cache()
+
 
 def refuse_adapted_encoder(trained: Any, model: Any) -> None:
     """Raise `UnsupportedError` where an adapter changes what computes images: vLLM would drop that part of it.
@@ -93,6 +99,11 @@ def refuse_adapted_encoder(trained: Any, model: Any) -> None:
                 f"The adapter changes {adapted}, which computes images, and vLLM takes adapters of the language model "
                 "only. Leave it out (exclude_modules of the LoraConfig), or take --generator hf."
             )
+
+
+def _matters(record: logging.LogRecord) -> bool:
+    """False for vLLM's warning of requests in progress: they encode their images again."""
+    return "encoder cache when requests are in progress" not in record.getMessage()
 
 
 def _leave_images_in_place(processor: Any) -> None:
