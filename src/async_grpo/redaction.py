@@ -22,11 +22,11 @@ _KEY_NAME = re.compile(r"(?:.*[_-])?key", re.IGNORECASE)  # of a cipher, or of a
 _NO_VARIABLE = re.compile(r"(?:Error|Exception|Warning|Failed|Failure)$")
 
 _URL_CREDENTIALS = re.compile(
-    r"(:(?:\\?/){2})(?!git@)(?:[^/\s'\"<>\\@]{0,99}:[^\s'\"<>]{0,400}|[^/\s'\"<>\\]{1,400})(?=@)"
+    r"(:(?:\\*+/){2})(?!git@)(?:[^/\s'\"<>\\@]{0,99}:[^\s'\"<>]{0,400}|[^/\s'\"<>\\]{1,400})(?=@)"
 )
 _WEBHOOK = re.compile(
-    r"(?i)((?:hooks\.slack\.com\\?/(?:services|workflows|triggers)|discord(?:app)?\.com\\?/api\\?/webhooks"
-    r"|webhook\.office\.com\\?/webhookb2|hooks\.zapier\.com\\?/hooks\\?/catch)\\?/)[^\s\"'<>)]+"
+    r"(?i)((?:hooks\.slack\.com\\*+/(?:services|workflows|triggers)|discord(?:app)?\.com\\*+/api\\*+/webhooks"
+    r"|webhook\.office\.com\\*+/webhookb2|hooks\.zapier\.com\\*+/hooks\\*+/catch)\\*+/)[^\s\"'<>)]+"
 )
 _URL_PARAMETER = re.compile(
     r"(?i)([?&;](?:[\w.-]{0,60}(?:token|key|secret|signature|sig|passw(?:or)?d|pwd|credential)|code|auth)=)[^&\s\"'<>]+"

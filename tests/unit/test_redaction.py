@@ -29,6 +29,8 @@ from async_grpo.redaction import MASK, Redactor, is_secret, names_a_secret
         ("postgres://user:p@ss/word@host.example/db", "word"),
         ("https://bucket.example/model?X-Amz-Signature=deadbeefdeadbeef&x=1", "deadbeef"),
         ("cloned with ghp_0123456789abcdefghij", "ghp_0123"),
+        (r'"{\"url\": \"https:\\/\\/me:pa55word@host.example\"}"', "pa55word"),  # JSON within JSON
+        (r'"{\"url\": \"https:\\/\\/hooks.slack.com\\/services\\/T01\\/B02\\/a1b2c3d4e5\"}"', "a1b2c3d4e5"),
         ("AKIAIOSFODNN7EXAMPLE", "AKIAIOS"),
         ("jwt eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.sig-nature", "eyJzdWIi"),
         ("-----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----", "MIIEow"),
