@@ -131,9 +131,16 @@ def test_a_tool_whose_thread_cannot_be_started_costs_its_groups(monkeypatch: pyt
     def refuses(*_: Any, **__: Any) -> None:
         raise RuntimeError("can't start new thread")
 
+    async def run() -> None:
+        tools = made()
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            await tools.run([call(refuses)])
+        assert not tools.in_time
+        monkeypatch.undo()
+        assert [one.value for one in await tools.run([call(lambda: "a")])] == ["a"]
+
     monkeypatch.setattr(module.KeptThreads, "run", refuses)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        outcomes([[lambda: call(raising(ValueError()))]])
+    asyncio.run(run())
 
 
 def test_async_tools_of_all_dialogues_are_awaited_together() -> None:

@@ -114,7 +114,7 @@ class Tools:
     async def _in_line(self, call: Call, owner: set[int]) -> Outcome:
         line = self._lines.setdefault(getattr(call.tool, "__func__", call.tool), Line())  # of all environments one
         number, answer, work = self._as_work(call)
-        waiting = Waiting(work, partial(_refuse, answer))
+        waiting = Waiting(work, partial(self._refuse, number, answer))
         line.join(waiting)
         if line not in self._serving:
             self._serving[line] = asyncio.create_task(self._serve(line, call.name))
@@ -123,7 +123,7 @@ class Tools:
                 await asyncio.wait([answer], timeout=left)
             return answer.result() if answer.done() else self._given_up(call)
         finally:
-            if not answer.done() and not line.leave(waiting):  # it has not begun
+            if not answer.done() and not line.leave(waiting):  # it has not begun, or has just ended
                 self._running.pop(number, None)
             elif not answer.done() and not self._thread_free[line].done():
                 self._thread_free[line].set_result(None)  # another thread makes the calls behind it
@@ -142,6 +142,11 @@ class Tools:
             line.refuse(error)
         finally:
             del self._serving[line]
+
+    def _refuse(self, number: int, answer: asyncio.Future[Outcome], error: Exception) -> None:
+        self._running.pop(number, None)
+        if not answer.done():
+            answer.set_exception(error)
 
     def _as_work(self, call: Call) -> tuple[int, asyncio.Future[Outcome], Callable[[], None]]:
         """Number the call; also returns where its outcome will be, and what a thread has to do."""
@@ -248,11 +253,6 @@ def is_thread_safe(tool: Callable[..., Any]) -> bool:
 def _give(answer: asyncio.Future[Any], outcome: Any) -> None:
     if not answer.done():
         answer.set_result(outcome)
-
-
-def _refuse(answer: asyncio.Future[Any], error: Exception) -> None:
-    if not answer.done():
-        answer.set_exception(error)
 
 
 def _make_calls(line: Line, loop: asyncio.AbstractEventLoop, free: asyncio.Future[None]) -> None:
