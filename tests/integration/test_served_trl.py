@@ -123,6 +123,8 @@ def mismatches(trainer: Any) -> list[float]:
 
 
 def test_it_is_started_with_what_the_trainer_has_fed_and_ended(server: MortalServer, tmp_path: Path) -> None:
+    (mine := tmp_path / "run" / "vllm_server" / "notes.txt").parent.mkdir(parents=True)
+    mine.write_text("a user's")
     trainer = train(tmp_path, vllm_max_model_length=64)
     assert trainer.state.global_step == server.updates == 3
     assert max(mismatches(trainer)) < 1e-4, "it sampled with the very weights of the step"
@@ -131,7 +133,8 @@ def test_it_is_started_with_what_the_trainer_has_fed_and_ended(server: MortalSer
     arguments = " ".join(plan.arguments)
     assert "--dtype float32" in arguments and "--max-model-len 64" in arguments and "--load-format dummy" in arguments
     assert not server.process.running
-    assert not (tmp_path / "run" / "vllm_server").exists()
+    assert not Path(plan.model).exists()
+    assert mine.read_text() == "a user's"
 
 
 def test_what_the_server_reads_of_the_model_is_a_model(server: MortalServer, tmp_path: Path) -> None:

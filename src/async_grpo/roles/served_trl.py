@@ -8,11 +8,11 @@ model's configuration. A server that dies is started again, gets the weights tha
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import requests
@@ -58,7 +58,7 @@ class OwnServer:
     def __init__(self, run_dir: Path, devices: str | None) -> None:
         self._run_dir, self._devices = run_dir, devices
         self._log = RunDir(run_dir).vllm_server_log
-        self._described = run_dir / "vllm_server"  # what it reads of the model; exists as long as the server
+        self._described = TemporaryDirectory(prefix="async-grpo-vllm-")  # what it reads of the model
         self._process: VLLMServerProcess | None = None
 
     @property
@@ -74,9 +74,7 @@ class OwnServer:
         """
         refuse_own_server(use_vllm=True, mode=generation.mode, base_url=generation.server_base_url)
         make_folder(self._run_dir)
-        shutil.rmtree(self._described, ignore_errors=True)
-        self._described.mkdir(mode=0o700)
-        describe_model(generation, self._described, with_text=True)
+        describe_model(generation, Path(self._described.name), with_text=True)
         self._process = VLLMServerProcess(self._plan(generation))
         self._process.start()
         logger.info("starting a vLLM server at {}; its output is in {}", self._process.base_url, self._log)
@@ -90,7 +88,7 @@ class OwnServer:
         """End the server, if one was started."""
         if self._process is not None:
             self._process.end(END_S)
-            shutil.rmtree(self._described, ignore_errors=True)
+        self._described.cleanup()
 
     def _plan(self, generation: VLLMGeneration) -> ServerPlan:
         many = generation.tensor_parallel_size
@@ -111,7 +109,7 @@ class OwnServer:
             "enforce_eager": not on_gpu,
         }
         return ServerPlan(
-            model=str(self._described),
+            model=self._described.name,
             port=generation.server_port,
             log=self._log,
             tensor_parallel_size=many,
