@@ -273,6 +273,6 @@ def test_a_resumed_run_goes_on_in_its_chain(tmp_path: Path) -> None:
 def test_without_zstandard_no_versions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Any = None
     monkeypatch.setattr(recorder_module, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="--delta-every keeps versions with zstandard"):
+    with pytest.raises(UsageError, match="--delta-every: versions are kept with zstandard"):
         recorder_module.recorder_of(nothing, nothing, nothing, TrainingSettings(delta_every=1))
     assert recorder_module.recorder_of(nothing, nothing, nothing, TrainingSettings()) is None
