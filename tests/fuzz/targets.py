@@ -26,7 +26,7 @@ from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
 from async_grpo.queue.names import parse_name, parse_set_aside
 from async_grpo.records import Job, RolloutGroup, Timings
-from async_grpo.rundir.locks import _parse_owner, describe_holder, served_run
+from async_grpo.rundir.locks import _parse_owner, describe_holder
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.telemetry import entries
 from async_grpo.telemetry.activity import ActivityRecord, activity_file, read_activity
@@ -281,7 +281,7 @@ def _read_status(data: bytes, folder: Path) -> object:
 
 def _read_note(data: bytes, folder: Path) -> object:
     note = _parse_owner(data)
-    return describe_holder(note), served_run(note)
+    return describe_holder(note), note.get("run_id")
 
 
 def _header() -> bytes:
