@@ -159,6 +159,19 @@ def test_a_prompt_that_is_too_long_is_refused(greedy: tuple[GRPOTrainer, VLLMEng
     assert not greedy[1].busy
 
 
+def test_the_second_turn_of_a_short_dialogue_finds_the_first_one_in_the_cache(
+    greedy: tuple[GRPOTrainer, VLLMEngine],
+) -> None:
+    _, engine = greedy
+    first = [3 + place % 30 for place in range(70)]
+    run(engine, {"first turn": first}, version=0)
+    engine.submit("second turn", [*first, 5, 6], seed=None, version=0)
+    ended: list[Any] = []
+    while engine.busy:
+        ended += engine._engine.step()
+    assert ended[-1].num_cached_tokens == 64
+
+
 def test_log_probabilities_are_the_trainers_at_every_version_in_flight(
     sampling: tuple[GRPOTrainer, VLLMEngine],
 ) -> None:

@@ -68,6 +68,7 @@ ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
 }
 PROCESSED = "processed_logprobs"  # of the distribution that is sampled from, after temperature, top_p, ...
+CPU_BLOCK = 32  # tokens; whole blocks are cached, and vLLM's 128 are more than a short dialogue has at its second turn
 ADAPTERS_AT_ONCE = 2  # old groups finish under the old adapter while new ones start under the new
 
 
@@ -328,6 +329,7 @@ class VLLMEngine:
                 "logprobs_mode": PROCESSED,
                 "disable_log_stats": True,
                 "enforce_eager": on_cpu,
+                **({"block_size": CPU_BLOCK} if on_cpu else {}),
                 **(ENGINE_OPTIONS if self._sees_images else {}),
                 **engine_options(trainer, seed=seed, deterministic=deterministic),
                 **({"max_loras": 1 if self._in_flight_update else ADAPTERS_AT_ONCE} if self._adapter else {}),
