@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from vllm.v1.engine.llm_engine import LLMEngine
 
-ENGINE_OPTIONS = {"limit_mm_per_prompt": {"video": 0, "audio": 0}}  # TRL has neither: no memory is reserved for them
+ENGINE_OPTIONS = {
+    "limit_mm_per_prompt": {"video": 0, "audio": 0},  # TRL has neither: no memory is reserved for them
+    "mm_device_do_normalize": False,  # the trainer's processor does it; vLLM's model would do it a second time
+}
 _processors: dict[str, Any] = {}  # of the trainers, by the folder that vLLM builds the model from
 
 
@@ -31,7 +34,9 @@ def process_with(processor: Any, folder: str) -> None:
     """Have the engine that is built from `folder` process images with a copy of the trainer's processor."""
     from vllm.multimodal.processing.context import InputProcessingContext
 
-    _processors[folder] = copy.deepcopy(processor)  # reward functions use the trainer's meanwhile
+    own = _processors[folder] = copy.deepcopy(processor)  # reward functions use the trainer's meanwhile
+    if not hasattr(own, "video_processor"):  # vLLM asks that one what options it has, though there are no videos
+        own.video_processor = own.image_processor
     load: Any = InputProcessingContext.get_hf_processor
     if hasattr(load, "__wrapped__"):  # done before
         return
