@@ -74,6 +74,7 @@ class RolloutTrainer:
     """
 
     _turns_of_users: bool  # the user's class overrides `_generate_single_turn`
+    _has_turn_rewards: bool  # it is a `TurnGRPOTrainer`
     _rewards: UserCode
     tools: defaultdict[str, UserCode]  # by name
 
@@ -90,7 +91,7 @@ class RolloutTrainer:
             trainer.__class__ = _sampling_below(type(trainer))
         self.trainer: Any = trainer
         self.data_has_images = has_images(trainer)
-        self._has_turn_rewards = hasattr(trainer, "turn_rewards")  # of a `TurnGRPOTrainer`
+        self._has_turn_rewards = hasattr(trainer, "turn_rewards")
         self._rewards = UserCode("the reward functions", in_main=any(map(asks_for_main_thread, trainer.reward_funcs)))
         self.tools = defaultdict(lambda: UserCode("the tools"))
 
