@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm` makes an environment that has it")
 
 from in_process import (
     QWEN3_CHAT_TEMPLATE,
-    InProcessWorker,
-    ScriptedEngine,
-    ScriptedGenerator,
     build_model,
     build_tokenizer,
     build_trainer,
     chat_rows,
-    jobs_of,
 )
+from learnt_by_heart import learn, played
 from trl import GRPOTrainer
 
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.continuous import ContinuousEngine
 from async_grpo.rollout.engines.vllm import VLLMEngine
 from async_grpo.rollout.trl_trainer import RolloutTrainer
@@ -38,7 +33,6 @@ from async_grpo.settings import WorkerSettings
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 3, "b": 4}}\n</tool_call>'
 ROW = {"prompt": [{"role": "user", "content": "3*4?"}]}
 GROUPS, GROUP_SIZE = 3, 2
-ENOUGH = 0.02  # mean loss at which greedy decoding repeats what was learnt
 
 
 def multiply(a: int, b: int) -> int:
@@ -79,45 +73,6 @@ def says_done(completions: list[Any], **_: Any) -> list[float]:
     return [float(completion[-1]["content"] == "done") for completion in completions]
 
 
-class Scripted(ScriptedEngine):
-    """Answers with a call, then with "done", and keeps what it was asked."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        answers = iter([CALL, "done"])
-        answer = [""]
-
-        def reply(prompt: str, place: int) -> str:
-            if place == 0:
-                answer[0] = next(answers)
-            return answer[0]
-
-        super().__init__(ScriptedGenerator(tokenizer, reply))
-        self.turns: list[tuple[list[int], list[int]]] = []
-
-    def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
-        sampled = super().sample(new)
-        self.turns += [(turn.prepared.prompt_ids[0], turn.token_ids[0]) for turn in sampled]
-        return sampled
-
-
-def teach(model: Any, turns: list[tuple[list[int], list[int]]]) -> None:
-    """Have the model learn by heart what to say in these turns, of which the last one's prompt has the others."""
-    prompt, answer = turns[-1]
-    ids = torch.tensor([prompt + answer])
-    labels = torch.full_like(ids, -100)
-    for asked, said in turns:
-        labels[0, len(asked) : len(asked) + len(said)] = torch.tensor(said)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(400):
-        loss = model(input_ids=ids, labels=labels).loss
-        if loss.item() < ENOUGH:
-            return
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    pytest.fail(f"the model did not learn its two answers: loss {loss.item():.3f}")
-
-
 class OwnWeights:
     """The trainer's weights, as a worker leases them."""
 
@@ -155,12 +110,7 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> GRPOTrainer:
         max_completion_length=300,
         generation_kwargs={"do_sample": False},
     )
-    scripted = Scripted(tokenizer)
-    InProcessWorker(trainer, scripted).generate(jobs_of([ROW], GROUP_SIZE))
-    trainer.model.train()
-    teach(trainer.model, scripted.turns)
-    trainer.model.eval()
-    trainer.model.training = True  # TRL reads it as "this is a training batch"
+    learn(trainer.model, played(trainer, [CALL, "done"], ROW, GROUP_SIZE))
     return trainer
 
 
