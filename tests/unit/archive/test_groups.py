@@ -104,7 +104,7 @@ def test_a_directory_that_cannot_be_read_is_a_sentence(tmp_path: Path, contents:
         (tmp_path / "run.json").write_text(contents)
     with pytest.raises(RunDirError, match=says):
         FinishedGroups(tmp_path)
-    with pytest.raises(RunDirError, match="not a run directory"):
+    with pytest.raises(RunDirError, match="does not exist, so no run has begun there"):
         FinishedGroups(tmp_path / "nowhere")
 
 
