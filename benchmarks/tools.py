@@ -138,43 +138,56 @@ def trl_turn(seconds: float) -> float:
         return time.monotonic() - started
 
 
-def others_beside(seconds: float, groups: int) -> list[float]:
-    """Seconds of each of so many groups, while a tool of one more group waits so long; 0: it does not wait."""
-    from in_process import chat_rows, jobs_of
+class Others:
+    """A worker that makes groups, while a tool of one more group waits so many seconds; 0: it has no such group."""
 
-    def reply(prompt: str, place: int) -> str:
-        if "<tool_response>" in prompt:
-            return "done"
-        return CALL.replace("NAME", "waits" if "\na<|im_end|>" in prompt and seconds else "quick")
+    def __init__(self, folder: str, seconds: float) -> None:
+        from in_process import chat_rows, jobs_of
 
-    rows = list(chat_rows())
+        def reply(prompt: str, place: int) -> str:
+            if "<tool_response>" in prompt:
+                return "done"
+            return CALL.replace("NAME", "waits" if "\na<|im_end|>" in prompt else "quick")
+
+        self._rows = list(chat_rows())
+        self._worker, _ = setting(folder, [tool_of(seconds, "plain"), quick], reply, streaming=True)
+        if seconds:
+            self._worker.engine.sample(self._worker.calls.prepare(jobs_of(self._rows[:1], group_size=1), 0))
+
+    def group(self, number: int) -> float:
+        """Seconds of one group."""
+        from in_process import jobs_of
+
+        started = time.monotonic()
+        (job,) = jobs_of(self._rows[1 + number % 10 : 2 + number % 10], group_size=GROUP)
+        ended = self._worker.engine.sample(self._worker.calls.prepare([job], 0))
+        while not ended:
+            ended = self._worker.engine.sample([])
+        return time.monotonic() - started
+
+    def close(self) -> None:
+        self._worker.engine.close()
+
+
+def delay_of_others(seconds: float, groups: int) -> float:
+    """Percent by which groups take longer beside the tool; each beside it is followed by one without it."""
+    took: dict[float, list[float]] = {seconds: [], 0: []}
     with tempfile.TemporaryDirectory() as folder:
-        worker, _ = setting(folder, [tool_of(seconds, "plain"), quick], reply, streaming=True)
-        ends_first = seconds == 0
-        ended = worker.engine.sample(worker.calls.prepare(jobs_of(rows[:1], group_size=1), 0))
-        while ends_first and not ended:
-            ended += worker.engine.sample([])
-        took = []
-        for number in range(groups):  # one after the other, as a worker claims them
-            started = time.monotonic()
-            (job,) = jobs_of(rows[1 + number % 10 : 2 + number % 10], group_size=GROUP)
-            ended += worker.engine.sample(worker.calls.prepare([job], 0))
-            while len(ended) <= number + ends_first:
-                ended += worker.engine.sample([])
-            took.append(time.monotonic() - started)
-        assert ends_first or sum(took) < seconds, "the tool has to wait until the last group has ended"
-        worker.engine.close()
-        return took
+        workers = {side: Others(f"{folder}/{side}", side) for side in took}
+        started = time.monotonic()
+        for number in range(-2, groups):
+            for side in list(took)[:: 1 if number % 2 else -1]:
+                one = workers[side].group(number)
+                took[side] += [one] if number >= 0 else []  # the first ones load what is loaded once
+        assert time.monotonic() - started < seconds, "the tool has to wait until the last group has ended"
+        for worker in workers.values():
+            worker.close()
+    return 100 * (statistics.median(took[seconds]) / statistics.median(took[0]) - 1)
 
 
 def measured(*, long_s: float, repeats: int) -> list[Row]:
     groups = int(4 * long_s)
-    delays = []
-    for round_number in range(repeats + 1):
-        sides = [0, long_s] if round_number % 2 else [long_s, 0]
-        typical = {seconds: statistics.median(others_beside(seconds, groups)) for seconds in sides}
-        delays.append(100 * (typical[long_s] / typical[0] - 1))
-    delays = delays[1:]  # the first one loads what is loaded once
+    delays = [delay_of_others(long_s, groups) for _ in range(repeats)]
     turn = f"a turn of {COMPLETIONS} completions that call a tool of 1 s"
     return [
         row(f"{turn}: async", [a_turn("async", 1, streaming=False) for _ in range(repeats)], "s", target="<= 1.6"),
@@ -186,7 +199,7 @@ def measured(*, long_s: float, repeats: int) -> list[Row]:
             delays,
             "%",
             target="<= 10",
-            note=f"the median of {groups} groups beside it against that of {groups} without it",
+            note=f"the median of {groups} groups beside it against that of {groups} without it, in turn",
         ),
     ]
 

@@ -190,6 +190,7 @@ def test_calls_by_tags_in_a_run_with_two_workers_of_which_one_is_killed(
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     trainer: Any = load_trainer(BY_HEART, engine_here=False)
+    del sys.modules["tiny"], sys.modules["my_trainer"]
     says = ['<tool>{"name": "search", "args": {"query": "here"}}</tool>', "<answer>Bob</answer>"]
     write_learnt(trainer, says, trainer.train_dataset[0], group_size=8, path=tmp_path / "learnt.safetensors")
 
