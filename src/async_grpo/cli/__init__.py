@@ -6,6 +6,7 @@ read what is there. What they have in common is in `options`.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -46,15 +47,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except BrokenPipeError:  # `async-grpo status | head`: the reader has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()
         return 141  # what a shell shows for a program that SIGPIPE ended
     except AsyncGRPOError as error:
         from async_grpo.formatting import printable
 
         print(printable(f"error: {error}"), file=sys.stderr)  # it may quote what a model wrote
         return error.exit_code
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _write_no_more()
+        print(
+            "error: There is no room where the output of this command goes. Free some, or redirect it.", file=sys.stderr
+        )
+        return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _write_no_more() -> None:
+    """What is left of the output goes nowhere, so that the end of the process does not fail by it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str]) -> int:

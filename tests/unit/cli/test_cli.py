@@ -89,6 +89,16 @@ def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (141, "")
 
 
+def test_an_output_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+    prepare(tmp_path / "worker", config=tmp_path / "my_trainer.py")
+    command = [sys.executable, "-m", "async_grpo.cli", "audit", str(tmp_path / "worker")]
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: There is no room where the output") and result.stderr.count("\n") == 1
+
+
 def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["trian"])
