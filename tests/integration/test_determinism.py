@@ -105,6 +105,22 @@ def test_three_deaths_give_the_same_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_stop_while_a_version_samples_its_groups_gives_the_same_weights(tmp_path: Path) -> None:
+    """Rewards are slow, so the server nearly always waits for the groups of the version that workers see."""
+    one, stopped = tmp_path / "one", tmp_path / "stopped"
+    one.mkdir()
+    stopped.mkdir()
+    train(one, "-n", "1")
+    arguments = ("train", str(SETUP), "--steps", str(STEPS), "--deterministic", "-n", "1", "--stop-grace", "600")
+    with command(*arguments, cwd=stopped, TEST_REWARD_S="0.3") as run:
+        run.wait_until(lambda: len(steps_logged(stopped / "worker")) >= 5, "step 5")
+        run.process.send_signal(signal.SIGTERM)
+        run.wait()
+    train(stopped, "-n", "2", "--resume")
+    assert weights_of(stopped) == weights_of(one)
+
+
+@pytest.mark.slow
 def test_a_stop_before_the_first_step_gives_the_same_weights(tmp_path: Path) -> None:
     """The trainer waits for its first batch, and has opened the epoch's data."""
     one, stopped = tmp_path / "one", tmp_path / "stopped"

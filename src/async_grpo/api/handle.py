@@ -13,7 +13,6 @@ from async_grpo.api.notebook import Panel
 from async_grpo.api.result import Result
 from async_grpo.errors import AsyncGRPOError, RunDirError, WaitTimeoutError
 from async_grpo.rundir.paths import RunDir
-from async_grpo.rundir.shape import is_number
 from async_grpo.settings import STOP_GRACE_S
 from async_grpo.status.snapshot import RunView, look
 
@@ -77,9 +76,8 @@ class Handle:
         """What the run was begun with: who resumes it or finds it again need not know."""
         with suppress(AsyncGRPOError, OSError):
             state = RunDir(self.run_dir).read_state()
-            kept = state.options.get("stop_grace") if state is not None else None
-            if is_number(kept):
-                return float(kept)
+            if state is not None:
+                return state.stop_grace_s
         return STOP_GRACE_S
 
     def __enter__(self) -> Self:

@@ -139,7 +139,10 @@ class _Launch:
             elif refused := self._refused(exits):
                 self._screen.warn(f"{refused} rejected its setup, so the run ends")
             finished = SERVER in exits and exits[SERVER].code == 0 and not supervisor.stopping
-            supervisor.end(ask=not finished)  # the workers of a finished run read in run.json that it has ended
+            # The workers of a finished run read in run.json that it has ended. Those of a deterministic one that is
+            # stopped finish the groups that only this version of the weights may sample.
+            first = (SERVER,) if supervisor.stopping and self._options.training.deterministic else ()
+            supervisor.end(ask=not finished, first=first)
         server = supervisor.exits[SERVER]
         restarts = sum(exit.starts - 1 for exit in supervisor.exits.values())
         with suppress(DiskFullError):  # the table lacks one figure

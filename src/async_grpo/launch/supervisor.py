@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
@@ -123,22 +123,29 @@ class Supervisor:
             time.sleep(POLL_S)
         return self.exits
 
-    def end(self, *, ask: bool = True) -> None:
-        """End all children and return when they are gone: SIGTERM if `ask`, and SIGKILL to each after its grace."""
-        began = time.monotonic()
+    def end(self, *, ask: bool = True, first: Container[str] = ()) -> None:
+        """End all children and return when they are gone: SIGTERM if `ask`, and SIGKILL to each after its grace.
+
+        first: names of those that end before the others are asked to.
+        """
+        self._end([process for process in self._processes if process.child.name in first], ask=ask)
+        self._end(self._processes, ask=ask)
         for process in self._processes:
+            if process.starts:
+                self.exits[process.child.name] = process.exit()
+        self._look()
+
+    def _end(self, processes: Sequence[_Process], *, ask: bool) -> None:
+        began = time.monotonic()
+        for process in processes:
             if ask:
                 process.send(signal.SIGTERM)
-        while left := [process for process in self._processes if process.running]:
+        while left := [process for process in processes if process.running]:
             for process in left:
                 if self._hurry or time.monotonic() - began > process.child.grace_s:
                     process.send(signal.SIGKILL)
             self._look()
             time.sleep(POLL_S)
-        for process in self._processes:
-            if process.starts:
-                self.exits[process.child.name] = process.exit()
-        self._look()
 
     def _watch(self, process: _Process) -> None:
         name, restart = process.child.name, process.child.restart

@@ -24,7 +24,8 @@ from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.records import WorkerId
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.reading import read_object
-from async_grpo.rundir.shape import shaped
+from async_grpo.rundir.shape import is_number, shaped
+from async_grpo.settings import STOP_GRACE_S
 
 SERVER = "server"  # the parameter server, as a process of the run
 FORMAT = 1
@@ -68,6 +69,12 @@ class RunState:
     workers_sharing: int = 0  # of them, those on the server's device: they read its weights in place
     undo: dict[str, Any] = field(default_factory=dict)  # what a resume has changed, as it was, until it is accepted
     format: int = FORMAT
+
+    @property
+    def stop_grace_s(self) -> float:
+        """How long the server may take to end; that of a run by hand, which nobody kills, is the default."""
+        given = self.options.get("stop_grace")
+        return float(given) if is_number(given) else STOP_GRACE_S
 
 
 def no_run(root: Path) -> str:

@@ -112,7 +112,7 @@ class AsyncTraining(TrainingEvents):
         self._archive = UsedGroups(self._queue, run.root / "done", settings.keep_done, used)
         self._publisher = _publisher(trainer, self._leader, run, state, settings)
         self._evaluations = self._run_evaluations(state.run_id, used.step if used else 0)
-        self._rollouts = self._rollout_source(state.run_id, used)
+        self._rollouts = self._rollout_source(state, used)
         trl_trainer.make_async(trainer, self, correction=rule)
         report(trainer, self.log, make_folder(run.tensorboard, in_private=True))
         write_json(run.hyperparameters, hyperparameters(trainer, settings))
@@ -301,12 +301,12 @@ class AsyncTraining(TrainingEvents):
         ):
             trl_trainer.append_metric(self._trainer, name, value)
 
-    def _rollout_source(self, run_id: str, used: RolloutState | None) -> RolloutSource:
+    def _rollout_source(self, state: RunState, used: RolloutState | None) -> RolloutSource:
         trainer, settings = self._trainer, self._settings
         issuer = JobIssuer(
             self._queue,
             prompt_rows(trainer, start=used.consumed_below if used else 0),
-            run_id=run_id,
+            run_id=state.run_id,
             seed=trainer.args.seed,
             num_generations=trainer.num_generations,
             trainer_state=partial(trl_trainer.state_for_rewards, trainer),
@@ -325,6 +325,7 @@ class AsyncTraining(TrainingEvents):
             is_uniform=trl_trainer.uniform_rewards(trainer) if settings.filter_zero_variance else None,
             evaluations=self._evaluations,
             resume_from=used,
+            finish_s=state.stop_grace_s / 2,  # the other half is for the checkpoint
         )
 
 

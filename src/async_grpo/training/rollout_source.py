@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable
@@ -71,6 +72,7 @@ class RolloutSource:
         is_uniform: a group for which it is true teaches nothing, and is replaced by a new one.
         evaluations: looked after at every look at the queue.
         max_wait_s: how long one batch may take; no worker, or workers that deliver nothing, end the run then.
+        finish_s: how long `finish_open` goes on after the run was asked to end.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class RolloutSource:
         evaluations: RunEvaluations | None = None,
         resume_from: RolloutState | None = None,
         max_wait_s: float = 1800.0,
+        finish_s: float = 0.0,
     ) -> None:
         self._queue = queue
         self._issuer = issuer
@@ -100,7 +103,7 @@ class RolloutSource:
         self._in_order = in_order
         self._is_uniform = is_uniform
         self._evaluations = evaluations
-        self._max_wait_s = max_wait_s
+        self._max_wait_s, self._finish_s = max_wait_s, finish_s
 
         self.rounds = resume_from.rounds if resume_from else 0  # batches trained on
         self._consumed_below = resume_from.consumed_below if resume_from else 0  # every usable group below it
@@ -163,17 +166,30 @@ class RolloutSource:
         return batch
 
     def finish_open(self, version: int) -> bool:
-        """Wait until every job that was issued is finished or given up; False if the run was asked to end before.
+        """Wait until every job that was issued is finished or given up.
+
+        False if the run was asked to end, and its workers have ended or do not finish in time: a resumed run then has
+        these jobs done with newer weights.
 
         Raises:
             AllGroupsFailedError, WaitTimeoutError: as `take`.
         """
-        patience = self._patience()
+        patience, ends_at = self._patience(), math.inf
         self._collect(version)
         with Reminder(self._waiting_for, self._waiting_on) as reminder:
-            while any(seq not in self._ready for seq in self._open):
+            while unfinished := [seq for seq in self._open if seq not in self._ready]:
                 if self._should_stop():
-                    return False
+                    ends_at = min(ends_at, time.monotonic() + self._finish_s)
+                    if time.monotonic() >= ends_at or not self._queue.workers():
+                        logger.warning(
+                            "the run ends before {} of version {} were finished. When it is resumed, version {} "
+                            "samples them, so its weights will differ from those of a run that was never stopped. To "
+                            "give workers more time: --stop-grace",
+                            counted(len(unfinished), "group"),
+                            self._publisher.version,
+                            version,
+                        )
+                        return False
                 self._wait(patience, reminder)
                 self._collect(version)
         return True

@@ -98,6 +98,30 @@ def test_a_stop_ends_all(bench: Bench) -> None:
     assert [exit.code for exit in supervisor.exits.values()] == [-signal.SIGTERM, -signal.SIGTERM]
 
 
+SAYS_THAT_IT_WAS_ASKED = """
+import signal, sys, time
+from pathlib import Path
+
+def stop(*_):
+    Path("asked").open("a").write(sys.argv[1])
+    sys.exit()
+
+signal.signal(signal.SIGTERM, stop)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_those_named_end_before_the_others_are_asked(bench: Bench) -> None:
+    children = [bench.child(name, sys.executable, "-c", SAYS_THAT_IT_WAS_ASKED, name) for name in "abc"]
+    ready = lambda: all(bench.wrote(name) for name in "abc") and supervisor.stop()  # noqa: E731
+    with bench.supervise(*children, look=ready) as supervisor:
+        supervisor.run_until(ended("a", "b", "c"))
+        supervisor.end(first=("b",))
+    asked = (bench.folder / "asked").read_text()
+    assert asked[0] == "b" and sorted(asked) == ["a", "b", "c"]
+
+
 def test_each_child_has_a_grace_of_its_own_and_is_killed_after_it(bench: Bench) -> None:
     def look() -> None:
         if bench.wrote("deaf") and bench.wrote("thorough"):

@@ -296,6 +296,26 @@ def test_a_stop_ends_the_wait_for_what_is_open_without_an_error() -> None:
     assert not bench.source.finish_open(0), "so that the trainer logs the step and saves its checkpoint"
 
 
+def test_after_a_stop_what_is_open_is_finished_while_there_is_time_and_a_worker() -> None:
+    bench = Bench(schedule(B=2, K=4), finish_s=3600.0)
+    bench.source.advance(0)
+
+    def serve() -> None:
+        bench.stopping = True
+        bench.queue.finish(bench.queue.unclaimed()[0], version=0)
+
+    bench.queue.on_wait = serve
+    assert bench.source.finish_open(0)
+    assert bench.queue.unclaimed() == []
+
+
+def test_after_a_stop_nobody_waits_for_workers_that_have_ended() -> None:
+    bench = Bench(schedule(B=2, K=4), finish_s=3600.0)
+    bench.source.advance(0)
+    bench.queue.on_wait = lambda: (setattr(bench, "stopping", True), setattr(bench.queue, "alive", 0))
+    assert not bench.source.finish_open(0)
+
+
 def test_a_stop_ends_the_wait_but_not_a_batch_that_is_there() -> None:
     bench = Bench(schedule(B=2, K=0))
     bench.source.advance(0)
