@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,7 +39,7 @@ class Place:
                 f"Files of {self._root} were deleted while the run was going on, so it cannot continue. Its "
                 "checkpoints are in the output_dir of the setup file."
             )
-        if os.statvfs(self._root).f_flag & os.ST_RDONLY:
+        if _is_read_only(self._root):
             return (
                 f"The file system of {self._root} has become read-only, so the run cannot continue. The kernel's log "
                 "(dmesg) says why. Repair or remount it, then continue with --resume."
@@ -54,6 +55,17 @@ class Place:
             if trouble := self.trouble():
                 raise RunDirError(trouble) from error
             raise
+
+
+def _is_read_only(root: Path) -> bool:
+    """Also where only trying tells: after an error ext4 refuses to write, and is still mounted for writing."""
+    if os.statvfs(root).f_flag & os.ST_RDONLY:
+        return True
+    try:
+        os.close(os.open(root, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o600))  # a file without a name
+    except OSError as error:
+        return error.errno == errno.EROFS
+    return False
 
 
 def _identity(root: Path) -> tuple[int, int] | None:

@@ -226,7 +226,7 @@ class VLLMServerProcess:
                 f"The vLLM server died {self._deaths} times without an answer in between. Its last words, from "
                 f"{self._plan.log}:\n{self.last_words()}"
             ) from error
-        logger.warning("the vLLM server at {} died: {}", self.base_url, error)
+        logger.warning("the vLLM server at {} died and is started again: {}", self.base_url, error)
         self.restart()
 
     def end(self, grace_s: float = GRACE_S) -> None:

@@ -55,6 +55,16 @@ def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(30, "Read-only file system")
 
 
+def test_a_file_system_that_only_refuses_to_write_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, flags: int, mode: int) -> int:
+        raise OSError(30, "Read-only file system")
+
+    place = Place(tmp_path)
+    assert place.trouble() == "" and list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(place_module.os, "open", refuse)
+    assert "has become read-only" in place.trouble()
+
+
 def test_any_other_error_stays_what_it_is(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), Place(tmp_path).explained():
         (tmp_path / "file").read_bytes()
