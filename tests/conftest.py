@@ -6,6 +6,7 @@ one, would take a second to look at them again.
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,15 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def log_of_this_test() -> Iterator[None]:
+    """A command that a test calls logs to the test's own stderr, which is closed when the next test logs."""
+    yield
+    if (loguru := sys.modules.get("loguru")) is not None:
+        loguru.logger.remove()
+        loguru.logger.add(sys.stderr)
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def worker_trainer(tmp_path: Path, url: str, **changes: Any) -> Any:
             use_vllm=True,
             vllm_mode="server",
             vllm_server_base_url=url,
-            vllm_server_timeout=changes.pop("vllm_server_timeout", 20.0),
+            vllm_server_timeout=changes.pop("vllm_server_timeout", 120.0),
             **changes,
         )
     RolloutTrainer(trainer)

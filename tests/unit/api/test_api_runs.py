@@ -102,8 +102,13 @@ def test_what_the_command_refuses_is_the_error(
 def test_a_run_that_fails_after_it_began(
     setup_file: Path, tmp_path: Path, instead_of_the_command: Callable[[str], None]
 ) -> None:
-    instead_of_the_command(BEGINS + "time.sleep(0.5); print('a reward failed', file=sys.stderr); sys.exit(1)")
+    instead_of_the_command(
+        BEGINS
+        + "while not (run_dir / 'go').exists(): time.sleep(0.01)\n"
+        + "print('a reward failed', file=sys.stderr); sys.exit(1)"
+    )
     handle = AsyncGRPO(setup_file, run_dir=tmp_path / "w").start()
+    (tmp_path / "w" / "go").touch()
     with pytest.raises(RunFailedError, match=r"exit code 1(.|\n)*a reward failed"):
         handle.wait(step=1)
 

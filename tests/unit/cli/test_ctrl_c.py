@@ -14,7 +14,7 @@ SRC = Path(__file__).resolve().parents[3] / "src"
 
 def test_next_to_nothing_is_imported_before_ctrl_c_is_handled() -> None:
     """Until `main` is called, a signal is a traceback from the middle of an import."""
-    code = "import sys, os, io; before = set(sys.modules); import async_grpo.cli; print(*sys.modules.keys() - before)"
+    code = "import sys, os, io, errno; was = set(sys.modules); import async_grpo.cli; print(*sys.modules.keys() - was)"
     command = [sys.executable, "-S", "-c", code]  # without site, which imports what is installed beside us
     env = {**os.environ, "PYTHONPATH": str(SRC)}
     loaded = subprocess.run(command, capture_output=True, text=True, env=env, check=True, timeout=60)

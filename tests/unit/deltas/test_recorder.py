@@ -188,7 +188,7 @@ def test_a_copy_that_fails_holds_no_slot(tmp_path: Path, monkeypatch: pytest.Mon
     attachment = run.recorder._attachment
     assert attachment is not None and attachment._leases == 2
     go.set()
-    recorder_module.wait_until(lambda: attachment._leases == 0 or None, what="the leases to end", timeout_s=10)
+    recorder_module.wait_until(lambda: attachment._leases == 0 or None, what="the leases to end", timeout_s=60)
     run.publisher.close()
 
 

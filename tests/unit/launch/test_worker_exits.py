@@ -133,7 +133,7 @@ def test_a_worker_that_hangs_on_a_job_is_killed_and_started_again(
     )
     assert launch(stage.options(worker_devices=("cpu",), worker_timeout_s=0.2)) == 0
     out = capsys.readouterr().out
-    assert "killing worker 1: no progress for 0.2 s; it was generating group 1 for 0." in out
+    assert "killing worker 1: no progress for 0.2 s; it was generating group 1 for " in out
     assert "worker 1 ended (killed by SIGKILL); starting it again" in out
 
 

@@ -17,7 +17,7 @@ from queue_samples import RUN, answer, make_job
 from async_grpo.queue import ServerQueue, WorkerQueue, liveness, wakeups
 from async_grpo.queue.wakeups import IN_MOVED_TO, DirectoryWatch
 from async_grpo.rundir.locks import KernelLock, describe_holder
-from patience import until
+from patience import DEADLINE_S, until
 
 HOLDER = """
 import sys, time
@@ -97,14 +97,14 @@ def test_a_watch_tells_names_and_keeps_them_between_waits(tmp_path: Path) -> Non
         assert not watch.wait(0).names
         (tmp_path / "a").touch()
         (tmp_path / "a").rename(tmp_path / "b")
-        assert watch.wait(20).names == ["b"]
+        assert watch.wait(DEADLINE_S).names == ["b"]
 
 
 def test_a_watch_that_missed_something_says_so(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     with closing(DirectoryWatch({tmp_path / "d": IN_MOVED_TO})) as watch:
         (tmp_path / "d").rename(tmp_path / "e")
-        assert watch.wait(20).look
+        assert watch.wait(DEADLINE_S).look
 
 
 def test_the_server_wakes_for_a_result(server: ServerQueue, watching: str) -> None:
@@ -126,7 +126,7 @@ def test_a_worker_wakes_for_a_job(server: ServerQueue, watching: str) -> None:
         assert not worker.wait(0.01)
         late = threading.Timer(0.05, server.submit, [make_job(0)])
         late.start()
-        assert worker.wait(20)
+        assert worker.wait(DEADLINE_S)
         late.join()
 
 

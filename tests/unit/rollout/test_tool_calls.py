@@ -349,8 +349,8 @@ def test_a_tool_that_hangs_is_given_up_and_others_of_its_name_go_on(released: th
     async def waits() -> None:
         await asyncio.sleep(DEADLINE_S)
 
-    results = outcomes([[lambda: call(hang)], [lambda: call(hang)], [lambda: later(waits)]], timeout_s=0.05)
-    assert "Error: hang did not return within 0.05 s" in str(results[0][0].error)
+    results = outcomes([[lambda: call(hang)], [lambda: call(hang)], [lambda: later(waits)]], timeout_s=1.0)
+    assert "Error: hang did not return within 1 s" in str(results[0][0].error)
     assert results[1][0].value == "done"
     assert "waits did not return" in str(results[2][0].error)
 
