@@ -16,6 +16,7 @@ from runs import DEADLINE_S, SETUP, command, steps_logged
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.engines import vllm
+from async_grpo.rollout.engines.vllm_weights import require_same_base
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.setup.generator_choice import VLLM, choose_generator
 
@@ -74,10 +75,11 @@ def suitable_engine(**changes: Any) -> Any:
         ({}, {"deterministic": True}, "--deterministic"),
         ({}, {"in_flight_update": True}, "--in-flight-update"),
         ({}, {"adapter": None}, "no LoRA adapter"),
+        ({}, {"returns_kept": True}, "return_sampling_mask"),
     ],
 )
 def test_an_engine_that_cannot_serve_the_run_is_refused(changes: Any, asked: Any, reason: str) -> None:
-    plain = {"adapter": ("default", object()), "in_flight_update": False, "deterministic": False}
+    plain = {"adapter": ("default", object()), "in_flight_update": False, "deterministic": False, "returns_kept": False}
     vllm._require_suitable(suitable_engine(), **plain)
     with pytest.raises(UnsupportedError, match=rf"{reason}.*fast_inference=False"):
         vllm._require_suitable(suitable_engine(**changes), **{**plain, **asked})
@@ -86,9 +88,9 @@ def test_an_engine_that_cannot_serve_the_run_is_refused(changes: Any, asked: Any
 def test_an_engine_with_another_base_is_refused(tmp_path: Path) -> None:
     model = build_trainer(tmp_path).model
     published = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    vllm._require_same_base(model, published)
+    require_same_base(model, published)
     embedding = "model.embed_tokens.weight"
-    vllm._require_same_base(model, {**published, embedding: published[embedding][:-4]})
+    require_same_base(model, {**published, embedding: published[embedding][:-4]})
     published["model.norm.weight"] += 0.5
     with pytest.raises(UnsupportedError, match=r"model\.norm\.weight.*fast_inference=False"):
-        vllm._require_same_base(model, published)
+        require_same_base(model, published)

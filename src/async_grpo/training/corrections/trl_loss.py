@@ -87,7 +87,7 @@ class CorrectedLoss(UserTrainer):
         if self._unused_old_logps:
             self._unused_old_logps = False
             return torch.zeros((len(input_ids), logits_to_keep), device=input_ids.device), None, None
-        with _over_kept_tokens(self, attention_mask[:, -logits_to_keep:].bool()):
+        with _over_kept_tokens(self, attention_mask, logits_to_keep):
             result = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )
@@ -99,12 +99,16 @@ class CorrectedLoss(UserTrainer):
 
 
 @contextmanager
-def _over_kept_tokens(trainer: Any, mask_BC: torch.Tensor) -> Iterator[None]:
-    """While TRL computes log-probabilities of the batch: over the tokens that were kept, if that is known."""
-    if trainer._kept is None or len(trainer._kept[SIZES]) != len(mask_BC):  # other rows, of the user's code
+def _over_kept_tokens(trainer: Any, attention_mask: torch.Tensor | None, logits_to_keep: int) -> Iterator[None]:
+    """While TRL computes log-probabilities of the batch: over the tokens that were kept, if that is known.
+
+    A call without a mask is none of TRL's: Unsloth's loss makes one, and gets no answer.
+    """
+    kept = trainer._kept
+    if kept is None or attention_mask is None or len(kept[SIZES]) != len(attention_mask):  # other rows: user's code
         yield
         return
-    over = OverKeptTokens(Sets.of_batch(trainer._kept, mask_BC))
+    over = OverKeptTokens(Sets.of_batch(kept, attention_mask[:, -logits_to_keep:].bool()))
     with log_probs_by(over.instead_of):
         yield
     if over.left:
