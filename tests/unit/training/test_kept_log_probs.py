@@ -17,6 +17,7 @@ from async_grpo.kept_tokens import pack
 from async_grpo.setup.trl_compat import TorchLogProbs
 from async_grpo.training.corrections import kept
 from async_grpo.training.corrections.kept import IDS, SIZES, OverKeptTokens, Sets, columns, rows_of
+from async_grpo.training.corrections.trl_loss import CorrectedLoss
 
 VOCABULARY, HIDDEN = 23, 6
 
@@ -128,6 +129,24 @@ def test_other_tokens_than_were_sampled_are_refused() -> None:
         function = over(sets_of([4, 5], [6]))
         with pytest.raises(UnsupportedError, match="other tokens than those"):
             function.apply(hidden[[0] * len(ids)], weight, None, torch.tensor(ids), 1.0, 8)
+
+
+class FullSoftmax:
+    def _get_per_token_logps_and_entropies(self, model: Any, ids: Tensor, mask: Any, logits_to_keep: int) -> Any:
+        return torch.zeros(len(ids), logits_to_keep, requires_grad=True), None, None
+
+
+class Corrected(CorrectedLoss, FullSoftmax):
+    _kept = columns([(np.array([1], np.int32), np.array([4], np.int32))] * 2, 1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1)], ids=["without a mask", "of one row of two"])
+def test_a_loss_that_asks_so_that_the_sets_cannot_be_found_is_refused(mask: Any) -> None:
+    """It would get the full softmax, and divide that by what vLLM has drawn from."""
+    trainer = Corrected()
+    trainer._in_loss = {}
+    with pytest.raises(UnsupportedError, match="Corrected does not compute its log-probabilities by TRL's code"):
+        trainer._get_per_token_logps_and_entropies(None, torch.tensor([[4]]), mask, 1)
 
 
 def test_a_token_that_the_model_does_not_have_is_refused() -> None:

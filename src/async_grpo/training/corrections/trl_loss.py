@@ -87,30 +87,32 @@ class CorrectedLoss(UserTrainer):
         if self._unused_old_logps:
             self._unused_old_logps = False
             return torch.zeros((len(input_ids), logits_to_keep), device=input_ids.device), None, None
-        with _over_kept_tokens(self, attention_mask, logits_to_keep):
+        with _over_kept_tokens(self, attention_mask, logits_to_keep) as over_kept:
             result = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
             )
         # Unsloth's first question gets no answer, and what has no gradient is of another model: a teacher's, perhaps.
         if self._in_loss is not None and result[0] is not None and result[0].requires_grad:
+            if self._kept is not None and not over_kept:
+                raise _computes_otherwise(self)
             inputs, self._in_loss, self._log_pi = self._in_loss, None, result[0].detach()
             self.correct.in_loss(inputs, self._log_pi)
         return result
 
 
 @contextmanager
-def _over_kept_tokens(trainer: Any, attention_mask: torch.Tensor | None, logits_to_keep: int) -> Iterator[None]:
-    """While TRL computes log-probabilities of the batch: over the tokens that were kept, if that is known.
+def _over_kept_tokens(trainer: Any, attention_mask: torch.Tensor | None, logits_to_keep: int) -> Iterator[bool]:
+    """While TRL computes log-probabilities of the batch: over the tokens that were kept; yields whether it does.
 
-    A call without a mask is none of TRL's: Unsloth's loss makes one, and gets no answer.
+    A call without a mask, or of other rows, is none of TRL's: Unsloth's loss makes one, and gets no answer.
     """
     kept = trainer._kept
-    if kept is None or attention_mask is None or len(kept[SIZES]) != len(attention_mask):  # other rows: user's code
-        yield
+    if kept is None or attention_mask is None or len(kept[SIZES]) != len(attention_mask):
+        yield False
         return
     over = OverKeptTokens(Sets.of_batch(kept, attention_mask[:, -logits_to_keep:].bool()))
     with log_probs_by(over.instead_of):
-        yield
+        yield True
     if over.left:
         raise _computes_otherwise(trainer)
 
