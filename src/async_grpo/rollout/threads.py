@@ -47,12 +47,16 @@ class KeptThreads:
         self._free = threading.Semaphore(0)  # threads that wait, less tasks that are on their way to one
 
     def run(self, task: Callable[[], None], name: str) -> None:
-        """Run `task` in a thread that is called `name` meanwhile. May be called from any thread."""
+        """Run `task` in a thread that is called `name` meanwhile. May be called from any thread.
+
+        Raises:
+            RuntimeError: no thread can be started; the task will not run.
+        """
+        if not self._free.acquire(blocking=False):
+            threading.Thread(target=self._serve, daemon=True).start()
         with _task_ended:
             _unfinished[name] += 1
         self._tasks.put((name, task))
-        if not self._free.acquire(blocking=False):
-            threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
         while True:

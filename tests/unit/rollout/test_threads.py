@@ -63,6 +63,20 @@ def test_a_task_that_raises_takes_only_its_own_thread(monkeypatch: pytest.Monkey
     assert seen.get(timeout=DEADLINE_S)[1] == "goes on"
 
 
+def test_a_task_whose_thread_cannot_be_started_is_not_run_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads, seen = KeptThreads(), SimpleQueue[tuple[int, str]]()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuses)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threads.run(note_thread(seen), name="refused")
+    threads.run(note_thread(seen), name="started")
+    assert seen.get(timeout=DEADLINE_S)[1] == "started"
+    assert "refused" not in threads_module.wait_for_tasks(0.01)
+
+
 def test_waiting_for_tasks_names_those_that_are_not_done() -> None:
     """Other tests may have left tasks of their own."""
     threads, go_on = KeptThreads(), threading.Event()

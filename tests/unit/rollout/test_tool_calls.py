@@ -127,9 +127,14 @@ def test_the_calls_of_a_tool_are_made_within_one_step_of_the_engine() -> None:
     asyncio.run(run())
 
 
-def test_a_tool_whose_thread_cannot_be_started_costs_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("thread_safe", [False, True])
+def test_a_tool_whose_thread_cannot_be_started_costs_its_groups(
+    thread_safe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuses(*_: Any, **__: Any) -> None:
         raise RuntimeError("can't start new thread")
+
+    refuses.thread_safe = thread_safe  # type: ignore[attr-defined]
 
     async def run() -> None:
         tools = made()

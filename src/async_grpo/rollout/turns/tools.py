@@ -108,7 +108,10 @@ class Tools:
             return await self._in_line(call, owner)
         async with self._room:
             number, answer, work = self._as_work(call)
-            self._threads.run(work, name=f"tool {call.name}")
+            try:
+                self._threads.run(work, name=f"tool {call.name}")
+            except RuntimeError as error:  # no thread can be started
+                self._refuse(number, answer, error)
             return await self._in_its_time(call, number, answer, owner)
 
     async def _in_line(self, call: Call, owner: set[int]) -> Outcome:
