@@ -1,5 +1,5 @@
-"""vLLM's engine inside a worker process. Every private name of vLLM that we touch is here or in `vllm_hooks`, and what
-its sampler takes and returns in `vllm_sampling`.
+"""vLLM's engine inside a worker process. Every private name of vLLM that we touch is here, in `vllm_images` or in
+`vllm_hooks`, and what its sampler takes and returns in `vllm_sampling`.
 
 The engine is ours, or the one that Unsloth put into the model (`fast_inference=True`), whose base weights are the
 model's own: then only the adapter is taken on.
