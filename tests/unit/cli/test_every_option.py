@@ -196,6 +196,7 @@ def test_what_implies_a_distributed_run(option: str, launched: list[Any]) -> Non
         (["--server-devices", "1"], "--server-devices names the GPUs of a server"),
         (["--dry-run", "--generator", "vllm-server"], "say where the server's output goes, --run-dir DIR"),
         (["--distributed", "--full-every", "5"], "--full-every: no versions are kept without --delta-every"),
+        (["--distributed", "--delta-keep", "5", "--delta-dir", "d"], "--delta-keep, --delta-dir: no versions are kept"),
         (
             ["--distributed", "--eval-every", "0", "--eval-k", "1", "--eval-top-p", "1"],
             "--eval-k, --eval-top-p: --",
@@ -221,6 +222,7 @@ def test_what_would_change_nothing_is_refused(
         (["sweep", "setup.py", "--full-every", "5"], "--full-every: no versions are kept"),
         (["sweep", "setup.py", "--generator", "hf", "--in-flight-update", "on"], "the weights that began it"),
         (["server", "--config", "setup.py", "-d", "cpu", "--full-every", "5"], "--full-every: no versions are kept"),
+        (["server", "--config", "setup.py", "-d", "cpu", "--delta-keep", "5"], "--delta-keep: no versions are kept"),
     ],
 )
 def test_other_commands_refuse_the_same(

@@ -119,7 +119,7 @@ def plan_single(plan: SinglePlan, gpu_memory: int | None = None) -> None:
 def _run_directory(run_dir: Path | None) -> list[tuple[str, str]]:
     if run_dir is None:
         return []
-    return [("run directory", f"{run_dir}: the run {'in it goes on' if has_begun(run_dir) else 'begins in it'}")]
+    return [("run directory", f"{run_dir}: {'continues the run' if has_begun(run_dir) else 'begins a run'} in it")]
 
 
 def _announce(config: Path) -> None:

@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
     if by_hand:
         refuse_without_effect(given, args)
+        options.training_settings(args).check()
     device = options.device(args.device)
     check_weights(args.weights, device)
     if by_hand and rank == 0:

@@ -228,7 +228,9 @@ def _distributed(args: argparse.Namespace) -> int:
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
     check_weights(args.weights, master)
     ranks = gpus_of(args.accelerate_config) if args.accelerate_config and master != CPU else []
-    training = choose_weights(options.training_settings(args), ranks[0] if ranks else master, workers)
+    settings = options.training_settings(args)
+    settings.check()
+    training = choose_weights(settings, ranks[0] if ranks else master, workers)
     launched = LaunchOptions(
         config=args.config.absolute(),
         run_dir=args.run_dir.absolute(),
