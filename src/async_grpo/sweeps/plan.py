@@ -188,7 +188,7 @@ def own(folder: Path) -> Sweep:
 def find(place: Path) -> Path:
     """The folder of the sweep in `place`, or of the only one below it. `RunDirError` if there is none, or several."""
     if (place / "sweep.json").exists():
-        return place
+        return place if place.name else place.absolute()  # `.` has no name to compare and no folder above it
     found = sorted(path.parent for path in place.glob("*/sweep.json"))
     if len(found) == 1:
         return found[0]

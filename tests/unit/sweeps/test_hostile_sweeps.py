@@ -84,3 +84,9 @@ def test_a_sweep_that_others_could_have_written_is_not_continued(
     monkeypatch.setattr("async_grpo.sweeps.sweep.run_sweep", lambda *_, **__: pytest.fail("it was continued"))
     assert main(["sweep", str(plant(sweep.folder)), "--resume"]) == 2
     assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_sweep_is_found_from_within_its_own_folder(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(sweep.folder)
+    found = plan.own(plan.find(Path()))
+    assert (found.folder, found.runs[0].output) == (sweep.folder, sweep.runs[0].output)
