@@ -14,7 +14,7 @@ from loguru import logger
 from async_grpo.archive.checkpoint_folders import Checkpoint, of_run
 from async_grpo.archive.groups import done_files
 from async_grpo.archive.history import Used, final_history, read_record
-from async_grpo.errors import AsyncGRPOError, RunDirError, UsageError
+from async_grpo.errors import AsyncGRPOError, RunDirError, UnsupportedError, UsageError
 from async_grpo.formatting import counted
 from async_grpo.queue.codec import MAX_FILE_BYTES, decode_group
 from async_grpo.queue.filesystem import OsFiles
@@ -23,7 +23,9 @@ from async_grpo.records import RolloutGroup
 from async_grpo.rundir.paths import RunDir, RunState, no_run
 from async_grpo.rundir.reading import naming, read_file
 from async_grpo.setup.generated.trl_arguments import setup_file_of_run
+from async_grpo.setup.generator_choice import HF, VLLM, wants_vllm
 from async_grpo.setup.process import gc_paused, make_deterministic
+from async_grpo.setup.sampling import WITHOUT_SAMPLER, effective_sampling
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.run_log import REPLAY_LINE, RunLog, described
 from async_grpo.training.corrections.rule import Rule, rule
@@ -69,6 +71,7 @@ def run_replay(options: ReplayOptions) -> Replayed:
     Raises:
         RunDirError: the directory holds no run, or groups of it are no longer in its archive.
         UsageError: more steps were asked for than the run has.
+        UnsupportedError: the groups do not have what the correction needs.
     """
     run = RunDir(options.run_dir)
     state = run.read_state()
@@ -101,6 +104,7 @@ def run_replay(options: ReplayOptions) -> Replayed:
     if options.loss_type is not None:
         trainer.args.loss_type = trainer.loss_type = options.loss_type
     correction = _rule(options, state)
+    _check_groups_suit(correction, trainer, state)
     steps = counted(options.steps or done, "step")
     logger.info("replaying {} of run {} with {} / {}", steps, state.run_id, trainer.args.loss_type, correction)
     sampled_by: set[int] = set()
@@ -118,6 +122,22 @@ def _rule(options: ReplayOptions, state: RunState) -> Rule:
         state.correction_min if options.correction_min is None else options.correction_min,
         state.correction_max if options.correction_max is None else options.correction_max,
     )
+
+
+def _check_groups_suit(correction: Rule, trainer: Any, state: RunState) -> None:
+    """Refuse groups of vLLM whose log-probabilities are of another distribution than the loss computes.
+
+    A run whose own correction needs the sampler is refused such sampling, or its groups name the tokens that were kept.
+    """
+    generator = state.generator or (VLLM if wants_vllm(trainer) else HF)
+    if generator == HF or correction.name in WITHOUT_SAMPLER or state.correction not in WITHOUT_SAMPLER:
+        return
+    if departures := effective_sampling(trainer, generator).departures():
+        raise UnsupportedError(
+            f"The run was trained by --correction {state.correction} with {', '.join(departures)}, so its groups have "
+            "vLLM's log-probabilities of another distribution than the loss computes, and do not name the tokens that "
+            f"were kept: --correction {correction.name} would be biased. Replay it with --correction none or trl."
+        )
 
 
 def archived_files(run: RunDir, seqs: Iterable[int]) -> dict[int, Path]:
