@@ -104,7 +104,11 @@ def has_begun(run_dir: Path) -> bool:
 def _newest_checkpoint(place: Path, progress: Progress) -> Path | None:
     """The run's newest one that is complete: the trainer's state is written last, and a kill may have cut it off.
 
-    The folder may have later ones of another run.
+    The folder may have later ones of another run. One of the run's own may be unnoted: a kill can come after it was
+    written and before `plain_trl.json` says so.
+
+    Raises:
+        RunDirError: the one that was noted is gone, and so are those before it.
     """
     from transformers.trainer import TRAINER_STATE_NAME
 
@@ -112,9 +116,14 @@ def _newest_checkpoint(place: Path, progress: Progress) -> Path | None:
     found: dict[int, Path] = {}
     for path in place.glob("checkpoint-*"):
         with suppress(BadFileError, OSError, ValueError):
-            if _step_of(path) <= last:
+            if _step_of(path) <= last or _step_of(path) == progress.step:
                 read_object(path / TRAINER_STATE_NAME)
                 found[_step_of(path)] = path
+    if not found and progress.saved:
+        raise RunDirError(
+            f"The run has done {progress.step} steps, but its checkpoint-{progress.saved} is not in {place}. Move it "
+            "back, or let output_dir of the setup file name its folder. To start over: another --run-dir."
+        )
     return found[max(found)] if found else None
 
 

@@ -52,6 +52,25 @@ def test_a_killed_run_continues_from_its_newest_whole_checkpoint(tmp_path: Path)
     assert seen == [None, str(output / "checkpoint-10")]
 
 
+def test_a_checkpoint_that_was_written_and_not_noted_counts_and_a_lost_one_is_said(tmp_path: Path) -> None:
+    """With save_total_limit=1 the one before is gone by then."""
+    output, seen = tmp_path / "output", []
+    (output / "checkpoint-20").mkdir(parents=True)
+    (output / "checkpoint-20" / "trainer_state.json").write_text("{}")
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(output_dir=str(output)),
+        add_callback=lambda callback: None,
+        train=lambda resume_from_checkpoint: seen.append(resume_from_checkpoint),
+    )
+    (tmp_path / "run").mkdir()
+    write(tmp_path / "run", state="running", step=20, total_steps=40, saved=10)
+    train(trainer, tmp_path / "run")
+    assert seen == [str(output / "checkpoint-20")]
+    write(tmp_path / "run", state="running", step=21, total_steps=40, saved=10)
+    with pytest.raises(RunDirError, match="21 steps, but its checkpoint-10 is not in"):
+        train(trainer, tmp_path / "run")
+
+
 def test_a_run_that_was_killed_after_its_last_step_only_ends(tmp_path: Path) -> None:
     """transformers would train one step more from a checkpoint of the last."""
     args = SimpleNamespace(output_dir=str(tmp_path / "output"), load_best_model_at_end=False)
