@@ -177,22 +177,29 @@ class RolloutSource:
         patience, ends_at = self._patience(), math.inf
         self._collect(version)
         with Reminder(self._waiting_for, self._waiting_on) as reminder:
-            while unfinished := [seq for seq in self._open if seq not in self._ready]:
+            while self._unfinished():
                 if self._should_stop():
                     ends_at = min(ends_at, time.monotonic() + self._finish_s)
-                    if time.monotonic() >= ends_at or not self._queue.workers():
-                        logger.warning(
-                            "the run ends before {} of version {} were finished. When it is resumed, version {} "
-                            "samples them, so its weights will differ from those of a run that was never stopped. To "
-                            "give workers more time: --stop-grace",
-                            counted(len(unfinished), "group"),
-                            self._publisher.version,
-                            version,
-                        )
+                    gives_up = time.monotonic() >= ends_at or not self._queue.workers()
+                    self._collect(version)  # also what a worker handed over just before it ended
+                    if gives_up and self._unfinished():
+                        self._say_unfinished(version)
                         return False
                 self._wait(patience, reminder)
                 self._collect(version)
         return True
+
+    def _unfinished(self) -> int:
+        return sum(seq not in self._ready for seq in self._open)
+
+    def _say_unfinished(self, version: int) -> None:
+        logger.warning(
+            "not finished when the run ended: {} of version {}. When the run is resumed, version {} samples the rest, "
+            "so its weights will differ from those of a run that was never stopped. --stop-grace gives workers more time",
+            counted(self._unfinished(), "group"),
+            self._publisher.version,
+            version,
+        )
 
     def finish_evaluation(self, version: int) -> bool:
         """Wait for the end of the evaluation that is under way; False if the run was asked to end before.
