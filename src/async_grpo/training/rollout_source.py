@@ -195,7 +195,7 @@ class RolloutSource:
     def _say_unfinished(self, version: int) -> None:
         logger.warning(
             "not finished when the run ended: {} of version {}. When the run is resumed, version {} samples the rest, "
-            "so its weights will differ from those of a run that was never stopped. --stop-grace gives workers more time",
+            "so its weights will differ from those of a run that was never stopped. --stop-grace gives it more time",
             counted(self._unfinished(), "group"),
             self._publisher.version,
             version,
