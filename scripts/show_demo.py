@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
-from async_grpo.launch.screen import fitting  # noqa: E402
+from async_grpo.launch.screen import fitting  # noqa: E402  # src is on the path now
 
 README = ROOT / "README.md"
 BLOCK = re.compile(r"(<!-- the demo's output: .*? -->\n```console\n).*?(\n```)", re.DOTALL)

@@ -34,6 +34,18 @@ def kill_the_server_at(step: int, folder: Path, *options: str, **env: str) -> No
         assert run.wait() != 0, run.output
 
 
+STOPPED_SOON = ("train", str(SETUP), "--steps", str(STEPS), "--deterministic", "-n", "1", "--stop-grace", "60")
+
+
+def undisturbed_and_empty(folder: Path) -> tuple[Path, Path]:
+    """Folders of a run that nothing disturbs, trained, and of one to be stopped."""
+    one, stopped = folder / "one", folder / "stopped"
+    one.mkdir()
+    stopped.mkdir()
+    train(one, "-n", "1")
+    return one, stopped
+
+
 def server_of(run: Command) -> psutil.Process:
     return next(child for child in run.children() if "server" in child.cmdline())
 
@@ -107,12 +119,8 @@ def test_three_deaths_give_the_same_weights(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_stop_while_a_version_samples_its_groups_gives_the_same_weights(tmp_path: Path) -> None:
     """Rewards are slow, so the server nearly always waits for the groups of the version that workers see."""
-    one, stopped = tmp_path / "one", tmp_path / "stopped"
-    one.mkdir()
-    stopped.mkdir()
-    train(one, "-n", "1")
-    arguments = ("train", str(SETUP), "--steps", str(STEPS), "--deterministic", "-n", "1", "--stop-grace", "600")
-    with command(*arguments, cwd=stopped, TEST_REWARD_S="0.3") as run:
+    one, stopped = undisturbed_and_empty(tmp_path)
+    with command(*STOPPED_SOON, cwd=stopped, TEST_REWARD_S="0.3") as run:
         run.wait_until(lambda: len(steps_logged(stopped / "worker")) >= 5, "step 5")
         run.process.send_signal(signal.SIGTERM)
         run.wait()
@@ -123,12 +131,8 @@ def test_a_stop_while_a_version_samples_its_groups_gives_the_same_weights(tmp_pa
 @pytest.mark.slow
 def test_a_stop_before_the_first_step_gives_the_same_weights(tmp_path: Path) -> None:
     """The trainer waits for its first batch, and has opened the epoch's data."""
-    one, stopped = tmp_path / "one", tmp_path / "stopped"
-    one.mkdir()
-    stopped.mkdir()
-    train(one, "-n", "1")
-    arguments = ("train", str(SETUP), "--steps", str(STEPS), "--deterministic", "-n", "1", "--stop-grace", "60")
-    with command(*arguments, cwd=stopped, TEST_REWARD_S="120") as run:
+    one, stopped = undisturbed_and_empty(tmp_path)
+    with command(*STOPPED_SOON, cwd=stopped, TEST_REWARD_S="120") as run:
         queue = stopped / "worker" / "queue"
         run.wait_until(lambda: list(queue.glob("*_processing_by_dev1*")), "a job at work")
         run.process.send_signal(signal.SIGTERM)

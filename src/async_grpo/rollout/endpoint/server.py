@@ -40,7 +40,7 @@ HOST = "127.0.0.1"
 START_S = 30.0
 ANSWER_S = 4 * 3600.0  # for one answer; the process that samples it is the same, so its death ends this one
 SAY_AT_MOST = 3  # refusals of one kind that are logged
-_QUIET = logging.Logger("endpoint", logging.CRITICAL)  # any user of the machine can send what is no HTTP
+_QUIET = logging.Logger("endpoint", logging.CRITICAL)  # any user of the machine can send what is not HTTP
 _HEADERS = {"x-should-retry": "false"}  # the `openai` client would ask again for what is refused
 
 
@@ -105,7 +105,7 @@ class EndpointServer:
             refusal = Refusal(what, code="unknown_url", status=error.status)
         except ConnectionError:  # the client has gone
             raise
-        except Exception as error:  # noqa: BLE001  # of a body that is no HTTP, say
+        except Exception as error:  # noqa: BLE001  # such as a body that is not HTTP
             what = f"The request cannot be answered: {type(error).__name__}: {error}"
             refusal = Refusal(what, code="server_error", status=500)
         self._say(refusal)

@@ -113,7 +113,7 @@ class OverKeptTokens:
         )
         sets = self._next(targets, len(weight))
         scale = Scale(temperature, logit_scale, softcap)
-        kept = cast(Tensor, KeptLogProbs.apply(hidden, weight, bias, sets, scale))  # type: ignore[no-untyped-call]
+        kept = cast(Tensor, KeptLogProbs.apply(hidden, weight, bias, sets, scale))  # type: ignore[no-untyped-call]  # torch's
         known = sets.sizes > 0
         return (kept if bool(known.all()) else torch.where(known, kept, full)), *statistics
 
