@@ -34,7 +34,7 @@ def kill_the_server_at(step: int, folder: Path, *options: str, **env: str) -> No
         assert run.wait() != 0, run.output
 
 
-STOPPED_SOON = ("train", str(SETUP), "--steps", str(STEPS), "--deterministic", "-n", "1", "--stop-grace", "60")
+STOPPED_SOON = ("train", str(SETUP), "--steps", str(STEPS), "--deterministic", "-n", "1", "--stop-grace", "600")
 
 
 def undisturbed_and_empty(folder: Path) -> tuple[Path, Path]:

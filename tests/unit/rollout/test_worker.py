@@ -25,16 +25,12 @@ from async_grpo.telemetry.activity import activity
 from async_grpo_ipc import ExporterDiedError
 
 
-@pytest.fixture(autouse=True)
-def always_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("async_grpo.rollout.worker.LOOK_S", 0.0)
-    monkeypatch.setattr("async_grpo.rollout.worker.RUN_LOOK_S", 0.0)
-
-
 @pytest.fixture(autouse=True, params=["whole", "in threads"])
 def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups whose tokens are sampled in one go, and groups that wait for them in threads."""
     monkeypatch.setattr(Setting, "samples_whole", request.param == "whole")
+    for pause in ("LOOK_S", "RUN_LOOK_S"):
+        monkeypatch.setattr(f"async_grpo.rollout.worker.{pause}", 0.0)
 
 
 def test_groups_are_in_flight_together_and_each_comes_back(tmp_path: Path) -> None:
