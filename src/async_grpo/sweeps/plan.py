@@ -179,8 +179,9 @@ def own(folder: Path) -> Sweep:
     found = load(folder)
     if found.folder.absolute() != folder.absolute():
         raise RunDirError(
-            f"{folder} holds the record of {found.folder}: it was renamed, or copied from elsewhere. Give it that name "
-            "again, and its runs lie beside it; then continue."
+            f"{folder} holds the record of a sweep whose folder is called {found.folder.name}: it was renamed, or "
+            f"copied from elsewhere. A sweep goes on under its own name, beside its runs: rename it to {found.folder}, "
+            "then continue."
         )
     return found
 
@@ -188,7 +189,7 @@ def own(folder: Path) -> Sweep:
 def find(place: Path) -> Path:
     """The folder of the sweep in `place`, or of the only one below it. `RunDirError` if there is none, or several."""
     if (place / "sweep.json").exists():
-        return place if place.name else place.absolute()  # `.` has no name to compare and no folder above it
+        return place.resolve() if place.name in ("", "..") else place  # `.` and `..` are no names to compare
     found = sorted(path.parent for path in place.glob("*/sweep.json"))
     if len(found) == 1:
         return found[0]
@@ -198,7 +199,8 @@ def find(place: Path) -> Path:
 
 
 def _no_sweep(folder: Path) -> str:
-    return f"{folder} holds no sweep: there is no sweep.json in it. Name the folder that a sweep wrote."
+    what = "holds no sweep: there is no sweep.json in it" if folder.is_dir() else "does not exist"
+    return f"{folder} {what}. Name the folder that a sweep wrote, as it is called now."
 
 
 def _names(folders: Sequence[Path]) -> str:

@@ -88,5 +88,19 @@ def test_a_sweep_that_others_could_have_written_is_not_continued(
 
 def test_a_sweep_is_found_from_within_its_own_folder(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(sweep.folder)
-    found = plan.own(plan.find(Path()))
-    assert (found.folder, found.runs[0].output) == (sweep.folder, sweep.runs[0].output)
+    (sweep.folder / "tensorboard").mkdir()
+    for place in (Path(), Path("tensorboard/..")):
+        found = plan.own(plan.find(place))
+        assert (found.folder, found.runs[0].output) == (sweep.folder, sweep.runs[0].output)
+
+
+def test_a_sweep_whose_folder_was_renamed_is_refused_by_either_name_with_what_to_do(
+    sweep: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    renamed = sweep.folder.rename(sweep.folder.with_name("old"))
+    assert main(["sweep", str(renamed), "--resume"]) == 2
+    assert f"beside its runs: rename it to {sweep.folder}, then continue." in capsys.readouterr().err
+    assert main(["sweep", str(sweep.folder), "--resume"]) == 2
+    assert f"{sweep.folder} does not exist: neither a sweep's folder nor a setup file" in capsys.readouterr().err
+    assert main(["sweep", sweep.setup, "--output-base", str(sweep.folder.parent), "--resume"]) == 2
+    assert "sweep_my_trainer does not exist. Name the folder that a sweep wrote" in capsys.readouterr().err

@@ -42,7 +42,7 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--base-port", "30000"], "must be from 1024 to 22000"),
         (["--base-port", "22000", "--start-instance", "300"], "leaves no port below 65535"),
         (["--run-prefix", "../up"], "must be letters, digits"),
-        (["--resume"], "holds no sweep"),
+        (["--resume"], "outputs/sweep_mine does not exist"),
         (["--eval-k", "9"], "--eval-k 9 needs at least as many completions"),
     ],
 )

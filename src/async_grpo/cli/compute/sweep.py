@@ -146,6 +146,11 @@ def _resumed(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
         return plan.own(plan.find(args.config))
     if args.config is None and args.dataset is None:
         return plan.own(plan.find(args.output_base))
+    if args.config is not None and not args.config.exists():  # the old name of a sweep's folder, perhaps
+        raise UsageError(
+            f"{args.config} does not exist: neither a sweep's folder nor a setup file has this name now. Name the "
+            "folder of the sweep to continue, as it is called now."
+        )
     return plan.own(_sweep(argparse.Namespace(**{**vars(args), "resume": False}), {}).folder)
 
 
