@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PROMPTS_MEASURED = 64
 _FROM_CONFIG = (
     *("learning_rate", "loss_type", "beta", "temperature", "max_steps"),
-    *("max_completion_length", "save_steps", "seed"),
+    *("max_completion_length", "save_steps", "save_total_limit", "seed"),
 )
 
 
@@ -180,56 +180,77 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | No
     Args:
         sharing: workers on the server's device; None: unknown.
     """
-    from async_grpo.training.loop import schedule_of
-    from async_grpo.training.schedule import Lookahead
-    from async_grpo.training.trl_trainer import groups_per_round
-    from async_grpo.training.weight_publisher import slots_for
-
-    args, model = trainer.args, trainer.model
+    args = trainer.args
     batch = Batch.of(args)
     assert batch is not None, "TRL has checked it"
-    rows = len(trainer.train_dataset) if hasattr(trainer.train_dataset, "__len__") else None
-    schedule = schedule_of(trainer, settings.max_staleness)
-    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-    longest, measured = _longest_prompt(trainer, tokenizer)
     return TrainerFacts(
         **{name: getattr(args, name) for name in _FROM_CONFIG},
+        **_of_model(trainer),
+        **_of_data(trainer),
+        **_of_publishing(trainer, settings, sharing),
         trainer=type(trainer).__name__,
-        model=type(model).__name__,
-        model_name=Redactor()(str(getattr(model.config, "_name_or_path", "") or "")),
-        parameters=parameters_of(model),
-        reference_bytes=parameters_of(trainer.ref_model).nbytes if trainer.ref_model is not None else 0,
-        slots=slots_for(
-            model, max_staleness=settings.max_staleness, sharing=sharing, recorded=settings.delta_every > 0
-        ),
-        published_in_bf16=settings.publish_dtype == "bf16",
-        published_in_host_memory=settings.weights == "host",
-        precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
-        optimizer=str(getattr(args.optim, "value", args.optim)),
-        use_vllm=wants_vllm(trainer),
+        rewards=list(trainer.reward_func_names),
         batch=batch,
         epochs=args.num_train_epochs,
-        dataset_rows=rows,
-        columns=list(trainer.train_dataset.column_names or ()),
-        rewards=list(trainer.reward_func_names),
-        padding_token=tokenizer.pad_token,
-        end_token=tokenizer.eos_token,
-        context_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
-        longest_prompt=longest,
-        prompts_measured=measured,
-        output_dir=str(Path(args.output_dir).absolute()),
+        precision="bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        optimizer=str(getattr(args.optim, "value", args.optim)),
+        gradient_checkpointing=bool(args.gradient_checkpointing),
+        use_vllm=wants_vllm(trainer),
+        vllm_share=args.vllm_gpu_memory_utilization if wants_vllm(trainer) else None,
         vllm_server=wants_vllm(trainer) and args.vllm_mode == "server",
         names_server=args.vllm_mode == "server" and args.vllm_server_base_url is not None,
         report_to=list(args.report_to or ()),
-        save_total_limit=args.save_total_limit,
+        output_dir=str(Path(args.output_dir).absolute()),
         save_strategy=str(getattr(args.save_strategy, "value", args.save_strategy)),
-        epoch_rounds=None if rows is None else rows // groups_per_round(trainer),
-        groups_ahead=schedule.groups_ahead,
-        first_groups=Lookahead(schedule.groups_per_round, schedule.groups_ahead).groups,
-        shape=shape_of(model),
-        gradient_checkpointing=bool(args.gradient_checkpointing),
-        vllm_share=args.vllm_gpu_memory_utilization if wants_vllm(trainer) else None,
     )
+
+
+def _of_model(trainer: GRPOTrainer) -> dict[str, Any]:
+    model = trainer.model
+    return {
+        "model": type(model).__name__,
+        "model_name": Redactor()(str(getattr(model.config, "_name_or_path", "") or "")),
+        "parameters": parameters_of(model),
+        "reference_bytes": parameters_of(trainer.ref_model).nbytes if trainer.ref_model is not None else 0,
+        "shape": shape_of(model),
+        "context_length": getattr(model.config.get_text_config(), "max_position_embeddings", None),
+    }
+
+
+def _of_data(trainer: GRPOTrainer) -> dict[str, Any]:
+    """Of the prompts, and of the tokenizer that reads them."""
+    from async_grpo.training.trl_trainer import groups_per_round
+
+    dataset = trainer.train_dataset
+    rows = len(dataset) if hasattr(dataset, "__len__") else None
+    tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
+    longest, measured = _longest_prompt(trainer, tokenizer)
+    return {
+        "dataset_rows": rows,
+        "columns": list(dataset.column_names or ()),
+        "epoch_rounds": None if rows is None else rows // groups_per_round(trainer),
+        "padding_token": tokenizer.pad_token,
+        "end_token": tokenizer.eos_token,
+        "longest_prompt": longest,
+        "prompts_measured": measured,
+    }
+
+
+def _of_publishing(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | None) -> dict[str, Any]:
+    """How many versions and groups there will be at a time, and how versions are published."""
+    from async_grpo.training.loop import schedule_of
+    from async_grpo.training.schedule import Lookahead
+    from async_grpo.training.weight_publisher import slots_for
+
+    staleness, recorded = settings.max_staleness, settings.delta_every > 0
+    schedule = schedule_of(trainer, staleness)
+    return {
+        "slots": slots_for(trainer.model, max_staleness=staleness, sharing=sharing, recorded=recorded),
+        "groups_ahead": schedule.groups_ahead,
+        "first_groups": Lookahead(schedule.groups_per_round, schedule.groups_ahead).groups,
+        "published_in_bf16": settings.publish_dtype == "bf16",
+        "published_in_host_memory": settings.weights == "host",
+    }
 
 
 def shape_of(model: nn.Module) -> Shape | None:
