@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,8 @@ IMAGES = ROOT / "docs" / "images"
 MOST_BYTES = 200_000
 COLUMNS = 96  # of the terminal
 LOOK_AT_STEP = 60
+LOOK_WITHIN_S = 300.0
+START_WITHIN_S = END_WITHIN_S = 60.0
 COMMAND = [sys.executable, "-m", "async_grpo.cli"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
 WITHOUT_PATH = """(about, folder) => { about.textContent = about.textContent.replace(folder + "/", ""); }"""
@@ -57,12 +60,15 @@ def photograph_status(browser: Any, folder: str) -> None:
     demo = ["train", str(ROOT / "src/app/trainer_setup_tiny.py"), "--num-workers", "2", "--run-dir", "live"]
     run = subprocess.Popen([*COMMAND, *demo, "--quiet"], cwd=folder, env=ENVIRONMENT)
     try:
-        while run.poll() is None and (json.loads(status(folder, "--json") or "{}").get("step") or 0) < LOOK_AT_STEP:
+        deadline = time.monotonic() + LOOK_WITHIN_S
+        while (json.loads(status(folder, "--json") or "{}").get("step") or 0) < LOOK_AT_STEP:
+            assert run.poll() is None, f"the demo ended ({run.returncode}) before step {LOOK_AT_STEP}"
+            assert time.monotonic() < deadline, f"the demo did not reach step {LOOK_AT_STEP} in {LOOK_WITHIN_S:g} s"
             time.sleep(0.5)
         text = status(folder, FORCE_COLOR="1", COLUMNS=str(COLUMNS)).replace(f"{folder}/", "")
     finally:
         run.send_signal(signal.SIGINT)
-        run.wait()
+        run.wait(END_WITHIN_S)
     console = Console(record=True, width=COLUMNS, file=io.StringIO())
     console.print(Text("$ async-grpo status live"), Text.from_ansi(text), sep="\n")
     page = browser.new_page(viewport={"width": 1100, "height": 700})
@@ -110,12 +116,18 @@ def board(folder: str, *runs: str) -> Iterator[str]:
     """The address of a TensorBoard on these runs."""
     command = [*COMMAND, "board", *runs, "--serve", "--port", "0"]
     served = subprocess.Popen(command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    too_late = threading.Timer(START_WITHIN_S, served.kill)
+    too_late.start()
     try:
         assert served.stdout is not None
-        yield next(found[0] for line in served.stdout if (found := re.search(r"http://\S+", line)))
+        url = next((found[0] for line in served.stdout if (found := re.search(r"http://\S+", line))), None)
+        too_late.cancel()
+        assert url is not None, f"no TensorBoard on {', '.join(runs)} after {START_WITHIN_S:g} s"
+        yield url
     finally:
+        too_late.cancel()
         served.terminate()
-        served.wait()
+        served.wait(END_WITHIN_S)
 
 
 def save(page: Any, name: str) -> None:

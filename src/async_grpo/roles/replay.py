@@ -129,10 +129,19 @@ def _check_groups_suit(correction: Rule, trainer: Any, state: RunState) -> None:
 
     A run whose own correction needs the sampler is refused such sampling, or its groups name the tokens that were kept.
     """
-    generator = state.generator or (VLLM if wants_vllm(trainer) else HF)
-    if generator == HF or correction.name in WITHOUT_SAMPLER or state.correction not in WITHOUT_SAMPLER:
+    if correction.name in WITHOUT_SAMPLER or state.correction not in WITHOUT_SAMPLER:
         return
-    if departures := effective_sampling(trainer, generator).departures():
+    generator = state.resolved.get("generator") or state.generator or (VLLM if wants_vllm(trainer) else None)
+    departures = [] if generator == HF else effective_sampling(trainer, generator or VLLM).departures()
+    if departures and generator is None:
+        logger.warning(
+            "run.json does not say what sampled the groups: it is of an earlier version, or the workers were started "
+            "by hand. If it was vLLM, its log-probabilities are of another distribution than the loss computes ({}), "
+            "and --correction {} is biased: replay with --correction none or trl then",
+            ", ".join(departures),
+            correction.name,
+        )
+    elif departures:
         raise UnsupportedError(
             f"The run was trained by --correction {state.correction} with {', '.join(departures)}, so its groups have "
             "vLLM's log-probabilities of another distribution than the loss computes, and do not name the tokens that "

@@ -175,7 +175,8 @@ class AsyncTraining(TrainingEvents):
     def _note_what_the_options_came_to(self) -> None:
         state = self._run.state_of(self._run_id)
         came_to = {"steps": self.total_steps, "seed": self._trainer.args.seed}
-        with suppress(DiskFullError):  # for people only
+        came_to |= {"generator": _generator(self._trainer, state)}
+        with suppress(DiskFullError):  # for people, and for a replay
             self._run.update_state(of=self._run_id, resolved={**state.resolved, **came_to})
 
     def take_groups(self, version: int) -> list[RolloutGroup]:

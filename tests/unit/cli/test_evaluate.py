@@ -1,4 +1,4 @@
-"""What `async-grpo evaluate` refuses before it starts anything."""
+"""What `async-grpo evaluate` refuses before it starts anything, and how it tells what it found."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 from archived_run import three_steps
 
 from async_grpo.cli import main
+from async_grpo.cli.compute import evaluate
+from async_grpo.evals.estimators import Answers, estimates
 from async_grpo.launch import launcher
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
@@ -76,3 +78,15 @@ def test_a_place_for_the_figures_is_checked_before_they_are_made(
 ) -> None:
     assert main([*asked, "--json", str(tmp_path / "nowhere" / "figures.json")]) == 2
     assert "figures.json cannot be written: give a file in a folder that exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("replicates", "told"),
+    [
+        (1, ["success_rate", "reward_mean", "reward_std"]),
+        (2, ["success_rate", "reward_mean", "pass@1", "pass_ordered@1", "mean@1", "best@1", "reward_std"]),
+    ],
+)
+def test_with_one_completion_a_problem_each_number_is_told_once(replicates: int, told: list[str]) -> None:
+    answers = [Answers(rewards=[share] * replicates, successes=[share > 0.5] * replicates) for share in (0.2, 0.9)]
+    assert list(evaluate._each_once(estimates(answers, [1]), replicates)) == told

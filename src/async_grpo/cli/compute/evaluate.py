@@ -163,15 +163,17 @@ def _tell(args: argparse.Namespace) -> int:
         print(f"the evaluation was stopped. Continue it: add --resume to the command (--run-dir {args.run_dir})")
         return 0
     difference = read_object(run.comparison)["figures"] if args.against else {}
+    replicates = found[0].replicates
     for model, one in zip(models, found, strict=False):
-        _table(model, one.figures, one.failed)
+        _table(model, _each_once(one.figures, replicates), one.failed)
         for task, figures in one.tasks.items() if len(one.tasks) > 1 else ():  # of one task they are the same
-            _table(f"{model}, task {task}", figures, {})
+            _table(f"{model}, task {task}", _each_once(figures, replicates), {})
     if difference:
         from async_grpo.evals.report import Comparison
         from async_grpo.rundir.shape import shaped
 
-        _table(f"{args.model} less {args.against}, paired", shaped(Comparison, {"figures": difference}).figures, {})
+        paired = shaped(Comparison, {"figures": difference}).figures
+        _table(f"{args.model} less {args.against}, paired", _each_once(paired, replicates), {})
     if args.json is not None:
         record: dict[str, Any] = {model: asdict(one) for model, one in zip(models, found, strict=False)}
         args.json.write_text(json.dumps({"models": record, "difference": difference}, indent=2) + "\n")
@@ -196,3 +198,9 @@ def _table(title: str, figures: dict[str, Estimate], failed: dict[str, str]) -> 
         interval = "" if figure.low is None or figure.high is None else f"{figure.low:.3f} … {figure.high:.3f}"
         table.add_row(printable(name), f"{figure.value:.3f}", interval)
     Console(soft_wrap=True, markup=False).print(table)
+
+
+def _each_once(figures: dict[str, Estimate], replicates: int) -> dict[str, Estimate]:
+    """With one completion a problem, those of k = 1 that are the success rate or the mean reward are left out."""
+    means = [figures[name] for name in ("success_rate", "reward_mean") if name in figures and replicates == 1]
+    return {name: one for name, one in figures.items() if not (name.endswith("@1") and one in means)}
