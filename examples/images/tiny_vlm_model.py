@@ -78,18 +78,18 @@ def build_vlm(tokenizer, initializer_range=0.1):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen2_5_VLForConditionalGeneration(config)
-    never_sample(model, [token(name) for name in VISION_TOKENS])
+    never_sample(model, model.model.language_model, [token(name) for name in VISION_TOKENS])
     return model
 
 
-def never_sample(model, tokens):
-    """Keep the first value of the hidden state at 4 for text, and let it speak against these tokens.
+def never_sample(model, decoder, tokens):
+    """Keep the first value of the decoder's hidden state at 4 for text, and let it speak against these tokens.
 
     A trained model does not write tokens that stand for images. A random one would.
     """
     with torch.no_grad():
         model.get_input_embeddings().weight[:, 0] = 4.0
-        for layer in model.model.language_model.layers:
+        for layer in decoder.layers:
             layer.self_attn.o_proj.weight[0] = 0
             layer.mlp.down_proj.weight[0] = 0
         model.lm_head.weight[tokens] = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,4 @@ tiny.build_model = lambda tokenizer: build_model(
 def get_trainer() -> Any:
     trainer: Any = my_trainer.get_trainer()
     trainer.max_completion_length = 400  # of all turns; each has the recipe's limit
-    if "LEARNT" in os.environ:
-        load_learnt(trainer, Path(os.environ["LEARNT"]))
-    return trainer
+    return load_learnt(trainer)

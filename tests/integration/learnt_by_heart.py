@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from in_process import InProcessWorker, ScriptedEngine, ScriptedGenerator, jobs_of
+from in_process import (
+    QWEN3_CHAT_TEMPLATE,
+    InProcessWorker,
+    ScriptedEngine,
+    ScriptedGenerator,
+    build_model,
+    build_tokenizer,
+    build_trainer,
+    jobs_of,
+)
 from safetensors.torch import load_file, save_file
 
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
@@ -72,5 +82,25 @@ def write_learnt(trainer: Any, answers: Sequence[str], row: dict[str, Any], grou
     save_file({name: tensor.detach().clone() for name, tensor in trainer.model.named_parameters()}, path)
 
 
-def load_learnt(trainer: Any, path: Path) -> None:
-    trainer.model.load_state_dict(load_file(path), strict=False)  # what is tied is there once
+def load_learnt(trainer: Any) -> Any:
+    """Give the trainer the weights that LEARNT names, if there are any; returns it."""
+    if "LEARNT" in os.environ:
+        trainer.model.load_state_dict(load_file(os.environ["LEARNT"]), strict=False)  # what is tied is there once
+    return trainer
+
+
+def build_actor(train_dataset: Any, reward_funcs: Any, **arguments: Any) -> Any:
+    """The trainer of a setup file whose tiny model calls tools, once it has its weights. `arguments`: of TRL's."""
+    trainer = build_trainer(
+        Path("outputs"),
+        model=build_model(build_tokenizer(), hidden_size=64, head_dim=32, intermediate_size=192),
+        chat_template=QWEN3_CHAT_TEMPLATE,
+        train_dataset=train_dataset,
+        reward_funcs=reward_funcs,
+        arguments=arguments,
+        max_completion_length=250,
+        max_steps=6,
+        per_device_train_batch_size=2,
+        temperature=0.3,
+    )
+    return load_learnt(trainer)

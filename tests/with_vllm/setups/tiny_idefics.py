@@ -14,6 +14,7 @@ from trl import GRPOTrainer
 sys.path[:0] = [str(Path(__file__).parents[3] / "examples" / folder) for folder in (".", "images")]
 import my_trainer  # noqa: E402
 from tiny_model import build_tokenizer, small_config  # noqa: E402
+from tiny_vlm_model import never_sample  # noqa: E402
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}:"
@@ -68,19 +69,8 @@ def build_vlm(tokenizer):
     )
     torch.manual_seed(0)
     model = Idefics3ForConditionalGeneration(config)
-    never_sample_images(model, config.image_token_id)
+    never_sample(model, model.model.text_model, [config.image_token_id])
     return model
-
-
-def never_sample_images(model, token):
-    """Keep the first value of the hidden state at 4, and let it speak against this token, as a trained model does."""
-    with torch.no_grad():
-        model.get_input_embeddings().weight[:, 0] = 4.0
-        for layer in model.model.text_model.layers:
-            layer.self_attn.o_proj.weight[0] = 0
-            layer.mlp.down_proj.weight[0] = 0
-        model.lm_head.weight[token] = 0
-        model.lm_head.weight[token, 0] = -30.0
 
 
 def get_trainer():
