@@ -6,9 +6,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
@@ -23,10 +22,10 @@ from async_grpo.evals.report import Judge, Ledger, compare
 from async_grpo.formatting import counted, eta
 from async_grpo.queue import ServerQueue
 from async_grpo.roles.checkpoint_weights import load_weights, weights_digest
+from async_grpo.roles.parameter_server import ServerOptions, server_of
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.files import write_json
-from async_grpo.rundir.lifecycle import in_use
-from async_grpo.rundir.locks import KernelLock, server_lock
+from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.rundir.reading import read_object
 from async_grpo.settings import TrainingSettings
@@ -47,18 +46,7 @@ SAY_EVERY_S = 5.0
 WAKE_S = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatorOptions:
-    """What the command line decides."""
-
-    config: Path
-    run_dir: Path
-    device: str
-    settings: TrainingSettings
-    models: tuple[str, ...]  # to evaluate, the first against the second where there are two
-
-
-def run_evaluator(options: EvaluatorOptions) -> None:
+def run_evaluator(options: ServerOptions) -> None:
     """Evaluate each model in a prepared run directory; the results are in its `evaluations.jsonl`.
 
     A model's place in `options.models` is its version there. Finished groups of an earlier process are used again.
@@ -69,7 +57,7 @@ def run_evaluator(options: EvaluatorOptions) -> None:
     stop = StopRequest().install()
     run = RunDir(options.run_dir)
     write_stacks_on_signal(run.stacks(SERVER))
-    with _serving(run) as (lock, state):
+    with server_of(run, "evaluation") as (lock, state), _telling_how_it_ended(run):
         activity.publish(run.root, SERVER, device=options.device, run_id=state.run_id, state=LOADING)
         StallReporter(activity, run.root, options.settings.stall_warning).start()
         own_compile_cache("parameter_server", os.environ)
@@ -86,25 +74,18 @@ def run_evaluator(options: EvaluatorOptions) -> None:
 
 
 @contextmanager
-def _serving(run: RunDir) -> Iterator[tuple[KernelLock, RunState]]:
-    lock = server_lock(run.root)
-    if not lock.try_acquire({"role": "evaluation"}):
-        raise RunDirError(in_use(run))
+def _telling_how_it_ended(run: RunDir) -> Iterator[None]:
+    """Write into `run.json` that the run was stopped or has failed, where the block raises; or undo a resume."""
     try:
-        state = run.read_state()
-        if state is None:
-            raise RunDirError(f"{run.root} holds no run: prepare one first.")
-        yield lock, state
+        yield
     except BaseException as error:
         if run.read_state() is not None and not run.take_back_resume(None):
             run.update_state(state=runs.STOPPED if isinstance(error, SystemExit) else runs.FAILED)
         raise
-    finally:
-        lock.release()
 
 
 def _evaluate_all(
-    options: EvaluatorOptions, run: RunDir, state: RunState, trainer: GRPOTrainer, stop: StopRequest, lock: KernelLock
+    options: ServerOptions, run: RunDir, state: RunState, trainer: GRPOTrainer, stop: StopRequest, lock: KernelLock
 ) -> bool:
     """Evaluate the models one after the other; False if the process was asked to stop."""
     settings = options.settings
@@ -136,7 +117,7 @@ def _difference(ours: Mapping[int, Answers], theirs: Mapping[int, Answers], ks: 
 
 
 def _beginning(
-    options: EvaluatorOptions, run: RunDir, state: RunState, trainer: GRPOTrainer
+    options: ServerOptions, run: RunDir, state: RunState, trainer: GRPOTrainer
 ) -> Callable[[ServerQueue, int], Evaluation]:
     """Makes the evaluation of a version on the trainer's `eval_dataset`."""
     from async_grpo.training.prompts import evaluation_problems

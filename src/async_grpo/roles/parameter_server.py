@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What the command line decides about the parameter server."""
+    """What the command line decides about the parameter server, or about the server of an evaluation."""
 
     config: Path
     run_dir: Path
@@ -53,6 +53,7 @@ class ServerOptions:
     settings: TrainingSettings
     log_level: str | None = None  # of the log file in the run directory; None: a launcher keeps it
     rank: int = 0  # of the trainer's processes; rank 0 is the parameter server
+    models: tuple[str, ...] = ()  # to evaluate, the first against the second where there are two; trains nothing then
 
 
 def run_parameter_server(options: ServerOptions) -> str:
@@ -67,15 +68,21 @@ def run_parameter_server(options: ServerOptions) -> str:
         write_stacks_on_signal(RunDir(options.run_dir).stacks(f"rank{options.rank}"))
         return _follow(options)
     run = RunDir(options.run_dir)
+    with server_of(run, "parameter server") as (lock, state), Place(run.root).explained():
+        return _serve(options, run, state, stop, lock)
+
+
+@contextmanager
+def server_of(run: RunDir, role: str) -> Iterator[tuple[KernelLock, RunState]]:
+    """Be the server of a prepared run. `RunDirError`: the directory has another one, or holds no run."""
     lock = server_lock(run.root)
-    if not lock.try_acquire({"role": "parameter server"}):
+    if not lock.try_acquire({"role": role}):
         raise RunDirError(in_use(run))
     try:
         state = run.read_state()
         if state is None:
             raise RunDirError(f"{run.root} holds no run: prepare one first.")
-        with Place(run.root).explained():
-            return _serve(options, run, state, stop, lock)
+        yield lock, state
     finally:
         lock.release()
 

@@ -16,7 +16,7 @@ from async_grpo.evals.estimators import Answers
 from async_grpo.evals.report import Evaluated, evaluated, read
 from async_grpo.roles import evaluator
 from async_grpo.roles.checkpoint_weights import load_weights
-from async_grpo.roles.evaluator import EvaluatorOptions
+from async_grpo.roles.parameter_server import ServerOptions
 from async_grpo.rundir.locks import server_lock
 from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import TrainingSettings
@@ -92,7 +92,7 @@ def test_a_resumed_evaluation_tells_what_it_found_now_and_needs_no_common_proble
         monkeypatch.setattr(
             evaluator, "_beginning", lambda *_: lambda queue, version: Answered(version, replicates, problem=version)
         )
-        options = EvaluatorOptions(
+        options = ServerOptions(
             config=tmp_path, run_dir=run.root, device="cpu", settings=TrainingSettings(), models=("a", "b")
         )
         state: Any = SimpleNamespace(run_id="run-1")

@@ -58,20 +58,23 @@ def run(args: argparse.Namespace) -> int:
         _prepare(args, device, ranks)
     options.become_role(args, device, fast_inference="0", one_device=ranks == 1)
 
-    if args.evaluate:
-        return _evaluate(args, device)
     from async_grpo.roles.parameter_server import ServerOptions, run_parameter_server
 
-    run_parameter_server(
-        ServerOptions(
-            config=args.config.absolute(),
-            run_dir=args.run_dir,
-            device=device,
-            settings=options.training_settings(args),
-            log_level=options.log_level(args) if by_hand else None,
-            rank=rank,
-        )
+    server_options = ServerOptions(
+        config=args.config.absolute(),
+        run_dir=args.run_dir,
+        device=device,
+        settings=options.training_settings(args),
+        log_level=options.log_level(args) if by_hand else None,
+        rank=rank,
+        models=tuple(args.evaluate or ()),
     )
+    if server_options.models:
+        from async_grpo.roles.evaluator import run_evaluator
+
+        run_evaluator(server_options)
+        return 0
+    run_parameter_server(server_options)
     if by_hand and rank == 0:
         from async_grpo.rundir import summary
         from async_grpo.rundir.paths import RunDir
@@ -97,18 +100,3 @@ def _prepare(args: argparse.Namespace, device: str, ranks: int) -> None:
         options=options.kept(args),
         resolved={"master_device": device},
     )
-
-
-def _evaluate(args: argparse.Namespace, device: str) -> int:
-    from async_grpo.roles.evaluator import EvaluatorOptions, run_evaluator
-
-    run_evaluator(
-        EvaluatorOptions(
-            config=args.config.absolute(),
-            run_dir=args.run_dir,
-            device=device,
-            settings=options.training_settings(args),
-            models=tuple(args.evaluate),
-        )
-    )
-    return 0
