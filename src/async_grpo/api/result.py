@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from async_grpo.telemetry import entries
 
 
 class Result:
-    """A run's files. A table is a pandas `DataFrame` where pandas is installed, else a dict of lists by column."""
+    """A run's files. A table is a pandas `DataFrame`."""
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -60,17 +60,9 @@ class Result:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Any:
-    """Rows as columns."""
-    columns = {name: [row.get(name) for row in rows] for name in _names(rows)}
-    try:
-        import pandas
-    except ImportError:
-        return columns
-    return pandas.DataFrame(columns)
+    import pandas  # which `datasets` needs as well
 
-
-def _names(rows: Iterable[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for row in rows for name in row))
+    return pandas.DataFrame(rows)
 
 
 def _evaluation(one: report.Evaluated) -> dict[str, Any]:
