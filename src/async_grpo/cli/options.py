@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -173,6 +173,19 @@ def print_left_out(skipped: Mapping[str, str]) -> None:
         print(printable(f"left out: {sentence}"))
     if len(skipped) > LEFT_OUT_SHOWN:
         print(f"left out: {len(skipped) - LEFT_OUT_SHOWN} more")
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table with a name in the first column and figures in the others."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=printable(title), title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*map(printable, row))
+    Console(soft_wrap=True, markup=False).print(table)
 
 
 def add_launched_option(parser: argparse.ArgumentParser) -> None:

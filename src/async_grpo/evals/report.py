@@ -118,19 +118,16 @@ def _means(answers: Answers) -> Means:
     return Means(round(fmean(answers.successes), 6), round(fmean(answers.rewards), 6))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
-    """One model less another, over the problems that both answered."""
+def compare(ours: Mapping[int, Answers], theirs: Mapping[int, Answers], *, ks: Sequence[int]) -> dict[str, Estimate]:
+    """One model less another: the paired differences over the problems that both answered, by figure.
 
-    figures: dict[str, Estimate]
-
-
-def compare(ours: Mapping[int, Answers], theirs: Mapping[int, Answers], *, ks: Sequence[int]) -> Comparison:
-    """The paired differences. `ValueError` if no problem was answered by both."""
+    Raises:
+        ValueError: no problem was answered by both.
+    """
     both = sorted(ours.keys() & theirs.keys())
     if not both:
         raise ValueError("no problem was answered by both models")
-    return Comparison(figures=differences([ours[one] for one in both], [theirs[one] for one in both], ks))
+    return differences([ours[one] for one in both], [theirs[one] for one in both], ks)
 
 
 class Ledger:

@@ -110,10 +110,11 @@ def _evaluate_all(
 
 def _difference(ours: Mapping[int, Answers], theirs: Mapping[int, Answers], ks: Sequence[int]) -> dict[str, Any]:
     try:
-        return asdict(compare(ours, theirs, ks=ks))
+        figures = compare(ours, theirs, ks=ks)
     except ValueError as error:
         logger.warning("there is no difference to tell: {}", error)
-        return {"figures": {}}
+        figures = {}
+    return {"figures": {name: asdict(figure) for name, figure in figures.items()}}
 
 
 def _beginning(

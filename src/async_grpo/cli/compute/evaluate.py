@@ -169,10 +169,10 @@ def _tell(args: argparse.Namespace) -> int:
         for task, figures in one.tasks.items() if len(one.tasks) > 1 else ():  # of one task they are the same
             _table(f"{model}, task {task}", _each_once(figures, replicates), {})
     if difference:
-        from async_grpo.evals.report import Comparison
+        from async_grpo.evals.estimators import Estimate
         from async_grpo.rundir.shape import shaped
 
-        paired = shaped(Comparison, {"figures": difference}).figures
+        paired = shaped(dict[str, Estimate], difference, "figures")
         _table(f"{args.model} less {args.against}, paired", _each_once(paired, replicates), {})
     if args.json is not None:
         record: dict[str, Any] = {model: asdict(one) for model, one in zip(models, found, strict=False)}
@@ -181,23 +181,21 @@ def _tell(args: argparse.Namespace) -> int:
 
 
 def _table(title: str, figures: dict[str, Estimate], failed: dict[str, str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    title = printable(title)
     if not figures:
-        why = printable(next(iter(failed.values()), "unknown"))
-        print(f"{title}: no problem could be answered. The first reason: {why}")
+        print(
+            printable(
+                f"{title}: no problem could be answered. The first reason: {next(iter(failed.values()), 'unknown')}"
+            )
+        )
         return
     problems = next(iter(figures.values())).problems
     lacking = f", {len(failed)} more could not be answered" if failed else ""
-    table = Table(title=f"{title}: {problems} problems{lacking}", title_justify="left")
-    for column in ("figure", "value", "95% interval"):
-        table.add_column(column, justify="left" if column == "figure" else "right")
-    for name, figure in figures.items():
-        interval = "" if figure.low is None or figure.high is None else f"{figure.low:.3f} … {figure.high:.3f}"
-        table.add_row(printable(name), f"{figure.value:.3f}", interval)
-    Console(soft_wrap=True, markup=False).print(table)
+    rows = [[name, f"{figure.value:.3f}", _interval(figure)] for name, figure in figures.items()]
+    options.print_table(f"{title}: {problems} problems{lacking}", ["figure", "value", "95% interval"], rows)
+
+
+def _interval(figure: Estimate) -> str:
+    return "" if figure.low is None or figure.high is None else f"{figure.low:.3f} … {figure.high:.3f}"
 
 
 def _each_once(figures: dict[str, Estimate], replicates: int) -> dict[str, Estimate]:

@@ -163,16 +163,22 @@ def _show(found: Statistics) -> None:
         for step in steps[::every]
     ]
     shown = f" (every {every}th shown)" if every > 1 else ""
-    _table(f"{len(steps)} versions{shown}", ["version", "unchanged", "Jaccard", "file", "smaller than weights"], rows)
+    options.print_table(
+        f"{len(steps)} versions{shown}", ["version", "unchanged", "Jaccard", "file", "smaller than weights"], rows
+    )
     over = {1: sum(step.unchanged for step in steps) / len(steps), **found.unchanged_over}
-    _table("unchanged over k versions, mean", ["k", "unchanged"], [[str(k), f"{v:.2%}"] for k, v in over.items()])
+    options.print_table(
+        "unchanged over k versions, mean", ["k", "unchanged"], [[str(k), f"{v:.2%}"] for k, v in over.items()]
+    )
     for title, by in (("layer", "by_layer"), ("kind of matrix", "by_kind")):
         sums: defaultdict[str, float] = defaultdict(float)
         for step in steps:
             for name, share in getattr(step, by).items():
                 sums[name] += share
         names = found.layers if by == "by_layer" else sorted(sums, key=lambda name: -sums[name])
-        _table(f"by {title}, mean", [title, "changed"], [[name, f"{sums[name] / len(steps):.2%}"] for name in names])
+        options.print_table(
+            f"by {title}, mean", [title, "changed"], [[name, f"{sums[name] / len(steps):.2%}"] for name in names]
+        )
 
 
 def _diff(args: argparse.Namespace) -> int:
@@ -187,7 +193,7 @@ def _diff(args: argparse.Namespace) -> int:
     by_share = sorted(found.items(), key=lambda item: -item[1].value)
     rows = [[name, f"{share.value:.2%}", f"{share.changed:,} of {share.size:,}"] for name, share in by_share[:SHOWN]]
     more = f", the first {SHOWN} of {len(found)}" if len(found) > SHOWN else ""
-    _table(f"by tensor{more}", ["tensor", "differ", "elements"], rows)
+    options.print_table(f"by tensor{more}", ["tensor", "differ", "elements"], rows)
     if args.json is not None:
         _write_json(args.json, {"old": args.old, "new": args.new, "tensors": _plain(found)})
     return 0
@@ -195,18 +201,6 @@ def _diff(args: argparse.Namespace) -> int:
 
 def _plain(found: dict[str, Share]) -> dict[str, Any]:
     return {name: asdict(share) for name, share in found.items()}
-
-
-def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*map(printable, row))
-    Console(soft_wrap=True, markup=False).print(table)
 
 
 def _write_json(path: Path, figures: dict[str, Any]) -> None:
