@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 HF, VLLM, VLLM_SERVER = "hf", "vllm", "vllm server"
 STARTED_SERVER = "vllm-server"  # as the command line names it
+_SERVERS = {  # how each is asked for, and the engine in the worker instead
+    VLLM_SERVER: ('vllm_mode="server"', 'vllm_mode="colocate"'),
+    STARTED_SERVER: ("--generator vllm-server", "--generator vllm"),
+}
 NO_IMAGES = (
     "Workers give images to an engine of their own. They give none to a vLLM server, which keeps encoded images when "
     "it gets new weights, and none to the vLLM that Unsloth puts into a model. Take --generator vllm (use_vllm=True "
@@ -75,54 +79,55 @@ def engine_inside(model: Any) -> Any | None:
     return getattr(model, "vllm_engine", None)
 
 
-def refuse_with_server(*, workers: int, deterministic: bool) -> None:
-    """Raise `UnsupportedError` for settings that exclude a vLLM server as the generator.
+def check_generator_options(
+    chosen: str,
+    *,
+    server_devices: str | None,
+    in_flight_update: bool = False,
+    deterministic: bool = False,
+    workers: int = 0,
+) -> None:
+    """Refuse options that the chosen generator does not have.
 
     Args:
+        chosen: as `choose_generator` names it.
         workers: how many will be started; 0 where that is unknown.
+
+    Raises:
+        UsageError: an option that only other generators have, or two that exclude each other.
+        UnsupportedError: a vLLM server cannot work so.
     """
-    if workers > 1:
+    if server_devices is not None and chosen != STARTED_SERVER:
+        raise UsageError("--server-devices names the GPUs of a server that a worker starts: --generator vllm-server.")
+    if in_flight_update:
+        _check_in_flight_update(chosen, deterministic=deterministic)
+    if chosen == VLLM_SERVER and workers > 1:
         raise UnsupportedError(
             f'vllm_mode="server": {workers} workers cannot feed one server, since it takes weights from one process '
             "only. The server has the GPUs for generating, so one worker is enough: --num-workers 1. (With "
             'vllm_mode="colocate" each worker has an engine of its own.)'
         )
-    if deterministic:
+    if chosen in _SERVERS and deterministic:
+        server, in_worker = _SERVERS[chosen]
         raise UnsupportedError(
-            'vllm_mode="server" cannot be --deterministic: the server batches requests as they come. Take '
-            'vllm_mode="colocate" or --generator hf.'
+            f"{server} cannot be --deterministic: a vLLM server batches requests as they come. Take {in_worker} or "
+            "--generator hf."
         )
 
 
-def refuse_with_started_server(*, deterministic: bool) -> None:
-    """Raise `UnsupportedError` for settings that exclude a vLLM server that each worker starts."""
-    if deterministic:
-        raise UnsupportedError(
-            "--generator vllm-server cannot be --deterministic: a server batches requests as they come. Take "
-            "--generator vllm or --generator hf."
-        )
-
-
-def check_generator_options(chosen: str, *, server_devices: str | None, in_flight_update: bool = False) -> None:
-    """Raise `UsageError` for options that only other generators have.
-
-    Args:
-        chosen: the generator, as `choose_generator` names it.
-        server_devices, in_flight_update: of the command line.
-    """
-    if server_devices is not None and chosen != STARTED_SERVER:
-        raise UsageError("--server-devices names the GPUs of a server that a worker starts: --generator vllm-server.")
-    if in_flight_update and chosen == HF:
+def _check_in_flight_update(chosen: str, *, deterministic: bool) -> None:
+    if chosen == HF:
         raise UsageError(
             "--in-flight-update on: transformers generates a batch with the weights that began it (--generator hf). "
             "Leave it out, or take --generator vllm."
         )
-    if in_flight_update and chosen in (STARTED_SERVER, VLLM_SERVER):
-        colocated = "take --generator vllm" if chosen == STARTED_SERVER else 'set vllm_mode="colocate"'
+    if chosen in _SERVERS:
         raise UsageError(
             "--in-flight-update on needs an engine in the worker: a vLLM server does not say which weights sampled a "
-            f"token. Leave it off, or {colocated}."
+            f"token. Leave it off, or take {_SERVERS[chosen][1]}."
         )
+    if deterministic:
+        raise UsageError("--in-flight-update on depends on timing, so it cannot be combined with --deterministic.")
 
 
 def refuse_own_server(*, use_vllm: bool, mode: str = "server", base_url: str | None = None) -> None:

@@ -15,8 +15,6 @@ from async_grpo.setup.generator_choice import (
     VLLM_SERVER,
     check_generator_options,
     choose_generator,
-    refuse_with_server,
-    refuse_with_started_server,
     wants_vllm,
 )
 
@@ -101,18 +99,20 @@ def test_a_server_generates_where_the_file_asks_for_vllm(installed: Any) -> None
 
 
 def test_a_server_is_fed_by_one_worker_and_is_not_deterministic() -> None:
-    refuse_with_server(workers=1, deterministic=False)
+    check_generator_options(VLLM_SERVER, server_devices=None, workers=1)
     with pytest.raises(UnsupportedError, match="--num-workers 1"):
-        refuse_with_server(workers=2, deterministic=False)
-    with pytest.raises(UnsupportedError, match="--deterministic"):
-        refuse_with_server(workers=1, deterministic=True)
+        check_generator_options(VLLM_SERVER, server_devices=None, workers=2)
+    with pytest.raises(
+        UnsupportedError, match=r'vllm_mode="server" cannot be --deterministic.*vllm_mode="colocate" or'
+    ):
+        check_generator_options(VLLM_SERVER, server_devices=None, workers=1, deterministic=True)
 
 
 @pytest.mark.parametrize(
     ("chosen", "words"),
     [
         ("hf", "transformers generates a batch with the weights that began it"),
-        (VLLM_SERVER, 'a vLLM server does not say .* set vllm_mode="colocate"'),
+        (VLLM_SERVER, 'a vLLM server does not say .* take vllm_mode="colocate"'),
         ("vllm-server", "a vLLM server does not say .* take --generator vllm"),
         ("vllm", ""),
     ],
@@ -157,6 +157,11 @@ def test_a_file_with_use_vllm_starts_no_engine(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_server_that_a_worker_starts_is_not_deterministic() -> None:
-    refuse_with_started_server(deterministic=False)
-    with pytest.raises(UnsupportedError, match="--deterministic"):
-        refuse_with_started_server(deterministic=True)
+    check_generator_options("vllm-server", server_devices="1,2", workers=2)
+    with pytest.raises(UnsupportedError, match=r"vllm-server cannot be --deterministic.*Take --generator vllm or"):
+        check_generator_options("vllm-server", server_devices=None, deterministic=True)
+
+
+def test_updates_in_flight_depend_on_timing() -> None:
+    with pytest.raises(UsageError, match="cannot be combined with --deterministic"):
+        check_generator_options("vllm", server_devices=None, in_flight_update=True, deterministic=True)

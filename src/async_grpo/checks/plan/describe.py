@@ -18,13 +18,9 @@ from async_grpo.roles.plain_trl import require_problems
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
 from async_grpo.setup.generator_choice import (
-    STARTED_SERVER,
-    VLLM_SERVER,
     check_generator_options,
     choose_generator,
     refuse_own_server,
-    refuse_with_server,
-    refuse_with_started_server,
     wants_vllm,
 )
 from async_grpo.setup.grpo_config.batch import Batch, BatchError
@@ -84,12 +80,12 @@ def _distributed(trainer: GRPOTrainer, question: Question, ranks: _Ranks | None)
         refuse_publish_dtype(settings.publish_dtype, sharded=ranks.shares_weights)
     refuse(trainer, settings, generator)
     check_generator_options(
-        generator, server_devices=question.server_devices, in_flight_update=question.in_flight_update
+        generator,
+        server_devices=question.server_devices,
+        in_flight_update=question.in_flight_update,
+        deterministic=settings.deterministic,
+        workers=question.workers,
     )
-    if generator == VLLM_SERVER:
-        refuse_with_server(workers=question.workers, deterministic=settings.deterministic)
-    if generator == STARTED_SERVER:
-        refuse_with_started_server(deterministic=settings.deterministic)
     found = _checkpoints(trainer, question, ranks) if question.run_dir is not None else {}
     return {"generator": generator, **found}
 

@@ -52,6 +52,7 @@ def refuse_without_effect(given: Collection[str], args: argparse.Namespace) -> N
             args.generator or HF,
             server_devices=args.server_devices,
             in_flight_update=is_known and args.in_flight_update == "on",
+            deterministic=is_known and args.deterministic,
         )
 
 

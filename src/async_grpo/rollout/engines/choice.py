@@ -16,8 +16,6 @@ from async_grpo.setup.generator_choice import (
     check_generator_options,
     choose_generator,
     engine_inside,
-    refuse_with_server,
-    refuse_with_started_server,
 )
 from async_grpo.setup.sampling import check_sampling, needs_kept_tokens, stop_tags, transformers_config
 from async_grpo.telemetry.waiting import wait_until
@@ -55,17 +53,19 @@ def make_engine(
     if settings.max_turns is not None:
         trl.limit_turns(settings.max_turns)
     in_flight_update = settings.in_flight_update == "on"
-    check_generator_options(chosen, server_devices=settings.server_devices, in_flight_update=in_flight_update)
+    check_generator_options(
+        chosen,
+        server_devices=settings.server_devices,
+        in_flight_update=in_flight_update,
+        deterministic=state.deterministic,
+        workers=state.num_workers,
+    )
     if chosen == HF:
         return transformers_engine(trl)
     if chosen == VLLM_SERVER:
-        refuse_with_server(workers=state.num_workers, deterministic=state.deterministic)
         return connect(run, trl.trainer)
     if chosen == STARTED_SERVER:
-        refuse_with_started_server(deterministic=state.deterministic)
         return start_server(trl, settings, run, worker)
-    if state.deterministic and in_flight_update:
-        raise UsageError("--in-flight-update on depends on timing, so it cannot be combined with --deterministic.")
     return _vllm_engine(
         trl,
         run,
