@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ from loguru import logger
 from async_grpo.deltas.chain import MODEL, About
 from async_grpo.deltas.checkpoint import keep_surroundings, names_in_adapter
 from async_grpo.deltas.writer import ChainWriter, Written
-from async_grpo.errors import AsyncGRPOError, DeltaChainError, DiskFullError, UsageError, WaitTimeoutError
+from async_grpo.errors import AsyncGRPOError, DeltaChainError, DiskFullError, WaitTimeoutError
 from async_grpo.formatting import counted, size
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.settings import TrainingSettings
@@ -60,10 +59,6 @@ def recorder_of(trainer: GRPOTrainer, run: RunDir, state: RunState, settings: Tr
     """What the settings ask for, None where they ask for nothing. `run.json` says where the chain is."""
     if not settings.delta_every:
         return None
-    if find_spec("zstandard") is None:
-        raise UsageError(
-            "--delta-every: versions are kept with zstandard, which is missing here: pip install zstandard."
-        )
     folder = Path(settings.delta_dir or state.delta_dir or f"checkpoints/deltas_{state.run_id}")
     options = RecorderOptions(
         folder=folder.absolute(),

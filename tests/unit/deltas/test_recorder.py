@@ -17,8 +17,7 @@ from async_grpo.deltas import recorder as recorder_module
 from async_grpo.deltas.chain import Chain
 from async_grpo.deltas.recorder import Recorder, RecorderOptions
 from async_grpo.deltas.writer import ChainWriter
-from async_grpo.errors import DeltaChainError, DiskFullError, UsageError
-from async_grpo.settings import TrainingSettings
+from async_grpo.errors import DeltaChainError, DiskFullError
 from async_grpo.training.weight_publisher import WeightPublisher
 from async_grpo_ipc import WeightExporter
 from async_grpo_ipc.delta.tensors import as_tensors
@@ -268,11 +267,3 @@ def test_a_resumed_run_goes_on_in_its_chain(tmp_path: Path) -> None:
     assert chain.versions == [0, 1, 2, 3] and is_exact(second)
     assert [entry.is_snapshot for entry in chain.entries.values()] == [True, False, False, False]
     assert (second.folder / "superseded-1" / "000003.delta").exists()
-
-
-def test_without_zstandard_no_versions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing: Any = None
-    monkeypatch.setattr(recorder_module, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="--delta-every: versions are kept with zstandard"):
-        recorder_module.recorder_of(nothing, nothing, nothing, TrainingSettings(delta_every=1))
-    assert recorder_module.recorder_of(nothing, nothing, nothing, TrainingSettings()) is None
