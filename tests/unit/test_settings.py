@@ -105,8 +105,8 @@ OTHER_WORK = WorkerSettings(
 
 def parsed(settings: TrainingSettings | WorkerSettings) -> TrainingSettings | WorkerSettings:
     if isinstance(settings, TrainingSettings):
-        return options.training_settings(server.build_parser().parse_args(as_flags(settings)))
-    return options.worker_settings(worker.build_parser().parse_args(as_flags(settings)))
+        return options.gathered(TrainingSettings, server.build_parser().parse_args(as_flags(settings)))
+    return options.gathered(WorkerSettings, worker.build_parser().parse_args(as_flags(settings)))
 
 
 @pytest.mark.parametrize("changed", [OTHER_TRAINING, OTHER_WORK])

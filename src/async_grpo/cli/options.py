@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
@@ -28,6 +28,7 @@ _NOT_KEPT = (
     *("dry_run", "distributed", "launched_by"),
 )
 _OF_EVERY_TRAINING = ("steps", "seed", "set", "run_name", "run_group", "run_tags")  # in one process, too
+T = TypeVar("T")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
@@ -141,12 +142,9 @@ def add_worker_options(parser: argparse._ActionsContainer) -> None:
     add_settings(parser, WorkerSettings, *(f.name for f in fields(WorkerSettings) if f.name != "stall_warning"))
 
 
-def training_settings(args: argparse.Namespace) -> TrainingSettings:
-    return TrainingSettings(**{field.name: getattr(args, field.name) for field in fields(TrainingSettings)})
-
-
-def worker_settings(args: argparse.Namespace) -> WorkerSettings:
-    return WorkerSettings(**{field.name: getattr(args, field.name) for field in fields(WorkerSettings)})
+def gathered(kind: type[T], args: argparse.Namespace) -> T:
+    """A dataclass whose fields are options of the command."""
+    return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
 def log_level(args: argparse.Namespace) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,10 @@ def draw(statistics: Statistics, path: Path, *, title: str) -> None:
     figure = Figure(figsize=(11, sum(heights) + 2.2), facecolor=_PAPER, layout="constrained")
     top, middle, bottom = figure.subplots(3, 1, height_ratios=heights, sharex=True)
     figure.suptitle(title, color=_INK, fontsize=13, x=0.01, ha="left")
-    of_layer: Callable[[StepFigures], Mapping[str, float]] = lambda step: step.by_layer  # noqa: E731
-    of_kind: Callable[[StepFigures], Mapping[str, float]] = lambda step: step.by_kind  # noqa: E731
-    highest = max(value for step in statistics.steps for value in (*step.by_layer.values(), *step.by_kind.values()))
-    for axes, rows, values, what in ((top, layers, of_layer, "layer"), (middle, kinds, of_kind, "kind of matrix")):
-        image = _map(axes, statistics.steps, rows, values, highest)
+    by_layer, by_kind = ([getattr(step, by) for step in statistics.steps] for by in ("by_layer", "by_kind"))
+    highest = max(value for shares in (*by_layer, *by_kind) for value in shares.values())
+    for axes, rows, shares, what in ((top, layers, by_layer, "layer"), (middle, kinds, by_kind, "kind of matrix")):
+        image = _map(axes, statistics.steps, rows, shares, highest)
         axes.set_ylabel(what, color=_INK)
     bar = figure.colorbar(image, ax=[top, middle], aspect=40, pad=0.01)
     bar.set_label("share of the elements that changed", color=_INK)
@@ -44,10 +43,10 @@ def _map(
     axes: Any,
     steps: Sequence[StepFigures],
     rows: Sequence[str],
-    values: Callable[[StepFigures], Mapping[str, float]],
+    shares: Sequence[Mapping[str, float]],  # of each step
     highest: float,
 ) -> Any:
-    table = np.array([[values(step).get(row, np.nan) for step in steps] for row in rows])
+    table = np.array([[of_step.get(row, np.nan) for of_step in shares] for row in rows])
     edges = [steps[0].version - steps[0].span, *(step.version for step in steps)]
     image = axes.pcolormesh(edges, np.arange(len(rows) + 1), table, cmap="viridis", vmin=0, vmax=highest or 1)
     every = -(-len(rows) // _LABELLED)

@@ -34,12 +34,9 @@ def load_weights(trainer: GRPOTrainer, source: str) -> None:
     if (named := named_version(source)) is not None:
         _load_version(model, Chain(named.folder), named.version, source)
         return
-    is_adapter = (Path(source) / "adapter_config.json").is_file()
-    if is_adapter != hasattr(model, "peft_config"):
-        has, needs = ("an adapter", "no adapter") if is_adapter else ("no adapter", "one")
-        raise UsageError(f"{source} is {has}, and the model of the setup file has {needs}. Give the checkpoint's own.")
-    if is_adapter:
-        _compare_adapters(model.peft_config.get("default"), Path(source) / "adapter_config.json", source)
+    config = Path(source) / "adapter_config.json"
+    is_adapter = config.is_file()
+    _compare_adapters(model, config if is_adapter else None, source)
     try:
         weights = _adapter(source) if is_adapter else _whole_model(model, source)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # not there, damaged, other shapes
@@ -51,11 +48,8 @@ def _load_version(model: Any, chain: Chain, version: int, source: str) -> None:
     from async_grpo_ipc.delta.tensors import as_tensors
 
     is_adapter = chain.about.kind == "adapter"
-    if is_adapter != hasattr(model, "peft_config"):
-        has, needs = ("an adapter", "no adapter") if is_adapter else ("no adapter", "one")
-        raise UsageError(f"{source} is {has}, and the model of the setup file has {needs}. Give the run's own.")
+    _compare_adapters(model, chain.folder / MODEL / "adapter_config.json" if is_adapter else None, source)
     if is_adapter:
-        _compare_adapters(model.peft_config.get("default"), chain.folder / MODEL / "adapter_config.json", source)
         _compare_base(model, chain, source)
     weights = as_tensors(chain.rebuild(version))
     ours = dict(model.named_parameters())
@@ -146,12 +140,21 @@ def _compare_ties(ours: dict[str, Any], theirs: dict[str, Any], source: str) -> 
             )
 
 
-def _compare_adapters(ours: Any, file: Path, source: str) -> None:
-    """Weights of the same shapes are another adapter where they are scaled otherwise."""
+def _compare_adapters(model: Any, config: Path | None, source: str) -> None:
+    """Weights of the same shapes are another adapter where they are scaled otherwise.
+
+    config: of the adapter; None: the weights are those of a whole model.
+    """
+    if (config is not None) != hasattr(model, "peft_config"):
+        has, needs = ("an adapter", "no adapter") if config is not None else ("no adapter", "one")
+        raise UsageError(f"{source} is {has}, and the model of the setup file has {needs}. Give its own setup file.")
+    if config is None:
+        return
     try:
-        theirs = read_object(file)
+        theirs = read_object(config)
     except BadFileError as error:
         raise UsageError(f"The adapter of {source} cannot be read: {error}") from error
+    ours = model.peft_config.get("default")
     for name in SCALING:
         if hasattr(ours, name) and name in theirs and getattr(ours, name) != theirs[name]:
             raise UsageError(

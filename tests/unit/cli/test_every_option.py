@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from async_grpo.checks.plan.facts import Question
 from async_grpo.cli import main
 from async_grpo.cli.compute import train as train_command
 from async_grpo.launch.launcher import LaunchOptions
@@ -116,7 +117,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen["server"] = (run_dir, devices)
         yield SimpleNamespace(require_started=lambda: None)
 
-    def plan(planned: Any, gpu_memory: int | None) -> None:
+    def plan(question: Question, run_dir: Path | None, gpu_memory: int | None) -> None:
         seen.update(planned=True, gpu_memory=gpu_memory)
 
     monkeypatch.setattr(train_command, "hold_to_device", lambda device, env: seen.update(device=device))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from async_grpo.checks.plan.batch_arithmetic import optimizer_steps, rounds_of, versions_within_round
@@ -70,46 +70,26 @@ def plan_distributed(options: LaunchOptions, gpu_memory: int | None = None) -> N
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SinglePlan:
-    """What the command line decides about training in one process."""
-
-    config: Path
-    device: str
-    settings: TrainingSettings
-    run_dir: Path | None = None
-    eval_every: int | None = None
-    serves: bool = False  # it starts a vLLM server for TRL
-
-
-def plan_single(plan: SinglePlan, gpu_memory: int | None = None) -> None:
-    """Print what training in one process would be. Raises as `plan_distributed` does."""
-    run_directory = _run_directory(plan.run_dir)
-    _announce(plan.config)
-    question = Question(
-        config=plan.config,
-        device=plan.device,
-        settings=plan.settings,
-        distributed=False,
-        eval_every=plan.eval_every,
-        serves=plan.serves,
-    )
+def plan_single(question: Question, run_dir: Path | None, gpu_memory: int | None = None) -> None:
+    """Print what training in one process would be, in `run_dir` if any. Raises as `plan_distributed` does."""
+    run_directory = _run_directory(run_dir)
+    _announce(question.config)
     facts = facts_or_refusal(look_at_trainer(question))
     memory = estimate(facts)
-    on = _device(plan.device)
+    on = _device(question.device)
     engine = "vLLM" if facts.use_vllm else "transformers"
-    generator = "a vLLM server that this run starts" if plan.serves else f"{engine}, in this process"
+    generator = "a vLLM server that this run starts" if question.serves else f"{engine}, in this process"
     _print(
         [
-            *_trainer_rows(plan.config, facts),
+            *_trainer_rows(question.config, facts),
             *run_directory,
-            ("checkpoints", _checkpoints(facts, plan.settings)),
+            ("checkpoints", _checkpoints(facts, question.settings)),
             ("processes", f"this one alone, on {on}: plain TRL"),
             ("generator", f"{generator}; {_sampling(facts)}"),
             *_batch_rows(facts),
             ("memory", f"{size(memory.trainer)} on {on}: {_parts(memory)}"),
             ("", f"  (optimizer state of {memory.optimizer_note})"),
-            *size_rows(facts, on_gpu=plan.device != CPU or gpu_memory is not None),
+            *size_rows(facts, on_gpu=question.device != CPU or gpu_memory is not None),
             ("", _not_counted(facts)),
             *(fit_rows(facts, gpu_memory, sharing=0, elsewhere=0) if gpu_memory is not None else ()),
         ]

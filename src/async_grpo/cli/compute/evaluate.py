@@ -15,7 +15,7 @@ from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.formatting import printable
 from async_grpo.rundir.run_options import recall, to_json
-from async_grpo.settings import TrainingSettings, positive
+from async_grpo.settings import TrainingSettings, WorkerSettings, positive
 
 if TYPE_CHECKING:
     from async_grpo.evals.estimators import Estimate
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
             master_device=master,
             worker_devices=workers,
             training=choose_weights(settings, master, workers),
-            work=options.worker_settings(args),
+            work=options.gathered(WorkerSettings, args),
             overwrite=args.overwrite,
             log_level=options.log_level(args),
             evaluates=tuple(map(_place, (args.model, *([args.against] if args.against else [])))),

@@ -20,7 +20,7 @@ EXAMPLES = """\
 
 def build_parser() -> argparse.ArgumentParser:
     parser = options.parser("replay", "Train again from the archived groups of a run, without workers.", EXAMPLES)
-    parser.add_argument("run", type=Path, nargs="?", default=options.DEFAULT_RUN_DIR, help="default: worker/")
+    parser.add_argument("run_dir", type=Path, nargs="?", default=options.DEFAULT_RUN_DIR, help="default: worker/")
     parser.add_argument("--correction", choices=CORRECTIONS, help="default: the run's, with its options")
     parser.add_argument("--correction-level", choices=CORRECTION_LEVELS, help="default: that of the correction")
     for bound in ("--correction-min", "--correction-max"):
@@ -55,18 +55,7 @@ def _run(args: argparse.Namespace) -> int:
     from async_grpo.roles.replay import ReplayOptions, ReplayStoppedError, run_replay
 
     try:
-        outcome = run_replay(
-            ReplayOptions(
-                run_dir=args.run,
-                output_dir=args.output_dir,
-                correction=args.correction,
-                correction_level=args.correction_level,
-                correction_min=args.correction_min,
-                correction_max=args.correction_max,
-                loss_type=args.loss_type,
-                steps=args.steps,
-            )
-        )
+        outcome = run_replay(options.gathered(ReplayOptions, args))
     except ReplayStoppedError as stopped:
         print(stopped, file=sys.stderr)
         return stopped.exit_code
@@ -75,6 +64,6 @@ def _run(args: argparse.Namespace) -> int:
     if outcome.compared is not None:
         verdict = "equal to" if outcome.same_as else "different from"
         print(f"{verdict} {outcome.compared}")
-    if told := kept_of(args.run, outcome.sampled_by):
+    if told := kept_of(args.run_dir, outcome.sampled_by):
         print(told)
     return 0

@@ -10,6 +10,7 @@ from async_grpo.cli import options
 from async_grpo.cli.compute.modes import refuse_without_effect
 from async_grpo.cli.compute.trl import use_arguments
 from async_grpo.cli.parser import Parser
+from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import check_weights
 
 EXAMPLES = """\
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
     if by_hand:
         refuse_without_effect(given, args)
-        options.training_settings(args).check()
+        options.gathered(TrainingSettings, args).check()
     device = options.device(args.device)
     check_weights(args.weights, device)
     if by_hand and rank == 0:
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         config=args.config.absolute(),
         run_dir=args.run_dir,
         device=device,
-        settings=options.training_settings(args),
+        settings=options.gathered(TrainingSettings, args),
         log_level=options.log_level(args) if by_hand else None,
         rank=rank,
         models=tuple(args.evaluate or ()),

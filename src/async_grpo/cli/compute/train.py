@@ -6,11 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from async_grpo.cli import options
 from async_grpo.cli.compute.modes import refuse_in_one_process, refuse_without_effect
@@ -18,7 +17,7 @@ from async_grpo.cli.compute.trl import TrainParser, use_arguments
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.rundir.lifecycle import preview
-from async_grpo.settings import STOP_GRACE_S, TrainingSettings, positive, positive_seconds
+from async_grpo.settings import STOP_GRACE_S, TrainingSettings, WorkerSettings, positive, positive_seconds
 from async_grpo.setup.devices import (
     CPU,
     check_torch_sees,
@@ -29,9 +28,6 @@ from async_grpo.setup.devices import (
     why_unreachable,
 )
 from async_grpo.setup.generator_choice import STARTED_SERVER, choose_generator
-
-if TYPE_CHECKING:
-    from async_grpo.roles.served_trl import OwnServer
 
 IMPLY_DISTRIBUTED = {"distributed", "num_workers", "master_device_id", "worker_device_ids", "accelerate_config"}
 EXAMPLES = """\
@@ -153,11 +149,18 @@ def _single(args: argparse.Namespace, given: Collection[str]) -> int:
     eval_every = args.eval_every if "eval_every" in given else None
     serves = _has_its_own_server(args, run_dir, device)
     if args.dry_run:
-        from async_grpo.checks.plan.dry_run import SinglePlan, plan_single
+        from async_grpo.checks.plan.dry_run import plan_single
+        from async_grpo.checks.plan.facts import Question
 
-        settings = TrainingSettings(steps=args.steps, seed=args.seed, set=args.set)
-        plan = SinglePlan(args.config.absolute(), device, settings, run_dir, eval_every, serves)
-        plan_single(plan, args.gpu_memory)
+        question = Question(
+            config=args.config.absolute(),
+            device=device,
+            settings=TrainingSettings(steps=args.steps, seed=args.seed, set=args.set),
+            distributed=False,
+            eval_every=eval_every,
+            serves=serves,
+        )
+        plan_single(question, run_dir, args.gpu_memory)
         return 0
     set_up_log(options.log_level(args))
     hold_to_device(device, os.environ)
@@ -176,12 +179,16 @@ def _train_alone(args: argparse.Namespace, run_dir: Path | None, eval_every: int
     from async_grpo.setup.setup_file import load_trainer
     from async_grpo.telemetry.trackers import name_for_wandb, name_run
 
-    settings = options.training_settings(args)
+    settings = options.gathered(TrainingSettings, args)
     name_for_wandb(settings, os.environ)
     with ExitStack() as entered:
         if run_dir is not None:
             entered.enter_context(plain_trl.held(run_dir))
-        server = entered.enter_context(_own_server(run_dir, args.server_devices)) if serves and run_dir else None
+        server = None
+        if serves and run_dir is not None:
+            from async_grpo.roles.served_trl import own_server
+
+            server = entered.enter_context(own_server(run_dir, args.server_devices))
         with gc_paused():
             trainer = load_trainer(args.config.absolute(), steps=args.steps, seed=args.seed, config_values=args.set)
         if server is not None:
@@ -210,12 +217,6 @@ def _has_its_own_server(args: argparse.Namespace, run_dir: Path | None, device: 
     return True
 
 
-def _own_server(run_dir: Path, devices: str | None) -> AbstractContextManager[OwnServer]:
-    from async_grpo.roles.served_trl import own_server
-
-    return own_server(run_dir, devices)
-
-
 def _distributed(args: argparse.Namespace) -> int:
     from async_grpo.launch.accelerate_entry import gpus_of
     from async_grpo.launch.launcher import LaunchOptions, launch
@@ -228,7 +229,7 @@ def _distributed(args: argparse.Namespace) -> int:
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
     check_weights(args.weights, master)
     ranks = gpus_of(args.accelerate_config) if args.accelerate_config and master != CPU else []
-    settings = options.training_settings(args)
+    settings = options.gathered(TrainingSettings, args)
     settings.check()
     training = choose_weights(settings, ranks[0] if ranks else master, workers)
     launched = LaunchOptions(
@@ -238,7 +239,7 @@ def _distributed(args: argparse.Namespace) -> int:
         worker_devices=workers,
         accelerate_config=args.accelerate_config.absolute() if args.accelerate_config else None,
         training=training,
-        work=options.worker_settings(args),
+        work=options.gathered(WorkerSettings, args),
         overwrite=args.overwrite,
         worker_timeout_s=args.worker_timeout,
         stop_grace_s=args.stop_grace,

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from async_grpo.cli import options
-from async_grpo.settings import positive
+from async_grpo.settings import WorkerSettings, positive
 from async_grpo.setup.devices import CPU
 from async_grpo.setup.generator_choice import HF, choose_generator, installed
 
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             device=device,
             worker_id=args.id,
             config=args.config.absolute() if args.config else None,
-            settings=options.worker_settings(args),
+            settings=options.gathered(WorkerSettings, args),
             log_level=options.log_level(args) if args.launched_by is None else None,
         )
     )

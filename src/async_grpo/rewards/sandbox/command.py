@@ -43,6 +43,8 @@ def sandbox_command(limits: Limits, *, source_bytes: int, pipes: Pipes) -> list[
         SandboxError: this machine lacks something that isolation needs.
     """
     root = _is_root_of_the_machine()
+    if not root and _kernel() < _OLDEST_KERNEL:
+        raise unavailable(f"Linux {platform.release()} counts the processes of all sandboxes together; 5.14 does not")
     bubblewrap = None if root else _bubblewrap()
     settings: dict[str, Any] = {
         "status_fd": pipes.status,
@@ -87,8 +89,6 @@ def _unshare(*, root: bool) -> list[str]:
     for tool in ("setpriv", "unshare"):
         if shutil.which(tool) is None:
             raise unavailable(f"there is neither bubblewrap nor {tool} (package util-linux)")
-    if not root and _kernel() < _OLDEST_KERNEL:
-        raise unavailable(f"Linux {platform.release()} counts the processes of all sandboxes together; 5.14 does not")
     user = [] if root else ["--user", "--map-root-user"]
     namespaces = ["--net", "--pid", "--ipc", "--uts", "--mount", "--fork", "--kill-child"]
     setpriv, unshare = (str(shutil.which(tool)) for tool in ("setpriv", "unshare"))
@@ -96,8 +96,6 @@ def _unshare(*, root: bool) -> list[str]:
 
 
 def _bubblewrap_options(work_bytes: int) -> list[str]:
-    if _kernel() < _OLDEST_KERNEL:
-        raise unavailable(f"Linux {platform.release()} counts the processes of all sandboxes together; 5.14 does not")
     options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
     options += ["--size", str(work_bytes), "--tmpfs", "/program"]
     for path in _visible():
