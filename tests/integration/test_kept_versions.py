@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from async_grpo.deltas.chain import Chain
 from async_grpo.deltas.checkpoint import write_checkpoint
 from async_grpo.deltas.places import chain_folder
-from async_grpo.deltas.recorder import Recorder, RecorderOptions
+from async_grpo.deltas.recorder import Recorder
 from async_grpo.errors import UsageError
 from async_grpo.roles.checkpoint_weights import load_weights
+from async_grpo.settings import TrainingSettings
 from async_grpo_ipc import WeightExporter
 from async_grpo_ipc.delta.tensors import as_tensors
 
@@ -35,9 +36,9 @@ EXAMPLE = ROOT / "examples" / "read_deltas.py"
 def keep(model: Any, folder: Path, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Publish and keep versions 0 and 1 of `model`, and return what was trained of version 1."""
     handle = folder / "handle.json"
-    options = RecorderOptions(folder=folder / "deltas", run_id="r", every=1, full_every=0, keep=None)
+    settings = TrainingSettings(delta_every=1, full_every=0)
     trainer: Any = SimpleNamespace(model=model, processing_class=build_tokenizer())
-    recorder = Recorder(trainer, handle, options)
+    recorder = Recorder(trainer, handle, folder / "deltas", "r", settings)
     with WeightExporter.from_model(model, handle, slots=4, dtype=dtype) as exporter:
         for version in (0, 1):
             if version:

@@ -44,31 +44,13 @@ ENDING_S = 600.0  # for the versions that still wait when training has ended
 NICENESS = 10  # encoding takes the processor that training leaves
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecorderOptions:
-    """What the command line and the run decide."""
-
-    folder: Path
-    run_id: str
-    every: int
-    full_every: int
-    keep: int | None
-
-
 def recorder_of(trainer: GRPOTrainer, run: RunDir, state: RunState, settings: TrainingSettings) -> Recorder | None:
     """What the settings ask for, None where they ask for nothing. `run.json` says where the chain is."""
     if not settings.delta_every:
         return None
-    folder = Path(settings.delta_dir or state.delta_dir or f"checkpoints/deltas_{state.run_id}")
-    options = RecorderOptions(
-        folder=folder.absolute(),
-        run_id=state.run_id,
-        every=settings.delta_every,
-        full_every=settings.full_every,
-        keep=settings.delta_keep,
-    )
-    run.update_state(of=state.run_id, delta_dir=str(options.folder))
-    return Recorder(trainer, run.weights_handle, options)
+    folder = Path(settings.delta_dir or state.delta_dir or f"checkpoints/deltas_{state.run_id}").absolute()
+    run.update_state(of=state.run_id, delta_dir=str(folder))
+    return Recorder(trainer, run.weights_handle, folder, state.run_id, settings)
 
 
 @dataclass(slots=True)
@@ -98,11 +80,14 @@ class Tally:
 
 
 class Recorder:
-    """Records what is published at `handle`. All its methods belong to the trainer's thread."""
+    """Records in `folder` what is published at `handle`. All its methods belong to the trainer's thread."""
 
-    def __init__(self, trainer: GRPOTrainer, handle: Path, options: RecorderOptions) -> None:
+    def __init__(
+        self, trainer: GRPOTrainer, handle: Path, folder: Path, run_id: str, settings: TrainingSettings
+    ) -> None:
         self.tally = Tally()
-        self._trainer, self._handle, self._options = trainer, handle, options
+        self._trainer, self._handle = trainer, handle
+        self._folder, self._run_id, self._settings = folder, run_id, settings
         self._attachment: Attachment | None = None
         self._writer: ChainWriter | None = None
         self._static: dict[str, Buffer] = {}  # what does not train, copied once
@@ -125,7 +110,7 @@ class Recorder:
         self._last = version
         if self._attachment is None:
             self._begin()
-        elif version // self._options.every == (self._taken or 0) // self._options.every:
+        elif version // self._settings.delta_every == (self._taken or 0) // self._settings.delta_every:
             return
         self._take()
 
@@ -147,10 +132,10 @@ class Recorder:
             logger.warning(
                 "deltas: version {} may be missing in {}: it was not written within {:.0f} s after training",
                 self._last,
-                self._options.folder,
+                self._folder,
                 ENDING_S,
             )
-        logger.info("deltas: {} in {}", self.tally, self._options.folder)
+        logger.info("deltas: {} in {}", self.tally, self._folder)
 
     def _begin(self) -> None:
         self._attachment = Attachment(self._handle)
@@ -166,7 +151,7 @@ class Recorder:
             self._threads[-1].start()
 
     def _open(self, lease: Lease) -> ChainWriter:
-        model, options = self._trainer.model, self._options
+        model, settings = self._trainer.model, self._settings
         is_adapter = hasattr(model, "peft_config")
         tensors, static = lease.tensors(), lease.attachment.handle.static.tensors
         try:
@@ -176,14 +161,14 @@ class Recorder:
         frozen = sorted(spec.name for spec in static)
         about = About(
             chain=uuid4().hex,
-            run_id=options.run_id,
+            run_id=self._run_id,
             kind="adapter" if is_adapter else "model",
             frozen=digest_of(copied((name, tensors[name]) for name in frozen)) if is_adapter else None,
             names=names_in_adapter(model) if is_adapter else {},
         )
-        writer = ChainWriter(options.folder, about, full_every=options.full_every, keep=options.keep)
+        writer = ChainWriter(self._folder, about, full_every=settings.full_every, keep=settings.delta_keep)
         try:
-            keep_surroundings(model, self._trainer.processing_class, options.folder / MODEL)
+            keep_surroundings(model, self._trainer.processing_class, self._folder / MODEL)
         except BaseException:
             writer.close()
             raise
@@ -278,9 +263,9 @@ class Recorder:
         written = self._writer.begin(version, buffers) if is_first else self._writer.append(version, buffers)
         if written is None:
             self.tally.last = version
-            logger.info("deltas continue after version {} in {}", version, self._options.folder)
+            logger.info("deltas continue after version {} in {}", version, self._folder)
             return
-        late = not is_first and written.span > self._options.every
+        late = not is_first and written.span > self._settings.delta_every
         self.tally.add(written, late=late)
         if late:
             self._say(

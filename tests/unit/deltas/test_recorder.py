@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from async_grpo.deltas import recorder as recorder_module
 from async_grpo.deltas.chain import Chain
-from async_grpo.deltas.recorder import Recorder, RecorderOptions
+from async_grpo.deltas.recorder import Recorder
 from async_grpo.deltas.writer import ChainWriter
 from async_grpo.errors import DeltaChainError, DiskFullError
+from async_grpo.settings import TrainingSettings
 from async_grpo.training.weight_publisher import WeightPublisher
 from async_grpo_ipc import WeightExporter
 from async_grpo_ipc.delta.tensors import as_tensors
@@ -49,11 +50,10 @@ class Run:
         torch.manual_seed(0)
         self.model = Model()
         self.folder = tmp_path / "deltas"
-        settings = RecorderOptions(
-            folder=self.folder, run_id="r", **{"every": 1, "full_every": 0, "keep": None, **options}
-        )
+        settings = TrainingSettings(**{"delta_every": 1, "full_every": 0, **options})
         handle = tmp_path / "handle.json"
-        self.recorder = Recorder(SimpleNamespace(model=self.model, processing_class=None), handle, settings)  # type: ignore[arg-type]
+        trainer: Any = SimpleNamespace(model=self.model, processing_class=None)
+        self.recorder = Recorder(trainer, handle, self.folder, "r", settings)
         exporter = WeightExporter.from_model(self.model, handle, slots=4)
         self.publisher = WeightPublisher(lambda: exporter, self.recorder)
         self.saved: Versions = {}
@@ -94,7 +94,7 @@ def test_every_version_is_kept_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_every_third_version_and_the_last(tmp_path: Path) -> None:
-    run = Run(tmp_path, every=3)
+    run = Run(tmp_path, delta_every=3)
     for version in range(9):
         run.step(version)
         if version % 3 == 0:
