@@ -14,7 +14,8 @@ from async_grpo.formatting import printable
 from async_grpo.settings import comma_separated, not_negative
 
 if TYPE_CHECKING:
-    from async_grpo.deltas.statistics import Share, Statistics
+    from async_grpo.deltas.chain import Chain
+    from async_grpo.deltas.statistics import Statistics
 
 EXAMPLES = """\
   async-grpo delta verify worker                         rebuild every version, compare hashes, name what is damaged
@@ -59,12 +60,17 @@ def run(args: argparse.Namespace) -> int:
     return actions[args.action](args)
 
 
-def _verify(args: argparse.Namespace) -> int:
+def _chain(place: Path) -> Chain:
     from async_grpo.deltas.chain import Chain
     from async_grpo.deltas.places import chain_folder
+
+    return Chain(chain_folder(place))
+
+
+def _verify(args: argparse.Namespace) -> int:
     from async_grpo.formatting import counted
 
-    chain = Chain(chain_folder(args.place))
+    chain = _chain(args.place)
     verdict = chain.verify()
     for problem in verdict.problems:
         print(printable(f"broken: {problem}"))
@@ -84,15 +90,13 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _rebuild(args: argparse.Namespace) -> int:
-    from async_grpo.deltas.chain import Chain
     from async_grpo.deltas.checkpoint import write_checkpoint
-    from async_grpo.deltas.places import chain_folder
     from async_grpo.errors import DeltaChainError
     from async_grpo.formatting import size
 
     if args.base is not None:
         return _rebuild_original(args)
-    chain = Chain(chain_folder(args.place))
+    chain = _chain(args.place)
     if not chain.versions:
         raise DeltaChainError(f"{chain.folder} has no version yet.")
     version = chain.versions[-1] if args.step is None else args.step
@@ -125,11 +129,9 @@ def _rebuild_original(args: argparse.Namespace) -> int:
 
 
 def _stats(args: argparse.Namespace) -> int:
-    from async_grpo.deltas.chain import Chain
-    from async_grpo.deltas.places import chain_folder
     from async_grpo.deltas.statistics import statistics
 
-    chain = Chain(chain_folder(args.place))
+    chain = _chain(args.place)
     found = statistics(chain, args.over)
     for problem in found.problems:
         print(printable(f"left out: {problem}"))
@@ -182,11 +184,9 @@ def _show(found: Statistics) -> None:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from async_grpo.deltas.chain import Chain
-    from async_grpo.deltas.places import chain_folder
     from async_grpo.deltas.statistics import Share, differences
 
-    chain = Chain(chain_folder(args.place))
+    chain = _chain(args.place)
     found = differences(chain.rebuild(args.old), chain.rebuild(args.new))
     total = Share(sum(share.changed for share in found.values()), sum(share.size for share in found.values()))
     print(f"version {args.old} to {args.new}: {total.changed:,} of {total.size:,} elements differ ({total.value:.2%})")
@@ -195,12 +195,11 @@ def _diff(args: argparse.Namespace) -> int:
     more = f", the first {SHOWN} of {len(found)}" if len(found) > SHOWN else ""
     options.print_table(f"by tensor{more}", ["tensor", "differ", "elements"], rows)
     if args.json is not None:
-        _write_json(args.json, {"old": args.old, "new": args.new, "tensors": _plain(found)})
+        _write_json(
+            args.json,
+            {"old": args.old, "new": args.new, "tensors": {name: asdict(share) for name, share in found.items()}},
+        )
     return 0
-
-
-def _plain(found: dict[str, Share]) -> dict[str, Any]:
-    return {name: asdict(share) for name, share in found.items()}
 
 
 def _write_json(path: Path, figures: dict[str, Any]) -> None:
