@@ -35,6 +35,7 @@ from benchmarks.table import Row, as_text, row, write_json
 from async_grpo.formatting import counted
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.queue.codec import decode_group, encode_group
+from async_grpo.queue.names import COMPLETE, JobName
 
 OURS_CLAIM = "pending again within milliseconds of its worker's death"
 
@@ -68,7 +69,7 @@ def codec_ms() -> float:
     times = []
     for _ in range(50):
         started = time.perf_counter()
-        decode_group(encode_group(group), expect_seq=0, expect_run=RUN)
+        decode_group(encode_group(group), JobName(0, 0, COMPLETE, "dev1"), RUN)
         times.append(1e3 * (time.perf_counter() - started))
     return min(times)
 

@@ -75,9 +75,9 @@ def without_codec() -> ExitStack:
 
     patches = ExitStack()
     patches.enter_context(patch.object(queue_server, "encode_job", lambda job: JOB))
-    patches.enter_context(patch.object(queue_worker, "decode_job", lambda data, expect_seq: make_job(expect_seq)))
+    patches.enter_context(patch.object(queue_worker, "decode_job", lambda data, name: make_job(name.seq)))
     patches.enter_context(patch.object(queue_worker, "encode_group", lambda group: RESULT))
-    patches.enter_context(patch.object(queue_server, "finished_group", group))
+    patches.enter_context(patch.object(queue_server, "decode_group", group))
     return patches
 
 
@@ -137,7 +137,7 @@ def cycles_of_peer(root: Path, workers: int, jobs: int, name: str, records: bool
                     time.sleep(IDLE_S)
                     continue
                 if records:
-                    decode_group(found[1], expect_run=RUN)
+                    decode_group(found[1], run_id=RUN)
                 results.done(found[0])
                 taken += 1
             return jobs / (time.perf_counter() - started)
@@ -150,5 +150,5 @@ def peer_works(make: Callable[[Path], Channel], root: Path, records: bool) -> No
         if found is None:
             time.sleep(IDLE_S)
             continue
-        results.put(encode_group(answer(decode_job(found[1], expect_run=RUN), 0, "dev1")) if records else RESULT)
+        results.put(encode_group(answer(decode_job(found[1], run_id=RUN), 0, "dev1")) if records else RESULT)
         todo.done(found[0])

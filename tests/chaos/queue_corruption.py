@@ -21,6 +21,7 @@ from safetensors.numpy import save
 from async_grpo.errors import BadFileError
 from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
 from async_grpo.queue.filesystem import OsFiles
+from async_grpo.queue.names import COMPLETE, PENDING, JobName
 
 Dice = random.Random
 
@@ -142,8 +143,8 @@ def read(files: OsFiles, path: str, kind: str) -> str:
     """What the file says, as the server or a worker would read it."""
     data = files.read(path)
     if kind == "job":
-        return repr(decode_job(data, expect_seq=1, expect_run=RUN))
-    return digest(decode_group(data, expect_seq=1, expect_run=RUN, expect_attempt=0, expect_worker="dev1"))
+        return repr(decode_job(data, JobName(1, 0, PENDING), RUN))
+    return digest(decode_group(data, JobName(1, 0, COMPLETE, "dev1"), RUN))
 
 
 def main() -> None:

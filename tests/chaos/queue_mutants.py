@@ -19,7 +19,7 @@ from async_grpo.rundir import locks
 def claim_removed_before_the_result_is_there() -> None:
     def complete(self: Any, claim: Any, group: Any) -> None:
         self._moves.drop(f"queue/{claim.name}")
-        self._moves.publish(codec.encode_group(group), f"queue/{claim.name.becomes(COMPLETE, self.id)}")
+        self._moves.publish(codec.encode_group(group), f"queue/{claim.name._replace(state=COMPLETE)}")
         self._claims.pop(claim.job.seq, None)
 
     WorkerQueue.complete = complete  # type: ignore[method-assign]
@@ -46,9 +46,7 @@ def leftovers_of_a_restarted_worker_stay() -> None:
 def jobs_taken_from_the_living() -> None:
     def recover_dead(root: Any, moves: Any, max_attempts: int, *, counts: bool = True) -> list[int]:
         return [
-            seq
-            for worker in moves.claimants()
-            for seq in moves.release_claims(worker, max_attempts, counts=counts, reason="dead?")
+            seq for worker in moves.claimants() for seq in moves.release_claims(worker, max_attempts, counts=counts)
         ]
 
     queue_server.recover_dead = recover_dead

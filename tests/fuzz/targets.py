@@ -166,7 +166,7 @@ def queue_file(sound: bytes) -> st.SearchStrategy[bytes]:
 
 
 def _read_group(data: bytes, folder: Path) -> object:
-    group = decode_group(bytearray(data), expect_run=RUN)
+    group = decode_group(bytearray(data), run_id=RUN)
     return [group.rewards.sum(), group.completion_ids.sum(), len(group.completions)]
 
 
@@ -333,7 +333,7 @@ def _read_delta(data: bytes, _: Path) -> None:
 
 TARGETS = [
     Target("delta", damaged(changed(json.loads(FIRST[16:])).map(_delta_file)) | NO_JSON, _read_delta, (DeltaError,)),
-    Target("job", queue_file(encode_job(JOB)), lambda data, _: decode_job(data, expect_run=RUN), (BadFileError,)),
+    Target("job", queue_file(encode_job(JOB)), lambda data, _: decode_job(data, run_id=RUN), (BadFileError,)),
     Target("group", queue_file(encode_group(_group(JOB))), _read_group, (BadFileError,)),
     Target("handle", files_like(changed(HANDLE).map(_handle_file)), _read_handle, (IPCError,)),
     Target("shared header", damaged(st.just(_header())), _read_header, (IPCError,)),

@@ -33,6 +33,7 @@ from async_grpo.rollout.turns.groups import Turns
 from async_grpo.setup.trl_compat import repair_trl
 from async_grpo.setup.worker_build import built_for_a_worker
 from async_grpo.training.corrections.rule import Rule, rule
+from async_grpo.training.job_issuer import state_for_rewards
 from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.trl_trainer import (
@@ -40,7 +41,6 @@ from async_grpo.training.trl_trainer import (
     append_metric,
     groups_per_round,
     make_async,
-    state_for_rewards,
 )
 
 repair_trl()

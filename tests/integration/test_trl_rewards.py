@@ -36,7 +36,7 @@ from transformers import Qwen3ForSequenceClassification
 from async_grpo.errors import UnsupportedError
 from async_grpo.queue.codec import decode_job, encode_job
 from async_grpo.rollout.trl_trainer import RolloutTrainer
-from async_grpo.training.trl_trainer import state_for_rewards
+from async_grpo.training.job_issuer import state_for_rewards
 
 pytestmark = pytest.mark.integration
 

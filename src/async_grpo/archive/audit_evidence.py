@@ -18,7 +18,7 @@ from async_grpo.archive.history import Process, read_record
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import BadFileError
 from async_grpo.formatting import counted
-from async_grpo.queue.codec import decode_job, finished_group
+from async_grpo.queue.codec import decode_group, decode_job
 from async_grpo.queue.filesystem import Files, OsFiles
 from async_grpo.queue.names import (
     COMPLETE,
@@ -142,9 +142,9 @@ class Reader:
 def _stored(data: bytearray, name: JobName, run_id: str) -> Stored | None:
     """What a finished group's file says, or None for a job's; `BadFileError` for any other."""
     if name.state not in (COMPLETE, DUPLICATE):
-        decode_job(data, expect_seq=name.seq, expect_run=run_id)
+        decode_job(data, name, run_id)
         return None
-    group = finished_group(data, name, run_id)
+    group = decode_group(data, name, run_id)
     return Stored(name, group.worker, group.policy_version, _turn_rewards(group), _wrong_turns(group))
 
 

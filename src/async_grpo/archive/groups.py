@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.history import Dropped, Started, Used, final_history, parse_entry, read_record
 from async_grpo.errors import BadFileError, RunDirError
-from async_grpo.queue.codec import finished_group
+from async_grpo.queue.codec import decode_group
 from async_grpo.queue.filesystem import Files, OsFiles, done_folders
 from async_grpo.queue.names import COMPLETE, JobName, parse_name, shard
 from async_grpo.records import RolloutGroup
@@ -174,7 +174,7 @@ class FinishedGroups:
     def _read(self, files: OsFiles, path: str, name: JobName, fate: Fate) -> FinishedGroup | None:
         """The group in a file; None if it is gone, broken, or not the result that was used."""
         try:
-            group = finished_group(files.read(path), name, self.state.run_id)
+            group = decode_group(files.read(path), name, self.state.run_id)
             finished_at = (self.run.root / path).stat().st_mtime
         except FileNotFoundError:
             return None  # moved or trimmed meanwhile

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from async_grpo.errors import BadFileError, BadGroupError, QueueError, UnsupportedError
 from async_grpo.images import EncodedImage, put_back, taken_out
 from async_grpo.kept_tokens import unpack
-from async_grpo.queue.schema import IMAGES, TABLE, Dtype, Schema, Values
+from async_grpo.queue.schema import IMAGES, TABLE, Dtype, Schema
 from async_grpo.records import FORMAT, OLDEST_FORMAT, Job, RolloutGroup
+from async_grpo.rundir.reading import parse_deep_object
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,42 +36,42 @@ if TYPE_CHECKING:
 MAX_FILE_BYTES = 1 << 28  # larger files are refused before they are read
 
 _JSON = json.JSONEncoder(ensure_ascii=False, check_circular=False)
-_PARSER = json.JSONDecoder()
 _BEFORE_CHECKSUM = b'{"__metadata__": {"crc32c": "'
 _CHECKSUM_AT = 8 + len(_BEFORE_CHECKSUM)
 _CHECKSUM_END = _CHECKSUM_AT + 8
 
 
-def _schemas(record: type, name: str) -> dict[str, Schema]:
-    """By the format of a file, the newest first."""
-    return {f"async-grpo-{name}/{number}": Schema(record, number) for number in range(FORMAT, OLDEST_FORMAT - 1, -1)}
-
-
-_JOBS, _GROUPS = _schemas(Job, "job"), _schemas(RolloutGroup, "group")
-_JOB, _GROUP = next(iter(_JOBS.items())), next(iter(_GROUPS.items()))  # what is written
+_NUMBERS = range(FORMAT, OLDEST_FORMAT - 1, -1)
+_JOBS = {f"async-grpo-job/{number}": Schema(Job, number) for number in _NUMBERS}
+_GROUPS = {f"async-grpo-group/{number}": Schema(RolloutGroup, number) for number in _NUMBERS}
+_JOB, _GROUP = next(iter(_JOBS)), next(iter(_GROUPS))  # what is written
 
 
 def encode_job(job: Job) -> bytes:
     """The file of a job. `UnsupportedError` names the dataset column that JSON cannot hold exactly."""
-    kind, schema = _JOB
+    schema = _JOBS[_JOB]
     images: list[EncodedImage] = []
     header = schema.header.of(job, images)
     if reason := schema.header.misfit(header):
         raise QueueError(f"Job {job.seq} cannot be written: {reason}.")
     if not images:
-        return _pack(kind, schema, header, {})
+        return _pack(_JOB, schema, header, {})
     values, tensors = _apart({"header": header})
-    return _pack(kind, schema, values["header"], tensors)
+    return _pack(_JOB, schema, values["header"], tensors)
 
 
-def decode_job(data: bytes | bytearray, *, expect_seq: int | None = None, expect_run: str | None = None) -> Job:
-    """The job in `data`; `BadFileError` says what is wrong with it."""
+def decode_job(data: bytes | bytearray, name: JobName | None = None, run_id: str | None = None) -> Job:
+    """The job in `data`; `BadFileError` says what is wrong with it.
+
+    Args:
+        name, run_id: of the file, and of the run that it is in, where they are known: it may be another's.
+    """
     schema, header, tensors = _unpack(data, _JOBS)
     if tensors:
         _together({"header": header}, tensors)
-    job = Job(**_sound_fields(schema.header, header))
-    _expect("sequence number", job.seq, expect_seq)
-    _expect("run", job.run_id, expect_run)
+    job = Job(**schema.header.fields(header))
+    _expect("run", job.run_id, run_id)
+    _expect("sequence number", job.seq, name and name.seq)
     return job
 
 
@@ -78,7 +79,7 @@ def encode_group(group: RolloutGroup) -> bytes:
     """The file of a finished group. `BadGroupError`: its parts contradict each other, or a value is not finite."""
     import numpy as np
 
-    kind, schema = _GROUP
+    schema = _GROUPS[_GROUP]
     tensors = {name: array for name in schema.arrays if (array := getattr(group, name)) is not None}
     images: list[EncodedImage] = []
     try:
@@ -91,42 +92,30 @@ def encode_group(group: RolloutGroup) -> bytes:
     if images:
         values, of_images = _apart({"header": header, "texts": texts})
         header, texts = values["header"], values["texts"]
-    of_texts = np.frombuffer(_to_json(texts).encode(), np.uint8)
-    return _pack(kind, schema, header, {**tensors, "texts": of_texts, **of_images})
+    of_texts = np.frombuffer(_to_json(texts), np.uint8)
+    return _pack(_GROUP, schema, header, {**tensors, "texts": of_texts, **of_images})
 
 
-def decode_group(
-    data: bytes | bytearray,
-    *,
-    expect_seq: int | None = None,
-    expect_run: str | None = None,
-    expect_attempt: int | None = None,
-    expect_worker: str | None = None,
-) -> RolloutGroup:
+def decode_group(data: bytes | bytearray, name: JobName | None = None, run_id: str | None = None) -> RolloutGroup:
     """The finished group in `data`; `BadFileError` says what is wrong with it.
 
     Its arrays are writable; those from a bytearray are views of it.
+
+    Args:
+        name, run_id: as for `decode_job`.
     """
     schema, header, tensors = _unpack(data, _GROUPS)
-    texts = _parse(tensors.pop("texts").tobytes())
+    texts = parse_deep_object(tensors.pop("texts").tobytes())
     if not tensors.keys().isdisjoint((IMAGES, TABLE)):
         _together({"header": header, "texts": texts}, tensors)
-    values: dict[str, Any] = {**_sound_fields(schema.header, header), **_sound_fields(schema.texts, texts), **tensors}
-    group = RolloutGroup(**values)
-    _expect("sequence number", group.job.seq, expect_seq)
-    _expect("run", group.job.run_id, expect_run)
-    _expect("attempt", group.attempt, expect_attempt)
-    _expect("worker", group.worker, expect_worker)
-    if reason := _contradiction(group, tensors, schema):
+    group = RolloutGroup(**schema.header.fields(header), **schema.texts.fields(texts), **tensors)
+    _expect("run", group.job.run_id, run_id)
+    _expect("sequence number", group.job.seq, name and name.seq)
+    _expect("attempt", group.attempt, name and name.attempt)
+    _expect("worker", group.worker, name and name.worker)
+    if reason := _misfit_of_arrays(tensors, schema) or _contradiction(group, tensors, schema):
         _bad(reason)
     return group
-
-
-def finished_group(data: bytearray, name: JobName, run_id: str) -> RolloutGroup:
-    """The group in a file of this name; `BadFileError` if its content is another's, or not sound."""
-    return decode_group(
-        data, expect_seq=name.seq, expect_run=run_id, expect_attempt=name.attempt, expect_worker=str(name.worker)
-    )
 
 
 def _apart(values: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
@@ -135,7 +124,7 @@ def _apart(values: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
 
     values, images, places = taken_out(values)
     table = _to_json({"sizes": [len(image.data) for image in images], "places": places})
-    contents = (b"".join(image.data for image in images), table.encode())
+    contents = (b"".join(image.data for image in images), table)
     return values, {name: np.frombuffer(data, np.uint8) for name, data in zip((IMAGES, TABLE), contents, strict=True)}
 
 
@@ -143,7 +132,7 @@ def _together(values: dict[str, Any], tensors: Tensors) -> None:
     """Put the images of a file back into its JSON values."""
     if not tensors.keys() >= {IMAGES, TABLE}:
         _bad(f"its tensors {IMAGES} and {TABLE} must be given together")
-    data, table = tensors.pop(IMAGES).tobytes(), _parse(tensors.pop(TABLE).tobytes())
+    data, table = tensors.pop(IMAGES).tobytes(), parse_deep_object(tensors.pop(TABLE).tobytes())
     sizes = table.get("sizes")
     if type(sizes) is not list or not all(type(size) is int and size >= 0 for size in sizes) or sum(sizes) != len(data):
         _bad("its table of images does not fit their bytes")
@@ -152,17 +141,25 @@ def _together(values: dict[str, Any], tensors: Tensors) -> None:
     put_back(values, images, table.get("places"))
 
 
-def _sound_fields(values: Values, found: dict[str, Any]) -> dict[str, Any]:
-    if reason := values.misfit(found):
-        _bad(reason)
-    return values.fields(found)
-
-
 def _misfit_of_arrays(tensors: Tensors, schema: Schema) -> str | None:
+    """Why one of the arrays is not valid by itself, or None.
+
+    Extremes and sums instead of masks, which take twice the time.
+    """
+    import numpy as np
+
+    add, least, greatest = np.add.reduce, np.minimum.reduce, np.maximum.reduce
     for name, array in tensors.items():
-        if array.dtype.str != schema.dtypes[name].numpy or array.ndim != schema.dimensions[name]:
-            expected = f"{schema.arrays[name].kind} with {schema.dimensions[name]} dimensions"
-            return f"{name} must be {expected}, got {array.dtype} with {array.ndim}"
+        about, dimensions = schema.arrays[name], schema.dimensions[name]
+        if array.dtype.str != schema.dtypes[name].numpy or array.ndim != dimensions:
+            return f"{name} must be {about.kind} with {dimensions} dimensions, got {array.dtype} with {array.ndim}"
+        if about.kind == "float32":
+            if about.finite and not math.isfinite(add(array)) and not np.isfinite(array).all():
+                return f"{name} holds a value that is not finite"
+        elif about.least is not None and least(array, initial=about.least) < about.least:
+            return f"{name} holds a value below {about.least}"
+        elif about.most is not None and greatest(array, initial=about.most) > about.most:
+            return f"{name} holds a value above {about.most}"
     return None
 
 
@@ -187,25 +184,8 @@ def _contradiction(group: RolloutGroup, tensors: Tensors, schema: Schema) -> str
         return f"there are {len(group.prompts)} prompts for {generations} generations"
     if (group.turn_rewards is None) != (turns is None):
         return "turn_rewards and turn_counts must be given together"
-    return _bad_values(group, tensors, schema)
-
-
-def _bad_values(group: RolloutGroup, tensors: Tensors, schema: Schema) -> str | None:
-    """Extremes and sums instead of masks, which take twice the time."""
-    import numpy as np
-
-    add, least, greatest = np.add.reduce, np.minimum.reduce, np.maximum.reduce
-    for name, array in tensors.items():
-        about = schema.arrays[name]
-        if about.kind == "float32":
-            if about.finite and not math.isfinite(add(array)) and not np.isfinite(array).all():
-                return f"{name} holds a value that is not finite"
-        elif about.least is not None and least(array, initial=about.least) < about.least:
-            return f"{name} holds a value below {about.least}"
-        elif about.most is not None and greatest(array, initial=about.most) > about.most:
-            return f"{name} holds a value above {about.most}"
     versions = group.token_versions
-    if versions is not None and versions.size and int(least(versions)) < group.policy_version:
+    if versions is not None and versions.size and int(versions.min()) < group.policy_version:
         return "a token version is older than the group's"
     if group.kept_tokens is not None:
         try:
@@ -215,13 +195,14 @@ def _bad_values(group: RolloutGroup, tensors: Tensors, schema: Schema) -> str | 
     return None
 
 
-def _pack(kind: str, schema: Schema, header: dict[str, Any], tensors: Tensors) -> bytes:
+def _pack(form: str, schema: Schema, header: dict[str, Any], tensors: Tensors) -> bytes:
     described, end = "", 0
     for name, array in tensors.items():
         begin, end = end, end + array.nbytes
         dtype, shape = schema.dtypes[name].safetensors, list(array.shape)
         described += f', "{name}": {{"dtype": "{dtype}", "shape": {shape}, "data_offsets": [{begin}, {end}]}}'
-    top = f'", "format": "{kind}", "header": {_JSON.encode(_to_json(header))}}}{described}}}'.encode()
+    text = _JSON.encode(_to_json(header).decode())
+    top = f'", "format": "{form}", "header": {text}}}{described}}}'.encode()
     top += b" " * (-(_CHECKSUM_END + len(top)) % 8)
     size = _CHECKSUM_END + len(top) + end
     if size > MAX_FILE_BYTES:
@@ -234,20 +215,21 @@ def _pack(kind: str, schema: Schema, header: dict[str, Any], tensors: Tensors) -
     return b"".join((before, _checksum(before, *after), *after))
 
 
-def _unpack(data: bytes | bytearray, formats: dict[str, Schema]) -> tuple[Schema, dict[str, Any], Tensors]:
+def _unpack(data: bytes | bytearray, schemas: dict[str, Schema]) -> tuple[Schema, dict[str, Any], Tensors]:
     if len(data) > MAX_FILE_BYTES:
         _bad(f"{len(data):,} bytes are over the limit of {MAX_FILE_BYTES:,}")
     start = 8 + int.from_bytes(data[:8], "little")
     if len(data) < 8 or start > len(data):
         _bad("it is truncated, or no safetensors file")
-    layout = _parse(data[8:start])
+    layout = parse_deep_object(data[8:start])
     metadata = layout.pop("__metadata__", None)
     if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
         _bad("its metadata is not that of a queue file")
-    schema = formats.get(metadata.get("format", "none"))
+    form = metadata.get("format", "none")
+    schema = schemas.get(form)
     if schema is None:
-        known = " or ".join(map(repr, formats))
-        _bad(f"its format is {metadata.get('format', 'none')[:40]!r}, not {known}: another version wrote it")
+        known = " or ".join(map(repr, schemas))
+        _bad(f"its format is {form[:40]!r}, not {known}: another version wrote it")
     if list(metadata) != ["crc32c", "format", "header"]:
         _bad("its metadata is not that of a queue file")
     if not schema.required <= layout.keys() <= schema.dtypes.keys():
@@ -262,7 +244,7 @@ def _unpack(data: bytes | bytearray, formats: dict[str, Schema]) -> tuple[Schema
     if data[_CHECKSUM_AT:_CHECKSUM_END] != checksum:
         _bad(f"its checksum is {checksum.decode()}, not {metadata['crc32c'][:8]!r}: the content was changed")
     arrays = _arrays(data if type(data) is bytearray else bytearray(data), start, layout, schema) if layout else {}
-    return schema, _parse(metadata["header"]), arrays
+    return schema, parse_deep_object(metadata["header"]), arrays
 
 
 def _checksum(*parts: bytes | memoryview) -> bytes:
@@ -308,25 +290,9 @@ def _tensor_bytes(name: str, about: Any, dtype: Dtype, dimensions: int, begin: i
     return size
 
 
-def _to_json(value: dict[str, Any]) -> str:
-    text = _JSON.encode(value)
-    if text.isascii():
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate in a row: legal in Python, not in UTF-8
-        return json.dumps(value)
-    return text
-
-
-def _parse(text: bytes | bytearray | str) -> dict[str, Any]:
-    try:
-        parsed = _PARSER.decode(text if isinstance(text, str) else text.decode())
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        _bad(f"its JSON cannot be read ({type(error).__name__})")
-    if type(parsed) is not dict:
-        _bad("its JSON is not an object")
-    return parsed
+def _to_json(value: dict[str, Any]) -> bytes:
+    """A lone surrogate, legal in Python and not in UTF-8, is escaped as JSON escapes it."""
+    return _JSON.encode(value).encode(errors="backslashreplace")
 
 
 def _expect(what: str, got: object, expected: object) -> None:

@@ -33,7 +33,7 @@ class WorkerState(NamedTuple):
         return str(self.id)
 
 
-def worker_lock(root: Path, worker: WorkerId) -> KernelLock:
+def worker_lock(root: Path, worker: WorkerId | str) -> KernelLock:
     return KernelLock(root / "alive" / f"{worker}.lock")
 
 

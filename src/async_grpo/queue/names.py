@@ -37,16 +37,15 @@ _QUEUE_NAME = re.compile(
     rf"(?:(pending)|(processing)_by_({WorkerId.PATTERN})|(complete|duplicate)_from_({WorkerId.PATTERN}))\.safetensors"
 )
 _SET_ASIDE_NAME = re.compile(r"([0-9]{10})\.a([0-9]{2,3})_(failed|broken|retried)(_[a-z0-9_]+)?\.safetensors")
-_parse_worker = lru_cache(maxsize=256)(WorkerId.parse)
 
 
 class JobName(NamedTuple):
-    """A parsed name, e.g. `JobName(42, 0, "processing", WorkerId(1))`; `str()` of it is the file name."""
+    """A parsed name, e.g. `JobName(42, 0, "processing", "dev1")`; `str()` of it is the file name."""
 
     seq: int
     attempt: int  # 0 for the first try
     state: str
-    worker: WorkerId | None = None  # the one that has or had the job, in the states that name one
+    worker: str | None = None  # the one that has or had the job, in the states that name one
 
     def __str__(self) -> str:
         worker = f"{_LINK[self.state]}{self.worker}" if self.state in _LINK else ""
@@ -69,10 +68,6 @@ class JobName(NamedTuple):
     def pending(self, attempt: int) -> JobName:
         return JobName(self.seq, attempt, PENDING)
 
-    def becomes(self, state: str, worker: WorkerId | None) -> JobName:
-        """The same attempt in another state of a worker."""
-        return JobName(self.seq, self.attempt, state, worker)
-
 
 @lru_cache(maxsize=1024)  # the same names are listed again and again, and at most 256 jobs are open
 def parse_name(name: str) -> JobName | None:
@@ -81,8 +76,7 @@ def parse_name(name: str) -> JobName | None:
     if match is None:
         return None
     seq, attempt, pending, processing, claimer, finished, maker = match.groups()
-    worker = _parse_worker(claimer or maker or "")
-    return JobName(int(seq), int(attempt), pending or processing or finished, worker)
+    return JobName(int(seq), int(attempt), pending or processing or finished, claimer or maker)
 
 
 class SetAside(NamedTuple):

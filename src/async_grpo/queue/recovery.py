@@ -37,9 +37,8 @@ def recover_dead(root: Path, moves: Moves, max_attempts: int, *, counts: bool = 
         if not lock.try_acquire():
             continue
         try:
-            reason = f"Worker {worker} died while it had this job."
             with suppress(DiskFullError):  # no room for a reason: the claim stays, the next look tries again
-                recovered += moves.release_claims(worker, max_attempts, counts=counts, reason=reason)
+                recovered += moves.release_claims(worker, max_attempts, counts=counts)
         finally:
             lock.release()
     return recovered

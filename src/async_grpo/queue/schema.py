@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from async_grpo.errors import UnsupportedError
+from async_grpo.errors import BadFileError, UnsupportedError
 from async_grpo.images import EncodedImage
 from async_grpo.records import Stored
 from async_grpo.rundir.reading import is_nested_deeper
@@ -60,6 +60,16 @@ def _kind(about: Stored) -> _Kind:
     return _KINDS[about.kind] if isinstance(about.kind, str) else _KINDS["object"]
 
 
+def _rules(about: Stored) -> Iterator[tuple[Callable[[Any], bool], str]]:
+    """What must hold of a value of the right type, each with what it is otherwise."""
+    if is_sound := _kind(about).is_sound:
+        yield is_sound, f"is not a valid {about.kind}"
+    if (least := about.least) is not None:
+        yield (lambda number: number >= least), f"is {{}}, less than {least}"
+    if choices := about.choices:
+        yield (lambda text: text in choices), f"is {{!r:.40}}, not one of {', '.join(choices)}"
+
+
 class Values:
     """The JSON values of a record: those in the header of a file, or its texts."""
 
@@ -69,11 +79,9 @@ class Values:
         kinds = {name: _kind(about) for name, about in self.columns.items()}
         self._names, self._types = list(kinds), [kind.type for kind in kinds.values()]
         self._free = [(name, about.item) for name, about in self.columns.items() if about.item]
-        self._checked = [(name, kind.is_sound) for name, kind in kinds.items() if kind.is_sound]
+        self._rules = [(name, *rule) for name, about in self.columns.items() for rule in _rules(about)]
         self._written = [(name, kind.write) for name, kind in kinds.items() if kind.write]
         self._read = [(name, kind.read) for name, kind in kinds.items() if kind.read]
-        self._least = [(name, about.least) for name, about in self.columns.items() if about.least is not None]
-        self._chosen = [(name, about.choices) for name, about in self.columns.items() if about.choices]
         self._nested = [
             (name, Values(about.kind, number, place))
             for name, about in self.columns.items()
@@ -96,31 +104,24 @@ class Values:
         return values
 
     def misfit(self, values: dict[str, Any]) -> str | None:
-        """Why `values` are not valid, or None."""
+        """Why `values` are not valid, or None. Nested records are not looked into."""
         if list(values) != self._names:
             return f"the {self.record.__name__} has fields {str(list(values))[:200]}, not {self._names}"
         if list(map(type, values.values())) != self._types:
             name = next(n for n, kind in zip(self._names, self._types, strict=True) if type(values[n]) is not kind)
             return f"{name} is of type {type(values[name]).__name__}, not {_kind(self.columns[name]).type.__name__}"
-        for name, is_sound in self._checked:
-            if not is_sound(values[name]):
-                return f"{name} is not a valid {self.columns[name].kind}"
+        for name, holds, otherwise in self._rules:
+            if not holds(values[name]):
+                return f"{name} {otherwise.format(values[name])}"
         for name, _ in self._free:
-            if is_nested_deeper(values[name], MAX_NESTING + 2):  # the column is the first of them
+            if values[name] and is_nested_deeper(values[name], MAX_NESTING + 2):  # the column is the first of them
                 return f"{name} is nested too deeply"
-        for name, least in self._least:
-            if values[name] < least:
-                return f"{name} is {values[name]}, less than {least}"
-        for name, choices in self._chosen:
-            if values[name] not in choices:
-                return f"{name} is {values[name][:40]!r}, not one of {', '.join(choices)}"
-        for name, nested in self._nested:
-            if reason := nested.misfit(values[name]):
-                return reason
         return None
 
     def fields(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Turn valid `values` into the record's fields."""
+        """Turn what a file holds into the record's fields. `BadFileError` says what is wrong with it."""
+        if reason := self.misfit(values):
+            raise BadFileError(reason)
         for name, nested in self._nested:
             values[name] = nested.record(**nested.fields(values[name]))
         for name, read in self._read:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from async_grpo.errors import BadFileError, DiskFullError, QueueError, RunDirError
-from async_grpo.queue.codec import encode_job, finished_group
+from async_grpo.queue.codec import decode_group, encode_job
 from async_grpo.queue.filesystem import Files, OsFiles, job_files, prepare_root, set_aside_files
 from async_grpo.queue.listing import QueueCounts, counts_of, reason_of
 from async_grpo.queue.liveness import LOOK_S, Reaper, WorkerState, live_workers
@@ -172,7 +172,7 @@ class ServerQueue:
             )
         if len(self._open) >= self._max_open:
             raise QueueError(f"{self._max_open} jobs are open, which is the bound: take finished groups first.")
-        self._lock.retake_if_deleted()
+        self._lock.require(retake=True)
         if not self._serves:  # the first job: from now on workers may claim
             self._lock.add_to_note(run_id=self.run_id, max_attempts=self._max_attempts)
             self._serves = True
@@ -188,7 +188,7 @@ class ServerQueue:
 
         Jobs whose files are broken or missing are issued again.
         """
-        self._lock.retake_if_deleted()  # without the file a second server could start
+        self._lock.require(retake=True)  # without the file a second server could start
         if self._reaper is not None:
             self._reaper.raise_error()
         names = job_files(self._moves.files)
@@ -272,7 +272,7 @@ class ServerQueue:
 
     def claimants(self) -> list[str]:
         """Names of the workers that have a job now, dead ones included until their jobs are pending again."""
-        return [str(worker) for worker in self._moves.claimants()]
+        return self._moves.claimants()
 
     def workers(self) -> list[WorkerState]:
         return live_workers(self.root)
@@ -297,7 +297,7 @@ class ServerQueue:
     def _read_group(self, entry: JobName, job: Job) -> RolloutGroup:
         data = self._moves.files.read(f"queue/{entry}")
         self._largest_group = max(self._largest_group, len(data))
-        group = finished_group(data, entry, self.run_id)
+        group = decode_group(data, entry, self.run_id)
         if not _asks_the_same(group.job, job):
             raise BadFileError("it answers another job than the one that was issued, e.g. another prompt or seed")
         return group
@@ -360,7 +360,7 @@ class ServerQueue:
         names = [JobName(seq, attempt, PENDING) for attempt in attempts]
         for worker in self.workers():
             names += [
-                JobName(seq, attempt, state, worker.id) for attempt in attempts for state in (PROCESSING, COMPLETE)
+                JobName(seq, attempt, state, worker.name) for attempt in attempts for state in (PROCESSING, COMPLETE)
             ]
         failed = [f"quarantine/{set_aside_name(JobName(seq, attempt, PENDING), FAILED)}" for attempt in attempts]
         paths = [f"queue/{name}" for name in names] + failed

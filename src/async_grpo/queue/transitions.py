@@ -24,7 +24,6 @@ from async_grpo.queue.names import (
     shard,
 )
 from async_grpo.queue.wakeups import JobPipe
-from async_grpo.records import WorkerId
 
 DEFAULT_MAX_ATTEMPTS = 3
 
@@ -109,17 +108,17 @@ class Moves:
             return False
         return self.move(f"queue/{claim}", f"queue/{claim.pending(claim.attempt + 1)}")
 
-    def claimants(self) -> list[WorkerId]:
-        """Workers that have jobs, dead or alive, in order."""
+    def claimants(self) -> list[str]:
+        """Names of the workers that have jobs, dead or alive."""
         return sorted({name.worker for name in job_files(self.files) if name.state == PROCESSING and name.worker})
 
-    def release_claims(self, worker: WorkerId, max_attempts: int, *, counts: bool, reason: str) -> list[int]:
+    def release_claims(self, worker: str, max_attempts: int, *, counts: bool) -> list[int]:
         """Make the jobs of a dead worker pending again; returns their sequence numbers. The caller holds its lock.
 
         counts: whether the death counts as an attempt; it does not when the whole run was down. A worker that died
         between publishing a result and dropping its claim has done the job.
         """
-        self.clear_temporaries(str(worker))
+        self.clear_temporaries(worker)
         released = []
         for name in sorted(job_files(self.files)):
             if (name.state, name.worker) != (PROCESSING, worker):
@@ -128,7 +127,7 @@ class Moves:
                 self.drop(f"queue/{name}")
             else:
                 if counts:
-                    self.try_again(name, max_attempts, reason)
+                    self.try_again(name, max_attempts, f"Worker {worker} died while it had this job.")
                 else:
                     self.move(f"queue/{name}", f"queue/{name.pending(name.attempt)}")
                 released.append(name.seq)
@@ -147,7 +146,7 @@ class Moves:
 
     def _result_exists(self, claim: JobName) -> bool:
         """First queue/, then done/: that is the way a result goes, so it cannot slip past."""
-        result = claim.becomes(COMPLETE, claim.worker)
+        result = claim._replace(state=COMPLETE)
         broken = f"quarantine/{set_aside_name(result, BROKEN)}"
         return any(map(self.files.exists, (f"queue/{result}", f"{shard(claim.seq)}/{result}", broken)))
 
@@ -171,7 +170,7 @@ class Done:
 
     def add(self, name: JobName, state: str = COMPLETE) -> bool:
         """Move a finished group here from queue/; False if it is gone."""
-        folder, kept = shard(name.seq), name.becomes(state, name.worker)
+        folder, kept = shard(name.seq), name._replace(state=state)
         if folder not in self._folders:
             self._moves.make_folder(folder)
             self._folders.add(folder)

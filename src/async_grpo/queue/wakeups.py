@@ -43,7 +43,7 @@ class JobPipe:
 
     def announce(self, names: Iterable[str]) -> None:
         """Wake one sleeping worker for each of these names. A full pipe, with 4,096 names, takes no more."""
-        self._reopen_if_deleted()
+        self._open()
         if self._fd >= 0:
             with suppress(OSError):
                 for name in names:  # one by one, as the kernel wakes one sleeper a write
@@ -60,7 +60,7 @@ class JobPipe:
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until there is a name to take. False after `timeout_s`, or earlier where there is no pipe."""
-        self._reopen_if_deleted()
+        self._open()
         if self._fd < 0:
             time.sleep(min(timeout_s, BLIND_LOOK_S))
             return False
@@ -78,7 +78,14 @@ class JobPipe:
             self._fd = -1
 
     def _open(self) -> None:
-        """Make or open the pipe. A file of another kind or another user at its path is not used."""
+        """Have the pipe open, and make it where it is missing.
+
+        Processes that started after the pipe was deleted have another. A disk that was full may have room now. A file
+        of another kind or another user at its path is not used.
+        """
+        if self._fd >= 0 and os.fstat(self._fd).st_nlink:
+            return
+        self.close()
         with suppress(OSError):
             with suppress(FileExistsError):
                 os.mkfifo(self._path, 0o600)
@@ -87,12 +94,6 @@ class JobPipe:
             found = os.fstat(self._fd)
             if not stat.S_ISFIFO(found.st_mode) or found.st_uid != os.geteuid():
                 self.close()
-
-    def _reopen_if_deleted(self) -> None:
-        """Processes that started after the pipe was deleted have another. A disk that was full may have room now."""
-        if self._fd < 0 or os.fstat(self._fd).st_nlink == 0:
-            self.close()
-            self._open()
 
 
 IN_MODIFY, IN_MOVED_TO, IN_CREATE = 0x2, 0x80, 0x100

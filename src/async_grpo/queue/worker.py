@@ -90,8 +90,7 @@ class WorkerQueue:
                 return False
             time.sleep(0.002)  # the server is making our predecessor's jobs pending
         self._learn_server()
-        reason = f"Worker {self.name} died while it had this job."
-        self._moves.release_claims(self.id, self._max_attempts, counts=self.served(), reason=reason)
+        self._moves.release_claims(self.name, self._max_attempts, counts=self.served())
         return True
 
     def close(self) -> None:
@@ -107,15 +106,15 @@ class WorkerQueue:
         self._lock.require()
         claims: list[Claim] = []
         if time.monotonic() < self._look_at:
-            claims = self._claim_among(self._take_announced(limit, skip), limit)
+            claims = self._claim_among(_oldest_first(self._pipe.take(limit), skip), limit)
         return claims or self._claim_among(self._look(skip), limit)
 
     def complete(self, claim: Claim, group: RolloutGroup) -> None:
         self._lock.require_process()
         if (group.job.seq, group.attempt, group.worker) != (claim.job.seq, claim.attempt, self.name):
             raise QueueError(f"The group of job {group.job.seq} is not an answer to claim {claim.name}.")
-        result = f"queue/{claim.name.becomes(COMPLETE, self.id)}"
-        self._moves.publish(encode_group(group), result, durable=self._durable)
+        result = claim.name._replace(state=COMPLETE)
+        self._moves.publish(encode_group(group), f"queue/{result}", durable=self._durable)
         self._moves.drop(f"queue/{claim.name}")
         self._claims.pop(claim.job.seq, None)
 
@@ -137,7 +136,7 @@ class WorkerQueue:
         deadline = time.monotonic() + timeout_s
         while True:
             if names := self._look(skip):
-                self._announce(names)
+                self._pipe.announce(name.job for name in names)
                 return True
             if time.monotonic() >= deadline:
                 return False
@@ -159,15 +158,13 @@ class WorkerQueue:
     def _learn_server(self) -> None:
         """The server's note says which run it serves and how often a job may be tried.
 
-        A server that issues no jobs yet has not said so: what its predecessor said is still good.
+        A server that issues no jobs yet has not said so, and one that writes the note now has not finished: what was
+        said before is still good, as it is where the note holds anything else.
         """
         note = self._server_lock.last_owner()
-        if "run_id" in note:
-            self._served_run, self._max_attempts = note["run_id"], int(note.get("max_attempts", DEFAULT_MAX_ATTEMPTS))
-
-    def _take_announced(self, limit: int, skip: Collection[int]) -> list[JobName]:
-        """Up to `limit` jobs of the pipe, the oldest first. Another worker may have them by now."""
-        return _oldest_first(self._pipe.take(limit), skip)
+        run_id, attempts = note.get("run_id"), note.get("max_attempts", DEFAULT_MAX_ATTEMPTS)
+        if type(run_id) is str and type(attempts) is int and attempts > 0:
+            self._served_run, self._max_attempts = run_id, attempts
 
     def _look(self, skip: Collection[int]) -> list[JobName]:
         """Every pending job, the oldest first. Announce those that are left to others: none is in the pipe any more."""
@@ -176,16 +173,13 @@ class WorkerQueue:
         entries = self._moves.files.names("queue")
         return _oldest_first((entry[: -len(PENDING_END)] for entry in entries if entry.endswith(PENDING_END)), skip)
 
-    def _announce(self, names: Iterable[JobName]) -> None:
-        self._pipe.announce(name.job for name in names)
-
     def _claim_among(self, names: list[JobName], limit: int) -> list[Claim]:
         """Claim up to `limit` of these jobs in their order, and leave the others to the workers that it wakes."""
         claims: list[Claim] = []
         for index, name in enumerate(names):
             alone = bool(claims) and max(name.attempt, claims[-1].attempt) > 0
             if len(claims) == limit or alone:
-                self._announce(names[index:])
+                self._pipe.announce(name.job for name in names[index:])
                 break
             try:
                 claim = self._try_claim(name)
@@ -203,11 +197,11 @@ class WorkerQueue:
 
         None if another worker was faster, or the file is unusable (set aside for the server to see).
         """
-        mine = name.becomes(PROCESSING, self.id)
+        mine = name._replace(state=PROCESSING, worker=self.name)
         if not self._moves.move(f"queue/{name}", f"queue/{mine}"):
             return None
         try:
-            job = decode_job(self._moves.files.read(f"queue/{mine}"), expect_seq=name.seq)
+            job = decode_job(self._moves.files.read(f"queue/{mine}"), name)
             if job.run_id != self._served_run:
                 self._learn_server()
             run = self._served_run or job.run_id  # unknown after a full disk; the server checks the result

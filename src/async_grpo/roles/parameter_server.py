@@ -95,7 +95,7 @@ def _serve(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
         with suppress(AsyncGRPOError, OSError):  # the first error is the one to be told
             now = run.state_of(state.run_id)
             if now.undo:
-                _require(lock)
+                lock.require(retake=True)
                 run.take_back_resume(state.run_id)
             elif now.state == runs.RUNNING:  # it ended before there was a training to sum up
                 result = runs.STOPPED if isinstance(error, SystemExit) else runs.FAILED
@@ -210,13 +210,8 @@ def _sum_up(
     Raises:
         AsyncGRPOError: another server has the directory by now, or another run is in it. Nothing was written.
     """
-    _require(lock)
+    lock.require(retake=True)
     run.state_of(figures["run_id"])
     process = {"state": state, "server_pid": os.getpid(), "worker_restarts": 0}
     write_json(run.summary, {**process, **figures, **earlier, **process, "steps": figures["steps"]})
     run.update_state(of=figures["run_id"], state=state, step=figures["steps"])
-
-
-def _require(lock: KernelLock) -> None:
-    lock.retake_if_deleted()
-    lock.require_process()

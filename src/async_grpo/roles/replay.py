@@ -18,7 +18,7 @@ from async_grpo.errors import AsyncGRPOError, RunDirError, UnsupportedError, Usa
 from async_grpo.formatting import counted
 from async_grpo.queue.codec import MAX_FILE_BYTES, decode_group
 from async_grpo.queue.filesystem import OsFiles
-from async_grpo.queue.names import COMPLETE
+from async_grpo.queue.names import COMPLETE, parse_name
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.paths import RunDir, RunState, no_run
 from async_grpo.rundir.reading import naming, read_file
@@ -167,15 +167,15 @@ def _groups_of(
 ) -> Iterator[list[RolloutGroup]]:
     """The batches of the run, in the order in which it used them; their policy versions go into `sampled_by`."""
     for _, batch in history:
-        groups = [_group(files[seq], seq, run_id) for seq in batch.seqs]
+        groups = [_group(files[seq], run_id) for seq in batch.seqs]
         sampled_by.update(group.policy_version for group in groups)
         yield groups
 
 
-def _group(file: Path, seq: int, run_id: str) -> RolloutGroup:
+def _group(file: Path, run_id: str) -> RolloutGroup:
     data = read_file(file, MAX_FILE_BYTES)
     with naming(file):
-        return decode_group(data, expect_seq=seq, expect_run=run_id)
+        return decode_group(data, parse_name(file.name), run_id)
 
 
 def _train(trainer: Any, batches: Iterator[list[RolloutGroup]], correction: Rule, output_dir: Path) -> None:

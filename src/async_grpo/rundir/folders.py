@@ -27,9 +27,9 @@ def check_place(root: Path) -> None:
     network = network_file_system(nearest_existing(root))
     if network:
         raise RunDirError(
-            f"{root} is on {network}. The queue needs a local disk: on {network} a rename may report a "
-            "failure that it was not, locks follow other rules, and changes by other hosts go unnoticed. "
-            "Choose another --run-dir."
+            f"{root} is on {network}. A run needs a local disk: on {network} a rename may report a failure that it "
+            "was not, locks follow other rules, and changes by other hosts go unnoticed. Choose a folder on a "
+            "local disk."
         )
 
 
@@ -57,7 +57,7 @@ def open_folder(folder: Path, *, any_mode: bool = False) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):
             raise
-        raise RunDirError(f"{folder} is not a directory (links are not followed). Choose another --run-dir.") from error
+        raise RunDirError(f"{folder} is not a directory (links are not followed). Choose another folder.") from error
     status = os.fstat(descriptor)
     if status.st_uid != os.geteuid():
         reason = f"{folder} belongs to user {status.st_uid}, this process runs as {os.geteuid()}."

@@ -72,7 +72,13 @@ def prepare(
         "ranks": ranks,
         "config_values": dict(config_values or {}),
     }
-    record: dict[str, Any] = {"options": dict(options or {}), "resolved": dict(resolved or {})}
+    record = {"options": dict(options or {}), "resolved": dict(resolved or {})}
+    return _enter(run, settings, record, resume=resume, overwrite=overwrite)
+
+
+def _enter(
+    run: RunDir, settings: Mapping[str, Any], record: Mapping[str, Any], *, resume: bool, overwrite: bool
+) -> RunState:
     if run.root.exists():
         _refuse_foreign(run)
         with _not_in_use(run):

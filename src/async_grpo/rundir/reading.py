@@ -13,7 +13,6 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +23,7 @@ MAX_LINE_BYTES = 4 << 20
 MAX_NESTING = 200  # of JSON; more than anything of ours, and less than makes code that goes through it fail
 
 _BUFFER = 1 << 20
+_DECODER = json.JSONDecoder()
 _REFUSED = (  # faults of the file, not of this process or its disk
     *(errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EACCES, errno.EPERM, errno.EIO),
     *(errno.ENOTDIR, errno.ENODEV, errno.EOPNOTSUPP, errno.ENAMETOOLONG),
@@ -100,16 +100,22 @@ def read_object(path: Path, at_most: int = MAX_JSON_BYTES) -> dict[str, Any]:
 
 def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
     """The JSON object in a text. `BadFileError` gives the reason where it holds anything else."""
+    found = parse_deep_object(text)
+    if is_nested_deeper(found, MAX_NESTING):
+        _bad("its JSON is nested too deeply")
+    return found
+
+
+def parse_deep_object(text: str | bytes | bytearray) -> dict[str, Any]:
+    """As `parse_object`, for who limits the nesting of its values himself: code that goes through them may fail."""
     try:
-        found = json.loads(text if isinstance(text, str) else text.decode())
+        found = _DECODER.decode(text if isinstance(text, str) else text.decode())
     except RecursionError:
         _bad("its JSON is nested too deeply")
     except ValueError as error:  # UnicodeDecodeError, and an integer of thousands of digits, among them
         raise BadFileError(f"it is not valid JSON ({error})") from error
     if not isinstance(found, dict):
         _bad("its JSON is not an object")
-    if is_nested_deeper(found, MAX_NESTING):
-        _bad("its JSON is nested too deeply")
     return found
 
 
@@ -117,8 +123,8 @@ def is_nested_deeper(value: dict[str, Any] | list[Any], levels: int) -> bool:
     """Whether a JSON value has more than so many lists and objects within each other, itself among them."""
     outer: list[Any] = [value]
     for _ in range(levels):
-        items = chain.from_iterable(one.values() if type(one) is dict else one for one in outer)
-        outer = [item for item in items if type(item) in (dict, list)]
+        lists = [one.values() if type(one) is dict else one for one in outer]
+        outer = [item for items in lists for item in items if type(item) in (dict, list)]
         if not outer:
             return False
     return True

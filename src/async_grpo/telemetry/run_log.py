@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from async_grpo.errors import BadFileError
 from async_grpo.formatting import counted, eta
 from async_grpo.rundir.files import LineFile
 from async_grpo.rundir.reading import LineReader
-from async_grpo.rundir.shape import shaped
+from async_grpo.rundir.shape import is_number, shaped
 from async_grpo.telemetry.entries import RESUMED, Entries, Entry, TakenBack, happened, parse_entry, step_of
 
 STEP = "STEP"  # level of the step lines: as severe as INFO
@@ -95,8 +94,9 @@ class RunLog:
     def logged(self, step: int, logs: dict[str, Any]) -> None:
         """One call of the trainer's `log`: a training step, an evaluation, or the closing totals."""
         when = {"monotonic_s": round(time.monotonic(), 3)}
-        self._file.append(json.dumps({"step": step, **when, **_json_values(logs)}, default=str))
-        self._remember(logs)
+        values = _json_values(logs)
+        self._file.append(json.dumps({"step": step, **when, **values}, default=str))
+        self._remember(values)
         if "loss" in logs:
             self.step_done(step, logs)
         elif "eval_reward" in logs:
@@ -126,7 +126,7 @@ class RunLog:
             self._quotes.setdefault("reward_first", logs["reward"])
             self._quotes["reward_last"] = logs["reward"]
         accuracy: Any = logs.get("eval_success_rate", logs.get("eval_rewards/accuracy/mean"))
-        if _is_number(accuracy):
+        if is_number(accuracy):
             self._quotes["accuracy_after" if "accuracy_before" in self._quotes else "accuracy_before"] = accuracy
 
     def _eta(self, step: int) -> str:
@@ -153,16 +153,12 @@ def described(logs: Mapping[str, Any], line: StepLine) -> list[str]:
 
 
 def _json_values(logs: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no NaN and no infinity: they become null."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in logs.items()}
+    """Plain numbers; NaN and infinity, which JSON does not know, become null."""
+    return {k: (float(v) if math.isfinite(v) else None) if isinstance(v, float) else v for k, v in logs.items()}
 
 
 def _is_training_step(logs: Mapping[str, Any]) -> bool:
-    return "loss" in logs and _is_number(logs.get("reward"))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real)
+    return "loss" in logs and is_number(logs.get("reward"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from loguru import logger
 
 from async_grpo.archive.rollout_state import RolloutState
@@ -13,7 +14,9 @@ from async_grpo.errors import DiskFullError
 from async_grpo.queue import ServerQueue
 from async_grpo.records import Job
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # these import torch
+    from trl import GRPOTrainer
+
     from async_grpo.training.checkpoints import UsedGroups
 
 
@@ -91,6 +94,12 @@ class JobIssuer:
         """Trim the archive where workers find no room for their groups: they can only wait for that."""
         if self._queue.short_of_room():
             self._archive.make_room()
+
+
+def state_for_rewards(trainer: GRPOTrainer) -> dict[str, Any]:
+    """The trainer's state as it is now: its numbers and texts, without the history of its logs."""
+    plain = {name: it.item() if isinstance(it, np.generic) else it for name, it in vars(trainer.state).items()}
+    return {name: value for name, value in plain.items() if type(value) in (bool, int, float, str)}
 
 
 def sampling_seed(run_seed: int, seq: int) -> int:

@@ -51,7 +51,7 @@ from async_grpo.training.corrections.checks import check, describe, describe_dro
 from async_grpo.training.corrections.rule import Rule, rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.distributed import Leader, Ranks, exporter_of
-from async_grpo.training.job_issuer import JobIssuer
+from async_grpo.training.job_issuer import JobIssuer, state_for_rewards
 from async_grpo.training.prompts import evaluation_problems, prompt_rows
 from async_grpo.training.reporting import hyperparameters, log_evaluation, report
 from async_grpo.training.rollout_metrics import RolloutMetrics
@@ -284,7 +284,7 @@ class AsyncTraining(TrainingEvents):
                 sampling=settings.eval_sampling(),
                 ks=ks,
                 seed=trainer.args.seed,
-                trainer_state=trl_trainer.state_for_rewards(trainer),
+                trainer_state=state_for_rewards(trainer),
             )
 
         ledger = Ledger(self._run.evaluations, run_id, resumed_from)
@@ -310,7 +310,7 @@ class AsyncTraining(TrainingEvents):
             run_id=state.run_id,
             seed=trainer.args.seed,
             num_generations=trainer.num_generations,
-            trainer_state=partial(trl_trainer.state_for_rewards, trainer),
+            trainer_state=partial(state_for_rewards, trainer),
             archive=self._archive,
             resume_from=used,
         )

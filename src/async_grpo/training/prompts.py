@@ -101,29 +101,21 @@ def _groups_unknown(trainer: GRPOTrainer, source: str) -> UnsupportedError:
 
 
 def _row_indices(trainer: GRPOTrainer, rows: int) -> Iterator[int]:
-    sampler = trl_trainer.train_sampler(trainer)
-    while True:
-        found = False
-        for index in _first_of_each_group(trainer, iter(sampler)):
-            found = True
-            yield index
-        if not found:
-            raise _too_few(trainer, rows)
-
-
-def _first_of_each_group(trainer: GRPOTrainer, indices: Iterator[int]) -> Iterator[int]:
     """Undo `RepeatSampler`: each block of B groups comes `num_iterations * steps_per_generation` times over."""
     group_size = trainer.num_generations
     batch = trainer.args.generation_batch_size
-    repeats = trainer.num_iterations * trainer.args.steps_per_generation
+    size = batch * trainer.num_iterations * trainer.args.steps_per_generation
+    sampler = trl_trainer.train_sampler(trainer)
     while True:
-        block = list(islice(indices, batch * repeats))
-        if len(block) < batch * repeats:
-            return
-        for start in range(0, batch, group_size):
-            if len(set(block[start : start + group_size])) != 1:
-                raise _groups_unknown(trainer, "train sampler")
-            yield block[start]
+        indices, found = iter(sampler), False
+        while len(block := list(islice(indices, size))) == size:
+            found = True
+            for start in range(0, batch, group_size):
+                if len(set(block[start : start + group_size])) != 1:
+                    raise _groups_unknown(trainer, "train sampler")
+                yield block[start]
+        if not found:
+            raise _too_few(trainer, rows)
 
 
 def _streamed_rows(trainer: GRPOTrainer, dataset: Any) -> Iterator[dict[str, Any]]:

@@ -124,18 +124,12 @@ class RolloutSource:
         most = self._schedule.groups_ahead if self._in_order else self._lookahead.groups
         while self._issuer.submit_held_back() and len(self._open) < most:
             position = self._issuer.next_seq - bisect_left(self.unusable, self._issuer.next_seq)
-            if self._is_past_the_end(position):
-                return
-            if not self._schedule.is_admissible(position, version, open_jobs=self._queue.open_jobs):
+            if not self._schedule.is_admissible(position, version, self._queue.open_jobs, self.ends_at):
                 return
             oldest_version = self._schedule.oldest_version_for(position)
             seq = self._issuer.issue(version, oldest_version)
             if seq is not None:
                 self._open[seq] = oldest_version
-
-    def _is_past_the_end(self, position: int) -> bool:
-        round_index = position // self._schedule.groups_per_round
-        return self.ends_at is not None and self._schedule.version_of_round(round_index) >= self.ends_at
 
     def take(self, version: int) -> list[RolloutGroup]:
         """One generation batch of groups, those of the oldest weights first, none over `max_staleness` versions old.

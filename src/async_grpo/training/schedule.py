@@ -62,9 +62,11 @@ class Schedule:
         """The oldest policy version that may generate the `position`-th usable job (counted from 0)."""
         return max(0, self.version_of_round(position // self.groups_per_round) - self.max_staleness)
 
-    def is_admissible(self, position: int, version: int, open_jobs: int) -> bool:
-        """Whether the `position`-th usable job may be issued while the trainer is at `version`."""
-        return open_jobs < MAX_OPEN and self.oldest_version_for(position) <= version
+    def is_admissible(self, position: int, version: int, open_jobs: int, ends_at: int | None = None) -> bool:
+        """Whether the `position`-th usable job may be issued at `version`: a step uses it, before training ends."""
+        used_at = self.version_of_round(position // self.groups_per_round)
+        is_used = ends_at is None or used_at < ends_at
+        return is_used and open_jobs < MAX_OPEN and used_at - self.max_staleness <= version
 
     @property
     def versions_within_round(self) -> int:

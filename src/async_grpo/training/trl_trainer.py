@@ -372,12 +372,6 @@ def uniform_rewards(trainer: GRPOTrainer) -> Callable[[RolloutGroup], bool]:
     return lambda group: rule.teaches_nothing(group.rewards)
 
 
-def state_for_rewards(trainer: GRPOTrainer) -> dict[str, Any]:
-    """The trainer's state as it is now: its numbers and texts, without the history of its logs."""
-    plain = {name: it.item() if isinstance(it, np.generic) else it for name, it in vars(trainer.state).items()}
-    return {name: value for name, value in plain.items() if type(value) in (bool, int, float, str)}
-
-
 def append_metric(trainer: GRPOTrainer, name: str, value: float) -> None:
     """Add a value to TRL's training metrics, which are averaged over a logging interval."""
     trainer._metrics["train"][name].append(value)

@@ -17,6 +17,7 @@ from queue_samples import RUN, make_group, make_job, same_group
 
 from async_grpo.errors import BadFileError, BadGroupError, QueueError, UnsupportedError
 from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
+from async_grpo.queue.names import COMPLETE, PENDING, JobName
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -31,7 +32,7 @@ def test_a_job_comes_back_exactly(row: dict[str, Any]) -> None:
     job = make_job(7)
     job.row.clear()
     job.row.update(row)
-    assert decode_job(encode_job(job), expect_seq=7, expect_run=RUN) == job
+    assert decode_job(encode_job(job), JobName(7, 0, PENDING), RUN) == job
 
 
 def test_a_row_may_hold_nan_infinity_and_lone_surrogates() -> None:
@@ -45,7 +46,7 @@ def test_a_row_may_hold_nan_infinity_and_lone_surrogates() -> None:
 @pytest.mark.parametrize("tool_mask", [None, np.array([0, 1, 1, 0, 0, 1, 1], np.uint8)])
 def test_a_group_comes_back_exactly(tool_mask: Any) -> None:
     group = make_group(make_job(3), attempt=2, worker="dev4", tool_mask=tool_mask)
-    back = decode_group(encode_group(group), expect_seq=3, expect_run=RUN, expect_attempt=2, expect_worker="dev4")
+    back = decode_group(encode_group(group), JobName(3, 2, COMPLETE, "dev4"), RUN)
     assert same_group(group, back)
     assert back.completion_ids.flags.writeable  # torch.from_numpy takes it without a warning
 
@@ -112,10 +113,10 @@ def test_a_group_that_contradicts_itself_is_not_written(changes: dict[str, Any],
 @pytest.mark.parametrize(
     ("expected", "reason"),
     [
-        ({"expect_seq": 2}, "sequence number"),
-        ({"expect_run": "other"}, "run"),
-        ({"expect_attempt": 1}, "attempt"),
-        ({"expect_worker": "dev2"}, "worker"),
+        ({"name": JobName(2, 0, COMPLETE, "dev1")}, "sequence number"),
+        ({"run_id": "other"}, "run"),
+        ({"name": JobName(1, 1, COMPLETE, "dev1")}, "attempt"),
+        ({"name": JobName(1, 0, COMPLETE, "dev2")}, "worker"),
     ],
 )
 def test_a_foreign_group_is_refused(expected: dict[str, Any], reason: str) -> None:

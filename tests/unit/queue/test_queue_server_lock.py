@@ -104,6 +104,24 @@ def test_a_worker_remembers_the_run_while_the_next_server_loads(root: Path) -> N
         lock.release()
 
 
+@pytest.mark.parametrize(
+    "lie",
+    ['"max_attempts": "many"', '"max_attempts": null', '"max_attempts": 0', '"max_attempts": {}', '"run_id": [1]'],
+)
+def test_a_note_of_the_server_that_is_not_sound_tells_a_worker_nothing(root: Path, lie: str) -> None:
+    with closing(ServerQueue.open(root, RUN, max_attempts=1, watch_workers=False)) as server:
+        server.submit(make_job(0))
+        server.submit(make_job(1))
+        with closing(WorkerQueue.open(root, 1, "cpu")) as worker:
+            server.close()
+            server_lock(root).path.write_text(f'{{"run_id": "other", {lie}}}')
+            [claim] = worker.claim(1)
+            worker.fail(claim, "no reward")
+            assert names(root, "quarantine"), "what the server said before is still good"
+        with closing(WorkerQueue.open(root, 1, "cpu")) as worker:  # and this one was told nothing
+            assert [claim.job.seq for claim in worker.claim(1)] == [1]
+
+
 def test_a_job_is_issued_only_once_workers_can_know_its_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(ServerQueue.open(root, RUN, watch_workers=False)) as server:
         with monkeypatch.context() as full:

@@ -21,6 +21,7 @@ from async_grpo.errors import BadFileError, QueueError
 from async_grpo.images import EncodedImage
 from async_grpo.queue import ServerQueue, WorkerQueue, quarantined
 from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
+from async_grpo.queue.names import COMPLETE, PENDING, JobName
 from async_grpo.records import Job, Purpose, RolloutGroup, Timings
 
 ROOT = Path(__file__).parents[3]
@@ -146,8 +147,8 @@ def older_file(number: int, name: str) -> Path:
 def test_files_of_older_formats_are_read(number: int) -> None:
     job, group = (older_file(number, name).read_bytes() for name in ("job", "group"))
     assert f"async-grpo-job/{number}".encode() in job and f"async-grpo-group/{number}".encode() in group
-    assert decode_job(job, expect_seq=5, expect_run=RUN) == make_job(5)
-    back = decode_group(group, expect_seq=5, expect_run=RUN, expect_attempt=0, expect_worker="dev1")
+    assert decode_job(job, JobName(5, 0, PENDING), RUN) == make_job(5)
+    back = decode_group(group, JobName(5, 0, COMPLETE, "dev1"), RUN)
     assert same_group(back, old_group())
 
 

@@ -14,7 +14,7 @@ from engines import job as make_job
 
 from async_grpo.queue import Claim
 from async_grpo.queue.names import PROCESSING, JobName
-from async_grpo.records import Job, RolloutGroup, WorkerId
+from async_grpo.records import Job, RolloutGroup
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.continuous import Chunk, ContinuousEngine
 from async_grpo.rollout.trl_group import GeneratedGroup, Scores
@@ -116,7 +116,7 @@ class FakeQueue:
     def claim(self, limit: int, skip: Any = ()) -> list[Claim]:
         taken = [job for job in self.waiting if job.seq not in skip][:limit]
         self.waiting = [job for job in self.waiting if not any(job is other for other in taken)]
-        return [Claim(job, 0, JobName(job.seq, 0, PROCESSING, WorkerId(1))) for job in taken]
+        return [Claim(job, 0, JobName(job.seq, 0, PROCESSING, "dev1")) for job in taken]
 
     def complete(self, claim: Claim, group: RolloutGroup) -> None:
         self.completed.append(group)

@@ -248,6 +248,16 @@ def test_the_summary_quotes_the_first_and_the_last_and_only_what_there_is(tmp_pa
     log.close()
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), True])
+def test_the_summary_quotes_numbers_only(tmp_path: Path, reward: float) -> None:
+    log = RunLog(tmp_path / "metrics.jsonl")
+    log.logged(1, step_logs(reward))
+    assert log.quotes() == {}
+    log.logged(2, step_logs(np.float64(0.5)))
+    assert log.quotes() == {"reward_first": 0.5, "reward_last": 0.5}
+    log.close()
+
+
 def test_a_resumed_run_remembers_what_was_before_and_goes_on_in_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     first = RunLog(path)

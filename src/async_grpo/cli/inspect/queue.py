@@ -71,7 +71,7 @@ def _ls(root: Path) -> Iterator[str]:
     from async_grpo.queue.liveness import live_workers
 
     names = open_jobs(root)
-    alive = {worker.id for worker in live_workers(root)}
+    alive = {worker.name for worker in live_workers(root)}
     yield f"{'group':>10}  try  {'state':<11}{'worker':<18}file changed"
     for name in names:
         dead = "" if name.state != PROCESSING or name.worker in alive else ", not alive"
