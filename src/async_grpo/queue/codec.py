@@ -108,7 +108,8 @@ def decode_group(data: bytes | bytearray, name: JobName | None = None, run_id: s
     texts = parse_deep_object(tensors.pop("texts").tobytes())
     if not tensors.keys().isdisjoint((IMAGES, TABLE)):
         _together({"header": header, "texts": texts}, tensors)
-    group = RolloutGroup(**schema.header.fields(header), **schema.texts.fields(texts), **tensors)
+    values: dict[str, Any] = {**schema.header.fields(header), **schema.texts.fields(texts), **tensors}
+    group = RolloutGroup(**values)
     _expect("run", group.job.run_id, run_id)
     _expect("sequence number", group.job.seq, name and name.seq)
     _expect("attempt", group.attempt, name and name.attempt)

@@ -15,7 +15,7 @@ from async_grpo.errors import BadFileError
 from async_grpo.queue.codec import MAX_FILE_BYTES
 from async_grpo.queue.names import JobName, SetAside, parse_name, parse_set_aside
 from async_grpo.rundir.folders import check_place, make_folder
-from async_grpo.rundir.reading import open_plain, read_open
+from async_grpo.rundir.reading import open_plain, read_and_close
 
 FOLDERS = ("queue", "done", "quarantine", "tmp", "alive")
 
@@ -77,13 +77,7 @@ class OsFiles:
             os.close(fd)
 
     def read(self, path: str) -> bytearray:
-        fd = open_plain(path, dir_fd=self._root)
-        try:
-            if (owner := os.fstat(fd).st_uid) != os.geteuid():
-                raise BadFileError(f"it belongs to user {owner}")
-            return read_open(fd, MAX_FILE_BYTES)
-        finally:
-            os.close(fd)
+        return read_and_close(open_plain(path, dir_fd=self._root), MAX_FILE_BYTES, own=True)
 
     def create(self, path: str, data: bytes) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -59,16 +59,25 @@ def open_plain(path: str | Path, flags: int = os.O_RDONLY, *, dir_fd: int | None
     return fd
 
 
-def read_open(fd: int, at_most: int) -> bytearray:
-    """The whole file; the caller closes the descriptor. `BadFileError` if it is larger."""
-    size = os.fstat(fd).st_size
-    if size > at_most:
-        _bad(f"{size:,} bytes are over the limit of {at_most:,}")
-    data = bytearray(size)
-    done = 0
-    with memoryview(data) as view:
-        while done < size and (got := os.readv(fd, [view[done:]])):  # reads are short only for very large files
-            done += got
+def read_and_close(fd: int, at_most: int, *, own: bool = False) -> bytearray:
+    """The whole file. `BadFileError` if it is larger.
+
+    Args:
+        own: or if it belongs to another user.
+    """
+    try:
+        status = os.fstat(fd)
+        size, done = status.st_size, 0
+        if own and status.st_uid != os.geteuid():
+            _bad(f"it belongs to user {status.st_uid}")
+        if size > at_most:
+            _bad(f"{size:,} bytes are over the limit of {at_most:,}")
+        data = bytearray(size)
+        with memoryview(data) as view:
+            while done < size and (got := os.readv(fd, [view[done:]])):  # reads are short only for very large files
+                done += got
+    finally:
+        os.close(fd)
     del data[done:]
     return data
 
@@ -76,11 +85,7 @@ def read_open(fd: int, at_most: int) -> bytearray:
 def read_file(path: Path, at_most: int = MAX_JSON_BYTES) -> bytearray:
     """The bytes of a regular file."""
     with naming(path):
-        fd = open_plain(path)
-        try:
-            return read_open(fd, at_most)
-        finally:
-            os.close(fd)
+        return read_and_close(open_plain(path), at_most)
 
 
 def read_end(path: Path, at_most: int) -> tuple[bytes, int]:
