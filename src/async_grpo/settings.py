@@ -378,10 +378,15 @@ def as_flags(settings: TrainingSettings | WorkerSettings, only: Collection[str] 
         elif isinstance(value, tuple):
             flags += [flag_name(setting.name), ",".join(map(str, value))]
         elif isinstance(value, Mapping):
-            flags += [text for name, one in value.items() for text in (flag_name(setting.name), f"{name}={one}")]
+            flags += as_sets(value)
         elif value is not None and value is not False:
             flags += [flag_name(setting.name), str(value)]
     return flags
+
+
+def as_sets(values: Mapping[str, str]) -> list[str]:
+    """Fields of the `GRPOConfig` as flags: `{"beta": "0.1"}` -> `["--set", "beta=0.1"]`."""
+    return [text for name, value in values.items() for text in ("--set", f"{name}={value}")]
 
 
 def flag_name(setting: str) -> str:

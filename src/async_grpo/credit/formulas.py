@@ -76,7 +76,7 @@ class Credit:
         return [np.nan_to_num(row, nan=0.0) for row in rules[self.kind](group)]
 
     def _by_first_result(self, group: Sequence[Turns]) -> list[Floats]:
-        of_outcome, of_turns = self._known(_outcomes(group)), self._known(_totals(group))
+        of_outcome, of_turns = self._known(_outcomes(group)), self._known(np.array([one.total for one in group]))
         rows = _everywhere(of_outcome, group)
         merged = self._known(_combined(group))
         for index, (row, one) in enumerate(zip(rows, group, strict=True)):
@@ -202,10 +202,6 @@ def _number(value: float | None) -> float:
 
 def _outcomes(group: Sequence[Turns]) -> Floats:
     return np.array([one.outcome for one in group], np.float64)
-
-
-def _totals(group: Sequence[Turns]) -> Floats:
-    return np.array([one.total for one in group], np.float64)
 
 
 def _combined(group: Sequence[Turns]) -> Floats:

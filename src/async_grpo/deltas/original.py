@@ -90,7 +90,8 @@ def apply_original(delta: OriginalDelta, base: Mapping[str, Tensor]) -> dict[str
                 f"Step {delta.step} changes {name} {list(change.shape)}, which {has} in the weights that it was given."
             )
         where = tuple(change.indices.long())
-        if any(int(row.min()) < 0 or int(row.max()) >= length for row, length in _rows(change)):
+        rows = zip(change.indices, change.shape, strict=True) if change.values.numel() else ()
+        if any(int(row.min()) < 0 or int(row.max()) >= length for row, length in rows):
             raise DeltaChainError(f"Step {delta.step} changes elements of {name} that it does not have.")
         if delta.is_exact:
             tensor[where] = change.values.to(tensor.dtype)
@@ -110,10 +111,6 @@ def _change(layer: Mapping[str, Any]) -> Change:
     if change.indices.is_floating_point() or change.indices.shape != (len(change.shape), change.values.numel()):
         raise ValueError(f"indices {list(change.indices.shape)} for {change.values.numel()} values")
     return change
-
-
-def _rows(change: Change) -> list[tuple[Tensor, int]]:
-    return [] if not change.values.numel() else list(zip(change.indices, change.shape, strict=True))
 
 
 def _refuse_hole(folder: Path, steps: Sequence[int], step: int) -> None:

@@ -36,7 +36,7 @@ def generated_facts(seed: int = 0, count: int = FACTS) -> list[Fact]:
     for index in range(count):
         statement, question, is_number = _KINDS[index % len(_KINDS)]
         subject = _new(lambda: _name(draw), used)
-        answer = _new(lambda: _year(draw), used) if is_number else _new(lambda: _name(draw), used)
+        answer = _new(lambda: str(draw.randint(1000, 8999)), used) if is_number else _new(lambda: _name(draw), used)
         made.append(Fact(statement.format(subject, answer), question.format(subject), answer))
     return made
 
@@ -51,7 +51,3 @@ def _new(make: Callable[[], str], used: set[str]) -> str:
 def _name(draw: random.Random) -> str:
     syllables = (draw.choice(_STARTS) + draw.choice(_MIDDLES) for _ in range(draw.randint(2, 3)))
     return ("".join(syllables) + draw.choice(_ENDS)).capitalize()
-
-
-def _year(draw: random.Random) -> str:
-    return str(draw.randint(1000, 8999))

@@ -29,7 +29,7 @@ Completion = Sequence[dict[str, Any]]
 
 def tool_execution(completions: Sequence[Completion], **_: Any) -> list[float]:
     """.2 times the share of calls that returned a result."""
-    return [_share_ok(results_of(completion)) * 0.2 for completion in completions]
+    return [0.2 * _mean([not failed(result) for result in results_of(completion)]) for completion in completions]
 
 
 def answer_in_results(completions: Sequence[Completion], aliases: Sequence[Sequence[str]], **_: Any) -> list[float]:
@@ -105,10 +105,6 @@ def _contains(text: str, aliases: Sequence[str], *, at_most: int | None) -> bool
         if len(alias) >= LEAST_ALIAS and fits and f" {alias} " in given:
             return True
     return False
-
-
-def _share_ok(results: Sequence[str]) -> float:
-    return sum(not failed(result) for result in results) / len(results) if results else 0.0
 
 
 def _messages(completion: Completion) -> list[dict[str, Any]]:

@@ -40,11 +40,8 @@ def gpu_places(visible: int, *, each: int, first: int = 0, at_most: int | None =
             "run, for fewer runs at once, or start at a lower GPU."
         )
     starts = [first + each * index for index in range(min(possible, at_most or possible))]
-    return [_of_gpus(tuple(str(gpu) for gpu in range(start, start + each))) for start in starts]
-
-
-def _of_gpus(gpus: tuple[str, ...]) -> Place:
-    return Place(name="gpu" + "-".join(gpus), gpus=gpus)
+    chosen = [tuple(str(gpu) for gpu in range(start, start + each)) for start in starts]
+    return [Place(name="gpu" + "-".join(gpus), gpus=gpus) for gpus in chosen]
 
 
 def core_places(count: int, cores: Sequence[int] | None = None) -> list[Place]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -62,8 +63,9 @@ class Schedule:
     ) -> None:
         self._ledger, self._say, self._look_outside, self._stagger_s = ledger, say, look, stagger_s
         self._free = list(places)
-        todo = [task for task in tasks if not _is_finished(ledger.records.get(task.name))]
-        self._waiting = sorted(todo, key=_longest_first)
+        finished = {record.task for record in ledger.records.values() if record.state == FINISHED}
+        todo = [task for task in tasks if task.name not in finished]
+        self._waiting = sorted(todo, key=lambda task: -(math.inf if task.expected_s is None else task.expected_s))
         self._running: dict[str, _Running] = {}
         self._next_start = 0.0  # monotonic
         self._stops = 0
@@ -171,11 +173,3 @@ def _child(task: Task, place: Place, command: Command) -> Child:
     return Child(
         name=task.name, command=[*held, *command.arguments], env=command.env, log=command.log, grace_s=task.grace_s
     )
-
-
-def _is_finished(record: Record | None) -> bool:
-    return record is not None and record.state == FINISHED
-
-
-def _longest_first(task: Task) -> float:
-    return -task.expected_s if task.expected_s is not None else float("-inf")

@@ -12,6 +12,7 @@ from async_grpo.errors import UsageError
 from async_grpo.records import WorkerId
 from async_grpo.rundir.paths import FINISHED, RunDir
 from async_grpo.serving.vllm_server import is_free
+from async_grpo.settings import as_sets
 from async_grpo.setup.devices import physical_gpus
 from async_grpo.setup.generator_choice import STARTED_SERVER
 from async_grpo.setup.process import path_to_us
@@ -77,7 +78,6 @@ def _name_server_log(run: Run, place: Place, port: int) -> None:
 
 
 def _common(run: Run) -> list[str]:
-    sets = [text for name, value in run.settings().items() for text in ("--set", f"{name}={value}")]
     return [
         "--run-dir",
         str(run.run_dir),
@@ -85,7 +85,7 @@ def _common(run: Run) -> list[str]:
         str(run.seed),
         *run.names(),
         *run.kept_versions(),
-        *sets,
+        *as_sets(run.settings()),
         *run.sweep.arguments,
     ]
 

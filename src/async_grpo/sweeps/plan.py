@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -194,14 +193,10 @@ def find(place: Path) -> Path:
     if len(found) == 1:
         return found[0]
     if found:
-        raise RunDirError(f"{place} holds {len(found)} sweeps ({_names(found)}); name one.")
+        raise RunDirError(f"{place} holds {len(found)} sweeps ({', '.join(map(str, found))}); name one.")
     raise RunDirError(_no_sweep(place))
 
 
 def _no_sweep(folder: Path) -> str:
     what = "holds no sweep: there is no sweep.json in it" if folder.is_dir() else "does not exist"
     return f"{folder} {what}. Name the folder that a sweep wrote, as it is called now."
-
-
-def _names(folders: Sequence[Path]) -> str:
-    return ", ".join(str(folder) for folder in folders)

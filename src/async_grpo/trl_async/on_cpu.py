@@ -62,12 +62,9 @@ class TorchAttention:
         repeats = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        segments = zip(*map(torch.split, (query, key, value), _lengths(query_ends, key_ends, key_ends)), strict=True)
+        lengths = [ends.diff().tolist() for ends in (query_ends, key_ends, key_ends)]
+        segments = zip(*map(torch.split, (query, key, value), lengths), strict=True)
         return torch.cat([_attend(q, k, v, scale, window_size[0], softcap) for q, k, v in segments])
-
-
-def _lengths(*ends: Tensor) -> list[list[int]]:
-    return [each.diff().tolist() for each in ends]
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int, softcap: float) -> Tensor:

@@ -118,16 +118,13 @@ def _trainer_rows(config: Path, facts: TrainerFacts) -> Iterator[tuple[str, str]
     name = f" ({facts.model_name})" if facts.model_name else ""
     yield "setup file", str(config)
     yield "trainer", f"{facts.trainer}, reward functions: {', '.join(facts.rewards)}"
-    yield "model", f"{facts.model}{name}: {parameters.count:,} parameters, {trained}; {_dtypes(facts)}"
+    dtypes = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parameters.dtypes.items())
+    yield "model", f"{facts.model}{name}: {parameters.count:,} parameters, {trained}; {dtypes}"
     yield (
         "training",
         f"{facts.precision}, {facts.optimizer}, learning rate {facts.learning_rate:g}, loss {facts.loss_type}, "
         f"beta {facts.beta:g}, seed {facts.seed}",
     )
-
-
-def _dtypes(facts: TrainerFacts) -> str:
-    return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in facts.parameters.dtypes.items())
 
 
 def _fate(root: Path, fate: Fate, place: Path) -> str:

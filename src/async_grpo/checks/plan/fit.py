@@ -62,7 +62,8 @@ def activation_bytes(facts: TrainerFacts, *, on_gpu: bool) -> int | None:
     shape = facts.shape
     if shape is None:
         return None
-    rows, element = facts.batch.per_device_train_batch_size, _computed_in(facts, shape)
+    rows = facts.batch.per_device_train_batch_size
+    element = _HALF if facts.precision != "fp32" else shape.element_bytes
     tokens, layer = rows * sequence_tokens(facts), layer_bytes_a_token(shape, element)
     logits = 4 * rows * (facts.max_completion_length or 0) * shape.vocabulary
     logits = min(logits, _TILE) if on_gpu else _LOGITS * logits
@@ -140,10 +141,6 @@ def _with_lora(facts: TrainerFacts, shape: Shape) -> TrainerFacts:
         trained_bytes=4 * trained,
     )
     return replace(facts, parameters=adapter, reference_bytes=0)
-
-
-def _computed_in(facts: TrainerFacts, shape: Shape) -> int:
-    return _HALF if facts.precision != "fp32" else shape.element_bytes
 
 
 def fits(need: float, gpu_memory: int) -> bool:

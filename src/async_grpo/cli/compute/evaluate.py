@@ -15,7 +15,7 @@ from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.formatting import printable
 from async_grpo.rundir.run_options import recall, to_json
-from async_grpo.settings import TrainingSettings, WorkerSettings, positive
+from async_grpo.settings import TrainingSettings, WorkerSettings, as_sets, positive
 
 if TYPE_CHECKING:
     from async_grpo.evals.estimators import Estimate
@@ -115,8 +115,8 @@ def _refuse_other_values(args: argparse.Namespace) -> None:
     state = RunDir(args.run_dir).read_state(accepted=True) if args.resume else None
     if state is None or state.config_values == (args.set or {}):
         return
-    flags = [text for name, value in state.config_values.items() for text in ("--set", f"{name}={value}")]
-    begun = f"with {printable(shlex.join(flags))}" if flags else "without --set"
+    flags = printable(shlex.join(as_sets(state.config_values)))
+    begun = f"with {flags}" if flags else "without --set"
     raise UsageError(
         f"The evaluation in {args.run_dir} was begun {begun}, and its answers are used again. "
         "Give the same values with --resume, or choose another --run-dir."

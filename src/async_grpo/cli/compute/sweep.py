@@ -12,7 +12,7 @@ from async_grpo.cli import options
 from async_grpo.cli.compute.modes import refuse_without_effect
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
-from async_grpo.settings import TrainingSettings, WorkerSettings, as_flags, flag_name, not_negative, positive
+from async_grpo.settings import TrainingSettings, WorkerSettings, as_flags, as_sets, flag_name, not_negative, positive
 from async_grpo.sweeps.plan import OWN_OPTIONS
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     given = build_parser().given(args.command_line)
     if args.resume:
         sweep = _resumed(args, given)
-        begun_with = [*sweep.arguments, *_sets(sweep.settings)]
+        begun_with = [*sweep.arguments, *as_sets(sweep.settings)]
         return run_sweep(sweep, _settings(build_parser().parse_args(begun_with), sweep), resume=True)
     sweep = _sweep(args, given)
     plan.check(sweep)
@@ -152,10 +152,6 @@ def _resumed(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
             "folder of the sweep to continue, as it is called now."
         )
     return plan.own(_sweep(argparse.Namespace(**{**vars(args), "resume": False}), {}).folder)
-
-
-def _sets(values: Mapping[str, str]) -> list[str]:
-    return [text for name, value in values.items() for text in ("--set", f"{name}={value}")]
 
 
 def seeds(text: str) -> tuple[int, ...]:

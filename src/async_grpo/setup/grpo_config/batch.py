@@ -84,7 +84,7 @@ def what_to_set(batch: Batch) -> list[str]:
 
 def possible_generations(batch: Batch) -> list[int]:
     """Each `num_generations` that divides a generation batch into whole groups, the smallest first."""
-    return [value for value in _divisors(batch.generation_batch_size) if value > 1]
+    return [value for value in range(2, batch.generation_batch_size + 1) if batch.generation_batch_size % value == 0]
 
 
 def _product(batch: Batch) -> str:
@@ -93,7 +93,3 @@ def _product(batch: Batch) -> str:
         f"per_device_train_batch_size={batch.per_device_train_batch_size}{processes} * "
         f"steps_per_generation={batch.steps_per_generation}"
     )
-
-
-def _divisors(number: int) -> list[int]:
-    return [value for value in range(1, number + 1) if number % value == 0]
