@@ -65,17 +65,10 @@ class StaleRun(TrainingEvents):
         self._worker.model.load_state_dict(weights)
         jobs = [self._next_job(version) for _ in range(groups_per_round(self._trainer))]
         with torch.random.fork_rng(devices=[]):  # a worker's randomness is not the trainer's
-            sampled = self._sample(self._trl.prepare(jobs, generated_by))
+            sampled = self._sample([self._trl.prepare(job, generated_by) for job in jobs])
         return [
-            to_record(
-                group,
-                self._trl.score(group),
-                attempt=0,
-                worker="dev0",
-                reward_names=self._worker.reward_func_names,
-                timings=Timings(),
-            )
-            for group in self._trl.finish(sampled)
+            to_record(group, self._trl.score(group), attempt=0, worker="dev0", timings=Timings())
+            for group in map(self._trl.finish, sampled)
         ]
 
     def _sample(self, prepared: Sequence[PreparedGroup]) -> list[SampledGroup]:

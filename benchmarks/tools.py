@@ -152,7 +152,7 @@ class Others:
         self._rows = list(chat_rows())
         self._worker, _ = setting(folder, [tool_of(seconds, "plain"), quick], reply, streaming=True)
         if seconds:
-            self._worker.engine.sample(self._worker.calls.prepare(jobs_of(self._rows[:1], group_size=1), 0))
+            self._worker.engine.sample(self._worker.prepare(jobs_of(self._rows[:1], group_size=1), 0))
 
     def group(self, number: int) -> float:
         """Seconds of one group."""
@@ -160,7 +160,7 @@ class Others:
 
         started = time.monotonic()
         (job,) = jobs_of(self._rows[1 + number % 10 : 2 + number % 10], group_size=GROUP)
-        ended = self._worker.engine.sample(self._worker.calls.prepare([job], 0))
+        ended = self._worker.engine.sample(self._worker.prepare([job], 0))
         while not ended:
             ended = self._worker.engine.sample([])
         return time.monotonic() - started

@@ -201,6 +201,9 @@ class InProcessWorker:
         self.calls: RolloutTrainer | Turns = turns or self.trl
         self.engine: Engine = turns or engine
 
+    def prepare(self, jobs: Sequence[Job], version: int = 0) -> list[PreparedGroup]:
+        return [self.calls.prepare(job, version) for job in jobs]
+
     def sample(self, prepared: Sequence[PreparedGroup]) -> list[SampledGroup]:
         """Step the engine until all groups have ended."""
         deadline = time.monotonic() + DEADLINE_S
@@ -215,12 +218,11 @@ class InProcessWorker:
 
     def generate(self, jobs: Sequence[Job], version: int = 0) -> list[GeneratedGroup]:
         """The groups of the jobs, not scored yet."""
-        return self.calls.finish(self.sample(self.calls.prepare(jobs, version)))
+        return [self.calls.finish(sampled) for sampled in self.sample(self.prepare(jobs, version))]
 
     def rollouts(self, jobs: Sequence[Job], version: int = 0) -> list[RolloutGroup]:
-        names = self.trl.trainer.reward_func_names
         return [
-            to_record(group, self.calls.score(group), attempt=0, worker="dev0", reward_names=names, timings=Timings())
+            to_record(group, self.calls.score(group), attempt=0, worker="dev0", timings=Timings())
             for group in self.generate(jobs, version)
         ]
 

@@ -87,11 +87,11 @@ def test_an_error_in_a_dialogue_costs_its_group_alone(
 
     spoil = {"once": True}
     monkeypatch.setattr(turns._tools, "run", spoilt)
-    first = ended(worker, 3, worker.calls.prepare(jobs, 0))
+    first = ended(worker, 3, worker.prepare(jobs, 0))
     errors = [seq for seq, group in first.items() if group.error is not None]
     assert len(errors) == 1
     assert "the template broke" in str(first[errors[0]].error)
-    again = ended(worker, 1, worker.calls.prepare([jobs[errors[0]]], 0))
+    again = ended(worker, 1, worker.prepare([jobs[errors[0]]], 0))
     assert again[errors[0]].error is None
     assert turns._asks._working == 0
 
@@ -107,7 +107,7 @@ def test_what_is_dropped_between_two_turns_is_begun_again(engine_of: Any, tmp_pa
     worker = worker_of(tmp_path, engine_of, asks, environment_factory=Waiting)
     turns: Any = worker.calls
     before = Waiting.made
-    worker.engine.sample(worker.calls.prepare(jobs_of(chat_rows(1)), 0))
+    worker.engine.sample(worker.prepare(jobs_of(chat_rows(1)), 0))
     deadline = time.monotonic() + DEADLINE_S
     while not turns._tools.in_time:
         assert time.monotonic() < deadline

@@ -223,7 +223,7 @@ def test_a_slow_tool_holds_up_no_other_group(tmp_path: Path) -> None:
         tmp_path, {"tools": [waits, double]}, chat_template=QWEN3_CHAT_TEMPLATE, max_completion_length=400
     )
     worker = InProcessWorker(get_trainer(), Streaming(ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), slow)))
-    prepared = worker.calls.prepare(jobs_of(chat_rows(3)), 0)
+    prepared = worker.prepare(jobs_of(chat_rows(3)), 0)
     ended = worker.engine.sample(prepared)
     while len(ended) < 2:
         ended += worker.engine.sample([])

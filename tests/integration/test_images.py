@@ -126,12 +126,12 @@ def test_a_model_that_writes_image_tokens_fails_its_group_alone(tmp_path: Path) 
     worker = InProcessWorker(settings(tmp_path, train_dataset=one_image())())
     trainer = worker.trl.trainer
     mark = trainer.model.config.image_token_id
-    prepared = worker.calls.prepare(jobs_of(map(encoded, one_image(2))), 0)
+    prepared = worker.prepare(jobs_of(map(encoded, one_image(2))), 0)
     sampled = worker.sample(prepared)
     written = replace(sampled[1], token_ids=[sampled[1].token_ids[0], [5, mark, 5]], logprobs=[[-1.0] * 8, [-1.0] * 3])
-    assert [group.job.seq for group in worker.calls.finish([sampled[0]])] == [0]
+    assert worker.calls.finish(sampled[0]).job.seq == 0
     with pytest.raises(UnsupportedError, match="stands for an image"):
-        worker.calls.finish([written])
+        worker.calls.finish(written)
 
 
 def test_several_images_a_prompt(tmp_path: Path) -> None:

@@ -25,26 +25,23 @@ def test_groups_are_those_that_trl_makes_of_the_same_tokens(chat_template: str |
     worker = InProcessWorker(build_trainer(tmp_path, chat_template=chat_template, max_completion_length=TOKENS))
     assert worker.trl.samples_whole
     jobs = jobs_of(rows, GROUP_SIZE)
-    sampled = worker.sample(worker.calls.prepare(jobs, 3))
-    together = worker.calls.finish(sampled)
+    sampled = worker.sample(worker.prepare(jobs, 3))
 
     def sample(prompt_ids: list[list[int]]) -> Any:
         assert prompt_ids == [ids for group in sampled for ids in group.prepared.prompt_ids]
         return [ids for one in sampled for ids in one.token_ids], [row for one in sampled for row in one.logprobs]
 
     in_trl = worker.trl.fork().generate(jobs, 3, sample)
-    alone = [group for one in sampled for group in worker.calls.finish([one])]
-    for expected, *others in zip(in_trl, together, alone, strict=True):
-        for group in others:
-            for field in FIELDS:
-                assert getattr(group, field) == getattr(expected, field), field
-            assert (group.job, group.version, group.state.global_step) == (expected.job, 3, 3)
-            assert worker.calls.score(group).rewards.tolist() == worker.calls.score(expected).rewards.tolist()
+    for expected, group in zip(in_trl, map(worker.calls.finish, sampled), strict=True):
+        for field in FIELDS:
+            assert getattr(group, field) == getattr(expected, field), field
+        assert (group.job, group.version, group.state.global_step) == (expected.job, 3, 3)
+        assert worker.calls.score(group).rewards.tolist() == worker.calls.score(expected).rewards.tolist()
 
 
 def test_groups_end_one_by_one(tmp_path: Path) -> None:
     worker = InProcessWorker(build_trainer(tmp_path, max_completion_length=TOKENS))
-    prepared = worker.calls.prepare(jobs_of(plain_rows(), GROUP_SIZE), 0)
+    prepared = worker.prepare(jobs_of(plain_rows(), GROUP_SIZE), 0)
     sampled: list[SampledGroup] = []
     new: list[PreparedGroup] = prepared
     steps, first = 0, 0
@@ -74,9 +71,10 @@ class Counting(GRPOTrainer):
 def test_prompts_are_made_once(tmp_path: Path) -> None:
     """A template may ask for the time of day: what is handed back is what was sampled from."""
     trl = RolloutTrainer(build_trainer(tmp_path, trainer_class=Counting, max_completion_length=TOKENS))
-    [prepared] = trl.prepare(jobs_of([plain_rows()[0]], GROUP_SIZE), 0)
+    [job] = jobs_of([plain_rows()[0]], GROUP_SIZE)
+    prepared = trl.prepare(job, 0)
     sampled = SampledGroup(prepared=prepared, token_ids=[[5]] * GROUP_SIZE, logprobs=[[-1.0]] * GROUP_SIZE)
-    [group] = trl.finish([sampled])
+    group = trl.finish(sampled)
     assert trl.trainer.asked == 1
     assert [ids[0] for ids in group.prompt_ids] == [1] * GROUP_SIZE
 

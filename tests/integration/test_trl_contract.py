@@ -72,7 +72,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "tools": (TRAINING, ROLLOUT),
     "generation_config": ("async_grpo.setup.sampling",),
     "eos_token_ids": (ROLLOUT,),
-    "reward_func_names": ("async_grpo.rollout.worker",),
+    "reward_func_names": (ROLLOUT,),
     "ref_model": (ROLLOUT,),
     "num_generations": (TRAINING, PROMPTS),
     "num_iterations": (LOSS, PROMPTS, "async_grpo.training.loop"),

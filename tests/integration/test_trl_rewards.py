@@ -137,7 +137,7 @@ def test_a_reward_model_shares_the_tokenizer_of_the_policy(tmp_path: Path) -> No
         scoring = [threads.submit(trl.score, group) for _ in range(60)]
         prepared = []
         while not all(future.done() for future in scoring):
-            prepared += trl.prepare(jobs, 0)
+            prepared += [trl.prepare(job, 0) for job in jobs]
     assert len({tuple(future.result().rewards.flatten().tolist()) for future in scoring}) == 1
     assert all([len(ids) for ids in one.prompt_ids] == [len(one.job.row["prompt"])] * 2 for one in prepared)
 

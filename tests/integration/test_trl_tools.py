@@ -26,7 +26,7 @@ from in_process import (
 from trl import GRPOTrainer
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.main_thread import main_thread
+from async_grpo.rollout.threads import main_thread
 
 pytestmark = pytest.mark.integration
 

@@ -103,7 +103,7 @@ def adapter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def prepared(trl: RolloutTrainer) -> list[PreparedGroup]:
-    return trl.prepare(jobs_of(map(encoded, rows())), version=0)
+    return [trl.prepare(job, version=0) for job in jobs_of(map(encoded, rows()))]
 
 
 def load(trl: RolloutTrainer, engine: VLLMEngine, version: int) -> None:

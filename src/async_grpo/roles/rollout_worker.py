@@ -14,8 +14,7 @@ from loguru import logger
 from async_grpo.errors import PeerDiedError, UnsupportedError, WeightsError
 from async_grpo.queue import WorkerQueue
 from async_grpo.rollout import WEIGHTS_WAIT_S
-from async_grpo.rollout.main_thread import ENDING_S, main_thread
-from async_grpo.rollout.threads import wait_for_tasks
+from async_grpo.rollout.threads import ENDING_S, main_thread, wait_for_tasks
 from async_grpo.rollout.worker import SERVER_WAIT_S, Worker, WorkerContext
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive

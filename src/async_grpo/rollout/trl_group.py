@@ -50,6 +50,7 @@ class GeneratedGroup:
 class Scores:
     """What the reward functions returned for one group."""
 
+    names: Sequence[str]  # [F], of the reward functions
     rewards: torch.Tensor  # [G, F], NaN for None
     metrics: dict[str, list[float]]  # `log_metric`
     extra_columns: dict[str, list[Any]]  # `log_extra`
@@ -62,11 +63,6 @@ def rows_of(job: Job) -> list[dict[str, Any]]:
     return [dict(row) for _ in range(job.num_generations)]
 
 
-def rows_of_jobs(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Each job's row, once per completion."""
-    return [row for job in jobs for row in rows_of(job)]
-
-
 def merge_extra_fields(rows: list[dict[str, Any]], fields: dict[str, Any] | None) -> None:
     """Put the other fields that `rollout_func` returned into the rows for the reward functions, as TRL does."""
     for name, values in (fields or {}).items():
@@ -77,12 +73,11 @@ def merge_extra_fields(rows: list[dict[str, Any]], fields: dict[str, Any] | None
                 row[name] = values[index]
 
 
-def refuse_unknown_sampling(jobs: Sequence[Job]) -> None:
-    for job in jobs:
-        if unknown := sorted(job.sampling.keys() - set(OWN_SAMPLING)):
-            raise UnsupportedError(
-                f"Job {job.seq} sets {', '.join(unknown)}. A job may set {', '.join(OWN_SAMPLING)} and nothing else."
-            )
+def refuse_unknown_sampling(job: Job) -> None:
+    if unknown := sorted(job.sampling.keys() - set(OWN_SAMPLING)):
+        raise UnsupportedError(
+            f"Job {job.seq} sets {', '.join(unknown)}. A job may set {', '.join(OWN_SAMPLING)} and nothing else."
+        )
 
 
 def prompt_of(row: dict[str, Any]) -> Any:
@@ -124,9 +119,7 @@ def refuse_written_images(config: Any, completions: Sequence[list[int]], masks: 
             )
 
 
-def to_record(
-    group: GeneratedGroup, scores: Scores, *, attempt: int, worker: str, reward_names: Sequence[str], timings: Timings
-) -> RolloutGroup:
+def to_record(group: GeneratedGroup, scores: Scores, *, attempt: int, worker: str, timings: Timings) -> RolloutGroup:
     """The finished group. Token ids as int32, log-probabilities as float32, all completions back to back.
 
     Raises:
@@ -141,7 +134,7 @@ def to_record(
             attempt=attempt,
             worker=worker,
             policy_version=group.version,
-            reward_names=tuple(reward_names),
+            reward_names=tuple(scores.names),
             prompt_ids=prompt_ids[0] if one_prompt else np.concatenate(prompt_ids),
             prompt_lengths=None if one_prompt else _lengths(prompt_ids),
             completion_lengths=_lengths(group.completion_ids),

@@ -11,15 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from async_grpo.errors import UnsupportedError, UsageError
-from async_grpo.images import images_in, opened
+from async_grpo.images import opened
 from async_grpo.records import Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
-from async_grpo.rollout.main_thread import UserCode, asks_for_main_thread
-from async_grpo.rollout.threads import let_threads_share_tokenizers
+from async_grpo.rollout.threads import UserCode, asks_for_main_thread, let_threads_share_tokenizers
 from async_grpo.rollout.trl_group import (
     GeneratedGroup,
     KeptSets,
@@ -30,7 +29,7 @@ from async_grpo.rollout.trl_group import (
     prompt_of,
     refuse_unknown_sampling,
     refuse_written_images,
-    rows_of_jobs,
+    rows_of,
 )
 from async_grpo.setup.generator_choice import engine_inside, has_images, refuse_late_vllm
 from async_grpo.setup.overrides import overridden
@@ -140,26 +139,16 @@ class RolloutTrainer:
             )
         self.trainer.max_tool_calling_iterations = most
 
-    def prepare(self, jobs: Sequence[Job], version: int) -> list[PreparedGroup]:
-        """Turn the rows of the jobs into prompts, as token ids, to be sampled by this policy version."""
-        refuse_unknown_sampling(jobs)
-        rows = [opened(job.row) for job in jobs]
-        own = [prompt_of(row) for row in rows]
-        if any(map(images_in, own)):
-            return list(map(self._with_images, jobs, repeat(version), rows, own))
-        prompts = copy.deepcopy(
-            [prompt for job, prompt in zip(jobs, own, strict=True) for _ in range(job.num_generations)]
-        )
-        prompt_ids, *_ = self.trainer._tokenize_prompts(prompts)
-        return [
-            PreparedGroup(job=job, version=version, prompt_ids=prompt_ids[part], row=row, prompt=prompt)
-            for job, part, row, prompt in zip(jobs, _parts(jobs), rows, own, strict=True)
-        ]
+    def prepare(self, job: Job, version: int) -> PreparedGroup:
+        """Make a prompt of the job's row, as token ids, to be sampled by this policy version: once for all completions.
 
-    def _with_images(self, job: Job, version: int, row: dict[str, Any], prompt: Any) -> PreparedGroup:
-        """Process the images once for all completions."""
+        Raises:
+            UnsupportedError: the job sets what no engine knows, or an image cannot be read.
+        """
+        refuse_unknown_sampling(job)
+        row, size = opened(job.row), job.num_generations
+        prompt = prompt_of(row)
         prompt_ids, images, fields = self.trainer._tokenize_prompts(copy.deepcopy([prompt]))
-        size = job.num_generations
         return PreparedGroup(
             job=job,
             version=version,
@@ -167,26 +156,19 @@ class RolloutTrainer:
             row=row,
             prompt=prompt,
             images=None if images is None else [images[0]] * size,
-            fields=(as_fields(fields),) * size,
+            fields=() if images is None else (as_fields(fields),) * size,
         )
 
-    def finish(self, sampled: Sequence[SampledGroup]) -> list[GeneratedGroup]:
+    def finish(self, sampled: SampledGroup) -> GeneratedGroup:
         """Let TRL make completions of sampled tokens: text, or messages."""
-        jobs = [group.prepared.job for group in sampled]
-        prompt_ids = [ids for group in sampled for ids in group.prepared.prompt_ids]
-        tokens = [ids for group in sampled for ids in group.token_ids]
-        logprobs = [row for group in sampled for row in group.logprobs]
+        prepared, size = sampled.prepared, sampled.prepared.job.num_generations
         trainer = copy.copy(self.trainer)
         trainer._metrics = {mode: defaultdict(list) for mode in trainer._metrics}
-        trainer._tokenize_prompts = lambda prompts: (prompt_ids, None, {})
-        trainer._generate_single_turn = lambda *args, **kwargs: (tokens, logprobs)
-        each = [group.prepared for group in sampled for _ in range(group.prepared.job.num_generations)]
-        rows, prompts = [dict(one.row) for one in each], [one.prompt for one in each]
+        trainer._tokenize_prompts = lambda prompts: (prepared.prompt_ids, prepared.images, {})
+        trainer._generate_single_turn = lambda *args, **kwargs: (sampled.token_ids, sampled.logprobs)
+        rows, prompts = [dict(prepared.row) for _ in range(size)], [prepared.prompt] * size
         made = Batch(trainer, rows, prompts, trainer._generate(prompts), metrics={}, images=self.data_has_images)
-        return [
-            made.group(group.prepared.job, part, group.prepared.version, group.versions, group.kept)
-            for group, part in zip(sampled, _parts(jobs), strict=True)
-        ]
+        return made.group(prepared.job, slice(None), prepared.version, sampled.versions, sampled.kept)
 
     def score(self, group: GeneratedGroup) -> Scores:
         """Call the reward functions on one group, exactly as TRL would."""
@@ -202,6 +184,7 @@ class RolloutTrainer:
         scorer._pending_extra_logs = defaultdict(list)
         rewards = scorer._calculate_rewards(group.rows, group.prompts, group.completions, group.completion_ids)
         return Scores(
+            names=scorer.reward_func_names,
             rewards=rewards.float().cpu(),
             metrics=dict(scorer._pending_metrics),
             extra_columns=dict(scorer._pending_extra_logs),
@@ -224,7 +207,6 @@ class RolloutTrainer:
         Args:
             sample: called whenever TRL wants completions.
         """
-        refuse_unknown_sampling(jobs)
         trainer = self.trainer
         trainer.state = state_at_issue(trainer, jobs[0], version)  # for tools and a `rollout_func`
         trainer._metrics["train"].clear()
@@ -238,13 +220,17 @@ class RolloutTrainer:
         trainer._generate = leave_with
         below = "_sampled_below" if self._turns_of_users else "_generate_single_turn"
         setattr(trainer, below, partial(self.single_turn, sample))
-        rows = rows_of_jobs(jobs)
+        rows = [row for job in jobs for row in rows_of(job)]
         try:
             trainer._generate_and_score_completions(rows)
         except _Generated as generated:
             made = Batch(trainer, rows, generated.prompts, generated.result, own_metrics(trainer), self.data_has_images)
             merge_extra_fields(rows, generated.result[5])
-            return [made.group(job, part, version) for job, part in zip(jobs, _parts(jobs), strict=True)]
+            ends = accumulate(job.num_generations for job in jobs)
+            return [
+                made.group(job, slice(end - job.num_generations, end), version)
+                for job, end in zip(jobs, ends, strict=True)
+            ]
         raise UnsupportedError(
             f"{type(trainer).__name__} makes completions without GRPOTrainer._generate, so workers cannot have them. "
             "Train in one process (without --distributed), or let rollout_func make them."
@@ -304,16 +290,16 @@ class Batch:
     prompts: list[Any]
     result: tuple[Any, ...]
     metrics: dict[str, list[float]]  # what TRL counted that the trainer side cannot count again
-    images: bool  # whether the training data has any; a prompt may have some all the same
+    images: bool  # whether the training data has any; a prompt or a tool may bring some all the same
 
     def group(
         self, job: Job, part: slice, version: int, token_versions: Versions = None, kept: KeptSets = None
     ) -> GeneratedGroup:
-        prompt_ids, completion_ids, tool_masks, completions, logprobs, *_ = self.result
+        prompt_ids, completion_ids, tool_masks, completions, logprobs, _, images, *_ = self.result
         if logprobs is None:
             raise UnsupportedError("rollout_func returned no log-probabilities ('logprobs'); they are needed here.")
         environments, masks = self.trainer.environments, tool_masks[part] if tool_masks is not None else None
-        if self.images or any(map(images_in, self.prompts[part])):
+        if self.images or any(images[part] if images is not None else ()):
             refuse_written_images(self.trainer.model.config, completion_ids[part], masks)
         return GeneratedGroup(
             job=job,
@@ -355,12 +341,6 @@ def state_at_issue(trainer: Any, job: Job, version: int) -> Any:
     vars(state).update(job.trainer_state or {"global_step": version})
     state.log_history = _NoHistory()
     return state
-
-
-def _parts(jobs: Sequence[Job]) -> list[slice]:
-    """Where each job's completions are in a batch of all of them."""
-    ends = accumulate(job.num_generations for job in jobs)
-    return [slice(end - job.num_generations, end) for job, end in zip(jobs, ends, strict=True)]
 
 
 def own_metrics(trainer: Any) -> dict[str, list[float]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from async_grpo.errors import BadGroupError, DiskFullError, PeerDiedError, Unsup
 from async_grpo.queue import Claim, JobSource
 from async_grpo.records import Timings
 from async_grpo.rollout import WEIGHTS_WAIT_S
-from async_grpo.rollout.batches import at_once, once_issued
+from async_grpo.rollout.failures import Failures
 from async_grpo.rollout.statistics import WorkerStatistics
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
 SERVER_WAIT_S = 3600.0  # for a parameter server to start, or to come back after it died
 HEAD_START_S = 2.0  # that other workers have with a job that failed on this one
 LATE_S = 2.0  # a job whose weights are not there for so long gives way to others
-SAY_AT_MOST = 3  # failures of the same text that are shown
 SCORING_WAKE_S = 0.02  # a worker that has groups being scored looks for new jobs this often
 IDLE_WAKE_S = 0.5  # an idle worker looks at the run's state this often
 RUN_LOOK_S = 0.2  # any other does so this often
+ISSUING_S = 0.002  # longer than the server takes to issue the next job of a round
 LOOK_S = 0.02  # a worker that is sampling looks for jobs and weights this often
 SERVER_POLL_S = 0.02  # a worker that no server serves looks for one this often
 WEIGHTS_POLL_S = 0.002  # a worker that has nothing to do but wait for weights looks for them this often
@@ -92,7 +92,6 @@ class Worker:
         self._weights, self._check_run = context.weights, context.check_run
         self._policy = engine.follow(context.weights)
         self._groups_per_claim, self._deterministic = context.settings.groups_per_claim, context.deterministic
-        self._reward_names = context.trl.trainer.reward_func_names
         # Rewards in another order may draw other random numbers.
         self._scoring = Scoring(self._trl.score, 0 if context.deterministic else context.settings.score_concurrency)
         self._held: deque[Claim] = deque()  # claimed, and waiting for weights
@@ -105,7 +104,7 @@ class Worker:
         self._look_at = self._check_run_at = 0.0
         self._failed_here: dict[int, float] = {}  # job that failed on this worker -> when (monotonic seconds)
         self._put_off: dict[int, float] = {}  # job that gave way to others -> when
-        self._messages: Counter[str] = Counter()  # what jobs failed with
+        self._failures = Failures()
         self._queue_s = 0.0  # spent on the queue since the last group was handed back
         self._unserved_since: float | None = None  # when the server was gone, or not serving yet (monotonic seconds)
         self.statistics = WorkerStatistics()
@@ -165,7 +164,7 @@ class Worker:
             most = self._groups_per_claim
         if mine >= most or (mine and not self._engine.joins):
             return 0
-        pending = self._queue.pending() if self._engine.joins else once_issued(self._queue.pending, most)
+        pending = once_issued(self._queue.pending, 0 if self._engine.joins else most)
         if not self._engine.joins and self._groups_per_claim:
             return most
         share = math.ceil((pending + mine) / max(1, self._queue.alive_workers()))
@@ -173,8 +172,8 @@ class Worker:
 
     def _adopt(self) -> None:
         """Take on the newest weights, as far as the groups in flight allow it."""
-        if self._unserved_since is not None:
-            self._hand_back_held()
+        while self._unserved_since is not None and self._held:
+            self._hand_back(self._held.popleft())
         nothing_published = self._version is None and self._weights.version is None
         if not (self._held or self._sampling) or nothing_published:
             return
@@ -198,17 +197,20 @@ class Worker:
         version = self._version
         ready = [claim for claim in self._held if version is not None and claim.job.min_version <= version]
         if not ready or (len(ready) < len(self._held) and not self._engine.joins):  # a batch is not divided
-            self._check_patience()
-            self._put_off_late(late=[claim for claim in self._held if claim not in ready])
+            self._wait_for_weights(late=[claim for claim in self._held if claim not in ready])
             return []
         assert version is not None
         adopt_s, self._adopt_s, now = self._adopt_s / len(ready), 0.0, time.monotonic()
+        prepared = []
         for claim in ready:
             self._held.remove(claim)
             flight = _InFlight(claim, version, adopt_s, started=now, busy_s=-self._busy_clock)
             self._started[claim.job.seq] = self._sampling[claim.job.seq] = flight
-        jobs = [claim.job for claim in ready]
-        return at_once(lambda jobs: self._trl.prepare(jobs, version), jobs, lambda job, e: self._failed(job.seq, e))
+            try:
+                prepared.append(self._trl.prepare(claim.job, version))
+            except Exception:  # noqa: BLE001  # a row or a template that TRL cannot take: it belongs to the job
+                self._failed(claim.job.seq, traceback.format_exc())
+        return prepared
 
     def _sample(self, prepared: Sequence[PreparedGroup]) -> list[SampledGroup]:
         """Have the engine sample one token more of every group; returns the groups that have ended."""
@@ -231,7 +233,13 @@ class Worker:
         return [group for group in sampled if group.error is None]
 
     def _finish(self, sampled: Sequence[SampledGroup]) -> list[GeneratedGroup]:
-        return at_once(self._trl.finish, sampled, lambda group, error: self._failed(group.prepared.job.seq, error))
+        finished = []
+        for group in sampled:
+            try:
+                finished.append(self._trl.finish(group))
+            except Exception:  # noqa: BLE001  # a completion that TRL cannot parse: it belongs to the job
+                self._failed(group.prepared.job.seq, traceback.format_exc())
+        return finished
 
     def _score(self, group: GeneratedGroup) -> None:
         activity.has_jobs([group.job.seq], SCORING)
@@ -264,12 +272,7 @@ class Worker:
         )
         try:
             group = to_record(
-                outcome.group,
-                outcome.scores,
-                attempt=claim.attempt,
-                worker=self._queue.name,
-                reward_names=self._reward_names,
-                timings=timings,
+                outcome.group, outcome.scores, attempt=claim.attempt, worker=self._queue.name, timings=timings
             )
             done = self._when_there_is_room(lambda: self._queue.complete(claim, group))
         except (UnsupportedError, BadGroupError):  # what the user's code made of it cannot be written
@@ -287,11 +290,7 @@ class Worker:
         claim = self._started.pop(seq).claim
         self.statistics.failed += 1
         self._failed_here[seq] = time.monotonic()
-        last_line = error.strip().rsplit("\n", 1)[-1]
-        self._messages[last_line] += 1
-        level = "WARNING" if self._messages[last_line] <= SAY_AT_MOST else "DEBUG"
-        more = "; more of the same are not shown" if self._messages[last_line] == SAY_AT_MOST else ""
-        logger.log(level, "prompt group {} (attempt {}) failed: {}{}", seq, claim.attempt, last_line, more)
+        self._failures.log(seq, claim.attempt, error)
         if self._when_there_is_room(lambda: self._queue.fail(claim, error)):
             activity.no_longer_has(seq, failed=True)
 
@@ -305,10 +304,6 @@ class Worker:
                 return True
             return False
         return True
-
-    def _hand_back_held(self) -> None:
-        while self._held:
-            self._hand_back(self._held.popleft())
 
     def _hand_back_sampling(self) -> list[SampledGroup]:
         """The weights were lost while they were read, so what they gave is not believed."""
@@ -329,16 +324,6 @@ class Worker:
         """Jobs that have just failed here, for another worker to try first, if there is one, and those put off."""
         now, failed = time.monotonic(), self._failed_here if self._queue.alive_workers() > 1 else {}
         return {seq for seq, when in (failed | self._put_off).items() if now - when < HEAD_START_S}
-
-    def _put_off_late(self, late: Sequence[Claim]) -> None:
-        """Hand back jobs that ask for weights which do not come, e.g. while an evaluation holds back what they need."""
-        now = time.monotonic()
-        others = len(late) < len(self._held) or self._queue.pending() > 0
-        if others and self._version is not None and not self._sampling and now - self._held_since > LATE_S:
-            for claim in late:
-                self._held.remove(claim)
-                self._hand_back(claim)
-                self._put_off[claim.job.seq] = now
 
     # Waiting
 
@@ -378,11 +363,19 @@ class Worker:
             self._queue.wait(IDLE_WAKE_S, skip=self._left_alone())
         return reminder
 
-    def _check_patience(self) -> None:
+    def _wait_for_weights(self, late: Sequence[Claim]) -> None:
+        """Give way to other jobs when these need weights that do not come: an evaluation may hold those back."""
+        now = time.monotonic()
         if self._sampling:
-            self._held_since = time.monotonic()
-        elif self._held and time.monotonic() - self._held_since > WEIGHTS_WAIT_S:
+            self._held_since = now
+        elif now - self._held_since > WEIGHTS_WAIT_S:
             raise WaitTimeoutError(f"Timed out after {WEIGHTS_WAIT_S:.0f} s waiting for {self._waiting_for()}.")
+        elif now - self._held_since > LATE_S and self._version is not None:
+            others = len(late) < len(self._held) or self._queue.pending() > 0
+            for claim in late if others else ():
+                self._held.remove(claim)
+                self._hand_back(claim)
+                self._put_off[claim.job.seq] = now
 
     def _waiting_for(self) -> str:
         if self._held:
@@ -390,3 +383,15 @@ class Worker:
         if self._unserved_since is not None:
             return "a parameter server that issues jobs"
         return "jobs: the trainer has issued as many as the staleness bound admits"
+
+
+def once_issued(pending: Callable[[], int], enough: int) -> int:
+    """How many jobs are pending when there are `enough`, or no more of them are being issued.
+
+    The server issues a round job by job, and a batch of its first few takes nearly as long as one of them all.
+    """
+    before, now = 0, pending()
+    while before < now < enough:
+        time.sleep(ISSUING_S)
+        before, now = now, pending()
+    return now

@@ -157,9 +157,9 @@ class Activity:
         return self._now.state
 
     def record(self) -> ActivityRecord:
-        """As others see it."""
+        """As it was written last: `flush` brings it up to date."""
         with self._lock:
-            return replace(self._now, jobs=self._oldest_jobs())
+            return replace(self._now)
 
     def progress(self) -> None:
         """Something was done: a token was decoded, a group scored, a step taken."""
@@ -171,19 +171,15 @@ class Activity:
         if state == self._now.state and version is None:
             return
         with self._lock:
-            self._enter(state)
-            self._now.waits_for, self._now.waits_on = "", ()
             if version is not None:
                 self._now.version = version
-            self._write()
+            self._enter(state)
 
     def waits(self, what: str, on: Sequence[str] = ()) -> None:
         """The process waits for `what`, which the processes named by `on` could provide. No progress, but no hang."""
         with self._lock:
             if (self._now.state, self._now.waits_for, self._now.waits_on) != (WAITING, what, tuple(on)):
-                self._enter(WAITING)
-                self._now.waits_for, self._now.waits_on = what, tuple(on)
-                self._write()
+                self._enter(WAITING, what, tuple(on))
         self._tick()
 
     def has_jobs(self, seqs: Iterable[int], phase: str) -> None:
@@ -226,7 +222,7 @@ class Activity:
             self._now.minute_ago = self._samples[0]
             self._write()
 
-    def _enter(self, state: str) -> None:
+    def _enter(self, state: str, waits_for: str = "", waits_on: tuple[str, ...] = ()) -> None:
         if state != self._now.state:
             now = time.monotonic()
             self._now.spent_s = self._now.spent(now)
@@ -235,16 +231,15 @@ class Activity:
                 self._samples = [Sample(now, self._now.spent_s)]
                 self._now.minute_ago = self._samples[0]
             self._now.state, self._now.since_s = state, now
+        self._now.waits_for, self._now.waits_on = waits_for, waits_on
+        self._write()
 
     def _tick(self) -> None:
         self._count += 1
         _TICK.pack_into(self._file, 0, self._count, self._now.progress_s)
 
-    def _oldest_jobs(self) -> tuple[JobActivity, ...]:
-        return tuple(sorted(self._jobs.values(), key=lambda job: job.since_s)[:MAX_JOBS])
-
     def _write(self) -> None:
-        self._now.jobs = self._oldest_jobs()
+        self._now.jobs = tuple(sorted(self._jobs.values(), key=lambda job: job.since_s)[:MAX_JOBS])
         record = {name: getattr(self._now, name) for name in _WRITTEN}
         data = json.dumps({"format": FORMAT, **record}, separators=(",", ":")).encode()
         if len(data) > FILE_BYTES - _HEAD.size:  # a very long text, which is also in the log

@@ -41,9 +41,9 @@ def built_from(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str]]]:
 def build(folder: Path | None, *, returns_kept: bool = False) -> None:
     engine: Any = object.__new__(VLLMEngine)
     engine._with_text, engine._sees_images, engine._adapter, engine._in_flight_update = False, False, None, False
-    engine._returns_kept = returns_kept
+    engine._returns_kept, engine._deterministic = returns_kept, False
     trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cuda:0"))
-    engine._build(trainer, folder, seed=0, deterministic=False)
+    engine._build(trainer, folder, seed=0)
 
 
 def test_a_worker_builds_its_engine_in_the_run_directory_and_tidies_up_after_a_dead_one(

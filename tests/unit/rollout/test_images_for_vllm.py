@@ -11,7 +11,7 @@ from engines import group
 from PIL import Image
 from worker_fakes import FakeEngine
 
-from async_grpo.errors import UnsupportedError
+from async_grpo.errors import GeneratorError, UnsupportedError
 from async_grpo.rollout.engines import PreparedGroup
 from async_grpo.rollout.engines.continuous import ContinuousEngine
 from async_grpo.rollout.engines.vllm_images import ImagePrompts
@@ -29,6 +29,8 @@ class SeeingEngine(FakeEngine):
     def submit(self, *arguments: Any, images: Any, **options: Any) -> None:
         if images == ["another"]:
             raise UnsupportedError("not such an image")
+        if images == ["gone.png"]:
+            raise FileNotFoundError("no such file: gone.png")
         self.seen.append(images)
         super().submit(*arguments, images=images, **options)
 
@@ -46,12 +48,24 @@ def test_each_completion_gets_the_images_of_its_prompt() -> None:
     assert engine.seen == [["a", "b"], None, None, None]
 
 
-def test_images_that_the_engine_refuses_fail_their_group_alone() -> None:
+@pytest.mark.parametrize(("image", "why"), [("another", "not such an image"), ("gone.png", "no such file")])
+def test_images_that_the_engine_refuses_or_cannot_read_fail_their_group_alone(image: str, why: str) -> None:
     engine = SeeingEngine()
     continuous = ContinuousEngine(engine, group_size=2)  # type: ignore[arg-type]
-    (failed,) = continuous.sample([with_images(["a"], ["another"])])
-    assert "not such an image" in str(failed.error)
+    (failed,) = continuous.sample([with_images(["a"], [image])])
+    assert why in str(failed.error)
     assert not engine.busy, "nothing of it is left"
+
+
+def test_an_engine_that_breaks_while_it_takes_a_group_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SeeingEngine()
+    monkeypatch.setattr(engine, "submit", broken)
+    with pytest.raises(GeneratorError, match="is gone"):
+        ContinuousEngine(engine, group_size=2).sample([with_images(["a"], ["b"])])  # type: ignore[arg-type]
+
+
+def broken(*arguments: Any, **options: Any) -> None:
+    raise GeneratorError("the engine is gone")
 
 
 class Renderer:
@@ -94,6 +108,15 @@ def test_tokens_that_are_there_are_not_put_in_again() -> None:
 def test_another_prompt_than_the_trainers_is_not_sampled_from() -> None:
     with pytest.raises(ValueError, match=r"of 6 tokens where the trainer trains on 4.*--generator hf"):
         prompts(Renderer(made=3)).rendered([TEXT, IMAGE, IMAGE, TEXT], [Image.new("RGB", (2, 2))])
+
+
+@pytest.mark.parametrize(
+    "image", ["nowhere/gone.png", "http://127.0.0.1:1/gone.png", f"data:image/png;base64,{'A' * 9999}"]
+)
+def test_an_image_that_cannot_be_read_is_named(image: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"'(nowhere|http|data).* cannot be read.*Repair it") as raised:
+        prompts(Renderer(made=1)).rendered([IMAGE], [image])
+    assert len(str(raised.value)) < 500, "a picture that is given as text is long"
 
 
 def test_pixels_are_those_that_transformers_sees() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from async_grpo.errors import PeerDiedError
-from async_grpo.rollout.main_thread import UserCode, asks_for_main_thread, main_thread
+from async_grpo.rollout.threads import UserCode, asks_for_main_thread, main_thread
 
 DEADLINE_S = 60.0
 
@@ -98,7 +98,7 @@ def test_an_error_of_the_loop_is_raised_and_signals_are_as_before() -> None:
 
 HANGS = """
 import threading, time
-from async_grpo.rollout import main_thread as module
+from async_grpo.rollout import threads as module
 
 def work():
     threading.Thread(target=module.main_thread.run, args=(lambda: time.sleep(1000),), daemon=True).start()

@@ -14,7 +14,7 @@ import pytest
 from engines import DEADLINE_S
 
 from async_grpo.errors import GeneratorError
-from async_grpo.rollout.main_thread import UserCode
+from async_grpo.rollout.threads import UserCode
 from async_grpo.rollout.turns import tools as module
 from async_grpo.rollout.turns.dialogue import Call, Outcome, Refused
 from async_grpo.rollout.turns.groups import ROUNDS

@@ -94,7 +94,7 @@ def turns_of(code: Code, engine: PlayedEngine | None = None, **options: bool) ->
 
 
 def prepared(turns: Turns, rows: Sequence[Any], version: int = 0) -> list[PreparedGroup]:
-    return turns.prepare([job(seq, row=row) for seq, row in enumerate(rows)], version)
+    return [turns.prepare(job(seq, row=row), version) for seq, row in enumerate(rows)]
 
 
 def ended(turns: Turns, groups: Sequence[PreparedGroup], wanted: int | None = None) -> dict[Any, SampledGroup]:
@@ -129,7 +129,7 @@ def test_a_group_waits_for_its_tokens_and_gets_them(joins: bool) -> None:
     assert found == turns.sample([]) == []
     engine.complete(engine.turns[0])
     step_until(turns, lambda: len(found) == 1, found)
-    [group] = turns.finish(found)
+    [group] = map(turns.finish, found)
     assert group.tokens == ([[110], [111]], [[-1.0], [-1.0]])  # type: ignore[attr-defined]
 
 
@@ -167,7 +167,7 @@ def test_groups_of_a_batch_engine_go_through_trl_together() -> None:
     trl.generate = lambda jobs, *rest: calls.append(len(jobs)) or generate(jobs, *rest)
     groups = ended(turns, prepared(turns, [10, 20, 30]))
     assert calls == [3]
-    made = turns.finish([groups[row] for row in (10, 20, 30)])
+    made = [turns.finish(groups[row]) for row in (10, 20, 30)]
     assert [group.tokens[0] for group in made] == [[[row + 100], [row + 101]] for row in (10, 20, 30)]  # type: ignore[attr-defined]
 
 
@@ -222,7 +222,7 @@ def test_environments_are_used_again_once_their_group_is_scored() -> None:
     first = ended(turns, prepared(turns, [10]))
     second = ended(turns, prepared(turns, [20]))
     assert trl.forks == 1, "the first group's environments are still in use"
-    made = turns.finish([first[10], second[20]])
+    made = [turns.finish(first[10]), turns.finish(second[20])]
     assert [turns.score(group)[0][0] for group in made] == [[110], [120]]  # type: ignore[index]
     ended(turns, prepared(turns, [30]))
     assert trl.forks == 1

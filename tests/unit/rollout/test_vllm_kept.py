@@ -86,8 +86,8 @@ def generated(sets: list[list[bytes]] | None) -> GeneratedGroup:
 
 
 def record_of(sets: list[list[bytes]] | None) -> Any:
-    scores = Scores(rewards=torch.zeros(2, 1), metrics={}, extra_columns={})
-    return to_record(generated(sets), scores, attempt=0, worker="dev1", reward_names=("r",), timings=Timings())
+    scores = Scores(names=("r",), rewards=torch.zeros(2, 1), metrics={}, extra_columns={})
+    return to_record(generated(sets), scores, attempt=0, worker="dev1", timings=Timings())
 
 
 def test_the_record_of_a_group_has_them() -> None:

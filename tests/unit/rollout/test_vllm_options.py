@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.processing_utils import ImagesKwargs
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.engines.vllm_options import (
     adapter_of,
     engine_options,
     needs_text,
+    refuse_image_settings,
     refuse_several_gpus,
     sampling_options,
 )
@@ -149,3 +151,15 @@ def test_an_adapter_that_vllm_cannot_take_is_refused(model: Any) -> None:
 
 def test_a_model_without_an_adapter() -> None:
     assert adapter_of(SimpleNamespace()) is None
+
+
+def test_settings_of_the_image_processor_in_chat_template_kwargs_are_refused() -> None:
+    """TRL gives them to the processor that makes the prompt, and neither vLLM nor TRL's loss would follow them."""
+    processor = SimpleNamespace(image_processor=SimpleNamespace(valid_kwargs=ImagesKwargs))
+    given: dict[str, Any] = {"enable_thinking": False}
+    trainer = SimpleNamespace(processing_class=processor, chat_template_kwargs=given)
+    refuse_image_settings(trainer)
+    for name in ("do_resize", "processor_kwargs"):
+        trainer.chat_template_kwargs = {**given, name: {}}
+        with pytest.raises(UnsupportedError, match=rf"has {name}, for the image processor.*from_pretrained"):
+            refuse_image_settings(trainer)

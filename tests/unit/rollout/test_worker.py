@@ -21,6 +21,7 @@ from async_grpo.records import RolloutGroup
 from async_grpo.rollout.engines import SampledGroup
 from async_grpo.rollout.trl_group import GeneratedGroup, Scores
 from async_grpo.rollout.trl_trainer import RolloutTrainer
+from async_grpo.rollout.turns.groups import Turns
 from async_grpo.telemetry.activity import activity
 from async_grpo_ipc import ExporterDiedError
 
@@ -94,7 +95,7 @@ def test_a_completion_that_trl_cannot_finish_costs_its_own_group(tmp_path: Path)
         if sampled.prepared.job.seq == 1:
             raise RuntimeError("no such text")
 
-    setting.trl.finish_each = fail
+    setting.trl.before_finish = fail
     assert sorted(setting.run()) == [0, 2]
     ((seq, error),) = setting.queue.failed
     assert seq == 1 and "no such text" in error
@@ -298,7 +299,7 @@ def test_a_job_that_was_issued_again_is_not_claimed_while_it_is_in_flight(tmp_pa
 
 
 def with_gradient(group: GeneratedGroup) -> Scores:
-    return Scores(rewards=torch.zeros(2, 1, requires_grad=True), metrics={}, extra_columns={})
+    return Scores(names=("reward",), rewards=torch.zeros(2, 1, requires_grad=True), metrics={}, extra_columns={})
 
 
 def encoding(setting: Setting) -> None:
@@ -333,7 +334,7 @@ def test_log_probabilities_that_are_no_numbers_cost_their_own_group(tmp_path: Pa
 def test_rewards_that_are_not_finite_reach_the_trainer(tmp_path: Path, reward: float) -> None:
     setting = Setting(tmp_path, [job(0)], FakeEngine())
     encoding(setting)
-    scores = Scores(rewards=torch.full((2, 1), reward), metrics={}, extra_columns={})
+    scores = Scores(names=("reward",), rewards=torch.full((2, 1), reward), metrics={}, extra_columns={})
     setting.worker._scoring._score = lambda group: scores
     (group,) = setting.run().values()
     assert group.rewards[:, 0].tolist() == pytest.approx([reward] * 2, nan_ok=True)
@@ -350,12 +351,10 @@ def test_rewards_that_cannot_be_written_cost_their_own_group(tmp_path: Path) -> 
 
 
 def test_sampling_settings_that_no_engine_knows_are_not_ignored() -> None:
-    trl = object.__new__(RolloutTrainer)
-    jobs = [replace(job(3), sampling={"temperature": 0.0, "typical_p": 0.5})]
-    with pytest.raises(UnsupportedError, match=r"Job 3 sets typical_p. A job may set temperature, top_p, top_k"):
-        trl.prepare(jobs, 0)
-    with pytest.raises(UnsupportedError, match="Job 3 sets typical_p"):
-        trl.generate(jobs, 0, lambda prompts: ([], []))
+    unknown = replace(job(3), sampling={"temperature": 0.0, "typical_p": 0.5})
+    for calls in (object.__new__(RolloutTrainer), object.__new__(Turns)):
+        with pytest.raises(UnsupportedError, match=r"Job 3 sets typical_p. A job may set temperature, top_p, top_k"):
+            calls.prepare(unknown, 0)
 
 
 def test_a_run_that_asks_for_another_trainer_ends_the_worker_before_it_claims(tmp_path: Path) -> None:

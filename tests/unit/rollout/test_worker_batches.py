@@ -13,9 +13,9 @@ from async_grpo.errors import GeneratorError
 from async_grpo.queue import Claim
 from async_grpo.records import Job
 from async_grpo.rollout import worker as worker_module
-from async_grpo.rollout.batches import once_issued
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
+from async_grpo.rollout.worker import once_issued
 
 
 class FakeBatchEngine(BatchEngine):

@@ -146,19 +146,18 @@ class FakeTRL:
 
     def __init__(self, *, samples_whole: bool) -> None:
         self.samples_whole, self.goes_by_turns, self.tools = samples_whole, False, {}
-        self.trainer = SimpleNamespace(reward_func_names=("reward",), environment_factories=None, rollout_func=None)
-        self.finish_each: Callable[[SampledGroup], None] = lambda sampled: None
+        self.trainer = SimpleNamespace(environment_factories=None, rollout_func=None)
+        self.before_finish: Callable[[SampledGroup], None] = lambda sampled: None
 
     def fork(self) -> FakeTRL:
         return copy.copy(self)
 
-    def prepare(self, jobs: Sequence[Job], version: int) -> list[PreparedGroup]:
-        return [PreparedGroup(job=job, version=version, prompt_ids=prompts_of(job)) for job in jobs]
+    def prepare(self, job: Job, version: int) -> PreparedGroup:
+        return PreparedGroup(job=job, version=version, prompt_ids=prompts_of(job))
 
-    def finish(self, sampled: Sequence[SampledGroup]) -> list[GeneratedGroup]:
-        for group in sampled:
-            self.finish_each(group)
-        return [made(one.prepared.job, one.prepared.version, one.token_ids, one.versions) for one in sampled]
+    def finish(self, sampled: SampledGroup) -> GeneratedGroup:
+        self.before_finish(sampled)
+        return made(sampled.prepared.job, sampled.prepared.version, sampled.token_ids, sampled.versions)
 
     def generate(self, jobs: Sequence[Job], version: int, sample: Any) -> list[GeneratedGroup]:
         groups = []
@@ -170,7 +169,7 @@ class FakeTRL:
         return groups
 
     def score(self, group: GeneratedGroup) -> Scores:
-        return Scores(rewards=torch.zeros(2, 1), metrics={}, extra_columns={})
+        return Scores(names=("reward",), rewards=torch.zeros(2, 1), metrics={}, extra_columns={})
 
 
 def prompts_of(job: Job) -> list[list[int]]:

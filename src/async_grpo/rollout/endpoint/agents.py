@@ -14,8 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import GeneratorError
-from async_grpo.rollout.main_thread import refusing_signals
-from async_grpo.rollout.threads import KeptThreads
+from async_grpo.rollout.threads import KeptThreads, refusing_signals
 from async_grpo.rollout.turns.asks import as_exception
 from async_grpo.rollout.turns.dialogue import Outcome
 

@@ -20,7 +20,7 @@ from async_grpo.rollout.endpoint.episode import Episode, Limits
 from async_grpo.rollout.endpoint.protocol import Rules
 from async_grpo.rollout.endpoint.server import EndpointServer
 from async_grpo.rollout.engines.transformers import TransformersEngine
-from async_grpo.rollout.trl_group import GeneratedGroup, merge_extra_fields, prompt_of, refuse_unknown_sampling, rows_of
+from async_grpo.rollout.trl_group import GeneratedGroup, merge_extra_fields, prompt_of, rows_of
 from async_grpo.rollout.trl_trainer import state_at_issue
 from async_grpo.rollout.turns.asks import Ask
 from async_grpo.setup.generator_choice import HF, VLLM
@@ -86,7 +86,6 @@ class Harness:
 
     async def play(self, group: PreparedGroup) -> GeneratedGroup:
         """The group of G episodes. Raises what is the fault of the agent, or of a prompt."""
-        refuse_unknown_sampling([group.job])
         rows = rows_of(group.job)
         prompts = [prompt_of(row) for row in rows]
         if any(map(images_in, prompts)):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from async_grpo.errors import PeerDiedError, UnsupportedError
+from async_grpo.errors import GeneratorError, PeerDiedError
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo_ipc import ExporterDiedError
@@ -123,7 +123,9 @@ class ContinuousEngine:
                 self._engine.submit(
                     request, prompt_ids, seed=seed, version=version, own=group.job.sampling, images=images
                 )
-            except (ValueError, UnsupportedError) as error:
+            except GeneratorError:
+                raise
+            except Exception as error:  # noqa: BLE001  # of a prompt, its images or its settings: it belongs to the group
                 self._engine.abort(requests)
                 for submitted in requests:
                     del self._requests[submitted]

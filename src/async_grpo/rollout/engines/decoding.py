@@ -139,7 +139,7 @@ class _Batch:
         self._vision = vision
         self._prompt_length = input_ids.shape[1]
         self._cache: Cache | None = model_kwargs.get("past_key_values")
-        self._mask_bL: Tensor | None = model_kwargs.pop("attention_mask", None)  # 0 where padded; None: nowhere
+        self._mask_bL = _where_padded(model_kwargs.pop("attention_mask", None))
         self._positions_bL: Tensor | None = model_kwargs.pop("position_ids", None)  # [3, b, L] for some models
         left = vision.names if vision else ()  # only forward passes over the prompts need them
         self._kwargs = {name: value for name, value in model_kwargs.items() if name not in left}
@@ -157,7 +157,6 @@ class _Batch:
             firsts = counts.cumsum(0) - counts
             input_ids = input_ids[firsts]
             self._select(firsts)
-        self._drop_useless_mask()
         self._forward(input_ids, {} if self._vision is None else self._vision.of_rows(firsts), is_first_iteration=True)
         if copies_b is not None:
             self.logits_bV = self.logits_bV[copies_b]
@@ -186,7 +185,7 @@ class _Batch:
         stay = going_b.nonzero()[:, 0]
         self.rows_b = self.rows_b[stay]
         self._select(stay)
-        self._drop_useless_mask()
+        self._mask_bL = _where_padded(self._mask_bL)
         return sampled_b[stay]
 
     def _forward(self, input_ids: Tensor, images: dict[str, Tensor], *, is_first_iteration: bool) -> None:
@@ -209,10 +208,6 @@ class _Batch:
         if self._cache is not None and self._cache.get_seq_length():
             self._cache.batch_select_indices(rows)
 
-    def _drop_useless_mask(self) -> None:
-        if self._mask_bL is not None and bool(self._mask_bL.all()):
-            self._mask_bL = None
-
 
 def _processed(processors: LogitsProcessorList, sequences_BL: Tensor, batch: _Batch) -> Tensor:
     """The scores to sample from. Processors see all B rows, as from `generate`: some keep a state for each row."""
@@ -222,6 +217,11 @@ def _processed(processors: LogitsProcessorList, sequences_BL: Tensor, batch: _Ba
     scores_BV = logits_bV.new_zeros(len(sequences_BL), logits_bV.shape[1])
     scores_BV[batch.rows_b] = logits_bV
     return processors(sequences_BL, scores_BV)[batch.rows_b]
+
+
+def _where_padded(mask: Tensor | None) -> Tensor | None:
+    """The mask, 0 where padded; None where it would hide nothing."""
+    return None if mask is None or bool(mask.all()) else mask
 
 
 def _make_room_in(cache: Cache | None) -> bool:
@@ -236,10 +236,8 @@ def _make_room_in(cache: Cache | None) -> bool:
 class RoomyLayer(DynamicLayer):
     """A `DynamicLayer` that keeps room for the next tokens, so that one token costs no copy of all before it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._keys: Tensor | None = None  # [b, heads, length + room, head_dim]
-        self._values: Tensor | None = None
+    _keys: Tensor | None = None  # [b, heads, length + room, head_dim]
+    _values: Tensor | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append `[b, heads, tokens, head_dim]`; returns all keys and values."""

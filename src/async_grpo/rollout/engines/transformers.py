@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
@@ -68,7 +68,10 @@ class TransformersEngine(BatchEngine):
 
     def _begin(self, groups: Sequence[PreparedGroup]) -> SamplingLoop:
         """Have `generate` prepare everything up to its decoding loop, and return the loop instead of running it."""
-        input_ids, attention_mask = self._left_padded([ids for group in groups for ids in group.prompt_ids])
+        prompts = [torch.tensor(ids, dtype=torch.long) for group in groups for ids in group.prompt_ids]
+        pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
+        input_ids = pad_left(prompts, padding_value=self._pad_token_id).to(self._model.device)
+        attention_mask = pad_left([torch.ones_like(prompt) for prompt in prompts]).to(self._model.device)
         own = groups[0].job.sampling
         config = _with_own_settings(self._config, own) if own else self._config
         with_images = any(group.fields for group in groups)
@@ -91,13 +94,6 @@ class TransformersEngine(BatchEngine):
             )
         assert isinstance(begun, SamplingLoop)
         return begun
-
-    def _left_padded(self, prompt_ids: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
-        longest = max(len(ids) for ids in prompt_ids)
-        padded = [[self._pad_token_id] * (longest - len(ids)) + list(ids) for ids in prompt_ids]
-        mask = [[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompt_ids]
-        device = self._model.device
-        return torch.tensor(padded, device=device), torch.tensor(mask, device=device)
 
 
 def _with_own_settings(config: GenerationConfig, own: dict[str, Any]) -> GenerationConfig:

@@ -31,6 +31,7 @@ from async_grpo.rollout.engines.vllm_options import (
     describe_model,
     engine_options,
     needs_text,
+    refuse_image_settings,
     refuse_several_gpus,
     sampling_options,
     sees_images,
@@ -108,28 +109,16 @@ class VLLMEngine:
         self._adapter = adapter_of(trainer.model)
         self._in_flight_update, self._deterministic = in_flight_update, deterministic
         self._returns_kept = returns_kept
-        llm = engine_inside(trainer.model)
-        self._shares_weights_of: torch.nn.Module | None = None
-        if llm is None:
-            self._engine = self._build(trainer, folder, seed=seed, deterministic=deterministic, **changes)
-        else:
-            _require_suitable(
-                llm,
-                self._adapter,
-                in_flight_update=in_flight_update,
-                deterministic=deterministic,
-                returns_kept=returns_kept,
-            )
-            self._engine = llm.llm_engine
-            self._shares_weights_of = trainer.model
-            set_seed(seed)  # Unsloth starts every engine with the same one
+        inside = engine_inside(trainer.model)
+        self._engine = self._build(trainer, folder, seed, **changes) if inside is None else self._take(inside, seed)
+        self._shares_weights_of: torch.nn.Module | None = None if inside is None else trainer.model
         settings = self._engine.vllm_config
         self.max_num_seqs = int(settings.scheduler_config.max_num_seqs)
         self.max_model_len = int(settings.model_config.max_model_len)
         self._adapters_at_once = min(ADAPTERS_AT_ONCE, settings.lora_config.max_loras) if self._adapter else 0
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
         self._in_place = weights_stay_as_loaded(self._runner.get_model())
-        self._images = ImagePrompts(self._engine) if self._sees_images and llm is None else None
+        self._images = ImagePrompts(self._engine) if self._sees_images and inside is None else None
         self._copies: CopyPlan | None = None
         self._watched = False  # loading was, to find the plan; not every model has one
         self._base_loaded = False
@@ -306,7 +295,20 @@ class VLLMEngine:
 
     # Start and end
 
-    def _build(self, trainer: Any, folder: Path | None, *, seed: int, deterministic: bool, **changes: Any) -> LLMEngine:
+    def _take(self, llm: Any, seed: int) -> LLMEngine:
+        """The engine that Unsloth put into the model. `UnsupportedError`: it cannot serve this run."""
+        _require_suitable(
+            llm,
+            self._adapter,
+            in_flight_update=self._in_flight_update,
+            deterministic=self._deterministic,
+            returns_kept=self._returns_kept,
+        )
+        set_seed(seed)  # Unsloth starts every engine with the same one
+        engine: LLMEngine = llm.llm_engine
+        return engine
+
+    def _build(self, trainer: Any, folder: Path | None, seed: int, **changes: Any) -> LLMEngine:
         """An engine for the trainer's model, without weights."""
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
@@ -320,6 +322,7 @@ class VLLMEngine:
         with fresh_folder(folder) if folder else TemporaryDirectory(prefix="async-grpo-engine-") as described:
             describe_model(trainer, Path(described), with_text=self._with_text)
             if self._sees_images:
+                refuse_image_settings(trainer)
                 process_with(trainer.processing_class, str(described))
             arguments = {
                 "model": str(described),
@@ -331,7 +334,7 @@ class VLLMEngine:
                 "enforce_eager": on_cpu,
                 **({"block_size": CPU_BLOCK} if on_cpu else {}),
                 **(ENGINE_OPTIONS if self._sees_images else {}),
-                **engine_options(trainer, seed=seed, deterministic=deterministic),
+                **engine_options(trainer, seed=seed, deterministic=self._deterministic),
                 **({"max_loras": 1 if self._in_flight_update else ADAPTERS_AT_ONCE} if self._adapter else {}),
                 **(require_kept(EngineArgs) if self._returns_kept else {}),
                 **changes,

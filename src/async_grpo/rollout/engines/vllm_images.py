@@ -27,6 +27,8 @@ ENGINE_OPTIONS = {
     "limit_mm_per_prompt": {"video": 0, "audio": 0},  # TRL has neither: no memory is reserved for them
     "mm_device_do_normalize": False,  # the trainer's processor does it; vLLM's model would do it a second time
 }
+LOAD_S = 60.0  # for an image that a prompt names by its URL
+SHOWN = 100  # characters of what names an image: it may be the image itself
 _processors: dict[str, Any] = {}  # of the trainers, by the folder that vLLM builds the model from
 
 
@@ -64,6 +66,7 @@ class ImagePrompts:
             images: as PIL has them, or text that transformers loads images from; in the prompt's order.
 
         Raises:
+            UnsupportedError: an image cannot be read.
             ValueError: vLLM makes other tokens of these images than the trainer's processor.
         """
         data = {"image": [_as_transformers_sees(image) for image in images]}
@@ -126,8 +129,15 @@ def _leave_images_in_place(processor: Any) -> None:
 
 
 def _as_transformers_sees(image: Any) -> Image:
-    """The RGB pixels, and nothing besides that vLLM would act on."""
+    """The RGB pixels, and nothing besides that vLLM would act on. `UnsupportedError`: they cannot be read."""
     import PIL.Image
 
-    opened = load_image(image) if isinstance(image, str) else image
-    return PIL.Image.frombytes("RGB", opened.size, opened.convert("RGB").tobytes())
+    try:
+        opened = load_image(image, LOAD_S) if isinstance(image, str) else image
+        return PIL.Image.frombytes("RGB", opened.size, opened.convert("RGB").tobytes())
+    except Exception as error:  # of a file, of a server, of PIL's many readers
+        what, why = (f"{text:.{SHOWN}}{'…' if len(text) > SHOWN else ''}" for text in (repr(image), str(error)))
+        raise UnsupportedError(
+            f"An image of the prompt, {what}, cannot be read ({type(error).__name__}: {why}). Repair it, or leave out "
+            "its row."
+        ) from error

@@ -69,6 +69,18 @@ def sees_images(trainer: Any) -> bool:
     return hasattr(trainer.processing_class, "image_processor")
 
 
+def refuse_image_settings(trainer: Any) -> None:
+    """Raise `UnsupportedError` for settings of the image processor that only the making of prompts would use."""
+    described = getattr(trainer.processing_class.image_processor, "valid_kwargs", None)
+    settings = {"processor_kwargs", "images_kwargs", *getattr(described, "__annotations__", ())}
+    if found := sorted(settings & trainer.chat_template_kwargs.keys()):
+        raise UnsupportedError(
+            f"chat_template_kwargs has {', '.join(found)}, for the image processor. vLLM and TRL's loss process images "
+            "without it, so they would see other pixels than the prompt has tokens for. Set it on the processor "
+            "itself, as in AutoProcessor.from_pretrained(NAME, max_pixels=…), and remove it from chat_template_kwargs."
+        )
+
+
 def engine_options(trainer: Any, *, seed: int, deterministic: bool, merged: bool = False) -> dict[str, Any]:
     """The arguments of vLLM's `EngineArgs` that depend on the user's trainer.
 

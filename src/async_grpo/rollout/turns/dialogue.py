@@ -19,8 +19,8 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.images import images_in
 from async_grpo.kept_tokens import Kept
 from async_grpo.records import Job
-from async_grpo.rollout.main_thread import refusing_signals
-from async_grpo.rollout.trl_group import GeneratedGroup, refuse_unknown_sampling, rows_of_jobs
+from async_grpo.rollout.threads import refusing_signals
+from async_grpo.rollout.trl_group import GeneratedGroup, rows_of
 from async_grpo.rollout.trl_trainer import (
     Batch,
     Images,
@@ -262,12 +262,11 @@ class Dialogues:
 
     def begin(self) -> None:
         """Have TRL make the prompts: environments are reset."""
-        refuse_unknown_sampling([self.job])
         trainer = self.trl.trainer
         trainer.state = state_at_issue(trainer, self.job, self.version)
         trainer._metrics = {mode: defaultdict(list) for mode in trainer._metrics}
         trainer._generate = _leave_with
-        self._rows = rows_of_jobs([self.job])
+        self._rows = rows_of(self.job)
         with refusing_signals():
             try:
                 trainer._generate_and_score_completions(self._rows)

@@ -13,6 +13,7 @@ import torch
 from async_grpo.envs.harness import OpenAIHarness
 from async_grpo.errors import PeerDiedError
 from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
+from async_grpo.rollout.trl_group import refuse_unknown_sampling
 from async_grpo.rollout.turns.asks import Ask, Asks
 from async_grpo.rollout.turns.dialogue import Dialogue, Dialogues, Prompt
 from async_grpo.rollout.turns.tools import Tools
@@ -69,9 +70,10 @@ class Turns:
 
     # The four calls
 
-    def prepare(self, jobs: Sequence[Job], version: int) -> list[PreparedGroup]:
-        """Nothing to do yet: TRL makes the prompts when the group begins."""
-        return [PreparedGroup(job=job, version=version, prompt_ids=[]) for job in jobs]
+    def prepare(self, job: Job, version: int) -> PreparedGroup:
+        """No prompts yet: TRL makes them when the group begins."""
+        refuse_unknown_sampling(job)
+        return PreparedGroup(job=job, version=version, prompt_ids=[])
 
     def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
         self._start(new)
@@ -88,9 +90,9 @@ class Turns:
             self._loop.run_until_complete(_rounds())
         return self._ended()
 
-    def finish(self, sampled: Sequence[SampledGroup]) -> list[GeneratedGroup]:
-        """Nothing is left to do: TRL has made the groups."""
-        return [self._made.pop(group.prepared) for group in sampled]
+    def finish(self, sampled: SampledGroup) -> GeneratedGroup:
+        """Nothing is left to do: TRL has made the group."""
+        return self._made.pop(sampled.prepared)
 
     def score(self, group: GeneratedGroup) -> Scores:
         if not self._keeps_environments:

@@ -21,8 +21,7 @@ from typing import Any
 from loguru import logger
 
 from async_grpo.errors import GeneratorError
-from async_grpo.rollout.main_thread import UserCode
-from async_grpo.rollout.threads import KeptThreads
+from async_grpo.rollout.threads import KeptThreads, UserCode
 from async_grpo.rollout.turns.dialogue import Call, Outcome, Refused
 from async_grpo.rollout.turns.lines import Line, Waiting
 

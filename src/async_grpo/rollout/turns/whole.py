@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from async_grpo.errors import PeerDiedError, WaitTimeoutError
 from async_grpo.rollout.engines import Fields, PreparedGroup, SampledGroup
-from async_grpo.rollout.main_thread import refusing_signals
-from async_grpo.rollout.threads import KeptThreads
+from async_grpo.rollout.threads import KeptThreads, refusing_signals
 from async_grpo.rollout.turns.asks import Ask, Asks, as_exception
 
 if TYPE_CHECKING:

@@ -1,0 +1,46 @@
+"""What prompt groups failed with, in the log of a worker: each kind once, however many groups it costs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from loguru import logger
+
+MOST_TEXT = 300  # characters of an error in the log
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
+
+
+class Failures:
+    """Logs failed attempts. A kind is the type of an error and the line that raised it: texts may name the prompt."""
+
+    def __init__(self) -> None:
+        self._logged: set[tuple[str, str]] = set()
+
+    def log(self, seq: int, attempt: int, traceback: str) -> None:
+        """The first of its kind as a warning, the others for `--log-level DEBUG`.
+
+        Args:
+            attempt: from 0.
+        """
+        what, where = summary(traceback)
+        kind = (what.partition(":")[0], where)
+        said = f"prompt group {seq} failed (attempt {attempt + 1}): {what}{f' ({where})' if where else ''}"
+        if kind in self._logged:
+            logger.debug("{}", said)
+            return
+        self._logged.add(kind)
+        logger.warning(
+            "{}. Others that fail there are not shown; the tracebacks of groups that are given up are in quarantine/",
+            said.rstrip("."),
+        )
+
+
+def summary(traceback: str) -> tuple[str, str]:
+    """The line that says what was raised, and `FILE:LINE` of the code that raised it, "" where there is none."""
+    frames = [*_FRAME.finditer(traceback)]
+    if not frames:
+        return traceback.strip().rpartition("\n")[2][:MOST_TEXT], ""
+    below = traceback[frames[-1].end() :].splitlines()[1:]
+    what = next((line for line in below if line[:1].strip()), "")
+    return what[:MOST_TEXT], f"{Path(frames[-1][1]).name}:{frames[-1][2]}"
