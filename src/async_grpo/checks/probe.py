@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from async_grpo.setup.process import leave_at_once, path_to_us
+from async_grpo.setup.process import has_ended, leave_at_once, path_to_us
 
 POLL_S = 0.05
 _LAST_LINES = 20
@@ -78,22 +78,17 @@ def _end_family(child: subprocess.Popen[bytes]) -> None:
 
     What outlives a child that has ended may be tidying up after it, so that is asked, not killed.
     """
-    os.killpg(child.pid, signal.SIGTERM if _has_ended(child) else signal.SIGKILL)
+    os.killpg(child.pid, signal.SIGTERM if has_ended(child) else signal.SIGKILL)
     child.wait()
 
 
 def _ends_within(timeout_s: float, child: subprocess.Popen[bytes]) -> bool:
     deadline = time.monotonic() + timeout_s
-    while not _has_ended(child):
+    while not has_ended(child):
         if time.monotonic() >= deadline:
             return False
         time.sleep(POLL_S)
     return True
-
-
-def _has_ended(child: subprocess.Popen[bytes]) -> bool:
-    """Does not wait for it, so its number stays its own."""
-    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _how_it_ended(code: int) -> str:

@@ -7,7 +7,6 @@ A child that must not outlive a killed supervisor asks the kernel for it: `setup
 from __future__ import annotations
 
 import math
-import os
 import signal
 import subprocess
 import time
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
-from async_grpo.rundir.reading import naming, open_plain
+from async_grpo.setup.process import start_logged
 
 POLL_S = 0.1
 FIRST_PAUSE_S = 1.0  # before a restart; it doubles with each restart in a row
@@ -175,16 +174,7 @@ class _Process:
         self._next_start: float | None = None  # monotonic; infinite: never; None: not decided
 
     def start(self) -> None:
-        child = self.child
-        with naming(child.log), os.fdopen(open_plain(child.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as log:
-            self._popen = subprocess.Popen(
-                child.command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=child.env,
-                start_new_session=True,
-            )
+        self._popen = start_logged(self.child.command, self.child.env, self.child.log)
         self.starts += 1
         self._started = time.monotonic()
         self._next_start = None

@@ -30,9 +30,9 @@ from loguru import logger
 
 from async_grpo.errors import BadFileError, GeneratorError, UsageError
 from async_grpo.formatting import printable
-from async_grpo.rundir.reading import naming, open_plain
+from async_grpo.rundir.reading import read_end
 from async_grpo.serving.guard import GUARD
-from async_grpo.setup.process import path_to_us
+from async_grpo.setup.process import has_ended, path_to_us, start_logged
 from async_grpo.telemetry.waiting import Reminder
 
 PLUGINS = "vllm.general_plugins"  # entry points that vLLM calls in each of its processes
@@ -115,7 +115,7 @@ class VLLMServerProcess:
     @property
     def running(self) -> bool:
         """Whether the process is there; it may be loading, or hang."""
-        return self._process is not None and not self._has_ended()
+        return self._process is not None and not has_ended(self._process)
 
     def start(self) -> None:
         """Start the server, on the next free port if its own is taken, and return at once.
@@ -135,16 +135,8 @@ class VLLMServerProcess:
             self._plan = replace(self._plan, port=port)
         log = self._plan.log
         log.parent.mkdir(parents=True, exist_ok=True)
-        with naming(log), os.fdopen(open_plain(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
-            self._log_start = file.tell()
-            self._process = subprocess.Popen(
-                self._plan.command(),
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                env=self._plan.environment(),
-                start_new_session=True,
-            )
+        self._log_start = log.stat().st_size if log.exists() else 0
+        self._process = start_logged(self._plan.command(), self._plan.environment(), log)
         self.starts += 1
 
     def answers(self) -> bool:
@@ -236,7 +228,7 @@ class VLLMServerProcess:
         if grace_s > 0:
             self._process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + grace_s
-        while not self._has_ended() and time.monotonic() < deadline:
+        while not has_ended(self._process) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # its leader has not been waited for, so it is still this one
@@ -250,10 +242,9 @@ class VLLMServerProcess:
 
     def last_words(self) -> str:
         """The last lines since it was started."""
-        with suppress(OSError, BadFileError), os.fdopen(open_plain(self._plan.log), "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_start, size - LAST_BYTES))
-            lines = printable(file.read().decode(errors="replace")).splitlines()
+        with suppress(OSError, BadFileError):
+            written, start = read_end(self._plan.log, LAST_BYTES)
+            lines = printable(written[max(0, self._log_start - start) :].decode(errors="replace")).splitlines()
             return "\n".join([line.strip() for line in lines if line.strip()][-LAST_LINES:])
         return ""
 
@@ -263,14 +254,6 @@ class VLLMServerProcess:
 
     def __exit__(self, *exc: object) -> None:
         self.end()
-
-    def _has_ended(self) -> bool:
-        """Without waiting for it, so that its pid and its group stay its own until `end`."""
-        assert self._process is not None
-        try:
-            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        except ChildProcessError:
-            return True
 
     def _start_again_or_raise(self, last_start: int) -> None:
         words = self.last_words()

@@ -8,9 +8,10 @@ import gc
 import io
 import os
 import signal
+import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -24,6 +25,7 @@ from async_grpo.rundir.reading import naming, open_plain
 from async_grpo.setup.output import LossyOutput, survive_lost_output
 
 if TYPE_CHECKING:
+    import psutil
     from loguru import Record
 
 LOG_FORMAT = "{time:HH:mm:ss} <level>{level: <7}</level> {message}"
@@ -72,6 +74,32 @@ def write_stacks_on_signal(path: Path) -> None:
         descriptor = open_plain(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # kept: a handler of C writes to it
     os.ftruncate(descriptor, 0)
     faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True, chain=False)
+
+
+def start_logged(command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own; what it writes is appended to `log`."""
+    with naming(log), os.fdopen(open_plain(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=env, start_new_session=True
+        )
+
+
+def has_ended(child: subprocess.Popen[bytes]) -> bool:
+    """Whether a child has ended. It is not waited for, so that its pid and its group stay its own."""
+    try:
+        return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it has not ended. A zombie has: in a container there may be nobody who reaps it."""
+    import psutil
+
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:  # it went between the two questions
+        return False
 
 
 def path_to_us(env: Mapping[str, str]) -> str:

@@ -16,6 +16,7 @@ from async_grpo.errors import BadFileError
 from async_grpo.rundir.files import LineFile
 from async_grpo.rundir.reading import LineReader, parse_object
 from async_grpo.rundir.shape import shaped
+from async_grpo.setup.process import is_alive
 
 WAITING, RUNNING, FINISHED, FAILED, STOPPED = "waiting", "running", "finished", "failed", "stopped"
 _START = 19  # of the fields of /proc/PID/stat after the name: field 22 in proc(5)
@@ -110,18 +111,11 @@ def end_leftovers(records: Iterable[Record], *, grace_s: float, say: Callable[[s
 
 
 def _alive_after(processes: Iterable[psutil.Process], timeout_s: float) -> list[psutil.Process]:
-    """Those that have not ended by then. A zombie has: in a container there may be nobody who reaps it."""
+    """Those that have not ended by then."""
     deadline = time.monotonic() + timeout_s
-    while (left := [one for one in processes if _is_alive(one)]) and time.monotonic() < deadline:
+    while (left := [one for one in processes if is_alive(one)]) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return left
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _started_by(process: psutil.Process) -> list[psutil.Process]:
@@ -135,4 +129,4 @@ def _same_process(record: Record) -> psutil.Process | None:
         process = psutil.Process(record.pid)
     except (psutil.NoSuchProcess, ValueError):
         return None
-    return process if born(record.pid) == record.born and _is_alive(process) else None
+    return process if born(record.pid) == record.born and is_alive(process) else None

@@ -35,7 +35,7 @@ from async_grpo.queue.codec import decode_group, encode_group
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.settings import TrainingSettings
-from async_grpo.setup.process import StopRequest
+from async_grpo.setup.process import StopRequest, is_alive
 from async_grpo.setup.sampling import check_sampling
 from async_grpo.training import checkpoints, trl_trainer
 from async_grpo.training.checkpoints import BatchInUse, CheckpointFolder
@@ -104,7 +104,7 @@ class Ranks:
 
     def check_alive(self) -> None:
         """Raise `PeerDiedError` when a rank has died; costs microseconds, so every wait can ask."""
-        dead = [(rank, process.pid) for rank, process in enumerate(self._processes) if _is_gone(process)]
+        dead = [(rank, process.pid) for rank, process in enumerate(self._processes) if not is_alive(process)]
         if not dead:
             return
         rank, pid = (", ".join(map(str, numbers)) for numbers in zip(*dead, strict=True))
@@ -139,13 +139,6 @@ class Ranks:
             raise PeerDiedError(
                 f"Rank {self.rank} of the trainer can no longer reach {whose}: {error}. Start again with --resume."
             ) from error
-
-
-def _is_gone(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it went between the two questions
-        return True
 
 
 class Leader:
