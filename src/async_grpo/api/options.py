@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -11,6 +10,7 @@ from async_grpo.cli.compute.train import build_parser
 from async_grpo.cli.parser import nearest
 from async_grpo.errors import UsageError
 from async_grpo.settings import flag_name
+from async_grpo.setup.grpo_config.values import as_set
 
 NOT_FROM_PYTHON = {
     "config": "it is the first argument, get_trainer",
@@ -108,15 +108,8 @@ def _texts(name: str, value: Any) -> Iterator[str]:
     if name == "set":
         if not isinstance(value, Mapping):
             raise ValueError('it must be a mapping, such as {"learning_rate": 1e-5}')
-        yield from (f"{field}={_as_set(one)}" for field, one in value.items())
+        yield from (f"{field}={as_set(one)}" for field, one in value.items())
     elif isinstance(value, Sequence) and not isinstance(value, str):
         yield ",".join(map(str, value))
     else:
         yield str(value)
-
-
-def _as_set(value: Any) -> str:
-    """A value of `--set` as text: JSON where it is no text."""
-    if value is None:
-        return "none"
-    return value if isinstance(value, str) else json.dumps(value, default=str)

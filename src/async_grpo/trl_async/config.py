@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from async_grpo.errors import UnsupportedError
+from async_grpo.setup.grpo_config.values import as_set
 from async_grpo.training.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def worker_values(args: AsyncGRPOConfig) -> dict[str, str]:
         "per_device_train_batch_size": args.num_generations * groups,
         "gradient_accumulation_steps": 1,
     }
-    return {name: _as_text(value) for name, value in (*batch.items(), *((n, getattr(args, n)) for n in SAMPLING))}
+    return {name: as_set(value) for name, value in (*batch.items(), *((n, getattr(args, n)) for n in SAMPLING))}
 
 
 def schedule_of(args: AsyncGRPOConfig) -> Schedule:
@@ -124,9 +124,3 @@ def _updates_within_a_group(args: AsyncGRPOConfig) -> int:
     group, per_version = args.num_generations, _samples_per_version(args)
     starts = [index * group - _micro_batch(args) for index in range(per_version + 1)]
     return max((start + group - 1) // per_version - start // per_version for start in starts)
-
-
-def _as_text(value: Any) -> str:
-    if value is None:
-        return "none"
-    return json.dumps(value) if isinstance(value, dict) else str(value)

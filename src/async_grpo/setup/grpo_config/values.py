@@ -47,6 +47,13 @@ def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
     return {name: _value(name, text) for name, text in texts.items()}
 
 
+def as_set(value: object) -> str:
+    """A value as `--set` takes it: JSON where it is no text."""
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
 def _value(name: str, text: str) -> Any:
     fields = field_types()
     if name in _ELSEWHERE:
