@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from async_grpo.archive import checkpoint_folders, output_dir
+from async_grpo.archive.checkpoint_folders import Checkpoint
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import BadFileError, DiskFullError, RunDirError, UnsupportedError
 from async_grpo.formatting import counted
@@ -36,7 +37,7 @@ from async_grpo.rundir.shape import shaped
 from async_grpo.settings import ArchiveLimit
 from async_grpo.setup import fingerprints
 from async_grpo.setup.trl_compat import is_adapter
-from async_grpo.training.sharding import check_layout, layout_of
+from async_grpo.training.sharding import Layout, check_layout, layout_of
 
 if TYPE_CHECKING:
     from transformers import TrainerState
@@ -76,13 +77,18 @@ def resume(trainer: GRPOTrainer, run: RunDir, state: RunState) -> Resumed | None
         logger.info("resuming from the start: the run has no complete checkpoint yet")
         return None
     checkpoint, used = found
-    refuse_another_model(trainer, state, checkpoint)
-    check_layout(checkpoint, layout_of(trainer))
-    if used.passes_done:
-        check_ranks(checkpoint, trainer.args.world_size)
+    check_checkpoint(trainer, state, found, layout_of(trainer))
     logger.info("resuming from {}", checkpoint)
     batch = load_batch(checkpoint, trainer.accelerator.device) if used.passes_done else None
     return Resumed(path=checkpoint, state=used, batch=batch)
+
+
+def check_checkpoint(trainer: GRPOTrainer, state: RunState, found: Checkpoint, layout: Layout) -> None:
+    """Raise `RunDirError` or `UnsupportedError` where this trainer, with this layout, cannot continue from `found`."""
+    refuse_another_model(trainer, state, found.path)
+    check_layout(found.path, layout)
+    if found.state.passes_done:
+        check_ranks(found.path, trainer.args.world_size)
 
 
 def refuse_another_model(trainer: GRPOTrainer, state: RunState, checkpoint: Path) -> None:

@@ -311,19 +311,16 @@ def _checkpoints(trainer: GRPOTrainer, question: Question, ranks: _Ranks | None)
     """
     from async_grpo.archive import output_dir
     from async_grpo.rundir.paths import RunDir
-    from async_grpo.training.checkpoints import check_ranks, refuse_another_model
-    from async_grpo.training.sharding import check_layout, layout_of
+    from async_grpo.training.checkpoints import check_checkpoint
+    from async_grpo.training.sharding import layout_of
 
     assert question.run_dir is not None
     setting, state = trainer.args.output_dir, None
     if question.settings.resume:
         state = RunDir(question.run_dir).read_state()
     found = output_dir.find_checkpoint(setting, state, question.run_dir) if state is not None else None
-    if found and state is not None:  # in the order of `training.checkpoints.resume`
-        refuse_another_model(trainer, state, found.path)
-        check_layout(found.path, ranks.layout(trainer) if ranks is not None else layout_of(trainer))
-    if found and found.state.passes_done:
-        check_ranks(found.path, trainer.args.world_size)
+    if found and state is not None:
+        check_checkpoint(trainer, state, found, ranks.layout(trainer) if ranks is not None else layout_of(trainer))
     place, run_id = output_dir.absolute(setting, state, question.run_dir), state.run_id if state is not None else ""
     output_dir.refuse_another_runs(place, run_id, question.run_dir)
     return {
