@@ -19,6 +19,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -250,12 +251,8 @@ def _state_of(checkpoint: Path) -> RolloutState | None:
 def _free_name(place: Path) -> Path:
     """`checkpoint-10` -> `checkpoint-10-of-RUN`, `checkpoint-10-of-RUN-2`, …"""
     stem = f"{place.name}-of-{_run_of(place) or 'before'}"
-    free = place.with_name(stem)
-    number = 1
-    while os.path.lexists(free):
-        number += 1
-        free = place.with_name(f"{stem}-{number}")
-    return free
+    names = chain([stem], (f"{stem}-{number}" for number in count(2)))
+    return next(free for name in names if not os.path.lexists(free := place.with_name(name)))
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
@@ -166,9 +167,7 @@ class ChainWriter:
         if not versions:
             return
         (self.folder / LATEST).unlink(missing_ok=True)
-        number = 1
-        while (aside := self.folder / f"superseded-{number}").exists():
-            number += 1
+        aside = next(path for n in count(1) if not (path := self.folder / f"superseded-{n}").exists())
         aside.mkdir(mode=0o700)
         for version in reversed(versions):
             self._path_of(chain, version).rename(aside / self._path_of(chain, version).name)

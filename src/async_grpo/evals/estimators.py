@@ -33,6 +33,11 @@ class Estimate:
     high: float | None
     problems: int
 
+    @property
+    def interval(self) -> str:
+        """`0.912 … 0.954`; empty where there is none."""
+        return "" if self.low is None or self.high is None else f"{self.low:.3f} … {self.high:.3f}"
+
 
 def estimates(problems: Sequence[Answers], ks: Iterable[int]) -> dict[str, Estimate]:
     """Every figure of these problems, by name. A `k` that is larger than some problem's n raises `ValueError`."""

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -216,10 +217,8 @@ def _fresh(file: Path) -> Path:
     """A file that does not exist yet, in a folder that does: an older one of that name is moved aside."""
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists():
-        number = 1
-        while (older := file.with_name(f"{file.stem}-{number}{file.suffix}")).exists():
-            number += 1
-        file.rename(older)
+        names = (file.with_name(f"{file.stem}-{number}{file.suffix}") for number in count(1))
+        file.rename(next(older for older in names if not older.exists()))
     return file
 
 

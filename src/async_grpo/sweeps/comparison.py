@@ -112,17 +112,15 @@ def _step(runs: Sequence[Curves], figure: str, wanted: int | None) -> int:
 
 def welch(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
     """The difference of two means of independent samples, with Welch's interval; none for a single run."""
-    from scipy.special import stdtrit
+    from scipy.stats import ttest_ind
 
     value, runs = fmean(ours) - fmean(theirs), len(ours) + len(theirs)
     if min(len(ours), len(theirs)) < 2:
         return Estimate(value=value, low=None, high=None, problems=runs)
-    parts = [float(np.var(values, ddof=1)) / len(values) for values in (ours, theirs)]
-    if not sum(parts):
+    if len({*ours}) == len({*theirs}) == 1:  # no spread
         return Estimate(value=value, low=value, high=value, problems=runs)
-    freedom = sum(parts) ** 2 / sum(part**2 / (len(v) - 1) for part, v in zip(parts, (ours, theirs)))
-    half = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * sum(parts) ** 0.5
-    return Estimate(value=value, low=value - half, high=value + half, problems=runs)
+    low, high = ttest_ind(ours, theirs, equal_var=False).confidence_interval(CONFIDENCE)
+    return Estimate(value=value, low=float(low), high=float(high), problems=runs)
 
 
 def _over_problems(ours: Sequence[Curves], theirs: Sequence[Curves], step: int, figure: str) -> Estimate | None:

@@ -190,12 +190,8 @@ def _table(title: str, figures: dict[str, Estimate], failed: dict[str, str]) -> 
         return
     problems = next(iter(figures.values())).problems
     lacking = f", {len(failed)} more could not be answered" if failed else ""
-    rows = [[name, f"{figure.value:.3f}", _interval(figure)] for name, figure in figures.items()]
+    rows = [[name, f"{figure.value:.3f}", figure.interval] for name, figure in figures.items()]
     options.print_table(f"{title}: {problems} problems{lacking}", ["figure", "value", "95% interval"], rows)
-
-
-def _interval(figure: Estimate) -> str:
-    return "" if figure.low is None or figure.high is None else f"{figure.low:.3f} … {figure.high:.3f}"
 
 
 def _each_once(figures: dict[str, Estimate], replicates: int) -> dict[str, Estimate]:

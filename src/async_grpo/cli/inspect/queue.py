@@ -139,22 +139,20 @@ def _files_of(root: Path, seq: int) -> Iterator[Path]:
 def _show_file(root: Path, path: Path) -> Iterator[str]:
     from async_grpo.queue.codec import decode_group, decode_job
 
-    files = OsFiles(root)
     relative = str(path.relative_to(root))
-    try:
-        data = files.read(relative)
-        yield f"{relative}, {len(data):,} bytes, changed {_age(path)}"
-        finished = "_complete_from_" in path.name or "_duplicate_from_" in path.name
-        yield from _indented("\n".join(_group_text(decode_group(data)) if finished else _job_text(decode_job(data))))
-    except FileNotFoundError:
-        return
-    except BadFileError as error:
-        yield f"{relative} cannot be used: {error}"
-    finally:
-        files.close()
-    if path.parent.name == "quarantine" and path.with_name(reason_name(path.name)).exists():
-        yield "set aside because:"
-        with closing(OsFiles(root)) as files:
+    with closing(OsFiles(root)) as files:
+        try:
+            data = files.read(relative)
+            yield f"{relative}, {len(data):,} bytes, changed {_age(path)}"
+            finished = "_complete_from_" in path.name or "_duplicate_from_" in path.name
+            text = _group_text(decode_group(data)) if finished else _job_text(decode_job(data))
+            yield from _indented("\n".join(text))
+        except FileNotFoundError:
+            return
+        except BadFileError as error:
+            yield f"{relative} cannot be used: {error}"
+        if path.parent.name == "quarantine" and path.with_name(reason_name(path.name)).exists():
+            yield "set aside because:"
             yield from _indented(reason_of(files, path.name).strip())
 
 
