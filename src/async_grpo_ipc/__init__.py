@@ -30,8 +30,9 @@ from async_grpo_ipc.errors import (
 if TYPE_CHECKING:
     from async_grpo_ipc.exporter import WeightExporter
     from async_grpo_ipc.handle import handle_path
+    from async_grpo_ipc.model import flatten_parameters
     from async_grpo_ipc.remote import RemoteWeights, WeightsView, open_remote_memory
-    from async_grpo_ipc.sources import Blueprint, flatten_parameters
+    from async_grpo_ipc.sources import Blueprint
     from async_grpo_ipc.vllm_feed import FeedError, SharedWeightTransfer, VLLMFeed
 
 __all__ = [
@@ -66,7 +67,7 @@ _HOMES = {
     "VLLMFeed": "vllm_feed",
     "WeightExporter": "exporter",
     "WeightsView": "remote",
-    "flatten_parameters": "sources",
+    "flatten_parameters": "model",
     "handle_path": "handle",
     "open_remote_memory": "remote",
 }

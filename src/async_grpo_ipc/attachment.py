@@ -1,9 +1,12 @@
-"""An exporter's memory, mapped into this process: one `Attachment` a generation, leases on its slots, and
-`Generations`, which follows a path from one exporter to the next.
+"""An exporter's memory, mapped into this process, and the leases on its slots: here a reader takes a version.
+
+`Generations.take_lease` waits for one, `Attachment.try_lease` locks its slot and reads its record again. There is one
+`Attachment` a generation; `Generations` follows a path from one exporter to the next.
 """
 
 import logging
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from async_grpo_ipc import memory
-from async_grpo_ipc.binding import Binding
 from async_grpo_ipc.control import Control, SlotRecord, SlotState
 from async_grpo_ipc.errors import (
     AttachError,
@@ -23,7 +25,8 @@ from async_grpo_ipc.errors import (
 )
 from async_grpo_ipc.handle import Handle, boot_id, pid_namespace, read_handle
 from async_grpo_ipc.layout import views
-from async_grpo_ipc.locks import is_exiting
+from async_grpo_ipc.locks import FIRST_SLOT_BYTE, is_exiting
+from async_grpo_ipc.model import Binding
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +35,10 @@ Stamp = tuple[int, int]
 
 
 class Attachment:
-    """Everything that a handle file names, mapped and checked. A changed `stamp` means that the file was replaced."""
+    """Everything that a handle file names, mapped and checked. For one thread at a time."""
 
     def __init__(self, path: Path, device: torch.device | None = None) -> None:
         self._path = path
-        self.stamp = _stamp_of(path)
         self.handle = read_handle(path)
         _require_same_machine(self.handle, path)
         handle = self.handle
@@ -52,7 +54,7 @@ class Attachment:
             if lost:  # it died after it was found here: that is no trouble of this process
                 raise _died(path, handle.pid) from error
             raise
-        self._leases = 0
+        self._held: Counter[int] = Counter()  # leases on each slot: they share the one lock that this opened file has
         self._retired = False
         self._static_views = views(self.memory.blocks[0], handle.static.tensors)
         self._slot_views: dict[int, dict[str, Tensor]] = {}
@@ -77,29 +79,36 @@ class Attachment:
             raise _died(self._path, self.handle.pid)
 
     def try_lease(self, version: int | None = None) -> "Lease | None":
-        """A hold on the newest version, or on this one. None where it is not there, or its slot is just written."""
+        """A hold on the newest version, or on this one, until `end_lease`. None where it is not there, its slot is just
+        written, or the memory may not be read any more.
+        """
         header = self._control.header
         wanted = header.newest() if version is None else header.find(version)
-        if wanted is None or not self._control.leases.try_acquire(wanted.slot):
+        if wanted is None or not self.readable():
             return None
+        if not self._control.locks.try_lock(FIRST_SLOT_BYTE + wanted.slot, shared=True):
+            return None
+        self._held[wanted.slot] += 1
         found = header.slot(wanted.slot)  # now that it cannot change
+        lease = Lease(self, found.slot, found.version)
         as_wanted = found.version == version if version is not None else found.version >= wanted.version
         if found.state is SlotState.READY and as_wanted:
-            self._leases += 1
-            return Lease(self, found.slot, found.version)
-        self._control.leases.release(wanted.slot)
+            return lease
+        self.end_lease(lease)
         return None
 
-    def end_lease(self, slot: int) -> None:
-        self._control.leases.release(slot)
-        self._leases -= 1
-        if self._retired and self._leases == 0:
-            self.close()
+    def end_lease(self, lease: "Lease") -> None:
+        """Let the exporter write the slot, if this was the last lease on it here."""
+        self._held[lease.slot] -= 1
+        if not self._held[lease.slot]:
+            self._control.locks.unlock(FIRST_SLOT_BYTE + lease.slot)
+        if self._retired:
+            self.retire()
 
     def retire(self) -> None:
         """Close as soon as no lease is left."""
         self._retired = True
-        if self._leases == 0:
+        if not self._held.total():
             self.close()
 
     def tensors(self, slot: int) -> dict[str, Tensor]:
@@ -125,19 +134,13 @@ class Attachment:
         self._control.close()
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Lease:
-    """A slot that the exporter cannot write until `release()`."""
+    """A version whose slot the exporter cannot write until `attachment.end_lease` is called with this."""
 
     attachment: Attachment
     slot: int
     version: int
-
-    def tensors(self) -> dict[str, Tensor]:
-        return self.attachment.tensors(self.slot)
-
-    def release(self) -> None:
-        self.attachment.end_lease(self.slot)
 
 
 class Generations:
@@ -150,59 +153,61 @@ class Generations:
     def __init__(self, path: Path, device: torch.device | None = None) -> None:
         self._path = path
         self._device = device
-        self.current = Attachment(path, device)
+        self._seen = _stamp_of(path)
+        self._current = Attachment(path, device)
         self._next: Attachment | None = None
-        self._seen = self.current.stamp
+        self.read_last = self._current.handle.generation  # of the last lease
 
-    def follow(self) -> None:
-        """Notice a new exporter, and change over to it once it has published."""
+    def follow(self) -> Attachment:
+        """The attachment to read now: notices a new exporter, and changes over to it once it has published."""
         stamp = _stamp_of(self._path)
         if stamp is not None and stamp != self._seen:
             self._seen = stamp
             self._attach_next()
         if self._next is not None and self._next.newest() is not None:
-            old, self.current, self._next = self.current, self._next, None
+            old, self._current, self._next = self._current, self._next, None
             old.retire()
             logger.info(
                 "Weights at %s come from a new exporter: pid %d, generation %s (before: pid %d, %s).",
                 self._path,
-                self.current.handle.pid,
-                self.current.handle.generation,
+                self._current.handle.pid,
+                self._current.handle.generation,
                 old.handle.pid,
                 old.handle.generation,
             )
+        return self._current
 
     def exporter_alive(self) -> bool:
-        return self.current.exporter_alive() or (self._next is not None and self._next.exporter_alive())
+        return self._current.exporter_alive() or (self._next is not None and self._next.exporter_alive())
 
     def take_lease(self, timeout_s: float, version: int | None = None) -> Lease:
         """A hold on the newest version, or on this one. Waits where it is not there yet, or its slot is written."""
         deadline = time.monotonic() + timeout_s
         while True:
-            self.follow()
-            lease = self.current.try_lease(version) if self.current.readable() else None
+            current = self.follow()
+            lease = current.try_lease(version)
             if lease is not None:
+                self.read_last = current.handle.generation
                 return lease
-            newest = self.current.newest()
+            newest = current.newest()
             if version is not None and newest is not None and newest.version > version:
                 raise VersionGoneError(
-                    f"Version {version} at {self._path} is not there any more ({self.current.describe_slots()}). "
+                    f"Version {version} at {self._path} is not there any more ({current.describe_slots()}). "
                     "The process that names a version must hold a lease on it until it has been read."
                 )
-            if not self.exporter_alive() and (not self.current.readable() or self.current.newest() is None):
-                raise _died(self._path, self.current.handle.pid)
+            if not self.exporter_alive() and (not current.readable() or current.newest() is None):
+                raise _died(self._path, current.handle.pid)
             if time.monotonic() >= deadline:
                 wanted = "A version" if version is None else f"Version {version}"
                 raise ShareTimeoutError(
                     f"{wanted} could not be read at {self._path} within {timeout_s:g} s "
-                    f"({self.current.describe_slots()}; exporter "
-                    f"{'alive' if self.exporter_alive() else 'gone'}). Wait longer, or see whether it "
-                    f"publishes: python -m async_grpo_ipc inspect {self._path}"
+                    f"({current.describe_slots()}; exporter {'alive' if self.exporter_alive() else 'gone'}). "
+                    f"Wait longer, or see whether it publishes: python -m async_grpo_ipc inspect {self._path}"
                 )
             time.sleep(POLL_S)
 
     def close(self) -> None:
-        for attachment in (self.current, self._next):
+        for attachment in (self._current, self._next):
             if attachment is not None:
                 attachment.retire()
 
@@ -210,12 +215,12 @@ class Generations:
         try:
             attachment = Attachment(self._path, self._device)
         except IPCError as error:
-            logger.warning("Stay with the weights of generation %s: %s", self.current.handle.generation, error)
+            logger.warning("Stay with the weights of generation %s: %s", self._current.handle.generation, error)
             return
         if self._next is not None:
             self._next.close()
             self._next = None
-        if attachment.handle.generation == self.current.handle.generation:
+        if attachment.handle.generation == self._current.handle.generation:
             attachment.close()
         else:
             self._next = attachment

@@ -28,7 +28,7 @@ from typing import NamedTuple, Self
 
 from async_grpo_ipc import memfd
 from async_grpo_ipc.errors import HeaderError
-from async_grpo_ipc.locks import ATTACHED_BYTE, FIRST_SLOT_BYTE, OWNER_BYTE, LockFile, OwnedFd, SlotLeases
+from async_grpo_ipc.locks import ATTACHED_BYTE, FIRST_SLOT_BYTE, OWNER_BYTE, LockFile, OwnedFd
 
 MAGIC = b"AGIPCTRL"
 HEADER_VERSION = 1
@@ -140,7 +140,6 @@ class Control:
     def __init__(self, header: Header, locks: LockFile, fd: OwnedFd | None = None) -> None:
         self.header = header
         self.locks = locks
-        self.leases = SlotLeases(locks)
         self._fd = fd
 
     @classmethod

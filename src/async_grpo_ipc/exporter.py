@@ -25,7 +25,8 @@ from async_grpo_ipc.handle import (
 )
 from async_grpo_ipc.layout import plan_layout, views
 from async_grpo_ipc.locks import FIRST_SLOT_BYTE, OwnerLock
-from async_grpo_ipc.sources import Blueprint, Sources, model_tensors
+from async_grpo_ipc.model import model_tensors
+from async_grpo_ipc.sources import Blueprint, Sources
 
 logger = logging.getLogger(__name__)
 

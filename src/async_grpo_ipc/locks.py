@@ -19,9 +19,7 @@ import errno
 import fcntl
 import os
 import struct
-import threading
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -90,7 +88,11 @@ class LockFile:
         self._device, self.inode = opened.st_dev, opened.st_ino
 
     def try_lock(self, byte: int, *, shared: bool = False) -> bool:
-        """Hold this byte, alone or with others; False if another opened file is in the way."""
+        """Hold this byte, alone or with others; False if another opened file is in the way.
+
+        Raises:
+            ForkedError: this is a forked child of the process that opened the file.
+        """
         request = _FLOCK.pack(fcntl.F_RDLCK if shared else fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
         try:
             fcntl.fcntl(self._fd.fileno(), fcntl.F_OFD_SETLK, request)
@@ -105,14 +107,9 @@ class LockFile:
             request = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0)
             fcntl.fcntl(self._fd.fileno(), fcntl.F_OFD_SETLK, request)
 
-    def require_own(self) -> None:
-        """Raise `ForkedError` in a forked child, whose copies of this object's state mean nothing."""
-        self._fd.fileno()
-
-    def held_elsewhere(self, byte: int, *, exclusive_only: bool = False) -> bool:
-        """Whether another opened file holds this byte (only an exclusive hold, if asked for)."""
-        wanted = fcntl.F_RDLCK if exclusive_only else fcntl.F_WRLCK
-        request = _FLOCK.pack(wanted, os.SEEK_SET, byte, 1, 0)
+    def held_elsewhere(self, byte: int) -> bool:
+        """Whether another opened file holds this byte."""
+        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
         answer = fcntl.fcntl(self._fd.fileno(), fcntl.F_OFD_GETLK, request)
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
@@ -126,29 +123,6 @@ class LockFile:
 
     def close(self) -> None:
         self._fd.close()
-
-
-class SlotLeases:
-    """Shared holds on slots, counted: the kernel keeps one lock per opened file, this process may want several."""
-
-    def __init__(self, locks: LockFile) -> None:
-        self._locks = locks
-        self._counts: Counter[int] = Counter()
-        self._mutex = threading.Lock()
-
-    def try_acquire(self, slot: int) -> bool:
-        self._locks.require_own()
-        with self._mutex:
-            if self._counts[slot] == 0 and not self._locks.try_lock(FIRST_SLOT_BYTE + slot, shared=True):
-                return False
-            self._counts[slot] += 1
-            return True
-
-    def release(self, slot: int) -> None:
-        with self._mutex:
-            self._counts[slot] -= 1
-            if self._counts[slot] == 0:
-                self._locks.unlock(FIRST_SLOT_BYTE + slot)
 
 
 class OwnerLock:

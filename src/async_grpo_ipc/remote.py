@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from async_grpo_ipc.attachment import Generations, Lease
-from async_grpo_ipc.binding import Binding
 from async_grpo_ipc.errors import ExporterDiedError, HandleFileError, MismatchError
 from async_grpo_ipc.handle import handle_path
+from async_grpo_ipc.model import Binding
 
 ATTACH_POLL_S = 0.02
 DEFAULT_TIMEOUT_S = 10.0
@@ -90,19 +90,22 @@ class RemoteWeights:
 
     def __init__(self, generations: Generations) -> None:
         self._generations = generations
-        self.generation = generations.current.handle.generation  # of the version that was read last
         self._aliased: list[tuple[nn.Module, Binding]] = []
         self._held: Lease | None = None
         self._pulled: weakref.WeakKeyDictionary[nn.Module, Binding] = weakref.WeakKeyDictionary()
         self._closed = False
 
     @property
+    def generation(self) -> str:
+        """The generation of the version that was read last: each exporter has its own."""
+        return self._generations.read_last
+
+    @property
     def version(self) -> int | None:
         """The newest version published, None before the first. It can go down with a new generation, never
         within one.
         """
-        self._generations.follow()
-        newest = self._generations.current.newest()
+        newest = self._generations.follow().newest()
         return None if newest is None else newest.version
 
     def exporter_alive(self) -> bool:
@@ -125,22 +128,22 @@ class RemoteWeights:
             ExporterDiedError: Nothing is published, and no exporter lives; or at the block's end: the exporter died
                 meanwhile and its memory with it, so nothing that was read may be used, nor an error drawn from it.
         """
-        lease = self._take_lease(timeout_s, version)
-        view = WeightsView(dict(lease.tensors()), lease.version, self.generation)
+        lease = self._generations.take_lease(timeout_s, version)
+        attachment = lease.attachment
+        view = WeightsView(dict(attachment.tensors(lease.slot)), lease.version, attachment.handle.generation)
         try:
             yield view
         finally:
             view._end()
             try:
-                lease.attachment.memory.synchronize()
-                lease.attachment.require_readable()
+                attachment.memory.synchronize()
+                attachment.require_readable()
             finally:
-                lease.release()
+                attachment.end_lease(lease)
 
     def can_alias(self, model: nn.Module) -> bool:
         """Whether the weights lie on the model's own device. If not, `pull` copies them to it."""
-        self._generations.follow()
-        device = self._generations.current.memory.alias_device
+        device = self._generations.follow().memory.alias_device
         return all(parameter.device == device for parameter in model.parameters())
 
     def pull(self, model: nn.Module, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
@@ -149,17 +152,18 @@ class RemoteWeights:
             raise MismatchError(
                 "This model is aliased, so it has no memory to copy into. Call refresh(), or detach() first."
             )
-        lease = self._take_lease(timeout_s)
+        lease = self._generations.take_lease(timeout_s)
+        attachment = lease.attachment
         try:
             binding = self._pulled.get(model)
-            if binding is None or binding.generation != lease.attachment.handle.generation or not binding.is_current():
-                binding = self._pulled[model] = lease.attachment.bind(model)
+            if binding is None or not binding.fits(attachment.handle):
+                binding = self._pulled[model] = attachment.bind(model)
             with torch.no_grad():
                 binding.pull_from_slot(lease.slot)
-            lease.attachment.memory.synchronize()
-            lease.attachment.require_readable()
+            attachment.memory.synchronize()
+            attachment.require_readable()
         finally:
-            lease.release()
+            attachment.end_lease(lease)
         return lease.version
 
     def alias(self, model: nn.Module, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
@@ -169,11 +173,11 @@ class RemoteWeights:
         Parameters on the meta device are replaced, others stay the same objects. The memory is read-only: a
         write to an aliased parameter ends the process. Returns the version.
         """
-        lease = self._take_lease(timeout_s)
+        lease = self._generations.take_lease(timeout_s)
         try:
             binding = self._rebind(model, lease)
         except BaseException:
-            lease.release()
+            lease.attachment.end_lease(lease)
             raise
         others = [(other, its) for other, its in self._aliased if other is not model]
         self._aliased = [*others, (model, binding)]
@@ -181,10 +185,10 @@ class RemoteWeights:
         return self._move_to(lease)
 
     def refresh(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
-        """Move aliased models to the newest version: the new lease is taken before the old one is dropped.
-        Returns the version.
+        """Move aliased models to the newest version, and hold it: the new lease is taken before the old one is
+        dropped. Returns the version.
         """
-        return self._move_to(self._take_lease(timeout_s))
+        return self._move_to(self._generations.take_lease(timeout_s))
 
     def intact(self) -> bool:
         """Whether all that was read of aliased weights so far is what was published.
@@ -205,7 +209,7 @@ class RemoteWeights:
         held, self._held = self._held, None
         if held is not None:
             held.attachment.memory.synchronize()
-            held.release()
+            held.attachment.end_lease(held)
 
     def detach(self, *, keep_weights: bool) -> None:
         """Move aliased models out of the shared memory: to copies of their own, or to the meta device, which
@@ -239,23 +243,15 @@ class RemoteWeights:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _take_lease(self, timeout_s: float, version: int | None = None) -> Lease:
-        lease = self._generations.take_lease(timeout_s, version)
-        self.generation = lease.attachment.handle.generation
-        return lease
-
     def _move_to(self, lease: Lease) -> int:
         """Point every aliased model to `lease`, keep it, and drop the one held so far."""
         for index, (model, binding) in enumerate(self._aliased):
-            if binding.generation == lease.attachment.handle.generation and binding.is_current():
+            if binding.fits(lease.attachment.handle):
                 binding.move_to_slot(lease.slot)
             else:
                 self._aliased[index] = (model, self._rebind(model, lease))
-        old = self._held
+        self.release()
         self._held = lease
-        if old is not None:
-            old.attachment.memory.synchronize()
-            old.release()
         return lease.version
 
     @staticmethod

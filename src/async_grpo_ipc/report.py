@@ -97,14 +97,14 @@ def check(path: Path | None, device: str | None) -> tuple[str, bool]:
     try:
         alive = attachment.exporter_alive()
         lines.append("the exporter lives" if alive else "the exporter is dead: nothing newer will come from it")
-        lease = attachment.try_lease() if attachment.readable() else None
+        lease = attachment.try_lease()
         if lease is None:
             lines.append(f"no version can be read now: {attachment.describe_slots()}")
             return "\n".join(lines), False
         lines.append(f"version {lease.version} in slot {lease.slot}")
         lines.append(_bandwidth(attachment, attachment.memory.blocks[1 + lease.slot]))
         lines.append(_ways_to_read(attachment))
-        lease.release()
+        attachment.end_lease(lease)
         return "\n".join(lines), alive
     finally:
         attachment.close()

@@ -1,154 +1,16 @@
-"""What an exporter publishes: a model's parameters and buffers, tied ones once, with the places that refer to
-them; and which of them change, which are frozen, which are tied.
-"""
+"""What an exporter publishes: which tensors change with every version, which are frozen, and which are tied."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from operator import is_
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from async_grpo_ipc.copies import allow_merging_over_padding
 from async_grpo_ipc.errors import MismatchError
-from async_grpo_ipc.layout import plan_layout, views
+from async_grpo_ipc.model import ModelTensor, Places, identity, model_tensors
 
 Write = Callable[[Mapping[str, Tensor]], None]
-
-
-@dataclass(slots=True)
-class Place:
-    """Where a module holds a parameter or buffer."""
-
-    holder: dict[str, Any]
-    key: str
-    tensor: Tensor
-
-
-@dataclass(slots=True)
-class ModelTensor:
-    """One parameter or buffer: all its names, and the place in a module of each."""
-
-    is_parameter: bool
-    names: list[str] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.names[0]
-
-    @property
-    def tensor(self) -> Tensor:
-        return self.places[0].tensor
-
-    def tie(self, other: "ModelTensor") -> None:
-        """Add the other's places to this one's."""
-        self.names.extend(other.names)
-        self.places.extend(other.places)
-
-    def objects(self) -> list[Tensor]:
-        """The distinct tensor objects: one, except for names that are tied by memory alone."""
-        return list({id(place.tensor): place.tensor for place in self.places}.values())
-
-    def point_to(self, memory: Tensor) -> None:
-        """Let this parameter or buffer live in `memory`. Objects stay the same unless the kind of device
-        forbids it (meta).
-        """
-        if (self.tensor.device.type == "meta") == (memory.device.type == "meta"):
-            for place in self.places:
-                place.tensor.data = memory
-            return
-        new = nn.Parameter(memory, requires_grad=self.tensor.requires_grad) if self.is_parameter else memory
-        for place in self.places:
-            place.holder[place.key] = place.tensor = new
-
-
-class Places:
-    """Tells, with every publish and pull, whether a model still has the modules and tensors it had."""
-
-    def __init__(self, model: nn.Module | None, entries: Sequence[ModelTensor]) -> None:
-        modules = [] if model is None else [module._modules for module in model.modules()]
-        self._modules = [
-            (children, key, child) for children in modules for key, child in children.items() if _has_tensors(child)
-        ]
-        self._entries = entries
-        self.remember()
-
-    def remember(self) -> None:
-        """Take what the modules hold now, after `point_to`, as what was found."""
-        places = [(p.holder, p.key, p.tensor) for entry in self._entries for p in entry.places]
-        self._held = [*self._modules, *places]
-        self._holders = list({id(holder): holder for holder, _, _ in self._held}.values())
-        self._contents = list(self._all_contents())
-
-    def first_replaced(self) -> str | None:
-        """The last part of the name of what is another object now, None where all are the same."""
-        # Mostly nothing at all has changed, which is quickly seen: this is done with every publish and pull.
-        now = list(self._all_contents())
-        if len(now) == len(self._contents) and all(map(is_, now, self._contents)):
-            return None
-        return next((key for holder, key, found in self._held if holder.get(key) is not found), None)
-
-    def _all_contents(self) -> Iterator[object]:
-        return chain.from_iterable(map(dict.values, self._holders))
-
-
-def _has_tensors(module: nn.Module | None) -> bool:
-    """Swapping a module without tensors (a dropout, an activation) does not matter."""
-    if module is None:
-        return False
-    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
-
-
-def model_tensors(model: nn.Module, *, buffers: bool) -> list[ModelTensor]:
-    """Parameters, and buffers if asked for, in the model's order. Tied ones (one object, or one memory) appear once."""
-    found: dict[Any, ModelTensor] = {}
-    for name, holder, key, tensor, is_parameter in _walk(model, buffers):
-        entry = found.setdefault(identity(tensor), ModelTensor(is_parameter))
-        entry.names.append(name)
-        entry.places.append(Place(holder, key, tensor))
-    return list(found.values())
-
-
-def flatten_parameters(model: nn.Module) -> None:
-    """Move the parameters into one buffer a dtype, laid out as the slots are: publish and pull become one
-    copy a bucket.
-
-    The parameters stay the same objects, so an optimizer keeps them. Needs the model's size once more while
-    it runs. It pays for small tensors on a CPU; call it again after anything that moved the parameters.
-    """
-    entries = model_tensors(model, buffers=False)
-    for trainable in (True, False):
-        group = {entry.name: entry for entry in entries if entry.tensor.requires_grad is trainable}
-        by_name = {name: entry.tensor for name, entry in group.items()}
-        for device in {tensor.device for tensor in by_name.values()}:
-            _flatten({name: entry for name, entry in group.items() if entry.tensor.device == device}, device)
-
-
-def _flatten(group: dict[str, ModelTensor], device: torch.device) -> None:
-    layout = plan_layout({name: entry.tensor for name, entry in group.items()})
-    block = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-    allow_merging_over_padding(block)
-    for name, memory in views(block, layout.tensors).items():
-        memory.copy_(group[name].tensor.detach())
-        group[name].point_to(memory)
-
-
-def _walk(model: nn.Module, buffers: bool) -> Iterator[tuple[str, dict[str, Any], str, Tensor, bool]]:
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for holder, is_parameter in ((module._parameters, True), (module._buffers, False)):
-            for key, tensor in holder.items():
-                if tensor is not None and (is_parameter or buffers):
-                    yield (f"{prefix}.{key}" if prefix else key), holder, key, tensor, is_parameter
-
-
-def identity(tensor: Tensor) -> Any:
-    """Equal for tensors that are tied: one object, or the same elements of one memory."""
-    if tensor.numel() == 0 or tensor.device.type == "meta" or tensor.layout is not torch.strided:
-        return id(tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

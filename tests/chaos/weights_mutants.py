@@ -7,7 +7,7 @@ from typing import Any
 from async_grpo_ipc.attachment import Attachment, Lease
 from async_grpo_ipc.control import Control, SlotState
 from async_grpo_ipc.exporter import WeightExporter
-from async_grpo_ipc.locks import SlotLeases
+from async_grpo_ipc.locks import FIRST_SLOT_BYTE, LockFile
 from async_grpo_ipc.remote import RemoteWeights
 
 
@@ -30,8 +30,11 @@ def ready_before_the_copy() -> None:
 
 
 def read_without_a_lease() -> None:
-    SlotLeases.try_acquire = lambda self, slot: True  # type: ignore[method-assign]
-    SlotLeases.release = lambda self, slot: None  # type: ignore[method-assign]
+    def try_lock(self: Any, byte: int, *, shared: bool = False) -> bool:
+        return (shared and byte >= FIRST_SLOT_BYTE) or real(self, byte, shared=shared)
+
+    real = LockFile.try_lock
+    LockFile.try_lock = try_lock  # type: ignore[method-assign]
 
 
 def aliased_weights_not_held() -> None:

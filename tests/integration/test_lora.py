@@ -58,7 +58,7 @@ class SharedWeightsRun(InProcessRun):
             torch.manual_seed(version)
             self._version = version
             groups = self._generate()
-        self.policy.release()
+        self.remote.release()
         self.batches.append(groups)
         return groups
 

@@ -24,8 +24,9 @@ from async_grpo.rollout.engines.served import started
 from async_grpo.rollout.engines.served.started import FedPolicy, StartedServer
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.serving.vllm_server import VLLMServerProcess
-from async_grpo_ipc import WeightExporter, open_remote_memory
+from async_grpo_ipc import RemoteWeights, WeightExporter, attachment, open_remote_memory
 from async_grpo_ipc.checkpoint import Adapter, checkpoint
+from fake_cuda import Knobs, install
 
 pytestmark = pytest.mark.integration
 PROMPT = [1, 2, 3]
@@ -134,12 +135,15 @@ def engine_of(tmp_path: Path, **changes: Any) -> StartedServer:
 
 
 @pytest.fixture
-def fed(server: FedServer, exporter: WeightExporter, tmp_path: Path) -> Iterator[tuple[StartedServer, FedPolicy]]:
-    engine = engine_of(tmp_path)
+def remote(exporter: WeightExporter) -> Iterator[RemoteWeights]:
     with open_remote_memory(exporter.path) as remote:
-        policy = engine.follow(remote)
-        yield engine, policy
-        policy.release()
+        yield remote
+
+
+@pytest.fixture
+def fed(server: FedServer, remote: RemoteWeights, tmp_path: Path) -> Iterator[tuple[StartedServer, FedPolicy]]:
+    engine = engine_of(tmp_path)
+    yield engine, engine.follow(remote)
     engine.end()
     assert not (tmp_path / "engine").exists()
 
@@ -161,12 +165,12 @@ def check(sampled: SampledGroup, model: Any) -> None:
 
 
 def test_it_samples_with_each_version_and_takes_it_once(
-    fed: tuple[StartedServer, FedPolicy], server: FedServer, exporter: WeightExporter, model: Any
+    fed: tuple[StartedServer, FedPolicy], server: FedServer, remote: RemoteWeights, exporter: WeightExporter, model: Any
 ) -> None:
     engine, policy = fed
     assert [policy.adopt(), policy.adopt()] == [1, 1]
     check(sample(engine, 1), model)
-    policy.release()
+    remote.release()
     change(model)
     exporter.publish(2)
     assert policy.adopt() == 2
@@ -175,7 +179,7 @@ def test_it_samples_with_each_version_and_takes_it_once(
 
 
 def test_a_server_that_dies_is_asked_again_with_the_version_of_its_groups(
-    fed: tuple[StartedServer, FedPolicy], server: FedServer, exporter: WeightExporter, model: Any
+    fed: tuple[StartedServer, FedPolicy], server: FedServer, remote: RemoteWeights, exporter: WeightExporter, model: Any
 ) -> None:
     engine, policy = fed
     server.deaths = 2
@@ -186,7 +190,7 @@ def test_a_server_that_dies_is_asked_again_with_the_version_of_its_groups(
         exporter.publish(version)
     check(sample(engine, 1), before)
     assert (server.process.starts, server.taken) == (3, [1, 1, 1])
-    policy.release()
+    remote.release()
     assert policy.adopt() == 4
     check(sample(engine, 4), model)
 
@@ -210,6 +214,24 @@ def test_a_refused_update_ends_the_server(fed: tuple[StartedServer, FedPolicy], 
     assert not server.process.alive
 
 
+def test_a_trainer_that_dies_while_the_server_samples_spoils_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the memory goes with its exporter, but the server has a copy, so the worker finishes its groups."""
+    install(Knobs(folder=str(tmp_path)), monkeypatch)
+    with WeightExporter.from_model(torch.nn.Linear(3, 2), tmp_path / "handle.json") as exporter:
+        exporter.publish(1)
+        with open_remote_memory(exporter.path) as remote:
+            policy = FedPolicy(remote, SimpleNamespace(take=lambda generation, version: None))  # type: ignore[arg-type]
+            assert policy.adopt() == 1
+            exporter.publish(2)
+            assert not exporter.publish(3), "the server may read version 1 again"
+            monkeypatch.setattr(attachment, "is_exiting", lambda pid: True)
+            assert policy.intact()
+            remote.release()
+            assert exporter.publish(3)
+
+
 def test_an_adapter_is_merged_on_the_way(server: FedServer, tmp_path: Path) -> None:
     lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
     model = get_peft_model(build_model(build_tokenizer(), seed=4), lora)
@@ -220,7 +242,6 @@ def test_an_adapter_is_merged_on_the_way(server: FedServer, tmp_path: Path) -> N
             policy = engine.follow(remote)
             assert policy.adopt() == 1
             check(sample(engine, 1), model)
-            policy.release()
         engine.end()
 
 

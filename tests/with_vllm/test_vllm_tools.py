@@ -85,6 +85,9 @@ class OwnWeights:
     def lease(self) -> Iterator[Any]:
         yield SimpleNamespace(items=self._tensors.items, version=0, generation="one")
 
+    def release(self) -> None:
+        """Nothing is held between two leases."""
+
 
 class UntilDone:
     """The stop request of a worker that ends once this many groups have come back."""

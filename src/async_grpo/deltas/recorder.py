@@ -153,7 +153,7 @@ class Recorder:
     def _open(self, lease: Lease) -> ChainWriter:
         model, settings = self._trainer.model, self._settings
         is_adapter = hasattr(model, "peft_config")
-        tensors, static = lease.tensors(), lease.attachment.handle.static.tensors
+        tensors, static = lease.attachment.tensors(lease.slot), lease.attachment.handle.static.tensors
         try:
             require_known(tensors.items())
         except DeltaError as error:
@@ -201,7 +201,7 @@ class Recorder:
 
     def _release(self, lease: Lease) -> None:
         with self._mutex:
-            lease.release()
+            lease.attachment.end_lease(lease)
 
     # The two threads.
 
@@ -235,7 +235,7 @@ class Recorder:
                     self._release(lease)
 
     def _copy_of(self, lease: Lease) -> dict[str, Buffer]:
-        tensors = lease.tensors()
+        tensors = lease.attachment.tensors(lease.slot)
         names = [spec.name for spec in lease.attachment.handle.slot.tensors]
         with _own_stream(tensors[names[0]].device):
             found = dict(copied((name, tensors[name]) for name in names))

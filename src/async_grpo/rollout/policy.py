@@ -24,6 +24,9 @@ class Policy(Protocol):
     def adopt(self, in_use: Collection[int] = ()) -> int | None:
         """Take on the newest version and return it: it samples the groups that start now.
 
+        What the engine reads in place is held, with a lease of the worker's `RemoteWeights`, until the worker releases
+        that: when no group is being sampled.
+
         Args:
             in_use: versions of the groups that are being sampled.
 
@@ -40,10 +43,6 @@ class Policy(Protocol):
 
         False once the exporter has died where its memory is lost with it (CUDA). Asked after each step of the engine.
         """
-        ...
-
-    def release(self) -> None:
-        """No group is being sampled: the trainer may write over the adopted version."""
         ...
 
 
@@ -83,9 +82,6 @@ class PolicyWeights:
 
     def intact(self) -> bool:
         return self._remote.intact()
-
-    def release(self) -> None:
-        self._remote.release()
 
     def _pull(self) -> int:
         if self._pulled is None or self._pulled != (self._remote.generation, self._remote.version):

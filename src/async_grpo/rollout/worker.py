@@ -229,7 +229,7 @@ class Worker:
                 if group.error is not None:
                     self._failed(flight.claim.job.seq, "".join(traceback.format_exception(group.error)))
         if not self._sampling:
-            self._policy.release()
+            self._weights.release()
         return [group for group in sampled if group.error is None]
 
     def _finish(self, sampled: Sequence[SampledGroup]) -> list[GeneratedGroup]:
@@ -309,7 +309,7 @@ class Worker:
         """The weights were lost while they were read, so what they gave is not believed."""
         logger.warning("the weights were lost with the parameter server; jobs handed back: {}", len(self._sampling))
         self._engine.close()
-        self._policy.release()
+        self._weights.release()
         for seq in [*self._sampling]:
             del self._sampling[seq]
             self._hand_back(self._started.pop(seq).claim)

@@ -190,15 +190,15 @@ def test_a_slots_record_is_read_again_under_its_lock(exporter, handle, monkeypat
     exporter.publish(1)
     exporter.publish(2)
     with open_remote_memory(handle) as remote:
-        leases = remote._generations.current._control.leases
-        acquire = leases.try_acquire
+        locks = remote._generations.follow()._control.locks
+        try_lock = locks.try_lock
 
-        def acquire_after_the_writer(slot: int) -> bool:
-            monkeypatch.setattr(leases, "try_acquire", acquire)
-            exporter._control.header.mark(slot, SlotState.WRITING, 3)
-            return acquire(slot)
+        def lock_after_the_writer(byte: int, *, shared: bool) -> bool:
+            monkeypatch.setattr(locks, "try_lock", try_lock)
+            exporter._control.header.mark(byte - FIRST_SLOT_BYTE, SlotState.WRITING, 3)
+            return try_lock(byte, shared=shared)
 
-        monkeypatch.setattr(leases, "try_acquire", acquire_after_the_writer)
+        monkeypatch.setattr(locks, "try_lock", lock_after_the_writer)
         with remote.lease() as view:
             assert view.version == 1
         for slot in range(2):

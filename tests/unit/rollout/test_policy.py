@@ -23,7 +23,7 @@ def test_on_its_own_device_it_moves_no_byte(tmp_path: Path) -> None:
             assert policy.adopt() == 1
             torch.testing.assert_close(worker.weight, trained.weight)
             first = worker.weight.data_ptr()
-            policy.release()
+            remote.release()
             with torch.no_grad():
                 trained.weight.fill_(7.0)
             exporter.publish(2)

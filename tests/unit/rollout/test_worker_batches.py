@@ -37,7 +37,7 @@ class FakeBatchEngine(BatchEngine):
         if any(group.job.seq == self.breaks for group in groups):
             raise RuntimeError("a token that there is not")
         for step in range(1, 1 + max(self.lengths[group.job.seq] for group in groups)):
-            assert self.policy.held, "the weights are read"
+            assert self.policy.weights.held, "the weights are read"
             self.after_step()
             ended = [group for group in groups if self.lengths[group.job.seq] == step]
             yield [
@@ -47,22 +47,18 @@ class FakeBatchEngine(BatchEngine):
 
 class FakePolicy:
     weights: Any = None
-    held = False
     adopted = 0
     lost = False
 
     def adopt(self, in_use: Any = ()) -> int | None:
         assert not in_use, "a batch is sampled by one version"
-        self.held = True
+        self.weights.held = True
         self.adopted += 1
         return self.weights.version
 
     def intact(self) -> bool:
-        assert self.held, "asked before the weights are released"
+        assert self.weights.held, "asked before the weights are released"
         return not self.lost
-
-    def release(self) -> None:
-        self.held = False
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +75,7 @@ def test_a_batch_is_claimed_sampled_and_released_as_one(tmp_path: Path) -> None:
     setting = batch_setting(tmp_path, [job(seq) for seq in range(6)], engine)
     assert sorted(setting.run()) == list(range(6))
     assert engine.batches == [[0, 1, 2, 3], [4, 5]]
-    assert not engine.policy.held
+    assert not setting.weights.held
 
 
 def test_a_group_is_published_while_others_of_its_batch_are_sampled(tmp_path: Path) -> None:
@@ -101,7 +97,7 @@ def test_a_batch_waits_for_the_newest_version_that_one_of_its_jobs_needs(tmp_pat
     setting = batch_setting(tmp_path, [job(0), job(1, min_version=3)], engine)
 
     def publish() -> bool:
-        assert not engine.policy.held, "released between two looks"
+        assert not setting.weights.held, "released between two looks"
         setting.weights.version = min(3, (setting.weights.version or 0) + 1)
         return True
 
@@ -196,7 +192,7 @@ def test_what_was_sampled_from_lost_weights_is_not_handed_over(tmp_path: Path) -
     assert setting.queue.handed_back == [0, 1, 2]
     assert setting.queue.failed == []
     assert {seq: group.policy_version for seq, group in groups.items()} == {0: 5, 1: 5, 2: 5}
-    assert not engine.policy.held
+    assert not setting.weights.held
 
 
 @pytest.mark.parametrize("late", [1, 6])

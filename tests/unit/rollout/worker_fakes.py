@@ -96,6 +96,10 @@ class FakeWeights:
 
     def __init__(self) -> None:
         self.version: int | None = 0
+        self.held = False
+
+    def release(self) -> None:
+        self.held = False
 
     @contextmanager
     def lease(self) -> Iterator[Any]:

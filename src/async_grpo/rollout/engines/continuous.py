@@ -107,9 +107,6 @@ class ContinuousEngine:
     def intact(self) -> bool:
         return not self._spoilt
 
-    def release(self) -> None:
-        """The engine has a copy; nothing is held."""
-
     def _submit(self, group: PreparedGroup) -> SampledGroup | None:
         """Make a request of each prompt; returns the group if the engine refuses one of them."""
         sampling = _Sampling(group, with_versions=self._in_flight_update)

@@ -91,14 +91,11 @@ class ServedPolicy:
                     raise PeerDiedError("The parameter server died while its weights were sent to the vLLM server.")
                 self._sent = newest
         finally:
-            self._policy.release()
+            self._remote.release()
         return version
 
     def intact(self) -> bool:
         return True  # the server has a copy
-
-    def release(self) -> None:
-        """The server has a copy; nothing is held."""
 
 
 def _parameters(model: Any) -> Iterator[tuple[str, nn.Parameter, Any]]:

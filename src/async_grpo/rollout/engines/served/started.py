@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -132,29 +131,24 @@ class FedPolicy:
 
     def __init__(self, remote: RemoteWeights, server: StartedServer) -> None:
         self._remote, self._server = remote, server
-        self._lease = ExitStack()
 
     def adopt(self, in_use: Collection[int] = ()) -> int | None:
         if in_use:
             return None
         activity.doing(ADOPTING)
         try:
-            self.release()
-            view = self._lease.enter_context(self._remote.lease(WEIGHTS_WAIT_S))
-            self._server.take(view.generation, view.version)
+            version = self._remote.refresh(WEIGHTS_WAIT_S)
+            self._server.take(self._remote.generation, version)
         except ExporterDiedError as error:
             raise PeerDiedError(str(error)) from error
         except GeneratorError as error:
             if not self._remote.exporter_alive():
                 raise PeerDiedError("The parameter server died while the vLLM server took its weights.") from error
             raise
-        return view.version
+        return version
 
     def intact(self) -> bool:
         return True  # the server has a copy
-
-    def release(self) -> None:
-        self._lease.close()
 
 
 def _plan(trainer: Any, folder: Path, log: Path, number: int, seed: int, devices: str | None) -> ServerPlan:
