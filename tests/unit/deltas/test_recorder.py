@@ -185,9 +185,9 @@ def test_a_copy_that_fails_holds_no_slot(tmp_path: Path, monkeypatch: pytest.Mon
     run.step(1)
     run.step(2)
     attachment = run.recorder._attachment
-    assert attachment is not None and attachment._leases == 2
+    assert attachment is not None and attachment._held.total() == 2
     go.set()
-    recorder_module.wait_until(lambda: attachment._leases == 0 or None, what="the leases to end", timeout_s=60)
+    recorder_module.wait_until(lambda: attachment._held.total() == 0 or None, what="the leases to end", timeout_s=60)
     run.publisher.close()
 
 
