@@ -15,7 +15,7 @@ from async_grpo.errors import UsageError
 from async_grpo.formatting import printable
 from async_grpo.rundir import run_options
 from async_grpo.rundir.paths import FINISHED, RunDir, RunState
-from async_grpo.settings import TrainingSettings, WorkerSettings, flag_name, memory_size
+from async_grpo.settings import TrainingSettings, WorkerSettings, flag_name, memory_size, positive
 from async_grpo.setup.devices import CPU, hold_to_device, parse_device, threads_per_process, visible_gpus
 from async_grpo.setup.generated.trl_arguments import TRLArguments, set_environment, setup_file_of_run
 
@@ -99,6 +99,18 @@ def add_log_level_option(parser: argparse.ArgumentParser) -> None:
 def add_device_option(parser: argparse.ArgumentParser) -> None:
     """For a command that computes on one device; `device()` understands it."""
     parser.add_argument("--device", "-d", help="GPU index or 'cpu' (default: GPU 0 where there is one)")
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help=f"setup file (default: {DEFAULT_CONFIG})")
+
+
+def add_processes(parser: argparse._ActionsContainer, *count_flags: str) -> None:
+    """On which devices the server and its workers are; `count_flags`: how the number of workers is spelled."""
+    count = "default: one for each GPU besides the server's, 2 on a CPU"
+    parser.add_argument(*count_flags, dest="num_workers", type=positive, help=count)
+    parser.add_argument("--master-device-id", metavar="N", help="the server's GPU, or 'cpu' (default: 0)")
+    parser.add_argument("--worker-device-ids", metavar="1,2,3", help="the workers' GPUs, one worker each")
 
 
 def add_gpu_memory(parser: argparse.ArgumentParser) -> None:

@@ -189,10 +189,16 @@ def fitting(step_line: str, width: int) -> str:
 
 def open_screen(root: Path, logs: Sequence[LogTail], *, quiet: bool, verbose: bool) -> Screen:
     """A panel where standard output is a terminal that can move its cursor, else lines."""
-    if not quiet and sys.stdout.isatty():
-        from rich.console import Console
-
-        console = Console(highlight=False, markup=False)
-        if console.is_terminal and not console.is_dumb_terminal:
-            return PanelScreen(root, logs, console=console, verbose=verbose)
+    if not quiet and (console := live_console()) is not None:
+        return PanelScreen(root, logs, console=console, verbose=verbose)
     return Screen(root, logs, quiet=quiet, verbose=verbose)
+
+
+def live_console() -> Console | None:
+    """Standard output, where it is a terminal that can move its cursor."""
+    if not sys.stdout.isatty():
+        return None
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal and not console.is_dumb_terminal else None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 from async_grpo.formatting import eta
+from async_grpo.launch.screen import live_console
 from async_grpo.slots.ledger import RUNNING, WAITING, Record
 from async_grpo.slots.places import Place
 from async_grpo.sweeps.plan import Run, Sweep
@@ -90,13 +90,8 @@ class TableScreen(Screen):
 
 def open_screen(sweep: Sweep, records: Mapping[str, Record], places: Sequence[Place]) -> Screen:
     """A table where standard output is a terminal that can move its cursor, else lines."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-
-        console = Console(highlight=False, markup=False)
-        if console.is_terminal and not console.is_dumb_terminal:
-            return TableScreen(sweep, records, places, console)
-    return Screen(sweep, records, places)
+    console = live_console()
+    return Screen(sweep, records, places) if console is None else TableScreen(sweep, records, places, console)
 
 
 def table(rows: Iterator[tuple[str, ...]]) -> Table:

@@ -15,7 +15,7 @@ from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.formatting import printable
 from async_grpo.rundir.run_options import recall, to_json
-from async_grpo.settings import TrainingSettings, WorkerSettings, as_sets, positive
+from async_grpo.settings import TrainingSettings, WorkerSettings, as_sets
 
 if TYPE_CHECKING:
     from async_grpo.evals.estimators import Estimate
@@ -38,14 +38,10 @@ def build_parser() -> Parser:
     )
     parser.add_argument("model", help="a checkpoint's folder, an adapter's, a model of the hub, or RUN_DIR@N")
     parser.add_argument("--against", metavar="OTHER", help="evaluate this one too, and tell the paired difference")
-    parser.add_argument(
-        "--config", type=Path, default=options.DEFAULT_CONFIG, help=f"setup file (default: {options.DEFAULT_CONFIG})"
-    )
+    options.add_config(parser)
     parser.add_argument("--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="default: evaluation/")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
-    parser.add_argument("--num-workers", "--workers", "-n", type=positive, help="default: one a GPU, 2 on a CPU")
-    parser.add_argument("--master-device-id", metavar="N", help="the server's GPU, or 'cpu' (default: 0)")
-    parser.add_argument("--worker-device-ids", metavar="1,2,3", help="the workers' GPUs, one worker each")
+    options.add_processes(parser, "--num-workers", "--workers", "-n")
     options.add_settings(parser, TrainingSettings, "seed", "set", *EVAL_SETTINGS, "max_attempts", "stall_warning")
     options.add_worker_options(parser)
     unfinished = parser.add_mutually_exclusive_group()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
 from async_grpo.cli import options
 from async_grpo.cli.compute.modes import refuse_without_effect
@@ -23,12 +22,7 @@ EXAMPLES = """\
 
 def build_parser() -> Parser:
     parser = options.parser("server", "Train on what the workers deliver, and publish every new policy.", EXAMPLES)
-    parser.add_argument(
-        "--config",
-        type=Path,
-        default=options.DEFAULT_CONFIG,
-        help=f"setup file (default: {options.DEFAULT_CONFIG})",
-    )
+    options.add_config(parser)
     options.add_device_option(parser)
     options.add_training_options(parser)
     options.add_distributed_options(parser)

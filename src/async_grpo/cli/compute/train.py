@@ -17,7 +17,7 @@ from async_grpo.cli.compute.trl import TrainParser, use_arguments
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.rundir.lifecycle import preview
-from async_grpo.settings import STOP_GRACE_S, TrainingSettings, WorkerSettings, positive, positive_seconds
+from async_grpo.settings import STOP_GRACE_S, TrainingSettings, WorkerSettings, positive_seconds
 from async_grpo.setup.devices import (
     CPU,
     check_torch_sees,
@@ -71,22 +71,7 @@ def _add_processes(parser: Parser) -> None:
     """Which processes there are, on which devices, and how they end."""
     group = parser.add_argument_group("distributed", "a parameter server that trains, and workers that generate")
     group.add_argument("--distributed", action="store_true", help="implied by the next four options, and by --resume")
-    group.add_argument(
-        "--num-workers",
-        "-n",
-        type=positive,
-        help="default: one for each GPU besides the server's, 2 on a CPU",
-    )
-    group.add_argument(
-        "--master-device-id",
-        metavar="N",
-        help="the server's GPU, or 'cpu' (default: 0)",
-    )
-    group.add_argument(
-        "--worker-device-ids",
-        metavar="1,2,3",
-        help="the workers' GPUs, one worker each",
-    )
+    options.add_processes(group, "--num-workers", "-n")
     group.add_argument(
         "--accelerate-config",
         type=lambda text: None if text == "none" else Path(text),
