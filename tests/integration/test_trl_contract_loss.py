@@ -192,6 +192,8 @@ def test_a_function_can_take_the_place_of_trls_log_probabilities(trainer: Any) -
     assert asked == [[3, 4, 7], [11, 12]], moved(name, f"gets the tokens {asked}", ON_CPU, LOSS)
     assert logprobs_BC.tolist() == [[-7.0, -7.0], [-7.0, 0.0], [-7.0, -7.0]], moved(name, "is not TRL's", ON_CPU, LOSS)
     assert trl_utils._ChunkedLogProbFunction is original
+    if Version(trl.__version__) >= Version("1.16"):
+        assert not trl_utils._use_triton(torch.device("cpu")), moved("trl.trainer.utils._use_triton", "changed", ON_CPU)
 
 
 def test_the_head_that_zero3_shards_is_gathered_as_trl_gathers_it() -> None:

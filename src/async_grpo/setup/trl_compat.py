@@ -2,7 +2,8 @@
 
 TRL 1.15 computes log-probabilities with a Triton kernel only; TRL 1.16 has the same function in plain torch for
 machines without a GPU. `TorchLogProbs` does it for 1.15. The private names are TRL's `_ChunkedLogProbFunction`, with
-`maybe_gather_lm_head_ctx`, in which it computes its gradient, and `_load_best_model` of transformers' trainers.
+`_use_triton`, by which its caller chooses the tokens, and `maybe_gather_lm_head_ctx`, in which it computes its
+gradient, and `_load_best_model` of transformers' trainers.
 """
 
 from __future__ import annotations
@@ -43,15 +44,20 @@ def repair_trl() -> bool:
 
 @contextmanager
 def log_probs_by(wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside this block, TRL's models compute log-probabilities by `wrap(function)` in place of `function`."""
+    """Inside this block, TRL's models compute log-probabilities by `wrap(function)` in place of `function`.
+
+    It gets the tokens of completions that are not masked, row by row, on every device.
+    """
     from trl.trainer import utils
 
-    function = utils._ChunkedLogProbFunction
-    utils._ChunkedLogProbFunction = wrap(function)
+    of_trl = {name: vars(utils)[name] for name in ("_ChunkedLogProbFunction", "_use_triton") if name in vars(utils)}
+    utils._ChunkedLogProbFunction = wrap(utils._ChunkedLogProbFunction)
+    if "_use_triton" in of_trl:  # TRL 1.16 computes all other tokens as well where there is no Triton
+        utils._use_triton = lambda device: True
     try:
         yield
     finally:
-        utils._ChunkedLogProbFunction = function
+        vars(utils).update(of_trl)
 
 
 def whole_head(weight: Tensor, bias: Tensor | None) -> AbstractContextManager[Any]:
