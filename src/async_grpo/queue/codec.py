@@ -42,22 +42,21 @@ _CHECKSUM_END = _CHECKSUM_AT + 8
 
 
 _NUMBERS = range(FORMAT, OLDEST_FORMAT - 1, -1)
-_JOBS = {f"async-grpo-job/{number}": Schema(Job, number) for number in _NUMBERS}
-_GROUPS = {f"async-grpo-group/{number}": Schema(RolloutGroup, number) for number in _NUMBERS}
-_JOB, _GROUP = next(iter(_JOBS)), next(iter(_GROUPS))  # what is written
+_JOBS = {schema.format: schema for schema in (Schema(Job, "job", number) for number in _NUMBERS)}
+_GROUPS = {schema.format: schema for schema in (Schema(RolloutGroup, "group", number) for number in _NUMBERS)}
+_JOB, _GROUP = next(iter(_JOBS.values())), next(iter(_GROUPS.values()))  # what is written
 
 
 def encode_job(job: Job) -> bytes:
     """The file of a job. `UnsupportedError` names the dataset column that JSON cannot hold exactly."""
-    schema = _JOBS[_JOB]
     images: list[EncodedImage] = []
-    header = schema.header.of(job, images)
-    if reason := schema.header.misfit(header):
+    values = {"header": _JOB.header.of(job, images)}
+    if reason := _JOB.header.misfit(values["header"]):
         raise QueueError(f"Job {job.seq} cannot be written: {reason}.")
-    if not images:
-        return _pack(_JOB, schema, header, {})
-    values, tensors = _apart({"header": header})
-    return _pack(_JOB, schema, values["header"], tensors)
+    of_images: Tensors = {}
+    if images:
+        values, of_images = _apart(values)
+    return _pack(_JOB, values["header"], of_images)
 
 
 def decode_job(data: bytes | bytearray, name: JobName | None = None, run_id: str | None = None) -> Job:
@@ -79,21 +78,19 @@ def encode_group(group: RolloutGroup) -> bytes:
     """The file of a finished group. `BadGroupError`: its parts contradict each other, or a value is not finite."""
     import numpy as np
 
-    schema = _GROUPS[_GROUP]
-    tensors = {name: array for name in schema.arrays if (array := getattr(group, name)) is not None}
+    tensors = {name: array for name in _GROUP.arrays if (array := getattr(group, name)) is not None}
     images: list[EncodedImage] = []
     try:
-        header, texts = schema.header.of(group, images), schema.texts.of(group, images)
+        values = {"header": _GROUP.header.of(group, images), "texts": _GROUP.texts.of(group, images)}
     except (TypeError, ValueError, OverflowError) as error:  # a metric that is no number
         raise BadGroupError(f"Group {group.job.seq} cannot be written: {error}.") from error
-    if reason := _misfit_of_arrays(tensors, schema) or _contradiction(group, tensors, schema):
+    if reason := _misfit_of_arrays(tensors, _GROUP) or _contradiction(group, tensors, _GROUP):
         raise BadGroupError(f"Group {group.job.seq} cannot be written: {reason}.")
     of_images: Tensors = {}
     if images:
-        values, of_images = _apart({"header": header, "texts": texts})
-        header, texts = values["header"], values["texts"]
-    of_texts = np.frombuffer(_to_json(texts), np.uint8)
-    return _pack(_GROUP, schema, header, {**tensors, "texts": of_texts, **of_images})
+        values, of_images = _apart(values)
+    texts = np.frombuffer(_to_json(values["texts"]), np.uint8)
+    return _pack(_GROUP, values["header"], {**tensors, "texts": texts, **of_images})
 
 
 def decode_group(data: bytes | bytearray, name: JobName | None = None, run_id: str | None = None) -> RolloutGroup:
@@ -196,14 +193,14 @@ def _contradiction(group: RolloutGroup, tensors: Tensors, schema: Schema) -> str
     return None
 
 
-def _pack(form: str, schema: Schema, header: dict[str, Any], tensors: Tensors) -> bytes:
+def _pack(schema: Schema, header: dict[str, Any], tensors: Tensors) -> bytes:
     described, end = "", 0
     for name, array in tensors.items():
         begin, end = end, end + array.nbytes
         dtype, shape = schema.dtypes[name].safetensors, list(array.shape)
         described += f', "{name}": {{"dtype": "{dtype}", "shape": {shape}, "data_offsets": [{begin}, {end}]}}'
     text = _JSON.encode(_to_json(header).decode())
-    top = f'", "format": "{form}", "header": {text}}}{described}}}'.encode()
+    top = f'", "format": "{schema.format}", "header": {text}}}{described}}}'.encode()
     top += b" " * (-(_CHECKSUM_END + len(top)) % 8)
     size = _CHECKSUM_END + len(top) + end
     if size > MAX_FILE_BYTES:

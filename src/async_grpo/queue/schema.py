@@ -132,7 +132,8 @@ class Values:
 class Schema:
     """What files of a record hold in one format. Its parts are worked out once, at import."""
 
-    def __init__(self, record: type, number: int) -> None:
+    def __init__(self, record: type, name: str, number: int) -> None:
+        self.format = f"async-grpo-{name}/{number}"
         self.header, self.texts = Values(record, number, "header"), Values(record, number, "texts")
         self.arrays = {name: about for name, about in columns(record, number).items() if about.place == "tensor"}
         self.dtypes = {name: DTYPES[str(about.kind)] for name, about in self.arrays.items()}
