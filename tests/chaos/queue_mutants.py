@@ -36,11 +36,7 @@ def nobody_recovers() -> None:
 def leftovers_of_a_restarted_worker_stay() -> None:
     """The lease is the device's: once dev1 is back, what it had before looks alive."""
 
-    def enter(self: Any, device: str, *, patient: bool) -> bool:
-        self._learn_server()
-        return bool(self._lock.try_acquire({"torch_device": device}))
-
-    WorkerQueue._enter = enter  # type: ignore[method-assign]
+    WorkerQueue._tidy_up = WorkerQueue._learn_server  # type: ignore[method-assign]
 
 
 def jobs_taken_from_the_living() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -16,7 +17,7 @@ from async_grpo.queue.source import Claim
 from async_grpo.queue.transitions import DEFAULT_MAX_ATTEMPTS, Moves
 from async_grpo.queue.wakeups import EVERYTHING, JobPipe, sleep_until
 from async_grpo.records import RolloutGroup, WorkerId
-from async_grpo.rundir.locks import describe_holder, server_lock
+from async_grpo.rundir.locks import KernelLock, describe_holder, server_lock
 
 _PIPE_TRUST_S = 0.05  # for this long only the pipe is read: an older job that is missing in it must not wait longer
 _COUNT_S = 1.0
@@ -29,12 +30,12 @@ class WorkerQueue:
     The worker's lock lasts as long as the process. A forked child has no part in it.
     """
 
-    def __init__(self, root: Path, worker: WorkerId, files: Files, *, durable: bool) -> None:
+    def __init__(self, root: Path, worker: WorkerId, lock: KernelLock, files: Files, *, durable: bool) -> None:
         self.root, self.id, self.name = root, worker, str(worker)
         self._durable = durable
         self._pipe = JobPipe(root)
         self._moves = Moves(files, self.name, self._pipe)
-        self._lock, self._server_lock = worker_lock(root, worker), server_lock(root)
+        self._lock, self._server_lock = lock, server_lock(root)
         self._claims: dict[int, Claim] = {}
         self._look_at = 0.0  # when to look at the directory although the pipe is not empty (monotonic seconds)
         self._counted, self._counted_until = 0, 0.0
@@ -62,36 +63,28 @@ class WorkerQueue:
         if number is not None and WorkerId.parse(str(WorkerId(number))) is None:
             raise QueueError(f"The number of a worker must be from 0 to 9999, got {number}.")
         prepare_root(root)
-        files = files or OsFiles(root)
         candidates = [WorkerId(n) for n in ([number] if number is not None else range(1, 1000))]
         for worker in candidates:
-            queue = cls(root, worker, files, durable=durable)
-            entered = False
-            try:
-                entered = queue._enter(device, patient=number is not None)
-            finally:
-                if not entered:
-                    queue._pipe.close()
-                    queue._lock.release()
-            if entered:
-                return queue
-        taken = candidates[0]
-        holder = describe_holder(worker_lock(root, taken).holder())
-        raise QueueError(f"Worker {taken} runs already: {holder}. Give this one another number, or stop that one.")
+            lock = worker_lock(root, worker)
+            if _take(lock, device, patience_s=0 if number is None else _TAKEOVER_S):
+                break
+        else:
+            holder = describe_holder(worker_lock(root, candidates[0]).holder())
+            raise QueueError(
+                f"Worker {candidates[0]} runs already: {holder}. Give this one another number, or stop that one."
+            )
+        with ExitStack() as undo:
+            undo.callback(lock.release)
+            queue = cls(root, worker, lock, files or OsFiles(root), durable=durable)
+            undo.callback(queue._pipe.close)
+            queue._tidy_up()
+            undo.pop_all()
+        return queue
 
-    def _enter(self, device: str, *, patient: bool) -> bool:
-        """Take the lock, then make pending what an earlier worker of this number left.
-
-        False if it is alive.
-        """
-        deadline = time.monotonic() + (_TAKEOVER_S if patient else 0)
-        while not self._lock.try_acquire({"torch_device": device}):
-            if "torch_device" in (self._lock.holder() or {}) or time.monotonic() >= deadline:
-                return False
-            time.sleep(0.002)  # the server is making our predecessor's jobs pending
+    def _tidy_up(self) -> None:
+        """Make pending what an earlier worker of this number left."""
         self._learn_server()
         self._moves.release_claims(self.name, self._max_attempts, counts=self.served())
-        return True
 
     def close(self) -> None:
         """Hand back what this worker still has, and free its number."""
@@ -217,6 +210,16 @@ class WorkerQueue:
                 raise
             return None
         return Claim(job, name.attempt, mine)
+
+
+def _take(lock: KernelLock, device: str, patience_s: float) -> bool:
+    """Take a worker's lock; False if that worker is alive."""
+    deadline = time.monotonic() + patience_s
+    while not lock.try_acquire({"torch_device": device}):
+        if "torch_device" in (lock.holder() or {}) or time.monotonic() >= deadline:
+            return False
+        time.sleep(0.002)  # the server is making our predecessor's jobs pending
+    return True
 
 
 def _oldest_first(jobs: Iterable[str], skip: Collection[int]) -> list[JobName]:
