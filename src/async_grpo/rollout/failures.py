@@ -12,9 +12,14 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
 
 
 class Failures:
-    """Logs failed attempts. A kind is the type of an error and the line that raised it: texts may name the prompt."""
+    """Logs failed attempts. A kind is the type of an error and the line that raised it: texts may name the prompt.
 
-    def __init__(self) -> None:
+    Args:
+        quarantine: the folder with the tracebacks of the groups that are given up.
+    """
+
+    def __init__(self, quarantine: Path) -> None:
+        self._quarantine = quarantine
         self._logged: set[tuple[str, str]] = set()
 
     def log(self, seq: int, attempt: int, traceback: str) -> None:
@@ -31,8 +36,9 @@ class Failures:
             return
         self._logged.add(kind)
         logger.warning(
-            "{}. Others that fail there are not shown; the tracebacks of groups that are given up are in quarantine/",
-            said.rstrip("."),
+            "{}. Other failures of this line are not shown; the tracebacks of groups that are given up: {}",
+            said,
+            self._quarantine / "*.reason",
         )
 
 

@@ -104,7 +104,7 @@ class Worker:
         self._look_at = self._check_run_at = 0.0
         self._failed_here: dict[int, float] = {}  # job that failed on this worker -> when (monotonic seconds)
         self._put_off: dict[int, float] = {}  # job that gave way to others -> when
-        self._failures = Failures()
+        self._failures = Failures(context.run.root / "quarantine")
         self._queue_s = 0.0  # spent on the queue since the last group was handed back
         self._unserved_since: float | None = None  # when the server was gone, or not serving yet (monotonic seconds)
         self.statistics = WorkerStatistics()

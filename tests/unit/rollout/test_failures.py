@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,16 +30,16 @@ def raised_by(work: Callable[..., Any], *arguments: Any) -> str:
 
 
 def test_a_reward_that_always_fails_is_one_warning_and_it_names_the_code_and_the_place_of_the_traceback(
-    warnings: list[str],
+    warnings: list[str], tmp_path: Path
 ) -> None:
-    failures = Failures()
+    failures = Failures(tmp_path / "quarantine")
     for seq in range(20):
         for attempt in range(3):
             failures.log(seq, attempt, raised_by(reward, f"{seq}+1="))
     failures.log(20, 0, raised_by(other_reward))
     first, second = warnings
     assert re.match(rf"prompt group 0 failed \(attempt 1\): RuntimeError: no reward for 0\+1= {HERE}.", first)
-    assert "quarantine/" in first
+    assert first.endswith(f"{tmp_path}/quarantine/*.reason")
     assert re.match(rf"prompt group 20 failed \(attempt 1\): RuntimeError: no licence {HERE}.", second)
 
 
