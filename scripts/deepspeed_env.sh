@@ -7,10 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 env=$(realpath -m "$1")
 command -v g++ >/dev/null || { echo "g++ was not found; DeepSpeed on a CPU compiles an extension" >&2; exit 1; }
-test -x "$env/bin/python" || .venv/bin/python -m venv "$env"
-site() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
-printf 'import site; site.addsitedir("%s")\n' "$(site .venv)" > "$(site "$env")/borrowed.pth"
-DS_BUILD_OPS=0 "$env/bin/python" -m pip install --quiet --disable-pip-version-check -c constraints.txt deepspeed
+DS_BUILD_OPS=0 scripts/env_beside.sh "$env" deepspeed
 PATH="$env/bin:$PATH" DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$env/extensions" "$env/bin/python" -c '
 from deepspeed.accelerator import get_accelerator
 get_accelerator().create_op_builder("ShareMemCommBuilder").load()'
