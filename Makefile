@@ -95,7 +95,7 @@ gpu: venv-test
 	$(BIN)/python -m pytest -m gpu -rA
 
 .venv-trl-next/.installed: $(VENV)/.installed-test src/async_grpo/constraints.txt scripts/env_beside.sh
-	scripts/env_beside.sh .venv-trl-next "trl>=1.16,<1.17"
+	scripts/env_beside.sh .venv-trl-next trl==1.16.0
 	touch $@
 
 test-trl-next: .venv-trl-next/.installed
