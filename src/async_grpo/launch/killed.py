@@ -19,7 +19,7 @@ class MemoryWatch:
     """Remembers how often the kernel had killed a process for lack of memory when it was made."""
 
     def __init__(self) -> None:
-        self._machine, self._group = _kills_of_the_machine(), _kills_of_our_group()
+        self._machine, self._group = _counted(_COUNTERS), _kills_of_our_group()
         self._log = _end_of_the_kernel_log()  # what is older may name an earlier process of the same number
         self._named: set[int] = set()
 
@@ -30,7 +30,7 @@ class MemoryWatch:
             return "out of memory: the kernel's log names it"
         if _kills_of_our_group() > self._group:
             return "most likely out of memory: its control group has reached its limit meanwhile"
-        if _kills_of_the_machine() > self._machine:
+        if _counted(_COUNTERS) > self._machine:
             return "most likely out of memory: the kernel has killed a process of this machine for that meanwhile"
         return "by another process: the kernel has reported no lack of memory"
 
@@ -42,10 +42,6 @@ class MemoryWatch:
                 with suppress(BrokenPipeError):  # a record was overwritten before it could be read; the next is there
                     record = os.read(self._log, 8192).decode(errors="replace")
                     self._named |= {int(pid) for pid in _KILLED.findall(record)}
-
-
-def _kills_of_the_machine() -> int:
-    return _counted(_COUNTERS)
 
 
 def _kills_of_our_group() -> int:
@@ -62,6 +58,7 @@ def _kills_of_our_group() -> int:
 
 
 def _counted(file: Path) -> int:
+    """Kills, of the whole machine or of a control group."""
     with suppress(OSError, ValueError):
         for line in file.read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -181,20 +181,17 @@ def last_steps(path: Path, now: float, since: float) -> list[dict[str, Any]]:
     """
     position = max(0, path.stat().st_size - TAIL_BYTES) if path.exists() else 0
     found: list[dict[str, Any]] = []
-    for line in reversed(list(_lines(path, position))):
-        if (entry := _parse(line)) is None:
+    lines: list[str] = []
+    with suppress(BadFileError):
+        lines += LineReader(path, position).new_lines()
+    for line in reversed(lines):
+        if (entry := _parse(line)) is None:  # the first one may be half a line
             continue
         when = entry["monotonic_s"]
         if when < since or when > now + WINDOW_S or (when < now - WINDOW_S and len(found) >= 2):
             break
         found.append(entry)
     return found[::-1]
-
-
-def _lines(path: Path, position: int) -> Iterator[str]:
-    """The lines from a position on, without the one that it may be in the middle of."""
-    with suppress(BadFileError):
-        yield from islice(LineReader(path, position).new_lines(), position > 0, None)
 
 
 def rates(steps: list[dict[str, Any]], now: float) -> Rates | None:
