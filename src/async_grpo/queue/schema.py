@@ -61,7 +61,7 @@ def _kind(about: Stored) -> _Kind:
 
 
 def _rules(about: Stored) -> Iterator[tuple[Callable[[Any], bool], str]]:
-    """What must hold of a value of the right type, each with what it is otherwise."""
+    """What must hold of a value of the right type, each with what is said of a value for which it does not."""
     if is_sound := _kind(about).is_sound:
         yield is_sound, f"is not a valid {about.kind}"
     if (least := about.least) is not None:

@@ -122,7 +122,9 @@ class KernelLock:
         with _guard:
             if self._identity() != self._inode:
                 if not retake:
-                    raise QueueError(f"{self.path} was deleted or replaced in use: it protects nothing. Start again.")
+                    raise QueueError(
+                        f"{self.path} was deleted or replaced while in use, so it protects nothing. Start again."
+                    )
                 self._retake()
             try:
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -112,7 +112,7 @@ def parse_object(text: str | bytes | bytearray) -> dict[str, Any]:
 
 
 def parse_deep_object(text: str | bytes | bytearray) -> dict[str, Any]:
-    """As `parse_object`, for who limits the nesting of its values himself: code that goes through them may fail."""
+    """As `parse_object`, but nested however deeply: for code that checks the nesting of the values itself."""
     try:
         found = _DECODER.decode(text if isinstance(text, str) else text.decode())
     except RecursionError:

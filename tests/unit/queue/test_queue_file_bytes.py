@@ -58,8 +58,9 @@ def test_a_group_may_have_empty_completions() -> None:
 
 
 def test_stock_safetensors_opens_both(tmp_path: Any) -> None:
-    (tmp_path / "job").write_bytes(encode_job(make_job(1)))
-    (tmp_path / "group").write_bytes(encode_group(make_group(make_job(1))))
+    job = make_job(1, odd="\ud800 é")
+    (tmp_path / "job").write_bytes(encode_job(job))
+    (tmp_path / "group").write_bytes(encode_group(make_group(job)))
     with safetensors.safe_open(tmp_path / "job", "np") as file:
         assert set(file.metadata()) == {"format", "header", "crc32c"}
     with safetensors.safe_open(tmp_path / "group", "np") as file:
