@@ -193,11 +193,12 @@ class RemoteWeights:
     def intact(self) -> bool:
         """Whether all that was read of aliased weights so far is what was published.
 
+        True where no model is aliased: its weights are a copy, which `pull` and `lease` have checked themselves.
         False once their exporter has died where its memory is lost with it (CUDA). Ask before `release()` and
         `refresh()`, and use nothing that was computed before the answer was True.
         """
         held = self._held
-        if held is None or held.attachment.memory.survives_exporter:
+        if not self._aliased or held is None or held.attachment.memory.survives_exporter:
             return True
         held.attachment.memory.synchronize()
         return held.attachment.readable()

@@ -227,7 +227,7 @@ def test_a_trainer_that_dies_while_the_server_samples_spoils_nothing(
             exporter.publish(2)
             assert not exporter.publish(3), "the server may read version 1 again"
             monkeypatch.setattr(attachment, "is_exiting", lambda pid: True)
-            assert policy.intact()
+            assert remote.intact()
             remote.release()
             assert exporter.publish(3)
 

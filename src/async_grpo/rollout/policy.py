@@ -24,8 +24,8 @@ class Policy(Protocol):
     def adopt(self, in_use: Collection[int] = ()) -> int | None:
         """Take on the newest version and return it: it samples the groups that start now.
 
-        What the engine reads in place is held, with a lease of the worker's `RemoteWeights`, until the worker releases
-        that: when no group is being sampled.
+        What the engine reads in place is held by the worker's `RemoteWeights`. The worker asks it after each step
+        whether that is intact, and releases it when no group is being sampled.
 
         Args:
             in_use: versions of the groups that are being sampled.
@@ -34,14 +34,8 @@ class Policy(Protocol):
             None where the newest version has to wait until those groups have ended. New groups wait as well.
 
         Raises:
-            PeerDiedError: nothing is published, and the exporter has died.
-        """
-        ...
-
-    def intact(self) -> bool:
-        """Whether all that was sampled so far is of the versions that were adopted.
-
-        False once the exporter has died where its memory is lost with it (CUDA). Asked after each step of the engine.
+            PeerDiedError: nothing is published, and the exporter has died; the groups in use go on.
+            WeightsLostError: it died in the middle, and they do not.
         """
         ...
 
@@ -79,9 +73,6 @@ class PolicyWeights:
             return version
         except ExporterDiedError as error:
             raise PeerDiedError(str(error)) from error
-
-    def intact(self) -> bool:
-        return self._remote.intact()
 
     def _pull(self) -> int:
         if self._pulled is None or self._pulled != (self._remote.generation, self._remote.version):

@@ -23,6 +23,7 @@ from async_grpo.errors import BadGroupError, DiskFullError, PeerDiedError, Unsup
 from async_grpo.queue import Claim, JobSource
 from async_grpo.records import Timings
 from async_grpo.rollout import WEIGHTS_WAIT_S
+from async_grpo.rollout.engines import WeightsLostError
 from async_grpo.rollout.failures import Failures
 from async_grpo.rollout.statistics import WorkerStatistics
 from async_grpo.rundir import paths as runs
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from async_grpo.rollout.trl_group import GeneratedGroup
     from async_grpo.rollout.trl_trainer import RolloutTrainer
     from async_grpo_ipc import RemoteWeights
-
 
 SERVER_WAIT_S = 3600.0  # for a parameter server to start, or to come back after it died
 HEAD_START_S = 2.0  # that other workers have with a job that failed on this one
@@ -180,7 +180,9 @@ class Worker:
         started, before = time.monotonic(), self._version
         try:
             self._version = self._policy.adopt({flight.version for flight in self._sampling.values()})
-        except PeerDiedError:  # claims wait for the next server, or are handed back once this one is known to be dead
+        except PeerDiedError as error:  # claims wait for the next server, or go back once this one is known to be dead
+            if isinstance(error, WeightsLostError):
+                self._hand_back_sampling()
             self._version, self._check_run_at = None, 0.0
             return
         self._adopt_s += time.monotonic() - started
@@ -219,7 +221,7 @@ class Worker:
             activity.doing(GENERATING)
             started, groups = time.monotonic(), len(self._sampling)
             sampled = self._engine.sample(prepared)
-            if not self._policy.intact():
+            if not self._weights.intact():
                 return self._hand_back_sampling()
             self._busy_clock += (time.monotonic() - started) / groups
             for group in sampled:

@@ -48,17 +48,12 @@ class FakeBatchEngine(BatchEngine):
 class FakePolicy:
     weights: Any = None
     adopted = 0
-    lost = False
 
     def adopt(self, in_use: Any = ()) -> int | None:
         assert not in_use, "a batch is sampled by one version"
         self.weights.held = True
         self.adopted += 1
         return self.weights.version
-
-    def intact(self) -> bool:
-        assert self.weights.held, "asked before the weights are released"
-        return not self.lost
 
 
 @pytest.fixture(autouse=True)
@@ -178,10 +173,10 @@ def test_what_was_sampled_from_lost_weights_is_not_handed_over(tmp_path: Path) -
 
     def step() -> None:
         steps.append(1)
-        engine.policy.lost = len(steps) == 2  # in the step that ends the first group
+        setting.weights.lost = len(steps) == 2  # in the step that ends the first group
 
     def hand_back(claim: Claim) -> None:
-        engine.policy.lost = False
+        setting.weights.lost = False
         setting.weights.version = 5  # of the next server
         setting.queue.handed_back.append(claim.job.seq)
         setting.queue.waiting.append(claim.job)

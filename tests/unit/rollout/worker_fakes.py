@@ -96,10 +96,15 @@ class FakeWeights:
 
     def __init__(self) -> None:
         self.version: int | None = 0
-        self.held = False
+        self.held: bool | None = None  # None: the engine has a copy
+        self.lost = False
+
+    def intact(self) -> bool:
+        assert self.held is not False, "asked before the weights are released"
+        return not self.lost
 
     def release(self) -> None:
-        self.held = False
+        self.held = self.held and False
 
     @contextmanager
     def lease(self) -> Iterator[Any]:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from async_grpo.errors import PeerDiedError
+
 if TYPE_CHECKING:
     from async_grpo.kept_tokens import Kept
     from async_grpo.records import Job
@@ -59,6 +61,10 @@ class SampledGroup:
 Fields = Mapping[str, Any]
 """What a processor of TRL returns besides token ids (`pixel_values`, `mm_token_type_ids`, …), of some prompts: tensors,
 or one list a prompt with a number for each of its tokens."""
+
+
+class WeightsLostError(PeerDiedError):
+    """The exporter died while its weights were copied under the groups in flight: what they sample is of no version."""
 
 
 class Engine(Protocol):

@@ -13,7 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from async_grpo.errors import GeneratorError, PeerDiedError
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.engines import PreparedGroup, SampledGroup, WeightsLostError
 from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo_ipc import ExporterDiedError
 
@@ -55,7 +55,6 @@ class ContinuousEngine:
         self._weights: RemoteWeights | None = None
         self._adopted: tuple[str, int] | None = None  # generation and version of the engine's weights
         self._version = -1
-        self._spoilt = False  # the weights of the requests in flight are not those that were published
 
     def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
         ended = [failed for group in new if (failed := self._submit(group)) is not None]
@@ -73,7 +72,6 @@ class ContinuousEngine:
     def close(self) -> None:
         self._engine.abort(list(self._requests))
         self._requests.clear()
-        self._spoilt = False
 
     def end(self) -> None:
         """Nothing was started outside of this process."""
@@ -99,13 +97,11 @@ class ContinuousEngine:
         except ExporterDiedError as error:
             if self._adopted is None:  # it died while its weights were loaded
                 self._engine.forget_weights()
-                self._spoilt = self._in_flight_update
+                if self._in_flight_update and in_use:
+                    raise WeightsLostError(str(error)) from error
             raise PeerDiedError(str(error)) from error
         self._version, self._adopted = version, adopted
         return self._version
-
-    def intact(self) -> bool:
-        return not self._spoilt
 
     def _submit(self, group: PreparedGroup) -> SampledGroup | None:
         """Make a request of each prompt; returns the group if the engine refuses one of them."""

@@ -147,9 +147,6 @@ class FedPolicy:
             raise
         return version
 
-    def intact(self) -> bool:
-        return True  # the server has a copy
-
 
 def _plan(trainer: Any, folder: Path, log: Path, number: int, seed: int, devices: str | None) -> ServerPlan:
     args = trainer.args
