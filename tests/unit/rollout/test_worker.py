@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -371,15 +369,7 @@ def test_a_run_that_asks_for_another_trainer_ends_the_worker_before_it_claims(tm
 def test_requests_that_got_lost_weights_in_flight_are_handed_back(tmp_path: Path) -> None:
     """The exporter dies while the engine, which is in the middle of its requests, copies the weights."""
     setting = Setting(tmp_path, [job(0, tokens=30)], FakeEngine(delta=True), in_flight_update=True, stop=StopAfter(200))
-    lease = setting.weights.lease
-
-    @contextmanager
-    def dies() -> Iterator[Any]:
-        with lease() as view:
-            yield view
-        if setting.weights.version == 1:
-            setting.weights.version = 2  # of the next server
-            raise ExporterDiedError("gone")
+    setting.weights.dies_with = 1
 
     def publish(step: int) -> None:
         if step == 3:
@@ -390,9 +380,16 @@ def test_requests_that_got_lost_weights_in_flight_are_handed_back(tmp_path: Path
         setting.queue.waiting.append(job(0))
 
     setting.engine.before_step = publish
-    setting.weights.lease = dies  # type: ignore[method-assign]
     setting.queue.hand_back = hand_back  # type: ignore[method-assign]
     groups = setting.run()
     assert setting.engine.forgotten
     assert setting.queue.handed_back == [0]
     assert set(groups[0].completion_ids.tolist()) == {2}, "sampled from the next server's weights alone"
+
+
+def test_weights_that_were_lost_while_nothing_was_sampled_spoil_no_later_groups(tmp_path: Path) -> None:
+    setting = Setting(tmp_path, [job(0)], FakeEngine(), in_flight_update=True, stop=StopAfter(200))
+    setting.weights.dies_with = 0
+    groups = setting.run()
+    assert setting.engine.forgotten and setting.queue.handed_back == []
+    assert set(groups[0].completion_ids.tolist()) == {2}

@@ -21,6 +21,7 @@ from async_grpo.rollout.trl_group import GeneratedGroup, Scores
 from async_grpo.rollout.worker import Worker, WorkerContext
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.process import StopRequest
+from async_grpo_ipc import ExporterDiedError
 
 TOKENS = 6  # of a completion; a prompt [n] may ask for more
 ENDLESS = 10**9
@@ -98,6 +99,7 @@ class FakeWeights:
         self.version: int | None = 0
         self.held: bool | None = None  # None: the engine has a copy
         self.lost = False
+        self.dies_with: int | None = None  # the version that is being read when the exporter dies; the next one has 2
 
     def intact(self) -> bool:
         assert self.held is not False, "asked before the weights are released"
@@ -109,6 +111,9 @@ class FakeWeights:
     @contextmanager
     def lease(self) -> Iterator[Any]:
         yield SimpleNamespace(items=dict, version=self.version, generation=self.generation)
+        if self.version == self.dies_with:
+            self.version = 2
+            raise ExporterDiedError("gone")
 
 
 class FakeQueue:
