@@ -16,7 +16,7 @@ from engines import DEADLINE_S
 from async_grpo.errors import GeneratorError
 from async_grpo.rollout.threads import UserCode
 from async_grpo.rollout.turns import tools as module
-from async_grpo.rollout.turns.dialogue import Call, Outcome, Refused
+from async_grpo.rollout.turns.calls import Call, Outcome, Refused
 from async_grpo.rollout.turns.groups import ROUNDS
 from async_grpo.rollout.turns.tools import MOST_TEXT, Tools
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from async_grpo.errors import GeneratorError
 from async_grpo.rollout.threads import KeptThreads, refusing_signals
 from async_grpo.rollout.turns.asks import as_exception
-from async_grpo.rollout.turns.dialogue import Outcome
+from async_grpo.rollout.turns.calls import Outcome
 
 if TYPE_CHECKING:
     from async_grpo.envs.harness import Agent, Endpoint

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from async_grpo.rollout.engines import Engine, PreparedGroup
     from async_grpo.rollout.trl_trainer import RolloutTrainer
     from async_grpo.rollout.turns.asks import Asks
-    from async_grpo.rollout.turns.dialogue import Continuation, Outcome
+    from async_grpo.rollout.turns.calls import Outcome
+    from async_grpo.rollout.turns.dialogue import Continuation
 
 ERROR_COLUMN = "agent_error"  # what reward functions get of an agent that raised
 SAY_AT_MOST = 3  # errors of an agent that are logged

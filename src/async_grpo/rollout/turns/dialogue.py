@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -28,29 +28,11 @@ from async_grpo.rollout.trl_trainer import (
     own_metrics,
     state_at_issue,
 )
+from async_grpo.rollout.turns.calls import Call, Outcome, giving, giving_later, noting, starting
 from async_grpo.rollout.turns.ends import MessageEnds
 
 T = TypeVar("T")
 HOOKS = ("_generate", "_tokenize_prompts", "_tool_call_loop", "_get_tool_suffix_ids", "_generate_single_turn")
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A tool that the model has called, by TRL's reading of its message."""
-
-    name: str
-    tool: Callable[..., Any]
-    arguments: Mapping[str, Any]
-    coroutine: Any = None  # of an async tool that took its arguments
-    error: Exception | None = None  # an async tool did not take its arguments
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a tool returned, a text or a list of content blocks, or what it raised."""
-
-    value: Any = None
-    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +63,12 @@ class Continuation:
 class Dialogue:
     """One completion on its way: `begin`, then `calls`, `prompt_after` and `add` as long as it `wants_tools`."""
 
-    def __init__(self, trl: RolloutTrainer, place: int, message: Any, prompt: Prompt, ends: MessageEnds) -> None:
+    def __init__(
+        self, trl: RolloutTrainer, place: int, message: Any, prompt: Prompt, ends: MessageEnds, results: ToolResults
+    ) -> None:
         self._trl = trl
         self._ends = ends
+        self._results = results
         self.tool_images: list[Any] = []
         self._trainer = copy.copy(trl.trainer)
         self._tools = (_at(trl.trainer, "_sync_tool_dicts", place), _at(trl.trainer, "_async_tool_dicts", place))
@@ -123,7 +108,7 @@ class Dialogue:
     def calls(self) -> list[Call]:
         """The tools of the last message, to be run; those that do not exist are TRL's to answer."""
         noted: list[Call] = []
-        self._set_tools(lambda name, tool: _noting(noted, name, tool), lambda name, tool: _starting(noted, name, tool))
+        self._set_tools(lambda name, tool: noting(noted, name, tool), lambda name, tool: starting(noted, name, tool))
         self._trainer._get_tool_suffix_ids = _leave_with
         self._left_with(self._turn)
         return noted
@@ -205,14 +190,13 @@ class Dialogue:
 
     def _answer_with(self, outcomes: Sequence[Outcome]) -> None:
         left = iter(outcomes)
-        self._set_tools(lambda *_: _giving(left), lambda *_: _giving_later(left))
+        self._set_tools(lambda *_: giving(left), lambda *_: giving_later(left))
         self._trainer._get_tool_suffix_ids = self._suffix_ids
 
     def _suffix_ids(self, tool_messages: Any) -> list[int]:
         """Made once a turn: TRL's loop asks for it before the model goes on, and again with what it wrote."""
         if self._suffix is None:
-            written = type(self._trainer)._get_tool_suffix_ids(self._trainer, tool_messages)
-            self._suffix = [*self._ends.missing_after(self.ids), *written]
+            self._suffix = [*self._ends.missing_after(self.ids), *self._results.written(tool_messages)]
         return self._suffix
 
     def _set_tools(self, sync: Callable[[str, Any], Any], later: Callable[[str, Any], Any]) -> None:
@@ -246,6 +230,37 @@ class Dialogue:
         noted += of_turn[:left]
 
 
+class ToolResults:
+    """Tool results as TRL writes them. It renders what stands before them, too: that is kept for the next ones."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = copy.copy(trainer)
+        self._trainer.processing_class = copy.copy(trainer.processing_class)
+        self._trainer.processing_class.apply_chat_template = self._rendered
+        self._render = trainer.processing_class.apply_chat_template
+        self._kept: dict[str, tuple[Any, Any]] = {}  # what was rendered, and its tokens
+
+    def written(self, messages: Any) -> list[int]:
+        """The tokens of the messages of one turn's tools, and of the start of the model's next one."""
+        try:
+            return self._tokens_of(messages)
+        except ValueError:  # the template writes the time
+            self._kept.clear()
+            return self._tokens_of(messages)
+
+    def _tokens_of(self, messages: Any) -> list[int]:
+        ids: list[int] = type(self._trainer)._get_tool_suffix_ids(self._trainer, messages)
+        return ids
+
+    def _rendered(self, conversation: Any, **options: Any) -> Any:
+        if options.get("add_generation_prompt"):
+            return self._render(conversation, **options)
+        key = repr((conversation, options))
+        if key not in self._kept:
+            self._kept[key] = conversation, self._render(conversation, **options)
+        return self._kept[key][1]
+
+
 class Dialogues:
     """The G dialogues of one group.
 
@@ -272,9 +287,9 @@ class Dialogues:
                 trainer._generate_and_score_completions(self._rows)
             except _Left as left:
                 (self._prompts,) = left.arguments
-        prompts, ends = self._first_prompts(trainer), MessageEnds(trainer)
+        prompts, ends, results = self._first_prompts(trainer), MessageEnds(trainer), ToolResults(trainer)
         self.all = [
-            Dialogue(self.trl, place, message, prompt, ends)
+            Dialogue(self.trl, place, message, prompt, ends, results)
             for place, (message, prompt) in enumerate(zip(self._prompts, prompts, strict=True))
         ]
 
@@ -303,7 +318,7 @@ class Dialogues:
         vars(trainer).pop("_generate", None)
         trainer._tokenize_prompts = lambda prompts: self._tokenized
         if trainer.tools:
-            trainer._generate_single_turn = lambda *_, **__: ([[self.trl.pad_token_id]] * len(ended), None)
+            trainer._generate_single_turn = lambda *_, **__: ([], None)  # all messages are read already
             trainer._tool_call_loop = lambda *_: self._result()
         else:
             trainer._generate_single_turn = lambda *_, **__: ([d.ids for d in ended], [d.logprobs for d in ended])
@@ -346,53 +361,3 @@ def _calls_of(messages: Any) -> Any:
 def _at(trainer: Any, name: str, place: int) -> dict[str, Any]:
     """The tools of one completion, by name."""
     return dict(getattr(trainer, name)[place]) if trainer.tools else {}
-
-
-def _noting(noted: list[Call], name: str, tool: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda **arguments: noted.append(Call(name, tool, arguments))
-
-
-def _starting(noted: list[Call], name: str, tool: Callable[..., Any]) -> Callable[..., Any]:
-    def start(**arguments: Any) -> Any:
-        try:
-            noted.append(Call(name, tool, arguments, coroutine=tool(**arguments)))
-        except Exception as error:
-            noted.append(Call(name, tool, arguments, error=error))
-            raise
-        return _later(Outcome())
-
-    return start
-
-
-def _giving(left: Iterator[Outcome]) -> Callable[..., Any]:
-    def give(**_: Any) -> Any:
-        outcome = next(left)
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.value
-
-    return give
-
-
-def _giving_later(left: Iterator[Outcome]) -> Callable[..., Any]:
-    def give(**_: Any) -> Any:
-        outcome = next(left)
-        if isinstance(outcome.error, Refused):
-            raise outcome.error.error
-        return _later(outcome)
-
-    return give
-
-
-class Refused(Exception):
-    """An async tool did not take its arguments: TRL answers that before it waits for any tool."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-async def _later(outcome: Outcome) -> Any:
-    if outcome.error is not None:
-        raise outcome.error
-    return outcome.value

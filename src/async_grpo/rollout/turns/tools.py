@@ -22,7 +22,7 @@ from loguru import logger
 
 from async_grpo.errors import GeneratorError
 from async_grpo.rollout.threads import KeptThreads, UserCode
-from async_grpo.rollout.turns.dialogue import Call, Outcome, Refused
+from async_grpo.rollout.turns.calls import Call, Outcome, Refused
 from async_grpo.rollout.turns.lines import Line, Waiting
 
 MOST_TEXT = 65_536  # characters of a tool's result; a longer one becomes an error with its beginning
