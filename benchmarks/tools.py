@@ -242,14 +242,17 @@ class OnVLLM:
         self._size = size
         trainer = trainer_of(size, turns)
         self._engine = VLLMEngine(trainer, seed=1)
+        self._step, self._engine._engine.step = self._engine._engine.step, self._counting
         trainer.max_completion_length = 4 * size.tokens  # the engine's limit is that of a turn
         self._worker = InProcessWorker(trainer, ContinuousEngine(self._engine, group_size=GROUP))
         self._jobs = jobs_of(list(facts.questions(held_out=False))[: size.completions // GROUP], group_size=GROUP)
         self.parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         self.read = 0  # tokens that the tools wrote into a completion
+        self.computed = 0  # tokens of prompts that were not in vLLM's cache
 
     def seconds(self) -> tuple[float, float]:
         """Those of the clock, and of the process on its core: other work on the machine does not count in them."""
+        self.computed = 0
         started, began = time.monotonic(), time.process_time()
         groups = self._worker.generate(self._jobs)
         took = time.monotonic() - started, time.process_time() - began
@@ -259,6 +262,11 @@ class OnVLLM:
         assert [sum(mask) for mask in masks] == [self._size.tokens] * self._size.completions
         self.read = round(statistics.mean(len(mask) for mask in masks)) - self._size.tokens
         return took
+
+    def _counting(self) -> list[Any]:
+        outputs = self._step()
+        self.computed += sum(len(one.prompt_token_ids) - one.num_cached_tokens for one in outputs if one.finished)
+        return outputs
 
     def close(self) -> None:
         self._engine.close()
@@ -321,10 +329,16 @@ def measured_on_vllm(size: Size, repeats: int) -> list[Row]:
     rounds = rounds[1:]  # the first one is the warm-up
     name = f"vLLM in a worker, {sides[0].parameters / 1e6:.0f} M parameters"
     what = f"{size.completions} completions of {size.tokens} tokens"
-    read = f"{what}, which read {sides[1].read} more that the tools wrote"
+    prompts = [f"vLLM computed {side.computed / size.completions:.0f} prompt tokens of each" for side in sides]
+    read = f"{what}, which read {sides[1].read} more that the tools wrote; {prompts[1]}"
     turns = f"a tool between each of {size.turns} turns"
     rows = [
-        row(f"{name}, one turn", [size.all_tokens / one for (one, _), _ in rounds], "tokens/s", note=what),
+        row(
+            f"{name}, one turn",
+            [size.all_tokens / one for (one, _), _ in rounds],
+            "tokens/s",
+            note=f"{what}; {prompts[0]}",
+        ),
         row(f"{name}, {turns}", [size.all_tokens / several for _, (several, _) in rounds], "tokens/s", note=read),
     ]
     for index, clock in enumerate(("", ", by CPU time")):

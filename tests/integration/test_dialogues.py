@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from in_process import (
     length,
 )
 from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
 from trl_contract import moved
 
 from async_grpo.errors import UsageError
@@ -119,13 +121,16 @@ def dialogues(tmp_path: Path, **changes: Any) -> Any:
     )
 
 
-def test_dialogues_are_as_in_plain_trl(tmp_path: Path) -> None:
+def test_dialogues_are_as_in_plain_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several turns, several calls in a message, async ones, failing ones, a result too long, and the limit."""
     get_trainer = dialogues(tmp_path)
     script = ScriptedEngine(ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), reply))
     worker = InProcessWorker(get_trainer(), script)
     rows = list(chat_rows(4))
-    groups = worker.rollouts(jobs_of(rows))
+    with monkeypatch.context() as patched:
+        read = Mock(wraps=grpo_trainer.parse_response)
+        patched.setattr(grpo_trainer, "parse_response", read)
+        groups = worker.rollouts(jobs_of(rows))
 
     plain: Any = get_trainer(trainer_class=ByScript)
     prompts = [row["prompt"] for row in rows for _ in range(2)]
@@ -146,6 +151,8 @@ def test_dialogues_are_as_in_plain_trl(tmp_path: Path) -> None:
     total = sum(calls)
     share = sum(call * failed for call, failed in zip(calls, failures, strict=True)) / total
     assert share == pytest.approx(counted["tools/failure_frequency"][0])
+    written = [message for completion in completions for message in completion if message["role"] == "assistant"]
+    assert read.call_count == len(written), "each message is read once"
     assert len(completions[1]) == 5, "three turns"
     assert [message["content"] for message in completions[2][1:4]] == ["6", "2", "6"]
     assert len(completions[5]) == 1, "the result was longer than the completion may be"
