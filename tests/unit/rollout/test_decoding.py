@@ -141,7 +141,7 @@ def test_rows_that_end_between_two_looks_get_nothing_more(
     make_model: Any, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where what has ended is decoded further until the next look."""
-    monkeypatch.setattr(decoding, "steps_between_looks", lambda device: 8)
+    monkeypatch.setattr(decoding, "LOOK_EVERY_CPU", 8)
     theirs, ours, loop = both(make_model(), GROUPS, lengths)
     width = theirs.shape[1]
     assert ours.tolist() == theirs.tolist()
@@ -151,7 +151,7 @@ def test_rows_that_end_between_two_looks_get_nothing_more(
 
 @pytest.mark.parametrize("look_every", [1, 8])
 def test_groups_are_told_once_with_all_that_was_sampled(look_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "steps_between_looks", lambda device: look_every)
+    monkeypatch.setattr(decoding, "LOOK_EVERY_CPU", look_every)
     lengths = (2, 3, 2, 3, 20, 1, 1, 1, 5, 6, 7, 9)
     loop = begin(plain(), inputs_of(GROUPS, lengths), group_size=4)
     told = run(loop)

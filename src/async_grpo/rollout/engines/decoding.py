@@ -24,12 +24,9 @@ from transformers.cache_utils import DynamicLayer
 from async_grpo.rollout.engines.vision import VisionInputs
 
 LEAVE_TOGETHER = 8  # rows leave the batch when one in eight has ended: making it smaller copies the cache
+LOOK_EVERY_CPU = 1  # step for ended rows
+LOOK_EVERY_GPU = 8  # steps: each look waits for all work that is queued
 ROOM = 64  # tokens by which a layer's buffer grows
-
-
-def steps_between_looks(device: torch.device) -> int:
-    """Steps between two checks for ended rows: on a GPU each check waits for all queued work."""
-    return 1 if device.type == "cpu" else 8
 
 
 class SamplingLoop:
@@ -66,7 +63,7 @@ class SamplingLoop:
         self._longest = int(generation_config.max_length)
         self._processors, self._criteria = logits_processor, stopping_criteria
         self._do_sample, self._temperature, self._pad = generation_config.do_sample, temperature, pad_token_id
-        self._look_every = steps_between_looks(input_ids.device)
+        self._look_every = LOOK_EVERY_CPU if input_ids.device.type == "cpu" else LOOK_EVERY_GPU
         self._sequences_BL = input_ids.new_full((rows, self._longest), pad_token_id)
         self._sequences_BL[:, : self._place] = input_ids
         self.completions_BC = self._sequences_BL[:, self._place :]
