@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
 
-    Floats = NDArray[np.float64]
-
+Floats = NDArray[np.float64]
 _EPSILON = 1e-4  # TRL's
 
 
@@ -44,8 +42,6 @@ class AdvantageRule:
 
     def totals(self, rewards: NDArray[np.float32]) -> Floats:
         """Weighted sums [G] of rewards [G, F]; NaN where no function gave a reward."""
-        import numpy as np
-
         with np.errstate(invalid="ignore"):  # of infinite rewards
             sums: Floats = np.nansum(rewards * self._weights(rewards), axis=1, dtype=np.float64)
         sums[np.isnan(rewards).all(axis=1)] = np.nan
@@ -53,16 +49,12 @@ class AdvantageRule:
 
     def advantages(self, batch: Sequence[NDArray[np.float32]]) -> list[Floats]:
         """Advantages [G] of each group of a batch, given its rewards [G, F]; 0 where there was no reward."""
-        import numpy as np
-
         with np.errstate(invalid="ignore"):  # of infinite rewards, which TRL takes as they are
             found = self._found(batch)
         most = float(np.finfo(np.float32).max)  # TRL computes in float32
         return [np.nan_to_num(values, nan=0.0, posinf=most, neginf=-most) for values in found]
 
     def _found(self, batch: Sequence[NDArray[np.float32]]) -> list[Floats]:
-        import numpy as np
-
         if self.multi_objective_aggregation == "normalize_then_sum":
             each = [self._normalised_sums(rewards) for rewards in batch]
             everything = np.concatenate(each)
@@ -78,8 +70,6 @@ class AdvantageRule:
         Under `normalize_then_sum` that takes equal rewards of every function that counts: sums may be equal while the
         functions disagree. A reward that is not finite takes the advantages of its function or group with it.
         """
-        import numpy as np
-
         if self.multi_objective_aggregation == "normalize_then_sum":
             columns = [column for column, weight in zip(rewards.T, self._weights(rewards), strict=True) if weight]
         else:
@@ -93,16 +83,12 @@ class AdvantageRule:
         return (of_batch if self.scale_rewards == "batch" else _std(totals)) + _EPSILON
 
     def _normalised_sums(self, rewards: NDArray[np.float32]) -> Floats:
-        import numpy as np
-
         columns = [(column - _mean(column)) / (_std(column) + _EPSILON) for column in rewards.T.astype(np.float64)]
         sums: Floats = np.nansum(np.stack(columns, axis=1) * self._weights(rewards), axis=1)
         sums[np.isnan(rewards).all(axis=1)] = np.nan
         return sums
 
     def _weights(self, rewards: NDArray[np.float32]) -> Floats:
-        import numpy as np
-
         functions = rewards.shape[1]
         weights = self.reward_weights or (1.0,) * functions
         # TRL adds a reward of its own for some environments, with weight 1, after the weights that the user gave
@@ -116,8 +102,6 @@ def _mean(values: Floats) -> float:
 
 def _std(values: Floats) -> float:
     """With Bessel's correction, over what is not NaN, as TRL's `nanstd`."""
-    import numpy as np
-
     known = values[values == values]
     with np.errstate(invalid="ignore"):  # of infinite rewards
         return float(known.std(ddof=1)) if len(known) > 1 else 0.0

@@ -11,9 +11,9 @@ from collections.abc import Container, Iterator, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.archive.advantages import AdvantageRule, Floats
 from async_grpo.archive.history import Dropped, Started, Used, final_history, parse_entry, read_record
 from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.queue.codec import decode_group
@@ -23,9 +23,6 @@ from async_grpo.records import RolloutGroup
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RUNNING, RunDir, RunState, no_run
 from async_grpo.rundir.reading import LineReader, read_object
-
-if TYPE_CHECKING:
-    from async_grpo.archive.advantages import Floats
 
 WAITING, USED, DROPPED, EVALUATED = "waiting", "used", "dropped", "evaluated"
 

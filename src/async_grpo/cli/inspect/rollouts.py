@@ -9,7 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from async_grpo.archive.groups import EVALUATED, WAITING
 from async_grpo.cli import options
 from async_grpo.cli.inspect.queue import group_number
 from async_grpo.errors import UsageError
@@ -129,6 +128,7 @@ def _show_group(console: Console, found: FinishedGroup, *, ended: bool) -> None:
     from rich.rule import Rule
     from rich.text import Text
 
+    from async_grpo.archive.groups import WAITING
     from async_grpo.formatting import as_text, printable
     from async_grpo.reports.rollouts import row_of
 
@@ -147,6 +147,8 @@ def _show_group(console: Console, found: FinishedGroup, *, ended: bool) -> None:
 
 def about(found: FinishedGroup, *, ended: bool) -> str:
     """Who generated it, with what, and what became of it."""
+    from async_grpo.archive.groups import EVALUATED
+
     group, fate = found.group, found.fate
     tries = f", try {group.attempt + 1}" if group.attempt else ""
     made = f"{group.worker}, policy {group.policy_version}{tries}"
