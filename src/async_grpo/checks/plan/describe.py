@@ -15,6 +15,7 @@ from async_grpo.checks.plan.facts import Parameters, Question, Shape, TrainerFac
 from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.redaction import Redactor
 from async_grpo.roles.plain_trl import require_problems
+from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
 from async_grpo.setup.generator_choice import (
@@ -310,7 +311,6 @@ def _checkpoints(trainer: GRPOTrainer, question: Question, ranks: _Ranks | None)
         RunDirError: another run's are there, or those of the run to be resumed are not.
     """
     from async_grpo.archive import output_dir
-    from async_grpo.rundir.paths import RunDir
     from async_grpo.training.checkpoints import check_checkpoint
     from async_grpo.training.sharding import layout_of
 

@@ -14,8 +14,12 @@ from async_grpo.cli.compute.train import choose_weights, plan_devices
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.formatting import printable
+from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.run_options import recall, to_json
+from async_grpo.rundir.shape import shaped
 from async_grpo.settings import TrainingSettings, WorkerSettings, as_sets
+from async_grpo.setup.generated.trl_arguments import setup_file
 
 if TYPE_CHECKING:
     from async_grpo.evals.estimators import Estimate
@@ -53,7 +57,6 @@ def build_parser() -> Parser:
 
 def run(args: argparse.Namespace) -> int:
     from async_grpo.launch.launcher import LaunchOptions, launch
-    from async_grpo.setup.generated.trl_arguments import setup_file
     from async_grpo.setup.setup_file import check_setup_file
 
     args = _recalled(args)
@@ -90,8 +93,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refuse_training_run(args: argparse.Namespace) -> None:
-    from async_grpo.rundir.paths import RunDir
-
     if (args.resume or args.overwrite) and RunDir(args.run_dir).consumption.exists():
         raise UsageError(
             f"{args.run_dir} holds a training run, which would lose what it has. Choose another --run-dir."
@@ -106,8 +107,6 @@ def _check_json(file: Path | None) -> None:
 
 def _refuse_other_values(args: argparse.Namespace) -> None:
     """Answers of an earlier process are used again, so a resume builds the trainer as that one did."""
-    from async_grpo.rundir.paths import RunDir
-
     state = RunDir(args.run_dir).read_state(accepted=True) if args.resume else None
     if state is None or state.config_values == (args.set or {}):
         return
@@ -121,8 +120,6 @@ def _refuse_other_values(args: argparse.Namespace) -> None:
 
 def _recalled(args: argparse.Namespace) -> argparse.Namespace:
     """With `--resume`, how answers are sampled is as the evaluation was begun, where the command line says nothing."""
-    from async_grpo.rundir.paths import RunDir
-
     parser = build_parser()
     state = RunDir(args.run_dir).read_state(accepted=True) if args.resume else None
     if state is None:
@@ -149,8 +146,6 @@ def _place(model: str) -> str:
 
 def _tell(args: argparse.Namespace) -> int:
     from async_grpo.evals.report import read
-    from async_grpo.rundir.paths import RunDir
-    from async_grpo.rundir.reading import read_object
 
     run = RunDir(args.run_dir)
     found = read(run.evaluations)
@@ -166,7 +161,6 @@ def _tell(args: argparse.Namespace) -> int:
             _table(f"{model}, task {task}", _each_once(figures, replicates), {})
     if difference:
         from async_grpo.evals.estimators import Estimate
-        from async_grpo.rundir.shape import shaped
 
         paired = shaped(dict[str, Estimate], difference, "figures")
         _table(f"{args.model} less {args.against}, paired", _each_once(paired, replicates), {})

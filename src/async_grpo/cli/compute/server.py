@@ -9,6 +9,8 @@ from async_grpo.cli import options
 from async_grpo.cli.compute.modes import refuse_without_effect
 from async_grpo.cli.compute.trl import use_arguments
 from async_grpo.cli.parser import Parser
+from async_grpo.rundir import summary
+from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import check_weights
 
@@ -71,9 +73,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     run_parameter_server(server_options)
     if by_hand and rank == 0:
-        from async_grpo.rundir import summary
-        from async_grpo.rundir.paths import RunDir
-
         summary.show(RunDir(args.run_dir))
     return 0
 

@@ -6,17 +6,16 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from async_grpo.cli import options
 from async_grpo.cli.compute.modes import refuse_without_effect
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.settings import TrainingSettings, WorkerSettings, as_flags, as_sets, flag_name, not_negative, positive
-from async_grpo.sweeps.plan import OWN_OPTIONS
-
-if TYPE_CHECKING:
-    from async_grpo.sweeps.plan import Sweep
+from async_grpo.setup.generated.trl_arguments import setup_file
+from async_grpo.sweeps import plan
+from async_grpo.sweeps.plan import DEFAULT_SEEDS, OWN_OPTIONS, Sweep, name_of
 
 EXAMPLES = """\
   async-grpo sweep my_trainer.py --seeds 42,1337,2024,9999           as many runs at once as there is room for
@@ -62,7 +61,6 @@ def build_parser() -> Parser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from async_grpo.sweeps import plan
     from async_grpo.sweeps.sweep import run_sweep
 
     given = build_parser().given(args.command_line)
@@ -85,9 +83,7 @@ def _settings(args: argparse.Namespace, sweep: Sweep) -> TrainingSettings:
 
 
 def _sweep(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
-    from async_grpo.setup.generated.trl_arguments import setup_file
     from async_grpo.setup.setup_file import check_setup_file
-    from async_grpo.sweeps.plan import DEFAULT_SEEDS, Sweep, name_of
 
     setup = args.config or (DATASET_SETUP if args.dataset else None)
     if setup is None:
@@ -136,8 +132,6 @@ def _refuse_for_plain_trl(given: Mapping[str, Any]) -> None:
 
 def _resumed(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
     """The sweep to continue, with the options that it was begun with."""
-    from async_grpo.sweeps import plan
-
     if other := sorted(set(given) - {*_PLACES, "resume", "command_line"}):
         raise UsageError(
             f"A resumed sweep has the options that it was begun with: leave {', '.join(map(flag_name, other))} out."

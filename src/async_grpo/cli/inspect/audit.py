@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_grpo.cli import options
-from async_grpo.formatting import printable
+from async_grpo.formatting import counted, printable
 
 if TYPE_CHECKING:
     from async_grpo.archive.audit import Audit
@@ -48,7 +48,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(report: Audit) -> Iterator[tuple[str, str]]:
     from async_grpo.archive.audit import AGAIN, DROPPED, OPEN, SET_ASIDE, USED
-    from async_grpo.formatting import counted
 
     servers = counted(report.processes, "server")
     alive = "live" if report.live else "no parameter server"

@@ -9,6 +9,7 @@ from pathlib import Path
 from async_grpo.cli import options
 from async_grpo.cli.parser import Parser
 from async_grpo.formatting import printable
+from async_grpo.rundir.files import write_json
 from async_grpo.settings import not_negative
 
 EXAMPLES = """\
@@ -27,7 +28,6 @@ def build_parser() -> Parser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from async_grpo.rundir.files import write_json
     from async_grpo.sweeps.comparison import compare, in_words, side
 
     a, b = side(args.a), side(args.b)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.cli import options
-from async_grpo.formatting import printable
+from async_grpo.errors import DeltaChainError, UsageError
+from async_grpo.formatting import counted, printable, size
 from async_grpo.settings import comma_separated, not_negative
 
 if TYPE_CHECKING:
@@ -68,8 +69,6 @@ def _chain(place: Path) -> Chain:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from async_grpo.formatting import counted
-
     chain = _chain(args.place)
     verdict = chain.verify()
     for problem in verdict.problems:
@@ -91,8 +90,6 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _rebuild(args: argparse.Namespace) -> int:
     from async_grpo.deltas.checkpoint import write_checkpoint
-    from async_grpo.errors import DeltaChainError
-    from async_grpo.formatting import size
 
     if args.base is not None:
         return _rebuild_original(args)
@@ -111,7 +108,6 @@ def _rebuild(args: argparse.Namespace) -> int:
 
 def _rebuild_original(args: argparse.Namespace) -> int:
     from async_grpo.deltas.original import original_files, rebuild_original
-    from async_grpo.errors import UsageError
 
     files = original_files(args.place)
     if not files:
@@ -150,8 +146,6 @@ def _stats(args: argparse.Namespace) -> int:
 
 
 def _show(found: Statistics) -> None:
-    from async_grpo.formatting import size
-
     steps = found.steps
     every = -(-len(steps) // SHOWN)
     rows = [

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from async_grpo.cli import options
 from async_grpo.errors import UsageError
 from async_grpo.settings import TrainingSettings
+from async_grpo.setup.generated.trl_arguments import setup_file
 
 EXAMPLES = """\
   async-grpo doctor                             this machine, and worker/ as the run directory
@@ -50,12 +53,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    import json
-    from dataclasses import asdict
-
     from async_grpo.checks.doctor.checkup import checks, exit_code, findings
     from async_grpo.checks.doctor.finding import line, verdict
-    from async_grpo.setup.generated.trl_arguments import setup_file
 
     if args.set and args.config is None:
         raise UsageError("--set is for the GRPOConfig of a setup file: add --config FILE.")

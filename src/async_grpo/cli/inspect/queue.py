@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 from async_grpo.cli import options
 from async_grpo.errors import BadFileError, UsageError
 from async_grpo.formatting import as_text, for_people, printable
+from async_grpo.queue import quarantined, retry_given_up
+from async_grpo.queue.codec import decode_group, decode_job
 from async_grpo.queue.filesystem import OsFiles
-from async_grpo.queue.listing import reason_of
+from async_grpo.queue.listing import open_jobs, reason_of
+from async_grpo.queue.liveness import live_workers
 from async_grpo.queue.names import FAILED, PROCESSING, reason_name, shard
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RunDir
@@ -67,9 +70,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ls(root: Path) -> Iterator[str]:
-    from async_grpo.queue.listing import open_jobs
-    from async_grpo.queue.liveness import live_workers
-
     names = open_jobs(root)
     alive = {worker.name for worker in live_workers(root)}
     yield f"{'group':>10}  try  {'state':<11}{'worker':<18}file changed"
@@ -92,8 +92,6 @@ def _age(path: Path) -> str:
 
 
 def _quarantine(root: Path) -> Iterator[str]:
-    from async_grpo.queue import quarantined
-
     entries = quarantined(root)
     for entry in entries:
         what = "given up" if entry.kind == FAILED else "unusable file; its job was issued again"
@@ -103,8 +101,6 @@ def _quarantine(root: Path) -> Iterator[str]:
 
 
 def _requeue(root: Path, seq: int) -> Iterator[str]:
-    from async_grpo.queue import quarantined, retry_given_up
-
     run = RunDir(root)
     if not server_alive(run.root):
         raise UsageError(
@@ -137,8 +133,6 @@ def _files_of(root: Path, seq: int) -> Iterator[Path]:
 
 
 def _show_file(root: Path, path: Path) -> Iterator[str]:
-    from async_grpo.queue.codec import decode_group, decode_job
-
     relative = str(path.relative_to(root))
     with closing(OsFiles(root)) as files:
         try:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 from async_grpo.cli import options
 from async_grpo.cli.inspect.queue import group_number
 from async_grpo.errors import UsageError
+from async_grpo.formatting import as_text, printable
+from async_grpo.queue.listing import quarantined
 from async_grpo.rundir.paths import RUNNING
 from async_grpo.settings import not_negative, positive
 
@@ -87,8 +89,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _nothing(args: argparse.Namespace, groups: FinishedGroups) -> str:
-    from async_grpo.queue.listing import quarantined
-
     root = args.run_dir
     if args.eval and args.job is None:
         which = "" if args.step is None else f" of version {args.step}"
@@ -129,7 +129,6 @@ def _show_group(console: Console, found: FinishedGroup, *, ended: bool) -> None:
     from rich.text import Text
 
     from async_grpo.archive.groups import WAITING
-    from async_grpo.formatting import as_text, printable
     from async_grpo.reports.rollouts import row_of
 
     group = found.group
@@ -165,7 +164,6 @@ def _lines(rollout: Rollout, console: Console, *, whole: bool) -> Iterator[Text]
     """One line where the completion fits into it, else its text below."""
     from rich.text import Text
 
-    from async_grpo.formatting import as_text, printable
     from async_grpo.reports.rollouts import in_a_line
 
     head = Text.assemble((f" {_number(rollout.total):>6} ", _style(rollout)), " ")

@@ -13,6 +13,7 @@ import json
 import linecache
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -71,8 +72,6 @@ def _used(function: FunctionType) -> dict[str, Any]:
 
 
 def _dumps(value: object) -> bytes:
-    import warnings
-
     import dill
 
     with warnings.catch_warnings():
