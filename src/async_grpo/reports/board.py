@@ -15,9 +15,10 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.histogram.summary_v2 import histogram_pb
@@ -37,10 +38,6 @@ from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import FINISHED
 from async_grpo.telemetry.entries import Entries, happened, step_of
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 _RUN = "run"  # the folder of what is not one worker's
 

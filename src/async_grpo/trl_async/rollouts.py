@@ -9,6 +9,8 @@ from async_grpo.archive.history import ConsumptionRecord
 from async_grpo.archive.room import write_with_room
 from async_grpo.errors import UsageError
 from async_grpo.queue import ServerQueue
+from async_grpo.records import RolloutGroup
+from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import DEFAULT_LIMIT
 from async_grpo.setup.image_files import images_as_files
@@ -21,9 +23,6 @@ from async_grpo.trl_async.config import FIRST_VERSION, last_version, schedule_of
 
 if TYPE_CHECKING:
     from trl.experimental.async_grpo import AsyncGRPOConfig
-
-    from async_grpo.records import RolloutGroup
-    from async_grpo.rundir.locks import KernelLock
 
 
 class Rollouts:

@@ -8,15 +8,14 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from async_grpo.errors import UnsupportedError
+from async_grpo.records import RolloutGroup
 from async_grpo.training.rollout_metrics import masks_of
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
-
-    from async_grpo.records import RolloutGroup
 
 
 def samples_of(group: RolloutGroup) -> Iterator[RolloutSample]:

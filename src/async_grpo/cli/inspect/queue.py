@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from async_grpo.cli import options
 from async_grpo.errors import BadFileError, UsageError
@@ -19,11 +18,9 @@ from async_grpo.queue.filesystem import OsFiles
 from async_grpo.queue.listing import open_jobs, reason_of
 from async_grpo.queue.liveness import live_workers
 from async_grpo.queue.names import FAILED, PROCESSING, reason_name, shard
+from async_grpo.records import Job, RolloutGroup
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RunDir
-
-if TYPE_CHECKING:
-    from async_grpo.records import Job, RolloutGroup
 
 EXAMPLES = """\
   async-grpo queue worker ls             open jobs, oldest first
