@@ -1,8 +1,9 @@
-"""What prompt groups failed with, in the log of a worker: each kind once, however many groups it costs."""
+"""The prompt groups that failed on a worker, and its log of them: each kind once, however many groups it costs."""
 
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 from loguru import logger
@@ -19,15 +20,17 @@ class Failures:
     """
 
     def __init__(self, quarantine: Path) -> None:
+        self.when: dict[int, float] = {}  # by the job's seq, monotonic seconds
         self._quarantine = quarantine
         self._logged: set[tuple[str, str]] = set()
 
-    def log(self, seq: int, attempt: int, traceback: str) -> None:
-        """The first of its kind as a warning, the others for `--log-level DEBUG`.
+    def add(self, seq: int, attempt: int, traceback: str) -> None:
+        """Note it, and log it: the first of its kind as a warning, the others for `--log-level DEBUG`.
 
         Args:
             attempt: from 0.
         """
+        self.when[seq] = time.monotonic()
         what, where = summary(traceback)
         kind = (what.partition(":")[0], where)
         said = f"prompt group {seq} failed (attempt {attempt + 1}): {what}{f' ({where})' if where else ''}"
@@ -36,7 +39,7 @@ class Failures:
             return
         self._logged.add(kind)
         logger.warning(
-            "{}. Other failures of this line are not shown; the tracebacks of groups that are given up: {}",
+            "{}. Others of this kind are not shown; the tracebacks of groups that are given up: {}",
             said,
             self._quarantine / "*.reason",
         )

@@ -102,8 +102,7 @@ class Worker:
         self._adopt_s = 0.0  # spent on adopting since a group was started
         self._busy_clock = 0.0  # grows by an engine step's seconds, divided by the groups that shared it
         self._look_at = self._check_run_at = 0.0
-        self._failed_here: dict[int, float] = {}  # job that failed on this worker -> when (monotonic seconds)
-        self._put_off: dict[int, float] = {}  # job that gave way to others -> when
+        self._put_off: dict[int, float] = {}  # job that gave way to others -> when (monotonic seconds)
         self._failures = Failures(context.run.root / "quarantine")
         self._queue_s = 0.0  # spent on the queue since the last group was handed back
         self._unserved_since: float | None = None  # when the server was gone, or not serving yet (monotonic seconds)
@@ -291,8 +290,7 @@ class Worker:
         self._sampling.pop(seq, None)
         claim = self._started.pop(seq).claim
         self.statistics.failed += 1
-        self._failed_here[seq] = time.monotonic()
-        self._failures.log(seq, claim.attempt, error)
+        self._failures.add(seq, claim.attempt, error)
         if self._when_there_is_room(lambda: self._queue.fail(claim, error)):
             activity.no_longer_has(seq, failed=True)
 
@@ -324,7 +322,7 @@ class Worker:
 
     def _left_alone(self) -> set[int]:
         """Jobs that have just failed here, for another worker to try first, if there is one, and those put off."""
-        now, failed = time.monotonic(), self._failed_here if self._queue.alive_workers() > 1 else {}
+        now, failed = time.monotonic(), self._failures.when if self._queue.alive_workers() > 1 else {}
         return {seq for seq, when in (failed | self._put_off).items() if now - when < HEAD_START_S}
 
     # Waiting

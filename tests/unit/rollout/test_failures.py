@@ -35,8 +35,8 @@ def test_a_reward_that_always_fails_is_one_warning_and_it_names_the_code_and_the
     failures = Failures(tmp_path / "quarantine")
     for seq in range(20):
         for attempt in range(3):
-            failures.log(seq, attempt, raised_by(reward, f"{seq}+1="))
-    failures.log(20, 0, raised_by(other_reward))
+            failures.add(seq, attempt, raised_by(reward, f"{seq}+1="))
+    failures.add(20, 0, raised_by(other_reward))
     first, second = warnings
     assert re.match(rf"prompt group 0 failed \(attempt 1\): RuntimeError: no reward for 0\+1= {HERE}.", first)
     assert first.endswith(f"{tmp_path}/quarantine/*.reason")
