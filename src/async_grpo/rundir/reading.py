@@ -63,7 +63,7 @@ def read_and_close(fd: int, at_most: int, *, own: bool = False) -> bytearray:
     """The whole file. `BadFileError` if it is larger.
 
     Args:
-        own: or if it belongs to another user.
+        own: it must belong to this user.
     """
     try:
         status = os.fstat(fd)
