@@ -15,7 +15,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -230,21 +231,27 @@ SIZES = (
 
 
 class OnVLLM:
-    """Prompts, engine and tools of a worker, for completions of so many turns."""
+    """Prompts, engine and tools of a worker, for completions of so many turns.
 
-    def __init__(self, size: Size, turns: int) -> None:
+    Args:
+        engine: of the other side. Two engines differ by some percent, by where their memory happens to lie.
+    """
+
+    def __init__(self, size: Size, turns: int, engine: Any = None) -> None:
         from benchmarks.setups import facts
         from in_process import InProcessWorker, jobs_of
 
         from async_grpo.rollout.engines.continuous import ContinuousEngine
         from async_grpo.rollout.engines.vllm import VLLMEngine
+        from async_grpo.rollout.engines.vllm_options import sampling_options
+        from async_grpo.rollout.engines.vllm_sampling import parameters
 
         self._size = size
         trainer = trainer_of(size, turns)
-        self._engine = VLLMEngine(trainer, seed=1)
-        self._step, self._engine._engine.step = self._engine._engine.step, self._counting
+        self.engine = engine or VLLMEngine(trainer, seed=1)
+        self._sampling = parameters(sampling_options(trainer), every_token=False)
         trainer.max_completion_length = 4 * size.tokens  # the engine's limit is that of a turn
-        self._worker = InProcessWorker(trainer, ContinuousEngine(self._engine, group_size=GROUP))
+        self._worker = InProcessWorker(trainer, ContinuousEngine(self.engine, group_size=GROUP))
         self._jobs = jobs_of(list(facts.questions(held_out=False))[: size.completions // GROUP], group_size=GROUP)
         self.parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
         self.read = 0  # tokens that the tools wrote into a completion
@@ -252,9 +259,10 @@ class OnVLLM:
 
     def seconds(self) -> tuple[float, float]:
         """Those of the clock, and of the process on its core: other work on the machine does not count in them."""
-        self.computed = 0
+        self.engine._sampling = self._sampling
         started, began = time.monotonic(), time.process_time()
-        groups = self._worker.generate(self._jobs)
+        with self._counting():
+            groups = self._worker.generate(self._jobs)
         took = time.monotonic() - started, time.process_time() - began
         masks = [
             mask for group in groups for mask in (group.tool_masks or [[1] * len(x) for x in group.completion_ids])
@@ -263,13 +271,20 @@ class OnVLLM:
         self.read = round(statistics.mean(len(mask) for mask in masks)) - self._size.tokens
         return took
 
-    def _counting(self) -> list[Any]:
-        outputs = self._step()
-        self.computed += sum(len(one.prompt_token_ids) - one.num_cached_tokens for one in outputs if one.finished)
-        return outputs
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        """Count the prompt tokens that vLLM has to compute."""
+        vllm, self.computed = self.engine._engine, 0
+        step = vllm.step
 
-    def close(self) -> None:
-        self._engine.close()
+        def counting() -> list[Any]:
+            outputs: list[Any] = step()
+            self.computed += sum(len(one.prompt_token_ids) - one.num_cached_tokens for one in outputs if one.finished)
+            return outputs
+
+        vllm.step = counting
+        yield
+        vllm.step = step
 
 
 def trainer_of(size: Size, turns: int) -> Any:
@@ -320,7 +335,8 @@ def read_as_calls() -> None:
 
 
 def measured_on_vllm(size: Size, repeats: int) -> list[Row]:
-    sides = OnVLLM(size, 1), OnVLLM(size, size.turns)
+    one_turn = OnVLLM(size, 1)
+    sides = one_turn, OnVLLM(size, size.turns, one_turn.engine)
     rounds = []
     for number in range(repeats + 1):
         order = sides if number % 2 else sides[::-1]
@@ -344,8 +360,7 @@ def measured_on_vllm(size: Size, repeats: int) -> list[Row]:
     for index, clock in enumerate(("", ", by CPU time")):
         ratios = [one[index] / several[index] for one, several in rounds]
         rows.append(row(f"{name}, with the tool against without{clock}", ratios, "×", target=">= 0.9"))
-    for side in sides:
-        side.close()
+    one_turn.engine.close()
     return rows
 
 
