@@ -92,6 +92,17 @@ def test_a_prompt_that_a_method_changes_stays_the_datasets(tmp_path: Path) -> No
     assert groups[0].prompts[0][0]["content"] == chat_rows()[0]["prompt"][0]["content"]
 
 
+def test_a_method_can_give_each_completion_a_prompt_of_its_own(tmp_path: Path) -> None:
+    class Numbering(GRPOTrainer):
+        def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+            ids, *others = super()._tokenize_prompts(prompts)
+            return [[10 + number, *row] for number, row in enumerate(ids)], *others
+
+    worker = InProcessWorker(build_trainer(tmp_path, trainer_class=Numbering, max_completion_length=TOKENS))
+    [group] = worker.generate(jobs_of([plain_rows()[0]], GROUP_SIZE))
+    assert [ids[0] for ids in group.prompt_ids] == [10 + number for number in range(GROUP_SIZE)]
+
+
 class OwnLoop(GRPOTrainer):
     """Asks for tokens twice, which nobody outside can know."""
 

@@ -15,7 +15,7 @@ from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from async_grpo.errors import UnsupportedError, UsageError
-from async_grpo.images import opened
+from async_grpo.images import images_in, opened
 from async_grpo.records import Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.threads import UserCode, asks_for_main_thread, let_threads_share_tokenizers
@@ -140,7 +140,9 @@ class RolloutTrainer:
         self.trainer.max_tool_calling_iterations = most
 
     def prepare(self, job: Job, version: int) -> PreparedGroup:
-        """Make a prompt of the job's row, as token ids, to be sampled by this policy version: once for all completions.
+        """Make a prompt of the job's row, as token ids, to be sampled by this policy version.
+
+        TRL has a copy tokenized for each completion. One is enough, unless the user's class does it otherwise.
 
         Raises:
             UnsupportedError: the job sets what no engine knows, or an image cannot be read.
@@ -148,6 +150,9 @@ class RolloutTrainer:
         refuse_unknown_sampling(job)
         row, size = opened(job.row), job.num_generations
         prompt = prompt_of(row)
+        if self._overrides("_tokenize_prompts") and not images_in(prompt):
+            prompt_ids, *_ = self.trainer._tokenize_prompts([copy.deepcopy(prompt) for _ in range(size)])
+            return PreparedGroup(job=job, version=version, prompt_ids=prompt_ids, row=row, prompt=prompt)
         prompt_ids, images, fields = self.trainer._tokenize_prompts(copy.deepcopy([prompt]))
         return PreparedGroup(
             job=job,
