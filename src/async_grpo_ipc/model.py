@@ -174,7 +174,11 @@ class Binding:
     # Aliasing
 
     def alias_slot(self, slot: int) -> None:
-        """Point the model at the static block and at a slot whose lease the caller holds: no byte is copied."""
+        """Point the model at a slot whose lease the caller holds, and at the static block: no byte is copied."""
+        if self._moves:  # it is aliased already: as fast as can be, one assignment a tensor
+            for tensor, view in self._moves[slot]:
+                tensor.data = view
+            return
         device = self._memory.alias_device
         for entry, _ in (*self._static, *self._changing):
             if entry.tensor.device.type != "meta" and entry.tensor.device != device:
@@ -189,11 +193,6 @@ class Binding:
         self._static_is_here = True
         views_by_slot = [self._views(block, self._changing) for block in self._memory.blocks[1:]]
         self._moves = [list(self._with_objects(slot_views)) for slot_views in views_by_slot]
-
-    def move_to_slot(self, slot: int) -> None:
-        """The same for a model that is aliased already, as fast as can be: one assignment a tensor."""
-        for tensor, view in self._moves[slot]:
-            tensor.data = view
 
     def _alias(self, pairs: Sequence[tuple[ModelTensor, TensorSpec]], block: Tensor) -> None:
         for (entry, _), view in zip(pairs, self._views(block, pairs), strict=True):

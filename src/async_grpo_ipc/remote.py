@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar, Self
@@ -173,22 +173,16 @@ class RemoteWeights:
         Parameters on the meta device are replaced, others stay the same objects. The memory is read-only: a
         write to an aliased parameter ends the process. Returns the version.
         """
-        lease = self._generations.take_lease(timeout_s)
-        try:
-            binding = self._rebind(model, lease)
-        except BaseException:
-            lease.attachment.end_lease(lease)
-            raise
         others = [(other, its) for other, its in self._aliased if other is not model]
-        self._aliased = [*others, (model, binding)]
+        version = self._move_to(self._generations.take_lease(timeout_s), [(model, None), *others])
         self._aliasing.add(self)
-        return self._move_to(lease)
+        return version
 
     def refresh(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Move aliased models to the newest version, and hold it: the new lease is taken before the old one is
         dropped. Returns the version.
         """
-        return self._move_to(self._generations.take_lease(timeout_s))
+        return self._move_to(self._generations.take_lease(timeout_s), self._aliased)
 
     def intact(self) -> bool:
         """Whether all that was read of aliased weights so far is what was published.
@@ -244,19 +238,20 @@ class RemoteWeights:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _move_to(self, lease: Lease) -> int:
-        """Point every aliased model to `lease`, keep it, and drop the one held so far."""
-        for index, (model, binding) in enumerate(self._aliased):
-            if binding.fits(lease.attachment.handle):
-                binding.move_to_slot(lease.slot)
-            else:
-                self._aliased[index] = (model, self._rebind(model, lease))
+    def _move_to(self, lease: Lease, models: Sequence[tuple[nn.Module, Binding | None]]) -> int:
+        """Point these models to `lease`, keep it, and drop the one held so far. None moves where one does not match."""
+        attachment = lease.attachment
+        try:
+            matched = [
+                (model, old if old is not None and old.fits(attachment.handle) else attachment.bind(model))
+                for model, old in models
+            ]
+            for _, binding in matched:
+                binding.alias_slot(lease.slot)
+        except BaseException:
+            attachment.end_lease(lease)
+            raise
+        self._aliased = matched
         self.release()
         self._held = lease
         return lease.version
-
-    @staticmethod
-    def _rebind(model: nn.Module, lease: Lease) -> Binding:
-        binding = lease.attachment.bind(model)
-        binding.alias_slot(lease.slot)
-        return binding

@@ -38,8 +38,8 @@ def read_without_a_lease() -> None:
 
 
 def aliased_weights_not_held() -> None:
-    def move(self: Any, lease: Lease) -> int:
-        version = real(self, lease)
+    def move(self: Any, lease: Lease, models: Any) -> int:
+        version = real(self, lease, models)
         self.release()
         return version
 

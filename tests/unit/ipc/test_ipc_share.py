@@ -280,6 +280,27 @@ def test_reader_follows_to_a_new_generation(handle, trainer, tiny):
         remote.close()
 
 
+def test_models_that_do_not_fit_the_next_exporter_stay_where_they_are(handle, trainer, tiny):
+    """A worker that goes on after the error would keep the new exporter from publishing."""
+    models = tiny(2), tiny(3)
+    first = WeightExporter.from_model(trainer, handle, buffers=True)
+    first.publish(1)
+    with open_remote_memory(handle) as remote:
+        for model in models:
+            remote.alias(model)
+        models[1].extra = nn.Parameter(torch.zeros(1))
+        first.close()
+        before = models[0].body.weight.clone()
+        step(trainer)
+        with WeightExporter.from_model(trainer, handle, buffers=True) as second:
+            second.publish(1)
+            for move in (remote.refresh, lambda: remote.alias(tiny(4))):
+                with pytest.raises(MismatchError, match="extra of this model is not published"):
+                    move()
+            assert second.publish(2) and second.publish(3), "no lease is left behind"
+            assert torch.equal(models[0].body.weight, before)
+
+
 def test_exporter_that_never_published_and_is_gone(trainer, handle):
     exporter = WeightExporter.from_model(trainer, handle)
     with open_remote_memory(handle) as remote:
