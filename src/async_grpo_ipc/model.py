@@ -190,7 +190,6 @@ class Binding:
         self._alias(self._static, self._memory.blocks[0])
         self._alias(self._changing, self._memory.blocks[1 + slot])
         self._places.remember()
-        self._static_is_here = True
         views_by_slot = [self._views(block, self._changing) for block in self._memory.blocks[1:]]
         self._moves = [list(self._with_objects(slot_views)) for slot_views in views_by_slot]
 
