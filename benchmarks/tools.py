@@ -227,6 +227,7 @@ class Size:
 SIZES = (
     Size(layers=4, hidden=128, heads=4, completions=64, turns=2, tokens=64),  # 1 M parameters
     Size(layers=12, hidden=768, heads=12, completions=16, turns=3, tokens=96),  # 86 M
+    Size(layers=12, hidden=768, heads=12, completions=16, turns=3, tokens=384),
 )
 
 
@@ -343,7 +344,7 @@ def measured_on_vllm(size: Size, repeats: int) -> list[Row]:
         took = {side: side.seconds() for side in order}
         rounds.append((took[sides[0]], took[sides[1]]))
     rounds = rounds[1:]  # the first one is the warm-up
-    name = f"vLLM in a worker, {sides[0].parameters / 1e6:.0f} M parameters"
+    name = f"vLLM in a worker, {sides[0].parameters / 1e6:.0f} M parameters, {size.tokens} tokens"
     what = f"{size.completions} completions of {size.tokens} tokens"
     prompts = [f"vLLM computed {side.computed / size.completions:.0f} prompt tokens of each" for side in sides]
     read = f"{what}, which read {sides[1].read} more that the tools wrote; {prompts[1]}"
