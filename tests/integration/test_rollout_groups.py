@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MethodType
 from typing import Any, ClassVar
 
 import pytest
@@ -93,14 +94,19 @@ def test_a_prompt_that_a_method_changes_stays_the_datasets(tmp_path: Path) -> No
 
 
 def test_a_method_can_give_each_completion_a_prompt_of_its_own(tmp_path: Path) -> None:
-    class Numbering(GRPOTrainer):
-        def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-            ids, *others = super()._tokenize_prompts(prompts)
-            return [[10 + number, *row] for number, row in enumerate(ids)], *others
+    def numbered(self: Any, prompts: list[Any]) -> Any:
+        ids, *others = GRPOTrainer._tokenize_prompts(self, prompts)
+        return [[10 + number, *row] for number, row in enumerate(ids)], *others
 
-    worker = InProcessWorker(build_trainer(tmp_path, trainer_class=Numbering, max_completion_length=TOKENS))
-    [group] = worker.generate(jobs_of([plain_rows()[0]], GROUP_SIZE))
-    assert [ids[0] for ids in group.prompt_ids] == [10 + number for number in range(GROUP_SIZE)]
+    class Numbering(GRPOTrainer):
+        _tokenize_prompts = numbered
+
+    of_the_class = build_trainer(tmp_path, trainer_class=Numbering, max_completion_length=TOKENS)
+    of_the_object = build_trainer(tmp_path, max_completion_length=TOKENS)
+    of_the_object._tokenize_prompts = MethodType(numbered, of_the_object)
+    for trainer in (of_the_class, of_the_object):
+        [group] = InProcessWorker(trainer).generate(jobs_of([plain_rows()[0]], GROUP_SIZE))
+        assert [ids[0] for ids in group.prompt_ids] == [10 + number for number in range(GROUP_SIZE)]
 
 
 class OwnLoop(GRPOTrainer):

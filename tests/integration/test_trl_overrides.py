@@ -128,7 +128,11 @@ def test_an_override_of_a_method_that_is_not_known_is_refused(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    "name", ["_generate", "_generate_single_turn", "_calculate_rewards", "_compute_loss", "_save_checkpoint"]
+    "name",
+    [
+        *("_generate", "_generate_single_turn", "_tool_call_loop", "_get_tool_suffix_ids"),
+        *("_calculate_rewards", "_compute_loss", "_save_checkpoint"),
+    ],
 )
 def test_a_method_that_is_assigned_to_the_trainer_is_refused(name: str, tmp_path: Path) -> None:
     trainer = build_trainer(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sysconfig
 import time
 from pathlib import Path
 
@@ -10,10 +11,13 @@ from loguru import logger
 
 MOST_TEXT = 300  # characters of an error in the log
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
+_MARGIN = re.compile(r"^ +\| ?", re.MULTILINE)  # before the lines of an ExceptionGroup
+_NOT_OF_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<frozen ", "<string>", "<template>")
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 class Failures:
-    """Logs failed attempts. A kind is the type of an error and the line that raised it: texts may name the prompt.
+    """Logs failed attempts. A kind is the type of an error and the place that raised it: texts may name the prompt.
 
     Args:
         quarantine: the folder with the tracebacks of the groups that are given up.
@@ -46,10 +50,21 @@ class Failures:
 
 
 def summary(traceback: str) -> tuple[str, str]:
-    """The line that says what was raised, and `FILE:LINE` of the code that raised it, "" where there is none."""
+    """What was raised, and where, "" if unknown: `FILE:LINE` of the user's code, and of the library that it called."""
+    traceback = _MARGIN.sub("", traceback)
     frames = [*_FRAME.finditer(traceback)]
     if not frames:
         return traceback.strip().rpartition("\n")[2][:MOST_TEXT], ""
     below = traceback[frames[-1].end() :].splitlines()[1:]
     what = next((line for line in below if line[:1].strip()), "")
-    return what[:MOST_TEXT], f"{Path(frames[-1][1]).name}:{frames[-1][2]}"
+    raised = _place(frames[-1])
+    users = next((_place(frame) for frame in reversed(frames) if _is_users(frame[1])), raised)
+    return what[:MOST_TEXT], raised if users == raised else f"{users}, raised in {raised}"
+
+
+def _place(frame: re.Match[str]) -> str:
+    return f"{Path(frame[1]).name}:{frame[2]}"
+
+
+def _is_users(file: str) -> bool:
+    return not (file.startswith(_NOT_OF_USERS) or any(folder in file for folder in _INSTALLED))

@@ -142,7 +142,7 @@ class RolloutTrainer:
     def prepare(self, job: Job, version: int) -> PreparedGroup:
         """Make a prompt of the job's row, as token ids, to be sampled by this policy version.
 
-        TRL has a copy tokenized for each completion. One is enough, unless the user's class does it otherwise.
+        TRL has a copy tokenized for each completion. One is enough, unless a method of the user's does it otherwise.
 
         Raises:
             UnsupportedError: the job sets what no engine knows, or an image cannot be read.
@@ -150,7 +150,8 @@ class RolloutTrainer:
         refuse_unknown_sampling(job)
         row, size = opened(job.row), job.num_generations
         prompt = prompt_of(row)
-        if self._overrides("_tokenize_prompts") and not images_in(prompt):
+        users = self._overrides("_tokenize_prompts") or "_tokenize_prompts" in vars(self.trainer)
+        if users and not images_in(prompt):
             prompt_ids, *_ = self.trainer._tokenize_prompts([copy.deepcopy(prompt) for _ in range(size)])
             return PreparedGroup(job=job, version=version, prompt_ids=prompt_ids, row=row, prompt=prompt)
         prompt_ids, images, fields = self.trainer._tokenize_prompts(copy.deepcopy([prompt]))

@@ -58,7 +58,8 @@ HONOURED: dict[str, str] = {name: effect for effect, names in EFFECTS.items() fo
 """By method, what an override of it does in a distributed run."""
 
 _ON_THE_CLASS = (
-    *("_generate", "_generate_single_turn", "_calculate_rewards", "_generate_and_score_completions"),
+    *("_generate", "_generate_single_turn", "_tool_call_loop", "_get_tool_suffix_ids"),
+    *("_calculate_rewards", "_generate_and_score_completions"),
     *("_compute_loss", "_get_per_token_logps_and_entropies", "_save_checkpoint", "_get_output_dir"),
 )
 """Methods that the adapters to TRL find by the class: on the object, an assignment would go round them."""

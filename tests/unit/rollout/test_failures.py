@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import traceback
 from collections.abc import Callable
@@ -21,6 +22,14 @@ def reward(prompt: str) -> None:
 
 def other_reward() -> None:
     raise RuntimeError("no licence\nfor this\n  judge")
+
+
+def task_reward(text: str) -> Any:
+    return json.loads(text)
+
+
+def judge(text: str) -> Any:
+    return json.loads(text)
 
 
 def raised_by(work: Callable[..., Any], *arguments: Any) -> str:
@@ -43,6 +52,26 @@ def test_a_reward_that_always_fails_is_one_warning_and_it_names_the_code_and_the
     assert re.match(rf"prompt group 20 failed \(attempt 1\): RuntimeError: no licence {HERE}.", second)
 
 
+def test_rewards_that_fail_in_the_same_library_are_told_apart_and_each_names_its_own_line(
+    warnings: list[str], tmp_path: Path
+) -> None:
+    failures = Failures(tmp_path)
+    for seq, work in enumerate([task_reward, judge, task_reward]):
+        failures.add(seq, 0, raised_by(work, "no json"))
+    assert len(warnings) == 2
+    for said, work in zip(warnings, (task_reward, judge), strict=True):
+        line = work.__code__.co_firstlineno + 1
+        assert re.search(rf"JSONDecodeError: .* \(test_failures\.py:{line}, raised in decoder\.py:\d+\)", said)
+
+
+def test_errors_of_several_tasks_are_told_by_the_last_of_them() -> None:
+    def several() -> None:
+        raise ExceptionGroup("two judges", [_caught(other_reward), _caught(lambda: reward("1+1="))])
+
+    what, where = summary(raised_by(several))
+    assert (what, where[:16]) == ("RuntimeError: no reward for 1+1=", "test_failures.py")
+
+
 def test_what_was_raised_is_found_wherever_the_traceback_says_it() -> None:
     def chained() -> None:
         try:
@@ -56,3 +85,11 @@ def test_what_was_raised_is_found_wherever_the_traceback_says_it() -> None:
     endless: Callable[..., Any] = lambda: endless()  # noqa: E731
     assert summary(raised_by(endless))[0].startswith("RecursionError: maximum recursion depth")
     assert summary("The job cannot be read.\n") == ("The job cannot be read.", "")
+
+
+def _caught(work: Callable[[], None]) -> Exception:
+    try:
+        work()
+    except RuntimeError as error:
+        return error
+    raise AssertionError("nothing was raised")

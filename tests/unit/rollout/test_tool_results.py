@@ -19,7 +19,7 @@ class Template:
         self.now = "12:00"
         self.rendered: list[str] = []
 
-    def apply_chat_template(self, conversation: Sequence[Any], *, add_generation_prompt: bool = False) -> list[int]:
+    def apply_chat_template(self, conversation: Sequence[Any], add_generation_prompt: bool = False) -> list[int]:
         text = self.now + "".join(message["content"] for message in conversation) + ">" * add_generation_prompt
         self.rendered.append(text)
         return list(map(ord, text))
@@ -63,6 +63,20 @@ def test_a_template_may_write_the_time() -> None:
     results.written(result("add", "1"))
     trainer.processing_class.now = "12:01"
     assert text(results.written(result("add", "2"))) == "2>"
+
+
+class Extending(Trainer):
+    """A user's method: it goes on writing in the list that it got, and names no argument."""
+
+    def _get_tool_suffix_ids(self, tool_messages: Messages) -> list[int]:
+        written = self.processing_class.apply_chat_template([])
+        written += self.processing_class.apply_chat_template(tool_messages, *[True])
+        return written
+
+
+def test_a_users_method_gets_a_list_of_its_own_and_any_arguments() -> None:
+    results = ToolResults(Extending())
+    assert [text(results.written(result("add", content))) for content in "12"] == ["12:0012:001>", "12:0012:002>"]
 
 
 def test_what_trl_refuses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

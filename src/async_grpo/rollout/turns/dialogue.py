@@ -252,13 +252,13 @@ class ToolResults:
         ids: list[int] = type(self._trainer)._get_tool_suffix_ids(self._trainer, messages)
         return ids
 
-    def _rendered(self, conversation: Any, **options: Any) -> Any:
-        if options.get("add_generation_prompt"):
-            return self._render(conversation, **options)
+    def _rendered(self, conversation: Any, *more: Any, **options: Any) -> Any:
+        if more or options.get("add_generation_prompt"):
+            return self._render(conversation, *more, **options)
         key = repr((conversation, options))
         if key not in self._kept:
             self._kept[key] = conversation, self._render(conversation, **options)
-        return self._kept[key][1]
+        return copy.deepcopy(self._kept[key][1])  # a method of the user's may change what it gets
 
 
 class Dialogues:
