@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,7 +120,9 @@ def welch(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
         return Estimate(value=value, low=None, high=None, problems=runs)
     if len({*ours}) == len({*theirs}) == 1:  # no spread
         return Estimate(value=value, low=value, high=value, problems=runs)
-    low, high = ttest_ind(ours, theirs, equal_var=False).confidence_interval(CONFIDENCE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # all runs of one side reached the same: the interval holds
+        low, high = ttest_ind(ours, theirs, equal_var=False).confidence_interval(CONFIDENCE)
     return Estimate(value=value, low=float(low), high=float(high), problems=runs)
 
 
