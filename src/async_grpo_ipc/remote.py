@@ -105,8 +105,17 @@ class RemoteWeights:
         """The newest version published, None before the first. It can go down with a new generation, never
         within one.
         """
-        newest = self._generations.follow().newest()
-        return None if newest is None else newest.version
+        newest = self.newest
+        return None if newest is None else newest[1]
+
+    @property
+    def newest(self) -> tuple[str, int] | None:
+        """Generation and number of the newest version published, None before the first. The number alone does not
+        tell it from one of an exporter before, as where training continues from a checkpoint.
+        """
+        attachment = self._generations.follow()
+        newest = attachment.newest()
+        return None if newest is None else (attachment.handle.generation, newest.version)
 
     def exporter_alive(self) -> bool:
         """Whether the process that publishes lives. Reading stays possible after its death, on CPU memory."""

@@ -76,7 +76,7 @@ def says_done(completions: list[Any], **_: Any) -> list[float]:
 class OwnWeights:
     """The trainer's weights, as a worker leases them."""
 
-    generation, version = "one", 0
+    version, newest = 0, ("one", 0)
 
     def __init__(self, model: Any) -> None:
         self._tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -75,7 +75,7 @@ class PolicyWeights:
             raise PeerDiedError(str(error)) from error
 
     def _pull(self) -> int:
-        if self._pulled is None or self._pulled != (self._remote.generation, self._remote.version):
+        if self._pulled is None or self._pulled != self._remote.newest:
             version = self._remote.pull(self._model, WEIGHTS_WAIT_S)
             self._pulled = (self._remote.generation, version)
         return self._pulled[1]

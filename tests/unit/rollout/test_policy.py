@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from worker_fakes import FakeEngine
 
 from async_grpo.errors import PeerDiedError
+from async_grpo.rollout.engines.continuous import ContinuousEngine
 from async_grpo.rollout.policy import PolicyWeights
 from async_grpo_ipc import RemoteWeights, WeightExporter, open_remote_memory
 
@@ -54,6 +56,31 @@ def test_from_another_device_it_copies_each_version_once(tmp_path: Path, monkeyp
     assert pulls == [1, 2]
     assert worker.weight.data_ptr() == own_memory
     torch.testing.assert_close(worker.weight, trained.weight)
+
+
+def test_a_version_of_the_next_trainer_is_another_one_although_its_number_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that continues from a checkpoint comes to the numbers that the killed one had reached, by other
+    steps. A worker that has had no job meanwhile first looks then.
+    """
+    monkeypatch.setattr(RemoteWeights, "can_alias", lambda self, model: False)
+    trained, worker = nn.Linear(3, 2), nn.Linear(3, 2)
+    with WeightExporter.from_model(trained, tmp_path / "handle.json") as first:
+        first.publish(7)
+        remote = open_remote_memory(first.path)
+        policy, fake = PolicyWeights(remote, worker), FakeEngine(versions_at_once=4)
+        engine = ContinuousEngine(fake, group_size=1)  # type: ignore[arg-type]
+        engine.follow(remote)
+        assert (policy.adopt(), engine.adopt()) == (7, 7)
+    with torch.no_grad():
+        trained.weight.fill_(7.0)
+    with remote, WeightExporter.from_model(trained, tmp_path / "handle.json") as second:
+        second.publish(7)
+        assert engine.adopt(in_use={7}) is None, "adapters are told apart by their numbers"
+        assert (policy.adopt(), engine.adopt()) == (7, 7)
+        assert worker.weight.eq(7.0).all()
+        assert [version for version, _ in fake.loads] == [7, 7]
 
 
 def test_a_dead_trainer_is_told(tmp_path: Path) -> None:

@@ -101,6 +101,10 @@ class FakeWeights:
         self.lost = False
         self.dies_with: int | None = None  # the version that is being read when the exporter dies; the next one has 2
 
+    @property
+    def newest(self) -> tuple[str, int] | None:
+        return None if self.version is None else (self.generation, self.version)
+
     def intact(self) -> bool:
         assert self.held is not False, "asked before the weights are released"
         return not self.lost

@@ -83,11 +83,14 @@ class ContinuousEngine:
 
     def adopt(self, in_use: Collection[int] = ()) -> int | None:
         assert self._weights is not None
-        newest = self._weights.version
-        if newest is None or self._adopted == (self._weights.generation, newest):
+        newest = self._weights.newest
+        if newest is None or newest == self._adopted:
             return self._version
-        if not self._in_flight_update and len(in_use) >= self._engine.versions_at_once:
-            return None if self._engine.versions_at_once == 1 else self._version
+        if in_use and not self._in_flight_update:
+            if self._engine.versions_at_once == 1 or newest[1] in in_use:  # one of that number, of an exporter before
+                return None
+            if len(in_use) >= self._engine.versions_at_once:
+                return self._version
         activity.doing(ADOPTING)
         try:
             with self._weights.lease() as view:
