@@ -108,7 +108,7 @@ def _texts(name: str, value: Any) -> Iterator[str]:
     if name == "set":
         if not isinstance(value, Mapping):
             raise ValueError('it must be a mapping, such as {"learning_rate": 1e-5}')
-        yield from (f"{field}={as_set(one)}" for field, one in value.items())
+        yield from (f"{field}={as_set(field, one)}" for field, one in value.items())
     elif isinstance(value, Sequence) and not isinstance(value, str):
         yield ",".join(map(str, value))
     else:

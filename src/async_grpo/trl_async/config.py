@@ -77,7 +77,8 @@ def worker_values(args: AsyncGRPOConfig) -> dict[str, str]:
         "per_device_train_batch_size": args.num_generations * groups,
         "gradient_accumulation_steps": 1,
     }
-    return {name: as_set(value) for name, value in (*batch.items(), *((n, getattr(args, n)) for n in SAMPLING))}
+    sampling = {name: getattr(args, name) for name in SAMPLING}
+    return {name: as_set(name, value) for name, value in (batch | sampling).items()}
 
 
 def schedule_of(args: AsyncGRPOConfig) -> Schedule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from datetime import date
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -61,6 +62,7 @@ def test_a_default_that_is_given_changes_nothing() -> None:
         ("eval_temperature", 1e-5, 1e-5),
         ("set", {"learning_rate": 1e-5, "bf16": False}, {"learning_rate": "1e-05", "bf16": "false"}),
         ("set", {"reward_weights": [1, 0.5], "beta": "0.1"}, {"reward_weights": "[1, 0.5]", "beta": "0.1"}),
+        ("set", {"output_dir": Path("/a b")}, {"output_dir": "/a b"}),
     ],
 )
 def test_values_become_what_the_command_reads(name: str, value: object, read: object) -> None:
@@ -81,6 +83,10 @@ def test_the_size_of_the_archive_is_a_number_or_a_size() -> None:
         ({"correction": "tos"}, "must be one of bypass, decoupled"),
         ({"resume": "yes"}, "resume must be True or False, got 'yes'"),
         ({"set": "learning_rate=1"}, "it must be a mapping"),
+        (
+            {"set": {"chat_template_kwargs": {"at": date(2026, 1, 2)}}},
+            "chat_template_kwargs has a date, which JSON has not",
+        ),
         ({"dry_run": True}, "--dry-run"),
         ({"device": 0}, "it is for one process"),
     ],

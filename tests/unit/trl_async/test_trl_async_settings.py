@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,8 @@ def test_workers_sample_as_trls_configuration_says() -> None:
     values = parsed(worker_values(config(temperature=0.7, top_k=20, chat_template_kwargs={"enable_thinking": False})))
     assert (values["temperature"], values["top_k"], values["min_p"], values["bf16"]) == (0.7, 20, None, True)
     assert values["chat_template_kwargs"] == {"enable_thinking": False}
+    with pytest.raises(UsageError, match="chat_template_kwargs has a date"):  # the template would get a text
+        worker_values(config(chat_template_kwargs={"at": date(2026, 1, 2)}))
     assert (values["num_generations"], values["per_device_train_batch_size"]) == (4, 8)
     few = parsed(worker_values(config(num_generations=16)))
     assert (few["num_generations"], few["per_device_train_batch_size"]) == (16, 16)

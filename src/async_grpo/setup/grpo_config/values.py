@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from async_grpo.errors import UsageError
@@ -47,11 +47,24 @@ def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
     return {name: _value(name, text) for name, text in texts.items()}
 
 
-def as_set(value: object) -> str:
-    """A value as `--set` takes it: JSON where it is no text."""
+def as_set(name: str, value: object) -> str:
+    """The value of a field as `--set` takes it: JSON where it is neither a text nor a path.
+
+    Raises:
+        UsageError: it has what JSON has not, of which other processes would get something else.
+    """
+
+    def path_or_nothing(part: object) -> str:
+        if isinstance(part, PurePath):
+            return str(part)
+        raise UsageError(
+            f"{name} has a {type(part).__name__}, which JSON has not, and the processes of a run get it as JSON. Give "
+            "numbers, texts, and lists or mappings of them."
+        )
+
     if value is None:
         return "none"
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    return str(value) if isinstance(value, (str, PurePath)) else json.dumps(value, default=path_or_nothing)
 
 
 def _value(name: str, text: str) -> Any:
