@@ -12,6 +12,7 @@ from loguru import logger
 MOST_TEXT = 300  # characters of an error in the log
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
 _MARGIN = re.compile(r"^ +\| ?", re.MULTILINE)  # before the lines of an ExceptionGroup
+_CAUSED = "\nThe above exception was the direct cause of the following exception:\n"
 _NOT_OF_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<frozen ", "<string>", "<template>")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
@@ -57,7 +58,9 @@ def summary(traceback: str) -> tuple[str, str]:
         return traceback.strip().rpartition("\n")[2][:MOST_TEXT], ""
     below = traceback[frames[-1].end() :].splitlines()[1:]
     what = next((line for line in below if line[:1].strip()), "")
-    raised = _place(frames[-1])
+    cause, caused, _ = traceback.partition(_CAUSED)
+    causing = [*_FRAME.finditer(cause)] if caused else []
+    raised = _place((causing or frames)[-1])
     users = next((_place(frame) for frame in reversed(frames) if _is_users(frame[1])), raised)
     return what[:MOST_TEXT], raised if users == raised else f"{users}, raised in {raised}"
 

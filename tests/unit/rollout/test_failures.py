@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from async_grpo.errors import BadGroupError
 from async_grpo.rollout.failures import Failures, summary
 
 HERE = r"\(test_failures\.py:\d+\)"
@@ -62,6 +63,22 @@ def test_rewards_that_fail_in_the_same_library_are_told_apart_and_each_names_its
     for said, work in zip(warnings, (task_reward, judge), strict=True):
         line = work.__code__.co_firstlineno + 1
         assert re.search(rf"JSONDecodeError: .* \(test_failures\.py:{line}, raised in decoder\.py:\d+\)", said)
+
+
+def test_errors_that_one_line_of_ours_reports_are_told_apart_by_what_caused_them(
+    warnings: list[str], tmp_path: Path
+) -> None:
+    def report(work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except (RuntimeError, ValueError) as error:
+            raise BadGroupError(f"Group 3 cannot be written: {error}") from error
+
+    failures = Failures(tmp_path)
+    for seq, work in enumerate([other_reward, lambda: json.loads("no"), other_reward]):
+        failures.add(seq, 0, raised_by(report, work))
+    assert len(warnings) == 2
+    assert "BadGroupError: Group 3 cannot be written: Expecting value" in warnings[1]
 
 
 def test_errors_of_several_tasks_are_told_by_the_last_of_them() -> None:
