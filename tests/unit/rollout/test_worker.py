@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from worker_fakes import ENDLESS, REWRITTEN, TOKENS, FakeEngine, Setting, job
+from worker_fakes import ENDLESS, LONG, REWRITTEN, TOKENS, FakeEngine, Setting, job
 
 from async_grpo.errors import DiskFullError, UnsupportedError, WaitTimeoutError
 from async_grpo.queue import Claim
@@ -33,14 +33,15 @@ def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_groups_are_in_flight_together_and_each_comes_back(tmp_path: Path) -> None:
-    setting = Setting(tmp_path, [job(0, tokens=ENDLESS), *(job(seq) for seq in range(1, 7))], FakeEngine())
-    setting.engine.before_step = lambda step: setting.end_long_ones(when_done=6)
+    jobs = [job(0, tokens=ENDLESS), *(job(seq, tokens=LONG if seq < 4 else TOKENS) for seq in range(1, 7))]
+    setting = Setting(tmp_path, jobs, FakeEngine())
+    setting.engine.before_step = lambda step: setting.end_long_ones(when_done=6, in_flight=8)
     groups = setting.run()
     assert sorted(groups) == list(range(7))
     assert setting.engine.most == 8, "four groups of two fit into the engine's batch"
-    assert [group.job.seq for group in setting.queue.completed][-1] == 0, "the long one held nobody up"
-    assert groups[3].completion_lengths.tolist() == [TOKENS, TOKENS]
-    assert groups[3].token_versions is None
+    assert setting.queue.completed[-1].job.seq == 0, "the long one held nobody up"
+    assert groups[6].completion_lengths.tolist() == [TOKENS, TOKENS]
+    assert groups[6].token_versions is None
     assert groups[0].timings.generate_s > 0
 
 

@@ -24,6 +24,7 @@ from async_grpo.setup.process import StopRequest
 from async_grpo_ipc import ExporterDiedError
 
 TOKENS = 6  # of a completion; a prompt [n] may ask for more
+LONG = 10**5  # threads may be slow to ask for the tokens of others, which are to be in flight with these
 ENDLESS = 10**9
 REWRITTEN = [7]  # prompt of a group whose completions the user's code changes
 
@@ -250,10 +251,14 @@ class Setting:
     def end(self) -> None:
         self.goes_on = self.goes_on and bool(self.queue.waiting)
 
-    def end_long_ones(self, when_done: int) -> None:
-        """Let every completion end once this many groups have come back."""
-        if len(self.queue.completed) == when_done:
-            for state in self.engine.open.values():
+    def end_long_ones(self, when_done: int, in_flight: int = ENDLESS) -> None:
+        """Let every completion end once this many groups have come back.
+
+        Args:
+            in_flight: those that are not endless end once so many have been in flight together.
+        """
+        for state in self.engine.open.values():
+            if len(self.queue.completed) == when_done or (state[1] < ENDLESS and self.engine.most >= in_flight):
                 state[1] = 0
 
     def run(self) -> dict[int, RolloutGroup]:
