@@ -66,7 +66,7 @@ class StartedServer(ServerEngine):
         return FedPolicy(weights, self)
 
     def take(self, generation: str, version: int) -> None:
-        """Have the server take a version, on which the caller holds a lease until `take` is called again.
+        """Have the server take a version, on which the caller holds a lease while groups are sampled with it.
 
         Raises:
             GeneratorError: the server refused it, or cannot be kept alive.
