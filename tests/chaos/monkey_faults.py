@@ -158,6 +158,7 @@ def truncate(run: MonkeyRun, random: Random) -> None:
     if path is not None:
         with suppress(FileNotFoundError):
             os.truncate(path, path.stat().st_size * random.randrange(4) // 4)
+            run.hit_groups = True
             run.may_be_told |= {r"(queue|done)/.* is broken", r"Group \d+ was used by step \d+, but its file has"}
 
 
@@ -166,6 +167,7 @@ def rename_in_queue(run: MonkeyRun, random: Random) -> None:
     if path is not None:
         with suppress(FileNotFoundError):
             path.rename(path.with_name(random.choice(("renamed.txt", "0000000001.safetensors", f"{path.name}.bak"))))
+            run.hit_groups = True
             run.may_be_told.add(r"Group \d+ is lost")  # until the server notices, or the next one
 
 
@@ -173,6 +175,7 @@ def delete_in_queue(run: MonkeyRun, random: Random) -> None:
     path = _one_of(run, random, "queue/*.safetensors")
     if path is not None:
         path.unlink(missing_ok=True)
+        run.hit_groups = True
         run.may_be_told.add(r"Group \d+ is lost")
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from async_grpo.errors import BadFileError
 from async_grpo.queue.names import NOT_TRAINED_ON
@@ -19,6 +20,13 @@ from async_grpo.rundir.shape import shaped
 
 FILE_NAME = "rollout_state.json"
 FORMAT = 1
+
+
+class Sampled(NamedTuple):
+    """A group and the policy version that sampled it."""
+
+    seq: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +41,7 @@ class RolloutState:
     consumed_below: int  # every usable sequence number below this one is consumed
     consumed: list[int]  # and these above it, ascending
     passes_done: int = 0  # forward passes on the last batch, if there are more to come; it is in `batch_file.FILE_NAME`
+    waiting: list[Sampled] = field(default_factory=list)  # finished groups; of a deterministic run only
     run_dir: str = ""  # of the run, absolute, when the checkpoint was written
     files: dict[str, str] = field(default_factory=dict)  # the digest of each file that a resume reads
     format: int = FORMAT

@@ -12,7 +12,7 @@ from typing import Protocol
 from loguru import logger
 
 from async_grpo.archive.history import ConsumptionRecord, UsedBatch
-from async_grpo.archive.rollout_state import RolloutState, pack_consumed
+from async_grpo.archive.rollout_state import RolloutState, Sampled, pack_consumed
 from async_grpo.errors import AllGroupsFailedError, DiskFullError, WaitTimeoutError
 from async_grpo.evals.schedule import RunEvaluations
 from async_grpo.formatting import counted
@@ -112,6 +112,7 @@ class RolloutSource:
         self._taken: list[UsedBatch] = []  # handed out since the last optimizer step
         self._open: dict[int, int] = {}  # issued and not taken -> no older version can have generated it
         self._ready: dict[int, RolloutGroup] = {}  # those of them that are finished
+        self._sampled_by = dict(resume_from.waiting) if resume_from else {}  # what was finished at the checkpoint
         self._slept_s = 0.0  # in the wait for the current batch
         self.ends_at: int | None = None  # version with which training ends: jobs that no step would use are not issued
         self._uniform_in_a_row = 0  # groups with equal rewards since the last useful one
@@ -149,13 +150,8 @@ class RolloutSource:
         finally:
             seconds = time.monotonic() - started
             self._metrics.waited(seconds, busy=seconds - self._slept_s)
-        self._taken.append(
-            UsedBatch(
-                version_used=version,
-                seqs=[group.job.seq for group in batch],
-                policy_versions=[group.policy_version for group in batch],
-            )
-        )
+        seqs, versions = [group.job.seq for group in batch], [group.policy_version for group in batch]
+        self._taken.append(UsedBatch(version_used=version, seqs=seqs, policy_versions=versions))
         self._metrics.batch_taken(batch, version)
         return batch
 
@@ -238,6 +234,7 @@ class RolloutSource:
             consumed_below=self._consumed_below,
             consumed=sorted(self._consumed),
             passes_done=passes_done,
+            waiting=[Sampled(seq, self._open[seq]) for seq in sorted(self._ready)] if self._in_order else [],
         )
 
     def _wait_for_batch(self, version: int) -> list[RolloutGroup]:
@@ -295,6 +292,18 @@ class RolloutSource:
         else:
             self._ready[group.job.seq] = group
             self._open[group.job.seq] = group.policy_version
+            self._compare_version(group)
+
+    def _compare_version(self, group: RolloutGroup) -> None:
+        before = self._sampled_by.pop(group.job.seq, group.policy_version)
+        if group.policy_version != before:
+            logger.warning(
+                "the file of prompt group {} was lost. Version {} sampled it, whose weights are no more, and now "
+                "version {}: the weights of this run will differ from those of a run that nothing disturbed",
+                group.job.seq,
+                before,
+                group.policy_version,
+            )
 
     def _usable_again(self, seq: int) -> None:
         """The job had failed for good, and an operator had it tried once more."""

@@ -398,3 +398,36 @@ def test_the_sampling_seed_depends_on_run_and_group_and_is_what_torch_takes() ->
     assert len(seeds) == 1000
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert sampling_seed(3, 14) == sampling_seed(3, 14)
+
+
+def test_a_deterministic_run_says_where_another_version_had_to_sample(warnings: list[str]) -> None:
+    """Groups 2 to 5 were finished at the checkpoint; the file of group 5 was gone when the run was resumed."""
+    first = Bench(schedule(B=2, K=1), in_order=True)
+    first.source.advance(0)
+    first.queue.finish(0, 1, 2, 3, version=0)
+    first.source.take(0)
+    first.step_done(1)
+    first.queue.finish(4, 5, version=1)
+    assert first.source.finish_open(1)
+    state = first.source.state_at(1, passes_done=0)
+    assert state.waiting == [(2, 0), (3, 0), (4, 1), (5, 1)]
+
+    again = Bench(schedule(B=2, K=1), resume_from=state, in_order=True)
+    again.source.advance(1)
+    again.queue.finish(2, 3, version=0)
+    again.source.take(1)
+    again.step_done(2)
+    again.queue.finish(4, version=1)
+    assert not warnings
+    again.queue.finish(5, version=2)
+    again.source.take(2)
+    [warning] = warnings
+    assert "group 5 was lost. Version 1 sampled it, whose weights are no more, and now version 2" in warning
+
+
+def test_only_a_deterministic_run_says_what_waits() -> None:
+    bench = Bench(schedule(B=2, K=1))
+    bench.source.advance(0)
+    bench.queue.finish(0, 1, 2, version=0)
+    bench.source.take(0)
+    assert bench.source.state_at(0, passes_done=0).waiting == []
