@@ -59,9 +59,10 @@ def _right(parts: Sequence[Answer], gold: Sequence[str]) -> list[float]:
 
 
 def _load_math_verify() -> None:
-    """Import it and have it build its grammar, which takes seconds."""
+    """Import it and have it build its grammar, which takes seconds. sympy imports more for some kinds of answers."""
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
-    _equal("x + 1", "$1 + x$")
+    for text, right in (("x + 1", "$1 + x$"), ("50%", r"\{1, 2\}"), ("(1, 2)", "x < 3")):
+        _equal(text, right)
 
 
 @with_deadline(seconds=SECONDS, prepare=_load_math_verify)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
+
 import pytest
 from test_sandbox import isolated
 
@@ -41,6 +45,23 @@ def test_equal_formulas_are_equal_and_hostile_ones_cost_themselves_only() -> Non
     answers = ["\\frac{1}{2}", "0.5", "2/4", "\\frac{1}{3}", "\\frac{1}{0}", "{" * 900, "{" * 100_000, "10^{10^{10}}"]
     found = math([RIGHT_FORM.format(answer) for answer in answers], answer=["so it is \\boxed{\\frac{1}{2}}"] * 8)
     assert found == pytest.approx([1.0] * 3 + [0.3] * 5)
+
+
+def test_a_comparison_imports_nothing_within_its_time() -> None:
+    """On a busy machine an import may take all of it."""
+    program = """
+        import sys
+        from async_grpo.rewards import mathematics
+
+        mathematics._load_math_verify()
+        before = set(sys.modules)
+        for one in ("1800%", "(1,2)", r"\\{1,2\\}", "x<3", "x=3", r"\\frac{1}{2}", r"\\pi", r"5\\text{ cm}"):
+            for other in ("18", "x<3", r"\\{1,2\\}", "(1,2)", r"\\pi/2"):
+                mathematics._equal(one, other)
+        print(sorted(set(sys.modules) - before))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 def test_math_allows_a_short_end() -> None:
