@@ -52,7 +52,10 @@ def has_two_checkpoints(run: MonkeyRun) -> bool:
 
 def send(number: signal.Signals) -> Action:
     def strike(run: MonkeyRun, random: Random) -> None:
-        role = random.choice(sorted(processes := run.processes()))
+        processes = run.processes()
+        if not processes:  # they have ended meanwhile
+            return
+        role = random.choice(sorted(processes))
         with suppress(psutil.NoSuchProcess):
             processes[role].send_signal(number)
 
@@ -61,7 +64,10 @@ def send(number: signal.Signals) -> Action:
 
 def pause(run: MonkeyRun, random: Random) -> None:
     """Stop one process for a moment."""
-    stopped = random.choice(sorted(run.processes().items()))[1]
+    processes = run.processes()
+    if not processes:  # they have ended meanwhile
+        return
+    stopped = processes[random.choice(sorted(processes))]
     with suppress(psutil.NoSuchProcess):
         stopped.suspend()
         time.sleep(random.uniform(0.1, 3.0))
