@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,12 +30,24 @@ class UsedBatch:
     policy_versions: list[int]  # that generated each of them
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """How the groups of a process were sampled, for a replay by another correction."""
+
+    generator: str | None  # of the launcher's workers; None: they were started by hand
+    correction: str
+    departures: list[str]  # what makes their log-probabilities other than the loss's, unless they name kept tokens
+
+
 class ConsumptionRecord:
     """Appends to `path`; each line is complete before the next checkpoint can refer to it."""
 
-    def __init__(self, path: Path, *, run_id: str, resumed_from: int | None, max_staleness: int) -> None:
+    def __init__(
+        self, path: Path, *, run_id: str, resumed_from: int | None, max_staleness: int, sampled: Sampled | None = None
+    ) -> None:
         self._file = LineFile(path)
-        self._append(run_id=run_id, resumed_from=resumed_from, max_staleness=max_staleness)
+        how = {} if sampled is None else {"sampled": asdict(sampled)}
+        self._append(run_id=run_id, resumed_from=resumed_from, max_staleness=max_staleness, **how)
 
     def used(self, step: int, batches: Iterable[UsedBatch]) -> None:
         """Optimizer step `step` is done, and these batches were used for it."""
@@ -71,6 +83,7 @@ class Started(NamedTuple):
     run_id: str
     resumed_from: int | None  # step of its checkpoint
     max_staleness: int
+    sampled: Sampled | None  # None: of an earlier version
 
 
 class Used(NamedTuple):
@@ -114,6 +127,7 @@ class Process:
 
     resumed_from: int | None  # step of its checkpoint
     max_staleness: int
+    sampled: Sampled | None
     used: list[Used] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
 
@@ -146,7 +160,7 @@ def _add(processes: list[Process], entry: Started | Used | Dropped, run_id: str)
     if isinstance(entry, Started):
         if entry.run_id != run_id:
             raise BadFileError(f"it is of run {entry.run_id}, this is run {run_id}")
-        processes.append(Process(entry.resumed_from, entry.max_staleness))
+        processes.append(Process(entry.resumed_from, entry.max_staleness, entry.sampled))
     elif not processes:
         raise BadFileError("no line before it says which process wrote it")
     elif isinstance(entry, Used):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from loguru import logger
 
 from async_grpo.archive.checkpoint_folders import Checkpoint, of_run
 from async_grpo.archive.groups import done_files
-from async_grpo.archive.history import Used, final_history, read_record
+from async_grpo.archive.history import Process, Sampled, Used, final_history, read_record
 from async_grpo.errors import AsyncGRPOError, RunDirError, UnsupportedError, UsageError
 from async_grpo.formatting import counted
 from async_grpo.queue.codec import MAX_FILE_BYTES, decode_group
@@ -24,9 +24,9 @@ from async_grpo.records import RolloutGroup
 from async_grpo.rundir.paths import RunDir, RunState, no_run
 from async_grpo.rundir.reading import naming, read_file
 from async_grpo.setup.generated.trl_arguments import setup_file_of_run
-from async_grpo.setup.generator_choice import HF, VLLM, wants_vllm
+from async_grpo.setup.generator_choice import VLLM
 from async_grpo.setup.process import gc_paused, make_deterministic
-from async_grpo.setup.sampling import WITHOUT_SAMPLER, effective_sampling
+from async_grpo.setup.sampling import WITHOUT_SAMPLER
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.run_log import REPLAY_LINE, RunLog, described
 from async_grpo.training.corrections.rule import Rule, rule
@@ -83,9 +83,10 @@ def run_replay(options: ReplayOptions) -> Replayed:
     processes, broken = read_record(run.consumption, state.run_id)
     if broken:
         raise RunDirError(f"{run.root} cannot be replayed. {broken[0]}")
-    history = [used for _, used in final_history(processes)]
-    if not history:
+    used_by = final_history(processes)
+    if not used_by:
         raise RunDirError(f"{run.root} has not finished a training step, so there is nothing to replay.")
+    history = [used for _, used in used_by]
     files = archived_files(run, [seq for _, batch in history for seq in batch.seqs])
     done = max(state.step, *(step for step, _ in history))  # a batch may serve several steps
     if options.steps is not None and options.steps > done:
@@ -105,7 +106,7 @@ def run_replay(options: ReplayOptions) -> Replayed:
     if options.loss_type is not None:
         trainer.args.loss_type = trainer.loss_type = options.loss_type
     correction = _rule(options, state)
-    _check_groups_suit(correction, trainer, state)
+    _check_groups_suit(correction, _sampled(processes, trainer, state)[: used_by[-1][0] + 1])
     steps = counted(options.steps or done, "step")
     logger.info("replaying {} of run {} with {} / {}", steps, state.run_id, trainer.args.loss_type, correction)
     sampled_by: set[int] = set()
@@ -125,28 +126,44 @@ def _rule(options: ReplayOptions, state: RunState) -> Rule:
     )
 
 
-def _check_groups_suit(correction: Rule, trainer: Any, state: RunState) -> None:
+def _sampled(processes: Sequence[Process], trainer: Any, state: RunState) -> list[Sampled]:
+    """How each process had its groups sampled. A resume may change that, and run.json says it of the last one only."""
+    from async_grpo.training.corrections.checks import sampled_with
+
+    *earlier, last = (process.sampled for process in processes)
+    not_recorded = replace(sampled_with(trainer, "none", VLLM), generator=None)  # by an earlier version
+    generator = state.resolved.get("generator") or state.generator
+    return [
+        *(sampled or not_recorded for sampled in earlier),
+        last or sampled_with(trainer, state.correction, generator),
+    ]
+
+
+def _check_groups_suit(correction: Rule, sampled: Sequence[Sampled]) -> None:
     """Refuse groups of vLLM whose log-probabilities are of another distribution than the loss computes.
 
-    A run whose own correction needs the sampler is refused such sampling, or its groups name the tokens that were kept.
+    A process whose own correction needs the sampler is refused such sampling, or its groups name the tokens that were
+    kept.
     """
-    if correction.name in WITHOUT_SAMPLER or state.correction not in WITHOUT_SAMPLER:
+    if correction.name in WITHOUT_SAMPLER:
         return
-    generator = state.resolved.get("generator") or state.generator or (VLLM if wants_vllm(trainer) else None)
-    departures = [] if generator == HF else effective_sampling(trainer, generator or VLLM).departures()
-    if departures and generator is None:
+    departing = [how for how in sampled if how.departures]
+    for how in departing:
+        if how.generator is not None:
+            part = "" if len(departing) == len(sampled) else " for a part of it (a resume changed that)"
+            raise UnsupportedError(
+                f"The run was trained by --correction {how.correction} with {', '.join(how.departures)}{part}, so "
+                "groups of it have vLLM's log-probabilities of another distribution than the loss computes, and do not "
+                f"name the tokens that were kept: --correction {correction.name} would be biased. Replay it with "
+                "--correction none or trl."
+            )
+    if departing:
         logger.warning(
-            "run.json does not say what sampled the groups: it is of an earlier version, or the workers were started "
+            "the run does not say what sampled its groups: it is of an earlier version, or the workers were started "
             "by hand. If it was vLLM, its log-probabilities are of another distribution than the loss computes ({}), "
             "and --correction {} is biased: replay with --correction none or trl then",
-            ", ".join(departures),
+            ", ".join(departing[0].departures),
             correction.name,
-        )
-    elif departures:
-        raise UnsupportedError(
-            f"The run was trained by --correction {state.correction} with {', '.join(departures)}, so its groups have "
-            "vLLM's log-probabilities of another distribution than the loss computes, and do not name the tokens that "
-            f"were kept: --correction {correction.name} would be biased. Replay it with --correction none or trl."
         )
 
 

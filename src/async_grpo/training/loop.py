@@ -47,7 +47,7 @@ from async_grpo.telemetry.activity import PUBLISHING, SAVING, TRAINING, activity
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training import checkpoints, trl_trainer
 from async_grpo.training.checkpoints import CheckpointFolder, Resumed, UsedGroups
-from async_grpo.training.corrections.checks import check, describe, describe_dropout
+from async_grpo.training.corrections.checks import check, describe, describe_dropout, sampled_with
 from async_grpo.training.corrections.rule import Rule, rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.distributed import Leader, Ranks, exporter_of
@@ -105,6 +105,7 @@ class AsyncTraining(TrainingEvents):
             run_id=state.run_id,
             resumed_from=used.step if used else None,
             max_staleness=settings.max_staleness,
+            sampled=sampled_with(trainer, rule.name, _generator(trainer, state)),
         )
         self._queue = ServerQueue.open(
             run.root, state.run_id, max_attempts=settings.max_attempts, consumed=used or (), lock=lock

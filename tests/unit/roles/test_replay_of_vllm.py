@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from async_grpo.archive.history import ConsumptionRecord, Process, Sampled, read_record
 from async_grpo.errors import UnsupportedError
 from async_grpo.roles import replay
+from async_grpo.training.corrections.checks import sampled_with
 from async_grpo.training.corrections.rule import rule
 
 
-def check(to: str, run: str, *, generator: str | None = "vllm", resolved: str | None = None, top_k: int = 20) -> None:
+def trainer_with(top_k: int = 20) -> Any:
     args = {"temperature": 1.0, "top_p": 1.0, "top_k": top_k, "min_p": None, "repetition_penalty": 1.0}
-    trainer: Any = SimpleNamespace(
-        args=SimpleNamespace(**args, generation_kwargs=None, vllm_structured_outputs_regex=None)
-    )
+    return SimpleNamespace(args=SimpleNamespace(**args, generation_kwargs=None, vllm_structured_outputs_regex=None))
+
+
+def check(
+    to: str,
+    run: str,
+    *,
+    generator: str | None = "vllm",
+    resolved: str | None = None,
+    top_k: int = 20,
+    before: tuple[Sampled | None, ...] = (),
+) -> None:
+    """Of a run whose last process did not record how it sampled, and those `before` a resume."""
     state: Any = SimpleNamespace(generator=generator, correction=run, resolved={"generator": resolved})
-    replay._check_groups_suit(rule(to, None, None, None), trainer, state)
+    processes = [Process(None, 4, sampled) for sampled in (*before, None)]
+    sampled = replay._sampled(processes, trainer_with(top_k), state)
+    replay._check_groups_suit(rule(to, None, None, None), sampled)
 
 
 @pytest.mark.parametrize("run", ["none", "trl"])
@@ -42,5 +57,36 @@ def test_what_has_the_log_probabilities_that_are_needed_is_replayed(warnings: li
 
 def test_a_run_that_does_not_say_what_sampled_it_is_replayed_with_a_warning(warnings: list[str]) -> None:
     check("decoupled", "none", generator=None)
-    assert "run.json does not say what sampled the groups" in warnings[0]
+    assert "the run does not say what sampled its groups" in warnings[0]
     assert "(top_k=20), and --correction decoupled is biased" in warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("generator", "correction", "top_k", "resumed"),
+    [
+        ("vllm", "none", 20, {"generator": "hf", "run": "none"}),
+        ("vllm", "none", 20, {"generator": "vllm", "run": "bypass"}),  # only later groups name the tokens
+        ("vllm", "none", 20, {"generator": "vllm", "run": "none", "top_k": 0}),
+    ],
+)
+def test_groups_of_before_a_resume_are_judged_by_how_they_were_sampled(
+    tmp_path: Path, generator: str, correction: str, top_k: int, resumed: dict[str, Any]
+) -> None:
+    before = sampled_with(trainer_with(top_k), correction, generator)
+    with pytest.raises(UnsupportedError, match=r"none with top_k=20 for a part of it \(a resume changed that\)"):
+        check("decoupled", **resumed, before=(_written_and_read(tmp_path, before),))
+    check("none", **resumed, before=(before,))
+
+
+def _written_and_read(folder: Path, sampled: Sampled) -> Sampled | None:
+    path = folder / "consumed.jsonl"
+    ConsumptionRecord(path, run_id="r", resumed_from=None, max_staleness=4, sampled=sampled).close()
+    (process,), broken = read_record(path, "r")
+    assert process.sampled == sampled
+    assert not broken
+    return process.sampled
+
+
+def test_what_an_earlier_version_has_not_recorded_of_before_a_resume_is_told(warnings: list[str]) -> None:
+    check("decoupled", "none", generator="hf", before=(None,))
+    assert "the run does not say what sampled its groups" in warnings[0]
