@@ -42,45 +42,49 @@ def _ask_driver(*arguments: str) -> list[str]:
     return [sys.executable, "-I", "-S", str(Path(__file__).with_name("gpu_driver.py")), *arguments]
 
 
-def why_unreachable(server: str, workers: Collection[str], env: Mapping[str, str]) -> str | None:
-    """Why a worker's GPU cannot map memory of the server's, None where all of them can.
+def why_unreachable(
+    server: str, workers: Collection[str], env: Mapping[str, str], *, served: Collection[str] = ()
+) -> str | None:
+    """Why a GPU that reads weights cannot map memory of the server's, None where all of them can.
 
     Each GPU is tried by a process that sees what the role on it will see, and nothing else: without peer access the
     driver lets a process map only memory of GPUs that it sees itself.
+
+    Args:
+        served: the GPUs of a vLLM server that a worker starts, as CUDA_VISIBLE_DEVICES names them.
     """
-    others = sorted(set(workers) - {server, CPU}, key=int)
-    if server == CPU or not others:
+    readers = {f"GPU {device}": _held(device, env) for device in sorted(set(workers) - {server, CPU}, key=int)}
+    readers |= {f"the vLLM server's GPU {name}": {**env, "CUDA_VISIBLE_DEVICES": name} for name in served}
+    if server == CPU or not readers:
         return None
     exporter = subprocess.Popen(
         _ask_driver("export"), env=_held(server, env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
-        answers = _try_to_open(exporter, others, env)
+        answers = _try_to_open(exporter, readers)
     finally:
         exporter.kill()
         exporter.communicate()
-    failed = [f"GPU {device} cannot map memory of GPU {server} ({answer})" for device, answer in answers if answer]
+    failed = [f"{reader} cannot map memory of GPU {server} ({answer})" for reader, answer in answers if answer]
     return "; ".join(failed) or None
 
 
 def _try_to_open(
-    exporter: subprocess.Popen[str], devices: Sequence[str], env: Mapping[str, str]
+    exporter: subprocess.Popen[str], environments: Mapping[str, Mapping[str, str]]
 ) -> list[tuple[str, str]]:
-    """Each device, and why it could not open the exporter's handle (empty: it could)."""
+    """Each reader, and why it could not open the exporter's handle (empty: it could)."""
     offered = _answer_of(exporter)
     if "handle" not in offered:
-        return [(device, offered["error"]) for device in devices]
-    readers = [
-        subprocess.Popen(
-            _ask_driver("open", offered["handle"]), env=_held(device, env), stdout=subprocess.PIPE, text=True
-        )
-        for device in devices
-    ]
+        return [(reader, offered["error"]) for reader in environments]
+    tries = {
+        reader: subprocess.Popen(_ask_driver("open", offered["handle"]), env=env, stdout=subprocess.PIPE, text=True)
+        for reader, env in environments.items()
+    }
     answers = []
-    for device, reader in zip(devices, readers, strict=True):
-        answers.append((device, _answer_of(reader).get("error", "")))
-        reader.kill()
-        reader.communicate()
+    for reader, child in tries.items():
+        answers.append((reader, _answer_of(child).get("error", "")))
+        child.kill()
+        child.communicate()
     return answers
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from async_grpo.cli import main
 from async_grpo.cli.compute.train import choose_weights
 from async_grpo.errors import UsageError
+from async_grpo.launch.launcher import LaunchOptions
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup import devices
 
@@ -96,9 +98,27 @@ def test_a_run_whose_workers_cannot_reach_the_server_publishes_in_host_memory(
     assert choose_weights(TrainingSettings(), "0", ("1", "2")).weights == "host"
     assert "GPU 1 cannot map memory of GPU 0" in capsys.readouterr().err
     assert choose_weights(TrainingSettings(), "0", ("0",)).weights == "auto"
+    assert choose_weights(TrainingSettings(), "0", ("0",), "2,3").weights == "host", "the vLLM server reads there"
+    assert "the vLLM server's GPU 3 cannot map memory of GPU 0" in capsys.readouterr().err
     assert choose_weights(TrainingSettings(weights="ipc"), "0", ("1",)).weights == "ipc", "as the user says"
     monkeypatch.delenv("STUB_NO_PEER")
     assert choose_weights(TrainingSettings(), "0", ("1", "2")).weights == "auto"
+
+
+def test_the_gpus_of_a_vllm_server_are_tried_as_well(
+    environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**environment, "STUB_NO_PEER": "1"}.items():
+        monkeypatch.setenv(name, value)
+    devices._compute_modes.cache_clear()
+    launched: list[LaunchOptions] = []
+    monkeypatch.setattr("async_grpo.launch.launcher.launch", lambda options: launched.append(options) or 0)
+    monkeypatch.setattr("async_grpo.cli.compute.train.choose_generator", lambda *_, **__: "vllm-server")
+    (tmp_path / "setup.py").write_text("def get_trainer(): ...")
+    of_server = ["--generator", "vllm-server", "--server-devices", "2,3", "--worker-device-ids", "0"]
+    main(["train", str(tmp_path / "setup.py"), "--run-dir", str(tmp_path / "run"), *of_server])
+    devices._compute_modes.cache_clear()
+    assert [options.training.weights for options in launched] == ["host"]
 
 
 def test_ipc_is_refused_for_a_server_on_the_cpu() -> None:

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
             run_dir=args.run_dir.absolute(),
             master_device=master,
             worker_devices=workers,
-            training=choose_weights(settings, master, workers),
+            training=choose_weights(settings, master, workers, args.server_devices),
             work=options.gathered(WorkerSettings, args),
             overwrite=args.overwrite,
             log_level=options.log_level(args),

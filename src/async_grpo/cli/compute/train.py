@@ -216,7 +216,7 @@ def _distributed(args: argparse.Namespace) -> int:
     ranks = gpus_of(args.accelerate_config) if args.accelerate_config and master != CPU else []
     settings = options.gathered(TrainingSettings, args)
     settings.check()
-    training = choose_weights(settings, ranks[0] if ranks else master, workers)
+    training = choose_weights(settings, ranks[0] if ranks else master, workers, args.server_devices)
     launched = LaunchOptions(
         config=args.config.absolute(),
         run_dir=args.run_dir.absolute(),
@@ -262,9 +262,18 @@ def _check_accelerate_config(args: argparse.Namespace) -> None:
         )
 
 
-def choose_weights(training: TrainingSettings, server: str, workers: Sequence[str]) -> TrainingSettings:
-    """Publish through host memory where a worker's GPU cannot map the server's, unless the user has chosen."""
-    why = why_unreachable(server, workers, os.environ) if training.weights == "auto" else None
+def choose_weights(
+    training: TrainingSettings, server: str, workers: Sequence[str], served: str | None = None
+) -> TrainingSettings:
+    """Publish through host memory where a reader's GPU cannot map the server's, unless the user has chosen.
+
+    Args:
+        served: `--server-devices`, whose vLLM server maps the weights by itself.
+    """
+    if training.weights != "auto":
+        return training
+    names = [name.strip() for name in (served or "").split(",") if name.strip()]
+    why = why_unreachable(server, workers, os.environ, served=names)
     if why is None:
         return training
     print(f"weights go through host memory, which is slower (--weights host): {why}", file=sys.stderr)
