@@ -108,6 +108,8 @@ class FakeRuntime:
 
     def open_handle(self, device: int, handle: bytes) -> int:
         name = handle.rstrip(b"\0").decode()
+        if name.split(".")[1] == str(os.getpid()):
+            raise RuntimeError("cudaErrorDeviceUninitialized: invalid device context")  # one's own does not open
         hidden = name.split(".")[0] not in self.knobs.gpus
         if self.knobs.open_fails or (hidden and not self.knobs.peers):
             raise RuntimeError("cudaErrorPeerAccessUnsupported: peer access is not supported between these two devices")

@@ -164,8 +164,9 @@ class Control:
             locks = LockFile(memfd.proc_path(pid, fd), writable=False, what=f"remote weights {generation}")
         except (FileNotFoundError, ProcessLookupError) as error:
             raise memfd.exporter_gone(pid) from error
-        if reader:
-            locks.try_lock(ATTACHED_BYTE, shared=True)
+        if reader and not locks.try_lock(ATTACHED_BYTE, shared=True):
+            locks.close()
+            raise memfd.exporter_gone(pid)  # it is just giving its memory back
         return cls(header, locks)
 
     @property
@@ -178,8 +179,9 @@ class Control:
     def inode(self) -> int:
         return self.locks.inode
 
-    def readers_attached(self) -> bool:
-        return self.locks.held_elsewhere(ATTACHED_BYTE)
+    def refuse_readers(self) -> bool:
+        """Let no reader attach any more, for good. False where there is one."""
+        return self.locks.try_lock(ATTACHED_BYTE)
 
     def owner_alive(self) -> bool:
         return self.locks.held_elsewhere(OWNER_BYTE)

@@ -211,7 +211,7 @@ class WeightExporter:
         if not self._memory.survives_exporter:
             self._withdraw_versions()
         self._plans = []
-        self._memory.close(in_use=self._frozen_is_shared or self._control.readers_attached())
+        self._memory.close(in_use=not self._control.refuse_readers() or self._frozen_is_shared)
         self._control.close()
         self._version_file.close()
         self._owner.close()

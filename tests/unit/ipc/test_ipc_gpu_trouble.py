@@ -25,6 +25,8 @@ from async_grpo_ipc import (
     memory,
     open_remote_memory,
 )
+from async_grpo_ipc.control import Control
+from async_grpo_ipc.handle import read_head
 from async_grpo_ipc.locks import is_exiting
 from async_grpo_ipc.memory import cuda_runtime
 from fake_cuda import FakeRuntime, Knobs, install
@@ -200,6 +202,27 @@ def test_cupy_finds_the_readers_gpu_current_and_makes_it_current_again(monkeypat
     runtime.free(1, 1)
     assert contexts == {1}
     assert current == [0]
+
+
+# Freed memory is in nobody's hands
+
+
+def test_no_reader_attaches_while_the_memory_is_given_back(
+    machine: Any, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has read the handle file before it was withdrawn: to map freed memory is undefined."""
+    runtime = machine()
+    exporter = WeightExporter.from_model(nn.Linear(3, 2), path)
+    late, refused = read_head(path), []
+
+    def free(device: int, pointer: int) -> None:
+        with pytest.raises(ExporterDiedError):
+            Control.attach(late.pid, late.control_fd, late.control_inode, late.generation, late.slots, str(path))
+        refused.append(pointer)
+
+    monkeypatch.setattr(runtime, "free", free)
+    exporter.close()
+    assert len(refused) == 3
 
 
 # A frozen base exists once
