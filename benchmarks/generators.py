@@ -169,7 +169,7 @@ def worker_side(trainer: Any, engine: VLLMEngine, weights: Any, folder: Path) ->
         queue=queue,
         weights=weights,
         run=SimpleNamespace(root=folder, read_state=lambda: state),  # type: ignore[arg-type]
-        stop=_When(lambda: left[0] == 0),  # type: ignore[arg-type]
+        should_stop=lambda: left[0] == 0,
         settings=WorkerSettings(),
         deterministic=False,
     )
@@ -198,15 +198,6 @@ def worker_side(trainer: Any, engine: VLLMEngine, weights: Any, folder: Path) ->
         return took
 
     return seconds
-
-
-class _When:
-    def __init__(self, condition: Callable[[], bool]) -> None:
-        self._condition = condition
-
-    @property
-    def requested(self) -> bool:
-        return self._condition()
 
 
 # --- New weights ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import IN_MID_BATCH, SETUP, Command, command, finish, read, steps_logged
+from runs import DEADLINE_S, IN_MID_BATCH, SETUP, Command, command, finish, read, steps_logged
 
 from async_grpo.roles.replay import weights_digest
 
@@ -118,13 +118,16 @@ def test_three_deaths_give_the_same_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_while_a_version_samples_its_groups_gives_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_end_of_the_launcher_gives_the_same_weights(tmp_path: Path, number: signal.Signals) -> None:
     """Rewards are slow, so the server nearly always waits for the groups of the version that workers see."""
     one, stopped = undisturbed_and_empty(tmp_path)
     with command(*STOPPED_SOON, cwd=stopped, TEST_REWARD_S="0.3") as run:
         run.wait_until(lambda: len(steps_logged(stopped / "worker")) >= 5, "step 5")
-        run.process.send_signal(signal.SIGTERM)
+        children = run.children()
+        run.process.send_signal(number)
         run.wait()
+        assert not psutil.wait_procs(children, timeout=DEADLINE_S)[1]
     train(stopped, "-n", "2", "--resume")
     assert weights_of(stopped) == weights_of(one)
 

@@ -92,17 +92,6 @@ class OwnWeights:
         """Nothing is held between two leases."""
 
 
-class UntilDone:
-    """The stop request of a worker that ends once this many groups have come back."""
-
-    def __init__(self, server: ServerQueue) -> None:
-        self._server = server
-
-    @property
-    def requested(self) -> bool:
-        return len(self._server.finished()) == GROUPS
-
-
 @pytest.fixture(params=GIVEN)
 def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> GRPOTrainer:
     tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
@@ -133,7 +122,7 @@ def served(trainer: Any, folder: Path) -> list[RolloutGroup]:
         queue=queue,
         weights=OwnWeights(trainer.model),  # type: ignore[arg-type]
         run=SimpleNamespace(root=folder, read_state=lambda: SimpleNamespace(state="running")),  # type: ignore[arg-type]
-        stop=UntilDone(server),  # type: ignore[arg-type]
+        should_stop=lambda: len(server.finished()) == GROUPS,
         settings=WorkerSettings(),
         deterministic=False,
     )

@@ -52,6 +52,7 @@ class WorkerOptions:
     config: Path | None = None  # None: the setup file of the parameter server
     settings: WorkerSettings
     log_level: str | None = None  # of the log file in the run directory; None: a launcher keeps it
+    launched_by: int | None = None  # pid of the launcher, if one started the worker
 
 
 def run_worker(options: WorkerOptions) -> None:
@@ -145,7 +146,7 @@ def _serve(
                 queue=queue,
                 weights=weights,
                 run=run,
-                stop=stop,
+                should_stop=partial(_should_stop, options, run, state, stop),
                 settings=options.settings,
                 deterministic=state.deterministic,
                 check_run=partial(require_same_trainer, state, own_file=options.config is not None),
@@ -163,6 +164,18 @@ def _run_worker(context: WorkerContext, engine: Engine, queue: WorkerQueue) -> N
         activity.doing(ENDING)
         logger.info("worker {} ends: {}", queue.name, worker.statistics.report())
         queue.hand_back_all()  # the main thread may not come to close the queue
+
+
+def _should_stop(options: WorkerOptions, run: RunDir, state: RunState, stop: StopRequest) -> bool:
+    """Whether the worker is to end, as a signal asked it to.
+
+    The kernel sends one when the launcher dies, and to the server as well. The server of a deterministic run then still
+    needs its workers, for the groups that only this version of the weights may sample, so they end after it.
+    """
+    if not stop.requested:
+        return False
+    is_orphan = options.launched_by is not None and os.getppid() != options.launched_by
+    return not (state.deterministic and is_orphan and server_alive(run.root))
 
 
 def require_same_trainer(built_for: RunState, now: RunState, *, own_file: bool) -> None:

@@ -30,7 +30,6 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.settings import WorkerSettings
-from async_grpo.setup.process import StopRequest
 from async_grpo.telemetry.activity import GENERATING, SCORING, activity
 from async_grpo.telemetry.waiting import Reminder
 
@@ -61,7 +60,7 @@ class WorkerContext:
     queue: JobSource
     weights: RemoteWeights
     run: RunDir
-    stop: StopRequest
+    should_stop: Callable[[], bool]
     settings: WorkerSettings
     deterministic: bool
     check_run: Callable[[RunState], None] = lambda state: None  # raises if run.json asks for another trainer by now
@@ -79,7 +78,7 @@ class _InFlight:
 
 
 class Worker:
-    """Serves jobs until the run has ended or the process was asked to stop."""
+    """Serves jobs until the run has ended or `should_stop` says so."""
 
     def __init__(self, context: WorkerContext, engine: Engine) -> None:
         from async_grpo.rollout.scoring import Scoring
@@ -88,7 +87,7 @@ class Worker:
         turns = None if context.trl.samples_whole else Turns(context.trl, engine, context.settings)
         self._trl = turns or context.trl
         self._engine = turns or engine
-        self._queue, self._run_dir, self._stop = context.queue, context.run, context.stop
+        self._queue, self._run_dir, self._should_stop = context.queue, context.run, context.should_stop
         self._weights, self._check_run = context.weights, context.check_run
         self._policy = engine.follow(context.weights)
         self._groups_per_claim, self._deterministic = context.settings.groups_per_claim, context.deterministic
@@ -111,7 +110,7 @@ class Worker:
     def run(self) -> None:
         reminder = None  # of what the worker waits for, while it does
         try:
-            while not self._stop.requested and self._run_goes_on():
+            while not self._should_stop() and self._run_goes_on():
                 if self._time_to_look():
                     self._claim()
                     self._adopt()
@@ -300,7 +299,7 @@ class Worker:
             write()
         except DiskFullError:
             with suppress(DiskFullError):
-                write_with_room(write, should_stop=lambda: self._stop.requested)
+                write_with_room(write, should_stop=self._should_stop)
                 return True
             return False
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +15,10 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.records import Job
 from async_grpo.roles import rollout_worker
-from async_grpo.roles.rollout_worker import require_same_trainer
-from async_grpo.rundir.paths import RUNNING, RunState
+from async_grpo.roles.rollout_worker import WorkerOptions, require_same_trainer
+from async_grpo.rundir.locks import server_lock
+from async_grpo.rundir.paths import RUNNING, RunDir, RunState
+from async_grpo.settings import WorkerSettings
 
 RUN = "f" * 32
 
@@ -66,3 +69,30 @@ def test_a_worker_of_before_does_not_serve_a_run_that_was_resumed_with_another_t
 def test_it_serves_one_that_was_resumed_as_it_was() -> None:
     require_same_trainer(LOADED, replace(LOADED, step=9, options={"steps": 50}), own_file=False)
     require_same_trainer(LOADED, replace(LOADED, config="/other.py"), own_file=True)
+
+
+OUR_LAUNCHER, DEAD_LAUNCHER = os.getppid(), os.getpid()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "deterministic", "served", "ends"),
+    [
+        (DEAD_LAUNCHER, True, True, False),  # the server needs it for the groups of this version
+        (DEAD_LAUNCHER, True, False, True),
+        (DEAD_LAUNCHER, False, True, True),
+        (OUR_LAUNCHER, True, True, True),
+        (None, True, True, True),
+    ],
+)
+def test_a_worker_that_is_asked_to_end_does_so_unless_a_deterministic_run_lost_its_launcher(
+    tmp_path: Path, launcher: int | None, deterministic: bool, served: bool, ends: bool
+) -> None:
+    options = WorkerOptions(run_dir=tmp_path, device="cpu", settings=WorkerSettings(), launched_by=launcher)
+    state: Any = SimpleNamespace(deterministic=deterministic)
+    lock = server_lock(tmp_path)
+    if served:
+        assert lock.try_acquire({})
+    for requested in (False, True):
+        stop: Any = SimpleNamespace(requested=requested)
+        assert rollout_worker._should_stop(options, RunDir(tmp_path), state, stop) == (requested and ends)
+    lock.release()

@@ -159,19 +159,18 @@ def test_groups_per_claim_is_the_most_in_flight(tmp_path: Path) -> None:
 
 
 class StopAfter:
-    """A stop request that comes after this many looks at it."""
+    """A request to stop that comes after this many looks at it."""
 
     def __init__(self, looks: int) -> None:
         self.looks = looks
 
-    @property
-    def requested(self) -> bool:
+    def __call__(self) -> bool:
         self.looks -= 1
         return self.looks < 0
 
 
 def test_a_stop_breaks_off_what_is_in_flight(tmp_path: Path) -> None:
-    setting = Setting(tmp_path, [job(0, tokens=ENDLESS)], FakeEngine(), stop=StopAfter(50))
+    setting = Setting(tmp_path, [job(0, tokens=ENDLESS)], FakeEngine(), should_stop=StopAfter(50))
     assert setting.run() == {}
     assert not setting.engine.open
     assert setting.queue.failed == []
@@ -194,10 +193,10 @@ def test_a_full_disk_keeps_the_job_until_there_is_room(tmp_path: Path, monkeypat
 
 
 def test_a_worker_that_is_asked_to_stop_does_not_wait_for_room(tmp_path: Path) -> None:
-    setting = Setting(tmp_path, [job(0)], FakeEngine(), stop=StopAfter(50))
+    setting = Setting(tmp_path, [job(0)], FakeEngine(), should_stop=StopAfter(50))
 
     def full(claim: Claim, group: RolloutGroup) -> None:
-        setting.worker._stop = StopAfter(0)  # type: ignore[assignment]
+        setting.worker._should_stop = StopAfter(0)
         raise DiskFullError("no room")
 
     setting.queue.complete = full  # type: ignore[method-assign]
@@ -209,7 +208,7 @@ def test_a_tool_that_hangs_is_no_progress(tmp_path: Path, monkeypatch: pytest.Mo
     """Or `--worker-timeout` would never end the worker."""
     monkeypatch.setattr("async_grpo.rollout.turns.groups.WAKE_S", 0.001)
     monkeypatch.setattr("async_grpo.rollout.turns.groups.CLOSE_S", 0.0)
-    setting = Setting(tmp_path, [job(0)], FakeEngine(), stop=StopAfter(100))
+    setting = Setting(tmp_path, [job(0)], FakeEngine(), should_stop=StopAfter(100))
     if setting.trl.samples_whole:
         pytest.skip("no code of the user's runs between the tokens")
     go_on = threading.Event()
@@ -234,7 +233,7 @@ def test_an_unserved_worker_does_not_look_for_jobs_that_it_may_not_claim(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Jobs are pending while their server is dead: a wait for jobs ends at once, again and again."""
-    setting = Setting(tmp_path, [job(0)], FakeEngine(), stop=StopAfter(20))
+    setting = Setting(tmp_path, [job(0)], FakeEngine(), should_stop=StopAfter(20))
     monkeypatch.setattr(setting.queue, "served", lambda: False)
     naps: list[float] = []
     monkeypatch.setattr("async_grpo.rollout.worker.time.sleep", naps.append)
@@ -271,7 +270,7 @@ def test_weights_that_cannot_be_had_while_the_server_lives_end_the_worker(
 
 
 def test_claims_are_handed_back_once_their_server_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = Setting(tmp_path, [job(0)], FakeEngine(), stop=StopAfter(50))
+    setting = Setting(tmp_path, [job(0)], FakeEngine(), should_stop=StopAfter(50))
     lives = [True]
 
     def died() -> None:
@@ -369,7 +368,9 @@ def test_a_run_that_asks_for_another_trainer_ends_the_worker_before_it_claims(tm
 
 def test_requests_that_got_lost_weights_in_flight_are_handed_back(tmp_path: Path) -> None:
     """The exporter dies while the engine, which is in the middle of its requests, copies the weights."""
-    setting = Setting(tmp_path, [job(0, tokens=30)], FakeEngine(delta=True), in_flight_update=True, stop=StopAfter(200))
+    setting = Setting(
+        tmp_path, [job(0, tokens=30)], FakeEngine(delta=True), in_flight_update=True, should_stop=StopAfter(200)
+    )
     setting.weights.dies_with = 1
 
     def publish(step: int) -> None:
@@ -389,7 +390,7 @@ def test_requests_that_got_lost_weights_in_flight_are_handed_back(tmp_path: Path
 
 
 def test_weights_that_were_lost_while_nothing_was_sampled_spoil_no_later_groups(tmp_path: Path) -> None:
-    setting = Setting(tmp_path, [job(0)], FakeEngine(), in_flight_update=True, stop=StopAfter(200))
+    setting = Setting(tmp_path, [job(0)], FakeEngine(), in_flight_update=True, should_stop=StopAfter(200))
     setting.weights.dies_with = 0
     groups = setting.run()
     assert setting.engine.forgotten and setting.queue.handed_back == []

@@ -20,7 +20,6 @@ from async_grpo.rollout.engines.continuous import Chunk, ContinuousEngine
 from async_grpo.rollout.trl_group import GeneratedGroup, Scores
 from async_grpo.rollout.worker import Worker, WorkerContext
 from async_grpo.settings import WorkerSettings
-from async_grpo.setup.process import StopRequest
 from async_grpo_ipc import ExporterDiedError
 
 TOKENS = 6  # of a completion; a prompt [n] may ask for more
@@ -237,7 +236,7 @@ class Setting:
             queue=self.queue,  # type: ignore[arg-type]
             weights=self.weights,  # type: ignore[arg-type]
             run=SimpleNamespace(root=tmp_path, read_state=lambda: state if self.goes_on else None),  # type: ignore[arg-type]
-            stop=options.pop("stop", StopRequest()),
+            should_stop=options.pop("should_stop", lambda: False),
             settings=settings,
             deterministic=deterministic,
             check_run=options.pop("check_run", lambda state: None),

@@ -60,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
             config=args.config.absolute() if args.config else None,
             settings=options.gathered(WorkerSettings, args),
             log_level=options.log_level(args) if args.launched_by is None else None,
+            launched_by=args.launched_by,
         )
     )
     return 0
