@@ -2,7 +2,7 @@
 # Fills a folder with the wheels (about 2 MB) that `scripts/gpu_check.sh --wheels` installs on a machine without a
 # network. That machine has torch, cupy, transformers, peft, accelerate, pytest and what those need; what it lacks is
 # listed here, and nothing else. zstandard (5.5 MB) is left out: only runs need it that keep versions (--delta-every), or
-# whose groups name the tokens that truncated sampling with vLLM kept.
+# whose groups name the tokens that truncated sampling with vLLM kept, and both are refused at the start without it.
 # usage: scripts/collect_wheels.sh FOLDER [PYTHON_VERSION]      default: 3.12
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -7,6 +7,7 @@ import re
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
@@ -293,11 +294,16 @@ class TrainingSettings:
         return {"temperature": self.eval_temperature, "top_p": self.eval_top_p, "top_k": self.eval_top_k}
 
     def check(self) -> None:
-        """Refuse options that contradict each other, or that another one is missing for. `UsageError` says which."""
+        """Refuse options that contradict each other, or that something is missing for. `UsageError` says which."""
         self.evaluated_ks()
         given = {"--delta-keep": self.delta_keep, "--delta-dir": self.delta_dir}
         if not self.delta_every and (unused := [flag for flag, value in given.items() if value is not None]):
             raise UsageError(f"{', '.join(unused)}: no versions are kept without --delta-every. Give it, too.")
+        if self.delta_every and find_spec("zstandard") is None:
+            raise UsageError(
+                "--delta-every compresses the versions that it keeps with the package zstandard, which is not "
+                "installed here. pip install zstandard, or leave --delta-every out."
+            )
         if self.delta_keep is not None and not self.full_every:
             raise UsageError(
                 "--delta-keep deletes what comes before a snapshot, and with --full-every 0 only the first version is "
