@@ -1,16 +1,28 @@
-"""Images of a dataset as the bytes of their files, instead of as pixels that would have to be encoded again."""
+"""Images of a dataset as the bytes of their files, instead of as pixels that would have to be encoded again.
+
+And those that a prompt names by a URL, which the trainer's processor downloads.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
 from datasets.features import LargeList
 
+from async_grpo.errors import UnsupportedError
+from async_grpo.formatting import size
 from async_grpo.images import EncodedImage, encoded
+
+LOAD_S = 60.0  # for the whole download of an image
+MOST_BYTES = 1 << 28  # of one
+SHOWN = 100  # characters of its URL
 
 Row = dict[str, Any]
 
@@ -65,3 +77,53 @@ def _as_file(feature: datasets.Image, stored: dict[str, Any]) -> EncodedImage:
     if data is not None and not feature.mode and not EncodedImage(data).is_turned:
         return EncodedImage(data)
     return EncodedImage.of(feature.decode_example(stored))
+
+
+def bound_downloads() -> None:
+    """Give each download of an image a deadline and a size. transformers sets neither: a server could hold us forever.
+
+    `UnsupportedError` says which image it was.
+    """
+    from transformers import image_utils
+
+    http: Any = image_utils.httpx
+    if not isinstance(http, _Bounded):
+        image_utils.httpx = _Bounded(http)
+
+
+class _Bounded:
+    """What transformers has of httpx."""
+
+    def __init__(self, http: Any) -> None:
+        self._http = http
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._http, name)
+
+    def get(self, url: str, **options: Any) -> Any:
+        """As `httpx.get`; of the answer there is the content only. Its own time limit is one of each read."""
+        with ThreadPoolExecutor(max_workers=1) as alone:  # the caller's thread may have an event loop already
+            return SimpleNamespace(content=alone.submit(asyncio.run, self._content(url)).result())
+
+    async def _content(self, url: str) -> bytes:
+        try:
+            return await asyncio.wait_for(self._download(url), LOAD_S)
+        except TimeoutError as error:
+            raise _refused(url, f"was not there whole after {LOAD_S:g} s") from error
+
+    async def _download(self, url: str) -> bytes:
+        data = bytearray()
+        async with (
+            self._http.AsyncClient(follow_redirects=True, timeout=None) as client,
+            client.stream("GET", url) as response,
+        ):
+            async for part in response.aiter_bytes():
+                data += part
+                if len(data) > MOST_BYTES:
+                    raise _refused(url, f"has more than {size(MOST_BYTES)}")
+        return bytes(data)
+
+
+def _refused(url: str, why: str) -> UnsupportedError:
+    shown = f"{url:.{SHOWN}}{'…' if len(url) > SHOWN else ''}"
+    return UnsupportedError(f"The image {shown} {why}. Put it where it can be read, or leave out its row.")

@@ -100,6 +100,7 @@ def load_trainer(
 
     from trl import GRPOTrainer
 
+    from async_grpo.setup.image_files import bound_downloads
     from async_grpo.setup.trl_compat import repair_trl
     from async_grpo.setup.worker_build import KEPT
 
@@ -110,6 +111,7 @@ def load_trainer(
     changed_by_us = KEPT if worker_of is not None else set()
     check_set(trainer, {name: text for name, text in (config_values or {}).items() if name not in changed_by_us}, made)
     repair_trl()
+    bound_downloads()
     _override(trainer, steps, seed)
     return trainer
 

@@ -27,7 +27,6 @@ ENGINE_OPTIONS = {
     "limit_mm_per_prompt": {"video": 0, "audio": 0},  # TRL has neither: no memory is reserved for them
     "mm_device_do_normalize": False,  # the trainer's processor does it; vLLM's model would do it a second time
 }
-LOAD_S = 60.0  # for an image that a prompt names by its URL
 SHOWN = 100  # characters of what names an image: it may be the image itself
 _processors: dict[str, Any] = {}  # of the trainers, by the folder that vLLM builds the model from
 
@@ -133,7 +132,7 @@ def _as_transformers_sees(image: Any) -> Image:
     import PIL.Image
 
     try:
-        opened = load_image(image, LOAD_S) if isinstance(image, str) else image
+        opened = load_image(image) if isinstance(image, str) else image
         return PIL.Image.frombytes("RGB", opened.size, opened.convert("RGB").tobytes())
     except Exception as error:  # of a file, of a server, of PIL's many readers
         what, why = (f"{text:.{SHOWN}}{'…' if len(text) > SHOWN else ''}" for text in (repr(image), str(error)))
