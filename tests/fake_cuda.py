@@ -12,6 +12,8 @@ import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,8 @@ class FakeRuntime:
         self.cached = knobs.cached
         self.pending: str | None = None  # an error that the next call will raise
         self.pinned: set[int] = set()
+        self.current = 0  # GPU
+        self.contexts: set[int] = set()  # GPUs that memory was pinned or unpinned with
         self._serial = 0
         self._handles = knobs.handles
         self._poisoner: subprocess.Popen[str] | None = None
@@ -141,15 +145,23 @@ class FakeRuntime:
 
     # What torch binds of the runtime
 
+    @contextmanager
+    def using(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
     def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
         if self.knobs.pin_fails:
             self.pending = "CUDA error: part or all of the requested memory range is already mapped"
             return 712
         self.pinned.add(pointer)
+        self.contexts.add(self.current)
         return 0
 
     def cudaHostUnregister(self, pointer: int) -> int:
         self.pinned.remove(pointer)
+        self.contexts.add(self.current)
         return 0
 
     def launch(self, *size: int, device: Any = None, **options: Any) -> torch.Tensor:
@@ -198,6 +210,7 @@ def install(knobs: Knobs, patch: pytest.MonkeyPatch) -> FakeRuntime:
     patch.setattr(torch, "ones", runtime.launch)
     for name, stand_in in {
         "cudart": lambda: runtime,
+        "device": runtime.using,
         "synchronize": lambda device=None: runtime.synchronize(0),
         "is_initialized": lambda: True,
         "empty_cache": runtime.empty_cache,

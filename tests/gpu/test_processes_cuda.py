@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,8 +38,11 @@ print(json.dumps({"available": here, "uuids": uuids, "computed": computed}))
 
 
 @pytest.fixture(autouse=True)
-def device() -> None:
+def device() -> Iterator[None]:
     need_device()
+    yield
+    if not ON_CPU:
+        torch.cuda.empty_cache()  # the processes of the next test need room
 
 
 def test_no_read_is_torn_under_load(tmp_path: Path) -> None:

@@ -181,7 +181,8 @@ def _why_no_handle(runtime: CudaRuntime, device: int) -> str | None:
 def pin(memory: Tensor, device: torch.device) -> str | None:
     """Lock this host memory, so that the GPU copies into it without a detour. Returns why it could not be done."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch does not annotate it
-    status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    with torch.cuda.device(device):  # the call makes a context on the GPU that is current
+        status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     if status == 0:
         return None
     with suppress(RuntimeError):  # the failed call leaves its error behind, and the next kernel would raise it
@@ -189,6 +190,7 @@ def pin(memory: Tensor, device: torch.device) -> str | None:
     return f"CUDA error {status}"
 
 
-def unpin(memory: Tensor) -> None:
+def unpin(memory: Tensor, device: torch.device) -> None:
     """Before memory that was pinned is unmapped."""
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]  # as above
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]  # as above

@@ -53,7 +53,7 @@ class PosixExport:
         self.blocks = []
         if self._pinned is not None:
             self.synchronize()
-            cuda_runtime.unpin(self._pinned)
+            cuda_runtime.unpin(self._pinned, self._source_device)
             self._pinned = None
         self._fd.close()
 

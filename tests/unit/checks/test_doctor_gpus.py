@@ -14,9 +14,12 @@ from async_grpo.checks.doctor.gpu import Driver
 
 @pytest.mark.parametrize(("mode", "level"), [(3, Level.WARNING), (2, Level.ERROR)])
 def test_a_gpu_that_does_not_admit_several_processes_is_named(mode: int, level: Level) -> None:
-    [found] = gpu.modes(Driver(version="580", cuda=13000, visible=2, compute_modes=(0, mode)))
+    driver = Driver(version="580", cuda=13000, visible=2, compute_modes=(0, mode))
+    [found] = gpu.modes(driver, {})
     assert (found.subject, found.level) == ("GPU 1", level)
     assert "nvidia-smi -i 1 -c DEFAULT" in found.fix
+    [found] = gpu.modes(driver, {"CUDA_VISIBLE_DEVICES": "4,GPU-5f"})
+    assert "nvidia-smi -i GPU-5f -c DEFAULT" in found.fix, "which has numbers of its own"
 
 
 def test_writer_and_reader_see_their_own_gpu_alone_as_server_and_worker_do(monkeypatch: pytest.MonkeyPatch) -> None:

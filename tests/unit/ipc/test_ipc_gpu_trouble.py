@@ -116,6 +116,13 @@ def test_pinned_memory_is_let_go_before_it_is_unmapped(machine: Any, path: Path)
     assert runtime.pinned == set()
 
 
+def test_pinning_leaves_no_context_on_a_gpu_that_is_not_the_trainers(machine: Any) -> None:
+    runtime, memory = machine(), torch.zeros(8)
+    assert cuda_runtime.pin(memory, torch.device("cuda", 1)) is None
+    cuda_runtime.unpin(memory, torch.device("cuda", 1))
+    assert runtime.contexts == {1}
+
+
 # A reader whose exporter dies while it reads
 
 

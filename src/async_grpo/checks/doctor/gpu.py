@@ -14,7 +14,7 @@ from async_grpo.checks.doctor import packages
 from async_grpo.checks.doctor.finding import Finding, error, ok, warning
 from async_grpo.checks.doctor.gpu_probe import GpuFacts
 from async_grpo.formatting import size
-from async_grpo.setup.devices import compute_modes
+from async_grpo.setup.devices import compute_modes, physical_gpus
 
 FACTS_TIMEOUT_S = 120.0  # the first CUDA context on a large machine takes its time
 NEARLY_FULL = 0.5
@@ -71,18 +71,19 @@ def presence(found: Driver, env: Mapping[str, str] = os.environ) -> Iterator[Fin
         yield ok("GPU", "none, and no NVIDIA driver: everything runs on the CPU")
 
 
-def modes(found: Driver) -> Iterator[Finding]:
-    """GPUs that do not admit several processes; torch-free."""
+def modes(found: Driver, env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """GPUs that do not admit several processes; torch-free. `nvidia-smi` does not count within CUDA_VISIBLE_DEVICES."""
     for index, mode in enumerate(found.compute_modes):
+        (name,) = physical_gpus([str(index)], env)
         if mode == EXCLUSIVE:
             yield warning(
                 f"GPU {index}",
                 "is in exclusive-process mode: one process can use it, so a worker cannot share it with the server",
-                f"nvidia-smi -i {index} -c DEFAULT (as root), or give the server and each worker a GPU of its own.",
+                f"nvidia-smi -i {name} -c DEFAULT (as root), or give the server and each worker a GPU of its own.",
             )
         elif mode == PROHIBITED:
             yield error(
-                f"GPU {index}", "is in prohibited mode: no process can use it", f"nvidia-smi -i {index} -c DEFAULT"
+                f"GPU {index}", "is in prohibited mode: no process can use it", f"nvidia-smi -i {name} -c DEFAULT"
             )
 
 
