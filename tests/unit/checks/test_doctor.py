@@ -269,7 +269,7 @@ MEASURED = {"memory": "cuda", "read_gbps": 1500.0, "equal": True}
     ],
 )
 def test_what_a_round_trip_means(changes: dict[str, Any], level: Level, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_measure", lambda writer, reader: {**MEASURED, **changes})
+    monkeypatch.setattr(weights, "_measure", lambda writer, reader, way: {**MEASURED, **changes})
     [finding] = weights.weight_sharing(["cuda:0"])
     assert finding.level is level
 

@@ -30,6 +30,7 @@ def test_writer_and_reader_see_their_own_gpu_alone_as_server_and_worker_do(monke
         return {"equal": True, "read_gbps": 1.0, "memory": "cuda"}
 
     monkeypatch.setattr(probe, "ask", ask)
+    monkeypatch.setattr(weights, "why_unreachable", lambda *_: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     assert [finding.level for finding in weights.weight_sharing(["cuda:0", "cuda:1"])] == [Level.OK] * 2
     assert [(question["reader_sees"], sees) for question, sees in asked] == [
@@ -37,3 +38,18 @@ def test_writer_and_reader_see_their_own_gpu_alone_as_server_and_worker_do(monke
         ({"CUDA_VISIBLE_DEVICES": "5"}, "4"),
     ]
     assert {(question["writer"], question["reader"]) for question, _ in asked} == {("cuda:0", "cuda:0")}
+
+
+def test_gpus_that_are_no_peers_are_tried_in_the_way_that_a_run_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--weights auto` goes through host memory there, so it is no error that CUDA IPC does not work."""
+
+    def ask(module: str, question: dict[str, Any], **_: Any) -> dict[str, Any]:
+        if question["way"] != "host":
+            raise probe.ChildFailed("ended with 1", ["cudaErrorPeerAccessUnsupported"])
+        return {"equal": True, "read_gbps": 1.0, "memory": "posix"}
+
+    monkeypatch.setattr(probe, "ask", ask)
+    monkeypatch.setattr(weights, "why_unreachable", lambda *_: "GPU 1 cannot map memory of GPU 0 (no peers)")
+    _, between = weights.weight_sharing(["cuda:0", "cuda:1"])
+    assert between.level is Level.WARNING
+    assert "every value arrived" in between.found and "GPU 1 cannot map memory of GPU 0" in between.found

@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.checks import probe
 from async_grpo.checks.doctor.finding import Finding, error, ok, warning
-from async_grpo.setup.devices import hold_to_device
+from async_grpo.setup.devices import hold_to_device, why_unreachable
 from async_grpo.setup.process import end_with_parent
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from async_grpo_ipc.memory import Way
 
 NUMBERS = {"cpu": 16 << 20, "cuda": 64 << 20}  # of four bytes: more than caches hold
 REPEATS = 5
@@ -36,8 +38,9 @@ def weight_sharing(devices: Sequence[str]) -> Iterator[Finding]:
         devices: torch's names, e.g. `["cpu"]` or `["cuda:0", "cuda:1"]`.
     """
     for reader in devices:
+        apart = why_unreachable(_index(devices[0]), [_index(reader)], os.environ) if reader != devices[0] else None
         try:
-            yield _judge(_measure(devices[0], reader), devices[0], reader)
+            yield _judge(_measure(devices[0], reader, "host" if apart else "auto"), devices[0], reader, apart)
         except probe.ChildFailed as failure:
             yield error(
                 _SUBJECT,
@@ -47,9 +50,14 @@ def weight_sharing(devices: Sequence[str]) -> Iterator[Finding]:
             )
 
 
-def _measure(writer: str, reader: str) -> dict[str, Any]:
+def _index(device: str) -> str:
+    return device.partition(":")[2] or device
+
+
+def _measure(writer: str, reader: str, way: Way) -> dict[str, Any]:
     """Each of the two processes sees its own GPU alone, as a server and a worker do."""
-    question = {"role": "export", "writer": _as_seen(writer), "reader": _as_seen(reader), "reader_sees": _sees(reader)}
+    seen = {"writer": _as_seen(writer), "reader": _as_seen(reader), "reader_sees": _sees(reader)}
+    question = {"role": "export", "way": way, **seen}
     env = {**os.environ, **_sees(writer)}
     found: dict[str, Any] = probe.ask(_MODULE, question, timeout_s=TIMEOUT_S, env=env)
     return found
@@ -68,12 +76,15 @@ def _as_seen(device: str) -> str:
     return "cuda:0" if device.startswith("cuda") else device
 
 
-def _judge(facts: dict[str, Any], writer: str, reader: str) -> Finding:
+def _judge(facts: dict[str, Any], writer: str, reader: str, apart: str | None) -> Finding:
     way = f"{writer} to {reader}" if writer != reader else writer
     if not facts["equal"]:
         return error(_SUBJECT, f"{way}: values arrived that were not published", "Please report this.")
     kind = {"cuda": "CUDA IPC", "posix": "shared host memory"}[facts["memory"]]
     found = f"{way}, between two processes, by {kind}: every value arrived; read at {facts['read_gbps']:.1f} GB/s"
+    if apart:
+        fix = "Usual for consumer cards. Put server and workers on GPUs that reach each other (nvidia-smi topo -m)."
+        return warning(_SUBJECT, f"{found}, as a run does it here: {apart}", fix)
     if writer.startswith("cuda") and facts["memory"] != "cuda":
         return warning(
             _SUBJECT,
@@ -86,7 +97,7 @@ def _judge(facts: dict[str, Any], writer: str, reader: str) -> Finding:
 # --- the two processes
 
 
-def export(writer: str, reader: str, reader_sees: dict[str, str]) -> dict[str, Any]:
+def export(writer: str, reader: str, reader_sees: dict[str, str], way: Way) -> dict[str, Any]:
     """Publish on `writer`, and ask a process that reads on `reader`.
 
     reader_sees: environment variables of that process.
@@ -95,7 +106,7 @@ def export(writer: str, reader: str, reader_sees: dict[str, str]) -> dict[str, A
 
     with tempfile.TemporaryDirectory(prefix="async-grpo-doctor-") as folder:
         handle = Path(folder) / "handle.json"
-        with WeightExporter.from_tensors({"weights": _pattern(writer)}, handle) as exporter:
+        with WeightExporter.from_tensors({"weights": _pattern(writer)}, handle, way=way) as exporter:
             exporter.publish(1)
             question = {"role": "read", "handle": str(handle), "reader": reader, "exporter": os.getpid()}
             env = {**os.environ, **reader_sees}
