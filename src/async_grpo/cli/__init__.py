@@ -44,6 +44,9 @@ COMMANDS = {**COMPUTE, **INSPECT}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 1 for a failed run, 2 for input that cannot be used."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it is closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except BrokenPipeError:  # `async-grpo status | head`: the reader has closed the pipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -57,7 +58,8 @@ def kept_of(run_dir: Path, versions: Iterable[int]) -> str:
         return ""
     which = f"version {max(kept)}," if len(kept) == 1 else f"{len(kept)} versions, {min(kept)} to {max(kept)},"
     verb = "is" if len(kept) == 1 else "are"
-    return f"sampled by {which} which {verb} kept: async-grpo evaluate {run_dir}@{max(kept)} --config SETUP_FILE"
+    newest = shlex.quote(f"{run_dir}@{max(kept)}")
+    return f"sampled by {which} which {verb} kept: async-grpo evaluate {newest} --config SETUP_FILE"
 
 
 def require_version(named: Named) -> None:

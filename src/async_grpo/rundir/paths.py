@@ -157,10 +157,11 @@ class RunDir:
         except FileNotFoundError:
             return None
         except BadFileError as error:
-            raise RunDirError(f"{error}. Choose another --run-dir.") from error
+            raise RunDirError(f"{error}. Choose another run directory.") from error
         if data.get("format") != FORMAT:
             raise RunDirError(
-                f"{self.state_file} was written by another version of Async-GRPO. Choose another --run-dir."
+                f"{self.state_file} was written by another version of Async-GRPO. "
+                "Use that version for it, or choose another run directory."
             )
         if accepted and isinstance(data.get("undo"), dict):
             data = {**data, **data["undo"], "undo": {}}
@@ -168,7 +169,7 @@ class RunDir:
             return shaped(RunState, data)
         except BadFileError as error:
             raise RunDirError(
-                f"{self.state_file} is not the record of a run ({error}). Choose another --run-dir."
+                f"{self.state_file} is not the record of a run ({error}). Choose another run directory."
             ) from error
 
     def has_ended(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
@@ -157,10 +158,8 @@ def _conclusions(view: RunView) -> Iterator[Text]:
     if view.bottleneck:
         yield _plain(view.bottleneck, "italic")
     if view.jobs_quarantined:
-        yield _plain(
-            f"{view.jobs_quarantined} prompt groups were given up: async-grpo queue {view.run_dir} quarantine",
-            "yellow",
-        )
+        command = f"async-grpo queue {shlex.quote(view.run_dir)} quarantine"
+        yield _plain(f"{view.jobs_quarantined} prompt groups were given up: {command}", "yellow")
 
 
 def _quarantine(view: RunView) -> Iterator[RenderableType]:

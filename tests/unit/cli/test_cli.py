@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -97,6 +98,22 @@ def test_an_output_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
         result = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert result.returncode == 1
     assert result.stderr.startswith("error: There is no room where the output") and result.stderr.count("\n") == 1
+
+
+def test_a_closed_output_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(tmp_path / "worker", config=tmp_path / "my_trainer.py")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)  # what Python makes of `>&-`
+    assert main(["status", str(tmp_path / "worker"), "--json"]) == 0
+    assert main(["status", str(tmp_path / "nowhere")]) == 2
+
+
+def test_what_another_version_wrote_names_a_way_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(tmp_path / "worker", config=tmp_path / "my_trainer.py")
+    record = tmp_path / "worker" / "run.json"
+    record.write_text(json.dumps({**json.loads(record.read_text()), "format": 99}))
+    assert main(["status", str(tmp_path / "worker")]) == 2  # which has no option --run-dir
+    assert "Use that version for it, or choose another run directory." in capsys.readouterr().err
 
 
 def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,6 +128,9 @@ def test_a_run_directory_names_its_chain(chain: Path, tmp_path: Path) -> None:
     assert named_version("Qwen/Qwen3-0.6B") is None and named_version(str(run.root)) is None
     assert main(["delta", "verify", str(run.root)]) == 0
     assert kept_of(run.root, [3, 4, 99]).endswith(f"{run.root}@4 --config SETUP_FILE")
+    spaced = run.root.rename(tmp_path / "my run")
+    assert shlex.split(kept_of(spaced, [3]))[-3:] == [f"{spaced}@3", "--config", "SETUP_FILE"], "to copy and run"
+    spaced.rename(run.root)
     assert kept_of(run.root, [99]) == kept_of(tmp_path, [3]) == ""
     chain.rename(tmp_path / "moved")
     with pytest.raises(DeltaChainError, match="was it moved"):

@@ -280,7 +280,7 @@ def test_a_state_of_another_version(root: Path, content: object) -> None:
     for how in ({}, {"resume": True}, {"overwrite": True}):
         with pytest.raises(
             RunDirError,
-            match=r"run\.json .*(another version|not an object).* another --run-dir",
+            match=r"run\.json .*(another version|not an object).* another run directory",
         ):
             prepare(root, config=CONFIG, **how)
     assert json.loads((root / "run.json").read_text()) == content
@@ -290,7 +290,7 @@ def test_a_state_of_another_version(root: Path, content: object) -> None:
 def test_a_state_that_is_no_json(root: Path, content: bytes) -> None:
     root.mkdir()
     (root / "run.json").write_bytes(content)
-    with pytest.raises(RunDirError, match=r"run\.json cannot be used: it is not valid JSON .* another --run-dir"):
+    with pytest.raises(RunDirError, match=r"run\.json cannot be used: it is not valid JSON .* another run directory"):
         prepare(root, config=CONFIG)
 
 

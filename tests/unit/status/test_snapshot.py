@@ -287,6 +287,7 @@ def test_quarantined_groups_with_their_reasons(run: RunDir, start: Callable[...,
     assert view.jobs_quarantined == 8, "an unusable file was issued again"
     assert [aside["group"] for aside in view.quarantined] == [*range(8), 9]
     text = text_of(report(view))
+    assert "async-grpo queue 'my run' quarantine" in text_of(report(replace(view, run_dir="my run")))
     assert "group 7, try 3, given up: ValueError: no 7\\x1b[31m" in text and "and 4 before these" in text
 
 
