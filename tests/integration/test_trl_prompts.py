@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 from compared_with_trl import settings
+from datasets import Dataset
 from in_process import (
     PROMPTS,
     InProcessRun,
@@ -21,6 +24,8 @@ from trl import GRPOTrainer
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.trl_trainer import RolloutTrainer
+from async_grpo.settings import TrainingSettings
+from async_grpo.training.loop import refuse
 from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.trl_trainer import refuse_unsupported
 
@@ -138,3 +143,17 @@ def test_a_rollout_func_without_logprobs_is_refused(tmp_path: Path) -> None:
     run = InProcessRun(settings(tmp_path, {"rollout_func": rollout_func}))
     with pytest.raises(UnsupportedError, match=r"rollout_func.*'logprobs'"):
         run.train()
+
+
+VALUES = (datetime(2026, 1, 1), date(2026, 1, 1), time(1), timedelta(1), b"png", Decimal("1.5"))
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_a_column_that_no_job_can_hold_is_refused_before_its_row_comes(value: Any, tmp_path: Path) -> None:
+    for late in ([None, value], [[], [{"deep": value}]]):
+        rows = Dataset.from_dict({"prompt": ["a", "b"], "made": late})
+        refused = build_trainer(tmp_path, train_dataset=rows)
+        with pytest.raises(UnsupportedError, match=rf"column 'made' holds .*{type(value).__name__}.*Convert it"):
+            refuse(refused, TrainingSettings(), None)
+        refuse(build_trainer(tmp_path, train_dataset=rows.select([0])), TrainingSettings(), None)
+        refuse(build_trainer(tmp_path, train_dataset=rows, remove_unused_columns=True), TrainingSettings(), None)

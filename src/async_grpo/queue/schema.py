@@ -96,7 +96,7 @@ class Values:
         """
         values = {name: getattr(record, name) for name in self.columns}
         for name, item in self._free:
-            _require_exact_json(values[name], item, images)
+            require_exact_json(values[name], item, images)
         for name, nested in self._nested:
             values[name] = nested.of(values[name], images)
         for name, write in self._written:
@@ -152,7 +152,7 @@ def columns(record: type, number: int) -> dict[str, Stored]:
     return {name: about for name, about in declared.items() if about.since <= number}
 
 
-def _require_exact_json(values: dict[str, Any] | list[Any], what: str, images: list[EncodedImage]) -> None:
+def require_exact_json(values: dict[str, Any] | list[Any], what: str, images: list[EncodedImage]) -> None:
     """Refuse what JSON would change or cannot hold. NaN and infinity are written and read back."""
     for name, value in values.items() if type(values) is dict else enumerate(values):
         if type(value) is str and type(name) in (str, int):
