@@ -71,23 +71,23 @@ def test_it_serves_one_that_was_resumed_as_it_was() -> None:
     require_same_trainer(LOADED, replace(LOADED, config="/other.py"), own_file=True)
 
 
-OUR_LAUNCHER, DEAD_LAUNCHER = os.getppid(), os.getpid()
+LAUNCHERS = {"alive": os.getppid(), "dead": os.getpid(), "none": None}  # the pid that a worker is given
 
 
 @pytest.mark.parametrize(
     ("launcher", "deterministic", "served", "ends"),
     [
-        (DEAD_LAUNCHER, True, True, False),  # the server needs it for the groups of this version
-        (DEAD_LAUNCHER, True, False, True),
-        (DEAD_LAUNCHER, False, True, True),
-        (OUR_LAUNCHER, True, True, True),
-        (None, True, True, True),
+        ("dead", True, True, False),  # the server needs it for the groups of this version
+        ("dead", True, False, True),
+        ("dead", False, True, True),
+        ("alive", True, True, True),
+        ("none", True, True, True),
     ],
 )
 def test_a_worker_that_is_asked_to_end_does_so_unless_a_deterministic_run_lost_its_launcher(
-    tmp_path: Path, launcher: int | None, deterministic: bool, served: bool, ends: bool
+    tmp_path: Path, launcher: str, deterministic: bool, served: bool, ends: bool
 ) -> None:
-    options = WorkerOptions(run_dir=tmp_path, device="cpu", settings=WorkerSettings(), launched_by=launcher)
+    options = WorkerOptions(run_dir=tmp_path, device="cpu", settings=WorkerSettings(), launched_by=LAUNCHERS[launcher])
     state: Any = SimpleNamespace(deterministic=deterministic)
     lock = server_lock(tmp_path)
     if served:
