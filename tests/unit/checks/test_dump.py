@@ -184,7 +184,8 @@ import signal, sys, time
 from async_grpo.setup.process import STACKS_SIGNAL
 
 stacks = open(sys.argv[1], "w", buffering=1)
-told = iter(['  File "/", line ??? in ???', '  File "a.py", line 3 in waits'])
+whole = '  File "a.py", line 3 in waits\\n  File "a.py", line 9 in <module>'
+told = iter(['  File "/", line ??? in ???\\n' + whole, '  File "a.py", line 3 in waits', whole])
 signal.signal(STACKS_SIGNAL, lambda *_: stacks.write(next(told) + "\\n"))
 print("ready", flush=True)
 while True:
@@ -192,14 +193,17 @@ while True:
 """
 
 
-def test_stacks_with_a_torn_frame_are_asked_for_again(root: Path) -> None:
+def test_torn_stacks_are_asked_for_again(root: Path) -> None:
     path = RunDir(root).stacks("rank1")
     path.parent.mkdir(exist_ok=True)
     with subprocess.Popen([sys.executable, "-c", TORN_AT_FIRST, path], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
             [found] = run_processes(RunDir(root))
-            assert stacks_of(found, timeout_s=DEADLINE_S) == '  File "a.py", line 3 in waits\n'
+            assert (
+                stacks_of(found, timeout_s=DEADLINE_S)
+                == '  File "a.py", line 3 in waits\n  File "a.py", line 9 in <module>\n'
+            )
         finally:
             process.kill()
 

@@ -30,7 +30,8 @@ ANSWER_S = 3.0  # a process answers in milliseconds, or is stopped, or in the ke
 _POLL_S = 0.02
 _QUIET_S = 0.2  # without another line for this long, the writer has ended
 _TORN = "line ???"  # what is written of a frame that changed meanwhile: a thread that runs is not halted for it
-_ASKED = 10  # times at most, until no frame is torn
+_ROOTS = ("in <module>", "in _run_module_as_main", "...")  # ends of the main thread's stack, which is the last
+_ASKED = 10  # times at most, until no stack is torn
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def stacks_of(process: RunProcess, timeout_s: float = ANSWER_S) -> str:
             before = _length(process.stacks)
             signal.pidfd_send_signal(pidfd, STACKS_SIGNAL)
             text = _new_text(process.stacks, before, timeout_s)
-            if _TORN not in text:
+            if not text or (_TORN not in text and text.rstrip().endswith(_ROOTS)):
                 break
     except ProcessLookupError:
         return f"{process.name} (pid {process.pid}) ended just now.\n"
