@@ -31,7 +31,7 @@ class UsedBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class Sampler:
     """How the groups of a process were sampled, for a replay by another correction."""
 
     generator: str | None  # of the launcher's workers; None: they were started by hand
@@ -43,7 +43,7 @@ class ConsumptionRecord:
     """Appends to `path`; each line is complete before the next checkpoint can refer to it."""
 
     def __init__(
-        self, path: Path, *, run_id: str, resumed_from: int | None, max_staleness: int, sampled: Sampled | None = None
+        self, path: Path, *, run_id: str, resumed_from: int | None, max_staleness: int, sampled: Sampler | None = None
     ) -> None:
         self._file = LineFile(path)
         how = {} if sampled is None else {"sampled": asdict(sampled)}
@@ -83,7 +83,7 @@ class Started(NamedTuple):
     run_id: str
     resumed_from: int | None  # step of its checkpoint
     max_staleness: int
-    sampled: Sampled | None  # None: of an earlier version
+    sampled: Sampler | None  # None: of an earlier version
 
 
 class Used(NamedTuple):
@@ -127,7 +127,7 @@ class Process:
 
     resumed_from: int | None  # step of its checkpoint
     max_staleness: int
-    sampled: Sampled | None
+    sampled: Sampler | None
     used: list[Used] = field(default_factory=list)
     dropped: list[Dropped] = field(default_factory=list)
 

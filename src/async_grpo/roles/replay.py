@@ -14,7 +14,7 @@ from loguru import logger
 
 from async_grpo.archive.checkpoint_folders import Checkpoint, of_run
 from async_grpo.archive.groups import done_files
-from async_grpo.archive.history import Process, Sampled, Used, final_history, read_record
+from async_grpo.archive.history import Process, Sampler, Used, final_history, read_record
 from async_grpo.errors import AsyncGRPOError, RunDirError, UnsupportedError, UsageError
 from async_grpo.formatting import counted
 from async_grpo.queue.codec import MAX_FILE_BYTES, decode_group
@@ -126,7 +126,7 @@ def _rule(options: ReplayOptions, state: RunState) -> Rule:
     )
 
 
-def _sampled(processes: Sequence[Process], trainer: Any, state: RunState) -> list[Sampled]:
+def _sampled(processes: Sequence[Process], trainer: Any, state: RunState) -> list[Sampler]:
     """How each process had its groups sampled. A resume may change that, and run.json says it of the last one only."""
     from async_grpo.training.corrections.checks import sampled_with
 
@@ -139,7 +139,7 @@ def _sampled(processes: Sequence[Process], trainer: Any, state: RunState) -> lis
     ]
 
 
-def _check_groups_suit(correction: Rule, sampled: Sequence[Sampled]) -> None:
+def _check_groups_suit(correction: Rule, sampled: Sequence[Sampler]) -> None:
     """Refuse groups of vLLM whose log-probabilities are of another distribution than the loss computes.
 
     A process whose own correction needs the sampler is refused such sampling, or its groups name the tokens that were

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.archive.history import ConsumptionRecord, Process, Sampled, read_record
+from async_grpo.archive.history import ConsumptionRecord, Process, Sampler, read_record
 from async_grpo.errors import UnsupportedError
 from async_grpo.roles import replay
 from async_grpo.training.corrections.checks import sampled_with
@@ -27,7 +27,7 @@ def check(
     generator: str | None = "vllm",
     resolved: str | None = None,
     top_k: int = 20,
-    before: tuple[Sampled | None, ...] = (),
+    before: tuple[Sampler | None, ...] = (),
 ) -> None:
     """Of a run whose last process did not record how it sampled, and those `before` a resume."""
     state: Any = SimpleNamespace(generator=generator, correction=run, resolved={"generator": resolved})
@@ -78,7 +78,7 @@ def test_groups_of_before_a_resume_are_judged_by_how_they_were_sampled(
     check("none", **resumed, before=(before,))
 
 
-def _written_and_read(folder: Path, sampled: Sampled) -> Sampled | None:
+def _written_and_read(folder: Path, sampled: Sampler) -> Sampler | None:
     path = folder / "consumed.jsonl"
     ConsumptionRecord(path, run_id="r", resumed_from=None, max_staleness=4, sampled=sampled).close()
     (process,), broken = read_record(path, "r")

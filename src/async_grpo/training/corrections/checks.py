@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from async_grpo.archive.history import Sampled
+from async_grpo.archive.history import Sampler
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup.generator_choice import HF, VLLM, wants_vllm
 from async_grpo.setup.sampling import WITHOUT_SAMPLER, effective_sampling
@@ -55,13 +55,13 @@ def _check_vespo(rule: Rule, trainer: Any) -> None:
         )
 
 
-def sampled_with(trainer: Any, correction: str, generator: str | None) -> Sampled:
+def sampled_with(trainer: Any, correction: str, generator: str | None) -> Sampler:
     """How groups of a run with this correction are sampled. `generator` None: workers started by hand."""
     if generator is None and wants_vllm(trainer):
         generator = VLLM
     exact = generator == HF or correction not in WITHOUT_SAMPLER  # or its groups name the tokens that were kept
     departures = [] if exact else effective_sampling(trainer, generator or VLLM).departures()
-    return Sampled(generator=generator, correction=correction, departures=departures)
+    return Sampler(generator=generator, correction=correction, departures=departures)
 
 
 def describe(rule: Rule, trainer: Any, *, max_staleness: int, own_loss: bool) -> str:
