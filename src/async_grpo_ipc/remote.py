@@ -193,17 +193,22 @@ class RemoteWeights:
         """
         return self._move_to(self._generations.take_lease(timeout_s), self._aliased)
 
-    def intact(self) -> bool:
+    def intact(self, *, wait: bool = True) -> bool:
         """Whether all that was read of aliased weights so far is what was published.
 
         True where no model is aliased: its weights are a copy, which `pull` and `lease` have checked themselves.
         False once their exporter has died where its memory is lost with it (CUDA). Ask before `release()` and
         `refresh()`, and use nothing that was computed before the answer was True.
+
+        Args:
+            wait: Wait for the GPU, which may have reads ahead of it. Without, True says nothing of what it computes:
+                a quick look on the way, for one who will ask again before anything is used.
         """
         held = self._held
         if not self._aliased or held is None or held.attachment.memory.survives_exporter:
             return True
-        held.attachment.memory.synchronize()
+        if wait:
+            held.attachment.memory.synchronize()
         return held.attachment.readable()
 
     def release(self) -> None:

@@ -24,8 +24,8 @@ class Policy(Protocol):
     def adopt(self, in_use: Collection[int] = ()) -> int | None:
         """Take on the newest version and return it: it samples the groups that start now.
 
-        What the engine reads in place is held by the worker's `RemoteWeights`. The worker asks it after each step
-        whether that is intact, and releases it when no group is being sampled.
+        What the engine reads in place is held by the worker's `RemoteWeights`. The worker asks it whether that is
+        intact when groups have ended, before it uses them, and releases it when no group is being sampled.
 
         Args:
             in_use: versions of the groups that are being sampled.

@@ -219,7 +219,7 @@ class Worker:
             activity.doing(GENERATING)
             started, groups = time.monotonic(), len(self._sampling)
             sampled = self._engine.sample(prepared)
-            if not self._weights.intact():
+            if not self._weights.intact(wait=bool(sampled)):  # no wait for the GPU at every token
                 return self._hand_back_sampling()
             self._busy_clock += (time.monotonic() - started) / groups
             for group in sampled:

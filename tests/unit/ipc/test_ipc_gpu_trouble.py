@@ -129,8 +129,7 @@ def test_pinning_leaves_no_context_on_a_gpu_that_is_not_the_trainers(machine: An
 @pytest.fixture
 def readers(machine: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """An exporter and a reader in one process; `dying` makes the kernel seem to have begun to end the exporter."""
-    machine()
-    state = SimpleNamespace(dying=False)
+    state = SimpleNamespace(dying=False, runtime=machine())
     monkeypatch.setattr(attachment, "is_exiting", lambda pid: state.dying)
     with WeightExporter.from_model(nn.Linear(3, 2), path) as exporter:
         exporter.publish(1)
@@ -149,11 +148,14 @@ def test_an_error_drawn_from_lost_memory_is_not_believed_either(readers: Any) ->
         raise ValueError("these weights are not the trainer's")
 
 
-def test_aliased_weights_say_whether_they_are_still_the_ones_published(readers: Any) -> None:
+@pytest.mark.parametrize("wait", [True, False])
+def test_aliased_weights_say_whether_they_are_still_the_ones_published(readers: Any, wait: bool) -> None:
     readers.remote.alias(nn.Linear(3, 2))
-    assert readers.remote.intact()
+    before = readers.runtime.synchronized
+    assert readers.remote.intact(wait=wait)
     readers.dying = True
-    assert not readers.remote.intact()
+    assert not readers.remote.intact(wait=wait)
+    assert readers.runtime.synchronized - before == 2 * wait
 
 
 def test_weights_that_survive_are_intact_in_any_case(path: Path) -> None:

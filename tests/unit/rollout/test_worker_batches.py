@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 from worker_fakes import FakeEngine, Setting, job
 
 from async_grpo.errors import GeneratorError
@@ -15,7 +17,10 @@ from async_grpo.records import Job
 from async_grpo.rollout import worker as worker_module
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
+from async_grpo.rollout.policy import PolicyWeights
 from async_grpo.rollout.worker import once_issued
+from async_grpo_ipc import WeightExporter, open_remote_memory
+from fake_cuda import Knobs, install
 
 
 class FakeBatchEngine(BatchEngine):
@@ -188,6 +193,30 @@ def test_what_was_sampled_from_lost_weights_is_not_handed_over(tmp_path: Path) -
     assert setting.queue.failed == []
     assert {seq: group.policy_version for seq, group in groups.items()} == {0: 5, 1: 5, 2: 5}
     assert not setting.weights.held
+
+
+class ReadsInPlace(FakeBatchEngine):
+    """Its model's parameters are views of the published weights."""
+
+    def follow(self, weights: Any) -> Any:
+        self.policy.weights = SimpleNamespace(held=True)
+        return PolicyWeights(weights, nn.Linear(3, 2))
+
+
+def test_a_worker_that_reads_in_place_waits_for_the_gpu_only_when_a_group_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = install(Knobs(folder=str(tmp_path)), monkeypatch)
+    engine, waited = ReadsInPlace({0: 20, 1: 40}), [0]
+    engine.after_step = lambda: waited.append(runtime.synchronized)
+    with WeightExporter.from_model(nn.Linear(3, 2), tmp_path / "handle.json") as exporter:
+        exporter.publish(1)
+        with open_remote_memory(tmp_path / "handle.json") as remote:
+            assert sorted(batch_setting(tmp_path, [job(0), job(1)], engine, weights=remote).run()) == [0, 1]
+            assert remote.can_alias(nn.Linear(3, 2)), "it did read in place"
+    assert len(waited) == 41
+    first, second = waited[1:21], waited[21:]
+    assert set(first) == {first[0]} and set(second) == {first[0] + 1}, "once for the first group, before it was used"
 
 
 @pytest.mark.parametrize("late", [1, 6])

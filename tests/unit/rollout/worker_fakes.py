@@ -105,7 +105,7 @@ class FakeWeights:
     def newest(self) -> tuple[str, int] | None:
         return None if self.version is None else (self.generation, self.version)
 
-    def intact(self) -> bool:
+    def intact(self, *, wait: bool) -> bool:
         assert self.held is not False, "asked before the weights are released"
         return not self.lost
 
@@ -224,7 +224,7 @@ class Setting:
 
     def __init__(self, tmp_path: Path, jobs: list[Job], engine: FakeEngine, **options: Any) -> None:
         (tmp_path / "alive").mkdir()
-        self.engine, self.weights, self.queue = engine, FakeWeights(), FakeQueue(jobs)
+        self.engine, self.weights, self.queue = engine, options.pop("weights", None) or FakeWeights(), FakeQueue(jobs)
         self.goes_on = True
         self.queue.on_idle = self.end
         state = SimpleNamespace(state="running")
