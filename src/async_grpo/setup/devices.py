@@ -8,7 +8,8 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from async_grpo.errors import UsageError
@@ -48,44 +49,58 @@ def why_unreachable(
     """Why a GPU that reads weights cannot map memory of the server's, None where all of them can.
 
     Each GPU is tried by a process that sees what the role on it will see, and nothing else: without peer access the
-    driver lets a process map only memory of GPUs that it sees itself.
+    driver lets a process map only memory of GPUs that it sees itself. The server's own GPU is tried as well where a
+    worker is on it: in some containers a handle can be had, and no other process can open it.
 
     Args:
+        workers: their devices.
         served: the GPUs of a vLLM server that a worker starts, as CUDA_VISIBLE_DEVICES names them.
     """
-    readers = {f"GPU {device}": _held(device, env) for device in sorted(set(workers) - {server, CPU}, key=int)}
+    readers = {
+        f"another process on GPU {device}" if device == server else f"GPU {device}": _held(device, env)
+        for device in sorted(set(workers) - {CPU}, key=int)
+    }
     readers |= {f"the vLLM server's GPU {name}": {**env, "CUDA_VISIBLE_DEVICES": name} for name in served}
     if server == CPU or not readers:
         return None
-    exporter = subprocess.Popen(
-        _ask_driver("export"), env=_held(server, env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        answers = _try_to_open(exporter, readers)
-    finally:
-        exporter.kill()
-        exporter.communicate()
-    failed = [f"{reader} cannot map memory of GPU {server} ({answer})" for reader, answer in answers if answer]
+    answers = _try_to_open(_held(server, env), readers)
+    failed = [f"{reader} cannot map memory of GPU {server} ({answer})" for reader, answer in answers.items() if answer]
     return "; ".join(failed) or None
 
 
-def _try_to_open(
-    exporter: subprocess.Popen[str], environments: Mapping[str, Mapping[str, str]]
-) -> list[tuple[str, str]]:
-    """Each reader, and why it could not open the exporter's handle (empty: it could)."""
-    offered = _answer_of(exporter)
-    if "handle" not in offered:
-        return [(reader, offered["error"]) for reader in environments]
-    tries = {
-        reader: subprocess.Popen(_ask_driver("open", offered["handle"]), env=env, stdout=subprocess.PIPE, text=True)
-        for reader, env in environments.items()
-    }
-    answers = []
-    for reader, child in tries.items():
-        answers.append((reader, _answer_of(child).get("error", "")))
+def _try_to_open(exporting: Mapping[str, str], reading: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Each reader, and why it could not open the exporter's handle (empty: it could); the environments of all.
+
+    All start at once, because the driver takes a second or two to start.
+    """
+    with ExitStack() as ends:
+        exporter = ends.enter_context(_asked("export", exporting))
+        readers = {name: ends.enter_context(_asked("open", env)) for name, env in reading.items()}
+        offered = _answer_of(exporter)
+        if "handle" not in offered:
+            return dict.fromkeys(reading, offered["error"])
+        for child in readers.values():
+            _tell(child, offered["handle"])
+        return {name: _answer_of(child).get("error", "") for name, child in readers.items()}
+
+
+@contextmanager
+def _asked(question: str, env: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that asks the driver, killed at the end."""
+    child = subprocess.Popen(
+        _ask_driver(question), env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    try:
+        yield child
+    finally:
         child.kill()
         child.communicate()
-    return answers
+
+
+def _tell(child: subprocess.Popen[str], line: str) -> None:
+    assert child.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended with an answer
+        print(line, file=child.stdin, flush=True)
 
 
 def _answer_of(child: subprocess.Popen[str]) -> dict[str, str]:

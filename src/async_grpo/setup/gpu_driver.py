@@ -1,4 +1,4 @@
-"""Asks the CUDA driver in a process of its own: `python gpu_driver.py count | export | open HANDLE`, one JSON object.
+"""Asks the CUDA driver in a process of its own: `python gpu_driver.py count | export | open`, one JSON object.
 
 `cuInit` reads CUDA_VISIBLE_DEVICES once in the life of a process. A role that counted GPUs itself could not be held to
 one of them afterwards, so no process that computes may call what is in here. Run as a script: it imports no package.
@@ -84,11 +84,11 @@ def export() -> None:
     sys.stdin.read()
 
 
-def open_handle(text: str) -> dict[str, object]:
-    """Map what `export` made in another process, and compare what it shows."""
+def open_handle() -> dict[str, object]:
+    """Map what `export` made in another process, once its handle comes as a line, and compare what it shows."""
     driver = Driver()
     driver.use(0)
-    handle = IpcHandle.from_buffer_copy(bytes.fromhex(text))
+    handle = IpcHandle.from_buffer_copy(bytes.fromhex(sys.stdin.readline()))
     pointer, seen = ctypes.c_uint64(), ctypes.create_string_buffer(len(CANARY))
     driver.call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), handle, LAZY_PEER_ACCESS)
     driver.call("cuMemcpyDtoH_v2", seen, pointer, ctypes.c_size_t(len(CANARY)))
@@ -104,8 +104,8 @@ def main() -> None:
                 print(json.dumps(count()))
             case ["export"]:
                 export()
-            case ["open", handle]:
-                print(json.dumps(open_handle(handle)))
+            case ["open"]:
+                print(json.dumps(open_handle()))
     except (OSError, Failure, AttributeError) as error:  # AttributeError: a driver without the call
         print(json.dumps({"error": str(error)}), flush=True)
 

@@ -201,8 +201,8 @@ def _open(runtime: CudaRuntime, device: int, block: Mapping[str, Any], descripti
             raise AttachError(
                 f"GPU {device} ({runtime.uuid(device)}) cannot map the weights on "
                 f"{description['device_name']} ({description['device_uuid']}): {error}. Usual reasons: "
-                "different containers (share the pid and ipc namespaces), MIG or WSL, or no peer access between "
-                "the two GPUs. Publishing through host memory always works: async-grpo's --weights host, or "
+                "different containers (share the pid and ipc namespaces), WSL, instances of MIG, or no peer access "
+                "between the two GPUs. Publishing through host memory always works: async-grpo's --weights host, or "
                 "way='host' of the exporter."
             ) from error
     return runtime.tensor(device, imported.pointer, block["nbytes"], imported)

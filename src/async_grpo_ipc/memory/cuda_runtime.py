@@ -158,8 +158,6 @@ def why_not(device: torch.device) -> str | None:
         return f"cupy cannot be imported ({error}); install cupy-cuda12x or cupy-cuda13x, as your CUDA is"
     if "microsoft" in Path("/proc/version").read_text(encoding="utf-8").lower():
         return "WSL has no CUDA IPC"
-    if " MIG " in torch.cuda.get_device_name(device):
-        return "this is a MIG instance, and whether CUDA IPC works within one is not known"
     index = runtime.current_device() if device.index is None else device.index
     return _why_no_handle(runtime, index)
 

@@ -85,9 +85,23 @@ def test_peers_are_tried_by_processes_that_see_what_the_roles_see(environment: d
     assert why == "GPU 1 cannot map memory of GPU 0 (cuIpcOpenMemHandle_v2: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED)"
 
 
-@pytest.mark.parametrize("workers", [["0", "0"], []])
-def test_workers_on_the_servers_gpu_need_no_peer(workers: list[str]) -> None:
-    assert devices.why_unreachable("0", workers, {}) is None
+def test_where_nobody_reads_on_a_gpu_nothing_is_tried() -> None:
+    assert devices.why_unreachable("0", [], {}) is None
+    assert devices.why_unreachable("cpu", ["cpu", "cpu"], {}) is None
+
+
+def test_the_servers_own_gpu_is_tried_where_a_worker_is_on_it(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A handle can be had, and no other process can open it: the worker would refuse, and the run would end."""
+    for name, value in {**environment, "CUDA_VISIBLE_DEVICES": "4,5", "STUB_NO_OPEN": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert choose_weights(TrainingSettings(), "0", ("0", "0")).weights == "host"
+    why = "another process on GPU 0 cannot map memory of GPU 0 (cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_CONTEXT)"
+    assert why in capsys.readouterr().err
+    assert [line.split()[1] for line in Path(environment["STUB_LOG"]).read_text().splitlines()] == ["4", "4"]
+    monkeypatch.delenv("STUB_NO_OPEN")
+    assert choose_weights(TrainingSettings(), "0", ("0", "0")).weights == "auto"
 
 
 def test_a_run_whose_workers_cannot_reach_the_server_publishes_in_host_memory(

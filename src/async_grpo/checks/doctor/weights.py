@@ -38,7 +38,8 @@ def weight_sharing(devices: Sequence[str]) -> Iterator[Finding]:
         devices: torch's names, e.g. `["cpu"]` or `["cuda:0", "cuda:1"]`.
     """
     for reader in devices:
-        apart = why_unreachable(_index(devices[0]), [_index(reader)], os.environ) if reader != devices[0] else None
+        on_gpu = reader.startswith("cuda")
+        apart = why_unreachable(_index(devices[0]), [_index(reader)], os.environ) if on_gpu else None
         try:
             yield _judge(_measure(devices[0], reader, "host" if apart else "auto"), devices[0], reader, apart)
         except probe.ChildFailed as failure:
@@ -46,7 +47,7 @@ def weight_sharing(devices: Sequence[str]) -> Iterator[Finding]:
                 _SUBJECT,
                 f"from {devices[0]} to {reader}, between two processes: {failure}",
                 "Without this no worker gets weights. Containers: one container for all processes, or --ipc=host "
-                "--pid=host. GPUs: see the lines on driver and cupy; MIG and WSL have no CUDA IPC.",
+                "--pid=host. GPUs: see the lines on driver and cupy; WSL has no CUDA IPC.",
             )
 
 
@@ -83,13 +84,17 @@ def _judge(facts: dict[str, Any], writer: str, reader: str, apart: str | None) -
     kind = {"cuda": "CUDA IPC", "posix": "shared host memory"}[facts["memory"]]
     found = f"{way}, between two processes, by {kind}: every value arrived; read at {facts['read_gbps']:.1f} GB/s"
     if apart:
-        fix = "Usual for consumer cards. Put server and workers on GPUs that reach each other (nvidia-smi topo -m)."
+        fix = (
+            "Usual for consumer cards. Put server and workers on GPUs that reach each other (nvidia-smi topo -m)."
+            if reader != writer
+            else "Usual in containers that share neither the pid nor the ipc namespace, and in sandboxes."
+        )
         return warning(_SUBJECT, f"{found}, as a run does it here: {apart}", fix)
     if writer.startswith("cuda") and facts["memory"] != "cuda":
         return warning(
             _SUBJECT,
             f"{found}. GPU memory cannot be shared here, so weights go through host memory",
-            "Install cupy (see its line); MIG and WSL have no CUDA IPC.",
+            "Install cupy (see its line); WSL has no CUDA IPC.",
         )
     return ok(_SUBJECT, found)
 

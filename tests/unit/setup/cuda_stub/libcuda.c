@@ -2,6 +2,7 @@
  *
  * STUB_LOG         a file; each cuInit appends "pid CUDA_VISIBLE_DEVICES"
  * STUB_NO_PEER     set: a handle opens only in a process that sees the GPU it was made on
+ * STUB_NO_OPEN     set: no handle opens in another process, as in a sandbox
  * STUB_MODE        compute mode of every GPU
  * An IPC handle is the text "GPU", which says where it was made. */
 #include <stdio.h>
@@ -9,7 +10,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { INVALID = 1, NOT_INITIALIZED = 3, NO_DEVICE = 100, PEER_UNSUPPORTED = 217 };
+enum { INVALID = 1, NOT_INITIALIZED = 3, NO_DEVICE = 100, CONTEXT = 201, PEER_UNSUPPORTED = 217 };
 
 static int started, count;
 static char visible[64][32];
@@ -36,7 +37,8 @@ int cuInit(unsigned flags) {
 }
 
 int cuGetErrorName(int status, const char **text) {
-    *text = status == PEER_UNSUPPORTED ? "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED" : status == NO_DEVICE ? "CUDA_ERROR_NO_DEVICE" : "CUDA_ERROR";
+    *text = status == PEER_UNSUPPORTED ? "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED" : status == NO_DEVICE ? "CUDA_ERROR_NO_DEVICE"
+        : status == CONTEXT ? "CUDA_ERROR_INVALID_CONTEXT" : "CUDA_ERROR";
     return 0;
 }
 int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
@@ -63,6 +65,7 @@ int cuIpcGetMemHandle(handle_t *handle, unsigned long long pointer) {
 }
 int cuIpcOpenMemHandle_v2(unsigned long long *pointer, handle_t handle, unsigned flags) {
     int seen = 0;
+    if (getenv("STUB_NO_OPEN")) return CONTEXT;
     for (int i = 0; i < count; i++) seen |= !strcmp(visible[i], handle.bytes);
     if (!seen && getenv("STUB_NO_PEER")) return PEER_UNSUPPORTED;
     for (int i = 0; i < 4096; i++) memory[i] = (unsigned char)i;
