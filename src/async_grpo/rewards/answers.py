@@ -71,5 +71,23 @@ def _is_strict(text: str) -> bool:
 
 
 def final_answer(completion: Any) -> str | None:
-    """What a majority votes on."""
-    return parse(completion).solution
+    r"""The one answer that counts, and that a majority votes on: in the tags, else in `\boxed{}`, else after `####`."""
+    solution = parse(completion).solution
+    if solution is not None:
+        return solution
+    text = text_of(completion)
+    _, boxed, rest = text.rpartition("\\boxed{")
+    if boxed:
+        return _until_closed(rest)
+    _, marked, rest = text.rpartition("####")
+    return _END_OF_TEXT.sub("", rest).strip() if marked else None
+
+
+def _until_closed(text: str) -> str | None:
+    """What stands before the brace that closes the one before the text."""
+    depth = 1
+    for index, character in enumerate(text):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[:index].strip()
+    return None

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from async_grpo.rewards.answers import Answer, final_answer, parse
+from async_grpo.rewards.answers import final_answer, parse
 from async_grpo.rewards.deadline import with_deadline
+from async_grpo.rewards.wording import one_number
 
 SECONDS = 5.0  # for one comparison
 MAX_CHARACTERS = 1_000  # of an answer: a longer one is wrong without being read
+MAX_FORMULA = 100  # characters of an answer to GSM8K that has to be computed
+_POWERS = re.compile(r"(?:\^|\*\*)\W*(?:\d{3}|\w+\W*(?:\^|\*\*))")  # three digits, or a tower
 SUCCESS = 0.6
 MATH_TRAILING = 50  # characters after the solution that MATH's reward allows
 
 
 def gsm8k(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[float]:
-    """0.6 for the right number, 0.15 for the exact form, 0.1 each for thinking and the answer's tags, 0.05 for the end.
+    r"""0.6 for the right number, 0.15 for the exact form, 0.1 each for thinking and the tags, 0.05 for the end.
+
+    The number may have a unit, money or markup (`wording`). Without the answer's tags, it is what the last `\boxed{}`
+    holds, or what follows the last `####`.
 
     Args:
         answer: the dataset's column, e.g. "18", or GSM8K's own text that ends with "#### 18".
     """
     parts = [parse(completion) for completion in completions]
+    found = [final_answer(completion) for completion in completions]
+    right = _right_numbers(found, [text.rpartition("####")[2].strip() for text in answer])
     return [
-        round(0.6 * right + 0.15 * part.strict + 0.1 * part.thinks + 0.1 * part.tagged + 0.05 * part.ends(within=1), 6)
-        for part, right in zip(parts, _right(parts, [text.rpartition("####")[2] for text in answer]), strict=True)
+        round(0.6 * one + 0.15 * part.strict + 0.1 * part.thinks + 0.1 * part.tagged + 0.05 * part.ends(within=1), 6)
+        for part, one in zip(parts, right, strict=True)
     ]
 
 
@@ -37,7 +46,7 @@ def math(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[fl
     parts = [parse(completion) for completion in completions]
     return [
         round(0.7 * right + 0.15 * part.tagged + 0.1 * part.thinks + 0.05 * part.ends(within=MATH_TRAILING), 6)
-        for part, right in zip(parts, _right(parts, answer), strict=True)
+        for part, right in zip(parts, _right([part.solution for part in parts], answer), strict=True)
     ]
 
 
@@ -46,16 +55,27 @@ for _reward in (gsm8k, math):
     _reward.final_answer = final_answer  # type: ignore[attr-defined]
 
 
-def _right(parts: Sequence[Answer], gold: Sequence[str]) -> list[float]:
-    """1 for each right solution, 0 for the others; those that are missing or far too long are not compared."""
-    asked = [
-        index
-        for index, part in enumerate(parts)
-        if part.solution and len(part.solution) <= MAX_CHARACTERS and gold[index].strip()
+def _right_numbers(found: Sequence[str | None], gold: Sequence[str]) -> list[float]:
+    """1 for each right number, 0 for the others. What is more than a number (`36/2`) is for math-verify."""
+    numbers = [(one_number(one or ""), one_number(right)) for one, right in zip(found, gold, strict=True)]
+    formulas = [None if None not in pair or not _can_be_read(one or "") else one for pair, one in zip(numbers, found)]
+    return [
+        float(number == right) if None not in (number, right) else equal
+        for (number, right), equal in zip(numbers, _right(formulas, gold), strict=True)
     ]
-    found = equal([parts[index].solution for index in asked], gold=[gold[index].strip() for index in asked])
-    right = dict(zip(asked, found, strict=True))
-    return [float(right.get(index) or 0.0) for index in range(len(parts))]
+
+
+def _can_be_read(formula: str) -> bool:
+    """Whether math-verify may see it. It reads `18²` as 18, and may not return from a tower of powers."""
+    return formula.isascii() and len(formula) <= MAX_FORMULA and _POWERS.search(formula) is None
+
+
+def _right(found: Sequence[str | None], gold: Sequence[str]) -> list[float]:
+    """1 for each right solution, 0 for the others; those that are missing or far too long are not compared."""
+    asked = [index for index, one in enumerate(found) if one and len(one) <= MAX_CHARACTERS and gold[index].strip()]
+    same = equal([found[index] for index in asked], gold=[gold[index].strip() for index in asked])
+    right = dict(zip(asked, same, strict=True))
+    return [float(right.get(index) or 0.0) for index in range(len(found))]
 
 
 def _load_math_verify() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 from test_sandbox import isolated
@@ -13,7 +15,9 @@ from async_grpo.rewards import gsm8k, math, mbpp
 from async_grpo.rewards.answers import final_answer, parse
 from async_grpo.rewards.programs import check
 from async_grpo.rewards.sandbox import SWITCH
+from async_grpo.rewards.wording import one_number
 
+ROOT = Path(__file__).parents[3]
 RIGHT_FORM = "16 - 3 is it <end_working_out><SOLUTION>{}</SOLUTION>"
 TESTS = ["assert add(1, 2) == 3", "assert add(0, 1) == 1", "assert add(-1, 1) == 0"]
 GOOD = "def add(a, b):\n    return a + b"
@@ -39,6 +43,59 @@ GOOD = "def add(a, b):\n    return a + b"
 def test_gsm8k(completion: str, reward: float) -> None:
     conversation = [{"role": "assistant", "content": completion}]
     assert gsm8k([completion, conversation], answer=["18", "so she has\n#### 18"]) == pytest.approx([reward] * 2)
+
+
+def wordings() -> list[tuple[str, float]]:
+    """The table of docs/recipes.md: answers to a problem whose answer is 18."""
+    rows = re.findall(r"^\| (right|wrong)[^|]*\| (.*) \|$", (ROOT / "docs/recipes.md").read_text(), re.MULTILINE)
+    return [(answer, float(verdict == "right")) for verdict, row in rows for answer in re.findall("`([^`]+)`", row)]
+
+
+def test_the_wordings_of_a_right_answer_are_those_of_the_docs() -> None:
+    answers, verdicts = zip(*wordings(), strict=True)
+    assert len(answers) > 70
+    found = gsm8k([RIGHT_FORM.format(answer) for answer in answers], answer=["18"] * len(answers))
+    assert dict(zip(answers, (round(one - 0.4, 6) for one in found))) == dict(zip(answers, (0.6 * v for v in verdicts)))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    {
+        "1,800": 1800,
+        "1{,}800 m": 1800,
+        "one thousand eight hundred": 1800,
+        "1.8 thousand": 1800,
+        "two dozen eggs": 24,
+        "twenty-one": 21,
+        "one hundred five": 105,
+        "-$1,000.50": -1000.5,
+        ".5": 0.5,
+        "1,80": None,
+        "1 800": None,
+        "2**4": None,
+        "one two": None,
+        "٣": None,
+        "1" * 200: None,
+        "": None,
+    }.items(),
+)
+def test_one_number(text: str, number: float | None) -> None:
+    assert one_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so \\boxed{17}, no: \\boxed{18}", "18"),
+        ("\\boxed{\\frac{36}{2}} it is", "\\frac{36}{2}"),
+        ("#### 17\n#### 18<|im_end|>", "18"),
+        ("\\boxed{1} #### 2 <SOLUTION> 3 </SOLUTION>", "3"),
+        ("\\boxed{18", None),
+        ("it is 18", None),
+    ],
+)
+def test_the_answer_that_counts(text: str, answer: str | None) -> None:
+    assert final_answer(text) == answer
 
 
 def test_equal_formulas_are_equal_and_hostile_ones_cost_themselves_only() -> None:
