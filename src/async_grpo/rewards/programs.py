@@ -1,8 +1,8 @@
 """Rewards for programs: MBPP. The tests of one completion run in one start of the sandbox.
 
-A test is `assert EXPRESSION == LITERAL`. Only the expression goes into the sandbox; the literal stays here, and what
-comes back is compared with it here. So a program that reads its own source, patches `assert`, returns objects that
-equal everything, or exits early gains nothing by it: it would have to know the literal.
+A test is `assert EXPRESSION == LITERAL`. Only the calls of the expression go into the sandbox; the literal stays here,
+and what comes back is compared with it here (`verdicts`). So a program that reads its own source, patches `assert`,
+returns objects that equal everything, or exits early gains nothing by it: it would have to know the literal.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import ast
 import json
 import re
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from async_grpo.rewards.answers import parse
 from async_grpo.rewards.sandbox import Limits, run_code
+from async_grpo.rewards.verdicts import ERRORS, answered, questions
 
 SECONDS = 5.0  # for one test
 SUCCESS = 0.6
@@ -27,8 +29,8 @@ _FENCE = re.compile(r"\A\s*```(?:python|py)?[ \t]*\n(.*?)\n?```\s*\Z", re.DOTALL
 class Check(NamedTuple):
     """One test."""
 
-    expression: str
-    expected: Any
+    test: ast.expr
+    questions: list[str]  # what the sandbox evaluates of it
 
 
 def mbpp(completions: Sequence[Any], test_list: Sequence[Sequence[str]], **_: Any) -> list[float]:
@@ -57,7 +59,8 @@ def check(test: str) -> Check:
         (comparison,), (literal,) = statement.test.ops, statement.test.comparators
         if not isinstance(comparison, (ast.Eq, ast.Is)):
             raise ValueError("it does not use ==")
-        return Check(ast.unparse(statement.test.left), ast.literal_eval(literal))
+        ast.literal_eval(literal)
+        return Check(statement.test, questions(statement.test))
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"The test {test!r} is not of the form `assert EXPRESSION == LITERAL`: {error}.") from error
 
@@ -75,13 +78,15 @@ def share_passed(program: str, checks: Sequence[Check]) -> float:
     asked = checks[:MAX_TESTS]
     if not asked or len(program) > MAX_CHARACTERS:
         return 0.0
+    expressions = [question for one in asked for question in one.questions]
     result = run_code(
         _HARNESS,
-        stdin=json.dumps({"program": program, "expressions": [one.expression for one in asked], "seconds": SECONDS}),
-        limits=Limits(wall_s=SECONDS * (len(asked) + 1), output_bytes=OUTPUT_BYTES),
+        stdin=json.dumps({"program": program, "expressions": expressions, "seconds": SECONDS}),
+        limits=Limits(wall_s=SECONDS * (len(expressions) + 1), output_bytes=OUTPUT_BYTES),
     )
-    answers = _answers(result.stdout)
-    return sum(_is(answers.get(index), one.expected) for index, one in enumerate(asked)) / len(asked)
+    found = _answers(result.stdout)
+    answers = (found.get(index) for index in range(len(expressions)))
+    return sum([_passes(one, list(islice(answers, len(one.questions)))) for one in asked]) / len(asked)
 
 
 def _program(solution: str) -> str:
@@ -107,21 +112,13 @@ def _answers(output: str) -> dict[int, str]:
     return found
 
 
-def _is(source: str | None, expected: Any) -> bool:
-    """Whether a source is that of a literal which equals the expected one."""
-    if source is None:
-        return False
+def _passes(check: Check, sources: list[str | None]) -> bool:
+    """Whether a test holds for these values, each the source of a literal as JSON; None: there is none."""
     try:
-        value = ast.literal_eval(json.loads(source))
-        return (type(value) is type(expected) and bool(value == expected)) or _numbers_agree(value, expected)
-    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        values = [ast.literal_eval(json.loads(source or "")) for source in sources]
+        return bool(answered(check.test, iter(values)))
+    except ERRORS:
         return False
-
-
-def _numbers_agree(value: Any, expected: Any) -> bool:
-    """1 == 1.0, as `==` in the test would say; True is no number here."""
-    numbers = (int, float)
-    return type(value) in numbers and type(expected) in numbers and value == expected
 
 
 # Each expression is evaluated in a process of its own, so that one that hangs or exits costs the others nothing. The

@@ -20,6 +20,12 @@ from async_grpo.rewards.wording import one_number
 ROOT = Path(__file__).parents[3]
 RIGHT_FORM = "16 - 3 is it <end_working_out><SOLUTION>{}</SOLUTION>"
 TESTS = ["assert add(1, 2) == 3", "assert add(0, 1) == 1", "assert add(-1, 1) == 0"]
+COMPARED = [
+    "assert (add(1, 2) == 3) == True",
+    "assert (abs(add(1, 2) - 3) < 0.1) == True",
+    "assert (add(-1, 1) != 0 or not add(2, 2) >= 4) == False",
+    "assert math.isclose(add(1, 2), 3, rel_tol=0.1) == True",
+]
 GOOD = "def add(a, b):\n    return a + b"
 
 
@@ -174,12 +180,24 @@ def test_a_right_program(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
         "patches what it can": "import builtins\nbuiltins.AssertionError = None\nbuiltins.repr = lambda x: '3'",
         "reads what it can": "def add(a, b):\n  return open('/proc/self/cmdline').read()",
         "prints without end": "def add(a, b):\n  while True: print('x' * 1000)",
+        "has every operator": (
+            "class Any:\n  def __bool__(self): return True\n  def __getattr__(self, name): return self\n"
+            "  __eq__ = __lt__ = __gt__ = __le__ = __ge__ = __ne__ = lambda self, other: True\n"
+            "  __sub__ = __rsub__ = __add__ = __abs__ = lambda self, *_: 0\n  __float__ = lambda self: 3.0\n"
+            "def add(a, b): return Any()"
+        ),
         "says True": "def add(a, b):\n  return True",
         "kills the parent": "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)",
     }.values(),
 )
-def test_a_hostile_program_earns_nothing_by_it(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert score(program, monkeypatch) == pytest.approx(0.3)
+@pytest.mark.parametrize("tests", [TESTS, COMPARED], ids=["as it is", "compared inside"])
+def test_a_hostile_program_earns_nothing_by_it(program: str, tests: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert score(program, monkeypatch, tests) == pytest.approx(0.3)
+
+
+@isolated
+def test_a_right_program_passes_what_compares_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert score(GOOD, monkeypatch, COMPARED) == 1.0
 
 
 @isolated
@@ -207,7 +225,26 @@ def test_values_are_compared_as_in_the_test(monkeypatch: pytest.MonkeyPatch) -> 
     assert score(program, monkeypatch, tests) == pytest.approx(0.7 * 3 / 4 + 0.3)
 
 
-@pytest.mark.parametrize("test", ["assert add(1, 2)", "add(1, 2) == 3", "assert add(1, 2) == x", "assert 1 < 2", "def"])
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert add(1, 2)",
+        "add(1, 2) == 3",
+        "assert add(1, 2) == x",
+        "assert 1 < 2",
+        "def",
+        "assert int(add(1, 2) == 3) == 1",
+        "assert all(add(a, 1) == 3 for a in [2]) == True",
+        "assert [f(1) == 3] == [True]",
+    ],
+)
 def test_a_test_of_another_form_is_refused(test: str) -> None:
     with pytest.raises(ValueError, match="is not of the form"):
         check(test)
+
+
+@pytest.mark.parametrize(
+    "test", ["assert pick([1, 2], lambda n: n > 1) == [2]", "assert (1 in f(lambda n: n == 1)) == True"]
+)
+def test_the_inputs_of_a_program_may_compare(test: str) -> None:
+    assert len(check(test).questions) == 1
