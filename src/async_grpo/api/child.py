@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from async_grpo.errors import AsyncGRPOError, RunDirError, RunFailedError, UsageError
-from async_grpo.rundir.paths import FAILED
+from async_grpo.rundir.paths import FAILED, KEEP_LAST_WEIGHTS
 from async_grpo.setup.generated.sent_function import VARIABLE, in_memory
 from async_grpo.setup.process import path_to_us
 from async_grpo.status.diagnosis import DEAD
@@ -119,7 +119,7 @@ class Child:
 
 
 def _environment(sent: Sequence[int]) -> dict[str, str]:
-    env = {**os.environ, "PYTHONPATH": path_to_us(os.environ), "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, "PYTHONPATH": path_to_us(os.environ), "PYTHONUNBUFFERED": "1", KEEP_LAST_WEIGHTS: "1"}
     env.pop(VARIABLE, None)  # this process may itself be one of a run
     if sent:
         env[VARIABLE] = str(sent[0])

@@ -49,10 +49,14 @@ class Result:
         return newest_checkpoint(self.run_dir)
 
     def model(self, device: str = "cpu") -> Any:
-        """The model of the newest checkpoint, loaded by transformers, adapters with their base."""
+        """The model as training left it, loaded by transformers, adapters with their base.
+
+        It is that of the newest checkpoint, or of `last_weights/` where training ended after the last checkpoint.
+        """
         from async_grpo.roles.chat import load
 
-        return load(self.checkpoint, device)[0]
+        weights = self._run.last_weights
+        return load(weights if weights.is_dir() else self.checkpoint, device)[0]
 
     def __repr__(self) -> str:
         figures = self.summary

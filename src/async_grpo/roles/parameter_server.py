@@ -113,7 +113,10 @@ def _train(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
     logger.info("parameter server on {}: loading {}", options.device, options.config)
     with gc_paused():
         trainer = _load(options)
+        from async_grpo.training.last_weights import keep_last_weights
         from async_grpo.training.loop import AsyncTraining
+
+    keep_last_weights(trainer, run, lambda: stop.requested)
 
     ranks = _ranks(trainer)
     try:
@@ -148,6 +151,7 @@ def _follow(options: ServerOptions) -> str:
     with gc_paused():
         trainer = _load(options)
         from async_grpo.training.distributed import Follower
+        from async_grpo.training.last_weights import keep_last_weights
         from async_grpo.training.rollout_source import StopTraining
 
     ranks = _ranks(trainer)
@@ -156,6 +160,7 @@ def _follow(options: ServerOptions) -> str:
             f"This process is rank {options.rank} of a distributed launch, but the trainer in {options.config} spans "
             "one process only. Start it without `accelerate launch`."
         )
+    keep_last_weights(trainer, RunDir(options.run_dir))
     with suppress(StopTraining):  # rank 0 refuses to train, and says why
         Follower(trainer, ranks, options.settings).train()
         ranks.wait_for_all()

@@ -8,6 +8,7 @@ worker/
   ps_ipc_handle.json            where the weights lie (ps_ipc_handle_version.json: for people)
   log_parameter_server.txt  log_worker_1.txt  metrics.jsonl  consumed.jsonl  summary.json  tensorboard/
   evaluations.jsonl             what each evaluation found
+  last_weights/                 of a run from Python: its last weights, where no checkpoint has them
   evaluated.json  comparison.json             of `evaluate`: whose weights, and one model less the other
   hyperparameters.json          what the trainer was set to; no secrets
   board/                        what `async-grpo board` made of the files above
@@ -31,10 +32,11 @@ SERVER = "server"  # the parameter server, as a process of the run
 FORMAT = 1
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 SERVER_LOCK = "server.lock"
+KEEP_LAST_WEIGHTS = "ASYNC_GRPO_KEEP_LAST_WEIGHTS"  # of the environment: the run was started from Python
 ENTRIES = (  # of a run directory, apart from logs
     *("queue", "done", "quarantine", "tmp", "alive", "tensorboard", "board", "summary.json", "metrics.jsonl"),
     *("consumed.jsonl", "evaluations.jsonl", "evaluated.json", "comparison.json"),
-    "hyperparameters.json",
+    *("hyperparameters.json", "last_weights", "last_weights.part"),
     *("run.json", SERVER_LOCK, "generator.lock", "ps_ipc_handle.json", "ps_ipc_handle_version.json"),
 )
 
@@ -106,6 +108,7 @@ class RunDir:
         self.tensorboard = self.root / "tensorboard"
         self.hyperparameters = self.root / "hyperparameters.json"
         self.board = self.root / "board"
+        self.last_weights = self.root / "last_weights"
 
     @property
     def weights_handle(self) -> Path:

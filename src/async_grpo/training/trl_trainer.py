@@ -93,6 +93,7 @@ class AsyncGRPOMixin(CorrectedLoss):
     events: TrainingEvents
     batch_after_step: BatchInUse | None = None  # that the last optimizer step left unfinished
     random_before_data: torch.Tensor | None = None  # torch's state before the epoch's data, until its first step
+    saved_at: int | None = None  # the optimizer step of the newest checkpoint of this process
     _saves_into: Path | None = None  # in place of output_dir, while a checkpoint is written
     _resumed_from: Path | None = None
     _serving: Sequence[RolloutGroup] | None = None  # the groups of the batch that TRL is assembling
@@ -158,6 +159,7 @@ class AsyncGRPOMixin(CorrectedLoss):
         place = Path(self._get_output_dir(trial)) / name
         self._name_best_checkpoint(written, place)
         self.events.checkpoint_written(written)
+        self.saved_at = self.state.global_step
         if push:
             self._push_from_checkpoint(str(place))
 
