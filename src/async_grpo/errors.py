@@ -16,7 +16,11 @@ class SetupFileError(AsyncGRPOError):
 
 
 class UnsupportedError(AsyncGRPOError):
-    """A feature of TRL that cannot run distributed yet."""
+    """A feature of TRL that cannot run distributed yet, or what one row or completion would need of it."""
+
+
+class RunRefused(UnsupportedError):
+    """A setting, a class or an engine that no worker can do right: raised in one, it ends the run at the first time."""
 
 
 class RunDirError(AsyncGRPOError):

@@ -154,6 +154,18 @@ def test_by_hand_in_any_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_no_worker_can_do_ends_a_server_started_by_hand_with_the_sentence(tmp_path: Path) -> None:
+    with command("worker", "-d", "cpu", cwd=tmp_path, TEST_REWARD="refused") as worker:
+        with command("server", "--config", str(SETUP), "-d", "cpu", cwd=tmp_path) as server:
+            assert server.wait() == 2, server.output
+        assert worker.wait() == 2, worker.output
+    for output in (server.output, worker.output):
+        assert output.endswith("error: No worker can do this.\n") and "Traceback" not in output, output
+    assert read(tmp_path / "worker" / "summary.json")["state"] == "failed"
+    assert not [*(tmp_path / "worker" / "quarantine").iterdir()]
+
+
+@pytest.mark.slow
 def test_the_gsm8k_recipe_runs_distributed_as_it_is(tmp_path: Path) -> None:
     surroundings = {
         "MODEL_PATH": str(make_tiny_qwen3(tmp_path / "model")),

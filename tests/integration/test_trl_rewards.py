@@ -33,7 +33,7 @@ from in_process import (
 )
 from transformers import Qwen3ForSequenceClassification
 
-from async_grpo.errors import UnsupportedError
+from async_grpo.errors import RunRefused
 from async_grpo.queue.codec import decode_job, encode_job
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.training.job_issuer import state_for_rewards
@@ -176,7 +176,7 @@ def test_the_history_of_the_logs_is_not_in_workers_and_says_so(tmp_path: Path) -
     def last_loss(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
         return [trainer_state.log_history[-1]["loss"]] * len(completions)
 
-    with pytest.raises(UnsupportedError, match=r"trainer_state\.log_history.*not in workers"):
+    with pytest.raises(RunRefused, match=r"trainer_state\.log_history.*not in workers"):
         InProcessRun(settings(tmp_path, reward_funcs=last_loss)).train()
 
 

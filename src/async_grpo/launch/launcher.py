@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from async_grpo.errors import AsyncGRPOError, DiskFullError, RunDirError
+from async_grpo.errors import AsyncGRPOError, BadFileError, DiskFullError, RunDirError
 from async_grpo.formatting import counted
 from async_grpo.launch.accelerate_entry import processes_of
 from async_grpo.launch.child_log import LogTail
@@ -29,6 +29,7 @@ from async_grpo.rundir import summary
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import SERVER, RunDir
 from async_grpo.rundir.place import Place
+from async_grpo.rundir.refusal import read_refusal
 from async_grpo.settings import STOP_GRACE_S, TrainingSettings, WorkerSettings, as_flags
 from async_grpo.setup.devices import CPU, threads_per_process
 from async_grpo.setup.generated import sent_function
@@ -197,6 +198,9 @@ class _Launch:
         if server.code == -signal.SIGKILL:
             why += f", {self._memory.verdict(server.pid)}"
         said = f"the parameter server failed ({why}). Its last words:"
+        with suppress(BadFileError):
+            if server.code == REFUSED and (refusal := read_refusal(self._run.root)) is not None:
+                said = f"{refusal.worker} cannot do what the setup file asks for, so the run ends"
         code = self._fail(said, SERVER, max(server.code, 1), was_killed=server.code < 0)
         if self._run.consumption.exists() and not self._options.evaluates:
             self._screen.warn(f"to continue the run: {summary.next_command(runs.STOPPED, self._run)}")

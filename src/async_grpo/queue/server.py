@@ -35,6 +35,7 @@ from async_grpo.queue.transitions import DEFAULT_MAX_ATTEMPTS, Done, Moves
 from async_grpo.queue.wakeups import IN_MOVED_TO, DirectoryWatch, JobPipe, sleep_until
 from async_grpo.records import Job, Purpose, RolloutGroup
 from async_grpo.rundir.locks import KernelLock, describe_holder, server_lock
+from async_grpo.rundir.refusal import raise_refusal
 
 MAX_OPEN = 256  # more files than one read of a directory returns, and a listing may miss one
 _LOOKS_BEFORE_MISSING = 3
@@ -186,9 +187,10 @@ class ServerQueue:
     def finished(self, purpose: Purpose = "train") -> list[JobName]:
         """Finished groups of open jobs for this purpose, oldest first, one a job.
 
-        Jobs whose files are broken or missing are issued again.
+        Jobs whose files are broken or missing are issued again. `RunRefused`: a worker has ended the run by it.
         """
         self._lock.require(retake=True)  # without the file a second server could start
+        raise_refusal(self.root)
         if self._reaper is not None:
             self._reaper.raise_error()
         names = job_files(self._moves.files)

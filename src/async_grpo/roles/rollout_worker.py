@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from loguru import logger
 
-from async_grpo.errors import PeerDiedError, UnsupportedError, WeightsError
+from async_grpo.errors import DiskFullError, PeerDiedError, RunRefused, UnsupportedError, WeightsError
 from async_grpo.queue import WorkerQueue
 from async_grpo.rollout import WEIGHTS_WAIT_S
 from async_grpo.rollout.threads import ENDING_S, main_thread, wait_for_tasks
@@ -20,6 +20,7 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.rundir.place import Place
+from async_grpo.rundir.refusal import write_refusal
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
 from async_grpo.setup.generated.trl_arguments import setup_file_of_run
@@ -82,6 +83,10 @@ def _work(options: WorkerOptions, stop: StopRequest) -> None:
 
         try:
             _serve(trl, options, run, state, queue, stop)
+        except RunRefused as error:
+            with suppress(DiskFullError):  # the server then hears of it as of any worker that is gone
+                write_refusal(run.root, queue.name, error)
+            raise
         except (IPCError, PeerDiedError) as error:
             if run.has_ended():
                 logger.info("worker {} ends: the run was over before it could join", queue.name)

@@ -9,12 +9,28 @@ from pathlib import Path
 
 from loguru import logger
 
+from async_grpo.errors import RunRefused
+
 MOST_TEXT = 300  # characters of an error in the log
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in ', re.MULTILINE)
 _MARGIN = re.compile(r"^ +\| ?", re.MULTILINE)  # before the lines of an ExceptionGroup
 _CAUSED = "\nThe above exception was the direct cause of the following exception:\n"
 _NOT_OF_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<frozen ", "<string>", "<template>")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
+
+
+def raise_refusal_in(error: BaseException) -> None:
+    """Raise the `RunRefused` that `error` is, holds, or was raised for."""
+    seen: list[BaseException] = []
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or any(one is other for other in seen):
+            continue
+        if isinstance(one, RunRefused):
+            raise one
+        seen.append(one)
+        waiting += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
 
 
 class Failures:

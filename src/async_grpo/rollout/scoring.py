@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """One group's outcome: scores, or the traceback of what a reward function raised."""
+    """One group's outcome: scores, or what a reward function raised."""
 
     group: GeneratedGroup
     scores: Scores | None
-    error: str
+    error: BaseException | None
     seconds: float
 
 
@@ -81,9 +80,10 @@ class Scoring:
 
     def _run(self, group: GeneratedGroup) -> None:
         started = time.monotonic()
-        scores, error = None, ""
+        scores: Scores | None = None
+        error: BaseException | None = None
         try:
             scores = self._score(group)
-        except BaseException:  # noqa: BLE001  # whatever the user's reward functions raise belongs to the job: `exit()` as well
-            error = traceback.format_exc()
+        except BaseException as raised:  # noqa: BLE001  # whatever rewards raise belongs to the job: `exit()` as well
+            error = raised
         self._done.put(Scored(group, scores, error, time.monotonic() - started))

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from async_grpo.errors import UnsupportedError, UsageError
+from async_grpo.errors import RunRefused, UsageError
 from async_grpo.images import images_in, opened
 from async_grpo.records import Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
@@ -237,7 +237,7 @@ class RolloutTrainer:
                 made.group(job, slice(end - job.num_generations, end), version)
                 for job, end in zip(jobs, ends, strict=True)
             ]
-        raise UnsupportedError(
+        raise RunRefused(
             f"{type(trainer).__name__} makes completions without GRPOTrainer._generate, so workers cannot have them. "
             "Train in one process (without --distributed), or let rollout_func make them."
         )
@@ -303,7 +303,7 @@ class Batch:
     ) -> GeneratedGroup:
         prompt_ids, completion_ids, tool_masks, completions, logprobs, _, images, *_ = self.result
         if logprobs is None:
-            raise UnsupportedError("rollout_func returned no log-probabilities ('logprobs'); they are needed here.")
+            raise RunRefused("rollout_func returned no log-probabilities ('logprobs'); they are needed here.")
         environments, masks = self.trainer.environments, tool_masks[part] if tool_masks is not None else None
         if self.images or any(images[part] if images is not None else ()):
             refuse_written_images(self.trainer.model.config, completion_ids[part], masks)
@@ -333,7 +333,7 @@ class _NoHistory(list[Any]):
     """In the place of `log_history`, which would seem to be empty."""
 
     def _refuse(self, *_: Any) -> NoReturn:
-        raise UnsupportedError(
+        raise RunRefused(
             "trainer_state.log_history is not in workers: only the server logs. Use the other fields of trainer_state, "
             "or train in one process (without --distributed)."
         )

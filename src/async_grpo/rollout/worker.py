@@ -24,7 +24,7 @@ from async_grpo.queue import Claim, JobSource
 from async_grpo.records import Timings
 from async_grpo.rollout import WEIGHTS_WAIT_S
 from async_grpo.rollout.engines import WeightsLostError
-from async_grpo.rollout.failures import Failures
+from async_grpo.rollout.failures import Failures, raise_refusal_in
 from async_grpo.rollout.statistics import WorkerStatistics
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
@@ -208,8 +208,8 @@ class Worker:
             self._started[claim.job.seq] = self._sampling[claim.job.seq] = flight
             try:
                 prepared.append(self._trl.prepare(claim.job, version))
-            except Exception:  # noqa: BLE001  # a row or a template that TRL cannot take: it belongs to the job
-                self._failed(claim.job.seq, traceback.format_exc())
+            except Exception as error:  # noqa: BLE001  # a row or a template that TRL cannot take: it belongs to the job
+                self._failed(claim.job.seq, error)
         return prepared
 
     def _sample(self, prepared: Sequence[PreparedGroup]) -> list[SampledGroup]:
@@ -227,7 +227,7 @@ class Worker:
                 flight.busy_s += self._busy_clock
                 self.statistics.generation.add(time.monotonic() - flight.started)
                 if group.error is not None:
-                    self._failed(flight.claim.job.seq, "".join(traceback.format_exception(group.error)))
+                    self._failed(flight.claim.job.seq, group.error)
         if not self._sampling:
             self._weights.release()
         return [group for group in sampled if group.error is None]
@@ -237,8 +237,8 @@ class Worker:
         for group in sampled:
             try:
                 finished.append(self._trl.finish(group))
-            except Exception:  # noqa: BLE001  # a completion that TRL cannot parse: it belongs to the job
-                self._failed(group.prepared.job.seq, traceback.format_exc())
+            except Exception as error:  # noqa: BLE001  # a completion that TRL cannot parse: it belongs to the job
+                self._failed(group.prepared.job.seq, error)
         return finished
 
     def _score(self, group: GeneratedGroup) -> None:
@@ -263,6 +263,7 @@ class Worker:
 
         activity.progress()
         if outcome.scores is None:
+            assert outcome.error is not None
             self._failed(outcome.group.job.seq, outcome.error)
             return
         started, flight = time.monotonic(), self._started[outcome.group.job.seq]
@@ -275,8 +276,8 @@ class Worker:
                 outcome.group, outcome.scores, attempt=claim.attempt, worker=self._queue.name, timings=timings
             )
             done = self._when_there_is_room(lambda: self._queue.complete(claim, group))
-        except (UnsupportedError, BadGroupError):  # what the user's code made of it cannot be written
-            self._failed(claim.job.seq, traceback.format_exc())
+        except (UnsupportedError, BadGroupError) as error:  # what the user's code made of it cannot be written
+            self._failed(claim.job.seq, error)
             return
         if done:
             del self._started[claim.job.seq]
@@ -285,12 +286,14 @@ class Worker:
             self.statistics.jobs += 1
             activity.no_longer_has(claim.job.seq, done=True)
 
-    def _failed(self, seq: int, error: str) -> None:
+    def _failed(self, seq: int, error: BaseException) -> None:
+        raise_refusal_in(error)
+        text = "".join(traceback.format_exception(error))
         self._sampling.pop(seq, None)
         claim = self._started.pop(seq).claim
         self.statistics.failed += 1
-        self._failures.add(seq, claim.attempt, error)
-        if self._when_there_is_room(lambda: self._queue.fail(claim, error)):
+        self._failures.add(seq, claim.attempt, text)
+        if self._when_there_is_room(lambda: self._queue.fail(claim, text)):
             activity.no_longer_has(seq, failed=True)
 
     def _when_there_is_room(self, write: Callable[[], None]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from async_grpo.errors import RunDirError
+from async_grpo.rundir import refusal
 from async_grpo.rundir.folders import check_place, make_folder
 from async_grpo.rundir.locks import server_alive, server_lock
 from async_grpo.rundir.paths import (
@@ -110,6 +111,7 @@ def _resume(run: RunDir, settings: Mapping[str, Any], record: Mapping[str, Any])
     # Out of date: by it `status` would call the run dead until the next server starts.
     with suppress(IsADirectoryError, NotADirectoryError):  # the server will refuse it, and name it
         activity_file(run.root, SERVER).unlink(missing_ok=True)
+        (run.root / refusal.FILE).unlink(missing_ok=True)
     old = run.read_state(accepted=True)
     assert old is not None, "it was there a moment ago, and nobody else may change it"
     merged = {name: {**getattr(old, name), **values} for name, values in record.items()}  # it may have fewer options

@@ -4,6 +4,7 @@ worker/
   run.json                      run id, state, setup file; written by the parameter server
   server.lock                   kernel lock: one parameter server at a time
   generator.lock                kernel lock: one worker that feeds a vLLM server, where there is one
+  refused.json                  why a worker has ended the run, if one has
   queue/ done/ quarantine/ tmp/ alive/        the job queue
   ps_ipc_handle.json            where the weights lie (ps_ipc_handle_version.json: for people)
   log_parameter_server.txt  log_worker_1.txt  metrics.jsonl  consumed.jsonl  summary.json  tensorboard/
@@ -37,7 +38,7 @@ ENTRIES = (  # of a run directory, apart from logs
     *("queue", "done", "quarantine", "tmp", "alive", "tensorboard", "board", "summary.json", "metrics.jsonl"),
     *("consumed.jsonl", "evaluations.jsonl", "evaluated.json", "comparison.json"),
     *("hyperparameters.json", "last_weights", "last_weights.part"),
-    *("run.json", SERVER_LOCK, "generator.lock", "ps_ipc_handle.json", "ps_ipc_handle_version.json"),
+    *("run.json", SERVER_LOCK, "generator.lock", "refused.json", "ps_ipc_handle.json", "ps_ipc_handle_version.json"),
 )
 
 

@@ -161,3 +161,22 @@ def test_where_server_and_workers_refuse_the_same_setup_the_server_s_words_count
     assert not run._refused(refusals) and not run._all_gave_up(refusals)
     del refusals["server"]
     assert run._is_over(refusals) and run._refused(refusals) == "worker 1"
+
+
+def test_a_worker_that_ends_the_run_later_is_named_with_the_sentence_of_both(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.children_are(
+        server="""
+            until(lambda: started("worker1"))
+            (RUN / "refused.json").write_text(json.dumps({"worker": "dev1", "why": "no optimizer"}))
+            end_run("failed")
+            print("error: no optimizer", file=sys.stderr)
+            sys.exit(2)
+        """,
+        worker=FOLLOW_THE_RUN,
+    )
+    assert launch(stage.options()) == 2
+    captured = capsys.readouterr()
+    assert "dev1 cannot do what the setup file asks for, so the run ends" in captured.out
+    assert captured.err == "error: no optimizer\n"

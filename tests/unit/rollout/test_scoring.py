@@ -35,7 +35,7 @@ def test_what_a_reward_raises_is_the_groups() -> None:
         score.start(key)  # type: ignore[arg-type]
     outcomes = {outcome.group: outcome for outcome in wait_for(score, 3)}
     assert [outcomes[key].scores for key in range(3)] == ["scores", None, "scores"]
-    assert "no reward" in outcomes[1].error
+    assert "no reward" in str(outcomes[1].error)
 
 
 @pytest.mark.parametrize("at_most", [0, AT_MOST], ids=["in the caller's thread", "beside"])
@@ -45,7 +45,7 @@ def test_a_reward_that_exits_costs_its_own_group(at_most: int) -> None:
         score.start(key)  # type: ignore[arg-type]
     outcomes = {outcome.group: outcome for outcome in wait_for(score, 3)}
     assert [outcomes[key].scores for key in range(3)] == ["scores", None, "scores"]
-    assert "no licence" in outcomes[1].error
+    assert "no licence" in str(outcomes[1].error)
 
 
 def test_a_reward_that_hangs_holds_up_its_own_group() -> None:

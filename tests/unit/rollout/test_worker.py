@@ -12,7 +12,7 @@ import pytest
 import torch
 from worker_fakes import ENDLESS, LONG, REWRITTEN, TOKENS, FakeEngine, Setting, job
 
-from async_grpo.errors import DiskFullError, UnsupportedError, WaitTimeoutError
+from async_grpo.errors import DiskFullError, RunRefused, UnsupportedError, WaitTimeoutError
 from async_grpo.queue import Claim
 from async_grpo.queue.codec import encode_group
 from async_grpo.records import RolloutGroup
@@ -395,3 +395,21 @@ def test_weights_that_were_lost_while_nothing_was_sampled_spoil_no_later_groups(
     groups = setting.run()
     assert setting.engine.forgotten and setting.queue.handed_back == []
     assert set(groups[0].completion_ids.tolist()) == {2}
+
+
+@pytest.mark.parametrize("wrapped", ["alone", "in a group", "as the cause"])
+def test_what_no_worker_can_do_right_ends_the_worker_at_the_first_group(tmp_path: Path, wrapped: str) -> None:
+    refusal = RunRefused("the optimizer is not in workers")
+    setting = Setting(tmp_path, [job(seq) for seq in range(5)], FakeEngine())
+
+    def refuse(group: GeneratedGroup) -> Scores:
+        if wrapped == "alone":
+            raise refusal
+        if wrapped == "in a group":
+            raise ExceptionGroup("of a task group", [ValueError(), refusal])
+        raise ValueError("a reward failed") from refusal
+
+    setting.worker._scoring._score = refuse
+    with pytest.raises(RunRefused, match="the optimizer is not in workers"):
+        setting.run()
+    assert setting.queue.failed == [] and setting.worker.statistics.failed == 0

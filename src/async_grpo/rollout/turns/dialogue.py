@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
-from async_grpo.errors import UnsupportedError
+from async_grpo.errors import RunRefused
 from async_grpo.images import images_in
 from async_grpo.kept_tokens import Kept
 from async_grpo.records import Job
@@ -209,7 +209,7 @@ class Dialogue:
             function(*arguments)
         except _Left as left:
             return left.arguments
-        raise UnsupportedError("TRL's tool loop did not come to the place where it was to stop. Is this TRL supported?")
+        raise RunRefused("TRL's tool loop did not come to the place where it was to stop. Is this TRL supported?")
 
     def _note(self, first: Continuation) -> None:
         self.ids, self.logprobs = list(first.ids), list(first.logprobs)
