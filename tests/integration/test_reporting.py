@@ -39,9 +39,10 @@ def callback(run: InProcessRun, kind: type[Any]) -> list[Any]:
 
 def test_what_report_to_names_is_told_everything(run: InProcessRun, tmp_path: Path) -> None:
     log = RunLog(tmp_path / "metrics.jsonl")
-    report(run.trainer, log, tmp_path / "tensorboard")
+    curves = report(run.trainer, log, tmp_path / "tensorboard")
     run.train()
     log.close()
+    assert curves() == tmp_path / "tensorboard"
     (tracker,) = callback(run, Tracker)
     steps = [entry for entry in tracker.told if "loss" in entry]
     assert [entry["step"] for entry in steps] == [1, 2]
@@ -56,9 +57,10 @@ def test_a_tensorboard_of_the_users_is_the_only_one(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "mine"))
     run = InProcessRun(lambda: build_trainer(tmp_path / "outputs", report_to=["tensorboard"]))
     log = RunLog(tmp_path / "metrics.jsonl")
-    report(run.trainer, log, tmp_path / "tensorboard")
+    curves = report(run.trainer, log, tmp_path / "tensorboard")
     run.train()
     log.close()
     assert callback(run, CurvesCallback) == []
+    assert curves() == tmp_path / "mine"
     assert not (tmp_path / "tensorboard").exists()
     assert list((tmp_path / "mine").rglob("events.out.tfevents.*"))

@@ -39,6 +39,24 @@ def test_a_dataloader_of_the_users_decides_the_prompts(changes: dict[str, Any], 
     assert prompts[12:16] == prompts[:4], "a second epoch"
 
 
+class Counted(GRPOTrainer):
+    """Looks at what TRL's dataloader has, which shuffles with a generator of its own."""
+
+    made = 0
+
+    def get_train_dataloader(self) -> Any:
+        self.made += 1
+        return super().get_train_dataloader()
+
+
+def test_a_dataloader_of_the_users_is_made_once_and_read_in_trls_order(tmp_path: Path) -> None:
+    """In its second epoch, too: the order of the prompts is drawn by an iteration of its own."""
+    run, plain = run_as_trl_would(settings(tmp_path, trainer_class=Counted, max_steps=6))
+    assert run.trainer.made == plain.made == 1
+    prompts = [group.job.row["prompt"] for group in run.groups]
+    assert len(prompts) == 24 and prompts[:12] != prompts[12:]
+
+
 class Unrepeated(GRPOTrainer):
     def get_train_dataloader(self) -> Any:
         return DataLoader(list(self.train_dataset), batch_size=8, collate_fn=list)

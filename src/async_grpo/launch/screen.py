@@ -13,6 +13,7 @@ from async_grpo.errors import RunDirError
 from async_grpo.formatting import for_people
 from async_grpo.launch.child_log import LogLine, LogTail
 from async_grpo.rundir.paths import SERVER
+from async_grpo.setup.library_warnings import SAID_BY
 from async_grpo.telemetry.activity import LOADING, STARTING
 from async_grpo.telemetry.run_log import STEP
 from async_grpo.telemetry.waiting import WAIT
@@ -31,8 +32,9 @@ PANEL_MARGIN = 4  # columns: a panel as wide as the terminal would be shifted wh
 class LineFilter:
     """Chooses the messages to show; the log files have all of them.
 
-    Warnings are always shown, the server's messages unless `quiet`, the workers' only if `verbose`. Of step lines the
-    newest is shown every few seconds, and before any other line.
+    Warnings are always shown, those of libraries once, though each process has them; the server's messages unless
+    `quiet`, the workers' only if `verbose`. Of step lines the newest is shown every few seconds, and before any other
+    line.
 
     Args:
         with_panel: a panel shows what is waited for, so lines need not.
@@ -41,6 +43,7 @@ class LineFilter:
     def __init__(self, *, quiet: bool = False, verbose: bool = False, with_panel: bool = False) -> None:
         self._quiet, self._verbose, self._with_panel = quiet, verbose, with_panel
         self._step: LogLine | None = None  # the newest, not shown yet
+        self._said: set[str] = set()  # by libraries
         self._next_step_at = 0.0
 
     def choose(self, lines: Iterable[LogLine], now: float) -> Iterator[LogLine]:
@@ -64,10 +67,16 @@ class LineFilter:
 
     def _matters(self, line: LogLine) -> bool:
         if line.level in ("WARNING", "ERROR", "CRITICAL"):
-            return True
+            return not line.text.startswith(SAID_BY) or self._is_new(line.text)
         if self._quiet:
             return False
         return self._verbose or (line.name == SERVER and not (self._with_panel and line.level == WAIT))
+
+    def _is_new(self, text: str) -> bool:
+        if text in self._said:
+            return False
+        self._said.add(text)
+        return True
 
 
 class Screen:

@@ -23,6 +23,7 @@ from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.rundir.place import Place
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import check_torch_sees
+from async_grpo.setup.library_warnings import show_library_warnings
 from async_grpo.setup.process import (
     StopRequest,
     gc_paused,
@@ -111,6 +112,7 @@ def _train(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
     activity.publish(run.root, SERVER, device=options.device, run_id=state.run_id, state=LOADING, stall_after_s=stall_s)
     StallReporter(activity, run.root, stall_s).start()
     logger.info("parameter server on {}: loading {}", options.device, options.config)
+    show_library_warnings()
     with gc_paused():
         trainer = _load(options)
         from async_grpo.training.last_weights import keep_last_weights
@@ -200,7 +202,7 @@ def _figures(training: AsyncTraining, run: RunDir, state: RunState, wall_s: floa
         **training.log.quotes(),
         "run_id": state.run_id,
         "checkpoints": str(training.output_dir),
-        "tensorboard": str(run.tensorboard),
+        "tensorboard": str(training.curves()),
     }
 
 

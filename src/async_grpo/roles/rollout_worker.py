@@ -24,6 +24,7 @@ from async_grpo.rundir.refusal import write_refusal
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
 from async_grpo.setup.generated.trl_arguments import setup_file_of_run
+from async_grpo.setup.library_warnings import show_library_warnings
 from async_grpo.setup.process import (
     StopRequest,
     gc_paused,
@@ -112,6 +113,7 @@ def _begin(options: WorkerOptions, run: RunDir, state: RunState, queue: WorkerQu
         stall_after_s=options.settings.stall_warning,
     )
     own_compile_cache(queue.name, os.environ)
+    show_library_warnings()
     logger.info("worker {} on {} serves run {} in {}", queue.name, options.device, state.run_id, run.root)
     check_torch_sees(options.device)
     if state.deterministic:

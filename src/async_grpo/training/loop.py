@@ -115,7 +115,7 @@ class AsyncTraining(TrainingEvents):
         self._evaluations = self._run_evaluations(state.run_id, used.step if used else 0)
         self._rollouts = self._rollout_source(state, used)
         trl_trainer.make_async(trainer, self, correction=rule)
-        report(trainer, self.log, make_folder(run.tensorboard, in_private=True))
+        self.curves = report(trainer, self.log, make_folder(run.tensorboard, in_private=True))
         write_json(run.hyperparameters, hyperparameters(trainer, settings))
 
     def _accept(self) -> None:

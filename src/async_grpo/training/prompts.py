@@ -15,6 +15,7 @@ from async_grpo.queue.schema import require_exact_json
 from async_grpo.setup.image_files import images_as_files
 from async_grpo.setup.overrides import own_dataloader
 from async_grpo.training import trl_trainer
+from async_grpo.training.one_dataloader import OneDataLoader
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -95,7 +96,8 @@ def _at_most(count: int, rows: Iterator[Any]) -> Iterator[Any]:
 
 def _loaded_rows(trainer: GRPOTrainer) -> Iterator[dict[str, Any]]:
     """From the dataloader that the user's class makes: of its batches, TRL generates for one in `repeats`."""
-    loader = trainer.get_train_dataloader()
+    is_training = isinstance(trainer, OneDataLoader)
+    loader = trainer.take_loader_of_prompts() if is_training else trainer.get_train_dataloader()
     group_size = trainer.num_generations
     repeats = trainer.num_iterations * trainer.args.steps_per_generation
     batches = 0

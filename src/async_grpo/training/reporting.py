@@ -28,12 +28,23 @@ if TYPE_CHECKING:
     from async_grpo.evals.report import Evaluated
 
 
-def report(trainer: GRPOTrainer, log: RunLog, tensorboard: Path) -> None:
-    """Write what `trainer` logs to `log`, and to TensorBoard unless the setup file already does."""
+def report(trainer: GRPOTrainer, log: RunLog, tensorboard: Path) -> Callable[[], Path]:
+    """Write what `trainer` logs to `log`, and to `tensorboard` unless the setup file has a folder for TensorBoard.
+
+    Returns a function that names the folder of the curves, once the training has begun.
+    """
     callbacks = trainer.callback_handler.callbacks
-    if not any(isinstance(callback, TensorBoardCallback) for callback in callbacks):
+    given = next((callback for callback in callbacks if isinstance(callback, TensorBoardCallback)), None)
+    if given is None:
         trainer.add_callback(CurvesCallback(tensorboard))
     callbacks.insert(0, LogCallback(log, partial(latest_metrics, trainer)))
+    return partial(_folder_of, given, given and given.tb_writer, tensorboard)
+
+
+def _folder_of(given: Any, writer: Any, ours: Path) -> Path:
+    """Where a callback of the setup file writes, with the writer that it was made with if it was; None: where we do."""
+    folder = getattr(writer, "log_dir", None) or getattr(given, "logging_dir", None) or ours
+    return Path(folder).absolute()
 
 
 def log_evaluation(trainer: GRPOTrainer, result: Evaluated) -> None:

@@ -23,13 +23,14 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.images import images_in, opened
 from async_grpo.setup.generated.trl_command import end_as_trl_does
 from async_grpo.setup.generator_choice import refuse_late_vllm
-from async_grpo.setup.overrides import served_once
+from async_grpo.setup.overrides import own_dataloader, served_once
 from async_grpo.setup.trl_compat import take_best_model
 from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
 from async_grpo.training.checkpoints import BatchInUse, find_best
 from async_grpo.training.corrections.kept import rows_of
 from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.corrections.trl_loss import CorrectedLoss, correction_of
+from async_grpo.training.one_dataloader import OneDataLoader
 from async_grpo.training.rollout_metrics import logged_by_workers, longer_half, masks_of, turn_rewards
 from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.sharding import read_without_pickle, refuse_unknown_sharding
@@ -253,7 +254,8 @@ def make_async(trainer: GRPOTrainer, events: TrainingEvents, *, correction: Rule
     progress bar and printer give way to the run's step line.
     """
     trainer.correct = correction_of(trainer, correction, partial(append_metric, trainer))
-    trainer.__class__ = type(f"Async{type(trainer).__name__}", (AsyncGRPOMixin, type(trainer)), {})
+    bases = (AsyncGRPOMixin, OneDataLoader) if own_dataloader(trainer) else (AsyncGRPOMixin,)
+    trainer.__class__ = type(f"Async{type(trainer).__name__}", (*bases, type(trainer)), {})
     trainer.events = events
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)

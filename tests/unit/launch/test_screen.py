@@ -16,6 +16,7 @@ from async_grpo.launch.child_log import LogLine, LogTail
 from async_grpo.launch.screen import LineFilter, PanelScreen, Screen, fitting
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import prepare
+from async_grpo.setup.library_warnings import SAID_BY
 from pseudo_terminal import HIDE_CURSOR, PseudoTerminal, plain
 
 
@@ -56,6 +57,14 @@ WAITS = LogLine("server", "1:0", "WAIT", "waiting for 2 groups (10 s so far)")
 )
 def test_warnings_always_and_the_rest_where_it_matters(options: dict[str, bool], chosen: list[LogLine]) -> None:
     assert shown(LineFilter(**options), WARNING, INFO, DETAIL, WAITS, now=0.0) == chosen
+
+
+def test_what_a_library_warns_of_is_shown_once_though_each_process_says_it() -> None:
+    said = [LogLine(name, "1:0", "WARNING", f"{SAID_BY} trl.trainer: a") for name in ("server", "worker 1")]
+    other = LogLine("worker 1", "1:1", "WARNING", f"{SAID_BY} peft.tuners: b")
+    lines = LineFilter(quiet=True)
+    assert shown(lines, *said, WARNING, WARNING, now=0.0) == [said[0], WARNING, WARNING]
+    assert shown(lines, said[0], other, now=1.0) == [other], "a worker was started again"
 
 
 def test_without_a_terminal_a_run_that_loads_long_says_so(
