@@ -151,6 +151,7 @@ def test_no_turn_reward_measures_and_does_not_train(tmp_path: Path) -> None:
 def test_a_replay_trains_on_the_turn_rewards_again_and_shows_them(tmp_path: Path) -> None:
     get_trainer = turn_trainer(tmp_path)
     run, again = served(get_trainer), get_trainer()
+    (tmp_path / "replay").mkdir()
     replay._train(again, iter(run.batches), rule("bypass"), tmp_path / "replay")
     weights = run.trainer.model.state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in again.model.state_dict().items())

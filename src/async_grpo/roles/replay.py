@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from async_grpo.queue.codec import MAX_FILE_BYTES, decode_group
 from async_grpo.queue.filesystem import OsFiles
 from async_grpo.queue.names import COMPLETE, parse_name
 from async_grpo.records import RolloutGroup
+from async_grpo.roles.replay_folder import made
 from async_grpo.rundir.paths import RunDir, RunState, no_run
 from async_grpo.rundir.reading import naming, read_file
 from async_grpo.setup.generated.trl_arguments import setup_file_of_run
@@ -45,7 +45,7 @@ class ReplayOptions:
     """What the command line decides about a replay."""
 
     run_dir: Path
-    output_dir: Path  # where the weights are saved
+    output_dir: Path | None = None  # a new folder for the weights; None: `outputs/replay-N`
     correction: str | None = None  # None: the run's, with its options
     correction_level: str | None = None  # None: those of the correction
     correction_min: float | None = None
@@ -58,6 +58,7 @@ class ReplayOptions:
 class Replayed:
     """What came out of it."""
 
+    output_dir: Path  # that has the weights
     steps: int
     last_step: list[str]  # the figures of its step line
     digest: str  # SHA-256 over the saved weight files
@@ -66,15 +67,39 @@ class Replayed:
     compared: Path | None  # that checkpoint, equal or not; None where there is none
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    """What the run directory says about the training that is to be repeated."""
+
+    run: RunDir
+    state: RunState
+    processes: list[Process]
+    used_by: list[tuple[int, Used]]  # with the index of the process
+    files: dict[int, Path]  # of each group
+    steps: int  # that the run has done
+
+    @property
+    def history(self) -> list[Used]:
+        return [used for _, used in self.used_by]
+
+
 def run_replay(options: ReplayOptions) -> Replayed:
     """Train on the groups of the run, in the order in which it used them.
 
     Raises:
         RunDirError: the directory holds no run, or groups of it are no longer in its archive.
-        UsageError: more steps were asked for than the run has.
+        UsageError: more steps were asked for than the run has, or the folder for the weights is in use.
         UnsupportedError: the groups do not have what the correction needs.
     """
-    run = RunDir(options.run_dir)
+    record = _recorded(options.run_dir)
+    if options.steps is not None and options.steps > record.steps:
+        raise UsageError(f"--steps {options.steps}: the run has only {record.steps} steps to replay.")
+    with made(options.output_dir) as output_dir:
+        return _replay(options, record, output_dir)
+
+
+def _recorded(run_dir: Path) -> _Record:
+    run = RunDir(run_dir)
     state = run.read_state()
     if state is None:
         raise RunDirError(no_run(run.root))
@@ -86,32 +111,33 @@ def run_replay(options: ReplayOptions) -> Replayed:
     used_by = final_history(processes)
     if not used_by:
         raise RunDirError(f"{run.root} has not finished a training step, so there is nothing to replay.")
-    history = [used for _, used in used_by]
-    files = archived_files(run, [seq for _, batch in history for seq in batch.seqs])
-    done = max(state.step, *(step for step, _ in history))  # a batch may serve several steps
-    if options.steps is not None and options.steps > done:
-        raise UsageError(f"--steps {options.steps}: the run has only {done} steps to replay.")
+    files = archived_files(run, [seq for _, (_, batch) in used_by for seq in batch.seqs])
+    done = max(state.step, *(step for _, (step, _) in used_by))  # a batch may serve several steps
+    return _Record(run=run, state=state, processes=processes, used_by=used_by, files=files, steps=done)
 
+
+def _replay(options: ReplayOptions, record: _Record, output_dir: Path) -> Replayed:
+    state = record.state
     make_deterministic()
     with gc_paused():
         trainer = load_trainer(
             setup_file_of_run(state),
             engine_here=False,
-            steps=options.steps or done,
+            steps=options.steps or record.steps,
             seed=state.seed,
             config_values=state.config_values,
         )
-    trainer.args.output_dir = str(options.output_dir)
+    trainer.args.output_dir = str(output_dir)
     trainer.args.save_strategy, trainer.args.push_to_hub = "no", False
     if options.loss_type is not None:
         trainer.args.loss_type = trainer.loss_type = options.loss_type
     correction = _rule(options, state)
-    _check_groups_suit(correction, _sampled(processes, trainer, state)[: used_by[-1][0] + 1])
-    steps = counted(options.steps or done, "step")
+    _check_groups_suit(correction, _sampled(record.processes, trainer, state)[: record.used_by[-1][0] + 1])
+    steps = counted(options.steps or record.steps, "step")
     logger.info("replaying {} of run {} with {} / {}", steps, state.run_id, trainer.args.loss_type, correction)
     sampled_by: set[int] = set()
-    _train(trainer, _groups_of(history, files, state.run_id, sampled_by), correction, options.output_dir)
-    return _outcome(trainer, options.output_dir, of_run(Path(state.output_dir), state.run_id), sampled_by)
+    _train(trainer, _groups_of(record.history, record.files, state.run_id, sampled_by), correction, output_dir)
+    return _outcome(trainer, output_dir, of_run(Path(state.output_dir), state.run_id), sampled_by)
 
 
 def _rule(options: ReplayOptions, state: RunState) -> Rule:
@@ -210,7 +236,7 @@ def _train(trainer: Any, batches: Iterator[list[RolloutGroup]], correction: Rule
     check(correction, trainer, own_loss=has_own_loss(trainer))
     trl_trainer.make_async(trainer, Replay(), correction=correction)
     try:
-        with closing(RunLog(_fresh(output_dir / "metrics.jsonl"), REPLAY_LINE)) as log:
+        with closing(RunLog(output_dir / "metrics.jsonl", REPLAY_LINE)) as log:
             report(trainer, log, output_dir / "tensorboard")
             trl_trainer.fit(trainer, resume_from=None)
         trainer.save_model(str(output_dir))
@@ -230,15 +256,6 @@ def _what_became(done: int, steps: int, output_dir: Path) -> str:
     )
 
 
-def _fresh(file: Path) -> Path:
-    """A file that does not exist yet, in a folder that does: an older one of that name is moved aside."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if file.exists():
-        names = (file.with_name(f"{file.stem}-{number}{file.suffix}") for number in count(1))
-        file.rename(next(older for older in names if not older.exists()))
-    return file
-
-
 def _outcome(trainer: Any, saved: Path, checkpoints: Iterable[Checkpoint], sampled_by: Iterable[int]) -> Replayed:
     step = int(trainer.state.global_step)
     last: dict[str, Any] = {}
@@ -247,6 +264,7 @@ def _outcome(trainer: Any, saved: Path, checkpoints: Iterable[Checkpoint], sampl
     compared = next((checkpoint.path for checkpoint in checkpoints if checkpoint.state.step == step), None)
     digest = weights_digest(saved)
     return Replayed(
+        output_dir=saved,
         steps=step,
         last_step=described(last, REPLAY_LINE),
         digest=digest,

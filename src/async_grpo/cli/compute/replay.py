@@ -28,7 +28,7 @@ def build_parser() -> argparse.ArgumentParser:
         parser.add_argument(bound, type=not_negative_number, metavar="W", help="default: that of the correction")
     parser.add_argument("--loss-type", choices=LOSS_TYPES, help="default: the setup file's")
     parser.add_argument("--steps", "-s", type=positive, help="default: as many as the run did")
-    parser.add_argument("--output-dir", type=Path, default=Path("outputs/replay"), help="default: outputs/replay")
+    parser.add_argument("--output-dir", type=Path, help="a new folder; default: outputs/replay-N, the next N")
     options.add_device_option(parser)
     options.add_log_level_option(parser)
     return parser
@@ -60,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
         print(stopped, file=sys.stderr)
         return stopped.exit_code
     print(f"{counted(outcome.steps, 'step')} replayed. The last: {', '.join(outcome.last_step)}")
-    print(f"weights: {args.output_dir}, SHA-256 {outcome.digest}")
+    print(f"weights: {outcome.output_dir}, SHA-256 {outcome.digest}")
     if outcome.compared is not None:
         verdict = "equal to" if outcome.same_as else "different from"
         print(f"{verdict} {outcome.compared}")
