@@ -112,6 +112,12 @@ def model_tensors(model: nn.Module, *, buffers: bool) -> list[ModelTensor]:
     return list(found.values())
 
 
+def replace_memory(model: nn.Module, device: torch.device | str) -> None:
+    """Give the parameters memory on `device`, in which anything may stand; on "meta" they have none. Ties stay."""
+    for entry in model_tensors(model, buffers=False):
+        entry.point_to(torch.empty_like(entry.tensor.detach(), device=device))
+
+
 def flatten_parameters(model: nn.Module) -> None:
     """Move the parameters into one buffer a dtype, laid out as the slots are: publish and pull become one
     copy a bucket.

@@ -150,10 +150,15 @@ class RemoteWeights:
             finally:
                 attachment.end_lease(lease)
 
-    def can_alias(self, model: nn.Module) -> bool:
-        """Whether the weights lie on the model's own device. If not, `pull` copies them to it."""
-        device = self._generations.follow().memory.alias_device
-        return all(parameter.device == device for parameter in model.parameters())
+    def can_alias(self, model: nn.Module, device: torch.device | None = None) -> bool:
+        """Whether the weights lie on the model's own device. If not, `pull` copies them to it.
+
+        Args:
+            device: Where the model belongs, for parameters on the meta device.
+        """
+        there = self._generations.follow().memory.alias_device
+        own = (parameter.device for parameter in model.parameters())
+        return all((device if on.type == "meta" else on) == there for on in own)
 
     def pull(self, model: nn.Module, timeout_s: float = DEFAULT_TIMEOUT_S) -> int:
         """Copy the newest version into the model's own memory, matched by name. Returns the version."""

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from in_process import build_trainer
+import torch
+from accelerate import Accelerator
+from in_process import build_model, build_tokenizer, build_trainer
 from runs import SETUP
+from transformers import Qwen3ForSequenceClassification
 from transformers.integrations import integration_utils
+from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
 from async_grpo.launch.accelerate_entry import processes_of
+from async_grpo.rollout.policy import PolicyWeights, without_weights
 from async_grpo.setup.generator_choice import wants_vllm
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.setup.worker_build import built_for_a_worker, nothing_on_the_hub
+from async_grpo_ipc import RemoteWeights, WeightExporter, open_remote_memory
+from fake_cuda import Knobs, install
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]
@@ -102,6 +112,71 @@ def test_a_batch_that_needs_several_ranks_is_built_in_one_worker(tmp_path: Path)
         trainer = build_trainer(tmp_path, **changes)
     assert trainer.args.generation_batch_size == 8
     assert trainer.args.world_size == trainer.accelerator.num_processes == 1, "afterwards as before"
+
+
+@pytest.mark.parametrize("from_disk", [True, False], ids=["TRL loads it", "the user's code loads it"])
+def test_a_policy_that_will_read_in_place_is_nowhere_on_the_gpu_before(
+    from_disk: bool, tmp_path: Path, model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's GPU would have it once more for each worker that loads, and a worker that starts again no room."""
+    gpu_work: list[str] = []
+    load = grpo_trainer.create_model_from_path
+
+    def loaded(path: str, **kwargs: Any) -> Any:
+        gpu_work.extend(["loaded"] if kwargs.get("device_map", "auto") is not None else [])
+        return load(path, **kwargs)
+
+    monkeypatch.setattr(grpo_trainer, "create_model_from_path", loaded)
+    monkeypatch.setattr(GRPOTrainer, "_move_model_to_device", lambda *_: gpu_work.append("moved"))
+    monkeypatch.setattr(Accelerator, "prepare_model", lambda self, model, **_: gpu_work.append("reward") or model)
+    judge = Qwen3ForSequenceClassification(build_model(build_tokenizer()).config)
+    given: dict[str, Any] = {"model": model_folder} if from_disk else {}
+    reads_as = {"reward_processing_classes": [build_tokenizer()]}
+    build = partial(build_trainer, tmp_path, reward_funcs=[judge], arguments=reads_as, **given)
+    with built_for_a_worker(1, policy_on_cpu=True):
+        trainer = build(bf16=False)
+    assert gpu_work == ["reward"], "which is needed there"
+    assert not trainer.args.model_init_kwargs, "what the user's code may read"
+    without_weights(trainer.model, trainer.accelerator.device)
+    assert all(parameter.is_meta for parameter in trainer.model.parameters())
+    assert [buffer for buffer in trainer.model.buffers() if not buffer.is_meta], "those are not published"
+    gpu_work.clear()
+    build(bf16=False)
+    assert "moved" in gpu_work, "and a server's does as ever"
+
+
+def test_a_policy_without_weights_gets_the_published_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(Knobs(folder=str(tmp_path)), monkeypatch)
+    server, worker = build_trainer(tmp_path), build_trainer(tmp_path, model=build_model(build_tokenizer(), seed=1))
+    device, ids = worker.accelerator.device, torch.tensor([[1, 2, 3]])
+    with WeightExporter.from_model(server.model, tmp_path / "handle.json") as exporter, torch.no_grad():
+        exporter.publish(1)
+        expected = server.model(ids).logits
+        for reads_in_place in (True, False):
+            without_weights(worker.model, device)
+            monkeypatch.setattr(RemoteWeights, "can_alias", lambda *_, answer=reads_in_place: answer)
+            with open_remote_memory(tmp_path / "handle.json") as remote:
+                assert PolicyWeights(remote, worker.model, device).adopt() == 1
+                assert torch.equal(worker.model(ids).logits, expected)
+                assert worker.model.lm_head.weight is worker.model.model.embed_tokens.weight, "tied as before"
+
+
+@pytest.mark.parametrize("why", ["quantised", "unsloth"])
+def test_a_model_that_is_made_for_its_device_is_left_as_it_was_loaded(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[Any] = []
+    monkeypatch.setattr(GRPOTrainer, "_move_model_to_device", lambda self, model, device: moved.append(model))
+    model = build_model(build_tokenizer())
+    if why == "quantised":
+        model.hf_quantizer = SimpleNamespace(is_trainable=True, is_qat_trainable=True)
+    else:
+        monkeypatch.setitem(sys.modules, "unsloth", ModuleType("unsloth"))
+    with built_for_a_worker(1, policy_on_cpu=True):
+        trainer = build_trainer(tmp_path, model=model)
+    assert moved == [model]
+    without_weights(trainer.model, trainer.accelerator.device)
+    assert not any(parameter.is_meta for parameter in trainer.model.parameters())
 
 
 @pytest.mark.parametrize("name", ["ddp.yaml", "fsdp2.yaml", "zero3.yaml"])

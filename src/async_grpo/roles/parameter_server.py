@@ -83,6 +83,8 @@ def server_of(run: RunDir, role: str) -> Iterator[tuple[KernelLock, RunState]]:
         state = run.read_state()
         if state is None:
             raise RunDirError(f"{run.root} holds no run: prepare one first.")
+        with suppress(OSError):  # what a killed server has left: until there is another, this one is loading
+            run.weights_handle.unlink()
         yield lock, state
     finally:
         lock.release()

@@ -14,6 +14,7 @@ from loguru import logger
 from async_grpo.errors import DiskFullError, PeerDiedError, RunRefused, UnsupportedError, WeightsError
 from async_grpo.queue import WorkerQueue
 from async_grpo.rollout import WEIGHTS_WAIT_S
+from async_grpo.rollout.engines.choice import alone_on_the_gpu
 from async_grpo.rollout.threads import ENDING_S, main_thread, wait_for_tasks
 from async_grpo.rollout.worker import SERVER_WAIT_S, Worker, WorkerContext
 from async_grpo.rundir import paths as runs
@@ -79,7 +80,7 @@ def _work(options: WorkerOptions, stop: StopRequest) -> None:
     with Place(run.root).explained(), closing(WorkerQueue.open(run.root, options.worker_id, options.device)) as queue:
         _begin(options, run, state, queue)
         with gc_paused():
-            trl = _load(options.config or setup_file_of_run(state), state)
+            trl = _load(options, run, state)
             from async_grpo_ipc import AttachError, IPCError, MismatchError
 
         try:
@@ -120,12 +121,29 @@ def _begin(options: WorkerOptions, run: RunDir, state: RunState, queue: WorkerQu
         make_deterministic()
 
 
-def _load(setup_file: Path, state: RunState) -> RolloutTrainer:
-    values = state.config_values
-    trainer = load_trainer(setup_file, engine_here=False, worker_of=state.ranks, config_values=values)
-    from async_grpo.rollout.policy import cast_parameters
+def _shares_gpu(options: WorkerOptions, state: RunState) -> bool:
+    """Whether the launcher has put the worker on the server's GPU."""
+    return options.device != CPU and options.device == state.resolved.get("master_device")
+
+
+def _load(options: WorkerOptions, run: RunDir, state: RunState) -> RolloutTrainer:
+    shares_gpu = _shares_gpu(options, state)
+    has_engine = os.environ.get("FAST_INFERENCE") == "1"  # Unsloth starts one while it loads the model
+    if shares_gpu and has_engine:
+        _wait_for_weights(run)
+    trainer = load_trainer(
+        options.config or setup_file_of_run(state),
+        engine_here=False,
+        worker_of=state.ranks,
+        policy_on_cpu=shares_gpu,
+        alone=alone_on_the_gpu(run, os.environ) if shares_gpu or has_engine else None,
+        config_values=state.config_values,
+    )
+    from async_grpo.rollout.policy import cast_parameters, without_weights
     from async_grpo.rollout.trl_trainer import RolloutTrainer
 
+    if shares_gpu:
+        without_weights(trainer.model, trainer.accelerator.device)
     if state.options.get("publish_dtype") == "bf16":
         cast_parameters(trainer.model)
     return RolloutTrainer(trainer)
@@ -137,15 +155,11 @@ def _serve(
     from async_grpo.rollout.engines.choice import make_engine
     from async_grpo_ipc import open_remote_memory
 
+    if _shares_gpu(options, state) and options.settings.server_devices is None:
+        _wait_for_weights(run)  # an engine takes what is free: the server has its share by then
     engine = make_engine(trl, options.settings, run, state, worker=queue.id, on_gpu=options.device != CPU)
     try:
-        wait_until(
-            lambda: run.weights_handle.exists() or None,
-            what=f"weights from the parameter server ({run.weights_handle})",
-            timeout_s=SERVER_WAIT_S,
-            on=[SERVER],
-            check_peer=lambda: _check_server(run),
-        )
+        _wait_for_weights(run)
         with open_remote_memory(run.weights_handle, timeout_s=WEIGHTS_WAIT_S) as weights:
             stop.defer()
             context = WorkerContext(
@@ -199,6 +213,17 @@ def require_same_trainer(built_for: RunState, now: RunState, *, own_file: bool) 
             f"Run {now.run_id} was resumed with another setup file, or other values of --set or --publish-dtype, than "
             "this worker has loaded. Start the worker again."
         )
+
+
+def _wait_for_weights(run: RunDir) -> None:
+    """Until the server has loaded its model, and made the memory that it will publish in."""
+    wait_until(
+        lambda: run.weights_handle.exists() or None,
+        what=f"weights from the parameter server ({run.weights_handle})",
+        timeout_s=SERVER_WAIT_S,
+        on=[SERVER],
+        check_peer=lambda: _check_server(run),
+    )
 
 
 def _check_server(run: RunDir) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,8 +10,10 @@ import torch
 
 from async_grpo.errors import PeerDiedError, UnsupportedError
 from async_grpo.rollout import WEIGHTS_WAIT_S
+from async_grpo.setup.worker_build import stays_as_loaded
 from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo_ipc import ExporterDiedError
+from async_grpo_ipc.model import model_tensors, replace_memory
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -43,12 +46,16 @@ class Policy(Protocol):
 class PolicyWeights:
     """The published weights, adopted by one model: as views where they lie on its device, else as a copy.
 
+    Args:
+        device: where a model belongs that was loaded `without_weights`.
+
     Raises:
         UnsupportedError: from `adopt`: the model is quantised, and differently from the trainer's.
     """
 
-    def __init__(self, remote: RemoteWeights, model: nn.Module) -> None:
+    def __init__(self, remote: RemoteWeights, model: nn.Module, device: torch.device | None = None) -> None:
         self._remote = remote
+        self._device = device if device is None else torch.empty(0, device=device).device  # "cuda" has a number then
         self._model = model
         keep_layout(model)
         self._aliased = False
@@ -65,7 +72,7 @@ class PolicyWeights:
                 self._checked = True
             if self._aliased:
                 return self._remote.refresh(WEIGHTS_WAIT_S)
-            if not self._remote.can_alias(self._model):
+            if not self._remote.can_alias(self._model, self._device):
                 return self._pull()
             version = self._remote.alias(self._model, WEIGHTS_WAIT_S)
             self._aliased = True
@@ -76,6 +83,8 @@ class PolicyWeights:
 
     def _pull(self) -> int:
         if self._pulled is None or self._pulled != self._remote.newest:
+            if self._device is not None and any(parameter.is_meta for parameter in self._model.parameters()):
+                replace_memory(self._model, self._device)
             version = self._remote.pull(self._model, WEIGHTS_WAIT_S)
             self._pulled = (self._remote.generation, version)
         return self._pulled[1]
@@ -89,6 +98,25 @@ def keep_layout(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, _REPACKS):
             setattr(module, _REPACKS, False)
+
+
+def without_weights(model: nn.Module, device: torch.device) -> None:
+    """Free a model's parameters, and let its buffers be on the device where it will read the published weights."""
+    if stays_as_loaded(model):
+        if any(parameter.device.type == "cpu" for parameter in model.parameters()):
+            model.to(device)  # that it is quantised was found while it was loaded
+        return
+    for entry in model_tensors(model, buffers=True):
+        if not entry.is_parameter:
+            entry.point_to(entry.tensor.to(device))
+    replace_memory(model, "meta")
+    free_memory()
+
+
+def free_memory() -> None:
+    """Give the GPU back what nothing refers to any more: torch keeps it, and other processes count it as taken."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def cast_parameters(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -73,6 +73,8 @@ def load_trainer(
     engine_here: bool = True,
     hub_here: bool = True,
     worker_of: int | None = None,
+    policy_on_cpu: bool = False,
+    alone: AbstractContextManager[None] | None = None,
     steps: int | None = None,
     seed: int | None = None,
     config_values: Mapping[str, str] | None = None,
@@ -83,6 +85,8 @@ def load_trainer(
         engine_here: let TRL start vLLM where the file says `use_vllm=True`; else only note the wish.
         hub_here: let it make repositories on the Hub and upload to them.
         worker_of: the trainer only samples and scores, for one of that many processes.
+        policy_on_cpu: and its model is not to take room on the GPU yet.
+        alone: entered while `get_trainer()` runs.
         steps: overrides the file's `max_steps`.
         seed: overrides the file's seed.
         config_values: override fields of the file's `GRPOConfig` (`--set`).
@@ -96,7 +100,14 @@ def load_trainer(
     if seed is not None:
         _seed(seed)
     with configurations_with(config_values or {}) as made:
-        trainer = _built(path, engine_here=engine_here, hub_here=hub_here, worker_of=worker_of)
+        trainer = _built(
+            path,
+            alone or nullcontext(),
+            engine_here=engine_here,
+            hub_here=hub_here,
+            worker_of=worker_of,
+            policy_on_cpu=policy_on_cpu,
+        )
 
     from trl import GRPOTrainer
 
@@ -116,7 +127,15 @@ def load_trainer(
     return trainer
 
 
-def _built(path: Path, *, engine_here: bool, hub_here: bool, worker_of: int | None) -> Any:
+def _built(
+    path: Path,
+    alone: AbstractContextManager[None],
+    *,
+    engine_here: bool,
+    hub_here: bool,
+    worker_of: int | None,
+    policy_on_cpu: bool,
+) -> Any:
     """What `get_trainer()` returns."""
     began = time.monotonic()
     logger.info("importing {}, and with it torch, transformers and TRL", path.name)
@@ -129,10 +148,11 @@ def _built(path: Path, *, engine_here: bool, hub_here: bool, worker_of: int | No
 
     try:
         with ExitStack() as changed:
+            changed.enter_context(alone)
             if not engine_here:
                 changed.enter_context(engines_left_to_workers())
             if worker_of is not None:
-                changed.enter_context(built_for_a_worker(worker_of))
+                changed.enter_context(built_for_a_worker(worker_of, policy_on_cpu=policy_on_cpu))
             elif not hub_here:
                 changed.enter_context(nothing_on_the_hub())
             logger.info(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import wraps
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial, wraps
 from typing import Any
 
 from async_grpo.setup.trl_compat import is_adapter
@@ -20,12 +21,12 @@ _COPIED = {"beta"}  # what the trainer has as its own, too: the user's code may 
 @contextmanager
 def nothing_on_the_hub() -> Iterator[None]:
     """Inside this block, a `GRPOTrainer` makes no repository on the Hub and uploads nothing."""
-    with _built_with(lambda model: _OFF_THE_HUB):
+    with _built_with(lambda given: _OFF_THE_HUB):
         yield
 
 
 @contextmanager
-def built_for_a_worker(ranks: int) -> Iterator[None]:
+def built_for_a_worker(ranks: int, *, policy_on_cpu: bool = False) -> Iterator[None]:
     """Inside this block, a `GRPOTrainer` is built to sample and to score.
 
     It does nothing on the Hub, which is the server's to do once, reports to no tracker, and loads no reference model,
@@ -35,21 +36,55 @@ def built_for_a_worker(ranks: int) -> Iterator[None]:
     Args:
         ranks: processes of the trainer. A worker is one process, so TRL's arithmetic of batches, and its refusals,
             would be of another batch than the run's.
+        policy_on_cpu: its weights will be read in place on the GPU, which has no room to spare for them until then. A
+            reward model goes to the GPU as ever, and so does a model that has to be there (`stays_as_loaded`).
     """
     from transformers import TrainingArguments
 
     world_size = vars(TrainingArguments)["world_size"]
     TrainingArguments.world_size = property(lambda self: ranks)
     try:
-        everyone = {**_OFF_THE_HUB, **_REPORTS_NOTHING}
-        with _built_with(lambda model: everyone if is_adapter(model) else {**everyone, **_NO_REFERENCE}):
+        with _built_with(partial(_for_a_worker, policy_on_cpu=policy_on_cpu), policy_on_cpu=policy_on_cpu):
             yield
     finally:
         TrainingArguments.world_size = world_size
 
 
+def stays_as_loaded(model: Any) -> bool:
+    """Whether nobody may move this model: its weights are quantised for the device, or Unsloth has made it."""
+    quantised = getattr(model, "hf_quantizer", None) or getattr(model, "quantization_method", None)
+    return quantised is not None or "unsloth" in sys.modules
+
+
+def _for_a_worker(given: Mapping[str, Any], *, policy_on_cpu: bool) -> dict[str, Any]:
+    """What the configuration says in a worker, by the arguments of the `GRPOTrainer`."""
+    changes = {**_OFF_THE_HUB, **_REPORTS_NOTHING}
+    if not is_adapter(given.get("model")):
+        changes |= _NO_REFERENCE
+    if policy_on_cpu and isinstance(given.get("model"), str) and not stays_as_loaded(None):
+        loading = dict(given["args"].model_init_kwargs or {})
+        if given.get("quantization_config", loading.get("quantization_config")) is None:
+            changes["model_init_kwargs"] = {**loading, "device_map": None}  # else TRL has it loaded onto the GPU
+    return changes
+
+
 @contextmanager
-def _built_with(changes_for: Any) -> Iterator[None]:
+def _not_moved() -> Iterator[None]:
+    """transformers' `Trainer` leaves its model where it is."""
+    from transformers import TrainingArguments
+
+    places = vars(TrainingArguments)["place_model_on_device"]
+    TrainingArguments.place_model_on_device = property(lambda self: False)
+    try:
+        yield
+    finally:
+        TrainingArguments.place_model_on_device = places
+
+
+@contextmanager
+def _built_with(
+    changes_for: Callable[[Mapping[str, Any]], Mapping[str, Any]], *, policy_on_cpu: bool = False
+) -> Iterator[None]:
     """While a `GRPOTrainer` is built, its configuration has these values; afterwards the user's, but for `KEPT`."""
     from trl import GRPOTrainer
 
@@ -60,11 +95,13 @@ def _built_with(changes_for: Any) -> Iterator[None]:
     def build_changed(self: Any, *args: Any, **kwargs: Any) -> None:
         given = signature.bind(self, *args, **kwargs).arguments
         config: Any = given.get("args")
-        changes = changes_for(given.get("model")) if config is not None else {}
+        changes = changes_for(given) if config is not None else {}
+        stays = policy_on_cpu and not stays_as_loaded(given.get("model"))
         kept = {name: getattr(config, name) for name in changes}
         vars(config or self).update(changes)
         try:
-            build(self, *args, **kwargs)
+            with _not_moved() if stays else nullcontext():
+                build(self, *args, **kwargs)
         finally:
             vars(config or self).update({name: value for name, value in kept.items() if name not in KEPT})
         vars(self).update({name: kept[name] for name in _COPIED & kept.keys()})

@@ -48,6 +48,19 @@ def test_a_server_that_fails_while_it_loads_says_so_in_its_files(
     assert state is not None and state.state == runs.FAILED
 
 
+def test_a_worker_waits_for_this_servers_weights_and_takes_no_file_of_a_killed_one_for_them(
+    tmp_path: Path, serve: Callable[[Callable[..., Any]], str]
+) -> None:
+    handle = RunDir(tmp_path / "worker").weights_handle
+    handle.write_text("{}")
+
+    def train(*_: object) -> str:
+        assert not handle.exists(), "gone before anything is loaded"
+        return runs.FINISHED
+
+    assert serve(train) == runs.FINISHED
+
+
 @pytest.mark.parametrize("reason", [RunDirError("it is of another model"), SystemExit(143)])
 def test_a_resume_that_is_refused_or_stopped_while_it_loads_changes_nothing(
     tmp_path: Path, serve: Callable[[Callable[..., Any]], str], reason: BaseException

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.records import Job
 from async_grpo.roles import rollout_worker
 from async_grpo.roles.rollout_worker import WorkerOptions, require_same_trainer
+from async_grpo.rollout import trl_trainer
+from async_grpo.rollout.engines import choice
 from async_grpo.rundir.locks import server_lock
 from async_grpo.rundir.paths import RUNNING, RunDir, RunState
 from async_grpo.settings import WorkerSettings
@@ -51,6 +56,77 @@ def test_jobs_are_handed_back_even_if_the_main_thread_does_not_come_to_its_end(
             with pytest.raises(RuntimeError, match="broken"):
                 rollout_worker._run_worker(None, None, queue)  # type: ignore[arg-type]
         assert [file.name for file in (server.root / "queue").iterdir()] == ["0000000000.a00_pending.safetensors"]
+
+
+SHARED = {"master_device": "0"}
+
+
+def worker_on(gpu: str, run: Path, **settings: Any) -> WorkerOptions:
+    return WorkerOptions(run_dir=run, device=gpu, config=run / "setup.py", settings=WorkerSettings(**settings))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "settings", "order"),
+    [
+        ("0", {}, ["weights", "engine"]),
+        ("1", {}, ["engine"]),
+        ("cpu", {}, ["engine"]),
+        ("0", {"server_devices": "2,3"}, ["engine"]),
+    ],
+)
+def test_an_engine_on_the_servers_gpu_starts_once_the_server_has_its_share(
+    gpu: str, settings: dict[str, Any], order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes what is free at its start, and does not start where less is free at its end."""
+    done: list[str] = []
+
+    def start(*_: Any, **__: Any) -> None:
+        done.append("engine")
+        raise KeyError  # enough
+
+    monkeypatch.setattr(rollout_worker, "wait_until", lambda ready, **_: done.append("weights"))
+    monkeypatch.setattr(choice, "make_engine", start)
+    with pytest.raises(KeyError):
+        given = (worker_on(gpu, tmp_path, **settings), RunDir(tmp_path), replace(LOADED, resolved=SHARED))
+        rollout_worker._serve(None, *given, SimpleNamespace(id=1), None)  # type: ignore[arg-type]
+    assert done == order
+
+
+@pytest.mark.parametrize(
+    ("gpu", "engine_inside", "order"),
+    [
+        ("0", "1", ["weights", "locked", "load", "free"]),
+        ("0", "0", ["locked", "load", "free"]),
+        ("1", "1", ["locked", "load", "free"]),
+        ("1", "0", ["load"]),
+    ],
+)
+def test_workers_of_one_gpu_load_one_after_the_other_where_room_is_short(
+    gpu: str, engine_inside: str, order: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unsloth starts a vLLM engine while it loads a model with `fast_inference=True`."""
+    done: list[str] = []
+
+    @contextmanager
+    def alone(*_: Any) -> Iterator[None]:
+        done.append("locked")
+        yield
+        done.append("free")
+
+    def load(*_: Any, policy_on_cpu: bool, alone: Any, **__: Any) -> Any:
+        assert policy_on_cpu == (gpu == "0")
+        with alone or nullcontext():
+            done.append("load")
+        return SimpleNamespace(model=nn.Linear(3, 2), accelerator=SimpleNamespace(device=torch.device("cpu")))
+
+    monkeypatch.setenv("FAST_INFERENCE", engine_inside)
+    monkeypatch.setattr(rollout_worker, "alone_on_the_gpu", alone)
+    monkeypatch.setattr(rollout_worker, "wait_until", lambda ready, **_: done.append("weights"))
+    monkeypatch.setattr(rollout_worker, "load_trainer", load)
+    monkeypatch.setattr(trl_trainer, "RolloutTrainer", lambda trainer: trainer)
+    loaded = rollout_worker._load(worker_on(gpu, tmp_path), RunDir(tmp_path), replace(LOADED, resolved=SHARED))
+    assert done == order
+    assert loaded.model.weight.is_meta == (gpu == "0")  # type: ignore[attr-defined]
 
 
 LOADED = RunState(run_id=RUN, state=RUNNING, config="/my_trainer.py", started="", config_values={"top_k": "3"})

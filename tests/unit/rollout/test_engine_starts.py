@@ -57,7 +57,7 @@ def test_engines_of_one_gpu_start_one_after_the_other(run: RunDir, monkeypatch: 
     other = KernelLock(run.engine_start("5"))
     assert other.try_acquire()
     monkeypatch.setattr(choice, "ENGINE_START_S", 0.05)
-    with pytest.raises(WaitTimeoutError, match="another worker's vLLM engine on the same GPU"):
+    with pytest.raises(WaitTimeoutError, match="another worker on the same GPU to load its model"):
         with choice.alone_on_the_gpu(run, {"CUDA_VISIBLE_DEVICES": "5"}):
             pass
     with choice.alone_on_the_gpu(run, {"CUDA_VISIBLE_DEVICES": "4"}):

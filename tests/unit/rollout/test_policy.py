@@ -35,7 +35,7 @@ def test_on_its_own_device_it_moves_no_byte(tmp_path: Path) -> None:
 
 
 def test_from_another_device_it_copies_each_version_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RemoteWeights, "can_alias", lambda self, model: False)
+    monkeypatch.setattr(RemoteWeights, "can_alias", lambda *_: False)
     pulls: list[int] = []
     real_pull = RemoteWeights.pull
 
@@ -64,7 +64,7 @@ def test_a_version_of_the_next_trainer_is_another_one_although_its_number_is_the
     """A trainer that continues from a checkpoint comes to the numbers that the killed one had reached, by other
     steps. A worker that has had no job meanwhile first looks then.
     """
-    monkeypatch.setattr(RemoteWeights, "can_alias", lambda self, model: False)
+    monkeypatch.setattr(RemoteWeights, "can_alias", lambda *_: False)
     trained, worker = nn.Linear(3, 2), nn.Linear(3, 2)
     with WeightExporter.from_model(trained, tmp_path / "handle.json") as first:
         first.publish(7)

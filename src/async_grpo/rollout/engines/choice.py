@@ -78,10 +78,10 @@ def make_engine(
 
 @contextmanager
 def alone_on_the_gpu(run: RunDir, env: Mapping[str, str]) -> Iterator[None]:
-    """Start the engines of one GPU one after the other.
+    """Start the engines of one GPU, and load the models on the server's, one after the other.
 
     vLLM sizes its memory for keys and values by what is free on the whole GPU while it starts; two that start at the
-    same time would each count the other's memory as its own.
+    same time would each count the other's memory as its own. And what loads a model has it in memory once more.
     """
     gpu = env.get("CUDA_VISIBLE_DEVICES", "")
     if not gpu:  # on the CPU
@@ -89,8 +89,9 @@ def alone_on_the_gpu(run: RunDir, env: Mapping[str, str]) -> Iterator[None]:
         return
     lock = KernelLock(run.engine_start(gpu))
     wait_until(
-        lambda: lock.try_acquire({"role": "starts a vLLM engine"}) or None,
-        what=f"another worker's vLLM engine on the same GPU to start ({describe_holder(lock.holder())})",
+        lambda: lock.try_acquire({"role": "loads a model or starts a vLLM engine"}) or None,
+        what="another worker on the same GPU to load its model, or to start its vLLM engine "
+        f"({describe_holder(lock.holder())})",
         timeout_s=ENGINE_START_S,
     )
     try:
@@ -111,6 +112,7 @@ def transformers_engine(trl: RolloutTrainer) -> TransformersEngine:
         autocast=trainer.accelerator.autocast,
         stopping=_stopping(trainer),
         most_groups=trainer.args.generation_batch_size // trainer.num_generations,
+        device=trainer.accelerator.device,
     )
 
 

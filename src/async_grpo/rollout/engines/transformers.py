@@ -33,6 +33,7 @@ class TransformersEngine(BatchEngine):
         loss_temperature: of the `GRPOConfig`.
         autocast: the trainer's mixed precision, so that the sampler computes what the trainer would.
         stopping: what ends a row besides the end token and the length.
+        device: where the model belongs, if it was loaded without weights.
     """
 
     def __init__(
@@ -45,9 +46,10 @@ class TransformersEngine(BatchEngine):
         autocast: Callable[[], AbstractContextManager[None]],
         most_groups: int,
         stopping: StoppingCriteriaList | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__(most_groups)
-        self._model = model
+        self._model, self._device = model, device
         self._config = config
         self._loss_temperature = loss_temperature
         self._pad_token_id = pad_token_id
@@ -55,7 +57,7 @@ class TransformersEngine(BatchEngine):
         self._stopping = stopping or StoppingCriteriaList()
 
     def follow(self, weights: RemoteWeights) -> PolicyWeights:
-        return PolicyWeights(weights, self._model)
+        return PolicyWeights(weights, self._model, self._device)
 
     def _decode(self, groups: Sequence[PreparedGroup]) -> Decoding:
         torch.manual_seed(groups[0].seed)

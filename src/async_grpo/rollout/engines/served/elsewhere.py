@@ -34,6 +34,7 @@ class VLLMServer(ServerEngine):
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
         self._model: nn.Module = trainer.model
+        self._device: torch.device = trainer.accelerator.device
         args = trainer.args
         self._client = Client(
             base_url=args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}",
@@ -53,7 +54,7 @@ class VLLMServer(ServerEngine):
             ) from error
 
     def follow(self, weights: RemoteWeights) -> ServedPolicy:
-        return ServedPolicy(weights, PolicyWeights(weights, self._model), self)
+        return ServedPolicy(weights, PolicyWeights(weights, self._model, self._device), self)
 
     def load(self) -> None:
         """Send the model's parameters as they are now; nothing may be generated meanwhile."""
