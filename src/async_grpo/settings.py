@@ -62,11 +62,11 @@ class ArchiveLimit:
 
 
 DEFAULT_LIMIT = ArchiveLimit(10_000)
-
-
 DEFAULT_KS = (1, 5, 10)
 GENERATORS = ("hf", "vllm", "vllm-server")
 CORRECTIONS = ("bypass", "decoupled", "tis", "icepop", "trl", "none")
+OFF = "off"
+STEP_SCALINGS = (OFF, "ess", "ess-token")
 CORRECTION_LEVELS = ("token", "sequence", "geometric")
 STALL_WARNING_S = 60.0
 STOP_GRACE_S = 9.0  # a run ends within 10 s
@@ -219,9 +219,10 @@ class TrainingSettings:
         type=not_negative_number,
         metavar="W",
     )
-    filter_zero_variance: bool = setting(
-        False, "replace groups whose rewards are all equal by new ones until the batch is full (DAPO)"
+    step_scaling: str = setting(
+        OFF, "scale each step's rate by the root of its effective sample size (default: off)", choices=STEP_SCALINGS
     )
+    filter_zero_variance: bool = setting(False, "replace groups whose rewards are all equal by new ones (DAPO)")
     weights: Literal["auto", "ipc", "host"] = setting(
         "auto",
         "memory that a server on a GPU publishes its weights in: its GPU's (ipc), or the host's, for workers whose GPU "

@@ -287,3 +287,57 @@ def test_the_mismatch_at_staleness_zero_is_none_with_any_number_of_iterations(it
 
 def test_sequence_masks_of_trl_stay_possible_with_weights(tmp_path: Path) -> None:
     run_as_trl_would(settings(tmp_path, off_policy_mask_threshold=0.5), correction="tis")
+
+
+# --- The size of the step ---------------------------------------------------------------------------------
+
+
+def scaled_run(folder: Path, scaling: str, name: str = "bypass", **changes: Any) -> InProcessRun:
+    get_trainer = settings(folder, **{"max_steps": 4, "learning_rate": 3e-2, "loss_type": "grpo", **changes})
+    return InProcessRun(get_trainer, fresh_every=4, correction=rule(name, step_scaling=scaling)).train()
+
+
+def figures(run: InProcessRun, name: str) -> list[float]:
+    return [entry[name] for entry in run.logs]
+
+
+@pytest.mark.parametrize("scaling", ["ess", "ess-token"])
+def test_scaled_steps_of_stale_rollouts_are_smaller_and_those_of_fresh_ones_are_not(
+    scaling: str, tmp_path: Path
+) -> None:
+    run, plain = scaled_run(tmp_path, scaling), scaled_run(tmp_path, "off")
+    scales = figures(run, "async/rate_scale")
+    assert scales[0] == pytest.approx(1.0, abs=1e-6)
+    assert max(scales[1:]) < 0.999
+    assert figures(run, "learning_rate") == figures(plain, "learning_rate"), "the scheduler's rate"
+    assert not any("async/rate_scale" in entry for entry in plain.logs)
+    moved = [
+        sum((now - old).abs().sum() for now, old in zip(one.trainer.model.parameters(), start, strict=True))
+        for start in [list(settings(tmp_path)().model.parameters())]
+        for one in (run, plain)
+    ]
+    assert moved[0] != moved[1]
+
+
+@pytest.mark.parametrize("name", ["decoupled", "tis", "icepop", "trl", "none"])
+def test_steps_are_scaled_with_every_correction_that_has_the_samplers_log_probabilities(
+    name: str, tmp_path: Path
+) -> None:
+    assert min(figures(scaled_run(tmp_path, "ess", name, max_steps=2), "async/rate_scale")) < 0.999
+
+
+def test_accumulated_steps_are_scaled_as_those_of_one_batch(tmp_path: Path) -> None:
+    whole = scaled_run(tmp_path, "ess")
+    halves = scaled_run(tmp_path, "ess", per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    assert figures(halves, "async/rate_scale") == pytest.approx(figures(whole, "async/rate_scale"), abs=1e-4)
+
+
+def test_each_step_on_a_batch_is_scaled_by_its_own_share(tmp_path: Path) -> None:
+    scales = figures(scaled_run(tmp_path, "ess", num_iterations=2), "async/rate_scale")
+    assert scales[0] == pytest.approx(1.0, abs=1e-6)
+    assert scales[1] < 0.999
+
+
+def test_a_loss_without_log_probabilities_cannot_be_scaled(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="Leave --step-scaling out"):
+        scaled_run(tmp_path, "ess", trainer_class=OwnForwardPass, max_steps=1)

@@ -72,6 +72,7 @@ OTHER_TRAINING = TrainingSettings(
     correction_level="sequence",
     correction_min=0.5,
     correction_max=3.0,
+    step_scaling="ess",
     filter_zero_variance=True,
     weights="host",
     deterministic=True,

@@ -45,6 +45,7 @@ class Options(TypedDict, total=False):
     correction_level: str | None
     correction_min: float | None
     correction_max: float | None
+    step_scaling: str
     filter_zero_variance: bool
     weights: Literal["auto", "ipc", "host"]
     deterministic: bool

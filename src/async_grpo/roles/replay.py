@@ -143,12 +143,19 @@ def _replay(options: ReplayOptions, record: _Record, output_dir: Path) -> Replay
 def _rule(options: ReplayOptions, state: RunState) -> Rule:
     """What the command line asks for; what it leaves open as in the run, unless it names another correction."""
     if options.correction is not None:
-        return rule(options.correction, options.correction_level, options.correction_min, options.correction_max)
+        return rule(
+            options.correction,
+            options.correction_level,
+            options.correction_min,
+            options.correction_max,
+            step_scaling=state.step_scaling,
+        )
     return rule(
         state.correction,
         options.correction_level or state.correction_level,
         state.correction_min if options.correction_min is None else options.correction_min,
         state.correction_max if options.correction_max is None else options.correction_max,
+        step_scaling=state.step_scaling,
     )
 
 

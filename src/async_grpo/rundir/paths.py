@@ -60,6 +60,7 @@ class RunState:
     correction_level: str | None = None  # and its options, where the command line gave them
     correction_min: float | None = None
     correction_max: float | None = None
+    step_scaling: str = "off"
     ranks: int = 1  # processes of the trainer
     generator: str | None = None  # that the command line named for the launcher's workers, if it named one
     seed: int | None = None  # that the command line gave, if it gave one

@@ -10,13 +10,11 @@ from async_grpo.errors import RunDirError, UsageError
 from async_grpo.rundir.paths import RunState
 from async_grpo.settings import flag_name
 
+OF_THE_LOSS = ("correction", "correction_level", "correction_min", "correction_max", "step_scaling")
 FIXED = {
     "seed": "it decides the order of the prompts and what is sampled",
     "deterministic": "the run would not be the same bit for bit",
-    **dict.fromkeys(
-        ("correction", "correction_level", "correction_min", "correction_max"),
-        "it is part of the loss that the run minimises",
-    ),
+    **dict.fromkeys(OF_THE_LOSS, "it is part of the loss that the run minimises"),
     "filter_zero_variance": "it decides which groups are trained on",
 }
 """What cannot change when a run is resumed, and why."""

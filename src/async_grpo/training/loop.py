@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -38,6 +37,7 @@ from async_grpo.rundir.files import write_json
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.rundir.run_options import OF_THE_LOSS
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.generator_choice import choose_generator
 from async_grpo.setup.overrides import check_fields, check_overrides, overridden
@@ -122,8 +122,8 @@ class AsyncTraining(TrainingEvents):
         """Write into `run.json` what this start decides; from here on a resume is not undone."""
         found_in = self._resumed.path.parent if self._resumed else self._folder.path
         at = {**self._folder.record, "output_dir": str(found_in)}
-        correction = {name: value for name, value in asdict(self._settings).items() if name.startswith("correction")}
-        self._run.update_state(of=self._run_id, seed=self._settings.seed, **correction, **at, undo={})
+        loss = {name: getattr(self._settings, name) for name in OF_THE_LOSS}
+        self._run.update_state(of=self._run_id, seed=self._settings.seed, **loss, **at, undo={})
 
     def __enter__(self) -> Self:
         return self

@@ -65,6 +65,7 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     "correction_level": (["--correction-level", "token"], REFUSED, "training.correction_level", "token"),
     "correction_min": (["--correction-min", "0.5"], REFUSED, "training.correction_min", 0.5),
     "correction_max": (["--correction-max", "4"], REFUSED, "training.correction_max", 4.0),
+    "step_scaling": (["--step-scaling", "ess"], REFUSED, "training.step_scaling", "ess"),
     "filter_zero_variance": (["--filter-zero-variance"], REFUSED, "training.filter_zero_variance", True),
     "weights": (["--weights", "auto"], REFUSED, "training.weights", "auto"),
     "deterministic": (["--deterministic"], REFUSED, "training.deterministic", True),

@@ -245,10 +245,11 @@ def trainer(**changes: Any) -> Any:
         "vllm_importance_sampling_clip_min": None,
         "vllm_importance_sampling_clip_max": 3.0,
         "loss_type": "dapo",
+        "use_liger_kernel": False,
         **changes,
     }
-    vllm = bool(args.pop("use_vllm", False))
-    return SimpleNamespace(args=SimpleNamespace(**args), loss_type=args["loss_type"], async_grpo_wants_vllm=vllm)
+    own = {"async_grpo_wants_vllm": bool(args.pop("use_vllm", False)), "is_deepspeed_enabled": args.pop("zero", False)}
+    return SimpleNamespace(args=SimpleNamespace(**args), loss_type=args["loss_type"], **own)
 
 
 @pytest.mark.parametrize(
@@ -258,6 +259,8 @@ def trainer(**changes: Any) -> Any:
         (rule("trl"), {"loss_type": "vespo"}, False, "vllm_importance_sampling_mode 'token_truncate'"),
         (rule("trl"), {}, True, "has a loss of its own that does not call TRL's"),
         (rule("tis"), {"off_policy_mask_threshold": 0.5}, True, "off_policy_mask_threshold masks whole sequences"),
+        (rule("bypass", step_scaling="ess"), {"zero": True}, False, "DeepSpeed takes the step in its backward pass"),
+        (rule("bypass", step_scaling="ess-token"), {"use_liger_kernel": True}, False, "Remove use_liger_kernel"),
     ],
 )
 def test_what_is_refused(chosen: Rule, changes: Any, own_loss: bool, said: str) -> None:

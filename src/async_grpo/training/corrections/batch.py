@@ -20,6 +20,7 @@ from torch import Tensor
 from async_grpo.errors import UnsupportedError
 from async_grpo.training.corrections.report import Append, Clip, report_clipped, report_ratio, report_weights
 from async_grpo.training.corrections.rule import TOKEN, Rule
+from async_grpo.training.corrections.step_scaling import StepScaling
 from async_grpo.training.corrections.weights import limited, loss_mask, ratios
 
 LogProbs = Callable[[dict[str, Any]], Tensor]  # the loss's inputs -> log pi_old, [B, C]
@@ -35,6 +36,7 @@ class Correction:
         log_pi_old: one forward pass without gradient over the batch, for `own_loss` only.
         append: adds a value to the training metrics.
         keeps_old: the user's class sees the batch before it is corrected, and may read what TRL has computed.
+        scaling: scales the optimizer's step.
     """
 
     rule: Rule
@@ -43,6 +45,7 @@ class Correction:
     log_pi_old: LogProbs
     append: Append
     keeps_old: bool = False
+    scaling: StepScaling | None = None
 
     def __call__(self, batch: dict[str, Any]) -> None:
         """Correct a generation batch. `batch["sampling_per_token_logps"]` is log mu, [B, C]."""
@@ -69,6 +72,8 @@ class Correction:
             version: the trainer's, whose log-probabilities `log_pi` are.
         """
         report_ratio(inputs, log_pi, version, self.append)
+        if self.scaling is not None:
+            self.scaling.saw(inputs, log_pi)
         if self.clip is not None:
             report_clipped(inputs, log_pi, self.clip, self.append)
 

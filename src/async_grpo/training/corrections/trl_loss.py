@@ -7,7 +7,7 @@ trainer are in `training.trl_trainer`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,13 +16,15 @@ import torch
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import MODEL_INPUTS
+from async_grpo.settings import OFF
 from async_grpo.setup.overrides import overridden
 from async_grpo.setup.sampling import WITHOUT_SAMPLER
 from async_grpo.setup.trl_compat import log_probs_by
 from async_grpo.training.corrections.batch import Correction
 from async_grpo.training.corrections.kept import IDS, SIZES, OverKeptTokens, Row, Sets, columns
-from async_grpo.training.corrections.report import CLIPPING_LOSSES, Clip
+from async_grpo.training.corrections.report import CLIPPING_LOSSES, Append, Clip
 from async_grpo.training.corrections.rule import Rule
+from async_grpo.training.corrections.step_scaling import UNITS, StepScaling
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -144,7 +146,7 @@ def _weighing(trainer: Any, inputs: dict[str, Any]) -> Iterator[None]:
         trainer.use_vllm, trainer.vllm_importance_sampling_correction = saved
 
 
-def correction_of(trainer: GRPOTrainer, rule: Rule, append: Callable[[str, float], None]) -> Correction:
+def correction_of(trainer: GRPOTrainer, rule: Rule, append: Append) -> Correction:
     """What sets `rule` on this trainer's batches. Call it before the class of the trainer is changed."""
     return Correction(
         rule=rule,
@@ -153,7 +155,16 @@ def correction_of(trainer: GRPOTrainer, rule: Rule, append: Callable[[str, float
         log_pi_old=partial(log_pi_old, trainer),
         append=append,
         keeps_old="_generate_and_score_completions" in overridden(trainer),
+        scaling=_scaling(trainer, rule, append),
     )
+
+
+def _scaling(trainer: Any, rule: Rule, append: Append) -> StepScaling | None:
+    if rule.step_scaling == OFF:
+        return None
+    scaling = StepScaling(UNITS[rule.step_scaling], trainer.accelerator.gather, append)
+    trainer.add_callback(scaling)
+    return scaling
 
 
 def one_update(trainer: Any) -> bool:
