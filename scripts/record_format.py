@@ -25,6 +25,13 @@ Since format 4 a job or a group may have images anywhere in its JSON. There it h
 places. Their bytes are in a tensor `images` (`uint8`), each image once. A tensor `image_table` has
 JSON: `sizes`, the bytes of each image, and `places`, a list of `[image, key, key, …]`, of which the
 first key is `header` or `texts`.
+
+In the same way it may have dates, times, durations, decimals and bytes, which are JSON in their
+places: the text that `isoformat()` gives (with `[Europe/Berlin]` behind it where the time zone has
+a name), a number of microseconds, the text of a decimal, base64. A tensor `typed_table` has JSON
+with `places`, a list of `[type, key, key, …]`; the types are `date`, `datetime`, `time`,
+`timedelta`, `Decimal`, `bytes`, and `pandas.Timestamp` and `pandas.Timedelta` (in nanoseconds),
+which are what a column of nanoseconds holds.
 """
 
 

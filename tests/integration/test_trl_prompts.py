@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from compared_with_trl import settings
 from datasets import Dataset
@@ -24,8 +25,6 @@ from trl import GRPOTrainer
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.trl_trainer import RolloutTrainer
-from async_grpo.settings import TrainingSettings
-from async_grpo.training.loop import refuse
 from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.trl_trainer import refuse_unsupported
 
@@ -145,15 +144,34 @@ def test_a_rollout_func_without_logprobs_is_refused(tmp_path: Path) -> None:
         run.train()
 
 
-VALUES = (datetime(2026, 1, 1), date(2026, 1, 1), time(1), timedelta(1), b"png", Decimal("1.5"))
+ROWS = {
+    "taken": [datetime(2026, 3, 1, 12, 30, 0, 17), None],
+    "days": [[date(2026, 3, 1)], []],
+    "read": [{"at": time(23, 59, 1), "after": timedelta(days=-1, microseconds=5)}, None],
+    "price": [Decimal("1.50"), Decimal("-0.07")],
+    "file": [b"\x00\xffpng", b""],
+}
 
 
-@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_a_column_that_no_job_can_hold_is_refused_before_its_row_comes(value: Any, tmp_path: Path) -> None:
-    for late in ([None, value], [[], [{"deep": value}]]):
-        rows = Dataset.from_dict({"prompt": ["a", "b"], "made": late})
-        refused = build_trainer(tmp_path, train_dataset=rows)
-        with pytest.raises(UnsupportedError, match=rf"column 'made' holds .*{type(value).__name__}.*Convert it"):
-            refuse(refused, TrainingSettings(), None)
-        refuse(build_trainer(tmp_path, train_dataset=rows.select([0])), TrainingSettings(), None)
-        refuse(build_trainer(tmp_path, train_dataset=rows, remove_unused_columns=True), TrainingSettings(), None)
+def test_dates_times_decimals_and_bytes_reach_rewards_as_in_trl(tmp_path: Path) -> None:
+    """Through a job's file and its group's, to the worker's rewards and to what the trainer makes of the row."""
+    rows = Dataset.from_dict({"prompt": ["a", "bc"], **ROWS})
+    rows = rows.add_column("zone", pa.array([1, 2], pa.timestamp("ms", tz="Europe/Berlin")))
+    rows = rows.add_column("exact", pa.array([1_000_000_001, None], pa.timestamp("ns")))
+    given: list[dict[str, Any]] = []
+
+    def reward(completions: list[Any], prompts: list[Any], trainer_state: Any, log_extra: Any, **columns: Any) -> Any:
+        own = {name: values for name, values in columns.items() if name in rows.column_names}
+        given.extend({"prompt": prompts[at], **{name: own[name][at] for name in own}} for at in range(len(prompts)))
+        return [float(len(text)) for text in completions]
+
+    shape = {"train_dataset": rows, "reward_funcs": reward, "per_device_train_batch_size": 4, "max_steps": 1}
+    build_trainer(tmp_path, **shape).train()
+    plain = sorted(given, key=repr)
+    given.clear()
+    run = InProcessRun(lambda: build_trainer(tmp_path, **shape)).train()
+    assert sorted(given, key=repr) == plain and len(plain) == 4
+    assert [type(value) for row in sorted(given, key=repr) for value in row.values()] == [
+        type(value) for row in plain for value in row.values()
+    ]
+    assert {repr(group.job.row) for group in run.groups} == {repr(rows[0]), repr(rows[1])}

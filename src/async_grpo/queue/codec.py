@@ -5,7 +5,8 @@ which processors compute in hardware) of all other bytes of the file, the format
 safetensors itself has no checksum. The eight hexadecimal digits of the checksum lie at a fixed place, so a reader can
 check a file without rendering it again. A group's fields are in the header, in tensors, and in a last tensor `texts`:
 UTF-8 JSON of the completions and extra columns, which the header would escape twice. Images are in a tensor `images`,
-each once, and `image_table` says which belongs where in the JSON. A job has no other tensors.
+each once, and `image_table` says which belongs where in the JSON. Dates, times, decimals and bytes are texts there,
+with their types in `typed_table`. A job has no other tensors.
 
 Nothing is unpickled, and everything is checked: names, dtypes, shapes, offsets, types of header fields, ranges of
 values, run, sequence number, attempt and worker. The CRC protects against accidents, not against attackers: the 0700
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from async_grpo.errors import BadFileError, BadGroupError, QueueError, UnsupportedError
 from async_grpo.images import EncodedImage, put_back, taken_out
 from async_grpo.kept_tokens import unpack
-from async_grpo.queue.schema import IMAGES, TABLE, Dtype, Schema
+from async_grpo.queue import typed
+from async_grpo.queue.schema import IMAGES, TABLE, TYPED, Dtype, Schema
 from async_grpo.records import FORMAT, OLDEST_FORMAT, Job, RolloutGroup
 from async_grpo.rundir.reading import parse_deep_object
 
@@ -49,14 +51,12 @@ _JOB, _GROUP = next(iter(_JOBS.values())), next(iter(_GROUPS.values()))  # what 
 
 def encode_job(job: Job) -> bytes:
     """The file of a job. `UnsupportedError` names the dataset column that JSON cannot hold exactly."""
-    images: list[EncodedImage] = []
-    values = {"header": _JOB.header.of(job, images)}
+    beside: list[Any] = []
+    values = {"header": _JOB.header.of(job, beside)}
     if reason := _JOB.header.misfit(values["header"]):
         raise QueueError(f"Job {job.seq} cannot be written: {reason}.")
-    of_images: Tensors = {}
-    if images:
-        values, of_images = _apart(values)
-    return _pack(_JOB, values["header"], of_images)
+    values, tensors = _apart(values, beside)
+    return _pack(_JOB, values["header"], tensors)
 
 
 def decode_job(data: bytes | bytearray, name: JobName | None = None, run_id: str | None = None) -> Job:
@@ -66,8 +66,7 @@ def decode_job(data: bytes | bytearray, name: JobName | None = None, run_id: str
         name, run_id: of the file, and of the run that it is in, where they are known: it may be another's.
     """
     schema, header, tensors = _unpack(data, _JOBS)
-    if tensors:
-        _together({"header": header}, tensors)
+    _together({"header": header}, tensors)
     job = Job(**schema.header.fields(header))
     _expect("run", job.run_id, run_id)
     _expect("sequence number", job.seq, name and name.seq)
@@ -79,18 +78,16 @@ def encode_group(group: RolloutGroup) -> bytes:
     import numpy as np
 
     tensors = {name: array for name in _GROUP.arrays if (array := getattr(group, name)) is not None}
-    images: list[EncodedImage] = []
+    beside: list[Any] = []
     try:
-        values = {"header": _GROUP.header.of(group, images), "texts": _GROUP.texts.of(group, images)}
+        values = {"header": _GROUP.header.of(group, beside), "texts": _GROUP.texts.of(group, beside)}
     except (TypeError, ValueError, OverflowError) as error:  # a metric that is no number
         raise BadGroupError(f"Group {group.job.seq} cannot be written: {error}.") from error
     if reason := _misfit_of_arrays(tensors, _GROUP) or _contradiction(group, tensors, _GROUP):
         raise BadGroupError(f"Group {group.job.seq} cannot be written: {reason}.")
-    of_images: Tensors = {}
-    if images:
-        values, of_images = _apart(values)
+    values, of_values = _apart(values, beside)
     texts = np.frombuffer(_to_json(values["texts"]), np.uint8)
-    return _pack(_GROUP, values["header"], {**tensors, "texts": texts, **of_images})
+    return _pack(_GROUP, values["header"], {**tensors, "texts": texts, **of_values})
 
 
 def decode_group(data: bytes | bytearray, name: JobName | None = None, run_id: str | None = None) -> RolloutGroup:
@@ -103,8 +100,7 @@ def decode_group(data: bytes | bytearray, name: JobName | None = None, run_id: s
     """
     schema, header, tensors = _unpack(data, _GROUPS)
     texts = parse_deep_object(tensors.pop("texts").tobytes())
-    if not tensors.keys().isdisjoint((IMAGES, TABLE)):
-        _together({"header": header, "texts": texts}, tensors)
+    _together({"header": header, "texts": texts}, tensors)
     values: dict[str, Any] = {**schema.header.fields(header), **schema.texts.fields(texts), **tensors}
     group = RolloutGroup(**values)
     _expect("run", group.job.run_id, run_id)
@@ -116,18 +112,30 @@ def decode_group(data: bytes | bytearray, name: JobName | None = None, run_id: s
     return group
 
 
-def _apart(values: dict[str, Any]) -> tuple[dict[str, Any], Tensors]:
-    """The JSON values without their images, and these as tensors."""
+def _apart(values: dict[str, Any], beside: list[Any]) -> tuple[dict[str, Any], Tensors]:
+    """The JSON values without what is no JSON, `beside`, and this as tensors."""
     import numpy as np
 
-    values, images, places = taken_out(values)
-    table = _to_json({"sizes": [len(image.data) for image in images], "places": places})
-    contents = (b"".join(image.data for image in images), table)
-    return values, {name: np.frombuffer(data, np.uint8) for name, data in zip((IMAGES, TABLE), contents, strict=True)}
+    found: dict[str, bytes] = {}
+    if any(type(one) is EncodedImage for one in beside):
+        values, images, places = taken_out(values)
+        table = _to_json({"sizes": [len(image.data) for image in images], "places": places})
+        found |= {IMAGES: b"".join(image.data for image in images), TABLE: table}
+    if any(type(one) is not EncodedImage for one in beside):
+        values, places = typed.written(values)
+        found[TYPED] = _to_json({"places": places})
+    return values, {name: np.frombuffer(data, np.uint8) for name, data in found.items()}
 
 
 def _together(values: dict[str, Any], tensors: Tensors) -> None:
-    """Put the images of a file back into its JSON values."""
+    """Put what the tensors of a file hold of its values back into them."""
+    if TYPED in tensors:
+        typed.read(values, parse_deep_object(tensors.pop(TYPED).tobytes()).get("places"))
+    if not tensors.keys().isdisjoint((IMAGES, TABLE)):
+        _put_images_back(values, tensors)
+
+
+def _put_images_back(values: dict[str, Any], tensors: Tensors) -> None:
     if not tensors.keys() >= {IMAGES, TABLE}:
         _bad(f"its tensors {IMAGES} and {TABLE} must be given together")
     data, table = tensors.pop(IMAGES).tobytes(), parse_deep_object(tensors.pop(TABLE).tobytes())

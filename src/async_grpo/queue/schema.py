@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from async_grpo.errors import BadFileError, UnsupportedError
 from async_grpo.images import EncodedImage
+from async_grpo.queue.typed import can_be_written
 from async_grpo.records import Stored
 from async_grpo.rundir.reading import is_nested_deeper
 
@@ -21,7 +22,8 @@ class Dtype(NamedTuple):
 
 
 IMAGES, TABLE = "images", "image_table"  # the tensors of a file with images
-IMAGES_SINCE = 4  # format
+TYPED = "typed_table"  # the tensor of a file with dates, times, decimals or bytes
+BESIDE_JSON_SINCE = 4  # format
 MAX_NESTING = 100  # of a value in a column
 
 DTYPES = {"int32": Dtype("I32", "<i4", 4), "float32": Dtype("F32", "<f4", 4), "uint8": Dtype("U8", "|u1", 1)}
@@ -88,17 +90,17 @@ class Values:
             if isinstance(about.kind, type)
         ]
 
-    def of(self, record: Any, images: list[EncodedImage]) -> dict[str, Any]:
-        """What a file holds of `record`. `UnsupportedError` names what JSON cannot hold exactly.
+    def of(self, record: Any, beside: list[Any]) -> dict[str, Any]:
+        """What a file holds of `record`. `UnsupportedError` names what it cannot hold exactly.
 
         Args:
-            images: those in the values, which the file holds elsewhere, are added.
+            beside: what is in the values and is no JSON, but can be sent (images, dates, bytes, …) is added.
         """
         values = {name: getattr(record, name) for name in self.columns}
         for name, item in self._free:
-            require_exact_json(values[name], item, images)
+            require_exact(values[name], item, beside)
         for name, nested in self._nested:
-            values[name] = nested.of(values[name], images)
+            values[name] = nested.of(values[name], beside)
         for name, write in self._written:
             values[name] = write(values[name])
         return values
@@ -141,9 +143,9 @@ class Schema:
         if self.texts.columns:
             self.dtypes["texts"], self.dimensions["texts"] = DTYPES["uint8"], 1
         self.required = self.dtypes.keys() - {field.name for field in fields(record) if field.default is None}
-        if number >= IMAGES_SINCE:
-            self.dtypes |= {IMAGES: DTYPES["uint8"], TABLE: DTYPES["uint8"]}
-            self.dimensions |= {IMAGES: 1, TABLE: 1}
+        if number >= BESIDE_JSON_SINCE:
+            self.dtypes |= dict.fromkeys((IMAGES, TABLE, TYPED), DTYPES["uint8"])
+            self.dimensions |= dict.fromkeys((IMAGES, TABLE, TYPED), 1)
 
 
 def columns(record: type, number: int) -> dict[str, Stored]:
@@ -152,24 +154,24 @@ def columns(record: type, number: int) -> dict[str, Stored]:
     return {name: about for name, about in declared.items() if about.since <= number}
 
 
-def require_exact_json(values: dict[str, Any] | list[Any], what: str, images: list[EncodedImage]) -> None:
-    """Refuse what JSON would change or cannot hold. NaN and infinity are written and read back."""
+def require_exact(values: dict[str, Any] | list[Any], what: str, beside: list[Any]) -> None:
+    """Refuse what a queue file would change or cannot hold. NaN and infinity are written and read back."""
     for name, value in values.items() if type(values) is dict else enumerate(values):
         if type(value) is str and type(name) in (str, int):
             continue  # nearly always
         if type(name) not in (str, int):
             raise UnsupportedError(f"A {what} is named by a {type(name).__name__}; only text names can be sent.")
-        found = _inexact(value, images, depth=0)
+        found = _inexact(value, beside, depth=0)
         if found:
             raise UnsupportedError(
                 f"The {what} {name!r} holds {found}, which cannot be sent to workers exactly: a queue file "
-                "holds images and JSON values (text, numbers, true, false, null, lists, objects with text keys). "
-                "Convert it or leave it out."
+                "holds images, dates, times, decimals, bytes and JSON values (text, numbers, true, false, null, lists, "
+                "objects with text keys). Convert it or leave it out."
             )
 
 
-def _inexact(value: Any, images: list[EncodedImage], depth: int) -> str | None:
-    """The first thing in `value` that JSON cannot hold exactly, in words, or None."""
+def _inexact(value: Any, beside: list[Any], depth: int) -> str | None:
+    """The first thing in `value` that a file cannot hold exactly, in words, or None."""
     kind = type(value)
     if kind in (str, float, bool) or value is None:
         return None
@@ -184,9 +186,9 @@ def _inexact(value: Any, images: list[EncodedImage], depth: int) -> str | None:
         inner = value.values()
     elif kind is list:
         inner = value
-    elif kind is EncodedImage:
-        images.append(value)
+    elif kind is EncodedImage or can_be_written(value):
+        beside.append(value)
         return None
     else:
         return f"a value of type {kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
-    return next((found for item in inner if (found := _inexact(item, images, depth + 1))), None)
+    return next((found for item in inner if (found := _inexact(item, beside, depth + 1))), None)

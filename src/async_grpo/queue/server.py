@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from async_grpo.errors import BadFileError, DiskFullError, QueueError, RunDirError
+from async_grpo.images import EncodedImage
 from async_grpo.queue.codec import decode_group, encode_job
 from async_grpo.queue.filesystem import Files, OsFiles, job_files, prepare_root, set_aside_files
 from async_grpo.queue.listing import QueueCounts, counts_of, reason_of
@@ -42,7 +43,7 @@ _LOOKS_BEFORE_MISSING = 3
 _question = attrgetter(
     *(field.name for field in fields(Job) if field.name not in ("born_version", "min_version", "trainer_state"))
 )
-_as_json = partial(json.dumps, default=lambda image: image.data.hex())
+_as_json = partial(json.dumps, default=lambda value: value.data.hex() if type(value) is EncodedImage else repr(value))
 
 
 @dataclass(slots=True)

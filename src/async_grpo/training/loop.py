@@ -52,7 +52,7 @@ from async_grpo.training.corrections.rule import Rule, rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.distributed import Leader, Ranks, exporter_of
 from async_grpo.training.job_issuer import JobIssuer, state_for_rewards
-from async_grpo.training.prompts import check_columns, evaluation_problems, prompt_rows
+from async_grpo.training.prompts import evaluation_problems, prompt_rows
 from async_grpo.training.reporting import hyperparameters, log_evaluation, report
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource, StopTraining
@@ -349,7 +349,6 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     check_agent(trainer)
     check_fields(trainer)
     check_overrides(trainer)
-    check_columns(trainer)
     check(rule_of(settings), trainer, own_loss=has_own_loss(trainer))
     check_sampling(trainer, settings.correction, generator, settings.eval_sampling() if settings.eval_every else None)
 

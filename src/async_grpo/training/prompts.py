@@ -11,7 +11,6 @@ from loguru import logger
 from async_grpo.errors import UnsupportedError, UsageError
 from async_grpo.evals.evaluation import Problem
 from async_grpo.images import encoded
-from async_grpo.queue.schema import require_exact_json
 from async_grpo.setup.image_files import images_as_files
 from async_grpo.setup.overrides import own_dataloader
 from async_grpo.training import trl_trainer
@@ -21,28 +20,6 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 MOST_PROBLEMS = 100_000  # of one evaluation dataset: a stream may have no end
-_NOT_JSON = ("timestamp", "date", "time", "duration", "decimal", "binary", "large_binary")  # starts of Arrow's types
-
-
-def check_columns(trainer: GRPOTrainer) -> None:
-    """Refuse a column with values that no job can hold, even where only later rows have them.
-
-    What a dataloader of the user's, a stream or a transform yields is known only when it comes: the queue refuses it.
-    """
-    dataset = trl_trainer.training_columns(trainer)
-    if own_dataloader(trainer) or not hasattr(dataset, "format") or dataset.format["type"] is not None:
-        return
-    for name in dataset.format["columns"]:
-        if _is_not_json(dataset.features[name]):
-            for value in dataset[name]:
-                require_exact_json({name: value}, "dataset column", [])
-
-
-def _is_not_json(feature: Any) -> bool:
-    """Whether values of this feature may be dates, times, decimals or bytes, at any depth."""
-    inner = feature.values() if isinstance(feature, dict) else [getattr(feature, "feature", None)]
-    dtype = str(getattr(feature, "dtype", ""))
-    return dtype.startswith(_NOT_JSON) or any(_is_not_json(part) for part in inner if part is not None)
 
 
 def prompt_rows(trainer: GRPOTrainer, start: int = 0) -> Iterator[dict[str, Any]]:
