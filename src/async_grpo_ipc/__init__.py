@@ -23,6 +23,7 @@ from async_grpo_ipc.errors import (
     HeaderError,
     IPCError,
     MismatchError,
+    NoRoomError,
     ShareTimeoutError,
     VersionGoneError,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "HeaderError",
     "IPCError",
     "MismatchError",
+    "NoRoomError",
     "RemoteWeights",
     "ShareTimeoutError",
     "SharedWeightTransfer",

@@ -20,6 +20,7 @@ from async_grpo_ipc.errors import (
     ExporterDiedError,
     HandleFileError,
     IPCError,
+    NoRoomError,
     ShareTimeoutError,
     VersionGoneError,
 )
@@ -47,7 +48,7 @@ class Attachment:
         )
         try:
             self.memory = memory.attach(handle.memory, handle.pid, device)
-            _check_canary(self.memory, handle, path)
+            _check_canaries(self.memory, handle, path)
         except BaseException as error:
             lost = isinstance(error, AttachError) and (not self.exporter_alive() or is_exiting(handle.pid))
             self._control.close()
@@ -214,6 +215,8 @@ class Generations:
     def _attach_next(self) -> None:
         try:
             attachment = Attachment(self._path, self._device)
+        except NoRoomError:  # the one before may be gone, and nobody would try this one again
+            raise
         except IPCError as error:
             logger.warning("Stay with the weights of generation %s: %s", self._current.handle.generation, error)
             return
@@ -249,15 +252,17 @@ def _require_same_machine(handle: Handle, path: Path) -> None:
         )
 
 
-def _check_canary(attached: memory.AttachedMemory, handle: Handle, path: Path) -> None:
-    expected = torch.frombuffer(bytearray(memory.canary(handle.generation)), dtype=torch.uint8)
-    found = attached.blocks[0][: memory.CANARY_BYTES].cpu()
-    if not torch.equal(found, expected):
+def _check_canaries(attached: memory.AttachedMemory, handle: Handle, path: Path) -> None:
+    for number, block in enumerate(attached.blocks):
+        expected = torch.frombuffer(bytearray(memory.canary(handle.generation, number)), dtype=torch.uint8)
+        found = block[: memory.CANARY_BYTES].cpu()
+        if torch.equal(found, expected):
+            continue
         wrong = int((found != expected).sum())
         raise AttachError(
             f"The memory of {path} can be mapped but does not show what the exporter wrote: {wrong} of "
-            f"{memory.CANARY_BYTES} canary bytes differ. On CUDA this happens with peer access through a "
-            "translating IOMMU: disable the IOMMU or use one device."
+            f"{memory.CANARY_BYTES} canary bytes of block {number} differ. On CUDA this happens with peer access "
+            "through a translating IOMMU: disable the IOMMU or use one device."
         )
 
 

@@ -17,6 +17,10 @@ class AttachError(IPCError):
     """The handle is sound, but this process cannot map the memory it names."""
 
 
+class NoRoomError(IPCError):
+    """This process cannot map the memory for lack of room on its GPU. It may find some when it is started again."""
+
+
 class ExporterAliveError(IPCError):
     """A live exporter already publishes at this path."""
 

@@ -69,7 +69,7 @@ class WeightExporter:
         try:
             self._control = Control.create(self.generation, slots)
             self._static = plan_layout(sources.static, dtype=sources.dtype, start=memory.CANARY_BYTES)
-            self._slot = plan_layout(sources.changing, dtype=sources.dtype)
+            self._slot = plan_layout(sources.changing, dtype=sources.dtype, start=memory.CANARY_BYTES)
             block_bytes = [self._static.nbytes] + [self._slot.nbytes] * slots
             self._memory = memory.allocate(sources.device, self.generation, block_bytes, way)
             self._write_static()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MAX_INTEGER = (1 << 63) - 1
 MAX_DIMENSIONS = 64  # more have no use, and torch refuses them
-CANARY_BYTES = 4096  # at the beginning of block 0
+CANARY_BYTES = 4096  # at the beginning of each block
 ALIGNMENT = 256  # bytes: a cache line, a vector load and every dtype's size divide it
 
 
@@ -45,12 +45,12 @@ def head(body: dict[str, Any]) -> Head:
 
 
 def memory(body: dict[str, Any]) -> dict[str, Any]:
-    """What a memory backend described. Blocks lie within the memory, and block 0 has room for the canary."""
+    """What a memory backend described. Blocks lie within the memory, and each has room for its canary."""
     kind, blocks = text(body["kind"]), body["blocks"]
     if kind not in ("posix", "cuda"):
         raise ValueError(f"memory of kind {kind[:20]!r}")
-    if type(blocks) is not list or integer(blocks[0]["nbytes"]) < CANARY_BYTES:
-        raise ValueError("no block 0 that holds the canary")
+    if type(blocks) is not list or not blocks or any(integer(block["nbytes"]) < CANARY_BYTES for block in blocks):
+        raise ValueError("no blocks, or one without room for its canary")
     if any(integer(block["nbytes"]) % ALIGNMENT for block in blocks):
         raise ValueError(f"a block whose size is no multiple of {ALIGNMENT}")
     if kind == "posix":

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT = "async-grpo-ipc"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 REMEDY = "Delete it and restart the exporter, which writes a new one."
 
 PATH_VARIABLE = "CUDA_IPC_HANDLE_PATH"

@@ -54,15 +54,15 @@ class AttachedMemory(Protocol):
     def close(self) -> None: ...
 
 
-def canary(generation: str) -> bytes:
-    """The first 4096 bytes of block 0: SHAKE-256 of the generation's 16 bytes. A mapping that shows anything
-    else is broken.
+def canary(generation: str, block: int) -> bytes:
+    """The first 4096 bytes of a block: SHAKE-256 of the generation's 16 bytes and the block's number, in 4 bytes. A
+    mapping that shows anything else is broken, or is of other memory.
     """
-    return hashlib.shake_256(bytes.fromhex(generation)).digest(CANARY_BYTES)
+    return hashlib.shake_256(bytes.fromhex(generation) + block.to_bytes(4, "little")).digest(CANARY_BYTES)
 
 
 def allocate(device: torch.device, generation: str, block_bytes: Sequence[int], way: Way = "auto") -> ExportedMemory:
-    """Blocks of these sizes that other processes can map, for tensors of `device`, the canary written.
+    """Blocks of these sizes that other processes can map, for tensors of `device`, each with its canary written.
 
     Args:
         way: memory of the GPU where it can be shared, else of the host ("auto"); or one of the two.
@@ -71,7 +71,8 @@ def allocate(device: torch.device, generation: str, block_bytes: Sequence[int], 
         IPCError: `way` is "ipc", and the memory of this device cannot be shared so.
     """
     memory = _allocate(device, generation, block_bytes, way)
-    memory.blocks[0][:CANARY_BYTES] = torch.frombuffer(bytearray(canary(generation)), dtype=torch.uint8)
+    for number, block in enumerate(memory.blocks):
+        block[:CANARY_BYTES] = torch.frombuffer(bytearray(canary(generation, number)), dtype=torch.uint8)
     memory.synchronize()
     return memory
 

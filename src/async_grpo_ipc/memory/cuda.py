@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from async_grpo_ipc.errors import AttachError
+from async_grpo_ipc.errors import AttachError, NoRoomError
 from async_grpo_ipc.layout import align
 from async_grpo_ipc.memfd import exporter_gone
 from async_grpo_ipc.memory.cuda_runtime import CudaRuntime, load_runtime
@@ -193,16 +193,21 @@ def _say_that_it_goes_through_the_host(reader_name: str, reader: int, owner_name
 
 def _open(runtime: CudaRuntime, device: int, block: Mapping[str, Any], description: Mapping[str, Any]) -> Tensor:
     key = (device, block["handle"])
-    imported = _imports.get(key)
-    if imported is None:
-        try:
+    try:
+        imported = _imports.get(key)
+        if imported is None:
             imported = _imports[key] = _Import(runtime, device, bytes.fromhex(block["handle"]))
-        except RuntimeError as error:  # cupy's CUDARuntimeError
-            raise AttachError(
-                f"GPU {device} ({runtime.uuid(device)}) cannot map the weights on "
-                f"{description['device_name']} ({description['device_uuid']}): {error}. Usual reasons: "
-                "different containers (share the pid and ipc namespaces), WSL, instances of MIG, or no peer access "
-                "between the two GPUs. Publishing through host memory always works: async-grpo's --weights host, or "
-                "way='host' of the exporter."
+        return runtime.tensor(device, imported.pointer, block["nbytes"], imported)
+    except RuntimeError as error:  # cupy's CUDARuntimeError, and torch's errors
+        if "out of memory" in str(error):
+            raise NoRoomError(
+                f"GPU {device} ({runtime.uuid(device)}) has no room for what it takes to map weights: {error}. Give "
+                "the processes on it less (--num-workers, vllm_gpu_memory_utilization), or start this one again."
             ) from error
-    return runtime.tensor(device, imported.pointer, block["nbytes"], imported)
+        raise AttachError(
+            f"GPU {device} ({runtime.uuid(device)}) cannot map the weights on "
+            f"{description['device_name']} ({description['device_uuid']}): {error}. Usual reasons: "
+            "different containers (share the pid and ipc namespaces), WSL, instances of MIG, or no peer access "
+            "between the two GPUs. Publishing through host memory always works: async-grpo's --weights host, or "
+            "way='host' of the exporter."
+        ) from error

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.utils.dlpack
 from torch import Tensor
 
 from async_grpo_ipc.staging import Staging, cuda_staging
@@ -125,11 +124,13 @@ class CupyRuntime:
         return cuda_staging(self.torch_device(owner), self.torch_device(reader))
 
     def tensor(self, device: int, pointer: int, nbytes: int, owner: object) -> Tensor:
-        memory = self._cupy.cuda.UnownedMemory(pointer, nbytes, owner, device)
-        with self._current(device):
-            array = self._cupy.ndarray((nbytes,), self._cupy.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
-            tensor: Tensor = torch.utils.dlpack.from_dlpack(array)
-        return tensor
+        """The driver is not asked about the pointer, as `__dlpack__` would: what it says of memory on a GPU that is
+        hidden from this process is not documented.
+        """
+        on = self.torch_device(device)
+        storage = torch._C._construct_storage_from_data_pointer(pointer, on, nbytes)
+        storage.owner = owner  # type: ignore[attr-defined]  # lives, as `storage` does, as long as a tensor of it
+        return torch.empty(0, dtype=torch.uint8, device=on).set_(storage, 0, (nbytes,), (1,))
 
     def synchronize(self, device: int) -> None:
         torch.cuda.synchronize(device)

@@ -14,6 +14,7 @@ from async_grpo_ipc import (
     AttachError,
     ExporterDiedError,
     MismatchError,
+    NoRoomError,
     WeightExporter,
     memory,
     open_remote_memory,
@@ -31,7 +32,7 @@ class FakeRuntime:
         self.allocated: dict[int, torch.Tensor] = {}
         self.opened: list[tuple[int, bytes]] = []
         self.closed: list[int] = []
-        self.breaks = False
+        self.breaks = ""
         self.synchronized = 0
         self.staged: list[tuple[int, int]] = []
 
@@ -64,7 +65,7 @@ class FakeRuntime:
 
     def open_handle(self, device, handle):
         if self.breaks:
-            raise RuntimeError("cudaErrorInvalidContext: invalid device context")
+            raise RuntimeError(self.breaks)
         self.opened.append((device, handle))
         return int.from_bytes(handle[:8], "little")
 
@@ -183,8 +184,27 @@ def test_a_reader_on_the_cpu_reads_through_the_owners_gpu(exported, runtime):
 
 
 def test_an_open_that_fails_lists_the_usual_reasons(exported, runtime):
-    runtime.breaks = True
+    runtime.breaks = "cudaErrorInvalidContext: invalid device context"
     with pytest.raises(AttachError, match=r"GPU 0 \(GPU-a\) cannot map .* different containers .* WSL"):
+        CudaAttachment(exported.describe(), 1, None)
+
+
+@pytest.mark.parametrize("said", ["cudaErrorMemoryAllocation: out of memory", "CUDA out of memory. Tried to allocate"])
+def test_no_room_for_an_open_is_no_reason_never_to_try_again(exported, runtime, said):
+    """A worker that gets `AttachError` at its first start ends the run: every other would."""
+    runtime.breaks = said
+    with pytest.raises(NoRoomError, match="has no room for what it takes to map weights"):
+        CudaAttachment(exported.describe(), 1, None)
+    runtime.breaks = ""
+    CudaAttachment(exported.describe(), 1, None)
+
+
+def test_memory_that_cannot_be_used_is_told_as_memory_that_cannot_be_opened(exported, runtime, monkeypatch):
+    def cannot(*_):
+        raise RuntimeError("cudaErrorInvalidValue")
+
+    monkeypatch.setattr(runtime, "tensor", cannot)
+    with pytest.raises(AttachError, match=r"cannot map the weights .*cudaErrorInvalidValue"):
         CudaAttachment(exported.describe(), 1, None)
 
 

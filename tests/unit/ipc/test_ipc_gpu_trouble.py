@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -211,6 +213,33 @@ def test_cupy_finds_the_readers_gpu_current_and_makes_it_current_again(monkeypat
     runtime.free(1, 1)
     assert contexts == {1}
     assert current == [0]
+
+
+def test_a_tensor_of_hidden_memory_is_made_without_asking_about_its_pointer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `cudaPointerGetAttributes` says of memory on a GPU that a process does not see is not documented."""
+
+    class Hidden:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(f"cudaErrorInvalidValue: {name}")
+
+    class Owner:
+        memory = np.arange(64, dtype=np.uint8)
+
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=Hidden())))
+    runtime = cuda_runtime.CupyRuntime()
+    monkeypatch.setattr(runtime, "torch_device", lambda index: torch.device("cpu"))
+    owner = Owner()
+    kept = weakref.ref(owner)
+    whole = runtime.tensor(1, Owner.memory.ctypes.data, 64, owner)
+    del owner
+    part = whole[8:16].view(torch.int64)
+    assert whole.tolist() == list(range(64))
+    del whole
+    gc.collect()
+    assert kept() is not None, "a view uses the memory still"
+    del part
+    gc.collect()
+    assert kept() is None
 
 
 # Freed memory is in nobody's hands

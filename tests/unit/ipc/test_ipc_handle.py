@@ -17,7 +17,6 @@ from async_grpo_ipc import (
     WeightExporter,
     open_remote_memory,
 )
-from async_grpo_ipc import attachment as attachment_module
 from async_grpo_ipc.control import HEADER_BYTES, RECORD_BYTES, Header, SlotState
 from async_grpo_ipc.handle import Handle, crc32, read_handle, write_handle
 
@@ -60,14 +59,14 @@ def test_files_are_private(published, handle):
     ("change", "message"),
     [
         (lambda body: body.update(format="other"), "not a handle file of async-grpo-ipc"),
-        (lambda body: body.update(format_version=0), "format version 0, this package reads 1"),
+        (lambda body: body.update(format_version=0), "format version 0, this package reads 2"),
         (lambda body: body.update(boot_id="elsewhere"), "written on another machine"),
         (lambda body: body.pop("slots"), "field that makes no sense: KeyError"),
         (lambda body: body.update(slots=5), "field that makes no sense.*5 slots and 3 blocks"),
         (lambda body: body.update(generation="12"), "field that makes no sense.*generation"),
         (lambda body: body["memory"].update(kind="tape"), "field that makes no sense.*memory of kind"),
         (lambda body: body["memory"]["blocks"][1].update(offset=2**40), "a block that ends behind"),
-        (lambda body: body["memory"]["blocks"][1].update(nbytes=256), "a layout of .* in a block of 256"),
+        (lambda body: body["memory"]["blocks"][1].update(nbytes=4096), "a layout of .* in a block of 4096"),
         (lambda body: body["slot"]["tensors"][0].update(offset=2**40), "tensor .* at offset"),
         (lambda body: body["slot"]["tensors"][0].update(offset=8), "tensor .* at offset 8"),
         (lambda body: body["slot"]["tensors"][0].update(dtype="nn"), "dtype 'nn', which this torch does not have"),
@@ -164,9 +163,11 @@ def test_a_flipped_bit_in_a_slots_record_hides_that_slot_only(published, handle)
         assert remote.version == 3
 
 
-def test_a_broken_canary_is_refused(published, handle, monkeypatch):
-    monkeypatch.setattr(attachment_module.memory, "canary", lambda generation: bytes(4096))
-    with pytest.raises(AttachError, match="canary bytes differ"):
+@pytest.mark.parametrize("block", [0, 1, 2])
+def test_a_block_that_is_mapped_wrongly_is_refused(published, handle, block):
+    memory = published._memory
+    memory.blocks[block][:4096] = memory.blocks[block - 1][:4096].clone()
+    with pytest.raises(AttachError, match=f"4[0-9]{{3}} of 4096 canary bytes of block {block} differ"):
         open_remote_memory(handle)
 
 

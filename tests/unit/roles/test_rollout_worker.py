@@ -9,12 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import nn
 
-from async_grpo.errors import UnsupportedError
+from async_grpo.errors import UnsupportedError, WeightsError
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.records import Job
 from async_grpo.roles import rollout_worker
@@ -24,6 +25,7 @@ from async_grpo.rollout.engines import choice
 from async_grpo.rundir.locks import server_lock
 from async_grpo.rundir.paths import RUNNING, RunDir, RunState
 from async_grpo.settings import WorkerSettings
+from async_grpo_ipc import AttachError, MismatchError, NoRoomError
 
 RUN = "f" * 32
 
@@ -56,6 +58,28 @@ def test_jobs_are_handed_back_even_if_the_main_thread_does_not_come_to_its_end(
             with pytest.raises(RuntimeError, match="broken"):
                 rollout_worker._run_worker(None, None, queue)  # type: ignore[arg-type]
         assert [file.name for file in (server.root / "queue").iterdir()] == ["0000000000.a00_pending.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (NoRoomError("full"), WeightsError),
+        (AttachError("no IPC"), UnsupportedError),
+        (MismatchError("x"), UnsupportedError),
+    ],
+)
+def test_a_worker_that_found_no_room_is_started_again_and_one_that_can_never_map_ends_the_run(
+    error: Exception, raised: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def serve(*_: Any) -> None:
+        raise error
+
+    for name in ("StallReporter", "_begin", "_load", "WorkerQueue", "closing"):
+        monkeypatch.setattr(rollout_worker, name, MagicMock())
+    monkeypatch.setattr(rollout_worker, "_wait_for_run", lambda run: LOADED)
+    monkeypatch.setattr(rollout_worker, "_serve", serve)
+    with pytest.raises(raised, match="The weights could not be adopted"):
+        rollout_worker._work(worker_on("0", tmp_path), None)  # type: ignore[arg-type]
 
 
 SHARED = {"master_device": "0"}
