@@ -168,8 +168,10 @@ def images_in(messages: Any, role: str | None = None) -> list[Any]:
     """The images in a prompt or a completion, or in its messages of one role, in their order."""
     found = []
     for message in messages if isinstance(messages, list) else ():
-        if role in (None, message["role"]) and isinstance(message.get("content"), list):
-            found += [part["image"] for part in message["content"] if part["type"] == "image"]
+        if isinstance(message, dict) and role in (None, message.get("role")):
+            content = message.get("content")
+            parts = content if isinstance(content, list) else []  # of which a tool may have returned anything
+            found += [part["image"] for part in parts if isinstance(part, dict) and part.get("type") == "image"]
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Container
+from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import partial
@@ -80,12 +80,19 @@ class ServerQueue:
     """
 
     def __init__(
-        self, root: Path, run_id: str, max_attempts: int, max_open: int, files: Files, lock: KernelLock
+        self,
+        root: Path,
+        run_id: str,
+        max_attempts: int,
+        max_open: int,
+        files: Files,
+        lock: KernelLock,
+        refuse: Callable[[RolloutGroup], None] | None = None,
     ) -> None:
         self.root, self.run_id = root, run_id
         self.healing = Healing()
         self.given_up: dict[int, GivenUp] = {}  # in the order in which it was noticed
-        self._max_attempts, self._max_open = max_attempts, max_open
+        self._max_attempts, self._max_open, self._refuse_group = max_attempts, max_open, refuse
         self._pipe = JobPipe(root)
         self._moves = Moves(files, "server", self._pipe)
         self._lock = lock
@@ -114,6 +121,7 @@ class ServerQueue:
         watch_workers: bool = True,
         files: Files | None = None,
         lock: KernelLock | None = None,
+        refuse: Callable[[RolloutGroup], None] | None = None,
     ) -> Self:
         """Become the one server of the queue in `root`; `RunDirError` names the one that is there already.
 
@@ -122,10 +130,11 @@ class ServerQueue:
         watch_workers: recover the jobs of a dead worker in a thread, within milliseconds. Without it call
             `recover_dead` yourself.
         lock: the server's lock (`rundir.locks.server_lock`), if the caller holds it already and will release it.
+        refuse: raises `BadFileError` for a group to train on that the caller cannot use; it counts as a broken file.
         """
         root = Path(root)
         prepare_root(root)
-        queue = cls(root, run_id, max_attempts, max_open, files or OsFiles(root), lock or server_lock(root))
+        queue = cls(root, run_id, max_attempts, max_open, files or OsFiles(root), lock or server_lock(root), refuse)
         if not queue._lock.try_acquire({"role": "parameter server"}):
             raise RunDirError(
                 f"The queue in {root} has a server: {describe_holder(queue._lock.holder())}. "
@@ -303,6 +312,8 @@ class ServerQueue:
         group = decode_group(data, entry, self.run_id)
         if not _asks_the_same(group.job, job):
             raise BadFileError("it answers another job than the one that was issued, e.g. another prompt or seed")
+        if self._refuse_group is not None and job.purpose == "train":
+            self._refuse_group(group)
         return group
 
     def _refuse(self, name: JobName) -> None:

@@ -51,6 +51,7 @@ from async_grpo.training.corrections.checks import check, describe, describe_dro
 from async_grpo.training.corrections.rule import Rule, rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.distributed import Leader, Ranks, exporter_of
+from async_grpo.training.groups import refuser_of
 from async_grpo.training.job_issuer import JobIssuer, state_for_rewards
 from async_grpo.training.prompts import evaluation_problems, prompt_rows
 from async_grpo.training.reporting import hyperparameters, log_evaluation, report
@@ -108,7 +109,12 @@ class AsyncTraining(TrainingEvents):
             sampled=sampled_with(trainer, rule.name, _generator(trainer, state)),
         )
         self._queue = ServerQueue.open(
-            run.root, state.run_id, max_attempts=settings.max_attempts, consumed=used or (), lock=lock
+            run.root,
+            state.run_id,
+            max_attempts=settings.max_attempts,
+            consumed=used or (),
+            lock=lock,
+            refuse=refuser_of(trainer),
         )
         self._archive = UsedGroups(self._queue, run.root / "done", settings.keep_done, used)
         self._publisher = _publisher(trainer, self._leader, run, state, settings)

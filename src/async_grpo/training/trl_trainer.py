@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from loguru import logger
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
@@ -30,6 +29,7 @@ from async_grpo.training.checkpoints import BatchInUse, find_best
 from async_grpo.training.corrections.kept import rows_of
 from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.corrections.trl_loss import CorrectedLoss, correction_of
+from async_grpo.training.groups import rollout_output, rows_for_trl
 from async_grpo.training.one_dataloader import OneDataLoader
 from async_grpo.training.rollout_metrics import logged_by_workers, longer_half, masks_of, turn_rewards
 from async_grpo.training.rollout_source import StopTraining
@@ -105,7 +105,7 @@ class AsyncGRPOMixin(CorrectedLoss):
         if not self.model.training:
             return super()._generate_and_score_completions(inputs)
         groups = self.events.take_groups(self.state.global_step)
-        rows = own_share(self, [row for group in groups for row in _rows(group)])
+        rows = own_share(self, [row for group in groups for row in rows_for_trl(group)])
         with_own = own_share(self, [bool(group.prompts) for group in groups for _ in range(group.job.num_generations)])
         self._prompts = {place: row["prompt"] for place, row in enumerate(rows) if with_own[place]}
         with _serving(self, groups, rows):
@@ -144,6 +144,19 @@ class AsyncGRPOMixin(CorrectedLoss):
             self.take_rewards(rewards, turn_rewards(self._serving))
         return rewards
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As TRL does. Where its table of completions cannot hold what workers sent, the training goes on without."""
+        from trl import GRPOTrainer as TRLTrainer
+
+        mode = "train" if self.model.training else "eval"
+        try:
+            super().log(logs, start_time)
+        except Exception as error:
+            is_logged = not self._metrics[mode]  # TRL clears them before it makes the table
+            if not (self.log_completions and is_logged) or super().log.__func__ is not TRLTrainer.log:
+                raise
+            _warn_once(f"{type(error).__name__}: {error}"[:300])
+
     def _get_output_dir(self, trial: Any) -> str:
         return super()._get_output_dir(trial) if self._saves_into is None else str(self._saves_into)
 
@@ -177,6 +190,11 @@ class AsyncGRPOMixin(CorrectedLoss):
                 self.state.save_to_json(str(written / TRAINER_STATE_NAME))
 
 
+@cache
+def _warn_once(error: str) -> None:
+    logger.warning("a step's completions cannot be logged ({}); the training goes on", error)
+
+
 @contextmanager
 def _serving(trainer: Any, groups: Sequence[RolloutGroup], rows: Sequence[dict[str, Any]]) -> Iterator[None]:
     """While TRL assembles the batch: rollouts come from `groups`; tools and environments have already run."""
@@ -184,7 +202,7 @@ def _serving(trainer: Any, groups: Sequence[RolloutGroup], rows: Sequence[dict[s
     trainer._serving, trainer._tools = groups, (trainer.tools, trainer.environment_factories)
     if trainer.environment_factories is not None:
         trainer._batch_environments = [row.get("environment") if trainer._multi_environment else None for row in rows]
-    output = {name: own_share(trainer, values) for name, values in _as_rollout_output(groups).items()}
+    output = {name: own_share(trainer, values) for name, values in rollout_output(groups).items()}
     trainer.rollout_func = served_once(output)
     trainer.tools, trainer.environment_factories, trainer.environments = [], None, None
     kept = rows_of(groups)
@@ -212,39 +230,6 @@ def own_share(trainer: Any, completions: list[Any]) -> list[Any]:
     """
     size = len(completions) // trainer.accelerator.num_processes
     return completions[trainer.accelerator.process_index * size :][:size]
-
-
-def _rows(group: RolloutGroup) -> list[dict[str, Any]]:
-    """The group's dataset row once per completion, with the prompt that the completion was sampled from."""
-    row = {"prompt": [{"role": "user", "content": ""}], **opened(group.job.row)}  # TRL's placeholder, of format 2
-    prompts = opened(group.prompts) or [row["prompt"]]
-    if group.prompts:  # they hold their images
-        row |= dict.fromkeys(row.keys() & {"image", "images"})
-    return [{**row, "prompt": prompts[index % len(prompts)]} for index in range(group.job.num_generations)]
-
-
-def _as_rollout_output(groups: Sequence[RolloutGroup]) -> dict[str, list[Any]]:
-    """What TRL expects of a `rollout_func`: one entry per completion, B*G in all."""
-    output: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
-    with_masks = any(group.tool_mask is not None for group in groups)
-    output |= {"env_mask": []} if with_masks else {}
-    for group in groups:
-        lengths = group.completion_lengths
-        output["prompt_ids"] += (
-            [group.prompt_ids.tolist()] * len(lengths)
-            if group.prompt_lengths is None
-            else _cut(group.prompt_ids, group.prompt_lengths)
-        )
-        output["completion_ids"] += _cut(group.completion_ids, lengths)
-        output["logprobs"] += _cut(group.sampling_logprobs, lengths)
-        if with_masks:
-            output["env_mask"] += masks_of(group)
-    return output
-
-
-def _cut(flat: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:
-    """`[a, b, c]`, lengths `[1, 2]` -> `[[a], [b, c]]`."""
-    return [piece.tolist() for piece in np.split(flat, np.cumsum(lengths)[:-1])]
 
 
 def make_async(trainer: GRPOTrainer, events: TrainingEvents, *, correction: Rule) -> None:

@@ -1,0 +1,103 @@
+"""Finished groups as TRL is given them, and the refusal of a group that it could not train on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from async_grpo.errors import BadFileError
+from async_grpo.images import images_in, opened
+from async_grpo.records import RolloutGroup
+from async_grpo.training.corrections.kept import rows_of
+from async_grpo.training.rollout_metrics import logged_by_workers, masks_of, turn_rewards
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+LOWEST_LOGPROB = -1e4  # no sampler draws a token of so small a probability
+HIGHEST_LOGPROB = 0.1  # what rounding in bf16 leaves above 0
+
+
+def refuser_of(trainer: GRPOTrainer) -> Callable[[RolloutGroup], None]:
+    """A function that raises `BadFileError` for a group that this trainer cannot train on.
+
+    What a worker sent must never end the server: a resume would take the same group again. So each group is made ready
+    for TRL once, alone, when it comes.
+    """
+    names = trainer.reward_func_names
+    tokens = trainer.model.get_input_embeddings().weight.shape[0]
+    by_turns = hasattr(trainer, "take_rewards")  # a `TurnGRPOTrainer`
+
+    def refuse(group: RolloutGroup) -> None:
+        try:
+            rows = rows_for_trl(group)
+            rollout_output([group])
+            for prompt, completion in zip([row["prompt"] for row in rows], opened(group.completions), strict=True):
+                images_in(prompt)
+                images_in(completion, role="tool")
+            [*logged_by_workers([group])]
+            rows_of([group])
+            if by_turns:
+                turn_rewards([group])
+        except Exception as error:
+            raise BadFileError(f"it cannot be trained on: {type(error).__name__}: {error}") from error
+        if reason := _unfit(group, tokens) or _of_other_rewards(group, names):
+            raise BadFileError(reason)
+
+    return refuse
+
+
+def _unfit(group: RolloutGroup, tokens: int) -> str:
+    """What TRL would end with, or what would spoil the weights. Empty: nothing."""
+    prompts = np.asarray([group.prompt_ids.size]) if group.prompt_lengths is None else group.prompt_lengths
+    if not prompts.all() or not group.completion_lengths.all():
+        return "it has a prompt or a completion without tokens"
+    if not all(group.prompts):
+        return "it has an empty prompt"
+    largest = max(ids.max() for ids in (group.prompt_ids, group.completion_ids))
+    if largest >= tokens:
+        return f"it has token {largest}, and the model has {tokens} tokens"
+    low, high = group.sampling_logprobs.min(), group.sampling_logprobs.max()
+    if low < LOWEST_LOGPROB or high > HIGHEST_LOGPROB:
+        return f"its log-probabilities go from {low:.3g} to {high:.3g}"
+    return ""
+
+
+def _of_other_rewards(group: RolloutGroup, names: Sequence[str]) -> str:
+    own = list(group.reward_names)
+    return "" if group.rewards.shape[1] == len(names) else f"its rewards are of {own}, and the trainer has {[*names]}"
+
+
+def rows_for_trl(group: RolloutGroup) -> list[dict[str, Any]]:
+    """The group's dataset row once per completion, with the prompt that the completion was sampled from."""
+    row = {"prompt": [{"role": "user", "content": ""}], **opened(group.job.row)}  # TRL's placeholder, of format 2
+    prompts = opened(group.prompts) or [row["prompt"]]
+    if group.prompts:  # they hold their images
+        row |= dict.fromkeys(row.keys() & {"image", "images"})
+    return [{**row, "prompt": prompts[index % len(prompts)]} for index in range(group.job.num_generations)]
+
+
+def rollout_output(groups: Sequence[RolloutGroup]) -> dict[str, list[Any]]:
+    """What TRL expects of a `rollout_func`: one entry per completion, B*G in all."""
+    output: dict[str, list[Any]] = {"prompt_ids": [], "completion_ids": [], "logprobs": []}
+    with_masks = any(group.tool_mask is not None for group in groups)
+    output |= {"env_mask": []} if with_masks else {}
+    for group in groups:
+        lengths = group.completion_lengths
+        output["prompt_ids"] += (
+            [group.prompt_ids.tolist()] * len(lengths)
+            if group.prompt_lengths is None
+            else _cut(group.prompt_ids, group.prompt_lengths)
+        )
+        output["completion_ids"] += _cut(group.completion_ids, lengths)
+        output["logprobs"] += _cut(group.sampling_logprobs, lengths)
+        if with_masks:
+            output["env_mask"] += masks_of(group)
+    return output
+
+
+def _cut(flat: np.ndarray, lengths: np.ndarray) -> list[list[Any]]:
+    """`[a, b, c]`, lengths `[1, 2]` -> `[[a], [b, c]]`."""
+    return [piece.tolist() for piece in np.split(flat, np.cumsum(lengths)[:-1])]
