@@ -164,6 +164,27 @@ def check(sampled: SampledGroup, model: Any) -> None:
         torch.testing.assert_close(torch.tensor(values), expected, atol=1e-5, rtol=0)
 
 
+def test_the_server_starts_when_the_worker_has_given_its_memory_back(
+    server: FedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes what is free on the GPU, and torch keeps what the worker's model had until it is asked for it."""
+    order: list[str] = []
+    trainers: list[Any] = []
+
+    def plan(trainer: Any, *_: Any) -> None:
+        trainers.append(trainer)
+
+    def given_back() -> None:
+        (trainer,) = trainers
+        order.append("given back" if all(p.is_meta for p in trainer.model.parameters()) else "still there")
+
+    monkeypatch.setattr(started, "_plan", plan)
+    monkeypatch.setattr(torch.cuda, "empty_cache", given_back)
+    monkeypatch.setattr(server.process, "start", lambda: order.append("server starts"))
+    engine_of(tmp_path).end()
+    assert order == ["given back", "server starts"]
+
+
 def test_it_samples_with_each_version_and_takes_it_once(
     fed: tuple[StartedServer, FedPolicy], server: FedServer, remote: RemoteWeights, exporter: WeightExporter, model: Any
 ) -> None:

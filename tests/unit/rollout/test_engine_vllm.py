@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+import threading
 from dataclasses import make_dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.engines import vllm as vllm_engine
 from async_grpo.rollout.engines import vllm_sampling
 from async_grpo.rollout.engines.vllm import VLLMEngine
+from async_grpo.rollout.engines.vllm_hooks import BuildersStream
 
 
 @pytest.fixture
@@ -76,3 +79,85 @@ def test_an_engine_without_a_place_takes_a_temporary_one(built_from: list[tuple[
     build(None)
     [(folder, files)] = built_from
     assert files == ["config.json"] and not Path(folder).exists()
+
+
+class CUDAStreams:
+    """In place of `torch.cuda`: each thread has a current stream."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._own = threading.local()
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "current_stream", lambda: getattr(self._own, "stream", "the default"))
+        patch.setattr(torch.cuda, "set_stream", self.set)
+        self.calls = 0
+
+    def set(self, stream: str) -> None:
+        self._own.stream = stream
+        self.calls += 1
+
+
+def test_the_thread_that_steps_an_engine_uses_the_stream_of_the_one_that_built_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's second model runner copies tokens behind the stream that was current while it warmed up."""
+    streams = CUDAStreams(monkeypatch)
+    seen: list[str] = []
+    engine: Any = object.__new__(VLLMEngine)
+    engine._engine = SimpleNamespace(
+        step=lambda: seen.append(torch.cuda.current_stream()) or [], reset_prefix_cache=lambda **_: None
+    )
+    engine._load_base = lambda tensors: seen.append(torch.cuda.current_stream())
+    engine._adapter, engine._images, engine._returns_kept, engine._in_flight_update = None, None, False, False
+    streams.set("of the warm-up")
+    engine._stream = BuildersStream()
+
+    def work() -> None:
+        engine.load({}, 1)
+        engine.step()
+        engine.step()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert seen == ["of the warm-up"] * 3
+    assert streams.calls == 2, "once in each thread"
+
+
+class KeepsTwoAdapters:
+    """Of vLLM's engine: which adapters it has. The one that was added first goes when there is no room."""
+
+    def __init__(self) -> None:
+        self.there: list[int] = []
+        self.pushed_out: list[int] = []
+
+    def add_lora(self, request: SimpleNamespace) -> None:
+        self.there.append(request.lora_int_id)
+        self.pushed_out += self.there[:-2]
+        self.there = self.there[-2:]
+
+    def remove_lora(self, number: int) -> None:
+        self.there.remove(number)
+
+
+def test_an_adapter_that_was_lost_while_it_was_loaded_pushes_out_no_adapter_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = ModuleType("vllm.lora.request")
+    fields = ("lora_name", "lora_int_id", "lora_path")
+    request.LoRARequest = lambda *given: SimpleNamespace(**dict(zip(fields, given, strict=True)))  # type: ignore[attr-defined]
+    for module in (ModuleType("vllm"), ModuleType("vllm.lora"), request):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    engine: Any = object.__new__(VLLMEngine)
+    engine._engine = kept = KeepsTwoAdapters()
+    engine._adapter, engine._adapters, engine._adapters_loaded = ("default", None), {}, 0
+    engine._in_flight_update, engine._loaded, engine._stream = False, -1, BuildersStream()
+    engine._base_loaded, engine._shares_weights_of, engine._load_base = False, None, lambda tensors: None
+    engine.load({}, 1)
+    engine.load({}, 2, in_use={1})
+    engine.forget_weights()  # the trainer died while version 2 was copied
+    engine.load({}, 2, in_use={1})
+    assert kept.pushed_out == [], "requests in flight go on with version 1"
+    assert sorted(engine._adapters) == [1, 2] and kept.there == [1, 3]
+    engine.forget_weights()
+    engine.forget_weights()
+    assert kept.there == [1]

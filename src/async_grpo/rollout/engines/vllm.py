@@ -24,7 +24,7 @@ from transformers import set_seed
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.engines.continuous import Chunk
-from async_grpo.rollout.engines.vllm_hooks import choose_model_runner
+from async_grpo.rollout.engines.vllm_hooks import BuildersStream, choose_model_runner
 from async_grpo.rollout.engines.vllm_images import ENGINE_OPTIONS, ImagePrompts, process_with, refuse_adapted_encoder
 from async_grpo.rollout.engines.vllm_options import (
     adapter_of,
@@ -111,6 +111,7 @@ class VLLMEngine:
         self._returns_kept = returns_kept
         inside = engine_inside(trainer.model)
         self._engine = self._build(trainer, folder, seed, **changes) if inside is None else self._take(inside, seed)
+        self._stream = BuildersStream()
         self._shares_weights_of: torch.nn.Module | None = None if inside is None else trainer.model
         settings = self._engine.vllm_config
         self.max_num_seqs = int(settings.scheduler_config.max_num_seqs)
@@ -123,6 +124,7 @@ class VLLMEngine:
         self._watched = False  # loading was, to find the plan; not every model has one
         self._base_loaded = False
         self._adapters: dict[int, LoRARequest] = {}  # by policy version
+        self._loaded = -1  # version
         self._adapters_loaded = 0
         self._incoming: dict[str, Tensor] = {}  # the adapter that is being loaded
         if self._adapter:
@@ -184,6 +186,7 @@ class VLLMEngine:
 
     def step(self) -> list[Chunk]:
         """Decode once; what is finished, or with `in_flight_update` every new token."""
+        self._stream.use()
         chunks = []
         for output in self._engine.step():
             (completion,) = output.outputs
@@ -206,6 +209,7 @@ class VLLMEngine:
         Raises:
             UnsupportedError: vLLM's model has parameters that the trainer does not publish.
         """
+        self._stream.use()
         if self._adapter is None:
             self._load_base(tensors)
         else:
@@ -217,7 +221,7 @@ class VLLMEngine:
                 self._base_loaded = True
             for old in set(self._adapters) - set(in_use):
                 self._engine.remove_lora(self._adapters.pop(old).lora_int_id)
-            self._adapters[version] = self._add_adapter(tensors)
+            self._adapters[version], self._loaded = self._add_adapter(tensors), version
             if not self._in_flight_update:
                 return  # cached prefixes are kept under the adapter's name, and each version has its own
         self._engine.reset_prefix_cache(reset_running_requests=self._in_flight_update)
@@ -225,8 +229,15 @@ class VLLMEngine:
             self._images.forget_encoded()
 
     def forget_weights(self) -> None:
-        """What was loaded last was not what the trainer published: the next `load` loads everything."""
+        """What was loaded last was not what the trainer published: the next `load` loads everything.
+
+        An adapter of it is dropped at once. Beside the next one, it would push out the one that requests in flight
+        use, and vLLM would load that again: from `_incoming`, which has the next one's tensors by then.
+        """
         self._base_loaded = False
+        lost = None if self._in_flight_update else self._adapters.pop(self._loaded, None)
+        if lost is not None:
+            self._engine.remove_lora(lost.lora_int_id)
 
     def _load_base(self, tensors: Mapping[str, Tensor]) -> None:
         weights = dict(as_in_a_checkpoint(tensors))

@@ -6,9 +6,11 @@ adapters under the same names. If a vLLM moves one of V2's, its engine is built 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import MutableMapping
 from importlib import import_module
 
+import torch
 from loguru import logger
 
 V1_RUNNER = "vllm.v1.worker.gpu_model_runner"
@@ -31,6 +33,25 @@ HOOKS = (
     "vllm.multimodal.processing.processor.BaseMultiModalProcessor._find_mm_placeholders",
     "vllm.multimodal.processing.context.InputProcessingContext.get_hf_processor",
 )
+
+
+class BuildersStream:
+    """The CUDA stream of the thread that built an engine, for the thread that steps it.
+
+    torch and vLLM (`current_stream`) keep a current stream for each thread. vLLM's second model runner copies tokens
+    to the host behind the stream that was current while it warmed up: in a thread with another one, it would copy them
+    before they are computed.
+    """
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+        self._thread = threading.get_ident()
+
+    def use(self) -> None:
+        """Make it current here; to be called before any work of the engine."""
+        if self._stream is not None and threading.get_ident() != self._thread:
+            torch.cuda.set_stream(self._stream)  # vLLM's own by now, which tells its `current_stream`
+            self._thread = threading.get_ident()
 
 
 def choose_model_runner(env: MutableMapping[str, str]) -> None:

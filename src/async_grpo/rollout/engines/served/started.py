@@ -22,6 +22,7 @@ from async_grpo.rollout import WEIGHTS_WAIT_S
 from async_grpo.rollout.engines import SampledGroup
 from async_grpo.rollout.engines.served.client import WEIGHTS_S, Client, ServerEngine
 from async_grpo.rollout.engines.vllm_options import adapter_of, describe_model, engine_options
+from async_grpo.rollout.policy import free_memory
 from async_grpo.serving.vllm_server import END_S, READY_S, ServerPlan, VLLMServerProcess, flags
 from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo_ipc import ExporterDiedError, RemoteWeights
@@ -54,9 +55,10 @@ class StartedServer(ServerEngine):
         folder.mkdir(mode=0o700, parents=True)
         describe_model(trainer, folder, with_text=True)
         self._server = VLLMServerProcess(_plan(trainer, folder, log, number, seed, devices))
+        trainer.model.to("meta")  # the server has the weights, and takes what is free on the GPU
+        free_memory()
         self._server.start()
         logger.info("starting a vLLM server at {}; its output is in {}", self._server.base_url, log)
-        trainer.model.to("meta")  # the server has the weights
         self._wanted: tuple[str, int] | None = None  # generation and version
         self._has: tuple[int, str, int] | None = None  # start of the server, generation and version
 
