@@ -67,7 +67,7 @@ class StaleRun(TrainingEvents):
         with torch.random.fork_rng(devices=[]):  # a worker's randomness is not the trainer's
             sampled = self._sample([self._trl.prepare(job, generated_by) for job in jobs])
         return [
-            to_record(group, self._trl.score(group), attempt=0, worker="dev0", timings=Timings())
+            to_record(group, self._trl.score([group])[0], attempt=0, worker="dev0", timings=Timings())
             for group in map(self._trl.finish, sampled)
         ]
 

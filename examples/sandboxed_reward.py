@@ -31,6 +31,9 @@ def printed_the_answer(completions: Sequence[Any], answer: Sequence[float | str]
     ]
 
 
+printed_the_answer.thread_safe = True  # several calls at a time, each with programs of its own
+
+
 def _printed_number(text: str) -> float | None:
     """The output of the last code block in `text`, if it is exactly one number."""
     blocks = _CODE_BLOCK.findall(text)

@@ -333,9 +333,10 @@ class WorkerSettings:
         type=lambda text: None if text == "auto" else positive(text),
         metavar="auto|N",
     )
-    score_concurrency: int = setting(
-        4, "groups that a worker scores while it generates the next ones (default: 4)", type=positive, metavar="N"
+    score_concurrency: int | None = setting(
+        None, "calls of rewards at a time (default: 1; 4 if all are async or thread_safe)", type=positive, metavar="N"
     )
+    score_alone: bool = setting(False, "call reward functions with one prompt group, not with all that wait")
     tool_timeout: float = setting(
         30.0,
         "a tool call that takes longer is given up, and the model reads an error; an agent that asks its endpoint for "

@@ -87,7 +87,7 @@ def test_groups_with_tools_are_in_flight_together(kind: str, tmp_path: Path) -> 
         for sets, ids, mask in zip(group.kept or [], group.completion_ids, group.tool_masks or [], strict=True):
             assert sets == [kept(token) if own else b"" for token, own in zip(ids, mask, strict=True)]
         assert group.version == 4
-        rewards = worker.calls.score(group).rewards
+        rewards = worker.calls.score([group])[0].rewards
         if kind == "environments":
             assert rewards[:, 1].tolist() == [3.0, 0.0], "each group's rewards are of its own environments"
 

@@ -134,12 +134,48 @@ def test_a_reward_model_shares_the_tokenizer_of_the_policy(tmp_path: Path) -> No
     group = InProcessWorker(trainer).generate(jobs[:1])[0]
     group = replace(group, completions=["a", "longer"])
     with ThreadPoolExecutor(2) as threads:
-        scoring = [threads.submit(trl.score, group) for _ in range(60)]
+        scoring = [threads.submit(trl.score, [group]) for _ in range(60)]
         prepared = []
         while not all(future.done() for future in scoring):
             prepared += [trl.prepare(job, 0) for job in jobs]
-    assert len({tuple(future.result().rewards.flatten().tolist()) for future in scoring}) == 1
+    assert len({tuple(future.result()[0].rewards.flatten().tolist()) for future in scoring}) == 1
     assert all([len(ids) for ids in one.prompt_ids] == [len(one.job.row["prompt"])] * 2 for one in prepared)
+
+
+def test_a_call_with_several_groups_gives_each_what_a_call_of_its_own_does(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def logging_reward(completions: list[str], target: list[int], log_extra: Any, log_metric: Any, **_: Any) -> Any:
+        calls.append(len(completions))
+        log_extra("first", [completion[:1] for completion in completions])
+        log_metric("calls", 1.0)
+        return [number + score for number, score in zip(target, letters(completions), strict=True)]
+
+    def again(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
+        log_extra("first", [completion[-1:] for completion in completions])
+        return length(completions)
+
+    worker = InProcessWorker(build_trainer(tmp_path, reward_funcs=[logging_reward, async_letters, again]))
+    groups = worker.generate(jobs_of(plain_rows(3)))
+    alone = [worker.calls.score([group])[0] for group in groups]
+    together = worker.calls.score(groups)
+    assert calls == [2, 2, 2, 6]
+    for one, other in zip(together, alone, strict=True):
+        assert torch.equal(one.rewards, other.rewards)
+        assert one.extra_columns == other.extra_columns and len(one.extra_columns["first"]) == 4
+    assert [scores.metrics for scores in together] == [{"calls": [1.0]}, {}, {}], "a value of a call counts once"
+
+
+def test_columns_that_do_not_say_whose_they_are_make_groups_be_scored_alone(tmp_path: Path) -> None:
+    def one_value(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
+        log_extra("mean", [sum(letters(completions)) / len(completions)])
+        return letters(completions)
+
+    worker = InProcessWorker(build_trainer(tmp_path, reward_funcs=one_value))
+    groups = worker.generate(jobs_of(plain_rows(2)))
+    with pytest.raises(ValueError, match=r"log_extra\('mean'\) has 1 values for 4 completions"):
+        worker.calls.score(groups)
+    assert len(worker.calls.score(groups[:1])[0].extra_columns["mean"]) == 1
 
 
 STATE = ("global_step", "max_steps", "epoch", "num_train_epochs", "train_batch_size", "is_world_process_zero")

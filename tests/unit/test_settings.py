@@ -95,6 +95,7 @@ OTHER_TRAINING = TrainingSettings(
 OTHER_WORK = WorkerSettings(
     groups_per_claim=2,
     score_concurrency=1,
+    score_alone=True,
     tool_timeout=2.5,
     tool_concurrency=3,
     max_turns=2,

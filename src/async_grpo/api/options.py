@@ -66,7 +66,8 @@ class Options(TypedDict, total=False):
     stall_warning: float
     # WorkerSettings
     groups_per_claim: int | None
-    score_concurrency: int
+    score_concurrency: int | None
+    score_alone: bool
     tool_timeout: float
     tool_concurrency: int
     max_turns: int | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -100,6 +101,13 @@ class TurnGRPOTrainer(GRPOTrainer):
                     if reward == reward:
                         row[turn] = weights[column] * reward + (row[turn] if row[turn] == row[turn] else 0.0)
         return rows
+
+    def scored_part(self, part: slice) -> TurnGRPOTrainer:
+        """A copy that has scored these completions of the batch, and no others."""
+        alone = copy.copy(self)
+        alone._given = {index: values[part] for index, values in self._given.items()}
+        alone.batch_rewards = self.batch_rewards[part]
+        return alone
 
     def take_rewards(self, rewards: torch.Tensor, turn_rewards: list[list[float]]) -> None:
         """In place of scoring: what workers made, [B, F] and one list a completion."""
@@ -225,6 +233,9 @@ def _summing(index: int, function: Any) -> Callable[..., Any]:
 
     summing = summed_later if is_async_callable(function) else summed
     summing.__name__ = name
+    vars(summing).update(
+        {says: getattr(function, says) for says in ("thread_safe", "joint") if hasattr(function, says)}
+    )
     return summing
 
 

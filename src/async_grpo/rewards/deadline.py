@@ -64,6 +64,7 @@ def with_deadline(
         def scored(completions: Sequence[Any], **columns: Any) -> list[float | None]:
             return processes.score(completions, columns)
 
+        scored.thread_safe = True  # type: ignore[attr-defined]  # the function itself runs in the processes
         return scored
 
     return decorate

@@ -52,6 +52,7 @@ def math(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[fl
 
 for _reward in (gsm8k, math):
     _reward.success_threshold = SUCCESS  # type: ignore[attr-defined]
+    _reward.thread_safe = True  # type: ignore[attr-defined]
     _reward.final_answer = final_answer  # type: ignore[attr-defined]
 
 

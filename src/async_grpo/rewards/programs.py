@@ -48,6 +48,7 @@ def mbpp(completions: Sequence[Any], test_list: Sequence[Sequence[str]], **_: An
 
 
 mbpp.success_threshold = SUCCESS  # type: ignore[attr-defined]
+mbpp.thread_safe = True  # type: ignore[attr-defined]
 
 
 def check(test: str) -> Check:

@@ -19,8 +19,8 @@ _NOT_OF_USERS = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
-def raise_refusal_in(error: BaseException) -> None:
-    """Raise the `RunRefused` that `error` is, holds, or was raised for."""
+def refusal_in(error: BaseException) -> RunRefused | None:
+    """The `RunRefused` that `error` is, holds, or was raised for."""
     seen: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -28,9 +28,10 @@ def raise_refusal_in(error: BaseException) -> None:
         if one is None or any(one is other for other in seen):
             continue
         if isinstance(one, RunRefused):
-            raise one
+            return one
         seen.append(one)
         waiting += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
+    return None
 
 
 class Failures:

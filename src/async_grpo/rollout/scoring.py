@@ -1,19 +1,38 @@
-"""Scores groups in threads of their own, so that a slow reward (a judge, a sandbox) does not stall the engine."""
+"""Scores groups in threads of their own, so that a slow reward (a judge, a sandbox) does not stall the engine.
+
+Reward functions share objects between their calls, and TRL calls them one at a time. So does a worker, unless they
+allow more (`reward_calls`). The groups that wait meanwhile are handed over in one call, as TRL hands over a batch: what
+a call costs, however many completions it gets, is paid once.
+"""
 
 from __future__ import annotations
 
+import math
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from loguru import logger
+
+from async_grpo.rollout.failures import refusal_in
+from async_grpo.rollout.reward_calls import RewardCalls, together
 from async_grpo.rollout.threads import KeptThreads
 
 if TYPE_CHECKING:
     from async_grpo.rollout.trl_group import GeneratedGroup, Scores
+
+
+class Scorer(Protocol):
+    """Who calls the reward functions."""
+
+    def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
+        """Of each group, from one call."""
+
+    def let_go(self, group: GeneratedGroup) -> None:
+        """The group will not be scored again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,40 +45,56 @@ class Scored:
     seconds: float
 
 
-class Scoring:
-    """Up to `at_most` groups at a time, each in a thread of its own; they come back as they are done.
-
-    Asynchronous reward functions of all groups share TRL's one event loop.
-
-    Args:
-        at_most: 0 scores each group in the caller's thread, in order.
-    """
-
-    def __init__(self, score: Callable[[GeneratedGroup], Scores], at_most: int) -> None:
-        self._score = score
-        self._at_most = at_most
-        self._waiting: deque[GeneratedGroup] = deque()
-        self._running = 0
-        self._threads = KeptThreads()
-        self._done: SimpleQueue[Scored] = SimpleQueue()
+class _Waiting(NamedTuple):
+    group: GeneratedGroup
+    alone: bool  # it is not to share a call
 
     @property
-    def backlog(self) -> int:
-        """Groups that wait for a thread."""
-        return len(self._waiting)
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for groups that one call may have: it gets one `trainer_state`, and one list for each column."""
+        job = self.group.job
+        return (job.purpose, job.trainer_state or self.group.version, sorted(self.group.rows[0]))
+
+
+class Scoring:
+    """As many calls at a time as `calls` says, each in a thread of its own; groups come back as they are done.
+
+    A call takes groups of one kind, the oldest first, and no more than its share of those that wait. If it raises, it
+    is repeated group by group, so that a group which makes it raise costs itself only. Asynchronous reward functions of
+    all calls share TRL's one event loop.
+    """
+
+    def __init__(self, scorer: Scorer, calls: RewardCalls) -> None:
+        self._scorer, self._calls = scorer, calls
+        self._waiting: list[_Waiting] = []
+        self._called = 0  # calls under way
+        self._running = 0  # groups that are in one, or were and are not taken from `finished` yet
+        self._threads = KeptThreads()
+        self._done: SimpleQueue[Scored | None] = SimpleQueue()  # None: a call has ended
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so many groups wait that the next call could not have more."""
+        waiting = sum(len(one.group.rows) for one in self._waiting)
+        return waiting > 0 and waiting >= self._calls.most_completions
 
     @property
     def busy(self) -> bool:
         """Whether any group is waiting, being scored, or scored and not taken from `finished` yet."""
         return bool(self._waiting) or self._running > 0
 
-    def start(self, group: GeneratedGroup) -> None:
-        """Have `group` scored; its outcome comes out of `finished`."""
-        if self._at_most == 0:
-            self._running += 1
-            self._run(group)
+    def start(self, group: GeneratedGroup, *, alone: bool = False) -> None:
+        """Have `group` scored; its outcome comes out of `finished`.
+
+        Args:
+            alone: in a call of its own.
+        """
+        if self._calls.at_a_time == 0:
+            self._begin([group])
+            self._run([group])
             return
-        self._waiting.append(group)
+        self._waiting.append(_Waiting(group, alone))
+        self._waiting.sort(key=lambda one: one.group.job.seq)
         self._fill()
 
     def finished(self, timeout_s: float) -> list[Scored]:
@@ -67,23 +102,56 @@ class Scoring:
         outcomes: list[Scored] = []
         try:
             while True:
-                outcomes.append(self._done.get(timeout=0 if outcomes else timeout_s))
-                self._running -= 1
+                outcome = self._done.get(timeout=0 if outcomes else timeout_s)
+                if outcome is None:
+                    self._called -= 1
+                    self._fill()
+                else:
+                    outcomes.append(outcome)
+                    self._running -= 1
         except Empty:
-            self._fill()
             return outcomes
 
     def _fill(self) -> None:
-        while self._waiting and self._running < self._at_most:
-            self._running += 1
-            self._threads.run(partial(self._run, self._waiting.popleft()), name="scoring")
+        while self._waiting and self._called < self._calls.at_a_time:
+            groups = self._next_call()
+            self._begin(groups)
+            self._threads.run(partial(self._run, groups), name="scoring")
 
-    def _run(self, group: GeneratedGroup) -> None:
+    def _begin(self, groups: Sequence[GeneratedGroup]) -> None:
+        self._called += 1
+        self._running += len(groups)
+
+    def _next_call(self) -> list[GeneratedGroup]:
+        first = self._waiting[0]
+        mates = [first]
+        if self._calls.most_completions and not first.alone:
+            mates = [one for one in self._waiting if not one.alone and one.kind == first.kind]
+            mates = mates[: math.ceil(len(mates) / self._calls.at_a_time)]
+            mates = mates[: together([len(one.group.rows) for one in mates], self._calls.most_completions)]
+        self._waiting = [one for one in self._waiting if not any(one is mate for mate in mates)]
+        return [one.group for one in mates]
+
+    def _run(self, groups: Sequence[GeneratedGroup]) -> None:
+        for outcome in self._outcomes(groups, spent_s=0.0):
+            self._scorer.let_go(outcome.group)
+            self._done.put(outcome)
+        self._done.put(None)
+
+    def _outcomes(self, groups: Sequence[GeneratedGroup], spent_s: float) -> Iterator[Scored]:
+        """Args: spent_s: of each group's time, on a call before this one."""
         started = time.monotonic()
-        scores: Scores | None = None
+        scores: Sequence[Scores | None] = [None] * len(groups)
         error: BaseException | None = None
         try:
-            scores = self._score(group)
+            scores = self._scorer.score(groups)
         except BaseException as raised:  # noqa: BLE001  # whatever rewards raise belongs to the job: `exit()` as well
             error = raised
-        self._done.put(Scored(group, scores, error, time.monotonic() - started))
+        spent_s += (time.monotonic() - started) / len(groups)
+        if error is not None and len(groups) > 1 and refusal_in(error) is None:
+            logger.info("the rewards of {} groups are computed group by group, as their call raised", len(groups))
+            for group in groups:
+                yield from self._outcomes([group], spent_s)
+            return
+        for group, score in zip(groups, scores, strict=True):
+            yield Scored(group, score, error, spent_s)

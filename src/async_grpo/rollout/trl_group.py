@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -71,6 +71,42 @@ def merge_extra_fields(rows: list[dict[str, Any]], fields: dict[str, Any] | None
                 row[name] = values
             elif index < len(values):
                 row[name] = values[index]
+
+
+def parts_of(sizes: Sequence[int]) -> list[slice]:
+    """The places of groups of these sizes that lie one after the other."""
+    ends = [*accumulate(sizes)]
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def of_all(groups: Sequence[GeneratedGroup], name: str) -> list[Any] | None:
+    """This field of one group after the other, or the one group's own list, which code of the user's may change."""
+    if len(groups) == 1 or getattr(groups[0], name) is None:
+        own: list[Any] | None = getattr(groups[0], name)
+        return own
+    return [*chain.from_iterable(getattr(group, name) for group in groups)]
+
+
+def divided(columns: dict[str, list[Any]], parts: Sequence[slice]) -> list[dict[str, list[Any]]]:
+    """What each group has of the `log_extra` columns of one call.
+
+    Raises:
+        ValueError: a column of several groups has not one value a completion, so whose they are is unknown.
+    """
+    if len(parts) == 1:
+        return [dict(columns)]
+    size = parts[-1].stop
+    for name, values in columns.items():
+        if len(values) % size:
+            raise ValueError(f"log_extra({name!r}) has {len(values)} values for {size} completions.")
+    starts = {name: range(0, len(values), size) for name, values in columns.items()}  # one for each function that logs
+    return [
+        {
+            name: [one for start in starts[name] for one in values[start : start + size][part]]
+            for name, values in columns.items()
+        }
+        for part in parts
+    ]
 
 
 def refuse_unknown_sampling(job: Job) -> None:

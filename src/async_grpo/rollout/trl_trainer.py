@@ -25,7 +25,10 @@ from async_grpo.rollout.trl_group import (
     Scores,
     Versions,
     as_fields,
+    divided,
     merge_extra_fields,
+    of_all,
+    parts_of,
     prompt_of,
     refuse_unknown_sampling,
     refuse_written_images,
@@ -50,6 +53,8 @@ HOOKS = (
     "_log_metric",
 )
 _COUNTED_BY_TRL_ON_THE_TRAINER = ("completions/", "num_tokens", "reward", "frac_reward_zero_std")
+
+_GIVEN = ("rows", "prompts", "completions", "completion_ids", "environments")  # of a group, to the reward functions
 
 Images = list[list[Any] | None] | None  # of each prompt, as PIL has them
 Tokens = tuple[list[list[int]], list[list[float]]]  # token ids and their log-probabilities, for each prompt
@@ -176,26 +181,34 @@ class RolloutTrainer:
         made = Batch(trainer, rows, prompts, trainer._generate(prompts), metrics={}, images=self.data_has_images)
         return made.group(prepared.job, slice(None), prepared.version, sampled.versions, sampled.kept)
 
-    def score(self, group: GeneratedGroup) -> Scores:
-        """Call the reward functions on one group, exactly as TRL would."""
-        return self._rewards.call(self._score, group)
+    def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
+        """Call the reward functions once, on whole groups of one kind, exactly as TRL would on a batch of them."""
+        return self._rewards.call(self._score, groups)
 
-    def _score(self, group: GeneratedGroup) -> Scores:
-        scorer = copy.copy(self.trainer)  # its own environments and pending logs, so that groups cannot mix
+    def let_go(self, group: GeneratedGroup) -> None:
+        """Nothing of a group that was scored is used again here."""
+
+    def _score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
+        scorer = copy.copy(self.trainer)  # its own environments and pending logs, so that calls cannot mix
         scorer._log_metric = lambda name, value: scorer._pending_metrics[name].append(value)
         scorer._log_completion_extra = lambda name, values: scorer._pending_extra_logs[name].extend(values)
-        scorer.environments = group.environments
-        scorer.state = group.state
+        rows, prompts, completions, ids, scorer.environments = (of_all(groups, name) for name in _GIVEN)
+        scorer.state = groups[0].state
         scorer._pending_metrics = defaultdict(list)
         scorer._pending_extra_logs = defaultdict(list)
-        rewards = scorer._calculate_rewards(group.rows, group.prompts, group.completions, group.completion_ids)
-        return Scores(
-            names=scorer.reward_func_names,
-            rewards=rewards.float().cpu(),
-            metrics=dict(scorer._pending_metrics),
-            extra_columns=dict(scorer._pending_extra_logs),
-            turn_rewards=_turn_rewards(scorer, group) if self._has_turn_rewards else None,
-        )
+        rewards = scorer._calculate_rewards(rows, prompts, completions, ids)
+        parts = parts_of([len(group.rows) for group in groups])
+        extra = divided(scorer._pending_extra_logs, parts)
+        return [
+            Scores(
+                names=scorer.reward_func_names,
+                rewards=rewards[part].float().cpu(),
+                metrics=dict(scorer._pending_metrics) if part.start == 0 else {},  # a value of a call counts once
+                extra_columns=columns,
+                turn_rewards=_turn_rewards(scorer, group, part) if self._has_turn_rewards else None,
+            )
+            for group, part, columns in zip(groups, parts, extra, strict=True)
+        ]
 
     def fork(self) -> RolloutTrainer:
         """A copy that generates other groups at the same time: the same settings, its own environments and counts."""
@@ -325,8 +338,8 @@ class Batch:
         )
 
 
-def _turn_rewards(scorer: Any, group: GeneratedGroup) -> list[list[float]] | None:
-    return scorer.turn_rewards(group.tool_masks or [[1] * len(ids) for ids in group.completion_ids])
+def _turn_rewards(scorer: Any, group: GeneratedGroup, part: slice) -> list[list[float]] | None:
+    return scorer.scored_part(part).turn_rewards(group.tool_masks or [[1] * len(ids) for ids in group.completion_ids])
 
 
 class _NoHistory(list[Any]):

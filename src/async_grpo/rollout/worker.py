@@ -24,7 +24,7 @@ from async_grpo.queue import Claim, JobSource
 from async_grpo.records import Timings
 from async_grpo.rollout import WEIGHTS_WAIT_S
 from async_grpo.rollout.engines import WeightsLostError
-from async_grpo.rollout.failures import Failures, raise_refusal_in
+from async_grpo.rollout.failures import Failures, refusal_in
 from async_grpo.rollout.statistics import WorkerStatistics
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
@@ -81,6 +81,7 @@ class Worker:
     """Serves jobs until the run has ended or `should_stop` says so."""
 
     def __init__(self, context: WorkerContext, engine: Engine) -> None:
+        from async_grpo.rollout.reward_calls import reward_calls
         from async_grpo.rollout.scoring import Scoring
         from async_grpo.rollout.turns.groups import Turns
 
@@ -91,8 +92,8 @@ class Worker:
         self._weights, self._check_run = context.weights, context.check_run
         self._policy = engine.follow(context.weights)
         self._groups_per_claim, self._deterministic = context.settings.groups_per_claim, context.deterministic
-        # Rewards in another order may draw other random numbers.
-        self._scoring = Scoring(self._trl.score, 0 if context.deterministic else context.settings.score_concurrency)
+        calls = reward_calls(context.trl.trainer, context.settings, deterministic=context.deterministic)
+        self._scoring = Scoring(self._trl, calls)
         self._held: deque[Claim] = deque()  # claimed, and waiting for weights
         self._held_since = 0.0
         self._started: dict[int, _InFlight] = {}  # by the job's seq, until it is handed back or has failed
@@ -136,7 +137,7 @@ class Worker:
 
     def _claim(self) -> None:
         started = time.monotonic()
-        if self._unserved_since is not None or self._scoring.backlog or not (room := self._room()):
+        if self._unserved_since is not None or self._scoring.is_full or not (room := self._room()):
             return
         try:
             claims = self._queue.claim(room, skip=self._started.keys() | self._left_alone())
@@ -245,7 +246,7 @@ class Worker:
         activity.has_jobs([group.job.seq], SCORING)
         if self._deterministic:
             activity.doing(SCORING)
-        self._scoring.start(group)
+        self._scoring.start(group, alone=self._started[group.job.seq].claim.attempt > 0)
 
     # Jobs that are done, and jobs that failed
 
@@ -287,10 +288,10 @@ class Worker:
             activity.no_longer_has(claim.job.seq, done=True)
 
     def _failed(self, seq: int, error: BaseException) -> None:
-        raise_refusal_in(error)
-        text = "".join(traceback.format_exception(error))
+        if (refusal := refusal_in(error)) is not None:
+            raise refusal
         self._sampling.pop(seq, None)
-        claim = self._started.pop(seq).claim
+        claim, text = self._started.pop(seq).claim, "".join(traceback.format_exception(error))
         self.statistics.failed += 1
         self._failures.add(seq, claim.attempt, text)
         if self._when_there_is_room(lambda: self._queue.fail(claim, text)):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _BUILT = "builds the trainer, in the server and in each worker"
 _SAMPLES = "makes completions, in the workers"
-_SCORES = "scores, in the workers: one prompt group a call, where TRL has a whole batch"
+_SCORES = "scores, in the workers: the prompt groups that wait, at most TRL's batch, in one call"
 _ASSEMBLES = "runs in the workers up to the completions, and in the server on what the workers made"
 _PROMPTS = "decides the prompts and their order, in the server"
 _TRAINS = "trains, in the server"

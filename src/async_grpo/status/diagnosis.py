@@ -157,8 +157,8 @@ def bottleneck_of(shares: Shares) -> str:
     if shares.workers_scoring > 0.5:
         return (
             f"reward functions are the bottleneck: the trainer {waited}, and workers spent "
-            f"{shares.workers_scoring:.0%} of it waiting for them; raise --score-concurrency, {more}, or make them "
-            "faster"
+            f"{shares.workers_scoring:.0%} of it waiting for them; if several calls may run at a time, raise "
+            f"--score-concurrency (or say thread_safe = True of the functions); else {more}, or make them faster"
         )
     if idle > 0.4:
         bound = "" if shares.max_staleness is None else f" (now {shares.max_staleness})"

@@ -31,13 +31,13 @@ HANGS = "5+2="
 def reward(prompts: list[str], completions: list[str], log_metric, **_) -> list[float]:
     time.sleep(float(os.environ.get("TEST_REWARD_S", "0")))
     trouble = os.environ.get("TEST_REWARD", "").split()
-    if "broken" in trouble or ("poison" in trouble and prompts[0] == POISON):
+    if "broken" in trouble or ("poison" in trouble and POISON in prompts):
         raise RuntimeError(f"no reward for {prompts[0]}")
     if "refused" in trouble:
         raise RunRefused("No worker can do this.")
     if "signals" in trouble:
         signal.signal(signal.SIGALRM, lambda *_: None)  # as math-verify does for its time-out
-    if "hang" in trouble and prompts[0] == HANGS and not Path(os.environ["TEST_MARKER"]).exists():
+    if "hang" in trouble and HANGS in prompts and not Path(os.environ["TEST_MARKER"]).exists():
         Path(os.environ["TEST_MARKER"]).touch()
         time.sleep(100_000)
     while "held" in trouble and not Path(os.environ["TEST_MARKER"]).exists():

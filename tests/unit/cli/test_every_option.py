@@ -84,6 +84,7 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     "stall_warning": (["--stall-warning", "6"], REFUSED, "training.stall_warning", 6.0),
     "groups_per_claim": (["--groups-per-claim", "2"], REFUSED, "work.groups_per_claim", 2),
     "score_concurrency": (["--score-concurrency", "2"], REFUSED, "work.score_concurrency", 2),
+    "score_alone": (["--score-alone"], REFUSED, "work.score_alone", True),
     "tool_timeout": (["--tool-timeout", "2"], REFUSED, "work.tool_timeout", 2.0),
     "tool_concurrency": (["--tool-concurrency", "2"], REFUSED, "work.tool_concurrency", 2),
     "max_turns": (["--max-turns", "2"], REFUSED, "work.max_turns", 2),

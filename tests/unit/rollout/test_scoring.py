@@ -1,91 +1,278 @@
-"""Groups scored during generation."""
+"""Groups scored during generation: how often the reward functions are called, with which groups, in which threads."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from async_grpo.errors import RunRefused
+from async_grpo.rollout.reward_calls import OVERLAPPING, RewardCalls, reward_calls
 from async_grpo.rollout.scoring import Scored, Scoring
+from async_grpo.settings import WorkerSettings
 from patience import until
 
 DEADLINE_S = 60.0
-AT_MOST = 2
+GROUP_SIZE = 2
+BATCH = 8  # completions
 
 
-def wait_for(score: Scoring, wanted: int) -> list[Scored]:
+def group_of(seq: int, *, purpose: str = "train", step: int = 0, columns: Sequence[str] = ("prompt",)) -> Any:
+    row = dict.fromkeys(columns, "")
+    job = SimpleNamespace(seq=seq, purpose=purpose, trainer_state={"global_step": step})
+    return SimpleNamespace(job=job, rows=[row] * GROUP_SIZE, version=0)
+
+
+class Rewards:
+    """Reward functions that wait until the test lets them go, and note what they were called with."""
+
+    def __init__(self, score: Callable[[int], Any] = lambda seq: f"of {seq}", *, held: bool = False) -> None:
+        self._score = score
+        self.calls: list[list[int]] = []
+        self.released: list[int] = []
+        self.at_once = self.most_at_once = 0
+        self._go_on = threading.Event()
+        self._lock = threading.Lock()
+        if not held:
+            self.go_on()
+
+    def go_on(self) -> None:
+        self._go_on.set()
+
+    def score(self, groups: Sequence[Any]) -> list[Any]:
+        with self._lock:
+            self.calls.append([group.job.seq for group in groups])
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            assert self._go_on.wait(DEADLINE_S)
+            return [self._score(group.job.seq) for group in groups]
+        finally:
+            with self._lock:
+                self.at_once -= 1
+
+    def let_go(self, group: Any) -> None:
+        self.released.append(group.job.seq)
+
+
+def wait_for(score: Scoring, wanted: int) -> dict[int, Scored]:
     outcomes: list[Scored] = []
     while len(outcomes) < wanted:
         found = score.finished(DEADLINE_S)
         assert found, "nothing came back"
         outcomes += found
-    return outcomes
+    assert len(outcomes) == wanted
+    return {outcome.group.job.seq: outcome for outcome in outcomes}
 
 
-def test_what_a_reward_raises_is_the_groups() -> None:
-    def rewards(group: Any) -> Any:
-        if group == 1:
+def scoring(rewards: Rewards, at_a_time: int = 1, most: int = BATCH) -> Scoring:
+    return Scoring(rewards, RewardCalls(at_a_time, most))
+
+
+def test_groups_that_wait_for_a_call_share_the_next_one() -> None:
+    rewards = Rewards(held=True)
+    score = scoring(rewards)
+    for seq in (0, 3, 1, 2, 4, 5):
+        score.start(group_of(seq))
+    rewards.go_on()
+    outcomes = wait_for(score, 6)
+    assert rewards.calls == [[0], [1, 2, 3, 4], [5]], "the oldest first, and no more than TRL's batch"
+    assert rewards.most_at_once == 1
+    assert {seq: outcome.scores for seq, outcome in outcomes.items()} == {seq: f"of {seq}" for seq in range(6)}
+    assert not score.busy
+
+
+def test_a_call_has_groups_of_one_purpose_step_and_columns() -> None:
+    rewards = Rewards(held=True)
+    score = scoring(rewards)
+    score.start(group_of(0))
+    for group in (
+        group_of(1),
+        group_of(2, step=1),
+        group_of(3, purpose="eval"),
+        group_of(4, columns=("prompt", "solved")),
+        group_of(5),
+        group_of(6, step=1),
+    ):
+        score.start(group)
+    rewards.go_on()
+    wait_for(score, 7)
+    assert rewards.calls == [[0], [1, 5], [2, 6], [3], [4]]
+
+
+def test_a_group_that_failed_before_has_a_call_of_its_own() -> None:
+    rewards = Rewards(held=True)
+    score = scoring(rewards)
+    score.start(group_of(9))
+    score.start(group_of(0), alone=True)
+    for seq in (1, 2):
+        score.start(group_of(seq))
+    rewards.go_on()
+    wait_for(score, 4)
+    assert rewards.calls == [[9], [0], [1, 2]]
+
+
+def test_a_call_that_raises_is_repeated_group_by_group() -> None:
+    def broken(seq: int) -> str:
+        if seq == 2:
             raise RuntimeError("no reward")
         return "scores"
 
-    score: Scoring = Scoring(rewards, AT_MOST)
-    for key in range(3):
-        score.start(key)  # type: ignore[arg-type]
-    outcomes = {outcome.group: outcome for outcome in wait_for(score, 3)}
-    assert [outcomes[key].scores for key in range(3)] == ["scores", None, "scores"]
-    assert "no reward" in str(outcomes[1].error)
+    rewards = Rewards(broken, held=True)
+    score = scoring(rewards)
+    for seq in range(4):
+        score.start(group_of(seq))
+    rewards.go_on()
+    outcomes = wait_for(score, 4)
+    assert rewards.calls == [[0], [1, 2, 3], [1], [2], [3]]
+    assert [outcomes[seq].scores for seq in range(4)] == ["scores", "scores", None, "scores"]
+    assert "no reward" in str(outcomes[2].error)
+    assert sorted(rewards.released) == [0, 1, 2, 3], "each once, and not before it was scored"
 
 
-@pytest.mark.parametrize("at_most", [0, AT_MOST], ids=["in the caller's thread", "beside"])
-def test_a_reward_that_exits_costs_its_own_group(at_most: int) -> None:
-    score: Scoring = Scoring(lambda group: sys.exit("no licence") if group == 1 else "scores", at_most)  # type: ignore[arg-type, return-value]
-    for key in range(3):
-        score.start(key)  # type: ignore[arg-type]
-    outcomes = {outcome.group: outcome for outcome in wait_for(score, 3)}
-    assert [outcomes[key].scores for key in range(3)] == ["scores", None, "scores"]
+def test_what_ends_the_run_is_not_asked_for_again() -> None:
+    def refuse(seq: int) -> str:
+        raise RunRefused("no optimizer")
+
+    rewards = Rewards(refuse, held=True)
+    score = scoring(rewards)
+    for seq in range(3):
+        score.start(group_of(seq))
+    rewards.go_on()
+    assert all(isinstance(outcome.error, RunRefused) for outcome in wait_for(score, 3).values())
+    assert rewards.calls == [[0], [1, 2]]
+
+
+def test_a_call_of_several_groups_is_shared_out_over_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewards = Rewards(held=True)
+    score = scoring(rewards)
+    for seq in range(4):
+        score.start(group_of(seq))
+    clock = iter(range(0, 1000, 6))
+    monkeypatch.setattr("async_grpo.rollout.scoring.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    rewards.go_on()
+    outcomes = wait_for(score, 4)
+    assert [outcomes[seq].seconds for seq in (1, 2, 3)] == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("at_a_time", [0, 2], ids=["in the caller's thread", "beside"])
+def test_a_reward_that_exits_costs_its_own_group(at_a_time: int) -> None:
+    rewards = Rewards(lambda seq: sys.exit("no licence") if seq == 1 else "scores")
+    score = scoring(rewards, at_a_time)
+    for seq in range(3):
+        score.start(group_of(seq))
+    outcomes = wait_for(score, 3)
+    assert [outcomes[seq].scores for seq in range(3)] == ["scores", None, "scores"]
     assert "no licence" in str(outcomes[1].error)
 
 
-def test_a_reward_that_hangs_holds_up_its_own_group() -> None:
+def test_calls_that_may_overlap_do_and_share_what_waits() -> None:
+    rewards = Rewards(held=True)
+    score = scoring(rewards, at_a_time=2)
+    for seq in range(8):
+        score.start(group_of(seq))
+    until(lambda: rewards.at_once == 2)
+    rewards.go_on()
+    wait_for(score, 8)
+    first, second, *later = rewards.calls
+    assert sorted([first, second]) == [[0], [1]]
+    assert [2, 3, 4] in later, "half of the six that wait"
+
+
+def test_a_reward_that_hangs_holds_up_its_own_call() -> None:
     go_on = threading.Event()
-    score: Scoring = Scoring(lambda group: group or go_on.wait(DEADLINE_S), AT_MOST)  # type: ignore[arg-type, return-value]
-    for key in range(5):
-        score.start(key)  # type: ignore[arg-type]
-    assert sorted(outcome.group for outcome in wait_for(score, 4)) == [1, 2, 3, 4]
+    rewards = Rewards(lambda seq: seq or go_on.wait(DEADLINE_S))
+    score = scoring(rewards, at_a_time=2, most=0)
+    for seq in range(5):
+        score.start(group_of(seq))
+    assert sorted(wait_for(score, 4)) == [1, 2, 3, 4]
     go_on.set()
-    assert [outcome.group for outcome in wait_for(score, 1)] == [0]
+    assert [*wait_for(score, 1)] == [0]
+    assert all(len(call) == 1 for call in rewards.calls)
 
 
-def test_so_many_groups_are_scored_at_a_time_and_the_others_wait() -> None:
-    running, most, lock = [0], [0], threading.Lock()
-    go_on = threading.Event()
-
-    def rewards(group: Any) -> Any:
-        with lock:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
-        assert go_on.wait(DEADLINE_S)
-        with lock:
-            running[0] -= 1
-
-    score: Scoring = Scoring(rewards, AT_MOST)
-    for key in range(5):
-        score.start(key)  # type: ignore[arg-type]
-    assert (score.backlog, score.busy) == (3, True)
-    until(lambda: running[0] == AT_MOST)
-    go_on.set()
-    assert sorted(outcome.group for outcome in wait_for(score, 5)) == list(range(5))
-    assert (most[0], score.backlog, score.busy) == (AT_MOST, 0, False)
+@pytest.mark.parametrize(("most", "enough"), [(BATCH, 4), (0, 1)], ids=["joint", "each group alone"])
+def test_no_more_wait_than_the_next_call_can_have(most: int, enough: int) -> None:
+    rewards = Rewards(held=True)
+    score = scoring(rewards, most=most)
+    score.start(group_of(0))
+    full = []
+    for seq in range(1, 6):
+        score.start(group_of(seq))
+        full.append(score.is_full)
+    assert full == [seq >= enough for seq in range(1, 6)]
+    rewards.go_on()
+    wait_for(score, 6)
+    assert not score.is_full
 
 
-def test_in_the_callers_thread_groups_are_scored_in_order() -> None:
+def test_without_threads_of_its_own_in_the_callers_and_in_order() -> None:
+    rewards = Rewards()
     threads: list[threading.Thread] = []
-    score = Scoring(lambda group: threads.append(threading.current_thread()), 0)  # type: ignore[arg-type, return-value]
-    for key in (2, 1):
-        score.start(key)  # type: ignore[arg-type]
-    assert score.busy
-    assert [outcome.group for outcome in score.finished(0)] == [2, 1]
+    rewards._score = lambda seq: threads.append(threading.current_thread())
+    score = scoring(rewards, at_a_time=0)
+    for seq in (2, 1):
+        score.start(group_of(seq))
     assert threads == [threading.current_thread()] * 2
-    assert not score.busy
+    assert [outcome.group.job.seq for outcome in score.finished(0)] == [2, 1]
+    assert rewards.calls == [[2], [1]]
+
+
+# --- what functions and options say
+
+
+def plain(completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+async def waits(completions: list[str], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+class Judge:
+    """A reward with objects of its own."""
+
+    def __init__(self, **says: bool) -> None:
+        vars(self).update(says)
+        self.__name__ = "judge"
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+
+SAFE, ALONE = Judge(thread_safe=True), Judge(joint=False)
+
+
+@pytest.mark.parametrize(
+    ("functions", "at_a_time", "most"),
+    [
+        ([plain], 1, BATCH),
+        ([torch.nn.Linear(1, 1)], 1, BATCH),
+        ([waits], OVERLAPPING, BATCH),
+        ([waits, plain], 1, BATCH),
+        ([waits, SAFE], OVERLAPPING, BATCH),
+        ([functools.partial(SAFE, weight=2)], OVERLAPPING, BATCH),
+        ([Judge(thread_safe=False), waits], 1, BATCH),
+        ([plain, ALONE], 1, 0),
+    ],
+)
+def test_what_the_functions_say(functions: list[Any], at_a_time: int, most: int) -> None:
+    assert reward_calls(trainer(functions), WorkerSettings(), deterministic=False) == RewardCalls(at_a_time, most)
+
+
+def test_what_the_options_say() -> None:
+    many, alone = WorkerSettings(score_concurrency=7), WorkerSettings(score_alone=True)
+    assert reward_calls(trainer([plain]), many, deterministic=False) == RewardCalls(7, BATCH)
+    assert reward_calls(trainer([plain]), alone, deterministic=False) == RewardCalls(1, 0)
+    assert reward_calls(trainer([waits]), many, deterministic=True).at_a_time == 0
+
+
+def trainer(functions: list[Any]) -> Any:
+    args = SimpleNamespace(per_device_train_batch_size=4, steps_per_generation=BATCH // 4)
+    return SimpleNamespace(reward_funcs=functions, args=args)

@@ -40,8 +40,8 @@ class FakeTRL:
         self.used.append(self)
         return [Made(self.code(sample, job.row), version) for job in jobs]
 
-    def score(self, group: Any) -> Any:
-        return group.tokens
+    def score(self, groups: Any) -> Any:
+        return [group.tokens for group in groups]
 
 
 class Made:
@@ -223,7 +223,9 @@ def test_environments_are_used_again_once_their_group_is_scored() -> None:
     second = ended(turns, prepared(turns, [20]))
     assert trl.forks == 1, "the first group's environments are still in use"
     made = [turns.finish(first[10]), turns.finish(second[20])]
-    assert [turns.score(group)[0][0] for group in made] == [[110], [120]]  # type: ignore[index]
+    assert [turns.score([group])[0][0][0] for group in made] == [[110], [120]]  # type: ignore[index]
+    for group in made:
+        turns.let_go(group)
     ended(turns, prepared(turns, [30]))
     assert trl.forks == 1
 

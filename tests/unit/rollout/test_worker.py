@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -316,14 +317,15 @@ def encoding(setting: Setting) -> None:
 def test_log_probabilities_that_are_no_numbers_cost_their_own_group(tmp_path: Path, unknown: Any) -> None:
     setting = Setting(tmp_path, [job(0), job(1)], FakeEngine())
     encoding(setting)
-    whole = setting.worker._scoring._score
+    whole = setting.trl.score
 
-    def score(group: GeneratedGroup) -> Scores:
-        if group.job.seq == 0:
-            group.logprobs[1][-1] = unknown  # as an engine may have it
-        return whole(group)
+    def score(groups: Sequence[GeneratedGroup]) -> list[Scores]:
+        for group in groups:
+            if group.job.seq == 0:
+                group.logprobs[1][-1] = unknown  # as an engine may have it
+        return whole(groups)
 
-    setting.worker._scoring._score = score
+    setting.trl.score = score  # type: ignore[method-assign]
     assert sorted(setting.run()) == [1]
     ((seq, error),) = setting.queue.failed
     assert seq == 0 and "Group 0 cannot be written" in error
@@ -334,7 +336,7 @@ def test_rewards_that_are_not_finite_reach_the_trainer(tmp_path: Path, reward: f
     setting = Setting(tmp_path, [job(0)], FakeEngine())
     encoding(setting)
     scores = Scores(names=("reward",), rewards=torch.full((2, 1), reward), metrics={}, extra_columns={})
-    setting.worker._scoring._score = lambda group: scores
+    setting.trl.score = lambda groups: [scores]  # type: ignore[method-assign]
     (group,) = setting.run().values()
     assert group.rewards[:, 0].tolist() == pytest.approx([reward] * 2, nan_ok=True)
 
@@ -342,8 +344,10 @@ def test_rewards_that_are_not_finite_reach_the_trainer(tmp_path: Path, reward: f
 def test_rewards_that_cannot_be_written_cost_their_own_group(tmp_path: Path) -> None:
     setting = Setting(tmp_path, [job(0), job(1)], FakeEngine())
     encoding(setting)
-    whole = setting.worker._scoring._score
-    setting.worker._scoring._score = lambda group: with_gradient(group) if group.job.seq == 0 else whole(group)
+    whole = setting.trl.score
+    setting.trl.score = lambda groups: [  # type: ignore[method-assign]
+        with_gradient(group) if group.job.seq == 0 else whole([group])[0] for group in groups
+    ]
     assert sorted(setting.run()) == [1]
     ((seq, error),) = setting.queue.failed
     assert seq == 0 and "Group 0 cannot be written" in error
@@ -402,14 +406,14 @@ def test_what_no_worker_can_do_right_ends_the_worker_at_the_first_group(tmp_path
     refusal = RunRefused("the optimizer is not in workers")
     setting = Setting(tmp_path, [job(seq) for seq in range(5)], FakeEngine())
 
-    def refuse(group: GeneratedGroup) -> Scores:
+    def refuse(groups: Sequence[GeneratedGroup]) -> list[Scores]:
         if wrapped == "alone":
             raise refusal
         if wrapped == "in a group":
             raise ExceptionGroup("of a task group", [ValueError(), refusal])
         raise ValueError("a reward failed") from refusal
 
-    setting.worker._scoring._score = refuse
+    setting.trl.score = refuse  # type: ignore[method-assign]
     with pytest.raises(RunRefused, match="the optimizer is not in workers"):
         setting.run()
     assert setting.queue.failed == [] and setting.worker.statistics.failed == 0

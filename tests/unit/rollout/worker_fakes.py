@@ -25,6 +25,7 @@ from async_grpo_ipc import ExporterDiedError
 TOKENS = 6  # of a completion; a prompt [n] may ask for more
 LONG = 10**5  # threads may be slow to ask for the tokens of others, which are to be in flight with these
 ENDLESS = 10**9
+BATCH = SimpleNamespace(per_device_train_batch_size=2, steps_per_generation=4)  # four groups of two completions
 REWRITTEN = [7]  # prompt of a group whose completions the user's code changes
 
 
@@ -164,7 +165,7 @@ class FakeTRL:
 
     def __init__(self, *, samples_whole: bool) -> None:
         self.samples_whole, self.goes_by_turns, self.tools = samples_whole, False, {}
-        self.trainer = SimpleNamespace(environment_factories=None, rollout_func=None)
+        self.trainer = SimpleNamespace(environment_factories=None, rollout_func=None, reward_funcs=[], args=BATCH)
         self.before_finish: Callable[[SampledGroup], None] = lambda sampled: None
 
     def fork(self) -> FakeTRL:
@@ -186,8 +187,11 @@ class FakeTRL:
             groups.append(made(job, version, ids, None))
         return groups
 
-    def score(self, group: GeneratedGroup) -> Scores:
-        return Scores(names=("reward",), rewards=torch.zeros(2, 1), metrics={}, extra_columns={})
+    def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
+        return [Scores(names=("reward",), rewards=torch.zeros(2, 1), metrics={}, extra_columns={}) for _ in groups]
+
+    def let_go(self, group: GeneratedGroup) -> None:
+        """Environments are kept by none here."""
 
 
 def prompts_of(job: Job) -> list[list[int]]:

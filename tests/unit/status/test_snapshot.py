@@ -342,7 +342,7 @@ SHARES = Shares(
     [
         ({}, ["workers are the bottleneck", "waited 41% of the last minute", "--num-workers", "--groups-per-claim"]),
         ({"on_cpu": True, "window_s": 20.0}, ["of the last 20 s", "shorten the completions"]),
-        ({"workers_scoring": 0.8}, ["reward functions are the bottleneck", "--score-concurrency"]),
+        ({"workers_scoring": 0.8}, ["reward functions are the bottleneck", "--score-concurrency", "thread_safe"]),
         ({"workers_busy": 0.5, "max_staleness": 0}, ["take turns", "--max-staleness (now 0)"]),
         ({"trainer_waits": 0.02, "workers_busy": 0.4}, ["the trainer is the bottleneck", "--num-workers 1 would do"]),
         ({"by_hand": True}, ["workers are the bottleneck", "start another `async-grpo worker` or raise"]),

@@ -63,7 +63,7 @@ def _without_effect(args: argparse.Namespace) -> Iterator[tuple[Sequence[str], s
         yield _OF_EVALUATIONS, "--eval-every 0 evaluates nothing. Leave this out, or give --eval-every a number."
     if args.deterministic:
         yield (
-            ("groups_per_claim", "score_concurrency"),
+            ("groups_per_claim", "score_concurrency", "score_alone"),
             "--deterministic generates and scores each group alone, since what shares a batch changes the bits. Leave "
             "this out.",
         )

@@ -94,14 +94,17 @@ class Turns:
         """Nothing is left to do: TRL has made the group."""
         return self._made.pop(sampled.prepared)
 
-    def score(self, group: GeneratedGroup) -> Scores:
+    def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
         if not self._keeps_environments:
-            return self._trl.score(group)
-        with self._scoring:  # environments are used again once their groups have been scored
-            try:
-                return self._trl.score(group)
-            finally:
-                self._let_go(self._unscored.pop(id(group)))
+            return self._trl.score(groups)
+        with self._scoring:
+            return self._trl.score(groups)
+
+    def let_go(self, group: GeneratedGroup) -> None:
+        """Environments are used again once their groups have been scored."""
+        if self._keeps_environments:
+            with self._scoring:
+                self._unscored_less(self._unscored.pop(id(group)))
 
     def follow(self, weights: RemoteWeights) -> Policy:
         return self._engine.follow(weights)
@@ -110,7 +113,7 @@ class Turns:
         """Drop what is open. It can be used again."""
         self._engine.close()
         for group in self._made.values() if self._keeps_environments else ():  # nobody will score them
-            self._let_go(self._unscored.pop(id(group)))
+            self._unscored_less(self._unscored.pop(id(group)))
         self._made.clear()
         self._asks.refuse(PeerDiedError("Nobody waits for this group any more."))
         dropped, self._open = [*self._open], {}
@@ -240,7 +243,7 @@ class Turns:
         else:
             self._release(copy)
 
-    def _let_go(self, copy: _Copy) -> None:
+    def _unscored_less(self, copy: _Copy) -> None:
         copy.unscored -= 1
         if copy.unscored == 0:
             self._release(copy)
