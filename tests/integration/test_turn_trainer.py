@@ -22,13 +22,14 @@ from in_process import (
     jobs_of,
     training_logs,
 )
+from loguru import logger
 from test_dialogues import double, written
 from trl import GRPOTrainer
 from trl_contract import moved
 
 from async_grpo.credit import TurnGRPOTrainer
 from async_grpo.credit import trainer as hooks
-from async_grpo.errors import UnsupportedError
+from async_grpo.errors import RunRefused, UnsupportedError
 from async_grpo.roles import replay
 from async_grpo.setup.overrides import overridden
 from async_grpo.training.corrections.rule import rule
@@ -213,9 +214,45 @@ def test_turn_rewards_of_the_wrong_form_fail_their_group(given: Any, message: st
         worker.rollouts(jobs_of(chat_rows(1), group_size=4))
 
 
+def test_recursive_credit_refuses_turns_that_the_model_decides(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"recursive.*reward_to_go"):
+        turn_trainer(tmp_path, credit="recursive")()
+
+
 def test_recursive_credit_refuses_turns_that_differ(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"recursive.*completions of 1 and 2 turns"):
-        served(turn_trainer(tmp_path, credit="recursive"))
+    class Fixed:
+        """It says so, and it is not true."""
+
+        fixed_turns = True
+
+        def reset(self, **_: Any) -> None: ...
+
+        def double(self, number: int) -> int:
+            """Double a number.
+
+            Args:
+                number: The number.
+            """
+            return 2 * number
+
+    given = {"tools": None, "environment_factory": Fixed, "credit": "recursive", "turn_reward_funcs": (called,)}
+    get_trainer = turn_trainer(tmp_path)
+    with pytest.raises(RunRefused, match=r"recursive.*completions of 1 and 2 turns"):
+        served(lambda: get_trainer(arguments=given))
+
+
+def test_a_run_says_once_that_turn_has_two_levels(tmp_path: Path) -> None:
+    def every_turn(completions: list[Any], **_: Any) -> list[list[float]]:
+        return [[0.1 for message in completion if message["role"] == "assistant"] for completion in completions]
+
+    said: list[str] = []
+    sink = logger.add(said.append, level="WARNING", format="{message}")
+    try:
+        for _ in range(2):
+            served(turn_trainer(tmp_path, credit="turn", turn_reward_funcs=every_turn))
+    finally:
+        logger.remove(sink)
+    assert ["reward_to_go" in line for line in said if "several turns" in line] == [True]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from async_grpo.errors import RunRefused
+
 Floats = NDArray[np.float64]
 Kind = Literal["outcome", "merged", "turn", "recursive", "reward_to_go"]
 CREDITS: tuple[str, ...] = get_args(Kind)
@@ -64,7 +66,7 @@ class Credit:
         """Of each turn of each completion; 0 where there was no reward.
 
         Raises:
-            ValueError: under `recursive`, the completions have different numbers of turns.
+            RunRefused: under `recursive`, the completions have different numbers of turns.
         """
         rules: dict[str, Callable[[Sequence[Turns]], list[Floats]]] = {
             "outcome": lambda group: _everywhere(self._compared(_outcomes(group)), group),
@@ -89,7 +91,7 @@ class Credit:
     def _recursive(self, group: Sequence[Turns]) -> list[Floats]:
         counts = sorted({len(one.rewards) for one in group})
         if len(counts) > 1:
-            raise ValueError(
+            raise RunRefused(
                 f'credit="recursive" compares the rewards of each turn over the completions of a group, and one group '
                 f"has completions of {' and '.join(map(str, counts))} turns. Where the policy decides when to stop, "
                 'that comparison is biased. Take credit="reward_to_go" or "turn", or make the number of turns fixed.'

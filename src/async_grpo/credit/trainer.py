@@ -7,10 +7,13 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
+from loguru import logger
 from trl import GRPOTrainer
 from trl.trainer.utils import get_callable_name, is_async_callable
 
@@ -35,7 +38,8 @@ class TurnGRPOTrainer(GRPOTrainer):
         original: `turn` as the authors' code has it where it differs from the paper.
 
     Raises:
-        ValueError: the credit is unknown, or the configuration compares rewards in another way than within a group.
+        ValueError: the credit is unknown, the configuration compares rewards in another way than within a group, or
+            `recursive` is asked for where the model decides how many turns a completion has.
     """
 
     reward_func_names: list[str]
@@ -65,6 +69,8 @@ class TurnGRPOTrainer(GRPOTrainer):
         self._turn_columns = range(len(outcome), len(outcome) + len(of_turns))
         super().__init__(*bound.args[1:], **bound.kwargs)
         _refuse_other_comparisons(self)
+        if credit == "recursive" and not no_turn_reward:
+            _refuse_free_turns(self)
         self.reward_func_names = [
             f"{'turn' if column in self._turn_columns else 'outcome'}/{name}"
             for column, name in enumerate(self.reward_func_names)
@@ -138,6 +144,8 @@ class TurnGRPOTrainer(GRPOTrainer):
 
     def _advantages(self, turns: list[list[float]], masks: list[list[int]]) -> list[Any]:
         """Of the turns of each completion of the batch, of all processes."""
+        if self.credit.kind == "turn" and any(np.count_nonzero(np.nan_to_num(row)) > 1 for row in turns):
+            _say_that_turn_has_two_levels()
         self._report(*self._outcome_and_total(self.batch_rewards), [len(row) for row in turns])
         everything = self._completions(self.batch_rewards, turns, masks)
         size = self.num_generations
@@ -176,6 +184,14 @@ class TurnGRPOTrainer(GRPOTrainer):
             metrics[f"reward_std/{name}"].append(known.std().item() if len(known) > 1 else 0.0)
         metrics["completions/turns_mean"].append(sum(turns) / len(turns))
         metrics["completions/turns_max"].append(float(max(turns)))
+
+
+@cache
+def _say_that_turn_has_two_levels() -> None:
+    logger.warning(
+        'turn reward functions reward several turns of a completion, and credit="turn" adds them up: the sum counts '
+        'before the first result of a tool, and nothing of it after. credit="reward_to_go" gives each turn its own'
+    )
 
 
 @contextmanager
@@ -244,6 +260,19 @@ def _sums(rewards: torch.Tensor) -> torch.Tensor:
     sums = rewards.nansum(dim=1)
     sums[rewards.isnan().all(dim=1)] = torch.nan
     return sums
+
+
+def _refuse_free_turns(trainer: Any) -> None:
+    """`recursive` needs as many turns in each completion, and only an environment can see to that."""
+    factories = trainer.environment_factories or {}
+    fixed = factories and all(getattr(factory, "fixed_turns", False) for factory in factories.values())
+    if (trainer.tools or factories) and not fixed:
+        raise ValueError(
+            'credit="recursive" compares the rewards of each turn over the completions of a group, so all must have '
+            "the same number of turns, and here the model decides how often it calls a tool. Take "
+            'credit="reward_to_go". If the environment gives each completion the same number of turns, set '
+            "fixed_turns = True on the class or function that is its environment_factory."
+        )
 
 
 def _refuse_other_comparisons(trainer: Any) -> None:

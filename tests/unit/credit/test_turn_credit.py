@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from async_grpo.credit.formulas import CREDITS, Credit, Turns, of_each_turn, per_token, turn_starts
+from async_grpo.errors import RunRefused
 
 # Two completions: the spread of (x, y) is |x - y| / sqrt(2), so that A = ±HALF where they differ by 1.
 HALF = 0.5 / (sqrt(0.5) + 1e-4)
@@ -95,7 +96,7 @@ def test_a_turn_without_a_reward_takes_no_part_in_the_comparison() -> None:
 
 
 def test_recursive_refuses_different_numbers_of_turns_and_says_what_to_take() -> None:
-    with pytest.raises(ValueError, match=r"completions of 1 and 2 turns.*reward_to_go"):
+    with pytest.raises(RunRefused, match=r"completions of 1 and 2 turns.*reward_to_go"):
         Credit(kind="recursive").advantages(UNEQUAL)
 
 
