@@ -35,7 +35,7 @@ from async_grpo_ipc.control import HEADER_BYTES, Header, SlotState
 from async_grpo_ipc.delta import Buffer, apply, digest, encode
 from async_grpo_ipc.delta import file as delta_file
 from async_grpo_ipc.errors import DeltaError, IPCError
-from async_grpo_ipc.handle import crc32, read_handle, read_head
+from async_grpo_ipc.handle import FORMAT, FORMAT_VERSION, crc32, read_handle, read_head
 
 RUN = "run-1"
 GENERATION = "ab" * 16
@@ -180,8 +180,8 @@ LAYOUT = {
     "tensors": [{"name": "a", "dtype": "float32", "shape": [8, 2], "stride": [2, 1], "offset": 4096}],
 }
 HANDLE = {
-    "format": "async-grpo-ipc",
-    "format_version": 1,
+    "format": FORMAT,
+    "format_version": FORMAT_VERSION,
     "generation": GENERATION,
     "pid": 1,
     "pid_namespace": "pid:[1]",
