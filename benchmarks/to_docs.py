@@ -60,11 +60,6 @@ TITLES = {
         "against as many tokens in one turn. Random weights of Qwen3's shape; sides take turns in one process.",
     ),
     "async_vs_trl": ("Asynchronous against synchronous training", "Sides are interleaved in one run."),
-    "trl_async": (
-        "Under TRL's asynchronous trainer",
-        "One model of 1 M parameters, the same prompts, 32 completions a step in groups of 4, of at most 48 tokens. "
-        "What stands in for a GPU is in [trl_async.md](trl_async.md#how-it-compares).",
-    ),
     "deltas": (
         "Kept versions",
         "What `--delta-every` costs. A synthetic model of weights ~ N(0, 0.02), trained in fp32 and published in bf16, "

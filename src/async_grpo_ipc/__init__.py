@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from async_grpo_ipc.model import flatten_parameters
     from async_grpo_ipc.remote import RemoteWeights, WeightsView, open_remote_memory
     from async_grpo_ipc.sources import Blueprint
-    from async_grpo_ipc.vllm_feed import FeedError, SharedWeightTransfer, VLLMFeed
+    from async_grpo_ipc.vllm_feed import FeedError, VLLMFeed
 
 __all__ = [
     "AttachError",
@@ -50,7 +50,6 @@ __all__ = [
     "NoRoomError",
     "RemoteWeights",
     "ShareTimeoutError",
-    "SharedWeightTransfer",
     "VLLMFeed",
     "VersionGoneError",
     "WeightExporter",
@@ -65,7 +64,6 @@ _HOMES = {
     "Blueprint": "sources",
     "FeedError": "vllm_feed",
     "RemoteWeights": "remote",
-    "SharedWeightTransfer": "vllm_feed",
     "VLLMFeed": "vllm_feed",
     "WeightExporter": "exporter",
     "WeightsView": "remote",

@@ -1,26 +1,18 @@
-"""Feeds a vLLM server on this machine with what an exporter publishes: `VLLMFeed`, and `SharedWeightTransfer`.
+"""`VLLMFeed` feeds a vLLM server on this machine with what an exporter publishes.
 
 It needs neither vLLM nor HTTP libraries; the server has the backend `async_grpo_ipc` (`vllm_engine`).
 """
 
 import json
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-import torch
-from torch import Tensor
-
 from async_grpo_ipc.checkpoint import Adapter
 from async_grpo_ipc.errors import IPCError
-from async_grpo_ipc.exporter import WeightExporter
-from async_grpo_ipc.memory import Way
-from async_grpo_ipc.sources import Blueprint, Sources
 
 STARTED_WITH = (
     'Start it with VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config \'{"backend": "async_grpo_ipc"}\', where '
@@ -29,7 +21,6 @@ STARTED_WITH = (
 
 
 POLL_S = 0.5
-SLOT_POLL_S = 0.002
 
 
 class FeedError(IPCError):
@@ -107,87 +98,3 @@ class VLLMFeed:
 
     def _silent(self, error: Exception) -> FeedError:
         return FeedError(f"No vLLM server answers at {self._url} ({error}). {STARTED_WITH}")
-
-
-class SharedWeightTransfer:
-    """A weight-transfer backend for TRL's asynchronous trainer (`AsyncGRPOTrainer(weight_transfer=…)`), without NCCL.
-
-    The trainer's process publishes the weights in memory, other processes map them: a vLLM server that is told of each
-    version, or whoever opens the handle file. It needs memory for `slots` more copies of the model, on the model's
-    device, and while the first version is sent for another one.
-
-    Args:
-        url: of the vLLM server; None: there is none to tell.
-        handle: where the handle file is written; its folder is made.
-        slots: versions that exist at a time. Where readers hold all but the newest, the next one waits for them.
-        way: as for `WeightExporter.from_model`.
-        timeout_s: for the server to be ready, for each answer, and for a free slot.
-    """
-
-    def __init__(
-        self, url: str | None, handle: str | Path, *, slots: int = 1, way: Way = "auto", timeout_s: float = 1800.0
-    ) -> None:
-        self._feed = None if url is None else VLLMFeed(url, handle, timeout_s=timeout_s)
-        self._path, self._slots, self._way, self._timeout_s = Path(handle), slots, way, timeout_s
-        self._exporter: WeightExporter | None = None
-        self._incoming: dict[str, Tensor] | Iterator[tuple[str, Tensor]] = {}
-        self.version = 0  # that was sent last
-
-    def init_weight_transfer(self) -> None:
-        if self._feed is not None:
-            self._feed.wait_ready(self._timeout_s)
-
-    def pause(self) -> None:
-        if self._feed is not None:
-            self._feed.pause()
-
-    def resume(self) -> None:
-        if self._feed is not None:
-            self._feed.resume()
-
-    def send_weights(self, iterator: Iterator[tuple[str, Tensor]]) -> None:
-        """Publish the tensors as one more version, and have the server take it.
-
-        Raises:
-            FeedError: the server did not take it: it keeps weights that are neither the old nor the new ones. Or
-                readers kept every slot for `timeout_s` seconds.
-        """
-        self._incoming = iterator
-        if self._exporter is None:
-            self._incoming = {name: tensor.detach().clone() for name, tensor in iterator}
-            self._exporter = self._open(self._incoming)
-        self._publish(self._exporter, self.version + 1)
-        self.version += 1
-        self._incoming = {}
-        if self._feed is not None:
-            self._feed.take(self.version, self._exporter.generation)
-
-    def destroy(self) -> None:
-        if self._exporter is not None:
-            self._exporter.close()
-            self._exporter = None
-
-    def _publish(self, exporter: WeightExporter, version: int) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        while not exporter.publish(version):
-            if time.monotonic() > deadline:
-                raise FeedError(
-                    f"Version {version} of the weights was not published: for {self._timeout_s:g} s other processes "
-                    "have held every older one. Give SharedWeightTransfer more slots, or fewer readers."
-                )
-            time.sleep(SLOT_POLL_S)
-
-    def _open(self, first: Mapping[str, Tensor]) -> WeightExporter:
-        """For these tensors; a model may have more, which do not train and are what its checkpoint has."""
-        changing = {name: torch.empty_like(tensor, device="meta") for name, tensor in first.items()}
-        device = next(iter(first.values())).device
-        blueprint = Blueprint(changing=changing, static={}, tied={})
-        sources = replace(Sources.of_blueprint(blueprint, self._write, device), complete=False)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        return WeightExporter(sources, self._path, self._slots, self._way)
-
-    def _write(self, published: Mapping[str, Tensor]) -> None:
-        """Copy what the trainer sends, one tensor at a time, since it may not have all of them at once."""
-        incoming = self._incoming.items() if isinstance(self._incoming, dict) else self._incoming
-        for name, tensor in incoming:
-            published[name].copy_(tensor)

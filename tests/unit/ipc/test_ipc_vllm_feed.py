@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from async_grpo_ipc import FeedError, SharedWeightTransfer, VLLMFeed, WeightExporter, open_remote_memory
+from async_grpo_ipc import FeedError, VLLMFeed, WeightExporter, open_remote_memory
 
 
 class Server(ThreadingHTTPServer):
@@ -107,21 +107,6 @@ def test_a_version_is_taken_in_the_order_that_vllm_wants(server: Server, tmp_pat
     assert server.asked == ["/init_weight_transfer_engine", *UPDATE, *UPDATE]
 
 
-def test_trls_trainer_sends_tensors_that_exist_one_at_a_time(server: Server, tmp_path: Path) -> None:
-    transfer = SharedWeightTransfer(server.url, tmp_path / "new" / "handle.json", timeout_s=30)
-    transfer.init_weight_transfer()
-    for version in (1, 2, 3):
-        transfer.pause()
-        transfer.send_weights((name, torch.full((2,), version + number)) for number, name in enumerate("ab"))
-        transfer.resume()
-        assert {name: tensor.tolist() for name, tensor in server.weights.items()} == {
-            "a": [version, version],
-            "b": [version + 1, version + 1],
-        }
-    transfer.destroy()
-    assert not (tmp_path / "new" / "handle.json").exists()
-
-
 def test_what_cannot_be_had_is_a_sentence(server: Server, tmp_path: Path) -> None:
     nobody = VLLMFeed("http://127.0.0.1:9", tmp_path / "handle.json")
     with pytest.raises(FeedError, match=r"No vLLM server answers at http://127.0.0.1:9.*--weight-transfer-config"):
@@ -135,20 +120,3 @@ def test_what_cannot_be_had_is_a_sentence(server: Server, tmp_path: Path) -> Non
     server.handle = "refuse"
     with pytest.raises(FeedError, match=r"answered /resume with 404.*VLLM_SERVER_DEV_MODE=1"):
         VLLMFeed(server.url, tmp_path / "handle.json").resume()
-
-
-def test_without_a_server_a_version_waits_for_those_that_read_the_older_ones(tmp_path: Path) -> None:
-    transfer = SharedWeightTransfer(None, tmp_path / "handle.json", timeout_s=0.02)
-    transfer.init_weight_transfer()
-    transfer.pause()
-    transfer.send_weights(iter([("w", torch.ones(2))]))
-    transfer.resume()
-    with open_remote_memory(tmp_path / "handle.json") as remote:
-        with remote.lease() as view:
-            assert (view.version, view["w"].tolist()) == (1, [1.0, 1.0])
-            with pytest.raises(FeedError, match=r"Version 2 .* was not published.*more slots"):
-                transfer.send_weights(iter([("w", torch.zeros(2))]))
-        transfer.send_weights(iter([("w", torch.zeros(2))]))
-        with remote.lease() as view:
-            assert (view.version, transfer.version, view["w"].tolist()) == (2, 2, [0.0, 0.0])
-    transfer.destroy()
