@@ -16,8 +16,8 @@ if TYPE_CHECKING:  # numpy costs a tenth of a second that `--help` and `status` 
     import numpy as np
     from numpy.typing import NDArray
 
-FORMAT = 4  # of the queue files that this version writes
-OLDEST_FORMAT = 2  # that it reads
+FORMAT = 1  # of the queue files that this version writes
+OLDEST_FORMAT = 1  # that it reads
 
 T = TypeVar("T")
 Purpose = Literal["train", "eval", "generate"]
@@ -94,22 +94,20 @@ class Job:
     born_version: int = header("integer", "the trainer's version when the job was submitted")
     min_version: int = header("integer", "the oldest policy version that may generate it")
     purpose: Purpose = header(
-        "text", "only groups for `train` reach the trainer", choices=get_args(Purpose), default="train", since=3
+        "text", "only groups for `train` reach the trainer", choices=get_args(Purpose), default="train"
     )
     sampling: dict[str, Any] = header(
         "object",
         "`temperature` (0: greedy), `top_p`, `top_k` (0: off); the trainer's for those that are absent",
         item="sampling setting",
         default_factory=dict,
-        since=3,
     )
-    task: str = header("text", "name of the task that the prompt belongs to", default="", since=3)
+    task: str = header("text", "name of the task that the prompt belongs to", default="")
     trainer_state: dict[str, Any] = header(
         "object",
         "what reward functions see as `trainer_state`: the trainer's when the job was submitted",
         item="field of the trainer's state",
         default_factory=dict,
-        since=4,
     )
 
 
@@ -144,13 +142,13 @@ class RolloutGroup:
         "object of lists of numbers", "`log_metric` of the reward functions", default_factory=dict
     )
     timings: Timings = header(Timings, "seconds of the worker's time", default_factory=Timings)
-    node: str = header("text", "the machine that generated it", default="", since=3)
+    node: str = header("text", "the machine that generated it", default="")
 
     prompt_ids: NDArray[np.int32] = tensor(
         "int32", "P", "tokens of the prompt; with `prompt_lengths`, of the G prompts, back to back", least=0
     )
     prompt_lengths: NDArray[np.int32] | None = tensor(
-        "int32", "G", "tokens of each completion's prompt; absent where all have one", least=0, default=None, since=4
+        "int32", "G", "tokens of each completion's prompt; absent where all have one", least=0, default=None
     )
     completion_lengths: NDArray[np.int32] = tensor("int32", "G", "tokens of each completion", least=0)
     completion_ids: NDArray[np.int32] = tensor("int32", "N", "tokens of the completions", least=0)
@@ -160,11 +158,9 @@ class RolloutGroup:
     rewards: NDArray[np.float32] = tensor(
         "float32", "G F", "as the functions returned them; NaN for None", finite=False
     )
-    turn_counts: NDArray[np.int32] | None = tensor(
-        "int32", "G", "turns of each completion", least=0, default=None, since=3
-    )
+    turn_counts: NDArray[np.int32] | None = tensor("int32", "G", "turns of each completion", least=0, default=None)
     turn_rewards: NDArray[np.float32] | None = tensor(
-        "float32", "T", "one a turn, completion after completion; NaN: none", finite=False, default=None, since=3
+        "float32", "T", "one a turn, completion after completion; NaN: none", finite=False, default=None
     )
     token_versions: NDArray[np.int32] | None = tensor(
         "int32", "N", "version that sampled each token, with `--in-flight-update on`", default=None
@@ -178,7 +174,6 @@ class RolloutGroup:
         "the tokens that truncated sampling kept for each token, where the loss is computed over them: a zstandard "
         "frame, see `kept_tokens.py`",
         default=None,
-        since=4,
     )
 
     completions: list[Any] = texts(
@@ -192,7 +187,6 @@ class RolloutGroup:
         "the G prompts with what an environment added, as texts or messages; one: all are equal; none: the row's",
         item="prompt",
         default_factory=list,
-        since=4,
     )
 
     def prompt(self, index: int) -> Any:

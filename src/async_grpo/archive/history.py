@@ -83,7 +83,7 @@ class Started(NamedTuple):
     run_id: str
     resumed_from: int | None  # step of its checkpoint
     max_staleness: int
-    sampled: Sampler | None  # None: of an earlier version
+    sampled: Sampler | None  # None: it was not said
 
 
 class Used(NamedTuple):

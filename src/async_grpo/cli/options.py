@@ -52,7 +52,7 @@ def resumed(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
     given = parser.given(args.command_line)
     recalled = run_options.recall(state, given, parser.read)
     config = args.config if "config" in given else _begun_with(state)
-    for change in [*run_options.not_kept(state), *run_options.config_change(state, config), *recalled.changes]:
+    for change in [*run_options.config_change(state, config), *recalled.changes]:
         print(printable(f"resuming run {state.run_id}: {change}"))
     return argparse.Namespace(**{**vars(args), **recalled.options, "config": config})
 

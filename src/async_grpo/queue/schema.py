@@ -23,7 +23,6 @@ class Dtype(NamedTuple):
 
 IMAGES, TABLE = "images", "image_table"  # the tensors of a file with images
 TYPED = "typed_table"  # the tensor of a file with dates, times, decimals or bytes
-BESIDE_JSON_SINCE = 4  # format
 MAX_NESTING = 100  # of a value in a column
 
 DTYPES = {"int32": Dtype("I32", "<i4", 4), "float32": Dtype("F32", "<f4", 4), "uint8": Dtype("U8", "|u1", 1)}
@@ -143,9 +142,8 @@ class Schema:
         if self.texts.columns:
             self.dtypes["texts"], self.dimensions["texts"] = DTYPES["uint8"], 1
         self.required = self.dtypes.keys() - {field.name for field in fields(record) if field.default is None}
-        if number >= BESIDE_JSON_SINCE:
-            self.dtypes |= dict.fromkeys((IMAGES, TABLE, TYPED), DTYPES["uint8"])
-            self.dimensions |= dict.fromkeys((IMAGES, TABLE, TYPED), 1)
+        self.dtypes |= dict.fromkeys((IMAGES, TABLE, TYPED), DTYPES["uint8"])
+        self.dimensions |= dict.fromkeys((IMAGES, TABLE, TYPED), 1)
 
 
 def columns(record: type, number: int) -> dict[str, Stored]:

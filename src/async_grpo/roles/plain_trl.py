@@ -33,7 +33,7 @@ class Progress(NamedTuple):
     state: str  # running, finished, stopped
     step: int
     total_steps: int
-    saved: int | None = None  # step of its newest checkpoint, 0: there is none; None: an earlier version did not say
+    saved: int  # step of its newest checkpoint, 0: there is none
 
 
 def read_progress(run_dir: Path) -> Progress | None:
@@ -112,11 +112,10 @@ def _newest_checkpoint(place: Path, progress: Progress) -> Path | None:
     """
     from transformers.trainer import TRAINER_STATE_NAME
 
-    last = progress.step if progress.saved is None else progress.saved
     found: dict[int, Path] = {}
     for path in place.glob("checkpoint-*"):
         with suppress(BadFileError, OSError, ValueError):
-            if _step_of(path) <= last or _step_of(path) == progress.step:
+            if _step_of(path) <= progress.saved or _step_of(path) == progress.step:
                 read_object(path / TRAINER_STATE_NAME)
                 found[_step_of(path)] = path
     if not found and progress.saved:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from async_grpo.roles.replay_folder import made
 from async_grpo.rundir.paths import RunDir, RunState, no_run
 from async_grpo.rundir.reading import naming, read_file
 from async_grpo.setup.generated.trl_arguments import setup_file_of_run
-from async_grpo.setup.generator_choice import VLLM
 from async_grpo.setup.process import gc_paused, make_deterministic
 from async_grpo.setup.sampling import WITHOUT_SAMPLER
 from async_grpo.setup.setup_file import load_trainer
@@ -163,13 +162,9 @@ def _sampled(processes: Sequence[Process], trainer: Any, state: RunState) -> lis
     """How each process had its groups sampled. A resume may change that, and run.json says it of the last one only."""
     from async_grpo.training.corrections.checks import sampled_with
 
-    *earlier, last = (process.sampled for process in processes)
-    not_recorded = replace(sampled_with(trainer, "none", VLLM), generator=None)  # by an earlier version
     generator = state.resolved.get("generator") or state.generator
-    return [
-        *(sampled or not_recorded for sampled in earlier),
-        last or sampled_with(trainer, state.correction, generator),
-    ]
+    of_run = sampled_with(trainer, state.correction, generator)
+    return [process.sampled or of_run for process in processes]
 
 
 def _check_groups_suit(correction: Rule, sampled: Sequence[Sampler]) -> None:
@@ -192,8 +187,8 @@ def _check_groups_suit(correction: Rule, sampled: Sequence[Sampler]) -> None:
             )
     if departing:
         logger.warning(
-            "the run does not say what sampled its groups: it is of an earlier version, or the workers were started "
-            "by hand. If it was vLLM, its log-probabilities are of another distribution than the loss computes ({}), "
+            "the run does not say what sampled its groups: the workers were started by hand. If it was "
+            "vLLM, its log-probabilities are of another distribution than the loss computes ({}), "
             "and --correction {} is biased: replay with --correction none or trl then",
             ", ".join(departing[0].departures),
             correction.name,

@@ -55,7 +55,7 @@ def recall(state: RunState, given: Mapping[str, Any], read: Callable[[str, Any],
     """
     recalled = Recalled({}, [])
     replaced = {other for group in _EXCLUSIVE if group & given.keys() for other in group - given.keys()}
-    for name, kept in (state.options or _of_an_earlier_version(state)).items():
+    for name, kept in state.options.items():
         try:
             value = read(name, kept)
         except KeyError:
@@ -70,11 +70,6 @@ def recall(state: RunState, given: Mapping[str, Any], read: Callable[[str, Any],
         elif to_json({name: given[name]}) != to_json({name: value}):
             recalled.changes.append(_changed(state, name, given[name], value))
     return recalled
-
-
-def _of_an_earlier_version(state: RunState) -> dict[str, Any]:
-    """What a run has whose first version of Async-GRPO kept no options."""
-    return {name: getattr(state, name) for name in FIXED if hasattr(state, name)}
 
 
 def _changed(state: RunState, name: str, given: Any, kept: Any) -> str:
@@ -102,14 +97,6 @@ def _spelled(name: str, value: Any) -> str:
     if value is None or value is False:
         return ""
     return flag_name(name) if value is True else f"{flag_name(name)} {value}"
-
-
-def not_kept(state: RunState) -> list[str]:
-    """A sentence where most options of the run are not known."""
-    if state.options:
-        return []
-    what = "run.json is of an earlier version, which kept the seed and the correction only"
-    return [f"{what}: all other options are those of this command line"]
 
 
 def config_change(state: RunState, config: Path) -> list[str]:

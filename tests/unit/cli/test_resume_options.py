@@ -168,17 +168,6 @@ def test_a_record_of_another_version_of_ours(launched: Launched, change: Callabl
     assert main(["train", "--resume", "-n", "3"]) == 0
 
 
-def test_what_an_earlier_version_kept_of_a_run_counts_and_the_rest_is_said(
-    launched: Launched, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prepare(Path("worker"), config=Path("my trainer.py"), correction="tis")
-    RunDir(Path("worker")).update_state(seed=7)
-    assert main(["train", "--resume", "--correction", "bypass"]) == 2
-    assert main(["train", "--resume"]) == 0
-    assert "all other options are those of this command line" in capsys.readouterr().out
-    assert (launched[-1].training.seed, launched[-1].training.correction) == (7, "tis")
-
-
 @pytest.mark.parametrize(
     ("name", "value"), [("steps", "many"), ("correction", "magic"), ("keep_done", [1]), ("worker_timeout", -1)]
 )

@@ -146,9 +146,9 @@ def test_a_value_is_nested_no_deeper_than_what_is_written(
 
 
 def test_a_file_of_an_unknown_format_is_refused_by_name() -> None:
-    older = encode_job(make_job(1)).replace(b"async-grpo-job/4", b"async-grpo-job/1")
-    with pytest.raises(BadFileError, match="its format is 'async-grpo-job/1', not 'async-grpo-job/4' or"):
-        decode_job(older)
+    newer = encode_job(make_job(1)).replace(b"async-grpo-job/1", b"async-grpo-job/2")
+    with pytest.raises(BadFileError, match="its format is 'async-grpo-job/2', not 'async-grpo-job/1'"):
+        decode_job(newer)
 
 
 def test_every_byte_is_under_the_checksum() -> None:

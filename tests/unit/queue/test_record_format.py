@@ -1,9 +1,8 @@
-"""The record format: every declared field round-trips, the page equals the declaration, older files are read."""
+"""The record format: every declared field round-trips, the page equals the declaration."""
 
 from __future__ import annotations
 
 import importlib.util
-import shutil
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
@@ -21,11 +20,10 @@ from async_grpo.errors import BadFileError, QueueError
 from async_grpo.images import EncodedImage
 from async_grpo.queue import ServerQueue, WorkerQueue, quarantined
 from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
-from async_grpo.queue.names import COMPLETE, PENDING, JobName
-from async_grpo.records import Job, Purpose, RolloutGroup, Timings
+from async_grpo.queue.schema import columns
+from async_grpo.records import Job, Purpose, RolloutGroup, Timings, header, record
 
 ROOT = Path(__file__).parents[3]
-OLDER = [2, 3]  # formats
 
 json_values = st.recursive(
     st.builds(EncodedImage, st.binary(max_size=5))
@@ -120,8 +118,17 @@ def test_the_page_equals_the_declaration() -> None:
     spec.loader.exec_module(script)
     page = script.PAGE.read_text()
     assert page == script.page_with_tables(page), "run: python scripts/record_format.py --write"
-    for record in (Job, Timings, RolloutGroup):
-        assert all(f"| `{field.name}` |" in page for field in fields(record))
+    for declared in (Job, Timings, RolloutGroup):
+        assert all(f"| `{field.name}` |" in page for field in fields(declared))
+
+
+def test_a_field_is_in_the_files_of_its_format_and_of_later_ones() -> None:
+    @record
+    class Newer:
+        seq: int = header("integer", "of the first format")
+        node: str = header("text", "of the second", default="here", since=2)
+
+    assert [list(columns(Newer, number)) for number in (1, 2)] == [["seq"], ["seq", "node"]]
 
 
 def test_an_unknown_purpose_is_neither_written_nor_read() -> None:
@@ -132,53 +139,6 @@ def test_an_unknown_purpose_is_neither_written_nor_read() -> None:
     before, after = data[:37], data[45:]
     with pytest.raises(BadFileError, match="purpose is 'trail', not one of train"):
         decode_job(before + b"%08x" % crc32c(after, crc32c(before)) + after)
-
-
-def old_group() -> RolloutGroup:
-    mask, versions = np.array([0, 1, 1, 0, 0, 1, 1], np.uint8), np.array([3, 3, 3, 3, 4, 4, 4], np.int32)
-    return make_group(make_job(5), tool_mask=mask, token_versions=versions)
-
-
-def older_file(number: int, name: str) -> Path:
-    return Path(__file__).parent / f"format_{number}" / f"{name}.safetensors"
-
-
-@pytest.mark.parametrize("number", OLDER)
-def test_files_of_older_formats_are_read(number: int) -> None:
-    job, group = (older_file(number, name).read_bytes() for name in ("job", "group"))
-    assert f"async-grpo-job/{number}".encode() in job and f"async-grpo-group/{number}".encode() in group
-    assert decode_job(job, JobName(5, 0, PENDING), RUN) == make_job(5)
-    back = decode_group(group, JobName(5, 0, COMPLETE, "dev1"), RUN)
-    assert same_group(back, old_group())
-
-
-@pytest.mark.parametrize("number", OLDER)
-@pytest.mark.parametrize("where", ["queue/{}", "done/0000000/{}"])
-def test_a_finished_group_of_an_older_format_is_given_back_to_a_resumed_run(
-    where: str, number: int, tmp_path: Path
-) -> None:
-    ServerQueue.open(tmp_path, RUN, watch_workers=False).close()
-    path = tmp_path / where.format("0000000005.a00_complete_from_dev1.safetensors")
-    path.parent.mkdir(exist_ok=True)
-    shutil.copy(older_file(number, "group"), path)
-    with closing(ServerQueue.open(tmp_path, RUN, watch_workers=False)) as server:
-        server.submit(make_job(5))
-        [entry] = server.finished()
-        group = server.take(entry)
-    assert group is not None and same_group(group, old_group())
-
-
-@pytest.mark.parametrize("number", OLDER)
-@pytest.mark.parametrize("state", ["pending", "processing_by_dev1"])
-def test_an_open_job_of_an_older_format_can_be_finished(state: str, number: int, tmp_path: Path) -> None:
-    ServerQueue.open(tmp_path, RUN, watch_workers=False).close()
-    shutil.copy(older_file(number, "job"), tmp_path / "queue" / f"0000000005.a00_{state}.safetensors")
-    with closing(ServerQueue.open(tmp_path, RUN, watch_workers=False)) as server:
-        server.submit(make_job(5))
-        with closing(WorkerQueue.open(tmp_path, 1, "cpu")) as worker:
-            [claim] = worker.claim(1)
-            worker.complete(claim, answer(claim))
-        assert [group.job.seq for entry in server.finished() if (group := server.take(entry))] == [5]
 
 
 @pytest.mark.parametrize("purpose", ["eval", "generate"])

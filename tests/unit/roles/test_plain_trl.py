@@ -27,8 +27,8 @@ def write(run_dir: Path, **values: Any) -> None:
 
 def test_progress_is_what_the_file_says(tmp_path: Path) -> None:
     assert read_progress(tmp_path) is None
-    write(tmp_path, state="running", step=3, total_steps=9)
-    assert read_progress(tmp_path) == Progress("running", 3, 9)
+    write(tmp_path, state="running", step=3, total_steps=9, saved=0)
+    assert read_progress(tmp_path) == Progress("running", 3, 9, 0)
     write(tmp_path, state="running", step="three")
     with pytest.raises(RunDirError, match="Choose another --run-dir"):
         read_progress(tmp_path)
@@ -47,7 +47,7 @@ def test_a_killed_run_continues_from_its_newest_whole_checkpoint(tmp_path: Path)
     )
     (tmp_path / "run").mkdir()
     train(trainer, tmp_path / "run")
-    write(tmp_path / "run", state="running", step=31, total_steps=40)
+    write(tmp_path / "run", state="running", step=31, total_steps=40, saved=30)
     train(trainer, tmp_path / "run")
     assert seen == [None, str(output / "checkpoint-10")]
 
@@ -85,14 +85,14 @@ def test_a_run_that_was_killed_after_its_last_step_only_ends(tmp_path: Path) -> 
 
     trainer.train = begin
     trainer.callback_handler = SimpleNamespace(on_train_end=lambda *given: callbacks[0].on_train_end(*given))
-    write(tmp_path, state="running", step=9, total_steps=9)
+    write(tmp_path, state="running", step=9, total_steps=9, saved=0)
     train(trainer, tmp_path)
     assert read_progress(tmp_path) == Progress("finished", 9, 9, 0)
 
 
-@pytest.mark.parametrize(("saved", "expected"), [(None, "checkpoint-5"), (5, "checkpoint-5"), (0, None)])
+@pytest.mark.parametrize(("saved", "expected"), [(5, "checkpoint-5"), (0, None)])
 def test_checkpoints_of_another_run_in_the_same_folder_are_left_alone(
-    saved: int | None, expected: str | None, tmp_path: Path
+    saved: int, expected: str | None, tmp_path: Path
 ) -> None:
     output, seen = tmp_path / "output", []
     for step in (5, 100):
@@ -103,7 +103,7 @@ def test_checkpoints_of_another_run_in_the_same_folder_are_left_alone(
         add_callback=lambda callback: None,
         train=lambda **how: seen.append(how),
     )
-    write(tmp_path, state="running", step=7, total_steps=200, **({} if saved is None else {"saved": saved}))
+    write(tmp_path, state="running", step=7, total_steps=200, saved=saved)
     train(trainer, tmp_path)
     assert seen == [{"resume_from_checkpoint": expected and str(output / expected)}]
 
@@ -136,7 +136,7 @@ def test_one_process_trains_in_a_run_directory(tmp_path: Path) -> None:
 
 
 def test_another_run_is_never_written_over(tmp_path: Path) -> None:
-    write(tmp_path, state="finished", step=9, total_steps=9)
+    write(tmp_path, state="finished", step=9, total_steps=9, saved=0)
     with pytest.raises(RunDirError, match="a run that has finished"):
         train(TRAINER, tmp_path)
     (tmp_path / "run.json").write_text("{}")

@@ -85,8 +85,3 @@ def _written_and_read(folder: Path, sampled: Sampler) -> Sampler | None:
     assert process.sampled == sampled
     assert not broken
     return process.sampled
-
-
-def test_what_an_earlier_version_has_not_recorded_of_before_a_resume_is_told(warnings: list[str]) -> None:
-    check("decoupled", "none", generator="hf", before=(None,))
-    assert "the run does not say what sampled its groups" in warnings[0]
