@@ -85,7 +85,7 @@ class OwnWeights:
     def lease(self) -> Iterator[Any]:
         yield SimpleNamespace(items=self._tensors.items, version=0, generation="one")
 
-    def intact(self) -> bool:
+    def intact(self, *, wait: bool) -> bool:
         return True
 
     def release(self) -> None:
