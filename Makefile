@@ -1,12 +1,13 @@
-# Every target makes what environment it needs. PYTHON chooses the interpreter: make demo PYTHON=python3.12
+# Every target makes what environment it needs. PYTHON chooses the interpreter: make test PYTHON=python3.13
 PYTHON ?= python3
-VENV := .venv
+# .venv, unless it is there with another Python: then .venv-python3.13.
+VENV := .venv$(if $(wildcard .venv/bin/python),$(if $(wildcard .venv/bin/$(notdir $(PYTHON))),,-$(notdir $(PYTHON))))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: venv venv-test venv-bench bench docs demo test test-fast chaos fuzz gpu test-trl-next test-vllm chaos-vllm test-trackers test-zero3 test-envs test-sagemaker bench-vllm clean
+.PHONY: venv venv-test venv-bench bench docs demo test test-fast test-unit chaos fuzz gpu test-trl-next test-vllm chaos-vllm test-trackers test-zero3 test-envs test-sagemaker bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -53,6 +54,10 @@ RANDOM_CONFIGURATIONS ?= 300
 
 # How long the monkey strikes at real runs.
 MONKEY_SECONDS ?= 600
+
+# Without a whole run in it. CI calls it with other Pythons: make test-unit PYTHON=python3.13
+test-unit: venv-test
+	$(PYTEST) tests/unit
 
 chaos: venv-test
 	RANDOM_CONFIGURATIONS=$(RANDOM_CONFIGURATIONS) MONKEY_SECONDS=$(MONKEY_SECONDS) $(BIN)/python -m pytest -m slow tests --timeout 3600

@@ -33,7 +33,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def of_module(module: str, function: Callable[[str], None]) -> Callable[[str], None]:
     """The function as if it were that module's."""
     assert isinstance(function, FunctionType)
-    return FunctionType(function.__code__, {"__name__": module, "warnings": warnings})
+    return FunctionType(function.__code__, {"__name__": module, "__builtins__": __builtins__, "warnings": warnings})
 
 
 def warn(text: str) -> None:
