@@ -89,5 +89,11 @@ def printable(text: str) -> str:
     return "".join(char if _is_harmless(char) else repr(char)[1:-1] for char in text)
 
 
+def one_line(text: str, most: int = 80) -> str:
+    """Text from outside for a line of a log: without line ends, and cut."""
+    escaped = printable(text).replace("\n", r"\n").replace("\t", r"\t")
+    return escaped if len(escaped) <= most else f"{escaped[: most - 1]}…"
+
+
 def _is_harmless(char: str) -> bool:
     return char.isprintable() or char in "\t\n\u200c\u200d" or category(char) == "Zs"

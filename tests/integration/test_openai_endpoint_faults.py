@@ -195,6 +195,20 @@ def test_an_agent_that_raises_keeps_what_the_model_said(tmp_path: Path) -> None:
     assert all(group.completion_ids)
 
 
+@pytest.mark.parametrize("answers", [0, 1])
+def test_a_connection_that_broke_is_not_taken_for_the_models_last_word(answers: int, tmp_path: Path) -> None:
+    def agent(prompt: list[Any], endpoint: Endpoint) -> None:
+        for _ in range(answers):
+            said(endpoint, prompt)
+        try:
+            raise ConnectionResetError(104, "Connection reset by peer")
+        except ConnectionError as error:
+            raise RuntimeError("the agent failed") from error
+
+    with pytest.raises(GeneratorError, match=r"connection to the endpoint broke \(RuntimeError.*tried again"):
+        one(streaming(tmp_path, agent))
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["thread", "async"])
 def test_an_agent_that_hangs_is_given_up(is_async: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     over, hung, both_asked = threading.Event(), threading.Event(), threading.Barrier(2)

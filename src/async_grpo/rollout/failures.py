@@ -21,17 +21,20 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 def refusal_in(error: BaseException) -> RunRefused | None:
     """The `RunRefused` that `error` is, holds, or was raised for."""
+    return next((cause for cause in causes_of(error) if isinstance(cause, RunRefused)), None)
+
+
+def causes_of(error: BaseException) -> list[BaseException]:
+    """The error itself, and all that it holds or was raised for."""
     seen: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
         one = waiting.pop()
         if one is None or any(one is other for other in seen):
             continue
-        if isinstance(one, RunRefused):
-            return one
         seen.append(one)
         waiting += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, BaseExceptionGroup) else ())]
-    return None
+    return seen
 
 
 class Failures:

@@ -148,8 +148,11 @@ def set_up_log(level: str, rank: int = 0) -> None:
 
 
 def _make_printable(record: Record) -> None:
-    """Also the traceback of an exception; without the values of variables, among which may be secrets."""
-    text = record["message"]
+    """Also the traceback of an exception; without the values of variables, among which may be secrets.
+
+    Further lines of a message are indented: a text that it quotes cannot look like a message of its own.
+    """
+    text = record["message"].replace("\n", "\n  ")
     if (error := record["exception"]) is not None:
         text += "\n" + "".join(traceback.format_exception(error.type, error.value, error.traceback)).rstrip()
         record["exception"] = None

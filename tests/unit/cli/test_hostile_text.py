@@ -80,6 +80,16 @@ def test_neither_does_the_log_of_a_process_that_was_started_by_hand(capsys: pyte
     assert not set("\x1b\x07\u202e") & set(printed), printed
 
 
+def test_a_text_that_is_quoted_in_a_log_cannot_look_like_a_message(capsys: pytest.CaptureFixture[str]) -> None:
+    set_up_log("INFO")
+    try:
+        logger.warning("refused: {}", "a\n12:00:00 INFO    all is well")
+    finally:
+        logger.remove()
+    first, second = "".join(capsys.readouterr()).splitlines()
+    assert first.endswith("refused: a") and second == "  12:00:00 INFO    all is well"
+
+
 @pytest.mark.parametrize(
     "summary",
     [{"rollouts": "many"}, {"rollouts": 1, "steps": None}, {"steps": 3, "rollouts": 9, "wall_seconds": "x"}],

@@ -1,19 +1,30 @@
-"""The endpoint of agents, as other users of the machine may use it: without a key, or without an end."""
+"""The endpoint of agents, as other users of the machine may use it: without a key, or without an end.
+
+A connection of this test's own counts as another user's where the effective user id is made another.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import socket
+import stat
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from loguru import logger
 
-from async_grpo.rollout.endpoint import doors
+from async_grpo.envs import Endpoint
+from async_grpo.rollout.endpoint import doors, private_socket
 from async_grpo.rollout.endpoint.protocol import Answer, Refusal, Request, Rules
 from async_grpo.rollout.endpoint.server import EndpointServer
 from patience import DEADLINE_S, until
@@ -27,29 +38,42 @@ class Served:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.refused: list[Refusal] = []
         server = EndpointServer(loop)
-        self._address = ("127.0.0.1", int(server.start().rpartition(":")[2].removesuffix("/v1")))
+        base_url, path = server.start()
+        self.port = int(base_url.rpartition(":")[2].removesuffix("/v1"))
         episode: Any = SimpleNamespace(
             rules=Rules(model="policy", sampling={}), number="1_0", answer=self._answer, refuse=self.refused.append
         )
         self._key = server.open(episode)
+        self.endpoint = Endpoint(base_url=base_url, api_key=self._key, model="policy", socket=path)
 
     async def _answer(self, request: Request) -> Answer:
         return Answer(message={"role": "assistant", "content": "Hi"}, finish_reason="stop", prompt_tokens=1, tokens=[])
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(self._address, timeout=DEADLINE_S)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=DEADLINE_S)
+
+    def connect_by_socket(self) -> socket.socket:
+        assert self.endpoint.socket is not None
+        client = socket.socket(socket.AF_UNIX)
+        client.settimeout(DEADLINE_S)
+        client.connect(self.endpoint.socket)
+        return client
 
     def ask(self, body: bytes = BODY, headers: str = "", *, host: str = "127.0.0.1", with_key: bool = True) -> bytes:
         """The whole answer."""
+        with self.connect() as client:
+            client.sendall(self.request(body, headers, host=host, with_key=with_key))
+            return b"".join(iter(lambda: client.recv(65536), b""))
+
+    def request(self, body: bytes, headers: str = "", *, host: str = "127.0.0.1", with_key: bool = True) -> bytes:
         key = f"Authorization: Bearer {self._key}\r\n" if with_key else ""
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n{key}{headers}"
-        with self.connect() as client:
-            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            return b"".join(iter(lambda: client.recv(65536), b""))
+        return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 @pytest.fixture
-def served() -> Iterator[Served]:
+def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -58,19 +82,112 @@ def served() -> Iterator[Served]:
     thread.join()
 
 
-def test_connections_without_a_key_do_not_keep_an_agent_out_or_take_the_workers_files(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def all_are_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    us = os.geteuid()
     monkeypatch.setattr(doors, "MOST_STRANGERS", 8)
-    idle = [served.connect() for _ in range(3 * doors.MOST_STRANGERS)]
-    for client in idle:
-        client.sendall(b"POST /v1/chat")
-    assert b"200 OK" in served.ask()
-    until(lambda: sum(map(_is_open, idle)) <= doors.MOST_STRANGERS)
+    monkeypatch.setattr(doors, "os", SimpleNamespace(geteuid=lambda: us + 1))
+
+
+@pytest.mark.usefixtures("all_are_strangers")
+def test_connections_of_other_users_take_no_agent_its_own_and_the_worker_few_files(served: Served) -> None:
+    """An agent's request is read when they have filled all places."""
+    with served.connect_by_socket() as agents:
+        idle = [served.connect() for _ in range(3 * doors.MOST_STRANGERS)]
+        for client in idle:
+            client.sendall(b"POST /v1/chat")
+        until(lambda: sum(map(_is_open, idle)) <= doors.MOST_STRANGERS)
+        agents.sendall(served.request(BODY))
+        assert b"200 OK" in b"".join(iter(lambda: agents.recv(65536), b""))
     for client in idle:
         client.close()
 
 
+def test_an_agents_connection_by_tcp_is_never_put_out(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "MOST_STRANGERS", 2)
+    ours = [served.connect() for _ in range(8)]
+    addresses = {client.getsockname() for client in ours}
+    with socket.socket(socket.AF_INET6) as mapped, contextlib.suppress(OSError):  # no IPv6 here
+        mapped.connect(("::ffff:127.0.0.1", served.port))
+        addresses.add(("127.0.0.1", mapped.getsockname()[1]))
+        assert addresses <= doors.connections_of(os.geteuid())
+    assert addresses & doors.connections_of(os.geteuid() + 1) == set()
+    for client in ours:
+        client.sendall(served.request(BODY))
+        assert client.recv(65536).startswith(b"HTTP/1.1 200")
+        client.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_come_to_the_socket_and_is_put_out_of_tcp(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "MOST_STRANGERS", 4)
+    program = """if True:
+        import encodings.idna, os, socket, sys
+        os.setgroups([]); os.setgid(65534); os.setuid(65534)
+        try:
+            socket.socket(socket.AF_UNIX).connect(sys.argv[1])
+        except PermissionError:
+            print("refused")
+        idle = [socket.create_connection(("127.0.0.1", int(sys.argv[2]))) for _ in range(4)]
+        print(idle[0].recv(1))
+    """
+    with served.connect() as ours:
+        command = [sys.executable, "-c", program, str(served.endpoint.socket), str(served.port)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        assert ended.stdout.splitlines() == ["refused", "b''"], ended.stderr
+        ours.sendall(served.request(BODY))
+        assert ours.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_clients_of_httpx_connect_by_the_socket(served: Served) -> None:
+    pytest.importorskip("httpx")
+    elsewhere = served.endpoint.base_url.replace("127.0.0.1", "nowhere.invalid")  # it is not looked up
+    asked: dict[str, Any] = {
+        "url": f"{elsewhere}/chat/completions",
+        "content": BODY,
+        "headers": {"Authorization": f"Bearer {served.endpoint.api_key}"},
+    }
+
+    async def asks() -> int:
+        async with served.endpoint.async_http_client() as client:
+            return (await client.post(**asked)).status_code
+
+    with served.endpoint.http_client() as client:
+        assert client.post(**asked).status_code == 200
+    assert asyncio.run(asks()) == 200
+
+
+def test_the_socket_is_private_and_what_a_killed_worker_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    left, alive = private_socket.private_socket(), private_socket.private_socket()
+    assert left is not None and alive is not None
+    assert stat.S_IMODE(left.path.parent.stat().st_mode) == 0o700
+    left.listening.close()
+    new = private_socket.private_socket()
+    assert new is not None
+    assert {folder.name for folder in tmp_path.iterdir()} == {alive.path.parent.name, new.path.parent.name}
+
+
+def test_a_socket_goes_where_its_path_is_short_enough_or_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long, short = tmp_path / ("x" * 100), tmp_path / "t"
+    long.mkdir()
+    short.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    monkeypatch.setattr(private_socket.tempfile, "gettempdir", lambda: str(short))
+    found = private_socket.private_socket()
+    assert found is not None and found.path.parent.parent == short
+    monkeypatch.setattr(private_socket.tempfile, "gettempdir", lambda: str(long))
+    assert private_socket.private_socket() is None
+    assert [*long.iterdir()] == []
+
+
+@pytest.mark.usefixtures("all_are_strangers")
 def test_a_connection_without_a_key_ends_and_one_with_a_key_does_not(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +250,18 @@ def test_what_is_no_http_fills_no_log(served: Served, caplog: pytest.LogCaptureF
         client.sendall(b"GET http://[" + b"a" * 20_000 + b"\r\n\r\n")
         assert b" 400 " in client.recv(65536)
     assert not caplog.records
+
+
+def test_a_stranger_writes_no_line_of_its_own_into_the_log(served: Served) -> None:
+    lines: list[str] = []
+    number = logger.add(lines.append, format="{message}")
+    with served.connect() as client:
+        client.sendall(b"GET /%0a12:00:00%20INFO%20all%20is%20well" + b"%20x" * 200 + b" HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert b" 404 " in client.recv(65536)
+    logger.remove(number)
+    [line] = lines
+    assert line.count("\n") == 1 and r"GET /\n12:00:00 INFO all is well" in line
+    assert len(line) < 250
 
 
 def _is_open(client: socket.socket) -> bool:

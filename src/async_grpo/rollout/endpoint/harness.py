@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from async_grpo.envs.harness import Endpoint, OpenAIHarness
-from async_grpo.errors import UnsupportedError
+from async_grpo.errors import GeneratorError, UnsupportedError
 from async_grpo.images import images_in
 from async_grpo.rollout.endpoint.agents import Agents
 from async_grpo.rollout.endpoint.chat import Chat
 from async_grpo.rollout.endpoint.episode import Episode, Limits
+from async_grpo.rollout.endpoint.lost import is_lost_connection
 from async_grpo.rollout.endpoint.protocol import Rules
-from async_grpo.rollout.endpoint.server import EndpointServer
+from async_grpo.rollout.endpoint.server import Address, EndpointServer
 from async_grpo.rollout.engines.transformers import TransformersEngine
 from async_grpo.rollout.trl_group import GeneratedGroup, merge_extra_fields, prompt_of, rows_of
 from async_grpo.rollout.trl_trainer import state_at_issue
@@ -71,7 +72,7 @@ class Harness:
         self._chat = Chat(trl.trainer)
         self._agents = Agents(given.agent)
         self._server = EndpointServer(loop)
-        self._base_url: str | None = None
+        self._address: Address | None = None
         self._sampling = _sampled_with(trl, HF if isinstance(engine, TransformersEngine) else VLLM)
         self._open: set[Episode] = set()
         self._said: set[str] = set()
@@ -123,12 +124,14 @@ class Harness:
         )
 
     async def _play(self, episode: Episode, prompt: Any) -> _Played:
-        if self._base_url is None:
-            self._base_url = self._server.start()
+        if self._address is None:
+            self._address = self._server.start()
         key = self._server.open(episode)
         self._open.add(episode)
         with self._asks.working():
-            endpoint = Endpoint(base_url=self._base_url, api_key=key, model=self._model)
+            endpoint = Endpoint(
+                base_url=self._address.base_url, api_key=key, model=self._model, socket=self._address.socket
+            )
             ended = self._agents.start(copy.deepcopy(prompt), endpoint)
             try:
                 return self._played(episode, await self._outcome(episode, ended))
@@ -154,6 +157,11 @@ class Harness:
         text = None if error is None else f"{type(error).__name__}: {error}"
         if outcome is None:
             text = f"The agent made no request and did not return within {self._timeout_s:g} s (--tool-timeout)."
+        if error is not None and self._address is not None and is_lost_connection(error, self._address.base_url):
+            raise GeneratorError(
+                f"An agent's connection to the endpoint broke ({text}). That is an error of the machine: what the "
+                "model said until then is not taken for its completion, and the group is tried again."
+            ) from error
         if not episode.turns:
             raise UnsupportedError(_said_nothing(text)) from error
         if text is not None and episode.is_full:  # how agents end where there is no room left

@@ -1,4 +1,4 @@
-"""The HTTP side: 127.0.0.1, a free port, and a key for each episode that is open.
+"""The HTTP side: a Unix socket, a free port of 127.0.0.1, and a key for each episode that is open.
 
 It runs on an event loop and a thread of its own, so that an agent that blocks is still answered. What a request asks is
 answered on the worker's loop.
@@ -14,12 +14,14 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from aiohttp import web
 from loguru import logger
 
+from async_grpo.formatting import one_line
 from async_grpo.rollout.endpoint.doors import Doors
+from async_grpo.rollout.endpoint.private_socket import private_socket
 from async_grpo.rollout.endpoint.protocol import (
     MOST_BYTES,
     Answer,
@@ -44,6 +46,13 @@ _QUIET = logging.Logger("endpoint", logging.CRITICAL)  # any user of the machine
 _HEADERS = {"x-should-retry": "false"}  # the `openai` client would ask again for what is refused
 
 
+class Address(NamedTuple):
+    """Where the endpoint listens."""
+
+    base_url: str  # of TCP
+    socket: str | None  # the path of its Unix socket, where there is one
+
+
 class EndpointServer:
     """Answers `POST /v1/chat/completions`.
 
@@ -54,11 +63,11 @@ class EndpointServer:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._episodes: dict[bytes, Episode] = {}  # by a hash of the key, which nobody can time
-        self._started: Future[str] = Future()
+        self._started: Future[Address] = Future()
         self._said: Counter[str] = Counter()
 
-    def start(self) -> str:
-        """The base URL. The server ends with the process."""
+    def start(self) -> Address:
+        """Where it listens. The server ends with the process."""
         threading.Thread(target=self._serve, name="endpoint", daemon=True).start()
         return self._started.result(START_S)
 
@@ -83,9 +92,13 @@ class EndpointServer:
         try:
             await runner.setup()
             assert runner.server is not None
-            self._doors = Doors(runner.server)
-            listening = await asyncio.get_running_loop().create_server(self._doors, HOST, 0)
-            self._started.set_result(f"http://{HOST}:{listening.sockets[0].getsockname()[1]}/v1")
+            self._doors, loop = Doors(runner.server), asyncio.get_running_loop()
+            listening = await loop.create_server(self._doors, HOST, 0)
+            private = private_socket()
+            if private is not None:  # whoever connects is this user: there are no doors
+                await loop.create_unix_server(runner.server, sock=private.listening)
+            base_url = f"http://{HOST}:{listening.sockets[0].getsockname()[1]}/v1"
+            self._started.set_result(Address(base_url, None if private is None else str(private.path)))
         except BaseException as error:
             self._started.set_exception(error)
             raise
@@ -99,9 +112,8 @@ class EndpointServer:
         except Refusal as error:
             refusal = error
         except web.HTTPException as error:
-            what = (
-                f"{request.method} {request.path} is not answered here, only POST /v1/chat/completions: {error.reason}"
-            )
+            asked = one_line(f"{request.method} {request.path}")
+            what = f"{asked} is not answered here, only POST /v1/chat/completions: {error.reason}"
             refusal = Refusal(what, code="unknown_url", status=error.status)
         except ConnectionError:  # the client has gone
             raise
