@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,11 @@ class Chain:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.about = read_about(folder)
+        if find_spec("zstandard") is None:
+            raise DeltaChainError(
+                f"The versions in {folder} are compressed with the package zstandard, which is not installed here. "
+                "pip install zstandard, and try again."
+            )
         self.entries: dict[int, Entry] = {}
         self.problems: dict[int, Problem] = {}
         for path, version, kind in _files(folder):
@@ -128,6 +135,7 @@ class Chain:
                 self.entries[version] = self._entry(path, version, kind)
             except DeltaError as error:
                 self.problems[version] = Problem(version, path.name, str(error))
+        self._set_aside_other_models()
 
     @property
     def versions(self) -> list[int]:
@@ -214,6 +222,9 @@ class Chain:
         if before not in self.versions:
             return f"it starts from version {before}, whose file is missing"
         if last is None or last.version != before:
+            branches = [other for other in self.entries.values() if other.place.before == before]
+            if branches[0] is not entry and not any(problem.version == before for problem in told):
+                return f"it starts from version {before}, as {branches[0].path.name} does: a chain has no branches"
             damaged = f" ({told[-1].file})" if told else ""
             return f"it starts from version {before}, which cannot be rebuilt{damaged}"
         return None if entry.header.delta.base == last.hash else _other_base(entry, last)
@@ -248,6 +259,15 @@ class Chain:
             raise DeltaError(f"it has {nbytes:,} bytes instead of {header.file_bytes:,}: it is cut off, or no delta")
         return entry
 
+    def _set_aside_other_models(self) -> None:
+        """Files that claim other tensors than most of them do: nothing of that size is allocated."""
+        tensors = {version: _tensors(entry) for version, entry in self.entries.items()}
+        ours = Counter(tensors.values()).most_common(1)[0][0] if tensors else frozenset()
+        for version in [version for version, found in tensors.items() if found != ours]:
+            name, kind = min(tensors[version] - ours or ours - tensors[version])
+            reason = f"it has other tensors than the chain's model, such as {name} of {kind}"
+            self.problems[version] = Problem(version, self.entries.pop(version).path.name, reason)
+
     def _nearby(self, version: int) -> str:
         if not self.versions:
             return "the folder has no version yet"
@@ -258,7 +278,7 @@ class Chain:
 
     def _cannot(self, version: int, name: str, reason: str) -> str:
         return (
-            f"Version {version} cannot be rebuilt from {self.folder}: {name}: {reason}. `async-grpo delta verify` says "
+            f"Version {version} cannot be rebuilt from {self.folder}: {name}: {reason.rstrip('.')}. `async-grpo delta verify` says "
             "which versions can be."
         )
 
@@ -295,12 +315,17 @@ def _in_latest(folder: Path, name: str) -> int | None:
         version = read_object(folder / LATEST).get(name)
     except (FileNotFoundError, BadFileError):
         return None
-    return version if isinstance(version, int) else None
+    return version if type(version) is int else None  # True is an int, too
 
 
 def _apply(entry: Entry, buffers: dict[str, Buffer] | None) -> dict[str, Buffer]:
     delta = entry.load()  # its base was compared with the hash of the version before it
     return apply(delta, buffers, in_place=True, known=None if buffers is None else delta.base)
+
+
+def _tensors(entry: Entry) -> frozenset[tuple[str, str]]:
+    """Name and kind of each."""
+    return frozenset((part.name, f"{part.dtype} {list(part.shape)}") for part in entry.header.delta.parts)
 
 
 def _other_base(entry: Entry, before: Entry) -> str:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from async_grpo_ipc.delta.buffers import ITEM_BYTES, Buffer, Buffers, digest
 from async_grpo_ipc.delta.coding import FULL, SAME, SPARSE, Coded, change_sparsely, code, decode
 from async_grpo_ipc.errors import DeltaError
+
+_MEMORY = Path("/proc/meminfo")
 
 __all__ = ["Buffer", "Buffers", "Delta", "DeltaError", "Part", "apply", "digest", "encode"]
 
@@ -32,10 +35,15 @@ class Part:
         return math.prod(self.shape)
 
     @property
+    def nbytes(self) -> int:
+        """Of the tensor."""
+        return self.size * ITEM_BYTES[self.dtype]
+
+    @property
     def most_bytes(self) -> int:
         """That its data may have, compressed: zstandard adds less than a hundredth to what cannot be compressed."""
         raw = self.coded.changed * (self.coded.width + ITEM_BYTES[self.dtype])
-        raw = max(raw, self.size * ITEM_BYTES[self.dtype]) if self.coded.mode != SPARSE else raw
+        raw = max(raw, self.nbytes) if self.coded.mode != SPARSE else raw
         return raw + raw // 100 + 1024
 
 
@@ -85,7 +93,8 @@ def apply(delta: Delta, base: Buffers | None, *, in_place: bool = False, known: 
         known: the digest of `base`, where the caller has just made it.
 
     Raises:
-        DeltaError: the delta starts from other buffers, or does not lead to what it says.
+        DeltaError: the delta starts from other buffers, does not lead to what it says, or claims more than there is
+            memory for.
     """
     new = {} if base is None else dict(base) if in_place else {name: buffer.copy() for name, buffer in base.items()}
     _require_base(delta, base, known)
@@ -94,6 +103,8 @@ def apply(delta: Delta, base: Buffers | None, *, in_place: bool = False, known: 
             buffer = _applied(part, new.get(part.name))
         except DeltaError as error:
             raise DeltaError(f"Tensor {part.name} cannot be rebuilt: {error}.") from error
+        except MemoryError as error:
+            raise DeltaError(f"There is no memory for tensor {part.name} of {part.nbytes:,} bytes.") from error
         new[part.name] = buffer
     found = digest(new)
     if found != delta.result:
@@ -127,6 +138,7 @@ def _require_base(delta: Delta, base: Buffers | None, known: str | None) -> None
     if base is None:
         if delta.base is not None or any(part.coded.mode != FULL for part in delta.parts):
             raise DeltaError(f"It is a delta from {delta.base}, not a snapshot: give the version that it starts from.")
+        _require_memory(sum(part.nbytes for part in delta.parts))
         return
     if delta.base is None:
         raise DeltaError("It is a snapshot, which starts from nothing.")
@@ -135,6 +147,13 @@ def _require_base(delta: Delta, base: Buffers | None, known: str | None) -> None
         raise DeltaError(f"It starts from the version with the hash {delta.base}, and this one has {found}.")
     kinds = {part.name: f"{part.dtype} {list(part.shape)}" for part in delta.parts}
     _require_same_tensors(kinds, base, "the delta")
+
+
+def _require_memory(needed: int) -> None:
+    """A few bytes can claim to be gigabytes: zeros are compressed to nearly nothing."""
+    free = next(1024 * int(line.split()[1]) for line in _MEMORY.open() if line.startswith("MemAvailable:"))
+    if needed > free:
+        raise DeltaError(f"It says that its tensors have {needed:,} bytes, and {free:,} bytes of memory are free.")
 
 
 def _require_same_tensors(new: dict[str, str], old: Buffers, what: str) -> None:

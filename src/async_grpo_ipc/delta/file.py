@@ -119,6 +119,7 @@ def _part(row: list[Any]) -> Part:
     name, dtype, shape, mode, changed, width, nbytes = row
     if not isinstance(name, str) or dtype not in ITEM_BYTES or mode not in (SAME, SPARSE, XOR, FULL):
         raise ValueError(f"tensor {name!r} of {dtype!r}, {mode!r}")
+    name.encode()  # JSON can hold half of a surrogate pair, which no text is; `ValueError`
     coded = Coded(mode, _natural(changed), _natural(width), b"")
     part = Part(name, dtype, tuple(map(_natural, shape)), coded)
     if coded.changed > part.size:

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from delta_chains import ABOUT, equal, weights, write_chain
 
 from async_grpo.deltas import writer as writer_module
-from async_grpo.deltas.chain import LATEST, Chain, read_latest
+from async_grpo.deltas.chain import LATEST, Chain, read_latest, read_oldest
 from async_grpo.deltas.writer import ChainWriter
 from async_grpo.errors import DeltaChainError, DiskFullError
+from async_grpo_ipc.delta import Buffer
 
 
 @pytest.fixture
@@ -106,6 +108,33 @@ def test_damage_is_named_and_the_rest_rebuilds(folder: Path, damage: Callable[[P
     for version in {*chain.versions, 6, 7} - {*verdict.versions}:
         with pytest.raises(DeltaChainError):
             chain.rebuild(version)
+
+
+def test_a_snapshot_of_another_model_is_not_decompressed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it claims may be gigabytes."""
+    writer = ChainWriter(folder.parent / "other", ABOUT)
+    writer.begin(4, {"w": Buffer("U8", (4000,), np.zeros(4000, np.uint8))})
+    writer.close()
+    shutil.copy(folder.parent / "other" / "000004.full", folder / "000004.full")
+    chain = Chain(folder)
+    with pytest.raises(DeltaChainError, match=r"000004.full: it has other tensors.*such as w of U8 \[4000\]"):
+        chain.rebuild(5)
+    assert chain.verify().versions == [0, 1, 2, 3, 8, 9]
+
+
+def test_two_files_that_start_from_one_version_are_named(folder: Path) -> None:
+    writer = ChainWriter(folder.parent / "other", ABOUT)
+    writer.begin(1, weights(1))
+    writer.append(3, weights(3))
+    writer.close()
+    shutil.copy(folder.parent / "other" / "000003.delta", folder / "000003.delta")
+    [problem] = Chain(folder).verify().problems
+    assert str(problem) == "000003.delta: it starts from version 1, as 000002.delta does: a chain has no branches"
+
+
+def test_true_is_no_version(folder: Path) -> None:
+    (folder / LATEST).write_text('{"version": true, "oldest": true}')
+    assert (read_latest(folder), read_oldest(folder)) == (None, 0)
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import io
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_grpo_ipc import delta as delta_package
 from async_grpo_ipc.delta import Buffer, Delta, DeltaError, apply, coding, digest, encode, file
 from async_grpo_ipc.delta.buffers import ITEM_BYTES
 from async_grpo_ipc.delta.tensors import DTYPE_OF, as_tensors, copied
@@ -206,6 +209,38 @@ def test_a_body_that_no_tensor_needs_is_refused_before_it_is_read() -> None:
     large = part.__class__(part.name, part.dtype, part.shape, part.coded._replace(blob=bytes(1 << 20)))
     data = b"".join(file.pack(Delta(honest.base, honest.result, (large,)), {}))
     with pytest.raises(DeltaError, match="more bytes than its elements need"):
+        file.read_header(io.BytesIO(data))
+
+
+def snapshot_that_claims(nbytes: int) -> Delta:
+    """The tensor has zeros only, as far as its header says: a few bytes for all of them."""
+    honest = encode(None, {"w": Buffer("U8", (4,), np.zeros(4, np.uint8))})
+    [part] = honest.parts
+    large = part.__class__("w", "U8", (nbytes,), part.coded._replace(changed=nbytes))
+    return Delta(None, honest.result, (large,))
+
+
+def test_more_than_the_memory_that_is_free_is_not_allocated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:  1 kB\n")
+    monkeypatch.setattr(delta_package, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(delta_package, "decode", None)
+    with pytest.raises(DeltaError, match=r"its tensors have 1,025 bytes, and 1,024 bytes of memory are free"):
+        apply(snapshot_that_claims(1025), None)
+
+
+def test_memory_that_is_not_there_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(delta_package, "decode", full)
+    with pytest.raises(DeltaError, match="no memory for tensor w of 5 bytes"):
+        apply(snapshot_that_claims(5), None)
+
+
+def test_half_of_a_surrogate_pair_is_no_name_of_a_tensor() -> None:
+    part = encode(None, {"w": Buffer("U8", (4,), np.zeros(4, np.uint8))}).parts[0]
+    data = b"".join(file.pack(Delta(None, "0" * 32, (replace(part, name="w\ud800"),)), {}))
+    with pytest.raises(DeltaError, match="its header makes no sense"):
         file.read_header(io.BytesIO(data))
 
 
