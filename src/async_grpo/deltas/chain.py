@@ -278,8 +278,8 @@ class Chain:
 
     def _cannot(self, version: int, name: str, reason: str) -> str:
         return (
-            f"Version {version} cannot be rebuilt from {self.folder}: {name}: {reason.rstrip('.')}. `async-grpo delta verify` says "
-            "which versions can be."
+            f"Version {version} cannot be rebuilt from {self.folder}: {name}: {reason.rstrip('.')}. `async-grpo delta "
+            "verify` says which versions can be."
         )
 
 
