@@ -42,6 +42,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "_get_output_dir": ("trial",),
     "_push_from_checkpoint": ("checkpoint_folder",),
     "_load_rng_state": ("checkpoint",),
+    "_load_optimizer_and_scheduler": ("checkpoint",),
     "_get_train_sampler": ("dataset",),
     "_remove_unused_columns": ("dataset", "description"),
     "_log_completion_extra": ("column", "values"),

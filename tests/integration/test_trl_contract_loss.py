@@ -23,7 +23,7 @@ from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup import trl_compat
 from async_grpo.setup.generator_choice import engines_left_to_workers, wants_vllm
-from async_grpo.training.reporting import hyperparameters
+from async_grpo.training.hyperparameters import hyperparameters
 
 pytestmark = pytest.mark.integration
 

@@ -121,8 +121,8 @@ def _beginning(
     options: ServerOptions, run: RunDir, state: RunState, trainer: GRPOTrainer
 ) -> Callable[[ServerQueue, int], Evaluation]:
     """Makes the evaluation of a version on the trainer's `eval_dataset`."""
+    from async_grpo.training.hyperparameters import hyperparameters
     from async_grpo.training.prompts import evaluation_problems
-    from async_grpo.training.reporting import hyperparameters
 
     settings = options.settings
     problems = evaluation_problems(trainer)

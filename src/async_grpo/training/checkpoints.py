@@ -32,11 +32,13 @@ from async_grpo.errors import BadFileError, DiskFullError, RunDirError, Unsuppor
 from async_grpo.formatting import counted
 from async_grpo.queue import ServerQueue
 from async_grpo.rundir.paths import RunDir, RunState
-from async_grpo.rundir.reading import open_plain, parse_object
+from async_grpo.rundir.reading import open_plain, parse_object, read_object
 from async_grpo.rundir.shape import shaped
 from async_grpo.settings import ArchiveLimit
 from async_grpo.setup import fingerprints
 from async_grpo.setup.trl_compat import is_adapter
+from async_grpo.training.hyperparameters import configuration
+from async_grpo.training.resumed_settings import check_settings
 from async_grpo.training.sharding import Layout, check_layout, layout_of
 
 if TYPE_CHECKING:
@@ -77,18 +79,29 @@ def resume(trainer: GRPOTrainer, run: RunDir, state: RunState) -> Resumed | None
         logger.info("resuming from the start: the run has no complete checkpoint yet")
         return None
     checkpoint, used = found
-    check_checkpoint(trainer, state, found, layout_of(trainer))
+    check_checkpoint(trainer, state, found, layout_of(trainer), run)
     logger.info("resuming from {}", checkpoint)
     batch = load_batch(checkpoint, trainer.accelerator.device) if used.passes_done else None
     return Resumed(path=checkpoint, state=used, batch=batch)
 
 
-def check_checkpoint(trainer: GRPOTrainer, state: RunState, found: Checkpoint, layout: Layout) -> None:
+def check_checkpoint(trainer: GRPOTrainer, state: RunState, found: Checkpoint, layout: Layout, run: RunDir) -> None:
     """Raise `RunDirError` or `UnsupportedError` where this trainer, with this layout, cannot continue from `found`."""
     refuse_another_model(trainer, state, found.path)
+    before = _configuration_before(run)
+    check_settings(trainer, before, configuration(trainer), found.path, in_batch=found.state.passes_done > 0)
     check_layout(found.path, layout)
     if found.state.passes_done:
         check_ranks(found.path, trainer.args.world_size)
+
+
+def _configuration_before(run: RunDir) -> dict[str, Any]:
+    """The `GRPOConfig` of the last process that trained; empty where it is not known."""
+    try:
+        found = read_object(run.hyperparameters).get("trainer")
+    except (OSError, BadFileError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def refuse_another_model(trainer: GRPOTrainer, state: RunState, checkpoint: Path) -> None:

@@ -52,9 +52,10 @@ from async_grpo.training.corrections.rule import Rule, rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.distributed import Leader, Ranks, exporter_of
 from async_grpo.training.groups import refuser_of
+from async_grpo.training.hyperparameters import hyperparameters
 from async_grpo.training.job_issuer import JobIssuer, state_for_rewards
 from async_grpo.training.prompts import evaluation_problems, prompt_rows
-from async_grpo.training.reporting import hyperparameters, log_evaluation, report
+from async_grpo.training.reporting import log_evaluation, report
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource, StopTraining
 from async_grpo.training.schedule import Schedule

@@ -1,13 +1,11 @@
-"""What a training reports: step lines, `metrics.jsonl`, TensorBoard's curves and `hyperparameters.json`.
+"""What a training reports: step lines, `metrics.jsonl` and TensorBoard's curves.
 
 A full disk may cost points of a curve, but never the run.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +14,7 @@ from loguru import logger
 from transformers import Trainer, TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 
-from async_grpo.redaction import MASK, Redactor, is_secret
-from async_grpo.settings import TrainingSettings
-from async_grpo.setup.fingerprints import count
+from async_grpo.redaction import Redactor
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training.trl_trainer import latest_metrics
 
@@ -133,30 +129,3 @@ def _event_writer(folder: Path) -> Any:
             super().add_text(tag, _redact(text_string), *args, **kwargs)
 
     return Writer(log_dir=str(folder))
-
-
-def hyperparameters(trainer: GRPOTrainer, settings: TrainingSettings) -> dict[str, Any]:
-    """The contents of `hyperparameters.json`: JSON values only, and no secrets."""
-    model = trainer.model
-    return {
-        "model": _redact(str(getattr(model.config, "_name_or_path", "") or type(model).__name__)),
-        "parameters": sum(count(p) for p in model.parameters()),
-        "trainable_parameters": sum(count(p) for p in model.parameters() if p.requires_grad),
-        "reward_functions": list(trainer.reward_func_names),
-        "reward_weights": [float(f"{float(weight):.6g}") for weight in trainer.reward_weights],
-        "scale_rewards": str(trainer.scale_rewards),
-        "multi_objective_aggregation": str(trainer.multi_objective_aggregation),
-        "num_generations": int(trainer.num_generations),
-        "run": _plain({name: value for name, value in asdict(settings).items() if name != "keep_done"}),
-        "trainer": _plain({name: value for name, value in trainer.args.to_dict().items() if value is not None}),
-    }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): MASK if is_secret(str(name), it) else _plain(it) for name, it in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
-        return value
-    return _redact(str(value))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from loguru import logger
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import UnsupportedError
@@ -31,6 +31,7 @@ from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.corrections.trl_loss import CorrectedLoss, correction_of
 from async_grpo.training.groups import rollout_output, rows_for_trl
 from async_grpo.training.one_dataloader import OneDataLoader
+from async_grpo.training.resumed_settings import InForce, say_if_schedule_begins_again
 from async_grpo.training.rollout_metrics import logged_by_workers, longer_half, masks_of, turn_rewards
 from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.sharding import read_without_pickle, refuse_unknown_sharding
@@ -48,6 +49,7 @@ HOOKS = (
     "_get_output_dir",
     "_push_from_checkpoint",
     "_load_rng_state",
+    "_load_optimizer_and_scheduler",
     "_get_train_sampler",
     "_remove_unused_columns",
     "_log_completion_extra",
@@ -181,6 +183,14 @@ class AsyncGRPOMixin(CorrectedLoss):
         super()._load_rng_state(checkpoint)
         self.random_before_data = torch.random.get_rng_state()
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As transformers does. Then the settings of this start are in force, not those of the checkpoint."""
+        settings = InForce.of(self.optimizer, self.lr_scheduler)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and not self.is_deepspeed_enabled:
+            say_if_schedule_begins_again(Path(checkpoint) / SCHEDULER_NAME)
+            settings.put_back(self.optimizer, self.lr_scheduler, self.state.global_step)
+
     def _name_best_checkpoint(self, written: Path, place: Path) -> None:
         """Where this checkpoint is the best so far, its state names the place that it will have."""
         best = self.state.best_model_checkpoint
@@ -255,6 +265,7 @@ class _EventsCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         find_best(state, self.trainer._resumed_from)
+        state.compute_steps(args, state.max_steps)  # a checkpoint's state has the intervals of its own settings
         if state.global_step >= state.max_steps:
             raise _AllStepsDone
         self.trainer.events.training_begins()

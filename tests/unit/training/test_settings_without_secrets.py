@@ -11,7 +11,8 @@ from transformers import TrainerControl, TrainerState
 
 from async_grpo.reports.series import hyperparameter_table
 from async_grpo.settings import TrainingSettings
-from async_grpo.training.reporting import CurvesCallback, hyperparameters
+from async_grpo.training.hyperparameters import hyperparameters
+from async_grpo.training.reporting import CurvesCallback
 
 SETTINGS = {
     "learning_rate": 1e-06,

@@ -320,7 +320,8 @@ def _checkpoints(trainer: GRPOTrainer, question: Question, ranks: _Ranks | None)
         state = RunDir(question.run_dir).read_state()
     found = output_dir.find_checkpoint(setting, state, question.run_dir) if state is not None else None
     if found and state is not None:
-        check_checkpoint(trainer, state, found, ranks.layout(trainer) if ranks is not None else layout_of(trainer))
+        layout = ranks.layout(trainer) if ranks is not None else layout_of(trainer)
+        check_checkpoint(trainer, state, found, layout, RunDir(question.run_dir))
     place, run_id = output_dir.absolute(setting, state, question.run_dir), state.run_id if state is not None else ""
     output_dir.refuse_another_runs(place, run_id, question.run_dir)
     return {
