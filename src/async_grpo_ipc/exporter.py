@@ -200,6 +200,18 @@ class WeightExporter:
         self._announce(version)
         return True
 
+    def copied(self) -> dict[str, Tensor]:
+        """Copy, into new memory of the host, what `publish` would write into a slot now."""
+        self._sources.check()
+        copies = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in self._slot.tensors}
+        if self._sources.write is not None:
+            self._sources.write(copies)
+            return copies
+        with torch.no_grad():
+            for name, copy in copies.items():
+                copy.copy_(self._sources.changing[name])
+        return copies
+
     def close(self) -> None:
         """Withdraw the handle file. Readers that are attached keep what they have mapped; new ones fail with
         `HandleFileError`. Memory that is lost with this process (CUDA) is first withdrawn from them, which takes up to

@@ -46,7 +46,7 @@ def keep(model: Any, folder: Path, dtype: torch.dtype | None = None) -> dict[str
                     for parameter in model.parameters():
                         parameter += 0.01 * torch.rand_like(parameter) * parameter.requires_grad
             exporter.publish(version)
-            recorder.published(version)
+            recorder.reached(version, exporter)
         recorder.close()
     assert Chain(folder / "deltas").versions == [0, 1]
     return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}

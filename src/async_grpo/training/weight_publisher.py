@@ -49,7 +49,8 @@ class WeightPublisher:
 
     Args:
         open_exporter: called with the first version, when the trainer has put the model where it trains.
-        recorder: keeps the published versions.
+        recorder: keeps the versions, also those that are not published: an evaluation holds an older one still, or
+            no slot is free.
     """
 
     def __init__(self, open_exporter: Callable[[], WeightExporter], recorder: Recorder | None = None) -> None:
@@ -70,6 +71,8 @@ class WeightPublisher:
         """Publish the model's weights as they are now as `version`, now or at the next `retry()`."""
         self._due = version
         self.retry()
+        if self._recorder is not None and self._exporter is not None:
+            self._recorder.reached(version, self._exporter)
 
     def hold(self) -> int | None:
         """Let workers see no newer version than now until `release()`; returns this version, None before the first."""
@@ -93,9 +96,7 @@ class WeightPublisher:
             except IPCError as error:
                 raise WeightsError(str(error)) from error
         if self._exporter.publish(self._due):
-            version, self._due, self._late_since = self._due, None, None
-            if self._recorder is not None:
-                self._recorder.published(version)
+            self._due = self._late_since = None
         else:
             self._late(self._due)
 

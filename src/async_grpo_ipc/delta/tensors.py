@@ -32,7 +32,12 @@ def copied(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Buffer]
     for name, tensor in tensors:
         own = torch.empty(tensor.shape, dtype=tensor.dtype)
         own.copy_(tensor.detach())
-        yield name, Buffer(NAME_OF[tensor.dtype], tuple(tensor.shape), own.reshape(-1).view(torch.uint8).numpy())
+        yield name, as_buffer(own)
+
+
+def as_buffer(tensor: Tensor) -> Buffer:
+    """A buffer that shares the memory of a contiguous tensor of the host."""
+    return Buffer(NAME_OF[tensor.dtype], tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy())
 
 
 def as_tensor(buffer: Buffer) -> Tensor:

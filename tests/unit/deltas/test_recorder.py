@@ -13,8 +13,9 @@ import torch
 from delta_chains import ABOUT
 from torch import Tensor, nn
 
-from async_grpo.deltas import recorder as recorder_module
+from async_grpo.deltas import encoder as encoder_module
 from async_grpo.deltas.chain import Chain
+from async_grpo.deltas.encoder import Encoder
 from async_grpo.deltas.recorder import Recorder
 from async_grpo.deltas.writer import ChainWriter
 from async_grpo.errors import DeltaChainError, DiskFullError
@@ -65,10 +66,15 @@ class Run:
         self.saved[version] = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.publisher.publish(version)
 
+    @property
+    def encoder(self) -> Encoder:
+        assert self.recorder.encoder is not None
+        return self.recorder.encoder
+
     def written(self, version: int) -> None:
         """Wait until `version` is on the disk."""
-        recorder_module.wait_until(
-            lambda: (self.recorder.tally.last == version) or None, what="a delta", timeout_s=60, poll_s=0.001
+        encoder_module.wait_until(
+            lambda: self.encoder.tally.last == version or None, what="a delta", timeout_s=60, poll_s=0.001
         )
 
 
@@ -107,17 +113,18 @@ def test_every_third_version_and_the_last(tmp_path: Path) -> None:
 def test_versions_that_come_faster_than_they_are_written_are_spanned_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
+    monkeypatch.setattr(encoder_module, "WAITING_BYTES", 0)
     run = Run(tmp_path)
     run.step(0)
     run.written(0)
     go = threading.Event()
-    append = recorder_module.ChainWriter.append
+    append = encoder_module.ChainWriter.append
 
     def slowly(self: Any, *args: Any) -> Any:
         assert go.wait(60)
         return append(self, *args)
 
-    monkeypatch.setattr(recorder_module.ChainWriter, "append", slowly)
+    monkeypatch.setattr(encoder_module.ChainWriter, "append", slowly)
     for version in range(1, 9):
         run.step(version)  # returns at once
         assert run.publisher.version == version
@@ -129,20 +136,65 @@ def test_versions_that_come_faster_than_they_are_written_are_spanned_and_told(
     assert any("spans" in line and "encoding is slower than training" in line for line in warnings)
 
 
+def test_small_versions_wait_for_a_slow_encoder_and_none_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, go = Run(tmp_path), threading.Event()
+    append = encoder_module.ChainWriter.append
+
+    def slowly(self: Any, *args: Any) -> Any:
+        assert go.wait(60)
+        return append(self, *args)
+
+    monkeypatch.setattr(encoder_module.ChainWriter, "append", slowly)
+    for version in range(30):
+        run.step(version)
+    go.set()
+    run.publisher.close()
+    assert Chain(run.folder).versions == list(range(30))
+    assert is_exact(run)
+
+
+def test_versions_that_an_evaluation_holds_back_are_kept_too(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    for version in range(12):
+        if version == 4:
+            assert run.publisher.hold() == 3
+        if version == 8:
+            run.publisher.release()
+            run.publisher.retry()  # version 7 is published later than it was kept
+        run.step(version)
+    assert run.publisher.version == 11
+    run.publisher.close()
+    assert Chain(run.folder).versions == list(range(12))
+    assert is_exact(run)
+
+
+def test_a_run_that_ends_while_an_evaluation_holds_has_its_last_version(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step(0)
+    run.publisher.hold()
+    for version in (1, 2):
+        run.step(version)
+    run.publisher.close()
+    assert Chain(run.folder).versions == [0, 1, 2]
+    assert is_exact(run)
+
+
 def test_a_full_disk_costs_a_version_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
 ) -> None:
     run = Run(tmp_path)
     run.step(0)
     run.written(0)
-    write = recorder_module.ChainWriter._write
+    write = encoder_module.ChainWriter._write
 
     def no_room(self: Any, name: str, pieces: Any) -> int:
         if name == "000001.delta":
             raise DiskFullError("The disk is full.")
         return write(self, name, pieces)
 
-    monkeypatch.setattr(recorder_module.ChainWriter, "_write", no_room)
+    monkeypatch.setattr(encoder_module.ChainWriter, "_write", no_room)
     for version in (1, 2, 3):
         run.step(version)
         if version > 1:
@@ -163,11 +215,11 @@ def test_a_thread_that_fails_ends_the_chain_and_not_the_training(
     run = Run(tmp_path)
     run.step(0)
     run.written(0)
-    monkeypatch.setattr(recorder_module.ChainWriter, "append", broken)
+    monkeypatch.setattr(encoder_module.ChainWriter, "append", broken)
     for version in range(1, 6):
         run.step(version)
     run.publisher.close()
-    assert run.recorder.tally.last == 0
+    assert run.encoder.tally.last == 0
     assert is_exact(run)
 
 
@@ -181,13 +233,13 @@ def test_a_copy_that_fails_holds_no_slot(tmp_path: Path, monkeypatch: pytest.Mon
         assert go.wait(60)
         raise MemoryError("no room for a copy")
 
-    monkeypatch.setattr(Recorder, "_copy_of", broken)
+    monkeypatch.setattr(Recorder, "_tensors_of", broken)
     run.step(1)
     run.step(2)
     attachment = run.recorder._attachment
     assert attachment is not None and attachment._held.total() == 2
     go.set()
-    recorder_module.wait_until(lambda: attachment._held.total() == 0 or None, what="the leases to end", timeout_s=60)
+    encoder_module.wait_until(lambda: attachment._held.total() == 0 or None, what="the leases to end", timeout_s=60)
     run.publisher.close()
 
 
@@ -197,22 +249,22 @@ def test_copies_have_the_priority_of_training_and_encoding_a_lower_one(
     """A slot is leased while it is copied, and workers wait for slots."""
     nice: dict[str, int] = {}
 
-    def spy_on(name: str) -> None:
-        work = getattr(Recorder, name)
+    def spy_on(owner: type, name: str) -> None:
+        work = getattr(owner, name)
 
         def spied(self: Any, *args: Any) -> Any:
             nice[name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
             return work(self, *args)
 
-        monkeypatch.setattr(Recorder, name, spied)
+        monkeypatch.setattr(owner, name, spied)
 
-    spy_on("_copy_of")
-    spy_on("_write")
+    spy_on(Recorder, "_copy_of")
+    spy_on(Encoder, "_write")
     run = Run(tmp_path)
     run.step(0)
     run.publisher.close()
     here = os.getpriority(os.PRIO_PROCESS, 0)
-    assert nice == {"_copy_of": here, "_write": max(here, recorder_module.NICENESS)}
+    assert nice == {"_copy_of": here, "_write": max(here, encoder_module.NICENESS)}
 
 
 def test_versions_that_are_not_written_in_time_are_said_and_nothing_is_torn_away(
@@ -221,14 +273,14 @@ def test_versions_that_are_not_written_in_time_are_said_and_nothing_is_torn_away
     run, go = Run(tmp_path), threading.Event()
     run.step(0)
     run.written(0)
-    append = recorder_module.ChainWriter.append
+    append = encoder_module.ChainWriter.append
 
     def slowly(self: Any, *args: Any) -> Any:
         assert go.wait(60)
         return append(self, *args)
 
-    monkeypatch.setattr(recorder_module.ChainWriter, "append", slowly)
-    monkeypatch.setattr(recorder_module, "ENDING_S", 0.01)
+    monkeypatch.setattr(encoder_module.ChainWriter, "append", slowly)
+    monkeypatch.setattr(encoder_module, "ENDING_S", 0.01)
     run.step(1)
     run.publisher.close()
     assert any("version 1 may be missing" in line for line in warnings)

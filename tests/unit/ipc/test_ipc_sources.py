@@ -177,9 +177,24 @@ def test_a_sharded_trainer_writes_what_no_process_holds_whole(handle, trainer, t
         exporter.publish(2)
         assert remote.refresh() == 2
         assert same_parameters(trainer, model)
+        trainer.body.weight.data.add_(1)
+        assert torch.equal(exporter.copied()["body.weight"], trainer.body.weight)
     frozen, *versions = asked
     assert frozen == ["embed.weight"]
-    assert versions == [sorted(name for name, p in trainer.named_parameters() if p.requires_grad)] * 2
+    assert versions == [sorted(name for name, p in trainer.named_parameters() if p.requires_grad)] * 3
+
+
+def test_a_copy_has_what_would_be_published_and_changes_nothing(handle, trainer):
+    trainer.embed.weight.requires_grad_(False)
+    with WeightExporter.from_model(trainer, handle, dtype=torch.bfloat16) as exporter:
+        exporter.publish(1)
+        trainer.body.weight.data.add_(1)
+        copies = exporter.copied()
+        assert exporter.version == 1
+        assert copies.keys() == {name for name, p in trainer.named_parameters() if p.requires_grad}
+        assert torch.equal(copies["body.weight"], trainer.body.weight.to(torch.bfloat16))
+        trainer.body.weight.data.add_(1)
+        assert not torch.equal(copies["body.weight"], trainer.body.weight.to(torch.bfloat16))
 
 
 def same_parameters(a: nn.Module, b: nn.Module) -> bool:
