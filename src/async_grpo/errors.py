@@ -83,3 +83,10 @@ class AllGroupsFailedError(AsyncGRPOError):
 
 class DeltaChainError(AsyncGRPOError):
     """A chain of deltas is not there, is another run's, or cannot be rebuilt up to the version asked for."""
+
+
+class UserCodeExit(RuntimeError):
+    """Code of the user's (a tool, an environment, a reward) wanted to end the process: an error of that call."""
+
+
+USER_ERRORS = (Exception, SystemExit, KeyboardInterrupt)  # that code of the user's may raise

@@ -16,7 +16,7 @@ from trl_contract import moved
 from async_grpo.envs import conversations as hooks
 from async_grpo.envs import with_tags
 from async_grpo.envs.conversations import Conversation, Lockstep
-from async_grpo.errors import UnsupportedError
+from async_grpo.errors import UnsupportedError, UserCodeExit
 
 pytestmark = pytest.mark.integration
 CHATML = (
@@ -54,6 +54,19 @@ async def talk(conversation: Conversation, turns: int, wait_s: float = 0.0) -> l
         said.append((await conversation.reply())["content"])
         await asyncio.sleep(wait_s)
     return said
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_an_episode_that_wants_to_end_the_process_is_an_error_of_the_call(tmp_path: Path, error: BaseException) -> None:
+    """A rubric or a tool of verifiers may call `exit()`."""
+    trainer = trainer_of(tmp_path, [])
+    lockstep = Lockstep(trainer)
+
+    async def exits() -> list[str]:
+        raise error
+
+    with pytest.raises(UserCodeExit, match=f"{type(error).__name__}: "):
+        lockstep.run([talk(Conversation(trainer, lockstep), 2), exits()])
 
 
 def test_all_that_wait_are_sampled_together(tmp_path: Path) -> None:

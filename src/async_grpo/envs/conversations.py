@@ -14,7 +14,7 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from async_grpo.errors import UnsupportedError
+from async_grpo.errors import UnsupportedError, UserCodeExit
 
 HOOKS = ("_generate_single_turn",)
 _SAID = "said_a8f3e2b1"  # what no chat template writes
@@ -53,7 +53,10 @@ class Lockstep:
         return [task.result() for task in tasks]
 
     async def _episode(self, episode: Coroutine[Any, Any, T]) -> T:
-        result = await episode
+        try:
+            result = await episode
+        except (SystemExit, KeyboardInterrupt) as error:  # of a tool or a rubric: either would end the event loop
+            raise UserCodeExit(f"{type(error).__name__}: {error}") from error
         self._stops()  # one that raised never does: nothing is sampled for the others, which end with it
         return result
 

@@ -243,7 +243,7 @@ def worker_child(options: LaunchOptions, run: RunDir, number: int, device: str, 
         log=run.worker_log(worker),
         grace_s=min(STOP_GRACE_S, options.stop_grace_s),
         restart=Restart(unless_first_exit=REFUSED, while_needed=needed),
-        health=HangDetector(run.root, worker, options.worker_timeout_s),
+        health=HangDetector(run.root, worker, options.worker_timeout_s, tool_timeout_s=options.work.tool_timeout),
     )
 
 

@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING
 from loguru import logger
 
 from async_grpo.archive.room import RETRY_S, write_with_room
-from async_grpo.errors import BadGroupError, DiskFullError, PeerDiedError, UnsupportedError, WaitTimeoutError
+from async_grpo.errors import (
+    USER_ERRORS,
+    BadGroupError,
+    DiskFullError,
+    PeerDiedError,
+    UnsupportedError,
+    WaitTimeoutError,
+)
 from async_grpo.queue import Claim, JobSource
 from async_grpo.records import Timings
 from async_grpo.rollout import WEIGHTS_WAIT_S
@@ -209,7 +216,7 @@ class Worker:
             self._started[claim.job.seq] = self._sampling[claim.job.seq] = flight
             try:
                 prepared.append(self._trl.prepare(claim.job, version))
-            except Exception as error:  # noqa: BLE001  # a row or a template that TRL cannot take: it belongs to the job
+            except USER_ERRORS as error:  # a row or a template that TRL cannot take: it belongs to the job
                 self._failed(claim.job.seq, error)
         return prepared
 
@@ -238,7 +245,7 @@ class Worker:
         for group in sampled:
             try:
                 finished.append(self._trl.finish(group))
-            except Exception as error:  # noqa: BLE001  # a completion that TRL cannot parse: it belongs to the job
+            except USER_ERRORS as error:  # a completion that TRL cannot parse: it belongs to the job
                 self._failed(group.prepared.job.seq, error)
         return finished
 

@@ -42,6 +42,7 @@ BUSY_WORKER = (ADOPTING, GENERATING, SCORING)
 
 FORMAT = 1
 FILE_BYTES = 8192
+MAX_CALLS, MAX_NAME = 8, 64  # tool calls in the record, the oldest; characters of a tool's name
 MAX_JOBS = 32  # in the record; there are seldom more, and the oldest are the ones to look at
 SAMPLE_EVERY_S = 5.0
 SAMPLE_AGE_S = 60.0  # rates are over this long
@@ -57,6 +58,13 @@ class JobActivity(NamedTuple):
 
     seq: int
     phase: str  # GENERATING or SCORING
+    since_s: float
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool that a worker makes now and still waits for."""
+
+    name: str
     since_s: float
 
 
@@ -82,6 +90,7 @@ class ActivityRecord:
     waits_for: str = ""  # what, in the state WAITING
     waits_on: tuple[str, ...] = ()  # names of the processes that could end the wait
     jobs: tuple[JobActivity, ...] = ()  # of a worker, oldest first
+    calls: tuple[ToolCall, ...] = ()  # of tools, in a worker, oldest first
     version: int | None = None  # published by the server, adopted by a worker
     jobs_done: int = 0
     jobs_failed: int = 0
@@ -94,6 +103,7 @@ class ActivityRecord:
     stall_after_s: float = 60.0  # seconds without progress that count as a stall
     spent_s: dict[str, float] = field(default_factory=dict)  # seconds in each state, up to `since_s`
     minute_ago: Sample = field(default=Sample(0.0, {}))  # as it was SAMPLE_AGE_S ago, or when it began
+    written_s: float = 0.0  # when this was written: once a second as long as the process runs Python at all
     progress_s: float = 0.0
 
     def spent(self, now: float) -> dict[str, float]:
@@ -137,6 +147,7 @@ class Activity:
             **fields,
         )
         self._jobs: dict[int, JobActivity] = {}
+        self._calls: dict[int, ToolCall] = {}
 
     def publish(
         self, root: Path, name: str, *, device: str, run_id: str, state: str, stall_after_s: float = 60.0
@@ -200,6 +211,17 @@ class Activity:
             self._now.jobs_failed += failed
         self.progress()
 
+    def calls_tool(self, number: int, name: str) -> None:
+        """Note a call before it is made: if it keeps the interpreter, nothing in this process can say so any more."""
+        with self._lock:
+            self._calls[number] = ToolCall(name[:MAX_NAME], time.monotonic())
+            self._write()
+
+    def has_called_tool(self, number: int) -> None:
+        """Forget a call, which has ended or was given up. Written with the next change."""
+        with self._lock:
+            self._calls.pop(number, None)
+
     def trains(self, *, step: int, total_steps: int, max_staleness: int) -> None:
         """Set how far the server is; written with the next change of state."""
         self._now.step, self._now.total_steps, self._now.max_staleness = step, total_steps, max_staleness
@@ -240,6 +262,8 @@ class Activity:
 
     def _write(self) -> None:
         self._now.jobs = tuple(sorted(self._jobs.values(), key=lambda job: job.since_s)[:MAX_JOBS])
+        self._now.calls = tuple(sorted(self._calls.values(), key=lambda call: call.since_s)[:MAX_CALLS])
+        self._now.written_s = time.monotonic()
         record = {name: getattr(self._now, name) for name in _WRITTEN}
         data = json.dumps({"format": FORMAT, **record}, separators=(",", ":")).encode()
         if len(data) > FILE_BYTES - _HEAD.size:  # a very long text, which is also in the log

@@ -2,11 +2,13 @@
 
 A process is stalled if for a while neither it nor any process that it waits for, directly or through others, has got
 anything done. `StallReporter` warns about the stalls of its own process. A worker hangs if it has a job and nothing in
-it moves, not even a named wait: `HangDetector`. Processes that are loading a model get four extra minutes.
+it moves, not even a named wait, or if a tool keeps its interpreter: `HangDetector`. Processes that are loading a model
+get four extra minutes.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -29,6 +31,7 @@ from async_grpo.telemetry.activity import (
 
 LOOK_S = 1.0
 LOADING_S = 240.0  # counts as progress
+TOOL_GRACE_S = 10.0  # after --tool-timeout, for a worker to give a call up itself
 
 
 def last_progress_s(name: str, records: Mapping[str, ActivityRecord]) -> float:
@@ -115,12 +118,16 @@ class StallReporter:
 class HangDetector:
     """Tells when a worker hangs: it has a job, and for `timeout_s` nothing of it has moved.
 
-    A worker that loads, or waits for a job, has none.
+    A worker that loads, or waits for a job, has none. A worker also hangs if no thread of it has run since a tool call
+    became overdue: the call holds the interpreter's lock, so the worker cannot give it up.
+
+    Args:
+        tool_timeout_s: after which a worker gives a tool call up.
     """
 
-    def __init__(self, root: Path, worker: WorkerId, timeout_s: float) -> None:
+    def __init__(self, root: Path, worker: WorkerId, timeout_s: float, *, tool_timeout_s: float = math.inf) -> None:
         self._file = activity_file(root, str(worker))
-        self._timeout_s = timeout_s
+        self._timeout_s, self._tool_timeout_s = timeout_s, tool_timeout_s
         self._seen: bytes | None = None
         self._since = time.monotonic()
 
@@ -133,10 +140,28 @@ class HangDetector:
         now, count = time.monotonic(), self.progress()
         if count != self._seen:
             self._seen, self._since = count, now
-        if now - self._since <= self._timeout_s:
+        if now - self._since <= min(self._timeout_s, self._tool_timeout_s + TOOL_GRACE_S):
             return ""
         record = read_activity(self._file)
-        if record is None or record.pid != pid or not record.jobs:
+        if record is None or record.pid != pid:
+            return ""
+        return self._kept_by_a_tool(record, now) or self._makes_no_progress(record, now)
+
+    def _kept_by_a_tool(self, record: ActivityRecord, now: float) -> str:
+        if not record.calls:
+            return ""
+        still_s = now - max(record.written_s, record.calls[0].since_s)
+        if still_s <= self._tool_timeout_s + TOOL_GRACE_S:
+            return ""
+        names = ", ".join(dict.fromkeys(call.name for call in record.calls))
+        return (
+            f"for {still_s:.0f} s a tool call has kept its interpreter, so it cannot give the call up after "
+            f"{self._tool_timeout_s:g} s (--tool-timeout). Running: {names}. Such a call (a regular expression, a loop "
+            "in C) needs a process of its own that the tool can end"
+        )
+
+    def _makes_no_progress(self, record: ActivityRecord, now: float) -> str:
+        if not record.jobs or now - self._since <= self._timeout_s:
             return ""
         if now - min(job.since_s for job in record.jobs) <= self._timeout_s:
             return ""

@@ -18,7 +18,8 @@ from async_grpo.rollout.threads import UserCode
 from async_grpo.rollout.turns import tools as module
 from async_grpo.rollout.turns.calls import Call, Outcome, Refused
 from async_grpo.rollout.turns.groups import ROUNDS
-from async_grpo.rollout.turns.tools import MOST_TEXT, Tools
+from async_grpo.rollout.turns.tools import MOST_TEXT, ToolFailed, Tools
+from async_grpo.telemetry.activity import Activity
 
 
 def made(**options: Any) -> Tools:
@@ -72,6 +73,31 @@ def test_what_is_thread_safe_runs_side_by_side() -> None:
     meet.thread_safe = True  # type: ignore[attr-defined]
     results = outcomes([[lambda: call(meet)]] * 16)
     assert sorted(one.value for [one] in results) == sorted(map(str, range(16)))
+
+
+def test_a_call_is_noted_before_it_is_made_and_until_it_ends_or_is_given_up(
+    released: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = Activity()
+    monkeypatch.setattr(module, "activity", noted)
+
+    def names() -> list[str]:
+        noted.flush()
+        return [call.name for call in noted.record().calls]
+
+    def look() -> str:
+        return ",".join(names())
+
+    async def look_later() -> str:
+        return look()
+
+    def hang() -> None:
+        released.wait(DEADLINE_S)
+
+    [[first, second]] = outcomes([[lambda: call(look), lambda: later(look_later)]])
+    assert (first.value, second.value) == ("look", "look_later")
+    assert isinstance(outcome(hang, timeout_s=0.05).error, ToolFailed)
+    assert names() == []
 
 
 def test_any_other_tool_runs_one_call_at_a_time_beside_other_tools() -> None:

@@ -159,6 +159,21 @@ def test_groups_wait_side_by_side_and_copies_are_used_again() -> None:
     assert trl.forks == 1
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_code_that_wants_to_end_the_process_costs_one_group(error: BaseException) -> None:
+    """`__init__` of an environment, for one: TRL's trainer is copied on the event loop."""
+    turns = turns_of(one_turn)
+    trl: Any = turns._trl
+
+    def fork() -> Any:
+        raise error
+
+    trl.fork = fork
+    groups = ended(turns, prepared(turns, [10, 20]))
+    assert text(groups[20]) == f"{type(error).__name__}: {error}"
+    assert groups[10].error is None
+
+
 def test_groups_of_a_batch_engine_go_through_trl_together() -> None:
     calls: list[int] = []
     turns = turns_of(one_turn, PlayedEngine(joins=False))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -175,6 +177,56 @@ def test_what_an_earlier_worker_of_the_same_name_has_left_is_no_hang(tmp_path: P
     assert not watch.hang_after(0)
     assert not watch.hang_after(1000, pid=os.getpid() + 1), "the new one has not said anything yet"
     assert watch.hang_after(0), "the one that has said it"
+
+
+def test_a_tool_that_keeps_the_interpreter_ends_its_worker_and_is_named(tmp_path: Path, clock: SimpleNamespace) -> None:
+    process = worker(tmp_path)
+    detector = HangDetector(tmp_path, WorkerId(1), timeout_s=600.0, tool_timeout_s=30.0)
+    clock.now += 5.0
+    process.calls_tool(1, "look_up")
+    process.calls_tool(2, "matches")
+    assert detector.hang(os.getpid()) == ""
+    clock.now += 40.0
+    process.has_called_tool(1)
+    process.flush()
+    clock.now += 40.0
+    assert detector.hang(os.getpid()) == "", "40 s after a thread ran: it may compile"
+    clock.now += 1.0
+    reason = detector.hang(os.getpid())
+    assert reason.startswith("for 41 s a tool call has kept its interpreter")
+    assert "--tool-timeout). Running: matches." in reason
+    process.flush()
+    assert detector.hang(os.getpid()) == "", "other threads run: the worker gives it up itself"
+    process.has_called_tool(2)
+    process.flush()
+    clock.now += 100.0
+    assert detector.hang(os.getpid()) == "", "no call, no job"
+
+
+CHILD = """
+import re, sys
+from pathlib import Path
+from async_grpo.telemetry.activity import WAITING, activity
+from async_grpo.telemetry.stalls import StallReporter
+activity.publish(Path(sys.argv[1]), "dev1", device="cpu", run_id="r", state=WAITING)
+StallReporter(activity, Path(sys.argv[1]), after_s=1.0).start()
+activity.calls_tool(0, "matches")
+re.match("(a+)+$", "a" * 64 + "b")
+"""
+
+
+def test_a_regular_expression_that_backtracks_is_seen_from_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stalls, "TOOL_GRACE_S", 0.5)
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path)])
+    try:
+        detector = HangDetector(tmp_path, WorkerId(1), timeout_s=600.0, tool_timeout_s=0.5)
+        reason = wait_until(lambda: detector.hang(child.pid) or None, what="the hang", timeout_s=60, poll_s=0.05)
+        assert "Running: matches." in reason
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_another_worker_s_job_is_no_sign_of_life_or_death(tmp_path: Path, watch: Watch) -> None:

@@ -80,6 +80,8 @@ class Tools:
             return name, _text(await server.call_tool(own_name, arguments))
         except Exception as error:  # noqa: BLE001  # whatever a tool raises is text for the model
             return name, f"Error: {error}"
+        except (SystemExit, KeyboardInterrupt) as error:
+            return name, f"Error: {type(error).__name__}: {error}"
 
 
 async def _pull() -> vf.State:

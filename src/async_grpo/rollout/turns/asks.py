@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from async_grpo.errors import UserCodeExit
 from async_grpo.records import Job
 from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
 from async_grpo.rollout.trl_trainer import Images
@@ -145,7 +146,3 @@ def _answer(ask: Ask, sampled: SampledGroup, index: int) -> None:
 def as_exception(error: BaseException) -> Exception:
     """An error that can be raised on an event loop: `SystemExit` would end it."""
     return error if isinstance(error, Exception) else UserCodeExit(f"{type(error).__name__}: {error}")
-
-
-class UserCodeExit(RuntimeError):
-    """Code of the user's wanted to end the process."""

@@ -14,7 +14,7 @@ from async_grpo.envs.harness import OpenAIHarness
 from async_grpo.errors import PeerDiedError
 from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
 from async_grpo.rollout.trl_group import refuse_unknown_sampling
-from async_grpo.rollout.turns.asks import Ask, Asks
+from async_grpo.rollout.turns.asks import Ask, Asks, as_exception
 from async_grpo.rollout.turns.dialogue import Dialogue, Dialogues, Prompt
 from async_grpo.rollout.turns.tools import Tools
 from async_grpo.rollout.turns.whole import Threads, WholeGenerations
@@ -153,7 +153,10 @@ class Turns:
     ) -> list[SampledGroup]:
         try:
             await work
-        except Exception as error:  # noqa: BLE001  # of a prompt, a template, the user's code: it belongs to the job
+        except asyncio.CancelledError:
+            raise
+        except BaseException as raised:  # noqa: BLE001  # of a prompt, a template, the user's code: it belongs to the job
+            error = as_exception(raised)
             return [SampledGroup(prepared=group, error=error) for group in groups]
         finally:
             self._asks.happened.set()

@@ -24,6 +24,7 @@ from async_grpo.errors import GeneratorError
 from async_grpo.rollout.threads import KeptThreads, UserCode
 from async_grpo.rollout.turns.calls import Call, Outcome, Refused
 from async_grpo.rollout.turns.lines import Line, Waiting
+from async_grpo.telemetry.activity import activity
 
 MOST_TEXT = 65_536  # characters of a tool's result; a longer one becomes an error with its beginning
 SHOWN = 2_000  # characters of a result that is too long
@@ -156,8 +157,9 @@ class Tools:
         answer: asyncio.Future[Outcome] = loop.create_future()
 
         def work() -> None:
+            activity.calls_tool(number, call.name)
             outcome = _outcome(partial(self._code[call.name].call, call.tool, **call.arguments))
-            self._running.pop(number, None)
+            self._ended(number)
             with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
                 loop.call_soon_threadsafe(_give, answer, outcome)
 
@@ -170,10 +172,11 @@ class Tools:
                 loop, answer = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
                 def ended(outcome: Outcome) -> None:
-                    self._running.pop(number, None)
+                    self._ended(number)
                     with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
                         loop.call_soon_threadsafe(_give, answer, outcome)
 
+                activity.calls_tool(number, call.name)
                 awaited.begin(ended)
                 return await self._in_its_time(call, number, answer, owner)
 
@@ -190,7 +193,12 @@ class Tools:
         text = f"Error: {call.name} did not return within {self._timeout_s:g} s and was given up."
         return Outcome(error=ToolFailed(text))
 
+    def _ended(self, number: int) -> None:
+        self._running.pop(number, None)
+        activity.has_called_tool(number)
+
     def _note_left_behind(self, number: int, owner: set[int]) -> None:
+        activity.has_called_tool(number)
         if number in self._running:  # timed out, or nobody wants it any more
             self._left_behind.add(number)
             owner.add(number)
