@@ -85,6 +85,16 @@ class DeltaChainError(AsyncGRPOError):
     """A chain of deltas is not there, is another run's, or cannot be rebuilt up to the version asked for."""
 
 
+MOST_OF_A_REASON = 1_000  # characters
+
+
+def reason_of(error: BaseException) -> str:
+    """The error in one line, for a record of why a run failed; of a traceback that it quotes, the last line."""
+    said, quoted, traceback = str(error).partition("Traceback (most recent call last):")
+    text = " ".join([*said.split(), *(traceback.strip().splitlines()[-1:] if quoted else [])])
+    return (text if isinstance(error, AsyncGRPOError) else f"{type(error).__name__}: {text}")[:MOST_OF_A_REASON]
+
+
 class UserCodeExit(RuntimeError):
     """Code of the user's (a tool, an environment, a reward) wanted to end the process: an error of that call."""
 

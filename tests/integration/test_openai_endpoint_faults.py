@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -80,6 +81,28 @@ def test_a_refused_request_fails_its_group_whatever_the_agent_does(agent: Any, s
     for answer in filter(None, answers):
         assert answer.headers["x-should-retry"] == "false"
         assert answer.json()["error"]["message"]
+
+
+def test_what_a_sibling_asks_after_its_group_has_failed_is_answered_with_the_first_error(
+    tmp_path: Path, warnings: list[str]
+) -> None:
+    failed, answers, places = threading.Event(), [], itertools.count()
+    asked = threading.Event()
+
+    def agent(prompt: list[Any], endpoint: Endpoint) -> None:
+        if next(places) == 0:
+            posted(endpoint, prompt, n=2)
+            return
+        assert failed.wait(DEADLINE_S)
+        answers.append(posted(endpoint, prompt))
+        asked.set()
+
+    with pytest.raises(UnsupportedError, match="n=2 is not supported"):
+        one(streaming(tmp_path, agent))
+    failed.set()
+    assert asked.wait(DEADLINE_S)
+    assert answers[0].status == 401 and "n=2 is not supported" in answers[0].json()["error"]["message"]
+    assert [line for line in warnings if "of no episode that is open" in line] == []
 
 
 def test_an_error_costs_its_group_alone(tmp_path: Path) -> None:

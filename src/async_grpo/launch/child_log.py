@@ -23,6 +23,14 @@ def _is_step(line: str) -> bool:
     return found is not None and found[2] == STEP
 
 
+def last_line(words: str) -> str:
+    """The line of `last_words` that says why: an `error:` begins with it, a traceback ends with it."""
+    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    if not lines:
+        return "it wrote nothing"
+    return lines[0] if lines[0].startswith("error: ") else lines[-1]
+
+
 class LogLine(NamedTuple):
     """A message of a child."""
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from async_grpo.errors import AsyncGRPOError, BadFileError, DiskFullError, RunDirError
+from async_grpo.archive import checkpoint_folders
+from async_grpo.errors import MOST_OF_A_REASON, AsyncGRPOError, BadFileError, DiskFullError, RunDirError
 from async_grpo.formatting import counted
 from async_grpo.launch.accelerate_entry import processes_of
-from async_grpo.launch.child_log import LogTail
+from async_grpo.launch.child_log import LogTail, last_line
 from async_grpo.launch.killed import MemoryWatch
 from async_grpo.launch.screen import open_screen
 from async_grpo.launch.supervisor import MAX_RESTARTS_IN_A_ROW, Child, Exit, Exits, Restart, Supervisor, exit_reason
@@ -147,7 +148,8 @@ class _Launch:
         server = supervisor.exits[SERVER]
         restarts = sum(exit.starts - 1 for exit in supervisor.exits.values())
         with suppress(DiskFullError):  # the table lacks one figure
-            summary.add(self._run.summary, server_pid=server.pid, worker_restarts=restarts)
+            lost = [f"{name} ({exit_reason(code)})" for name, code in supervisor.died.items() if name != SERVER]
+            summary.add(self._run.summary, server_pid=server.pid, worker_restarts=restarts, workers_lost=lost)
         return self._conclude(exits, server)
 
     def _is_over(self, exits: Exits) -> bool:
@@ -175,11 +177,14 @@ class _Launch:
         if refused := self._refused(exits):
             begun = state is not None and (state.step > 0 or state.state == runs.RUNNING)
             again = f"continue: {summary.next_command(runs.STOPPED, self._run)}" if begun else "start again"
-            return self._fail(f"Fix the error reported by {refused}, then {again}", refused, REFUSED)
+            return self._fail(
+                f"Fix the error reported by {refused}, then {again}", refused, REFUSED, why=f"{refused}: "
+            )
         if self._all_gave_up(exits):
             first = self._workers[0]
+            why = f"every worker failed {MAX_RESTARTS_IN_A_ROW + 1} times in a row"
             said = f"The last words of {self._logs[first].path.name}:"
-            return self._fail(f"gave up: every worker failed {MAX_RESTARTS_IN_A_ROW + 1} times in a row. {said}", first)
+            return self._fail(f"gave up: {why}. {said}", first, why=f"{why}: ")
         if stopping and server.code == -signal.SIGKILL:
             self._screen.warn(
                 f"the parameter server did not end in {self._options.stop_grace_s:g} s (--stop-grace) and was killed: "
@@ -197,19 +202,34 @@ class _Launch:
         why = exit_reason(server.code)
         if server.code == -signal.SIGKILL:
             why += f", {self._memory.verdict(server.pid)}"
+            self._note_why(f"the parameter server was {why}")
         said = f"the parameter server failed ({why}). Its last words:"
         with suppress(BadFileError):
             if server.code == REFUSED and (refusal := read_refusal(self._run.root)) is not None:
                 said = f"{refusal.worker} cannot do what the setup file asks for, so the run ends"
         code = self._fail(said, SERVER, max(server.code, 1), was_killed=server.code < 0)
-        if self._run.consumption.exists() and not self._options.evaluates:
+        if self._has_checkpoint() and not self._options.evaluates:
             self._screen.warn(f"to continue the run: {summary.next_command(runs.STOPPED, self._run)}")
         return code
 
-    def _fail(self, said: str, name: str, code: int = 1, *, was_killed: bool = False) -> int:
+    def _has_checkpoint(self) -> bool:
+        with suppress(RunDirError, OSError):
+            state = self._run.state_of(self._run_id)
+            return bool(state.output_dir) and bool(checkpoint_folders.of_run(Path(state.output_dir), self._run_id))
+        return False
+
+    def _note_why(self, why: str) -> None:
+        """Write why the run failed where its own processes could not."""
+        with suppress(AsyncGRPOError, OSError):
+            self._run.update_state(of=self._run_id, why=why[:MOST_OF_A_REASON])
+
+    def _fail(self, said: str, name: str, code: int = 1, *, was_killed: bool = False, why: str = "") -> int:
+        """Say why; `why` begins the reason that `run.json` gets, and the words of the process end it."""
         if trouble := self._place.trouble():
             self._screen.warn(trouble)
         words = self._logs[name].last_words(was_killed=was_killed)
+        if why:
+            self._note_why(why + last_line(words).removeprefix("error: "))
         if code == REFUSED:  # the words are the refusal, and all that the caller of a run is told
             self._screen.warn(said)
             print(words, file=sys.stderr)

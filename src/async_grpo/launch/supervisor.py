@@ -84,6 +84,7 @@ class Supervisor:
         self.stopping = False
         self._hurry = False
         self.exits: dict[str, Exit] = {}  # of the children that will not be started again
+        self.died: dict[str, int] = {}  # exit codes of those that were found dead when all were to end
 
     def __enter__(self) -> Self:
         return self
@@ -127,12 +128,20 @@ class Supervisor:
 
         first: names of those that end before the others are asked to.
         """
+        self._note_dead()
         self._end([process for process in self._processes if process.child.name in first], ask=ask)
         self._end(self._processes, ask=ask)
         for process in self._processes:
             if process.starts:
                 self.exits[process.child.name] = process.exit()
+        if not ask:  # they were to end by themselves
+            self._note_dead()
         self._look()
+
+    def _note_dead(self) -> None:
+        for process in self._processes:
+            if process.starts and not process.running and not process.was_ended and process.exit().code:
+                self.died[process.child.name] = process.exit().code
 
     def _end(self, processes: Sequence[_Process], *, ask: bool) -> None:
         began = time.monotonic()
@@ -142,6 +151,7 @@ class Supervisor:
         while left := [process for process in processes if process.running]:
             for process in left:
                 if self._hurry or time.monotonic() - began > process.child.grace_s:
+                    process.was_ended = True
                     process.send(signal.SIGKILL)
             self._look()
             time.sleep(POLL_S)
@@ -167,6 +177,7 @@ class _Process:
     def __init__(self, child: Child) -> None:
         self.child = child
         self.starts = 0
+        self.was_ended = False  # by `Supervisor.end`, as it took longer than its grace
         self._popen: subprocess.Popen[bytes] | None = None
         self._started = 0.0  # monotonic
         self._progress_at_start: object = None

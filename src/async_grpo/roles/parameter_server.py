@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from async_grpo.errors import AsyncGRPOError, RunDirError, UsageError
+from async_grpo.errors import AsyncGRPOError, RunDirError, UsageError, reason_of
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir import summary
 from async_grpo.rundir.files import write_json
@@ -103,6 +103,8 @@ def _serve(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
             elif now.state == runs.RUNNING:  # it ended before there was a training to sum up
                 result = runs.STOPPED if isinstance(error, SystemExit) else runs.FAILED
                 _sum_up(run, lock, result, {"steps": now.step, "run_id": now.run_id})
+            if not now.undo and not isinstance(error, SystemExit):
+                run.update_state(of=state.run_id, why=reason_of(error))
         raise
 
 

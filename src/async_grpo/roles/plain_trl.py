@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from async_grpo.errors import BadFileError, DiskFullError, RunDirError, UsageError
+from async_grpo.errors import AsyncGRPOError, BadFileError, DiskFullError, RunDirError, UsageError, reason_of
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.locks import KernelLock, describe_holder
@@ -34,13 +34,14 @@ class Progress(NamedTuple):
     step: int
     total_steps: int
     saved: int  # step of its newest checkpoint, 0: there is none
+    why: str = ""  # its newest process failed, in one line
 
 
 def read_progress(run_dir: Path) -> Progress | None:
     """How far the run is; None if it has not begun to train."""
     try:
         found = read_object(run_dir / PROGRESS)
-        return shaped(Progress, [found.get(name) for name in Progress._fields], PROGRESS)
+        return shaped(Progress, [found.get(name, "") for name in Progress._fields], PROGRESS)
     except FileNotFoundError:
         return None
     except BadFileError as error:
@@ -86,6 +87,15 @@ def train(trainer: GRPOTrainer, run_dir: Path) -> None:
 
         take_best_model(trainer)
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+    except BaseException as error:
+        with suppress(AsyncGRPOError, OSError):  # the first error is the one to be told
+            _note_why(run_dir, reason_of(error))
+        raise
+
+
+def _note_why(run_dir: Path, why: str) -> None:
+    if (progress := read_progress(run_dir)) is not None:
+        write_json(run_dir / PROGRESS, progress._replace(why=why)._asdict())
 
 
 class _AllStepsDone(Exception): ...  # no error: the checkpoint is at the last step; transformers would train one more

@@ -116,7 +116,7 @@ def _resume(run: RunDir, settings: Mapping[str, Any], record: Mapping[str, Any])
     assert old is not None, "it was there a moment ago, and nobody else may change it"
     merged = {name: {**getattr(old, name), **values} for name, values in record.items()}  # it may have fewer options
     changes = {**settings, **merged}
-    return run.update_state(of=old.run_id, **changes, undo={name: getattr(old, name) for name in changes})
+    return run.update_state(of=old.run_id, **changes, why="", undo={name: getattr(old, name) for name in changes})
 
 
 class Fate(Enum):

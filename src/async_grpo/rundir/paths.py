@@ -51,6 +51,7 @@ class RunState:
     config: str  # the setup file, absolute
     started: str  # when, for people
     step: int = 0  # optimizer steps done when the state was written
+    why: str = ""  # the newest process failed, in one line
     run_dir: str = ""  # where the run directory was when a server last started in it, absolute
     started_in: str = ""  # the current folder then: a relative output_dir is relative to it
     output_dir: str = ""  # where the checkpoints are, absolute; empty until the trainer is built

@@ -51,6 +51,7 @@ def read_figures(path: Path, needed: Sequence[str] = _ALWAYS) -> dict[str, Any]:
         for name in (*_ALWAYS, *_OF_A_PROCESS, *_OF_SOME) if "rollouts" in found else ():
             if name in needed or found.get(name) is not None:
                 shaped(float, found.get(name), name)
+        shaped(list[str], found.get("workers_lost", []), "workers_lost")
         for given, other in _PAIRS:
             if found.get(given) is not None:
                 shaped(float, found.get(other), other)
@@ -129,6 +130,8 @@ def _of_process(figures: dict[str, Any], run: RunDir) -> list[Row]:
         ("workers busy", f"{figures['worker_busy_fraction']:.0%} of the time"),
         ("worker restarts", str(figures["worker_restarts"])),
     ]
+    if figures.get("workers_lost"):
+        rows.append(("workers lost at the end", ", ".join(map(str, figures["workers_lost"]))))
     if figures["jobs_quarantined"]:
         rows.append(("groups set aside", f"{figures['jobs_quarantined']}, with reasons in {run.root / 'quarantine'}"))
     if figures["groups_dropped"]:

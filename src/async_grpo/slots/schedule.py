@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from async_grpo.errors import AsyncGRPOError
-from async_grpo.launch.child_log import LogTail
+from async_grpo.launch.child_log import LogTail, last_line
 from async_grpo.launch.supervisor import Child, Exit, Supervisor, exit_reason
 from async_grpo.slots.ledger import FAILED, FINISHED, RUNNING, STOPPED, WAITING, Ledger, Record, born
 from async_grpo.slots.places import Place
@@ -37,6 +37,7 @@ class Task:
     expected_s: float | None = None  # None: unknown
     grace_s: float = 10.0  # how long it may take to end after SIGTERM; then it is killed
     unfinished: Callable[[], str] = lambda: ""  # why it is not done, although its exit code was 0
+    reason: Callable[[], str] = lambda: ""  # why it failed, as it has written itself; empty: it has not
 
 
 class Schedule:
@@ -151,7 +152,7 @@ class Schedule:
             return FINISHED, ""
         if self.stopping:
             return STOPPED, "it was asked to stop"
-        return FAILED, missing or f"{exit_reason(ended.code)}: {_last_line(words)}"
+        return FAILED, missing or f"{exit_reason(ended.code)}: {task.reason() or last_line(words)}"
 
 
 class _Running(NamedTuple):
@@ -161,10 +162,6 @@ class _Running(NamedTuple):
     place: Place
     log: LogTail
     since: float  # monotonic
-
-
-def _last_line(words: str) -> str:
-    return next((line.strip() for line in reversed(words.splitlines()) if line.strip()), "it wrote nothing")
 
 
 def _child(task: Task, place: Place, command: Command) -> Child:

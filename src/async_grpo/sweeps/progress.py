@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.evals import report
-from async_grpo.roles.plain_trl import read_progress
+from async_grpo.roles.plain_trl import PROGRESS, read_progress
 from async_grpo.rundir.paths import FINISHED, RunDir
 from async_grpo.rundir.shape import is_number
 from async_grpo.status.snapshot import look
@@ -84,6 +85,35 @@ def unfinished(run: Run) -> str:
     except (RunDirError, OSError) as error:
         return str(error)
     return "" if ended == FINISHED else f"its process ended at step {step}, before the run was finished"
+
+
+class Reason:
+    """Why a run failed, as it has written itself since `begins`; empty where it has written nothing."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._file = RunDir(run.run_dir).state_file if run.sweep.mode == ASYNC else run.run_dir / PROGRESS
+        self._before: object = None
+
+    def begins(self) -> None:
+        self._before = self._written()
+
+    def __call__(self) -> str:
+        if self._written() == self._before:
+            return ""
+        with suppress(RunDirError, OSError):
+            if self._run.sweep.mode == ASYNC:
+                state = RunDir(self._run.run_dir).read_state()
+                return state.why if state is not None else ""
+            found = read_progress(self._run.run_dir)
+            return found.why if found is not None else ""
+        return ""
+
+    def _written(self) -> object:
+        with suppress(OSError):
+            found = self._file.stat()
+            return found.st_ino, found.st_mtime_ns
+        return None
 
 
 def _end_of(run: Run) -> tuple[str, int]:

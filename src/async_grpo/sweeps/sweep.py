@@ -16,13 +16,14 @@ from async_grpo.rundir.summary import program
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.output import survive_lost_output
 from async_grpo.slots.ledger import FAILED, FINISHED, Ledger, Record, end_leftovers, read
-from async_grpo.slots.schedule import Schedule, Task
+from async_grpo.slots.places import Place
+from async_grpo.slots.schedule import Command, Schedule, Task
 from async_grpo.sweeps import plan
 from async_grpo.sweeps.agreement import agreement
 from async_grpo.sweeps.commands import command
 from async_grpo.sweeps.plan import ASYNC, LEDGER, Run, Sweep
 from async_grpo.sweeps.preflight import Preflight, preflight
-from async_grpo.sweeps.progress import steps_left, unfinished
+from async_grpo.sweeps.progress import Reason, steps_left, unfinished
 from async_grpo.sweeps.report import headline, write_report
 from async_grpo.sweeps.screen import Screen, open_screen
 
@@ -80,12 +81,19 @@ def _run(sweep: Sweep, found: Preflight, ledger: Ledger) -> bool:
 
 def _task(run: Run, found: Preflight, say: Callable[[str], None], *, begun: bool) -> Task:
     left = steps_left(run) if begun else None
+    reason = Reason(run)
+
+    def begin(place: Place) -> Command:
+        reason.begins()
+        return command(run, place, offline=found.offline, serves=found.serves, say=say)
+
     return Task(
         name=run.name,
-        command=lambda place: command(run, place, offline=found.offline, serves=found.serves, say=say),
+        command=begin,
         expected_s=None if left is None else float(left),  # in steps: it is only compared
         grace_s=_grace_s(run.sweep),
         unfinished=lambda: unfinished(run),
+        reason=reason,
     )
 
 

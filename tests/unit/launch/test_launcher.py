@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from archived_run import save_checkpoint
 from stage import (
     FINISH_WHEN_ALL_ARE_THERE,
     FOLLOW_THE_RUN,
@@ -109,6 +110,7 @@ def test_a_server_that_fails_ends_everything_with_its_code_and_its_last_words(
     captured = capsys.readouterr()
     why = "[launcher] the parameter server failed (exit code 3). Its last words:"
     assert captured.err == f"{why}\nerror: no memory\n", "AsyncGRPO raises it, and has no other words"
+    assert "to continue the run" not in captured.out, "there is no checkpoint"
 
 
 def test_a_server_that_is_killed_is_a_failure_that_names_the_signal(
@@ -121,13 +123,23 @@ def test_a_server_that_is_killed_is_a_failure_that_names_the_signal(
             print("12:00:00 WARNING the queue is slow")
             for step in range(50):
                 print(f"12:00:01 STEP    step {step}/100", flush=True)
-            (RUN / "consumed.jsonl").touch()
+            until(lambda: (HERE / "saved").exists())
             os.kill(os.getpid(), signal.SIGKILL)
         """,
         worker=FOR_EVER,
     )
+
+    def saves() -> None:
+        until(lambda: stage.run.read_state() is not None)
+        state = stage.run.update_state(output_dir=str(stage.folder / "out"))
+        save_checkpoint(stage.folder / "out", state.run_id, 1)
+        (stage.folder / "saved").touch()
+
+    threading.Thread(target=saves, daemon=True).start()
     assert launch(stage.options()) == 1
     said = capsys.readouterr()
+    state = stage.run.read_state()
+    assert state is not None and state.why.startswith("the parameter server was killed by SIGKILL, ")
     why, _, words = said.err.partition("\n")
     assert "the parameter server failed (killed by SIGKILL, " in why and "memory" in why
     last_words = "error: of long ago\n12:00:00 WARNING the queue is slow\n12:00:01 STEP    step 49/100\n"

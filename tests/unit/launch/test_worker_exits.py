@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from stage import FOLLOW_THE_RUN, FOR_EVER, Stage
 
@@ -43,6 +45,25 @@ def test_workers_that_keep_dying_are_given_up_after_five_restarts_with_their_las
     captured = capsys.readouterr()
     why = "[launcher] gave up: every worker failed 6 times in a row. The last words of log_worker_1.txt:"
     assert captured.err == f"{why}\nerror: no model\n"
+    state = stage.run.read_state()
+    assert state is not None and state.why == "every worker failed 6 times in a row: no model"
+
+
+def test_a_worker_that_dies_at_the_end_is_in_the_summary(stage: Stage) -> None:
+    stage.children_are(
+        server="""
+            until(lambda: started("worker1") and started("worker2"))
+            (RUN / "summary.json").write_text(json.dumps({"server_pid": os.getpid()}))
+            end_run("finished")
+        """,
+        worker=f"""
+            {FOLLOW_THE_RUN}
+            if ROLE == "worker2":
+                os.kill(os.getpid(), signal.SIGKILL)
+        """,
+    )
+    assert launch(stage.options()) == 0
+    assert json.loads(stage.run.summary.read_text())["workers_lost"] == ["worker 2 (killed by SIGKILL)"]
 
 
 def test_a_worker_that_refuses_its_setup_ends_the_run_at_once_with_its_words_and_a_checkpoint(
@@ -71,6 +92,8 @@ def test_a_worker_that_refuses_its_setup_ends_the_run_at_once_with_its_words_and
     captured = capsys.readouterr()
     assert "worker 2 rejected its setup, so the run ends" in captured.out
     assert "Fix the error reported by worker 2, then continue: " in captured.out and "--resume" in captured.out
+    state = stage.run.read_state()
+    assert state is not None and state.why == "worker 2: use_vllm=True: vLLM is not installed here"
     assert captured.err == "error: use_vllm=True: vLLM is not installed here\n"
 
 

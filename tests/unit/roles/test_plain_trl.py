@@ -52,6 +52,20 @@ def test_a_killed_run_continues_from_its_newest_whole_checkpoint(tmp_path: Path)
     assert seen == [None, str(output / "checkpoint-10")]
 
 
+def test_why_a_run_failed_is_written_down(tmp_path: Path) -> None:
+    def fails(resume_from_checkpoint: object) -> None:
+        write(tmp_path / "run", state="running", step=3, total_steps=9, saved=0)
+        raise RuntimeError("the reward\nis broken")
+
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(output_dir=str(tmp_path)), add_callback=lambda callback: None, train=fails
+    )
+    (tmp_path / "run").mkdir()
+    with pytest.raises(RuntimeError):
+        train(trainer, tmp_path / "run")
+    assert read_progress(tmp_path / "run") == Progress("running", 3, 9, 0, "RuntimeError: the reward is broken")
+
+
 def test_a_checkpoint_that_was_written_and_not_noted_counts_and_a_lost_one_is_said(tmp_path: Path) -> None:
     """With save_total_limit=1 the one before is gone by then."""
     output, seen = tmp_path / "output", []

@@ -96,6 +96,11 @@ def test_groups_that_were_set_aside_are_counted_and_found(run: RunDir, capsys: p
     assert f"3, with reasons in {run.root / 'quarantine'}" in text
 
 
+def test_workers_that_died_at_the_end_are_named(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(run, capsys, workers_lost=["worker 2 (killed by SIGKILL)"])
+    assert "workers lost at the end" in text and "worker 2 (killed by SIGKILL)" in text
+
+
 def test_groups_that_were_dropped_are_counted(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert "484, of equal rewards or over age" in shown(run, capsys, groups_dropped=484)
 

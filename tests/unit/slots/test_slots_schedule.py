@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from async_grpo.errors import UsageError
+from async_grpo.errors import AsyncGRPOError, UsageError, reason_of
 from async_grpo.launch import supervisor as supervisor_module
 from async_grpo.slots import held
 from async_grpo.slots.ledger import (
@@ -97,6 +98,21 @@ def test_a_task_that_fails_ends_none_other_and_its_last_words_are_kept(yard: Yar
     assert records["bad"].why == "exit code 3: error: no luck"
     assert records["bad"].last_words == "error: no luck"
     assert read(yard.folder / "slots.jsonl") == records
+
+
+def test_the_reason_that_a_task_has_written_is_shown_and_not_its_last_line(yard: Yard) -> None:
+    script = "echo error: no luck; echo to continue the run: train --resume; exit 1"
+    records = yard.schedule(yard.task("bad", script, reason=lambda: "RuntimeError: no luck")).run()
+    assert records["bad"].why == "exit code 1: RuntimeError: no luck"
+
+
+def test_a_reason_is_one_line() -> None:
+    try:
+        raise RuntimeError("no\njudge")
+    except RuntimeError as error:
+        assert reason_of(error) == "RuntimeError: no judge"
+        quoting = AsyncGRPOError(f"All groups failed:\n{''.join(traceback.format_exception(error))}")
+    assert reason_of(quoting) == "All groups failed: judge"
 
 
 def test_a_task_that_ends_well_without_being_done_has_failed(yard: Yard) -> None:

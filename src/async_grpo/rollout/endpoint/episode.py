@@ -58,6 +58,7 @@ class Episode:
         self.versions: list[int] = []  # none where weights do not change meanwhile
         self.kept: list[Kept] = []  # none where the engine does not say which tokens it kept
         self.messages: list[Message] = []  # the completion, as TRL has it
+        self.cause = ""  # the error of another call of its group, which ends this one
         self.lost = False  # nobody waits for the newest answer any more
         self._chat, self._limits, self._sample = chat, limits, sample
         self._one_at_a_time = asyncio.Lock()
@@ -89,7 +90,7 @@ class Episode:
                 self._answering.add_done_callback(self._note)
             self.lost = False
             assert self._answering is not None
-            return await _answered(self._answering)
+            return await self._answered(self._answering)
 
     async def close(self) -> None:
         """Drop what is still asked."""
@@ -196,14 +197,13 @@ class Episode:
         self.kept += turn.kept or []
         self.turns += 1
 
-
-async def _answered(answering: asyncio.Task[Answer]) -> Answer:
-    try:
-        return await asyncio.shield(answering)
-    except asyncio.CancelledError:
-        if answering.cancelled():
-            raise no_episode() from None
-        raise
+    async def _answered(self, answering: asyncio.Task[Answer]) -> Answer:
+        try:
+            return await asyncio.shield(answering)
+        except asyncio.CancelledError:
+            if answering.cancelled():
+                raise no_episode(self.cause) from None
+            raise
 
 
 def _are_alike(message: Message, earlier: Message) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from async_grpo.envs.harness import Endpoint, OpenAIHarness
-from async_grpo.errors import GeneratorError, UnsupportedError
+from async_grpo.errors import GeneratorError, UnsupportedError, reason_of
 from async_grpo.images import images_in
 from async_grpo.rollout.endpoint.agents import Agents
 from async_grpo.rollout.endpoint.chat import Chat
@@ -98,8 +98,9 @@ class Harness:
             await asyncio.sleep(0)  # now each of them is working
         try:
             played = await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:  # an error of one ends the others
+        except BaseException as error:
+            for episode, task in zip(episodes, tasks, strict=True):  # an error of one ends the others
+                episode.cause = reason_of(error)
                 task.cancel()
             await asyncio.wait(tasks)
             raise

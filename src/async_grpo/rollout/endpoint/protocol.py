@@ -54,7 +54,14 @@ class Refusal(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-def no_episode() -> Refusal:
+FAILED_WITH_ITS_GROUP = "group_failed"
+
+
+def no_episode(cause: str = "") -> Refusal:
+    """`cause`: why the episode of the key is over, where another call of its group failed."""
+    if cause:
+        text = f"The episode of this key is over, as its group has failed: {cause}"
+        return Refusal(text, code=FAILED_WITH_ITS_GROUP, status=401)
     return Refusal(
         "The key of this request is of no episode that is open here. Each call of an agent has its own, "
         "endpoint.api_key, and it ends with the call: ask from within the agent, with that key, and let no request "

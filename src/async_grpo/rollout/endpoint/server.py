@@ -23,6 +23,7 @@ from async_grpo.formatting import one_line
 from async_grpo.rollout.endpoint.doors import Doors
 from async_grpo.rollout.endpoint.private_socket import private_socket
 from async_grpo.rollout.endpoint.protocol import (
+    FAILED_WITH_ITS_GROUP,
     MOST_BYTES,
     Answer,
     Refusal,
@@ -41,6 +42,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 HOST = "127.0.0.1"
 START_S = 30.0
 ANSWER_S = 4 * 3600.0  # for one answer; the process that samples it is the same, so its death ends this one
+MOST_FAILED = 1024  # whose errors are remembered, for what their agents still ask
 SAY_AT_MOST = 3  # refusals of one kind that are logged
 _QUIET = logging.Logger("endpoint", logging.CRITICAL)  # any user of the machine can send what is not HTTP
 _HEADERS = {"x-should-retry": "false"}  # the `openai` client would ask again for what is refused
@@ -63,6 +65,7 @@ class EndpointServer:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._episodes: dict[bytes, Episode] = {}  # by a hash of the key, which nobody can time
+        self._failed: dict[bytes, str] = {}  # episodes that ended with another's error, and the error
         self._started: Future[Address] = Future()
         self._said: Counter[str] = Counter()
 
@@ -78,7 +81,11 @@ class EndpointServer:
         return key
 
     def close(self, key: str) -> None:
-        self._episodes.pop(_hashed(key), None)
+        episode = self._episodes.pop(_hashed(key), None)
+        if episode is not None and episode.cause:
+            self._failed[_hashed(key)] = episode.cause
+            while len(self._failed) > MOST_FAILED:
+                self._failed.pop(next(iter(self._failed)), None)
 
     def _serve(self) -> None:
         asyncio.run(self._run())
@@ -160,12 +167,14 @@ class EndpointServer:
         scheme, _, key = http.headers.get("authorization", "").partition(" ")
         episode = self._episodes.get(_hashed(key.strip())) if scheme.lower() == "bearer" else None
         if episode is None:
-            raise no_episode()
+            raise no_episode(self._failed.get(_hashed(key.strip()), ""))
         return episode
 
     def _say(self, refusal: Refusal) -> None:
         self._said[refusal.code] += 1
-        if not refusal.ends and self._said[refusal.code] <= SAY_AT_MOST:
+        if refusal.code == FAILED_WITH_ITS_GROUP:  # the first error of the group is the one to be told
+            logger.debug("the endpoint refused a request ({}): {}", refusal.code, refusal)
+        elif not refusal.ends and self._said[refusal.code] <= SAY_AT_MOST:
             logger.warning("the endpoint refused a request ({}): {}", refusal.code, refusal)
 
 
