@@ -8,8 +8,8 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -99,7 +99,7 @@ def load_trainer(
     check_setup_file(path)
     if seed is not None:
         _seed(seed)
-    with configurations_with(config_values or {}) as made:
+    with configurations_with(config_values or {}) as made, _called_alone(path):
         trainer = _built(
             path,
             alone or nullcontext(),
@@ -125,6 +125,16 @@ def load_trainer(
     bound_downloads()
     _override(trainer, steps, seed)
     return trainer
+
+
+@contextmanager
+def _called_alone(path: Path) -> Iterator[None]:
+    """The command line is that of `python FILE`, for a file that parses it: `TrlParser`, `argparse`."""
+    ours, sys.argv = sys.argv, [str(path)]
+    try:
+        yield
+    finally:
+        sys.argv = ours
 
 
 def _built(

@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
@@ -184,3 +185,30 @@ def test_classes_of_the_file_can_be_found_by_name(folder: Path) -> None:
     load_trainer(path)
     mine = sys.modules[MODULE_NAME].Mine
     assert mine.__module__ == MODULE_NAME
+
+
+def test_a_file_that_parses_its_command_line_reads_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(
+        folder,
+        """
+        import argparse, sys
+
+        at_import = list(sys.argv)
+
+        def get_trainer():
+            from trl import GRPOTrainer
+
+            parser = argparse.ArgumentParser()
+            parser.add_argument("--learning-rate", type=float, default=1e-6)
+            trainer = GRPOTrainer()
+            trainer.read = parser.parse_args().learning_rate
+            trainer.seen = at_import, list(sys.argv)
+            return trainer
+        """,
+    )
+    ours = ["async-grpo", "train", str(path), "--learning-rate", "7"]
+    monkeypatch.setattr(sys, "argv", ours)
+    trainer: Any = load_trainer(path)
+    assert trainer.read == 1e-6
+    assert trainer.seen == ([str(path)], [str(path)])
+    assert sys.argv is ours
