@@ -30,6 +30,7 @@ from async_grpo.rollout.engines.choice import transformers_engine
 from async_grpo.rollout.trl_group import GeneratedGroup, to_record
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.rollout.turns.groups import Turns
+from async_grpo.setup.replaced import note_originals
 from async_grpo.setup.trl_compat import repair_trl
 from async_grpo.setup.worker_build import built_for_a_worker
 from async_grpo.training.corrections.rule import Rule, rule
@@ -44,6 +45,7 @@ from async_grpo.training.trl_trainer import (
 )
 
 repair_trl()
+note_originals()
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 transformers_logging.set_verbosity_error()
 

@@ -149,7 +149,7 @@ def test_an_override_of_a_method_that_is_not_known_is_refused(tmp_path: Path, mo
     "name",
     [
         *("_generate", "_generate_single_turn", "_tool_call_loop", "_get_tool_suffix_ids"),
-        *("_calculate_rewards", "_compute_loss", "_save_checkpoint"),
+        *("_calculate_rewards", "_generate_and_score_completions"),
     ],
 )
 def test_a_method_that_is_assigned_to_the_trainer_is_refused(name: str, tmp_path: Path) -> None:

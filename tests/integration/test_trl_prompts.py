@@ -83,13 +83,16 @@ def test_too_few_rows_for_a_batch(tmp_path: Path) -> None:
 
 
 def test_a_sampler_that_does_not_repeat_rows_is_refused(tmp_path: Path) -> None:
+    """By the name of the user's class, though the trainer has another one by then."""
+
     class Unrepeated(GRPOTrainer):
         def _get_train_sampler(self, dataset: Any = None) -> Iterator[int]:
             return iter(range(100))
 
-    trainer = build_trainer(tmp_path, trainer_class=Unrepeated)
-    with pytest.raises(UnsupportedError, match=r"Unrepeated.*num_generations=2"):
-        next(prompt_rows(trainer))
+    run = InProcessRun(settings(tmp_path, trainer_class=Unrepeated))
+    way_out = r"Change _get_train_sampler.*without --distributed"
+    with pytest.raises(UnsupportedError, match=rf"^Unrepeated's.*num_generations=2.*{way_out}"):
+        next(prompt_rows(run.trainer))
 
 
 # --- Refusals ---------------------------------------------------------------------------------------------

@@ -16,8 +16,11 @@ from in_process import (
     plain_rows,
     training_logs,
 )
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOTrainer
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.setup.overrides import check_callbacks
 
 pytestmark = pytest.mark.integration
 
@@ -50,6 +53,51 @@ def test_callbacks_run_in_the_trainer_only(tmp_path: Path) -> None:
     assert (of_trainer.begun, of_trainer.steps, of_trainer.ended) == (1, 2, 1)
     assert of_trainer.logged == 3  # two steps and the summary
     assert of_worker.begun == of_worker.steps == of_worker.logged == of_worker.ended == 0
+
+
+class OwnProgress(ProgressCallback):
+    begun = 0
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        super().on_train_begin(*args, **kwargs)
+        self.begun += 1
+
+
+class OwnPrinter(PrinterCallback): ...
+
+
+@pytest.mark.parametrize("own", [OwnProgress, OwnPrinter])
+def test_a_progress_bar_of_the_users_stays_and_transformers_own_goes(own: type[Any], tmp_path: Path) -> None:
+    for silent in (True, False):  # transformers adds its printer, or its bar
+        given = own()
+        run = InProcessRun(settings(tmp_path, {"callbacks": [given]}, disable_tqdm=silent))
+        kept = [
+            it for it in run.trainer.callback_handler.callbacks if isinstance(it, (ProgressCallback, PrinterCallback))
+        ]
+        assert kept == [given]
+    if own is OwnProgress:
+        run.train()
+        assert given.begun == 1
+
+
+class RewardAndCallback(TrainerCallback):
+    __name__ = "both"
+
+    def __call__(self, completions: list[Any], **_: Any) -> list[float]:
+        return [0.0 for _ in completions]
+
+    def reward(self, completions: list[Any], **_: Any) -> list[float]:
+        return self(completions)
+
+
+@pytest.mark.parametrize("method", [False, True], ids=["object", "its method"])
+def test_a_reward_that_is_a_callback_as_well_is_refused(method: bool, tmp_path: Path) -> None:
+    both = RewardAndCallback()
+    rewards = [both.reward if method else both]
+    check_callbacks(build_trainer(tmp_path, reward_funcs=rewards, arguments={"callbacks": [RewardAndCallback()]}))
+    trainer = build_trainer(tmp_path, reward_funcs=rewards, arguments={"callbacks": [both]})
+    with pytest.raises(UnsupportedError, match=r"RewardAndCallback is a callback and a reward.*trainer_state"):
+        check_callbacks(trainer)
 
 
 def test_evaluation_generates_in_the_trainer(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from async_grpo.settings import WorkerSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
 from async_grpo.setup.generated.trl_arguments import setup_file_of_run
 from async_grpo.setup.library_warnings import show_library_warnings
+from async_grpo.setup.overrides import check_overrides
 from async_grpo.setup.process import (
     StopRequest,
     gc_paused,
@@ -142,6 +143,7 @@ def _load(options: WorkerOptions, run: RunDir, state: RunState) -> RolloutTraine
     from async_grpo.rollout.policy import cast_parameters, without_weights
     from async_grpo.rollout.trl_trainer import RolloutTrainer
 
+    check_overrides(trainer)  # of its own file, where it has one
     if shares_gpu:
         without_weights(trainer.model, trainer.accelerator.device)
     if state.options.get("publish_dtype") == "bf16":

@@ -35,7 +35,7 @@ from async_grpo.rollout.trl_group import (
     rows_of,
 )
 from async_grpo.setup.generator_choice import engine_inside, has_images, refuse_late_vllm
-from async_grpo.setup.overrides import overridden
+from async_grpo.setup.replaced import class_of_trl, replaced_by_user
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -77,7 +77,8 @@ class RolloutTrainer:
         UnsupportedError: `use_vllm` was set after the trainer was built.
     """
 
-    _turns_of_users: bool  # the user's class overrides `_generate_single_turn`
+    _of_users: set[str]  # methods of TRL's that the user's code replaces
+    _turns_of_users: bool  # `_generate_single_turn` is one of them
     _has_turn_rewards: bool  # it is a `TurnGRPOTrainer`
     _rewards: UserCode
     tools: defaultdict[str, UserCode]  # by name
@@ -90,9 +91,10 @@ class RolloutTrainer:
         let_threads_share_tokenizers()  # prompts are encoded while rewards are computed
         trainer.model.eval()  # no dropout while sampling
         trainer.model.training = True  # the top level only: TRL reads it as "this is a training batch"
-        self._turns_of_users = "_generate_single_turn" in overridden(trainer)
+        self._of_users = replaced_by_user(trainer)
+        self._turns_of_users = "_generate_single_turn" in self._of_users
         if self._turns_of_users:
-            trainer.__class__ = _sampling_below(type(trainer))
+            trainer.__class__ = _sampling_below(type(trainer), class_of_trl(trainer))
         self.trainer: Any = trainer
         self.data_has_images = has_images(trainer)
         self._has_turn_rewards = hasattr(trainer, "turn_rewards")
@@ -114,13 +116,10 @@ class RolloutTrainer:
     @property
     def generates_itself(self) -> bool:
         """Whether the user's class overrides TRL's generation."""
-        return self._turns_of_users or self._overrides("_generate", "_generate_and_score_completions")
+        return self._overrides("_generate_single_turn", "_generate", "_generate_and_score_completions")
 
     def _overrides(self, *names: str) -> bool:
-        from trl import GRPOTrainer as TRLTrainer
-
-        own = [cls for cls in type(self.trainer).__mro__ if cls not in TRLTrainer.__mro__]
-        return any(name in vars(cls) for cls in own for name in names if cls.__module__ != "async_grpo.credit.trainer")
+        return not self._of_users.isdisjoint(names)
 
     @property
     def pad_token_id(self) -> int:
@@ -155,8 +154,7 @@ class RolloutTrainer:
         refuse_unknown_sampling(job)
         row, size = opened(job.row), job.num_generations
         prompt = prompt_of(row)
-        users = self._overrides("_tokenize_prompts") or "_tokenize_prompts" in vars(self.trainer)
-        if users and not images_in(prompt):
+        if self._overrides("_tokenize_prompts") and not images_in(prompt):
             prompt_ids, *_ = self.trainer._tokenize_prompts([copy.deepcopy(prompt) for _ in range(size)])
             return PreparedGroup(job=job, version=version, prompt_ids=prompt_ids, row=row, prompt=prompt)
         prompt_ids, images, fields = self.trainer._tokenize_prompts(copy.deepcopy([prompt]))
@@ -278,11 +276,10 @@ class RolloutTrainer:
         return sample(prompt_ids, images, fields)
 
 
-def _sampling_below(user_class: type[GRPOTrainer]) -> type[GRPOTrainer]:
+def _sampling_below(user_class: type[GRPOTrainer], of_trl: Any) -> type[GRPOTrainer]:
     """The user's class, whose `_generate_single_turn` gets the engine's tokens where it calls TRL's."""
-    from trl import GRPOTrainer as TRLTrainer
 
-    class SampledByEngine(TRLTrainer):
+    class SampledByEngine(of_trl):  # type: ignore[misc]
         _sampled_below: Callable[..., Tokens]
 
         def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Tokens:

@@ -2,7 +2,7 @@
 
 `HONOURED` has every method of `trl.GRPOTrainer` and of the classes below it. A new TRL may have others, whose effect
 on a distributed run nobody has looked at: `check_overrides` refuses an override of them, and
-`tests/integration/test_trl_contract.py` names them.
+`tests/integration/test_trl_contract.py` names them. A method that was patched counts as an override of it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError
+from async_grpo.setup.replaced import class_of_trl, patched, replaced, replaced_by_user, users_class
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -60,9 +61,13 @@ HONOURED: dict[str, str] = {name: effect for effect, names in EFFECTS.items() fo
 _ON_THE_CLASS = (
     *("_generate", "_generate_single_turn", "_tool_call_loop", "_get_tool_suffix_ids"),
     *("_calculate_rewards", "_generate_and_score_completions"),
-    *("_compute_loss", "_get_per_token_logps_and_entropies", "_save_checkpoint", "_get_output_dir"),
 )
-"""Methods that the adapters to TRL find by the class: on the object, an assignment would go round them."""
+"""Methods that workers call on copies of the trainer: one that was assigned would be of the object that was copied."""
+_IN_A_SUBCLASS = ("_generate_single_turn",)
+"""Methods whose `super()` is the engine of a worker: a patch would call TRL's own, which has no engine."""
+
+
+COLLATOR = "data_collator"  # TRL's returns the rows as they are
 
 
 _NOT_FIELDS: dict[str, tuple[Any, str]] = {
@@ -86,12 +91,25 @@ def check_fields(trainer: GRPOTrainer) -> None:
             raise UnsupportedError(f"{name} cannot run distributed: {reason}")
 
 
-def overridden(trainer: GRPOTrainer) -> list[str]:
-    """The methods of TRL's trainer that the classes of the user define anew, sorted."""
-    from trl import GRPOTrainer as TRLTrainer
+def check_callbacks(trainer: GRPOTrainer) -> None:
+    """Refuse a callback that also works in workers, where no callback is called: the server trains, logs and saves."""
+    trl: Any = trainer
+    uses = {"a reward function": trl.reward_funcs, "a tool": trl.tools or (), "rollout_func": [trl.rollout_func]}
+    for what, functions in uses.items():
+        of_objects = [getattr(function, "__self__", function) for function in functions]
+        for callback in trl.callback_handler.callbacks:
+            if any(it is callback for it in of_objects):
+                raise UnsupportedError(
+                    f"{type(callback).__name__} is a callback and {what}: the server calls callbacks, and workers call "
+                    "this one's other half, on a copy that hears of no step. Let it read the step from the argument "
+                    "trainer_state of reward functions and make the callback an object of its own, or train in one "
+                    "process (without --distributed)."
+                )
 
-    own = [cls for cls in type(trainer).__mro__ if cls not in TRLTrainer.__mro__]
-    return sorted({name for cls in own for name in vars(cls) if callable(getattr(TRLTrainer, name, None))} - _OBJECT)
+
+def overridden(trainer: GRPOTrainer) -> list[str]:
+    """The methods of TRL's trainer that the user's code defines anew, sorted."""
+    return sorted(replaced(trainer))
 
 
 def check_overrides(trainer: GRPOTrainer) -> None:
@@ -103,20 +121,41 @@ def check_overrides(trainer: GRPOTrainer) -> None:
     for name in overridden(trainer):
         if name not in HONOURED:
             raise UnsupportedError(
-                f"{type(trainer).__name__} overrides {name}, a method of TRL that this version of Async-GRPO does not "
-                "know, so the override might be ignored. Train in one process (without --distributed), or install the "
-                "tested version of TRL (`async-grpo doctor` names it)."
+                f"{_replaces(trainer, name)}, a method of TRL that this version of Async-GRPO does not know, so the "
+                "override might be ignored. Train in one process (without --distributed), or install the tested "
+                "version of TRL (`async-grpo doctor` names it)."
             )
     if assigned := sorted(set(_ON_THE_CLASS) & set(vars(trainer))):
         raise UnsupportedError(
             f"{assigned[0]} was assigned to the trainer object, where it and the run's own part of it cannot both "
             "work. Override it in a subclass of GRPOTrainer."
         )
+    if changed := sorted(set(_IN_A_SUBCLASS) & patched(trainer)):
+        raise UnsupportedError(
+            f"{_replaces(trainer, changed[0])}, and the method of TRL that a patch calls samples with no worker's "
+            f"engine. Override {changed[0]} in a subclass of GRPOTrainer, where super() samples with it."
+        )
     if trainer.args.world_size > 1 and (loading := own_dataloader(trainer)):
         raise UnsupportedError(
-            f"{type(trainer).__name__} overrides {loading}: with a trainer in several processes, each dataloader has a "
-            "part of the prompts only. Override _get_train_sampler instead, or train in one process."
+            f"{_replaces(trainer, loading)}: with a trainer in several processes, each dataloader has a part of the "
+            "prompts only. Override _get_train_sampler instead, or train in one process."
         )
+
+
+def describe_overrides(trainer: GRPOTrainer) -> str:
+    """What the user's code has replaced of TRL's trainer, and what each of it does; empty where that is nothing."""
+    by_effect: dict[str, list[str]] = {}
+    for name in sorted(replaced_by_user(trainer)):
+        by_effect.setdefault(HONOURED[name], []).append(name)
+    return "; ".join(f"{', '.join(names)} ({effect})" for effect, names in by_effect.items())
+
+
+def _replaces(trainer: GRPOTrainer, name: str) -> str:
+    if name == COLLATOR or name in vars(trainer):
+        return f"{name} was assigned to the trainer"
+    if name in patched(trainer):
+        return f"{name} was patched in {class_of_trl(trainer).__name__} or a class below it"
+    return f"{users_class(trainer)} overrides {name}"
 
 
 def served_once(completions: dict[str, list[Any]]) -> Callable[[list[Any], GRPOTrainer], dict[str, list[Any]]]:
@@ -126,7 +165,7 @@ def served_once(completions: dict[str, list[Any]]) -> Callable[[list[Any], GRPOT
     def rollout_func(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
         if not left:
             raise UnsupportedError(
-                f"{type(trainer).__name__.removeprefix('Async')} makes completions twice for one generation batch, and "
+                f"{users_class(trainer)} makes completions twice for one generation batch, and "
                 "the workers have made them once. Call _generate_and_score_completions again in _prepare_inputs, where "
                 "each call gets another batch, or train in one process (without --distributed)."
             )
@@ -136,9 +175,10 @@ def served_once(completions: dict[str, list[Any]]) -> Callable[[list[Any], GRPOT
 
 
 def own_dataloader(trainer: GRPOTrainer) -> str | None:
-    """The method by which the user's class makes the training dataloader itself, None where TRL's own makes it."""
+    """By what the user's code makes the training dataloader itself, None where TRL's own makes it."""
+    from trl.trainer.utils import identity
+
     loading = ("get_train_dataloader", "_get_dataloader", "_get_collator_with_removed_columns")
-    return next((name for name in loading if name in overridden(trainer)), None)
-
-
-_OBJECT: set[Any] = set(vars(object)) - {"__init__"}
+    own = replaced(trainer)
+    collates = None if trainer.data_collator is identity else COLLATOR
+    return next((name for name in loading if name in own), collates)

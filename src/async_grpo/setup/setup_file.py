@@ -18,6 +18,7 @@ from loguru import logger
 
 from async_grpo.errors import AsyncGRPOError, SetupFileError
 from async_grpo.setup.grpo_config.building import check_set, configurations_with
+from async_grpo.setup.replaced import note_originals
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -99,6 +100,7 @@ def load_trainer(
     check_setup_file(path)
     if seed is not None:
         _seed(seed)
+    note_originals()
     with configurations_with(config_values or {}) as made, _called_alone(path):
         trainer = _built(
             path,

@@ -40,7 +40,7 @@ from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.run_options import OF_THE_LOSS
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.generator_choice import choose_generator
-from async_grpo.setup.overrides import check_fields, check_overrides, overridden
+from async_grpo.setup.overrides import check_callbacks, check_fields, check_overrides, describe_overrides, overridden
 from async_grpo.setup.process import StopRequest
 from async_grpo.setup.sampling import check_sampling
 from async_grpo.telemetry.activity import PUBLISHING, SAVING, TRAINING, activity
@@ -87,6 +87,8 @@ class AsyncTraining(TrainingEvents):
     ) -> None:
         refuse(trainer, settings, _generator(trainer, state))
         rule = rule_of(settings)
+        if own := describe_overrides(trainer):
+            logger.info("methods of TRL that the setup file replaces: {}", own)
         _say_what_the_loss_is(trainer, rule, settings)
         self._trainer, self._settings = trainer, settings
         self._run, self._run_id = run, state.run_id
@@ -356,6 +358,7 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     check_agent(trainer)
     check_fields(trainer)
     check_overrides(trainer)
+    check_callbacks(trainer)
     check(rule_of(settings), trainer, own_loss=has_own_loss(trainer))
     check_sampling(trainer, settings.correction, generator, settings.eval_sampling() if settings.eval_every else None)
 

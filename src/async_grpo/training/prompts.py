@@ -13,6 +13,7 @@ from async_grpo.evals.evaluation import Problem
 from async_grpo.images import encoded
 from async_grpo.setup.image_files import images_as_files
 from async_grpo.setup.overrides import own_dataloader
+from async_grpo.setup.replaced import users_class
 from async_grpo.training import trl_trainer
 from async_grpo.training.one_dataloader import OneDataLoader
 
@@ -91,14 +92,15 @@ def _loaded_rows(trainer: GRPOTrainer) -> Iterator[dict[str, Any]]:
 def _row_of(trainer: GRPOTrainer, group: Sequence[Any]) -> Any:
     """The one row of a prompt group."""
     if len(group) < trainer.num_generations or any(row != group[0] for row in group):
-        raise _groups_unknown(trainer, "training dataloader")
+        raise _groups_unknown(trainer, "training dataloader", own_dataloader(trainer) or "get_train_dataloader")
     return group[0]
 
 
-def _groups_unknown(trainer: GRPOTrainer, source: str) -> UnsupportedError:
+def _groups_unknown(trainer: GRPOTrainer, source: str, method: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{type(trainer).__name__}'s {source} does not repeat each row num_generations={trainer.num_generations} times "
-        "in a row, as TRL's RepeatSampler does, so prompt groups cannot be recognised."
+        f"{users_class(trainer)}'s {source} does not repeat each row num_generations={trainer.num_generations} times "
+        f"in a row, as TRL's RepeatSampler does, so prompt groups cannot be recognised. Change {method} so that rows "
+        "come as that sampler has them (trl.trainer.utils shows it), or train in one process (without --distributed)."
     )
 
 
@@ -114,7 +116,7 @@ def _row_indices(trainer: GRPOTrainer, rows: int) -> Iterator[int]:
             found = True
             for start in range(0, batch, group_size):
                 if len(set(block[start : start + group_size])) != 1:
-                    raise _groups_unknown(trainer, "train sampler")
+                    raise _groups_unknown(trainer, "train sampler", "_get_train_sampler")
                 yield block[start]
         if not found:
             raise _too_few(trainer, rows)

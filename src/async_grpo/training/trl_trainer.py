@@ -22,7 +22,8 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.images import images_in, opened
 from async_grpo.setup.generated.trl_command import end_as_trl_does
 from async_grpo.setup.generator_choice import refuse_late_vllm
-from async_grpo.setup.overrides import own_dataloader, served_once
+from async_grpo.setup.overrides import HONOURED, own_dataloader, served_once
+from async_grpo.setup.replaced import class_of_trl, original, replaced
 from async_grpo.setup.trl_compat import take_best_model
 from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
 from async_grpo.training.checkpoints import BatchInUse, find_best
@@ -120,12 +121,10 @@ class AsyncGRPOMixin(CorrectedLoss):
     def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
         if self._serving is None:
             return super()._generate(prompts)
-        from trl import GRPOTrainer as TRLTrainer
-
         for row, prompt in self._prompts.items():  # an override may have changed it again
             prompts[row] = prompt
         # Not the user's override: it has run in the worker, and what it made of the tokens was rewarded.
-        result: tuple[Any, ...] = TRLTrainer._generate(self, prompts)
+        result: tuple[Any, ...] = original(class_of_trl(self), "_generate")(self, prompts)
         self.tokens_are_there()
         completions = own_share(self, [x for group in self._serving for x in opened(group.completions)])  # with tools
         self.tools, self.environment_factories = self._tools  # TRL renders the prompts of images again, with them
@@ -148,14 +147,12 @@ class AsyncGRPOMixin(CorrectedLoss):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As TRL does. Where its table of completions cannot hold what workers sent, the training goes on without."""
-        from trl import GRPOTrainer as TRLTrainer
-
         mode = "train" if self.model.training else "eval"
         try:
             super().log(logs, start_time)
         except Exception as error:
             is_logged = not self._metrics[mode]  # TRL clears them before it makes the table
-            if not (self.log_completions and is_logged) or super().log.__func__ is not TRLTrainer.log:
+            if not (self.log_completions and is_logged) or "log" in replaced(self):
                 raise
             _warn_once(f"{type(error).__name__}: {error}"[:300])
 
@@ -246,15 +243,24 @@ def make_async(trainer: GRPOTrainer, events: TrainingEvents, *, correction: Rule
     """Give this very trainer object a class that takes its rollouts from `events`.
 
     Our callback is called first, so that the logs and the checkpoint of a step see it counted. transformers' own
-    progress bar and printer give way to the run's step line.
+    progress bar and printer give way to the run's step line; a subclass of them is the user's.
     """
     trainer.correct = correction_of(trainer, correction, partial(append_metric, trainer))
     bases = (AsyncGRPOMixin, OneDataLoader) if own_dataloader(trainer) else (AsyncGRPOMixin,)
+    _take_methods_off(trainer, {name for base in bases for cls in base.__mro__[:-1] for name in vars(cls)})
     trainer.__class__ = type(f"Async{type(trainer).__name__}", (*bases, type(trainer)), {})
     trainer.events = events
-    trainer.remove_callback(ProgressCallback)
-    trainer.remove_callback(PrinterCallback)
-    trainer.callback_handler.callbacks.insert(0, _EventsCallback(trainer))
+    callbacks = trainer.callback_handler.callbacks
+    callbacks[:] = [it for it in callbacks if type(it) not in (ProgressCallback, PrinterCallback)]
+    callbacks.insert(0, _EventsCallback(trainer))
+
+
+def _take_methods_off(trainer: Any, names: set[str]) -> None:
+    """Make those that were assigned to the trainer object methods of its class, which ours then call."""
+    own, cls = vars(trainer), type(trainer)
+    assigned = {name: staticmethod(own.pop(name)) for name in names & own.keys() & HONOURED.keys()}
+    if assigned:
+        trainer.__class__ = type(cls.__name__, (cls,), {**assigned, "__module__": cls.__module__})
 
 
 class _EventsCallback(TrainerCallback):

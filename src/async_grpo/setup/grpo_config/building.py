@@ -8,11 +8,9 @@ variables of the environment first, or import Unsloth, which wants to come befor
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from async_grpo.errors import UsageError
 from async_grpo.setup.grpo_config.batch import Batch, BatchError, misfit
 from async_grpo.setup.grpo_config.values import parsed
+from async_grpo.setup.imports import when_imported
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -54,41 +53,14 @@ def configurations_with(texts: Mapping[str, str]) -> Iterator[list[dict[str, Any
         config_class.__post_init__ = set_and_check
         restored.append(lambda: setattr(config_class, "__post_init__", check))
 
-    finder = _WhenImported(_MODULE, change)
-    if _MODULE in sys.modules:
-        change(sys.modules[_MODULE])
-    else:
-        sys.meta_path.insert(0, finder)
+    finder = when_imported(_MODULE, change)
     try:
         yield made
     finally:
-        if finder in sys.meta_path:
+        if finder is not None and finder in sys.meta_path:
             sys.meta_path.remove(finder)
         for restore in restored:
             restore()
-
-
-class _WhenImported(importlib.abc.MetaPathFinder):
-    """Calls `then` with module `name` as soon as that has been imported."""
-
-    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
-        self._name, self._then = name, then
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == self._name else None
-        if spec is None or spec.loader is None:
-            return None
-        loader: Any = spec.loader
-        execute = loader.exec_module
-
-        def execute_and_tell(module: ModuleType) -> None:
-            execute(module)
-            self._then(module)
-
-        loader.exec_module = execute_and_tell
-        return spec
 
 
 def _check_itself(config: Any, check: Callable[[Any], None]) -> None:

@@ -18,6 +18,7 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.images import MODEL_INPUTS
 from async_grpo.settings import OFF
 from async_grpo.setup.overrides import overridden
+from async_grpo.setup.replaced import bare, classes_of_trl, patched_in
 from async_grpo.setup.sampling import WITHOUT_SAMPLER
 from async_grpo.setup.trl_compat import log_probs_by
 from async_grpo.training.corrections.batch import Correction
@@ -174,17 +175,26 @@ def one_update(trainer: Any) -> bool:
 
 
 def has_own_loss(trainer: GRPOTrainer) -> bool:
-    """Whether the trainer's class replaces TRL's loss, instead of calling it or reading the weights as it does."""
-    for base in type(trainer).__mro__:
-        if base.__module__.startswith(("trl.", "async_grpo.")):
-            continue
-        if base.__module__.startswith("transformers."):
-            return False
-        for name in ("compute_loss", "_compute_loss"):
-            code = getattr(inspect.unwrap(vars(base)[name]), "__code__", None) if name in vars(base) else None
-            if code is not None and name not in code.co_names and "importance_sampling_ratio" not in code.co_consts:
-                return True
-    return False
+    """Whether the user's code replaces TRL's loss, instead of calling it or reading the weights as it does."""
+    return any(_is_own(name, value) for name in ("compute_loss", "_compute_loss") for value in _losses(trainer, name))
+
+
+def _losses(trainer: Any, name: str) -> Iterator[Any]:
+    """What stands before TRL's method, on the object, in the classes of the user's, or patched into TRL's."""
+    for base in (trainer, *type(trainer).__mro__):
+        of_others = isinstance(base, type) and base.__module__.startswith(("trl.", "async_grpo."))
+        if name in vars(base) and (name in patched_in(base) or not (of_others or base in classes_of_trl())):
+            yield vars(base)[name]
+
+
+def _is_own(name: str, loss: Any) -> bool:
+    of_trl = [inspect.unwrap(vars_of[name]) for vars_of in classes_of_trl().values() if name in vars_of]
+    function = inspect.unwrap(bare(loss))
+    code = getattr(function, "__code__", None)
+    if code is None or function in of_trl or name in code.co_names or "importance_sampling_ratio" in code.co_consts:
+        return False
+    names = inspect.getclosurevars(function)
+    return not any(inspect.unwrap(bare(it)) in of_trl for it in (*names.nonlocals.values(), *names.globals.values()))
 
 
 def takes_weights(trainer: Any) -> bool:

@@ -1,0 +1,109 @@
+"""Methods of TRL's trainer that are not TRL's own any more: patched on a class, overridden in one, or assigned.
+
+`note_originals` is called before the setup file is imported. It notes the methods of TRL's and transformers' trainers
+when they have been imported, and imports nothing itself.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from async_grpo.setup.imports import when_imported
+
+_CLASSES = {"transformers.trainer": "Trainer", "trl.trainer.grpo_trainer": "GRPOTrainer"}  # by module
+_ADAPTERS = ("async_grpo.training.", "async_grpo.rollout.")  # put themselves around the user's class
+_EQUIVALENT = "unsloth"  # begins the names of modules whose trainers do what TRL's do, faster
+_DUNDERS = set(vars(object)) - {"__init__"}
+
+_originals: dict[type, dict[str, Any]] = {}
+
+
+def note_originals() -> None:
+    """Note TRL's own methods before anybody can replace them. Harmless to call twice."""
+    if not _originals:
+        for module, name in _CLASSES.items():
+            when_imported(module, partial(_note, name))
+
+
+def _note(name: str, module: ModuleType) -> None:
+    for cls in vars(module)[name].__mro__[:-1]:
+        methods = {it: value for it, value in vars(cls).items() if it not in _DUNDERS and callable(getattr(cls, it))}
+        _originals.setdefault(cls, methods)
+
+
+def classes_of_trl() -> dict[type, dict[str, Any]]:
+    """TRL's trainer and the classes below it, each with the methods that it had before the setup file."""
+    import trl.trainer.grpo_trainer  # noqa: F401  # there is a trainer, so it has been imported
+
+    note_originals()
+    return _originals
+
+
+def replaced(trainer: Any) -> dict[str, Any]:
+    """What stands in the place of TRL's methods for this trainer, by name: the outermost where several do."""
+    methods = {name for own in classes_of_trl().values() for name in own}
+    found: dict[str, Any] = {}
+    for cls in reversed(type(trainer).__mro__):
+        if cls in _originals:
+            found |= patched_in(cls)
+        elif not (cls is object or cls.__module__.startswith(_ADAPTERS) or _is_equivalent(cls.__module__)):
+            found |= vars(cls)
+    found |= vars(trainer)
+    return {name: value for name, value in found.items() if name in methods and callable(bare(value)) and _users(value)}
+
+
+def replaced_by_user(trainer: Any) -> set[str]:
+    """The names of those whose code is not of this package either: `TurnGRPOTrainer` has some."""
+    return {
+        name for name, it in replaced(trainer).items() if not getattr(it, "__module__", "").startswith("async_grpo.")
+    }
+
+
+def patched(trainer: Any) -> set[str]:
+    """The methods that were replaced on TRL's classes themselves, by assignment."""
+    return {name for cls in type(trainer).__mro__ for name in patched_in(cls)}
+
+
+def patched_in(cls: Any) -> dict[str, Any]:
+    """What the user's code put into this class in the place of methods of TRL's; nothing for other classes."""
+    now, before = vars(cls), classes_of_trl().get(cls, {})
+    return {
+        name: now[name] for name in before.keys() & now.keys() if now[name] is not before[name] and _users(now[name])
+    }
+
+
+def class_of_trl(trainer: Any) -> Any:
+    """The class of TRL's that the user's derive from."""
+    known = classes_of_trl()
+    return next(cls for cls in type(trainer).__mro__ if cls in known or _is_equivalent(cls.__module__))
+
+
+def original(cls: Any, name: str) -> Any:
+    """A method as this class of TRL's had it, whatever it has now."""
+    known = classes_of_trl()
+    base = next(base for base in cls.__mro__ if name in vars(base) or name in known.get(base, {}))
+    return known[base][name] if name in patched_in(base) else vars(base)[name]
+
+
+def users_class(trainer: Any) -> str:
+    """The name of the trainer's class as the user has it."""
+    return next(cls.__name__ for cls in type(trainer).__mro__ if not cls.__module__.startswith(_ADAPTERS))
+
+
+def bare(value: Any) -> Any:
+    """The function of a method, a static method or a `partial`."""
+    while inner := getattr(value, "__func__", None) or (value.func if isinstance(value, partial) else None):
+        value = inner
+    return value
+
+
+def _users(value: Any) -> bool:
+    """Whether a function is neither ours nor of a package that does what TRL does."""
+    module = str(getattr(bare(value), "__globals__", {}).get("__name__", ""))
+    return not (module.startswith(_ADAPTERS) or _is_equivalent(module))
+
+
+def _is_equivalent(module: str) -> bool:
+    return module.lower().startswith(_EQUIVALENT)
