@@ -12,14 +12,22 @@ from engines import sample
 from torch import Tensor
 from transformers import (
     DynamicCache,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
 )
 from transformers.cache_utils import DynamicLayer
 
@@ -54,6 +62,25 @@ def with_sliding_window() -> PreTrainedModel:
     torch.manual_seed(0)
     window = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]}
     return Qwen2ForCausalLM(Qwen2Config(**SHAPE, **window)).eval()
+
+
+def with_a_state(kind: str) -> PreTrainedModel:
+    """A model that also keeps a state of fixed size, in layers of its cache or in its own modules."""
+    torch.manual_seed(0)
+    own = {name: SHAPE[name] for name in ("vocab_size", "pad_token_id", "eos_token_id", "initializer_range")}
+    state = {**own, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}
+    mamba = {"mamba_d_ssm": 64, "mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_chunk_size": 8}
+    model: PreTrainedModel = {
+        "mamba": lambda: MambaForCausalLM(MambaConfig(**state)),
+        "mamba2": lambda: Mamba2ForCausalLM(
+            Mamba2Config(**state, num_heads=4, head_dim=16, n_groups=1, chunk_size=8),
+        ),
+        "falcon_h1": lambda: FalconH1ForCausalLM(FalconH1Config(**SHAPE, head_dim=8, **mamba)),
+        "recurrent_gemma": lambda: RecurrentGemmaForCausalLM(
+            RecurrentGemmaConfig(**{**SHAPE, "num_hidden_layers": 3}, lru_width=32, attention_window_size=64)
+        ),
+    }[kind]()
+    return model.eval()
 
 
 class EndsByRow(LogitsProcessor):
@@ -133,6 +160,14 @@ def test_greedy_tokens_are_those_of_transformers(make_model: Any, lengths: tuple
     assert theirs.tolist() == ours.tolist()
     ends = [ids.index(EOS) + 1 if EOS in ids else len(ids) for ids in ours.tolist()]
     assert loop.lengths_B.tolist() == ends
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2", "falcon_h1", "recurrent_gemma"])
+def test_a_model_with_a_state_samples_as_in_transformers(kind: str) -> None:
+    model = with_a_state(kind)
+    theirs, ours, _ = both(model, GROUPS, (20, 3, 7))
+    assert theirs.tolist() == ours.tolist()
+    assert len(set(map(tuple, ours.tolist()))) > 3, "the prompts must matter"
 
 
 @pytest.mark.parametrize("make_model", [plain, with_sliding_window])

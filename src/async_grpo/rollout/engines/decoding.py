@@ -135,12 +135,14 @@ class _Batch:
         self._model = model
         self._vision = vision
         self._prompt_length = input_ids.shape[1]
-        self._cache: Cache | None = model_kwargs.get("past_key_values")
+        self._cache: Cache | None = model_kwargs.get("past_key_values", model_kwargs.get("cache_params"))
         self._mask_bL = _where_padded(model_kwargs.pop("attention_mask", None))
         self._positions_bL: Tensor | None = model_kwargs.pop("position_ids", None)  # [3, b, L] for some models
         left = vision.names if vision else ()  # only forward passes over the prompts need them
         self._kwargs = {name: value for name, value in model_kwargs.items() if name not in left}
-        self._can_select = _make_room_in(self._cache) and (vision is None or self._cache is not None)
+        # A recurrent state is in layers of the cache that select no rows of it, or in the model's own modules.
+        selectable = not model._is_stateful and (vision is None or self._cache is not None)
+        self._can_select = _make_room_in(self._cache) and selectable
         self.rows_b = torch.arange(len(input_ids), device=input_ids.device)
         self._prefill(input_ids)
 
