@@ -117,7 +117,7 @@ def test_a_process_that_dies_before_it_is_asked_is_made_again(monkeypatch: pytes
 
 def test_what_cannot_be_sent_is_an_error_and_the_next_call_is_answered() -> None:
     counted = with_deadline(seconds=60.0)(lambda completions: [float(len(completions))])
-    with pytest.raises(Exception, match="pickle|local object"):
+    with pytest.raises(Exception, match=r"pickle|local object"):
         counted([lambda: None])
     assert counted(["a"]) == [1.0]
 
