@@ -40,6 +40,7 @@ INSPECT = {
     "queue": "look at a run's queue and repair it by hand",
 }
 COMMANDS = {**COMPUTE, **INSPECT}
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,20 +54,39 @@ def main(argv: Sequence[str] | None = None) -> int:
         _write_no_more()
         return 141  # what a shell shows for a program that SIGPIPE ended
     except AsyncGRPOError as error:
-        from async_grpo.formatting import printable
-
-        print(printable(f"error: {error}"), file=sys.stderr)  # it may quote what a model wrote
+        _complain(str(error))
         return error.exit_code
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
+        from async_grpo.rundir.system_errors import sentence_of
+
+        if (sentence := sentence_of(error)) is None or _is_of_users_code(error):
             raise
-        _write_no_more()
-        print(
-            "error: There is no room where the output of this command goes. Free some, or redirect it.", file=sys.stderr
-        )
+        if error.errno not in _FULL:
+            _complain(sentence)
+            return 2
+        _write_no_more()  # it may be this command's output that has no room
+        _complain(sentence)
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _complain(text: str) -> None:
+    from async_grpo.formatting import printable
+    from async_grpo.rundir.system_errors import GONE, is_started_nowhere
+
+    if text != GONE and is_started_nowhere():
+        text = f"{text}\n{GONE}"
+    print(printable(f"error: {text}"), file=sys.stderr)  # it may quote what a model wrote
+
+
+def _is_of_users_code(error: BaseException) -> bool:
+    """Whether code of the user's is among the callers, to which a traceback leads."""
+    import traceback
+
+    from async_grpo.rollout.failures import is_users_code
+
+    return any(is_users_code(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _write_no_more() -> None:

@@ -81,7 +81,7 @@ def summary(traceback: str) -> tuple[str, str]:
     cause, caused, _ = traceback.partition(_CAUSED)
     causing = [*_FRAME.finditer(cause)] if caused else []
     raised = _place((causing or frames)[-1])
-    users = next((_place(frame) for frame in reversed(frames) if _is_users(frame[1])), raised)
+    users = next((_place(frame) for frame in reversed(frames) if is_users_code(frame[1])), raised)
     return what[:MOST_TEXT], raised if users == raised else f"{users}, raised in {raised}"
 
 
@@ -89,5 +89,6 @@ def _place(frame: re.Match[str]) -> str:
     return f"{Path(frame[1]).name}:{frame[2]}"
 
 
-def _is_users(file: str) -> bool:
+def is_users_code(file: str) -> bool:
+    """Whether a file with code is neither ours, nor Python's, nor of an installed package."""
     return not (file.startswith(_NOT_OF_USERS) or any(folder in file for folder in _INSTALLED))

@@ -13,17 +13,19 @@ import stat
 from pathlib import Path
 
 from async_grpo.errors import RunDirError
+from async_grpo.rundir.system_errors import why_not_writable
 
 _NETWORK_FILE_SYSTEMS = {0x6969: "NFS", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x517B: "SMB"}
 
 
 def check_place(root: Path) -> None:
-    """`RunDirError` where no run can be: on a network's disk, or in a folder that others can change. Changes nothing.
+    """`RunDirError` where no run can be: on a network's disk, where others can change it, or this user cannot.
 
-    `root` need not exist yet.
+    Changes nothing. `root` need not exist yet.
     """
     if os.path.lexists(root):
         os.close(open_folder(root))
+    require_writable(root)
     network = network_file_system(nearest_existing(root))
     if network:
         raise RunDirError(
@@ -31,6 +33,12 @@ def check_place(root: Path) -> None:
             "was not, locks follow other rules, and changes by other hosts go unnoticed. Choose a folder on a "
             "local disk."
         )
+
+
+def require_writable(root: Path) -> None:
+    """`RunDirError` where this user can make no file in `root`, or no folder of this name. Changes nothing."""
+    if (reason := why_not_writable(nearest_existing(root))) is not None:
+        raise RunDirError(reason)
 
 
 def make_folder(folder: Path, *, in_private: bool = False) -> Path:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from async_grpo import cli
 from async_grpo.cli import COMMANDS, main, options
 from async_grpo.cli.compute import train as train_command
+from async_grpo.cli.inspect import queue
 from async_grpo.errors import UsageError
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.setup import devices, process
@@ -97,7 +102,46 @@ def test_an_output_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
     with Path("/dev/full").open("w") as full:
         result = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     assert result.returncode == 1
-    assert result.stderr.startswith("error: There is no room where the output") and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: The output of this command, or a file") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (OSError(errno.EROFS, "", f"/a/.x.html.{'0' * 32}"), 2, "/a/x.html: its file system is read-only. Choose"),
+        (PermissionError(errno.EACCES, "", "/a/x"), 2, "/a/x: this user has no right to do that. Choose"),
+        (NotADirectoryError(errno.ENOTDIR, "", "/a/x"), 2, "/a/x: a part of this path is a file, not a folder."),
+        (OSError(errno.ENAMETOOLONG, "", "y" * 300), 2, f"{'y' * 120}…: the name is too long for this file system."),
+        (OSError(errno.EFBIG, "", "/a/x"), 2, "/a/x: the file has come to the largest size that is allowed. Raise"),
+        (OSError(errno.ENOSPC, "", "/a/x"), 1, "/a/x: the disk is full. Make room, or choose another place."),
+    ],
+)
+def test_what_the_system_refuses_is_one_sentence(
+    error: OSError, code: int, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(queue, "run", Mock(side_effect=error))
+    monkeypatch.setattr(cli, "_write_no_more", lambda: None)
+    assert main(["queue", ".", "ls"]) == code
+    assert capsys.readouterr().err.startswith(f"error: {sentence}")
+
+
+def test_an_error_of_the_users_code_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_trainer.py").write_text("def read(*_): open(__file__ + '/x')")
+    read = runpy.run_path(str(tmp_path / "my_trainer.py"))["read"]
+    monkeypatch.setattr(queue, "run", read)
+    with pytest.raises(NotADirectoryError):
+        main(["queue", ".", "ls"])
+
+
+@pytest.mark.parametrize("command", ["status x", "rollouts x", "compare a b", "train t.py -n 2 --dry-run"])
+def test_a_working_directory_that_was_deleted_is_said(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(command.split()) == 2
+    assert capsys.readouterr().err.count("The folder that this command was started in has been deleted.") == 1
 
 
 def test_a_closed_output_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

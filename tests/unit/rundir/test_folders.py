@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +47,32 @@ def test_a_directory_that_others_can_write_to_is_refused_unchanged(
     with pytest.raises(RunDirError, match=f"can be written by others .mode {mode:o}.*chmod go-w {root}"):
         start(root)
     assert state_of(root) == before
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EPERM])
+def test_a_place_that_cannot_be_written_is_refused(
+    tmp_path: Path, start: Callable[[Path], object], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`preview` too: it is what a dry run approves."""
+    opened = os.open
+
+    def refuse(path: object, flags: int, *rest: int, **more: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(code, os.strerror(code), str(path))
+        return opened(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(RunDirError, match=rf"{tmp_path}: .* Choose another place"):
+        start(tmp_path / "new" / "worker")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_place_below_a_file_is_refused(tmp_path: Path, start: Callable[[Path], object]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirError, match="a part of this path is a file"):
+        start(tmp_path / "file" / "worker")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")

@@ -202,6 +202,7 @@ MAY_OPEN = {  # what opens files otherwise: these are ours, the kernel's, or nam
     "launch/accelerate_entry.py": "named by the user",
     "reports/rollouts_page.py": "of the package",
     "rewards": "/sys, and files of the package",
+    "rollout/endpoint/doors.py": "/proc",
     "roles/replay.py": "the weights that it has just written",
     "setup/generated/trl_arguments.py": "named by the user",
     "setup/grpo_config/values.py": "sources of TRL and transformers, and what the user names",

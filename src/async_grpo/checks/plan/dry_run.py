@@ -15,6 +15,7 @@ from async_grpo.checks.plan.what_fits import fit_rows, size_rows
 from async_grpo.formatting import counted, size
 from async_grpo.launch.launcher import LaunchOptions
 from async_grpo.roles.plain_trl import has_begun
+from async_grpo.rundir.folders import require_writable
 from async_grpo.rundir.lifecycle import Fate, preview
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU
@@ -99,6 +100,7 @@ def plan_single(question: Question, run_dir: Path | None, gpu_memory: int | None
 def _run_directory(run_dir: Path | None) -> list[tuple[str, str]]:
     if run_dir is None:
         return []
+    require_writable(run_dir)
     return [("run directory", f"{run_dir}: {'continues the run' if has_begun(run_dir) else 'begins a run'} in it")]
 
 
