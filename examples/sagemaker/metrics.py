@@ -8,5 +8,5 @@ METRICS = {
     "train:staleness": rf"^[0-9:]+ step [0-9]+/.* staleness {NUMBER}",
     "train:trainer_waits_percent": r"^[0-9:]+ step [0-9]+/.* trainer waits ([0-9]+)%",
     "eval:success_rate": rf"evaluation of version [0-9]+: success rate {NUMBER}",
-    "eval:reward": rf"evaluation of version [0-9]+: .* mean reward {NUMBER}",
+    "eval:reward": rf"evaluation of version [0-9]+: .*mean reward {NUMBER}",
 }

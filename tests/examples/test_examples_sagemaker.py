@@ -207,7 +207,8 @@ def test_the_packages_are_pinned(name: str, count: int) -> None:
 def test_the_metrics_of_an_evaluation_are_those_of_its_line_in_the_log(example: SimpleNamespace) -> None:
     figures = {name: Estimate(value=value, low=None, high=None, problems=40) for name, value in FIGURES.items()}
     about = {"run_id": "", "step": 20, "seconds": 1.0, "replicates": 5, "sampling": {}, "first_seq": 0, "tasks": {}}
-    line = f"12:00:00 evaluation of version 20: {Evaluated(figures=figures, failed={}, **about).headline()}"
+    result = Evaluated(figures=figures, failed={}, knows_success=True, **about)
+    line = f"12:00:00 evaluation of version 20: {result.in_words()}"
     found = {name: re.search(regex, line) for name, regex in example.metrics.METRICS.items() if name[:5] == "eval:"}
     assert {name: match and match[1] for name, match in found.items()} == {
         "eval:success_rate": "0.250",

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 CONFIDENCE = 0.95
+SHARES = ("success_rate", "pass", "pass_ordered", "maj")  # figures that are shares, whatever follows their @
+Range = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +43,12 @@ class Estimate:
 
 def estimates(problems: Sequence[Answers], ks: Iterable[int]) -> dict[str, Estimate]:
     """Every figure of these problems, by name. A `k` that is larger than some problem's n raises `ValueError`."""
-    found = {name: mean_with_interval(values) for name, values in values_of(problems, ks).items()}
     every_reward = [reward for answers in problems for reward in answers.rewards]
+    rewards = (0.0, 1.0) if are_right_or_wrong(every_reward) else None
+    found = {
+        name: problems_with_interval(values, range_of(name) or rewards)
+        for name, values in values_of(problems, ks).items()
+    }
     spread = stdev(every_reward) if len(every_reward) > 1 else 0.0
     found["reward_std"] = Estimate(value=spread, low=None, high=None, problems=len(problems))
     return found
@@ -53,7 +59,7 @@ def differences(ours: Sequence[Answers], theirs: Sequence[Answers], ks: Iterable
     ks = sorted(set(ks))
     other = values_of(theirs, ks)
     return {
-        name: paired_difference(values, other[name])
+        name: mean_with_interval(_less(values, other[name]), range_of_difference(name))
         for name, values in values_of(ours, ks).items()
         if name in other  # only one side may have final answers
     }
@@ -106,17 +112,53 @@ def majority_at_k(answers: Answers, k: int) -> float:
     return float(any(success for final, success in pairs if final == winner))
 
 
-def mean_with_interval(values: Sequence[float]) -> Estimate:
-    """The mean of one value a problem, with Student's t interval; none for a single problem."""
+def are_right_or_wrong(rewards: Iterable[float]) -> bool:
+    """Whether each reward is 0 or 1."""
+    return all(reward in (0.0, 1.0) for reward in rewards)
+
+
+def range_of(figure: str) -> Range | None:
+    """The least and the greatest value that a figure can have; None: it depends on the reward functions."""
+    return (0.0, 1.0) if figure.partition("@")[0] in SHARES else None
+
+
+def range_of_difference(figure: str) -> Range | None:
+    """The same for the difference of two values of a figure."""
+    return (-1.0, 1.0) if range_of(figure) else None
+
+
+def problems_with_interval(values: Sequence[float], within: Range | None) -> Estimate:
+    """The mean of one value a problem. Where each is right or wrong the interval is Wilson's, else Student's.
+
+    Wilson's stays between 0 and 1, and says how little 20 right ones of 20 problems show (Wilson 1927, "Probable
+    Inference, the Law of Succession, and Statistical Inference").
+    """
+    if within != (0.0, 1.0) or len(values) < 2 or not are_right_or_wrong(values):
+        return mean_with_interval(values, within)
+    from scipy.special import ndtri
+
+    n, share = len(values), fmean(values)
+    z = float(ndtri((1 + CONFIDENCE) / 2))
+    middle, spread = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    low, high = ((middle + sign * spread) / (1 + z * z / n) for sign in (-1, 1))
+    return Estimate(value=share, low=max(0.0, low), high=min(1.0, high), problems=n)
+
+
+def mean_with_interval(values: Sequence[float], within: Range | None = None) -> Estimate:
+    """The mean of independent values, with Student's t interval; none for a single one.
+
+    Args:
+        within: the interval is cut to what the mean can be.
+    """
     from scipy.special import stdtrit
 
     mean, n = fmean(values), len(values)
     if n < 2:
         return Estimate(value=mean, low=None, high=None, problems=n)
     half = float(stdtrit(n - 1, (1 + CONFIDENCE) / 2)) * stdev(values) / math.sqrt(n)
-    return Estimate(value=mean, low=mean - half, high=mean + half, problems=n)
+    low, high = within or (-math.inf, math.inf)
+    return Estimate(value=mean, low=max(low, mean - half), high=min(high, mean + half), problems=n)
 
 
-def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
-    """The mean of `ours - theirs` over the same problems, with its interval."""
-    return mean_with_interval([a - b for a, b in zip(ours, theirs, strict=True)])
+def _less(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(ours, theirs, strict=True)]

@@ -113,6 +113,7 @@ class Evaluation:
             self.answers,
             self.failed,
             ks=self._ks,
+            has_threshold=bool(self._judge.thresholds),
             run_id=self._run_id,
             step=self.version,
             seconds=round(time.monotonic() - self._started, 3),

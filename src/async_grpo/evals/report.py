@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import BadFileError
-from async_grpo.evals.estimators import Answers, Estimate, differences, estimates
+from async_grpo.evals.estimators import Answers, Estimate, are_right_or_wrong, differences, estimates
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.files import LineFile, write_lines
 from async_grpo.rundir.reading import LineReader, parse_object
 from async_grpo.rundir.shape import shaped
 
 SUCCESS = 1.0  # the total reward from which on a completion succeeds, where no reward function says otherwise
+WORDS = {"success_rate": "success rate", "reward_mean": "mean reward"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +86,28 @@ class Evaluated:
     tasks: dict[str, dict[str, Estimate]]  # of each task, where problems have some
     failed: dict[str, str]  # problem, by its place in the dataset -> why it has no answers
     by_problem: dict[str, Means] = field(default_factory=dict)
+    knows_success: bool = False  # a reward function has a threshold, or all rewards are 0 or 1
 
+    @property
     def headline(self) -> str:
-        """`success rate 0.712 ± 0.031, pass@5 0.981 ± 0.008, mean reward 0.712 ± 0.031` for the log."""
+        """The figure to show first: the mean reward, unless it is known what success is."""
+        return "success_rate" if self.knows_success else "reward_mean"
+
+    def in_words(self) -> str:
+        """`mean reward 0.712 (95% interval 0.681 … 0.743), best@5 0.98 (…), sampled with temperature 0.6, …`."""
         if not self.figures:
             return "no problem could be evaluated"
-        ks = [int(name.removeprefix("pass@")) for name in self.figures if name.startswith("pass@")]
-        named = {"success rate": "success_rate", f"pass@{max(ks)}": f"pass@{max(ks)}", "mean reward": "reward_mean"}
-        return ", ".join(f"{words} {_shown(self.figures[name])}" for words, name in named.items() if words != "pass@1")
+        k = max(int(name.removeprefix("pass@")) for name in self.figures if name.startswith("pass@"))
+        of_rewards, of_success = ["reward_mean", f"best@{k}"], ["success_rate", f"pass@{k}", "reward_mean"]
+        names = of_success if self.knows_success else of_rewards
+        shown = [f"{WORDS.get(name, name)} {_shown(self.figures[name])}" for name in names if not name.endswith("@1")]
+        first = shown[0].replace("(", "(95% interval ", 1)
+        return ", ".join([first, *shown[1:], f"sampled with {sampling_in_words(self.sampling)}"])
+
+
+def sampling_in_words(sampling: Mapping[str, Any]) -> str:
+    """`temperature 0.6, top_p 0.95, top_k 20`."""
+    return ", ".join(f"{name} {value}" for name, value in sampling.items())
 
 
 def evaluated(
@@ -100,12 +115,15 @@ def evaluated(
     failed: Mapping[int, str],
     *,
     ks: Sequence[int],
+    has_threshold: bool = False,
     **about: Any,
 ) -> Evaluated:
     """Sum up the answers, by problem. `about`: the other fields of `Evaluated`."""
     problems = [answers[index] for index in sorted(answers)]
     tasks = sorted({one.task for one in problems} - {""})
+    every_reward = (reward for one in problems for reward in one.rewards)
     return Evaluated(
+        knows_success=has_threshold or are_right_or_wrong(every_reward),
         figures=estimates(problems, ks) if problems else {},
         tasks={task: estimates([one for one in problems if one.task == task], ks) for task in tasks},
         failed={str(problem): reason for problem, reason in failed.items()},
@@ -165,6 +183,22 @@ def read(path: Path) -> list[Evaluated]:
     return found
 
 
+def before_and_after(path: Path) -> dict[str, Any]:
+    """What `summary.json` has of the evaluations of a run: the headline of the first and of the last one.
+
+    Where that is a success rate, it is there as `accuracy_before` and `accuracy_after`, too.
+    """
+    found = [one for one in read(path) if one.figures]
+    if len(found) < 2:
+        return {}
+    first, last = found[0], found[-1]
+    figure = first.headline if first.headline == last.headline else "reward_mean"
+    before, after = (round(one.figures[figure].value, 4) for one in (first, last))
+    accuracy = {"accuracy_before": before, "accuracy_after": after} if figure == "success_rate" else {}
+    names = {"evaluated": figure, "evaluated_before": before, "evaluated_after": after}
+    return {**names, "evaluated_with": sampling_in_words(last.sampling), **accuracy}
+
+
 def _line(one: Evaluated) -> str:
     return json.dumps(asdict(one))
 
@@ -172,4 +206,4 @@ def _line(one: Evaluated) -> str:
 def _shown(figure: Estimate) -> str:
     if figure.low is None or figure.high is None:
         return f"{figure.value:.3f}"
-    return f"{figure.value:.3f} ± {(figure.high - figure.low) / 2:.3f}"
+    return f"{figure.value:.3f} ({figure.low:.3f} … {figure.high:.3f})"

@@ -139,7 +139,7 @@ class RunEvaluations:
         return (version // self._every + 1) * self._every
 
     def _say(self, result: Evaluated) -> None:
-        logger.info("evaluation of version {}: {}", result.step, result.headline())
+        logger.info("evaluation of version {}: {}", result.step, result.in_words())
         for problem, reason in list(result.failed.items())[:3]:
             logger.warning("problem {} of the evaluation data could not be evaluated: {}", problem, reason)
         if result.failed:

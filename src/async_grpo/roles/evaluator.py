@@ -18,6 +18,7 @@ from async_grpo.archive.room import write_with_room
 from async_grpo.errors import RunDirError, UsageError, WaitTimeoutError
 from async_grpo.evals.estimators import Answers
 from async_grpo.evals.evaluation import Evaluation
+from async_grpo.evals.problems import warn_of_duplicates
 from async_grpo.evals.report import Judge, Ledger, compare
 from async_grpo.formatting import counted, eta
 from async_grpo.queue import ServerQueue
@@ -128,6 +129,7 @@ def _beginning(
     problems = evaluation_problems(trainer)
     if not problems:
         raise UsageError(f"The trainer of {options.config} has no eval_dataset, so there is nothing to evaluate on.")
+    warn_of_duplicates(problems)
     record = hyperparameters(trainer, settings)
     write_json(run.hyperparameters, record)
     judge = Judge.of(trainer.reward_funcs, AdvantageRule.from_record(record))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from async_grpo.errors import AsyncGRPOError, RunDirError, UsageError, reason_of
+from async_grpo.evals.report import before_and_after
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir import summary
 from async_grpo.rundir.files import write_json
@@ -204,6 +205,7 @@ def _figures(training: AsyncTraining, run: RunDir, state: RunState, wall_s: floa
         "wall_seconds": round(wall_s, 1),
         **training.metrics.totals(),
         **training.log.quotes(),
+        **before_and_after(run.evaluations),
         "run_id": state.run_id,
         "checkpoints": str(training.output_dir),
         "tensorboard": str(training.curves()),

@@ -23,11 +23,16 @@ _OF_A_PROCESS = (
     *("rollouts_per_second", "staleness_mean", "staleness_max", "trainer_wait_fraction", "worker_busy_fraction"),
     *("worker_restarts", "jobs_quarantined", "groups_dropped"),
 )
-_OF_SOME = ("resumed_from", "rollouts_before", "reward_first", "reward_last", "accuracy_before", "accuracy_after")
+_OF_SOME = (
+    *("resumed_from", "rollouts_before", "reward_first", "reward_last"),
+    *("accuracy_before", "accuracy_after", "evaluated_before", "evaluated_after"),
+)
 _PAIRS = (  # where the one is there, the other is
     *(("resumed_from", "rollouts_before"), ("reward_first", "reward_last"), ("accuracy_after", "accuracy_before")),
+    ("evaluated_after", "evaluated_before"),
 )
-_TEXTS = ("state", "run_id", "checkpoints", "tensorboard")
+_TEXTS = ("state", "run_id", "checkpoints", "tensorboard", "evaluated", "evaluated_with")
+_EVALUATED = {"success_rate": "success rate", "reward_mean": "mean reward"}
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -118,8 +123,15 @@ def _learning(figures: dict[str, Any]) -> list[Row]:
     rows = []
     if "reward_first" in figures:
         rows.append(("reward first → last", f"{figures['reward_first']:.3f} → {figures['reward_last']:.3f}"))
-    if "accuracy_after" in figures:
-        rows.append(("accuracy before → after", f"{figures['accuracy_before']:.3f} → {figures['accuracy_after']:.3f}"))
+    if "evaluated_after" in figures:
+        name = _EVALUATED.get(figures.get("evaluated", ""), "figure")
+        rows.append(
+            (f"evaluations: {name}", f"{figures['evaluated_before']:.3f} → {figures['evaluated_after']:.3f}"),
+        )
+        rows.append(("evaluations sampled with", figures.get("evaluated_with", "")))
+    elif "accuracy_after" in figures:
+        change = f"{figures['accuracy_before']:.3f} → {figures['accuracy_after']:.3f}"
+        rows.append(("TRL's own evaluations: accuracy", change))
     return rows
 
 

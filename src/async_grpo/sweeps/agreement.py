@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from async_grpo.errors import BadFileError
-from async_grpo.evals.estimators import mean_with_interval
+from async_grpo.evals.estimators import Range, mean_with_interval, range_of
 from async_grpo.slots.ledger import FINISHED, Record
 from async_grpo.sweeps.plan import Sweep
 from async_grpo.sweeps.progress import Curves, curves
 
-HEADLINES = ("success_rate", "reward_mean")  # the first of these that was measured is shown first
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """A figure at a step: the mean over the seeds that have it, with Student's t interval."""
+    """A figure at a step: the mean over the seeds that have it, with Student's t interval, cut to what it can be."""
 
     step: int
     n: int
@@ -36,12 +34,8 @@ class Agreement:
     not_counted: dict[str, str]  # seed -> why
     evaluations: dict[str, list[Agreed]]  # by figure
     reward: list[Agreed]  # of training
-
-    @property
-    def headline(self) -> str:
-        """The figure to show first; empty without evaluations."""
-        named = [name for name in HEADLINES if name in self.evaluations]
-        return (named or [*self.evaluations, ""])[0]
+    headline: str = ""  # the figure of the evaluations to show first; empty without evaluations
+    sampling: tuple[str, ...] = ()  # how the evaluations were sampled, in words
 
     def counted(self) -> str:
         """`n = 3 of 4 seeds (42, 1337, 9999). Not counted: seed 2024, failed: …`"""
@@ -65,7 +59,10 @@ def agreement(sweep: Sweep, records: Mapping[str, Record]) -> Agreement:
         except BadFileError as error:
             missing[str(run.seed)] = str(error)
     figures = sorted({name for one in counted.values() for found in one.evaluations.values() for name in found})
-    by_figure = {figure: agree({seed: _curve(one, figure) for seed, one in counted.items()}) for figure in figures}
+    by_figure = {
+        figure: agree({seed: _curve(one, figure) for seed, one in counted.items()}, range_of(figure))
+        for figure in figures
+    }
     return Agreement(
         name=sweep.folder.name,
         mode=sweep.mode,
@@ -73,17 +70,25 @@ def agreement(sweep: Sweep, records: Mapping[str, Record]) -> Agreement:
         not_counted=missing,
         evaluations=by_figure,
         reward=agree({seed: one.reward for seed, one in counted.items()}),
+        headline=next((name for name in (first_figure(counted.values()), *figures) if name in by_figure), ""),
+        sampling=tuple(sorted({one.sampling for one in counted.values() if one.evaluations})),
     )
 
 
-def agree(curves: Mapping[int, Mapping[int, float]]) -> list[Agreed]:
-    """Sum up curves, seed -> step -> value, at every step that any of them has."""
-    return [_at(step, curves) for step in sorted({step for curve in curves.values() for step in curve})]
+def first_figure(runs: Iterable[Curves]) -> str:
+    """The figure of evaluations to show first: the mean reward, unless all runs know what success is."""
+    first = {one.headline for one in runs if one.evaluations}
+    return first.pop() if len(first) == 1 else "reward_mean"
 
 
-def _at(step: int, curves: Mapping[int, Mapping[int, float]]) -> Agreed:
+def agree(curves: Mapping[int, Mapping[int, float]], within: Range | None = None) -> list[Agreed]:
+    """Sum up curves, seed -> step -> value, at every step that any of them has; intervals are cut to `within`."""
+    return [_at(step, curves, within) for step in sorted({step for curve in curves.values() for step in curve})]
+
+
+def _at(step: int, curves: Mapping[int, Mapping[int, float]], within: Range | None) -> Agreed:
     values = {str(seed): curve[step] for seed, curve in curves.items() if step in curve}
-    found = mean_with_interval(list(values.values()))
+    found = mean_with_interval(list(values.values()), within)
     return Agreed(step=step, n=len(values), mean=found.value, low=found.low, high=found.high, by_seed=values)
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 import numpy as np
 
 from async_grpo.errors import UsageError
-from async_grpo.evals.estimators import CONFIDENCE, Estimate, mean_with_interval
+from async_grpo.evals.estimators import CONFIDENCE, Estimate, mean_with_interval, range_of_difference
 from async_grpo.formatting import counted
 from async_grpo.slots import ledger
 from async_grpo.slots.ledger import FINISHED
 from async_grpo.sweeps import plan
+from async_grpo.sweeps.agreement import first_figure
 from async_grpo.sweeps.plan import LEDGER
 from async_grpo.sweeps.progress import Curves, curves
 
@@ -86,7 +87,7 @@ def compare(a: Side, b: Side, *, figure: str | None = None, step: int | None = N
         a=fmean(mine),
         b=fmean(other),
         by_pair={str(seed): value for seed, value in zip(common, pairs)},
-        over_seeds=mean_with_interval(pairs) if paired else welch(mine, other),
+        over_seeds=_cut(mean_with_interval(pairs) if paired else welch(mine, other), figure),
         over_problems=_over_problems(ours, theirs, step, figure),
         sign_test=sign_test(pairs) if paired else None,
         smallest_possible=smallest_sign_test(len(pairs)) if paired else None,
@@ -94,10 +95,18 @@ def compare(a: Side, b: Side, *, figure: str | None = None, step: int | None = N
 
 
 def _figure(runs: Sequence[Curves]) -> str:
-    for figure in FIGURES:
+    for figure in (first_figure(runs), *FIGURES):
         if all(any(figure in found for found in one.evaluations.values()) for one in runs):
             return figure
     raise UsageError("The two sweeps have no evaluation in common. Both need an eval_dataset and --eval-every over 0.")
+
+
+def _cut(difference: Estimate, figure: str) -> Estimate:
+    """The same with an interval that ends where such a difference does."""
+    within = range_of_difference(figure)
+    if within is None or difference.low is None or difference.high is None:
+        return difference
+    return replace(difference, low=max(difference.low, within[0]), high=min(difference.high, within[1]))
 
 
 def _step(runs: Sequence[Curves], figure: str, wanted: int | None) -> int:

@@ -25,7 +25,7 @@ class Progress:
     step: int = 0
     total_steps: int | None = None
     reward: float | None = None  # of the last step
-    evaluation: float | None = None  # the newest
+    evaluation: float | None = None  # the mean reward of the newest
     rollouts_per_second: float | None = None
     eta_s: float | None = None
     pids: tuple[int, ...] = ()  # of the processes that compute
@@ -39,6 +39,7 @@ class Curves:
     evaluations: Mapping[int, Mapping[str, float]] = field(default_factory=dict)  # figures, by step
     by_problem: Mapping[int, Mapping[str, Sequence[float]]] = field(default_factory=dict)  # step -> problem -> values
     sampling: str = ""  # how the evaluations' completions were sampled, in words
+    headline: str = "reward_mean"  # the figure of the evaluations to show first
 
 
 def progress_of(run: Run) -> Progress:
@@ -57,7 +58,7 @@ def _distributed(run: Run) -> Progress:
         step=view.step,
         total_steps=view.total_steps,
         reward=_newest(recent, "reward"),
-        evaluation=_newest(recent, "eval_success_rate"),
+        evaluation=_newest(recent, "eval_reward_mean"),
         rollouts_per_second=view.rates.rollouts_per_second if view.rates else None,
         eta_s=view.eta_s,
         pids=tuple(one.pid for one in (view.server, *view.workers) if one is not None and one.alive),
@@ -149,11 +150,19 @@ def curves(run: Run) -> Curves:
             sampling = "as in training"
             evaluations[step] = {"reward_mean": entry["eval_reward"]}
     by_problem: dict[int, Mapping[str, Sequence[float]]] = {}
-    for one in report.read(RunDir(run.run_dir).evaluations):
+    of_workers = report.read(RunDir(run.run_dir).evaluations)
+    for one in of_workers:
         evaluations[one.step] = {name: figure.value for name, figure in one.figures.items()}
         by_problem[one.step] = one.by_problem
-        sampling = "with " + ", ".join(f"{name} {value}" for name, value in one.sampling.items())
-    return Curves(reward=rewards, evaluations=evaluations, by_problem=by_problem, sampling=sampling)
+        sampling = f"with {report.sampling_in_words(one.sampling)}"
+    first = {one.headline for one in of_workers if one.figures}
+    return Curves(
+        reward=rewards,
+        evaluations=evaluations,
+        by_problem=by_problem,
+        sampling=sampling,
+        headline=first.pop() if len(first) == 1 else "reward_mean",
+    )
 
 
 def _newest(recent: list[entries.Entry], name: str) -> float | None:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.evals.estimators import range_of
 from async_grpo.rundir.files import room_for, write_json, write_lines
 from async_grpo.sweeps.agreement import Agreed, Agreement
 
@@ -41,6 +42,8 @@ def headline(agreement: Agreement) -> Iterator[str]:
     """What was counted, and the table of the first figure."""
     yield from (agreement.counted(), "")
     if agreement.headline:
+        cut = " Intervals are cut to 0 … 1." if range_of(agreement.headline) else ""
+        yield from (f"Evaluations were sampled {' or '.join(agreement.sampling)}.{cut}", "")
         yield from _section(agreement, agreement.headline)
     else:
         yield "No run was evaluated: none finished, the setup file has no eval_dataset, or --eval-every is 0."

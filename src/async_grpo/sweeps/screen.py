@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 TABLE_EVERY_S = 2.0
 LINE_EVERY_S = 60.0
-COLUMNS = ("seed", "place", "state", "step", "reward", "evaluation", "rollouts/s", "use", "ETA")
+COLUMNS = ("seed", "place", "state", "step", "reward", "evaluated reward", "rollouts/s", "use", "ETA")
 
 
 class Screen:

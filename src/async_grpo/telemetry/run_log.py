@@ -47,7 +47,8 @@ REPLAY_LINE: StepLine = (  # of the policy in training; the rewards and the queu
 )
 
 
-_QUOTED = ("step", "eval_version", "loss", "reward", "eval_success_rate", "eval_rewards/accuracy/mean")
+_ACCURACY = "eval_rewards/accuracy/mean"  # of TRL's own evaluation
+_QUOTED = ("step", "eval_version", "loss", "reward", _ACCURACY)
 
 
 class RunLog:
@@ -91,8 +92,12 @@ class RunLog:
                 self._remember(entry)
         self._earlier = []
 
-    def logged(self, step: int, logs: dict[str, Any]) -> None:
-        """One call of the trainer's `log`: a training step, an evaluation, or the closing totals."""
+    def logged(self, step: int, logs: dict[str, Any], sampled_with: str = "") -> None:
+        """One call of the trainer's `log`: a training step, an evaluation, or the closing totals.
+
+        Args:
+            sampled_with: how TRL samples in training, and in its own evaluation.
+        """
         when = {"monotonic_s": round(time.monotonic(), 3)}
         values = _json_values(logs)
         self._file.append(json.dumps({"step": step, **when, **values}, default=str))
@@ -100,7 +105,8 @@ class RunLog:
         if "loss" in logs:
             self.step_done(step, logs)
         elif "eval_reward" in logs:
-            logger.info("evaluation at step {}: reward {:.3f}", step, logs["eval_reward"])
+            how = sampled_with and f", sampled with {sampled_with}"
+            logger.info("TRL's own evaluation at step {}: mean reward {:.3f}{}", step, logs["eval_reward"], how)
 
     def step_done(self, step: int, figures: Mapping[str, Any]) -> None:
         """The step line of an optimizer step, once: also of one that the trainer does not log."""
@@ -125,7 +131,7 @@ class RunLog:
         if _is_training_step(logs):
             self._quotes.setdefault("reward_first", logs["reward"])
             self._quotes["reward_last"] = logs["reward"]
-        accuracy: Any = logs.get("eval_success_rate", logs.get("eval_rewards/accuracy/mean"))
+        accuracy: Any = logs.get(_ACCURACY)
         if is_number(accuracy):
             self._quotes["accuracy_after" if "accuracy_before" in self._quotes else "accuracy_before"] = accuracy
 

@@ -29,6 +29,7 @@ from async_grpo.deltas.recorder import recorder_of
 from async_grpo.envs.harness import check_agent
 from async_grpo.errors import DiskFullError, UsageError
 from async_grpo.evals.evaluation import Evaluation
+from async_grpo.evals.problems import say_what_is_evaluated
 from async_grpo.evals.report import Evaluated, Judge, Ledger
 from async_grpo.evals.schedule import RunEvaluations
 from async_grpo.queue import ServerQueue
@@ -279,8 +280,7 @@ class AsyncTraining(TrainingEvents):
         trainer, settings = self._trainer, self._settings
         ks = settings.evaluated_ks()
         problems = evaluation_problems(trainer) if settings.eval_every else []
-        if settings.eval_every not in (0, TrainingSettings().eval_every) and not problems:
-            logger.warning("--eval-every: the setup file's trainer has no eval_dataset, so nothing is evaluated")
+        say_what_is_evaluated(problems, settings)
         judge = Judge.of(trainer.reward_funcs, AdvantageRule.from_record(hyperparameters(trainer, settings)))
 
         def begin(version: int) -> Evaluation:

@@ -33,7 +33,8 @@ def report(trainer: GRPOTrainer, log: RunLog, tensorboard: Path) -> Callable[[],
     given = next((callback for callback in callbacks if isinstance(callback, TensorBoardCallback)), None)
     if given is None:
         trainer.add_callback(CurvesCallback(tensorboard))
-    callbacks.insert(0, LogCallback(log, partial(latest_metrics, trainer)))
+    sampled_with = f"temperature {trainer.args.temperature:g}, top_p {trainer.args.top_p:g}"
+    callbacks.insert(0, LogCallback(log, partial(latest_metrics, trainer), sampled_with))
     return partial(_folder_of, given, given and given.tb_writer, tensorboard)
 
 
@@ -60,10 +61,11 @@ class LogCallback(TrainerCallback):
 
     Args:
         latest: the figures of the last step, for the steps that the trainer does not log (`logging_steps`).
+        sampled_with: how TRL samples, in words.
     """
 
-    def __init__(self, log: RunLog, latest: Callable[[], dict[str, float]]) -> None:
-        self._log, self._latest = log, latest
+    def __init__(self, log: RunLog, latest: Callable[[], dict[str, float]], sampled_with: str = "") -> None:
+        self._log, self._latest, self._sampled_with = log, latest, sampled_with
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self._log.training_begins(state.max_steps, state.global_step)
@@ -75,7 +77,7 @@ class LogCallback(TrainerCallback):
         self._log.step_done(state.global_step, self._latest())
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **kwargs: Any) -> None:
-        self._log.logged(state.global_step, logs)
+        self._log.logged(state.global_step, logs, self._sampled_with)
 
 
 class CurvesCallback(TensorBoardCallback):

@@ -83,10 +83,10 @@ def test_a_place_for_the_figures_is_checked_before_they_are_made(
 @pytest.mark.parametrize(
     ("replicates", "told"),
     [
-        (1, ["success_rate", "reward_mean", "reward_std"]),
-        (2, ["success_rate", "reward_mean", "pass@1", "pass_ordered@1", "mean@1", "best@1", "reward_std"]),
+        (1, ["reward_mean", "success_rate", "reward_std"]),
+        (2, ["reward_mean", "success_rate", "pass@1", "pass_ordered@1", "mean@1", "best@1", "reward_std"]),
     ],
 )
 def test_with_one_completion_a_problem_each_number_is_told_once(replicates: int, told: list[str]) -> None:
     answers = [Answers(rewards=[share] * replicates, successes=[share > 0.5] * replicates) for share in (0.2, 0.9)]
-    assert list(evaluate._each_once(estimates(answers, [1]), replicates)) == told
+    assert list(evaluate._each_once(estimates(answers, [1]), replicates, "reward_mean")) == told

@@ -11,11 +11,13 @@ import pytest
 
 from async_grpo.evals.estimators import (
     Answers,
+    differences,
     estimates,
     majority_at_k,
     mean_with_interval,
-    paired_difference,
     pass_at_k,
+    problems_with_interval,
+    range_of,
 )
 
 
@@ -78,8 +80,39 @@ def test_one_problem_has_no_interval() -> None:
 def test_a_paired_difference_is_narrower_than_its_parts_where_problems_differ() -> None:
     theirs = [0.1, 0.5, 0.9, 0.3]
     ours = [value + 0.05 for value in theirs]
-    difference = paired_difference(ours, theirs)
+    sides = ([Answers(rewards=[value], successes=[False]) for value in side] for side in (ours, theirs))
+    difference = differences(*sides, [1])["reward_mean"]
     assert difference.value == pytest.approx(fmean(ours) - fmean(theirs))
     assert difference.low is not None
     assert difference.high is not None
     assert difference.high - difference.low < 1e-9
+
+
+@pytest.mark.parametrize(("right", "n"), [(0, 2), (1, 3), (7, 20), (20, 20), (299, 300)])
+def test_of_problems_that_are_right_or_wrong_the_interval_is_wilson_s(right: int, n: int) -> None:
+    from scipy.stats import binomtest
+
+    estimate = problems_with_interval([1.0] * right + [0.0] * (n - right), (0.0, 1.0))
+    theirs = binomtest(right, n).proportion_ci(method="wilson")
+    assert (estimate.low, estimate.high) == (pytest.approx(theirs.low), pytest.approx(theirs.high))
+    assert estimate.value == right / n
+
+
+def test_no_interval_of_a_share_leaves_what_can_occur() -> None:
+    generator = random.Random(0)
+    for _ in range(300):
+        n = generator.randint(2, 6)
+        rewards = [[float(generator.random() < 0.9) for _ in range(3)] for _ in range(n)]
+        problems = [Answers(rewards=of, successes=[one == 1 for one in of], finals=["7", "8", "7"]) for of in rewards]
+        for name, estimate in estimates(problems, [1, 3]).items():
+            if estimate.low is not None and estimate.high is not None:
+                assert 0 <= estimate.low <= estimate.value <= estimate.high <= 1, name
+        for name, estimate in differences(problems, problems[::-1], [1, 3]).items():
+            assert estimate.low is not None and estimate.high is not None
+            assert range_of(name) is None or -1 <= estimate.low <= estimate.high <= 1, name
+
+
+def test_a_reward_that_can_be_anything_has_an_interval_that_is_not_cut() -> None:
+    problems = [Answers(rewards=[reward], successes=[False]) for reward in (0.0, 1.5)]
+    found = estimates(problems, [1])["reward_mean"]
+    assert found.low is not None and found.low < 0

@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from loguru import logger
 
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import DiskFullError
 from async_grpo.evals.evaluation import OPEN_AT_A_TIME, Evaluation, Problem
-from async_grpo.evals.report import Evaluated, Judge, Ledger, read
+from async_grpo.evals.problems import say_what_is_evaluated, warn_of_duplicates
+from async_grpo.evals.report import Evaluated, Judge, Ledger, before_and_after, read
 from async_grpo.evals.schedule import RunEvaluations
 from async_grpo.queue import Claim, ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup
+from async_grpo.settings import TrainingSettings
 
 RUN = "run-1"
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0}
@@ -182,6 +185,74 @@ def test_thresholds_and_final_answers_are_those_of_the_reward_functions(
     assert result.figures["success_rate"].value == 0.5
     assert result.figures["maj@1"].value == 0
     assert Judge.of([lambda completions: []], AdvantageRule()).thresholds == {}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "threshold", "headline"),
+    [
+        ([0.0, 1.0], None, "success_rate"),  # right or wrong
+        ([0.2, 0.9], None, "reward_mean"),  # marks: no number of them is success
+        ([0.0, 2.0], None, "reward_mean"),
+        ([0.2, 0.9], 0.6, "success_rate"),
+    ],
+)
+def test_the_headline_is_the_mean_reward_unless_it_is_known_what_success_is(
+    server: ServerQueue, worker: WorkerQueue, rewards: list[float], threshold: float | None, headline: str
+) -> None:
+    judge = Judge(rule=AdvantageRule(), thresholds={} if threshold is None else {0: threshold})
+    result = finish(begin(server, count=2, judge=judge), worker, rewards={f"{n}+{n}=": rewards for n in range(2)})
+    assert result.headline == headline
+    words = result.in_words()
+    assert words.startswith("success rate 0.500 (95% interval" if headline == "success_rate" else "mean reward ")
+    assert ("success" in words) is (headline == "success_rate")
+    assert words.endswith("sampled with temperature 0.0, top_p 1.0, top_k 0")
+
+
+def test_before_and_after_are_those_of_the_headline_and_an_accuracy_only_where_it_is_one(
+    server: ServerQueue, worker: WorkerQueue, tmp_path: Path
+) -> None:
+    def kept(*rewards: float) -> dict[str, Any]:
+        path = tmp_path / f"{rewards}.jsonl"
+        with closing(Ledger(path, RUN, 0)) as ledger:
+            for version, reward in enumerate(rewards):
+                found = {f"{n}+{n}=": [reward, reward] for n in range(2)}
+                ledger.add(finish(begin(server, count=2, version=version), worker, version=version, rewards=found))
+        return before_and_after(path)
+
+    how = {"evaluated_with": "temperature 0.0, top_p 1.0, top_k 0"}
+    figures = {"evaluated": "reward_mean", "evaluated_before": 0.0, "evaluated_after": 0.9375}
+    assert kept(0.0, 0.9375) == {**figures, **how}  # 0 alone could be an accuracy, 0.9375 is none
+    accuracy = {"accuracy_before": 0.0, "accuracy_after": 1.0}
+    known = {"evaluated": "success_rate", "evaluated_before": 0.0, "evaluated_after": 1.0}
+    assert kept(0.0, 1.0) == {**known, **how, **accuracy}
+    assert kept(1.0) == {}
+
+
+def test_an_evaluation_that_nobody_asked_for_says_how_to_turn_it_off(lines: list[str]) -> None:
+    found = [Problem(row, "") for row in problems(3)]
+    say_what_is_evaluated(found, TrainingSettings())
+    assert len(lines) == 1 and "answer its 3 problems" in lines[0] and "--eval-every 0 turns this off" in lines[0]
+    say_what_is_evaluated(found, TrainingSettings(eval_every=20))
+    say_what_is_evaluated(found, TrainingSettings(eval_every=0))
+    assert len(lines) == 1
+    say_what_is_evaluated([], TrainingSettings(eval_every=20))
+    assert "has no eval_dataset, so nothing is evaluated" in lines[1]
+
+
+def test_duplicate_problems_are_warned_of(warnings: list[str]) -> None:
+    found = [Problem(row, "") for row in problems(4)]
+    warn_of_duplicates(found)
+    assert warnings == []
+    warn_of_duplicates([*found, found[0], Problem({**found[1].row}, "")])
+    assert len(warnings) == 1 and "2 of the 6 problems of the eval_dataset are equal to an earlier one" in warnings[0]
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    said: list[str] = []
+    sink = logger.add(lambda message: said.append(message.record["message"]), level="INFO")
+    yield said
+    logger.remove(sink)
 
 
 def test_a_server_that_is_killed_begins_its_evaluation_anew(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ArchivedRun:
     first.training_begins(6)
     for step in (1, 2, 3, 4):
         first.logged(step, {"loss": 0.5, "reward": step / 10})
-        first.logged(step, {"eval_success_rate": step / 100, "eval_version": step - 1})
+        first.logged(step, {"eval_rewards/accuracy/mean": step / 100, "eval_version": step - 1})
     first.close()
     run.begin(2)
     return run

@@ -112,6 +112,19 @@ def test_figures_that_a_run_does_not_have_are_left_out(run: RunDir, capsys: pyte
     assert "accuracy" not in only_before and "reward first" in only_before
 
 
+def test_evaluations_have_the_name_of_their_figure_and_how_they_were_sampled(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluated = {"evaluated_before": 0.1, "evaluated_after": 0.7, "evaluated_with": "temperature 0.6, top_p 0.95"}
+    text = shown(run, capsys, evaluated="reward_mean", accuracy_before=None, accuracy_after=None, **evaluated)
+    assert re.search(r"evaluations: mean reward +│ 0.100 → 0.700 ", text)
+    assert re.search(r"evaluations sampled with +│ temperature 0.6, top_p 0.95 ", text)
+    assert "accuracy" not in text and "success" not in text
+    text = shown(run, capsys, evaluated="success_rate", **evaluated)
+    assert re.search(r"evaluations: success rate +│ 0.100 → 0.700 ", text) and "accuracy" not in text
+    assert "TRL's own evaluations: accuracy" in shown(run, capsys)
+
+
 def test_a_run_that_was_stopped_before_training_began(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     write_json(run.summary, {"state": runs.STOPPED, "worker_restarts": 0, "steps": 0, "run_id": "abc"})
     summary.show(run)

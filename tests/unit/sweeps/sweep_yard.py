@@ -39,8 +39,9 @@ def state(text, step):
 def evaluation(step, success):
     figure = {"value": success, "low": None, "high": None, "problems": 4}
     values = {str(p): [min(1.0, success + 0.1 * p - 0.15), success] for p in range(4)}
-    line = {"run_id": "r" + seed, "step": step, "seconds": 1.0, "replicates": 5, "sampling": {}, "first_seq": 0,
-            "figures": {"success_rate": figure}, "tasks": {}, "failed": {}, "by_problem": values}
+    line = {"run_id": "r" + seed, "step": step, "seconds": 1.0, "replicates": 5, "sampling": {"temperature": 0.6},
+            "figures": {"success_rate": figure}, "tasks": {}, "failed": {}, "by_problem": values, "first_seq": 0,
+            "knows_success": True}
     with (run / "evaluations.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\\n")
 

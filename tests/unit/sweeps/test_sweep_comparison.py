@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from async_grpo.errors import UsageError
-from async_grpo.sweeps.agreement import agree
+from async_grpo.evals.estimators import range_of
+from async_grpo.sweeps.agreement import agree, first_figure
 from async_grpo.sweeps.comparison import Side, bootstrap, compare, in_words, sign_test, smallest_sign_test, welch
 from async_grpo.sweeps.progress import Curves
 
@@ -32,6 +34,27 @@ def test_the_mean_over_seeds_has_students_interval_and_says_how_many() -> None:
     assert rows[1].low == pytest.approx(0.6 - 12.706205 * 0.1)
     assert rows[1].by_seed == {"1": 0.5, "2": 0.7}
     assert agree({1: {0: 0.5}})[0].low is None
+
+
+def test_an_interval_over_seeds_is_cut_to_what_a_share_can_be() -> None:
+    rows = agree({1: {0: 0.2}, 2: {0: 0.9}}, range_of("pass@5"))
+    assert (rows[0].low, rows[0].high) == (0.0, 1.0)
+    rows = agree({1: {0: 0.2}, 2: {0: 0.9}}, range_of("reward_mean"))
+    assert rows[0].low is not None and rows[0].low < 0
+    effect = compare(side("a", {1: curves(value=0.9), 2: curves(value=0.2)}), side("b", {1: curves(value=0.0)}))
+    assert (effect.over_seeds.low, effect.over_seeds.high) == (None, None)
+    pair = [side(name, {1: curves(value=one), 2: curves(value=two)}) for name, one, two in (("a", 1, 0), ("b", 0, 0.9))]
+    effect = compare(*pair)
+    assert (effect.over_seeds.low, effect.over_seeds.high) == (-1.0, 1.0)
+
+
+def test_sweeps_begin_with_the_mean_reward_unless_all_runs_know_what_success_is() -> None:
+    marks = Curves(evaluations={0: {"success_rate": 0.0, "reward_mean": 0.9}})
+    right = replace(marks, headline="success_rate")
+    assert first_figure([marks, marks]) == first_figure([marks, right]) == "reward_mean"
+    assert first_figure([right, right]) == "success_rate"
+    assert compare(side("a", {1: marks}), side("b", {1: right})).figure == "reward_mean"
+    assert compare(side("a", {1: right}), side("b", {1: right})).figure == "success_rate"
 
 
 def test_sweeps_of_the_same_seeds_are_paired() -> None:

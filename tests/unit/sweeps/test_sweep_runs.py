@@ -56,7 +56,9 @@ def test_the_report_has_mean_interval_and_picture(
     assert last["low"] == pytest.approx(0.82 - 4.30265 * 0.01 / 3**0.5, abs=1e-4)
     assert (folder / "agreement.png").read_bytes().startswith(b"\x89PNG")
     assert list((folder / "tensorboard" / "mean").glob("events*"))
-    assert "| 5 | 3 | 0.820 | 0.795 … 0.845 | 0.810 | 0.820 | 0.830 |" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "| 5 | 3 | 0.820 | 0.795 … 0.845 | 0.810 | 0.820 | 0.830 |" in said
+    assert "Evaluations were sampled with temperature 0.6. Intervals are cut to 0 … 1.\n\n## success_rate\n" in said
 
 
 @pytest.mark.parametrize(

@@ -179,13 +179,13 @@ def test_the_step_line(tmp_path: Path, messages: list[str], clock: Clock) -> Non
             },
         ),
     )
-    log.logged(3, {"eval_reward": 0.5})
+    log.logged(3, {"eval_reward": 0.5}, "temperature 1, top_p 0.9")
     log.logged(10, {"train_runtime": 12.0})  # the trainer's closing totals are no step
     assert messages == [
         "step 1/10 ETA ?  reward 0.250",
         "step 3/10 ETA 21 s  reward 0.750  42 rollouts/s  staleness 0.0  queue 3/2/0  trainer waits 31%  "
         "workers busy 100%",
-        "evaluation at step 3: reward 0.500",
+        "TRL's own evaluation at step 3: mean reward 0.500, sampled with temperature 1, top_p 0.9",
     ]
     log.close()
 

@@ -145,7 +145,7 @@ def _place(model: str) -> str:
 
 
 def _tell(args: argparse.Namespace) -> int:
-    from async_grpo.evals.report import read
+    from async_grpo.evals.report import read, sampling_in_words
 
     run = RunDir(args.run_dir)
     found = read(run.evaluations)
@@ -156,21 +156,22 @@ def _tell(args: argparse.Namespace) -> int:
     difference = read_object(run.comparison)["figures"] if args.against else {}
     replicates = found[0].replicates
     for model, one in zip(models, found, strict=False):
-        _table(model, _each_once(one.figures, replicates), one.failed)
-        for task, figures in one.tasks.items() if len(one.tasks) > 1 else ():  # of one task they are the same
-            _table(f"{model}, task {task}", _each_once(figures, replicates), {})
+        figures = _each_once(one.figures, replicates, one.headline)
+        _table(model, figures, one.failed, sampling_in_words(one.sampling))
+        for task, of_task in one.tasks.items() if len(one.tasks) > 1 else ():  # of one task they are the same
+            _table(f"{model}, task {task}", _each_once(of_task, replicates, one.headline), {})
     if difference:
         from async_grpo.evals.estimators import Estimate
 
         paired = shaped(dict[str, Estimate], difference, "figures")
-        _table(f"{args.model} less {args.against}, paired", _each_once(paired, replicates), {})
+        _table(f"{args.model} less {args.against}, paired", _each_once(paired, replicates, found[0].headline), {})
     if args.json is not None:
         record: dict[str, Any] = {model: asdict(one) for model, one in zip(models, found, strict=False)}
         args.json.write_text(json.dumps({"models": record, "difference": difference}, indent=2) + "\n")
     return 0
 
 
-def _table(title: str, figures: dict[str, Estimate], failed: dict[str, str]) -> None:
+def _table(title: str, figures: dict[str, Estimate], failed: dict[str, str], sampled_with: str = "") -> None:
     if not figures:
         print(
             printable(
@@ -181,10 +182,15 @@ def _table(title: str, figures: dict[str, Estimate], failed: dict[str, str]) -> 
     problems = next(iter(figures.values())).problems
     lacking = f", {len(failed)} more could not be answered" if failed else ""
     rows = [[name, f"{figure.value:.3f}", figure.interval] for name, figure in figures.items()]
-    options.print_table(f"{title}: {problems} problems{lacking}", ["figure", "value", "95% interval"], rows)
+    how = f", sampled with {sampled_with}" if sampled_with else ""
+    options.print_table(f"{title}: {problems} problems{lacking}{how}", ["figure", "value", "95% interval"], rows)
 
 
-def _each_once(figures: dict[str, Estimate], replicates: int) -> dict[str, Estimate]:
-    """With one completion a problem, those of k = 1 that are the success rate or the mean reward are left out."""
+def _each_once(figures: dict[str, Estimate], replicates: int, first: str) -> dict[str, Estimate]:
+    """The figures, `first` before all others.
+
+    With one completion a problem, those of k = 1 that are the success rate or the mean reward are left out.
+    """
+    figures = {name: figures[name] for name in (first, *figures) if name in figures}
     means = [figures[name] for name in ("success_rate", "reward_mean") if name in figures and replicates == 1]
     return {name: one for name, one in figures.items() if not (name.endswith("@1") and one in means)}

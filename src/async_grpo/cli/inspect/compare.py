@@ -21,7 +21,11 @@ def build_parser() -> Parser:
     parser = options.parser("compare", "Say how much better one sweep is than another, and how sure that is.", EXAMPLES)
     parser.add_argument("a", type=Path, metavar="A", help="a sweep's folder, or its --output-base")
     parser.add_argument("b", type=Path, metavar="B", help="another one")
-    parser.add_argument("--figure", metavar="NAME", help="of evaluations.jsonl (default: success_rate, or reward_mean)")
+    parser.add_argument(
+        "--figure",
+        metavar="NAME",
+        help="of evaluations.jsonl (default: success_rate where it is known what success is, else reward_mean)",
+    )
     parser.add_argument("--step", type=not_negative, help="default: the last step that all runs evaluated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
     return parser
