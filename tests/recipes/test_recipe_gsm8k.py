@@ -1,9 +1,15 @@
 import json
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from recipe_files import load_recipe
 from tiny_gsm8k_model import gsm8k_folder, make_tiny_qwen3
+
+from async_grpo import rewards
+from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.evals.report import Judge, evaluated
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +145,28 @@ def test_check_answer_needs_the_format(recipe):
 )
 def test_check_numbers(recipe, text, gold, points):
     assert recipe.check_numbers(completions=[completion(text)], answer=[gold]) == [points]
+
+
+def test_an_evaluation_counts_right_answers_and_not_points_for_the_form(recipe):
+    """The points of a wrong answer in the right form are more than 1."""
+    functions = [recipe.match_format_exactly, recipe.match_format_approximately]
+    functions += [recipe.check_answer, recipe.check_numbers]
+    judge = Judge.of(functions, AdvantageRule())
+    completions = [answered(solution) for solution in ("18", "19", "18")]
+    columns = [function(completions=completions, answer=["18"] * 3) for function in functions]
+    group = SimpleNamespace(rewards=np.array(columns).T, completions=completions, job=SimpleNamespace(task=""))
+    answers = judge.answers(group)
+    assert answers.rewards[1] >= 1
+    assert answers.successes == [True, False, True]
+    about = {"run_id": "", "step": 0, "seconds": 0.0, "replicates": 3, "sampling": {}, "first_seq": 0}
+    assert (
+        evaluated({0: answers}, {}, ks=(1,), has_threshold=bool(judge.thresholds), **about).headline == "success_rate"
+    )
+
+
+@pytest.mark.parametrize("reward", [rewards.gsm8k, rewards.math, rewards.mbpp])
+def test_each_reward_for_a_dataset_says_from_where_on_an_answer_is_right(reward):
+    assert Judge.of([reward], AdvantageRule()).thresholds == {0: 0.6}
 
 
 def test_points_range_from_nothing_right_to_all_right(recipe):
