@@ -7,13 +7,22 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: venv venv-test venv-bench bench docs demo test test-fast test-unit chaos fuzz gpu test-trl-next test-vllm chaos-vllm test-trackers test-zero3 test-envs test-sagemaker bench-vllm clean
+.PHONY: same-python venv venv-test venv-bench bench docs demo test test-fast test-unit chaos fuzz gpu test-trl-next test-vllm chaos-vllm test-trackers test-zero3 test-envs test-sagemaker bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
 venv-bench: $(VENV)/.installed-bench
 
-$(VENV)/.installed: pyproject.toml src/async_grpo/constraints.txt
+# Where PYTHON is given, an environment of another Python is not taken for one of this.
+VERSION := -c "import sys; print(*sys.version_info[:2], sep=\".\")"
+same-python:
+ifneq ($(origin PYTHON),file)
+	@test ! -x $(BIN)/python || { had=$$($(BIN)/python $(VERSION)) && asked=$$($(PYTHON) $(VERSION)) || exit 1; \
+	test "$$had" = "$$asked" || { echo "$(VENV) has Python $$had, and $(PYTHON) is $$asked. Delete $(VENV), or" \
+	"choose another folder: make $(MAKECMDGOALS) PYTHON=$(PYTHON) VENV=.venv-$$asked" >&2; exit 1; }; }
+endif
+
+$(VENV)/.installed: pyproject.toml src/async_grpo/constraints.txt | same-python
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing torch, TRL and what they need into $(VENV), 1 to 10 minutes; pip names each package as it comes."
 	$(PIP) install --disable-pip-version-check $(CONSTRAINTS) torch

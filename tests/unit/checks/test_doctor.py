@@ -26,6 +26,7 @@ from async_grpo.cli import main
 from async_grpo.rundir import folders
 
 GB = 1_000_000_000
+ROOT = Path(__file__).parents[3]
 
 
 def levels(found: Iterable[Finding]) -> dict[str, str]:
@@ -132,6 +133,34 @@ def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_this_environment_is_the_tested_one() -> None:
     assert {"torch", "trl", "transformers", "pytest"} <= packages.tested_set().keys()
     assert "error" not in levels(packages.packages()).values()
+
+
+def test_a_python_that_the_tests_do_not_run_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages.platform, "python_version", lambda: "3.13.2")
+    found = only(packages.packages(), "Python")
+    assert found.level is Level.WARNING and "3.13.2; the tests run on 3.11 only" in found.found
+    monkeypatch.setattr(packages.platform, "python_version", lambda: "3.11.9")
+    assert "Python" not in levels(packages.packages())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quick_start.md", "docs/versions.md"])
+def test_each_page_says_the_same_of_python(page: str) -> None:
+    text = " ".join((ROOT / page).read_text().split())
+    assert f"Python 3.11 or newer (tests run on {packages.TESTED_PYTHON})" in text
+
+
+@pytest.mark.parametrize(("asked", "code"), [("3.11", 0), ("3.13", 2)])
+def test_make_says_that_its_environment_has_another_python(tmp_path: Path, asked: str, code: int) -> None:
+    for file in ("pyproject.toml", "src/async_grpo/constraints.txt", "there/bin/python", "python", "there/.installed"):
+        path = tmp_path / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\necho {asked if file == 'python' else '3.11'}\n")
+        path.chmod(0o755)
+    command = ["make", "-f", str(ROOT / "Makefile"), "venv", "VENV=there", "PYTHON=./python"]
+    made = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert made.returncode == code
+    words = f"there has Python 3.11, and ./python is {asked}. Delete there, or choose another folder: make venv"
+    assert (words in made.stderr) is (code != 0)
 
 
 def test_a_missing_package_and_one_out_of_range_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
