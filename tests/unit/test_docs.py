@@ -67,6 +67,13 @@ def test_prose_is_wrapped(page: Path) -> None:
     assert not too_long
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/quick_start.md"])
+def test_a_page_that_claims_plain_trl_says_what_it_needs_without_a_gpu(page: str) -> None:
+    text = " ".join((ROOT / page).read_text().split())
+    claim = text.index("plain TRL too")
+    assert text[claim:].startswith("plain TRL too (TRL 1.15 needs a GPU for that; without one, start it with `async-gr")
+
+
 def test_the_navigation_calls_each_page_as_the_page_itself_does() -> None:
     entries = re.findall(r'^ +- "?([^"\n]*?)"?: (\S+\.md)$', (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert len(entries) > 30

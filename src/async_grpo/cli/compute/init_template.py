@@ -3,7 +3,7 @@
 As it is, it needs no GPU and no download: a random model of 20,000 parameters learns to repeat a letter, and the
 mean reward rises from 0.1 to over 0.5 in 100 steps.
 
-    async-grpo train my_trainer.py                  one process, plain TRL
+    async-grpo train my_trainer.py                  one process, plain TRL (by itself, TRL 1.15 needs a GPU)
     async-grpo train my_trainer.py --distributed    a server that trains, and workers that generate
 
 Change the parts marked CHANGE, one at a time. Every process calls get_trainer(): it must return the same each time.
