@@ -273,6 +273,32 @@ def test_naming_devices_implies_distributed(
     assert chosen == ["distributed", "single"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "how"),
+    [
+        ([], "GPU 0, without workers: add -n 2"),
+        (["-d", "cpu"], "the CPU, without workers: take -n 2 in place of --dev"),
+    ],
+)
+def test_the_first_line_of_one_process_names_the_way_to_workers(
+    arguments: list[str],
+    how: str,
+    setup_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    see_gpus(monkeypatch, 1)
+    monkeypatch.setattr(train_command.os, "environ", dict(os.environ))
+    monkeypatch.setattr(train_command, "hold_to_device", lambda *_: None)
+    monkeypatch.setattr(train_command, "check_torch_sees", lambda *_: None)
+    monkeypatch.setattr(process, "set_up_log", lambda *_: None)
+    monkeypatch.setattr(process, "keep_freed_memory", lambda *_: None)
+    monkeypatch.setattr(train_command, "_train_alone", lambda *_, **__: print("TRL trains"))
+    assert main(["train", str(setup_file), *arguments]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"one process of plain TRL on {how}") and second == "TRL trains"
+
+
 def test_without_a_setup_file_it_says_which_one_it_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,6 +147,9 @@ def _single(args: argparse.Namespace, given: Collection[str]) -> int:
         )
         plan_single(question, run_dir, args.gpu_memory)
         return 0
+    where = "the CPU" if device == CPU else f"GPU {device}"
+    how = "add -n 2" if args.device is None else "take -n 2 in place of --device"
+    print(f"one process of plain TRL on {where}, without workers: {how} for a server and two of them", flush=True)
     set_up_log(options.log_level(args))
     hold_to_device(device, os.environ)
     if device == CPU:
