@@ -141,6 +141,11 @@ class RolloutGroup:
     metrics: dict[str, list[float]] = header(
         "object of lists of numbers", "`log_metric` of the reward functions", default_factory=dict
     )
+    added_metrics: dict[str, list[float]] = header(
+        "object of lists of numbers",
+        "what rewards, tools and overrides added to `_metrics` of the trainer, by `MODE/NAME`",
+        default_factory=dict,
+    )
     timings: Timings = header(Timings, "seconds of the worker's time", default_factory=Timings)
     node: str = header("text", "the machine that generated it", default="")
 

@@ -33,9 +33,11 @@ from async_grpo.rollout.turns.groups import Turns
 from async_grpo.setup.replaced import note_originals
 from async_grpo.setup.trl_compat import repair_trl
 from async_grpo.setup.worker_build import built_for_a_worker
+from async_grpo.telemetry.trainer_states import StateReader
 from async_grpo.training.corrections.rule import Rule, rule
 from async_grpo.training.job_issuer import state_for_rewards
 from async_grpo.training.prompts import prompt_rows
+from async_grpo.training.reporting import StatesCallback
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.trl_trainer import (
     TrainingEvents,
@@ -194,10 +196,11 @@ class InProcessWorker:
 
     Args:
         engine: samples in place of the trainer's own model.
+        states: what a server writes of each step.
     """
 
-    def __init__(self, trainer: GRPOTrainer, engine: Engine | None = None) -> None:
-        self.trl = RolloutTrainer(trainer)
+    def __init__(self, trainer: GRPOTrainer, engine: Engine | None = None, states: StateReader | None = None) -> None:
+        self.trl = RolloutTrainer(trainer, states)
         engine = engine or transformers_engine(self.trl)
         turns = None if self.trl.samples_whole else Turns(self.trl, engine)
         self.calls: RolloutTrainer | Turns = turns or self.trl
@@ -258,7 +261,9 @@ class InProcessRun(TrainingEvents):
         self.trainer = get_trainer()
         with built_for_a_worker(1):
             self.worker: Any = get_trainer()
-        self._working = InProcessWorker(self.worker, engine)
+        states = Path(self.trainer.args.output_dir) / "trainer_states.jsonl"
+        self.trainer.add_callback(StatesCallback(states))
+        self._working = InProcessWorker(self.worker, engine, StateReader(states))
         self._fresh_every = fresh_every
         self._metrics = RolloutMetrics(partial(append_metric, self.trainer))
         self._rows = prompt_rows(self.trainer)

@@ -36,7 +36,7 @@ def test_groups_are_those_that_trl_makes_of_the_same_tokens(chat_template: str |
     for expected, group in zip(in_trl, map(worker.calls.finish, sampled), strict=True):
         for field in FIELDS:
             assert getattr(group, field) == getattr(expected, field), field
-        assert (group.job, group.version, group.state.global_step) == (expected.job, 3, 3)
+        assert (group.job, group.version) == (expected.job, 3)
         ours, theirs = (worker.calls.score([one])[0] for one in (group, expected))
         assert ours.rewards.tolist() == theirs.rewards.tolist()
 

@@ -33,7 +33,6 @@ from in_process import (
 )
 from transformers import Qwen3ForSequenceClassification
 
-from async_grpo.errors import RunRefused
 from async_grpo.queue.codec import decode_job, encode_job
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.training.job_issuer import state_for_rewards
@@ -206,14 +205,6 @@ def test_the_state_is_that_of_the_time_when_the_job_was_issued(tmp_path: Path) -
     issued = [group.job.trainer_state for group in run.groups]
     assert seen == [(state["global_step"], state["epoch"]) for state in issued]
     assert sorted({step for step, _ in seen}) == [0, 1, 2, 3], "not that of the weights, 0 and 2"
-
-
-def test_the_history_of_the_logs_is_not_in_workers_and_says_so(tmp_path: Path) -> None:
-    def last_loss(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
-        return [trainer_state.log_history[-1]["loss"]] * len(completions)
-
-    with pytest.raises(RunRefused, match=r"trainer_state\.log_history.*not in workers"):
-        InProcessRun(settings(tmp_path, reward_funcs=last_loss)).train()
 
 
 def test_a_reward_model(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from async_grpo.queue import WorkerQueue
 from async_grpo.rollout import WEIGHTS_WAIT_S
 from async_grpo.rollout.engines.choice import alone_on_the_gpu
 from async_grpo.rollout.threads import ENDING_S, main_thread, wait_for_tasks
-from async_grpo.rollout.worker import SERVER_WAIT_S, Worker, WorkerContext
+from async_grpo.rollout.worker import SERVER_WAIT_S, WEIGHTS_POLL_S, Worker, WorkerContext
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
@@ -39,6 +40,7 @@ from async_grpo.setup.process import (
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.activity import ENDING, LOADING, activity
 from async_grpo.telemetry.stalls import StallReporter
+from async_grpo.telemetry.trainer_states import StateAt, StateReader
 from async_grpo.telemetry.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -138,6 +140,8 @@ def _load(options: WorkerOptions, run: RunDir, state: RunState) -> RolloutTraine
         worker_of=state.ranks,
         policy_on_cpu=shares_gpu,
         alone=alone_on_the_gpu(run, os.environ) if shares_gpu or has_engine else None,
+        steps=state.options.get("steps"),
+        seed=state.seed,
         config_values=state.config_values,
     )
     from async_grpo.rollout.policy import cast_parameters, without_weights
@@ -148,7 +152,15 @@ def _load(options: WorkerOptions, run: RunDir, state: RunState) -> RolloutTraine
         without_weights(trainer.model, trainer.accelerator.device)
     if state.options.get("publish_dtype") == "bf16":
         cast_parameters(trainer.model)
-    return RolloutTrainer(trainer)
+    return RolloutTrainer(trainer, StateReader(run.trainer_states), partial(_wait_for_step, run))
+
+
+def _wait_for_step(run: RunDir, ready: Callable[[], StateAt | None], what: str) -> StateAt:
+    """The trainer may be evaluating what it trained in the step before, which takes long."""
+    check_peer = partial(_check_server, run)
+    return wait_until(
+        ready, what=what, timeout_s=SERVER_WAIT_S, on=[SERVER], check_peer=check_peer, poll_s=WEIGHTS_POLL_S
+    )
 
 
 def _serve(

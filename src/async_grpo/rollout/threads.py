@@ -62,7 +62,7 @@ class KeptThreads:
         self._free = threading.Semaphore(0)  # threads that wait, less tasks that are on their way to one
 
     def run(self, task: Callable[[], None], name: str) -> None:
-        """Run `task` in a thread that is called `name` meanwhile. May be called from any thread.
+        """Run `task` in a thread that is called `name` meanwhile, in this context. May be called from any thread.
 
         Raises:
             RuntimeError: no thread can be started; the task will not run.
@@ -71,7 +71,7 @@ class KeptThreads:
             threading.Thread(target=self._serve, daemon=True).start()
         with _task_ended:
             _unfinished.append(name)
-        self._tasks.put((name, task))
+        self._tasks.put((name, functools.partial(contextvars.copy_context().run, task)))
 
     def _serve(self) -> None:
         while True:
@@ -157,7 +157,7 @@ class MainThread:
         ended.result()
 
     def run(self, function: Callable[[], T]) -> T:
-        """The result of `function`, called in the main thread.
+        """The result of `function`, called in the main thread, in this context.
 
         Raises:
             PeerDiedError: the worker ends.
@@ -168,7 +168,7 @@ class MainThread:
         with self._changing:
             if not self._serving:
                 raise PeerDiedError("The worker ends: its main thread does no more calls.")
-            self._calls.put(functools.partial(_do, function, result))
+            self._calls.put(functools.partial(_do, functools.partial(contextvars.copy_context().run, function), result))
         return result.result()  # the main thread answers every call, at the latest when it ends
 
     def _work(self, work: Callable[[], None], ended: Future[None]) -> None:

@@ -5,7 +5,7 @@ and the record of it all for the queue.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +42,8 @@ class GeneratedGroup:
     kept: KeptSets = None  # [G], where `logprobs` are of the tokens that truncated sampling kept
     tool_masks: list[list[int]] | None  # [G]
     environments: list[Any] | None  # [G]
-    state: Any  # what reward functions see as `trainer_state`: the trainer's when it issued the job
-    metrics: dict[str, list[float]]  # what TRL counted while generating: tool calls
+    metrics: dict[str, list[float]]  # what TRL counted while generating: tool calls; `log_metric` of that code
+    added: dict[str, list[float]] = field(default_factory=dict)  # to `_metrics`, by code of the user's: MODE/NAME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,7 @@ class Scores:
     names: Sequence[str]  # [F], of the reward functions
     rewards: torch.Tensor  # [G, F], NaN for None
     metrics: dict[str, list[float]]  # `log_metric`
+    added: dict[str, list[float]] = field(default_factory=dict)  # to `_metrics`: MODE/NAME
     extra_columns: dict[str, list[Any]]  # `log_extra`
     turn_rewards: list[list[float]] | None = None  # [G], one a turn, NaN for none
 
@@ -183,7 +184,8 @@ def to_record(group: GeneratedGroup, scores: Scores, *, attempt: int, worker: st
             turn_rewards=_flat(scores.turn_rewards, np.float32) if scores.turn_rewards is not None else None,
             rewards=scores.rewards.numpy().astype(np.float32),
             completions=encoded(group.completions),
-            metrics={**group.metrics, **scores.metrics},
+            metrics=_joined(group.metrics, scores.metrics),
+            added_metrics=_joined(group.added, scores.added),
             extra_columns=encoded(scores.extra_columns),
             prompts=encoded(_prompts_to_store(group)),
             timings=timings,
@@ -199,6 +201,10 @@ def _prompts_to_store(group: GeneratedGroup) -> list[Any]:
         return group.prompts
     row = group.rows[0]
     return [] if "prompt" in row and first == prompt_of(row) else [first]
+
+
+def _joined(some: dict[str, list[float]], others: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {name: [*some.get(name, []), *others.get(name, [])] for name in some | others}
 
 
 def _lengths(rows: Sequence[Any]) -> np.ndarray:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -34,8 +34,10 @@ from async_grpo.rollout.trl_group import (
     refuse_written_images,
     rows_of,
 )
+from async_grpo.rollout.trl_view import Call, TrainerView, Wait
 from async_grpo.setup.generator_choice import engine_inside, has_images, refuse_late_vllm
 from async_grpo.setup.replaced import class_of_trl, replaced_by_user
+from async_grpo.telemetry.trainer_states import StateReader
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -52,8 +54,6 @@ HOOKS = (
     "_log_completion_extra",
     "_log_metric",
 )
-_COUNTED_BY_TRL_ON_THE_TRAINER = ("completions/", "num_tokens", "reward", "frac_reward_zero_std")
-
 _GIVEN = ("rows", "prompts", "completions", "completion_ids", "environments")  # of a group, to the reward functions
 
 Images = list[list[Any] | None] | None  # of each prompt, as PIL has them
@@ -73,17 +73,19 @@ class Sample(Protocol):
 class RolloutTrainer:
     """Calls the user's trainer for everything but sampling and training.
 
+    Args:
+        states: what the server writes of each step, and how to wait for it; None: there is no server that trains.
+
     Raises:
         UnsupportedError: `use_vllm` was set after the trainer was built.
     """
 
     _of_users: set[str]  # methods of TRL's that the user's code replaces
     _turns_of_users: bool  # `_generate_single_turn` is one of them
-    _has_turn_rewards: bool  # it is a `TurnGRPOTrainer`
     _rewards: UserCode
     tools: defaultdict[str, UserCode]  # by name
 
-    def __init__(self, trainer: GRPOTrainer) -> None:
+    def __init__(self, trainer: GRPOTrainer, states: StateReader | None = None, wait: Wait | None = None) -> None:
         if engine_inside(trainer.model) is not None:  # Unsloth has set it; this worker feeds the engine
             trainer.args.use_vllm = trainer.use_vllm = False
         else:
@@ -96,8 +98,8 @@ class RolloutTrainer:
         if self._turns_of_users:
             trainer.__class__ = _sampling_below(type(trainer), class_of_trl(trainer))
         self.trainer: Any = trainer
+        self.view = TrainerView(trainer, states, wait)
         self.data_has_images = has_images(trainer)
-        self._has_turn_rewards = hasattr(trainer, "turn_rewards")
         self._rewards = UserCode("the reward functions", in_main=any(map(asks_for_main_thread, trainer.reward_funcs)))
         self.tools = defaultdict(lambda: UserCode("the tools"))
 
@@ -152,6 +154,12 @@ class RolloutTrainer:
             UnsupportedError: the job sets what no engine knows, or an image cannot be read.
         """
         refuse_unknown_sampling(job)
+        with self.view.during(job, version, users=False) as call:
+            prepared = self._prepared(job, version)
+        self.view.outside.take_over(call)
+        return prepared
+
+    def _prepared(self, job: Job, version: int) -> PreparedGroup:
         row, size = opened(job.row), job.num_generations
         prompt = prompt_of(row)
         if self._overrides("_tokenize_prompts") and not images_in(prompt):
@@ -172,11 +180,11 @@ class RolloutTrainer:
         """Let TRL make completions of sampled tokens: text, or messages."""
         prepared, size = sampled.prepared, sampled.prepared.job.num_generations
         trainer = copy.copy(self.trainer)
-        trainer._metrics = {mode: defaultdict(list) for mode in trainer._metrics}
         trainer._tokenize_prompts = lambda prompts: (prepared.prompt_ids, prepared.images, {})
         trainer._generate_single_turn = lambda *args, **kwargs: (sampled.token_ids, sampled.logprobs)
         rows, prompts = [dict(prepared.row) for _ in range(size)], [prepared.prompt] * size
-        made = Batch(trainer, rows, prompts, trainer._generate(prompts), metrics={}, images=self.data_has_images)
+        with self.view.during(prepared.job, prepared.version, users=False) as call:
+            made = Batch(trainer, rows, prompts, trainer._generate(prompts), call, images=self.data_has_images)
         return made.group(prepared.job, slice(None), prepared.version, sampled.versions, sampled.kept)
 
     def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
@@ -187,34 +195,34 @@ class RolloutTrainer:
         """Nothing of a group that was scored is used again here."""
 
     def _score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
-        scorer = copy.copy(self.trainer)  # its own environments and pending logs, so that calls cannot mix
-        scorer._log_metric = lambda name, value: scorer._pending_metrics[name].append(value)
-        scorer._log_completion_extra = lambda name, values: scorer._pending_extra_logs[name].extend(values)
+        scorer = copy.copy(self.trainer)  # its own environments, so that calls cannot mix
         rows, prompts, completions, ids, scorer.environments = (of_all(groups, name) for name in _GIVEN)
-        scorer.state = groups[0].state
-        scorer._pending_metrics = defaultdict(list)
-        scorer._pending_extra_logs = defaultdict(list)
-        rewards = scorer._calculate_rewards(rows, prompts, completions, ids)
         parts = parts_of([len(group.rows) for group in groups])
-        extra = divided(scorer._pending_extra_logs, parts)
-        return [
-            Scores(
-                names=scorer.reward_func_names,
-                rewards=rewards[part].float().cpu(),
-                metrics=dict(scorer._pending_metrics) if part.start == 0 else {},  # a value of a call counts once
-                extra_columns=columns,
-                turn_rewards=_turn_rewards(scorer, group, part) if self._has_turn_rewards else None,
-            )
-            for group, part, columns in zip(groups, parts, extra, strict=True)
-        ]
+        with self.view.during(groups[0].job, groups[0].version, scores=True) as call:
+            rewards = scorer._calculate_rewards(rows, prompts, completions, ids)
+            turn_rewards = [_turn_rewards(scorer, *each) for each in zip(groups, parts, strict=True)]
+        extra = divided(call.extra, parts)
+        call.take_over(self.view.outside)
+        first = Scores(
+            names=scorer.reward_func_names,
+            rewards=rewards[parts[0]].float().cpu(),
+            metrics=dict(call.logged),
+            added=call.taken(),
+            extra_columns=extra[0],
+            turn_rewards=turn_rewards[0],
+        )
+        others = [
+            replace(first, rewards=rewards[part].float().cpu(), metrics={}, added={}, extra_columns=e, turn_rewards=t)
+            for part, e, t in zip(parts[1:], extra[1:], turn_rewards[1:], strict=True)
+        ]  # a value of a call counts once
+        return [first, *others]
 
     def fork(self) -> RolloutTrainer:
         """A copy that generates other groups at the same time: the same settings, its own environments and counts."""
         fork = copy.copy(self)
         fork.trainer = copy.copy(self.trainer)
-        fork.trainer._metrics = {mode: defaultdict(list) for mode in self.trainer._metrics}
-        fork.trainer.state = copy.copy(self.trainer.state)
         if self.trainer.environment_factories is not None:
+            fork.trainer.environments = None
             fork.trainer._environment_pool = defaultdict(list)
         return fork
 
@@ -225,8 +233,6 @@ class RolloutTrainer:
             sample: called whenever TRL wants completions.
         """
         trainer = self.trainer
-        trainer.state = state_at_issue(trainer, jobs[0], version)  # for tools and a `rollout_func`
-        trainer._metrics["train"].clear()
         generate = type(trainer)._generate
 
         def leave_with(prompts: list[Any]) -> NoReturn:
@@ -239,9 +245,10 @@ class RolloutTrainer:
         setattr(trainer, below, partial(self.single_turn, sample))
         rows = [row for job in jobs for row in rows_of(job)]
         try:
-            trainer._generate_and_score_completions(rows)
+            with self.view.during(jobs[0], version) as call:
+                trainer._generate_and_score_completions(rows)
         except _Generated as generated:
-            made = Batch(trainer, rows, generated.prompts, generated.result, own_metrics(trainer), self.data_has_images)
+            made = Batch(trainer, rows, generated.prompts, generated.result, call, self.data_has_images)
             merge_extra_fields(rows, generated.result[5])
             ends = accumulate(job.num_generations for job in jobs)
             return [
@@ -305,7 +312,7 @@ class Batch:
     rows: list[dict[str, Any]]
     prompts: list[Any]
     result: tuple[Any, ...]
-    metrics: dict[str, list[float]]  # what TRL counted that the trainer side cannot count again
+    call: Call  # in which it was made
     images: bool  # whether the training data has any; a prompt or a tool may bring some all the same
 
     def group(
@@ -330,39 +337,13 @@ class Batch:
             kept=kept,
             tool_masks=masks,
             environments=environments[part] if environments is not None else None,
-            state=state_at_issue(self.trainer, job, version),
-            metrics=self.metrics,
+            metrics=self.call.counted(),
+            added=self.call.taken(),
         )
 
 
 def _turn_rewards(scorer: Any, group: GeneratedGroup, part: slice) -> list[list[float]] | None:
+    """None where the trainer is no `TurnGRPOTrainer`."""
+    if not hasattr(scorer, "turn_rewards"):
+        return None
     return scorer.scored_part(part).turn_rewards(group.tool_masks or [[1] * len(ids) for ids in group.completion_ids])
-
-
-class _NoHistory(list[Any]):
-    """In the place of `log_history`, which would seem to be empty."""
-
-    def _refuse(self, *_: Any) -> NoReturn:
-        raise RunRefused(
-            "trainer_state.log_history is not in workers: only the server logs. Use the other fields of trainer_state, "
-            "or train in one process (without --distributed)."
-        )
-
-    __iter__ = __len__ = __getitem__ = _refuse
-
-
-def state_at_issue(trainer: Any, job: Job, version: int) -> Any:
-    """The trainer's state when it issued the job; a job of format 2 or 3 has none, so only the version is known."""
-    state = copy.copy(trainer.state)
-    vars(state).update(job.trainer_state or {"global_step": version})
-    state.log_history = _NoHistory()
-    return state
-
-
-def own_metrics(trainer: Any) -> dict[str, list[float]]:
-    """What TRL counted while generating that the trainer side cannot count again from the finished groups."""
-    return {
-        name: list(values)
-        for name, values in trainer._metrics["train"].items()
-        if not name.startswith(_COUNTED_BY_TRL_ON_THE_TRAINER)
-    }

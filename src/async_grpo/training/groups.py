@@ -11,7 +11,7 @@ from async_grpo.errors import BadFileError
 from async_grpo.images import images_in, opened
 from async_grpo.records import RolloutGroup
 from async_grpo.training.corrections.kept import rows_of
-from async_grpo.training.rollout_metrics import logged_by_workers, masks_of, turn_rewards
+from async_grpo.training.rollout_metrics import added_by_workers, logged_by_workers, masks_of, turn_rewards
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -37,7 +37,7 @@ def refuser_of(trainer: GRPOTrainer) -> Callable[[RolloutGroup], None]:
             for prompt, completion in zip([row["prompt"] for row in rows], opened(group.completions), strict=True):
                 images_in(prompt)
                 images_in(completion, role="tool")
-            [*logged_by_workers([group])]
+            [*logged_by_workers([group]), *added_by_workers([group])]
             rows_of([group])
             if by_turns:
                 turn_rewards([group])

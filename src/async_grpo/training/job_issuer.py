@@ -98,7 +98,12 @@ class JobIssuer:
 
 def state_for_rewards(trainer: GRPOTrainer) -> dict[str, Any]:
     """The trainer's state as it is now: its numbers and texts, without the history of its logs."""
-    plain = {name: it.item() if isinstance(it, np.generic) else it for name, it in vars(trainer.state).items()}
+    return plain_fields(trainer.state)
+
+
+def plain_fields(state: Any) -> dict[str, Any]:
+    """The numbers and texts of a `TrainerState`."""
+    plain = {name: it.item() if isinstance(it, np.generic) else it for name, it in vars(state).items()}
     return {name: value for name, value in plain.items() if type(value) in (bool, int, float, str)}
 
 

@@ -56,7 +56,7 @@ from async_grpo.training.groups import refuser_of
 from async_grpo.training.hyperparameters import hyperparameters
 from async_grpo.training.job_issuer import JobIssuer, state_for_rewards
 from async_grpo.training.prompts import evaluation_problems, prompt_rows
-from async_grpo.training.reporting import log_evaluation, report
+from async_grpo.training.reporting import StatesCallback, log_evaluation, report
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource, StopTraining
 from async_grpo.training.schedule import Schedule
@@ -125,6 +125,7 @@ class AsyncTraining(TrainingEvents):
         self._evaluations = self._run_evaluations(state.run_id, used.step if used else 0)
         self._rollouts = self._rollout_source(state, used)
         trl_trainer.make_async(trainer, self, correction=rule)
+        trainer.add_callback(StatesCallback(run.trainer_states))
         self.curves = report(trainer, self.log, make_folder(run.tensorboard, in_private=True))
         write_json(run.hyperparameters, hyperparameters(trainer, settings))
 

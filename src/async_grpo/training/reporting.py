@@ -16,6 +16,8 @@ from transformers.integrations import TensorBoardCallback
 
 from async_grpo.redaction import Redactor
 from async_grpo.telemetry.run_log import RunLog
+from async_grpo.telemetry.trainer_states import StateWriter
+from async_grpo.training.job_issuer import plain_fields
 from async_grpo.training.trl_trainer import latest_metrics
 
 if TYPE_CHECKING:
@@ -78,6 +80,22 @@ class LogCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: TrainerState, control: Any, *, logs: dict[str, Any], **kwargs: Any) -> None:
         self._log.logged(state.global_step, logs, self._sampled_with)
+
+
+class StatesCallback(TrainerCallback):
+    """Writes the state of each step for the reward functions in workers. To be called last: others may change it."""
+
+    def __init__(self, path: Path) -> None:
+        self._writer = StateWriter(path)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._writer.begins(state.global_step)
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        self._writer.step(state.global_step, plain_fields(state), state.log_history)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self._writer.close()
 
 
 class CurvesCallback(TensorBoardCallback):

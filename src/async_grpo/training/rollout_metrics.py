@@ -134,6 +134,16 @@ def logged_by_workers(batch: Sequence[RolloutGroup]) -> Iterator[tuple[str, floa
         yield FAILURES, sum(count * mean(group.metrics[FAILURES]) for count, group in counted) / calls if calls else 0.0
 
 
+def added_by_workers(batch: Sequence[RolloutGroup]) -> Iterator[tuple[str, str, list[float]]]:
+    """What the user's code in workers added to the trainer's `_metrics`: mode, name, values."""
+    for group in batch:
+        for place, values in group.added_metrics.items():
+            mode, _, name = place.partition("/")
+            if mode not in ("train", "eval"):
+                raise ValueError(f"{mode!r} is no mode of TRL's metrics")
+            yield mode, name, values
+
+
 def _calls(group: RolloutGroup) -> bool:
     return bool(group.metrics.get(CALLS) and group.metrics.get(FAILURES))
 

@@ -33,7 +33,7 @@ from async_grpo.training.corrections.trl_loss import CorrectedLoss, correction_o
 from async_grpo.training.groups import rollout_output, rows_for_trl
 from async_grpo.training.one_dataloader import OneDataLoader
 from async_grpo.training.resumed_settings import InForce, say_if_schedule_begins_again
-from async_grpo.training.rollout_metrics import logged_by_workers, longer_half, masks_of, turn_rewards
+from async_grpo.training.rollout_metrics import added_by_workers, logged_by_workers, longer_half, masks_of, turn_rewards
 from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.sharding import read_without_pickle, refuse_unknown_sharding
 
@@ -137,6 +137,8 @@ class AsyncGRPOMixin(CorrectedLoss):
             return super()._calculate_rewards(inputs, prompts, completions, *args)
         for name, value in logged_by_workers(self._serving) if self.accelerator.is_main_process else ():
             self._log_metric(name, value)  # TRL adds up the ranks'
+        for mode, name, values in added_by_workers(self._serving) if self.accelerator.is_main_process else ():
+            self._metrics[mode][name] += values
         for column in sorted({column for group in self._serving for column in group.extra_columns}):
             each = [group.extra_columns.get(column, [None] * len(group.rewards)) for group in self._serving]
             self._log_completion_extra(column, own_share(self, [value for values in each for value in values]))

@@ -78,6 +78,7 @@ def groups(draw: st.DrawFn) -> RolloutGroup:
         "policy_version": version,
         "reward_names": tuple(names),
         "metrics": draw(st.dictionaries(texts, st.lists(st.floats(allow_nan=False), max_size=3), max_size=3)),
+        "added_metrics": draw(st.dictionaries(texts, st.lists(st.floats(allow_nan=False), max_size=2), max_size=2)),
         "timings": Timings(**{field.name: draw(seconds) for field in fields(Timings)}),
         "node": draw(texts),
         "prompt_ids": draw(arrays(np.int32, int(prompts.sum()) if has_prompts else st.integers(0, 5), min_value=0)),

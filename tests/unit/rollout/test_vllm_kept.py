@@ -80,7 +80,6 @@ def generated(sets: list[list[bytes]] | None) -> GeneratedGroup:
         kept=sets,
         tool_masks=None,
         environments=None,
-        state=None,
         metrics={},
     )
 

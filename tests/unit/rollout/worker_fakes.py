@@ -212,7 +212,6 @@ def made(job: Job, version: int, ids: list[list[int]], versions: list[list[int]]
         token_versions=versions,
         tool_masks=None,
         environments=None,
-        state=None,
         metrics={},
     )
 

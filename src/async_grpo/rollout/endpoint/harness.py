@@ -22,7 +22,6 @@ from async_grpo.rollout.endpoint.protocol import Rules
 from async_grpo.rollout.endpoint.server import Address, EndpointServer
 from async_grpo.rollout.engines.transformers import TransformersEngine
 from async_grpo.rollout.trl_group import GeneratedGroup, merge_extra_fields, prompt_of, rows_of
-from async_grpo.rollout.trl_trainer import state_at_issue
 from async_grpo.rollout.turns.asks import Ask
 from async_grpo.setup.generator_choice import HF, VLLM
 from async_grpo.setup.sampling import effective_sampling
@@ -208,7 +207,6 @@ class Harness:
             kept=[episode.kept for episode in episodes] if any(e.kept for e in episodes) else None,
             tool_masks=[episode.mask for episode in episodes],
             environments=None,
-            state=state_at_issue(self._trl.trainer, group.job, group.version),
             metrics={
                 "agent/turns": [sum(episode.turns for episode in episodes) / len(episodes)],
                 "agent/failure_frequency": [sum(each.error is not None for each in played) / len(played)],

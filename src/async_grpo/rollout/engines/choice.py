@@ -103,7 +103,7 @@ def alone_on_the_gpu(run: RunDir, env: Mapping[str, str]) -> Iterator[None]:
 def transformers_engine(trl: RolloutTrainer) -> TransformersEngine:
     from async_grpo.rollout.engines.transformers import TransformersEngine
 
-    trainer = trl.trainer
+    trainer, trl.view.policy_is_here = trl.trainer, True
     return TransformersEngine(
         trainer.model,
         config=transformers_config(trainer),

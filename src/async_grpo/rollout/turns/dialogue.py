@@ -10,7 +10,6 @@ until it asks for tokens; with the tokens. What is counted, cut, rolled back and
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -25,8 +24,6 @@ from async_grpo.rollout.trl_trainer import (
     Batch,
     Images,
     RolloutTrainer,
-    own_metrics,
-    state_at_issue,
 )
 from async_grpo.rollout.turns.calls import Call, Outcome, giving, giving_later, noting, starting
 from async_grpo.rollout.turns.ends import MessageEnds
@@ -265,7 +262,7 @@ class Dialogues:
     """The G dialogues of one group.
 
     Args:
-        trl: a copy of the worker's trainer that no other group uses.
+        trl: a copy of the worker's trainer that no other group uses. All is done in one call of its view.
     """
 
     def __init__(self, trl: RolloutTrainer, job: Job, version: int) -> None:
@@ -278,8 +275,6 @@ class Dialogues:
     def begin(self) -> None:
         """Have TRL make the prompts: environments are reset."""
         trainer = self.trl.trainer
-        trainer.state = state_at_issue(trainer, self.job, self.version)
-        trainer._metrics = {mode: defaultdict(list) for mode in trainer._metrics}
         trainer._generate = _leave_with
         self._rows = rows_of(self.job)
         with refusing_signals():
@@ -323,7 +318,7 @@ class Dialogues:
         else:
             trainer._generate_single_turn = lambda *_, **__: ([d.ids for d in ended], [d.logprobs for d in ended])
         result = trainer._generate(self._prompts)
-        batch = Batch(trainer, self._rows, self._prompts, result, own_metrics(trainer), self.trl.data_has_images)
+        batch = Batch(trainer, self._rows, self._prompts, result, self.trl.view.now(), self.trl.data_has_images)
         versions = [dialogue.versions for dialogue in ended] if any(d.versions for d in ended) else None
         kept = [dialogue.kept for dialogue in ended] if any(d.kept for d in ended) else None
         return batch.group(self.job, slice(None), self.version, versions, kept)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +58,7 @@ class Turns:
         self._by_completion = trl.goes_by_turns or self._harness is not None
         self._beginning = asyncio.Lock()  # environments are reset group by group
         self._scoring = threading.Lock()
-        self._idle = [trl]  # the trainer and copies of it that no group uses
+        self._idle = [] if self._keeps_environments else [trl]  # the trainer and copies of it that no group uses
         self._open: dict[asyncio.Task[list[SampledGroup]], Sequence[PreparedGroup]] = {}
         self._made: dict[PreparedGroup, GeneratedGroup] = {}  # to be finished
         self._unscored: dict[int, _Copy] = {}  # by id of the group, whose environments are still in use
@@ -164,6 +165,15 @@ class Turns:
 
     async def _by_turns(self, group: PreparedGroup) -> None:
         copy = self._copy()
+        try:
+            with copy.trl.view.during(group.job, group.version):
+                made = await self._conversed(group, copy)
+            self._keep({group: made}, copy)
+        except BaseException:
+            self._release(copy)
+            raise
+
+    async def _conversed(self, group: PreparedGroup, copy: _Copy) -> GeneratedGroup:
         dialogues = Dialogues(copy.trl, group.job, group.version)
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -172,13 +182,12 @@ class Turns:
                 tasks += [asyncio.create_task(self._converse(each, group, copy)) for each in dialogues.all]
                 await asyncio.sleep(0)  # now each of them is working
             await asyncio.gather(*tasks)
-            self._keep({group: dialogues.finish()}, copy)
+            return dialogues.finish()
         except BaseException:
             for task in tasks:  # an error of one ends the others
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks)
-            self._release(copy)
             raise
 
     async def _begin(self, dialogues: Dialogues) -> None:
@@ -199,7 +208,9 @@ class Turns:
                 dialogue.add(outcomes, await self._asks.continued(_ask(group, dialogue, prompt)))
 
     async def _by_agent(self, harness: Harness, group: PreparedGroup) -> None:
-        self._made[group] = await harness.play(group)
+        with self._trl.view.during(group.job, group.version) as call:
+            made = await harness.play(group)
+        self._made[group] = replace(made, metrics=made.metrics | call.counted(), added=call.taken())
 
     async def _as_a_whole(self, groups: Sequence[PreparedGroup]) -> None:
         if not self.joins:

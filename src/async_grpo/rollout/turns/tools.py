@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -155,10 +156,11 @@ class Tools:
         """Number the call; also returns where its outcome will be, and what a thread has to do."""
         number, loop = self._begun(call), asyncio.get_running_loop()
         answer: asyncio.Future[Outcome] = loop.create_future()
+        context = contextvars.copy_context()  # a line makes calls of several groups
 
         def work() -> None:
             activity.calls_tool(number, call.name)
-            outcome = _outcome(partial(self._code[call.name].call, call.tool, **call.arguments))
+            outcome = context.run(_outcome, partial(self._code[call.name].call, call.tool, **call.arguments))
             self._ended(number)
             with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
                 loop.call_soon_threadsafe(_give, answer, outcome)

@@ -1,0 +1,234 @@
+"""The trainer as code of the user's reads it in a worker: what it finds there is true, or ends the run.
+
+Reward functions, tools and overrides hold the trainer that the setup file built, or a copy of it. Only the server's is
+trained. So all of them have the same stand-ins in the places that training changes: `state` is the server's when the
+job was issued, what is added to `_metrics` is sent to the server, and what no worker can have refuses to be used.
+
+Whose job a call is for is in a context variable, which threads and event loops carry (`threads`).
+`tests/integration/test_trl_view.py` fails with the name of what a new TRL trains that has no stand-in.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+from transformers import TrainerState
+
+from async_grpo.errors import AsyncGRPOError, RunRefused
+from async_grpo.records import Job
+from async_grpo.rollout.stand_ins import COUNTED_BY_TRL, COUNTED_BY_TRL_ALONE, IssuedState, MetricsToAdd, NotHere
+from async_grpo.setup.trl_compat import is_adapter
+from async_grpo.telemetry.trainer_states import StateAt, StateReader
+
+WITH_THE_JOB = {  # fields of the state that the rest of a step leaves alone; all others are read when asked for
+    *("epoch", "global_step", "max_steps", "logging_steps", "eval_steps", "save_steps", "train_batch_size"),
+    *("num_train_epochs", "num_input_tokens_seen", "is_local_process_zero", "is_world_process_zero"),
+    *("is_hyper_param_search", "trial_name", "trial_params", "stateful_callbacks"),
+}
+NOT_HERE = {  # of the trainer: why no worker has it, and what to do
+    "optimizer": "only the server's trainer has one. Read it in a callback",
+    "lr_scheduler": "only the server's trainer has one. trainer.state.log_history has the learning rates",
+    "control": "callbacks run in the server. Stop the training, or save, in a callback",
+    "callback_handler": "callbacks run in the server, and those of a worker hear nothing",
+    "_logs": "the server logs. Use the argument log_extra of reward functions",
+    "_step": "only the server's trainer counts. Use trainer.state.global_step",
+    "_buffered_inputs": "only the server's trainer has batches. Do without",
+    "log": "only the server logs. Use the argument log_metric of reward functions",
+    **dict.fromkeys(
+        ("save_model", "save_state", "evaluate"), "only the server's trainer does that. Do it in a callback"
+    ),
+}
+_call: ContextVar[Call | None] = ContextVar("the job that code of the user's runs for", default=None)
+
+Wait = Callable[[Callable[[], StateAt | None], str], StateAt]  # until something is there; of what it is said to be
+Added = dict[str, list[float]]  # by MODE/NAME of `_metrics`
+
+
+class Call:
+    """Code of the user's that runs for a job, or for jobs of one kind."""
+
+    def __init__(self, known: Mapping[str, Any], job: Job | None = None, *, scores: bool = False) -> None:
+        self.known, self.job, self.scores = known, job, scores
+        self.later: Mapping[str, Any] | None = None  # the fields of the state that did not come with the job
+        self.added = _nothing_added()
+        self.logged: defaultdict[str, list[float]] = defaultdict(list)  # `log_metric`
+        self.extra: defaultdict[str, list[Any]] = defaultdict(list)  # `log_extra`
+        self.error: AsyncGRPOError | None = None  # it ends the call, even where the user's code catches it
+
+    def counted(self) -> dict[str, list[float]]:
+        """What TRL counted while generating that the trainer side cannot count again, and `log_metric`, this once."""
+        logged, self.logged = self.logged, defaultdict(list)
+        return {name: v for name, v in self.added["train"].items() if name in COUNTED_BY_TRL_ALONE} | logged
+
+    def take_over(self, other: Call) -> None:
+        """Have what another call added to `_metrics` and logged sent with this one."""
+        for mode, of_mode in other.added.items():
+            for name, values in of_mode.items():
+                self.added[mode][name] += values
+        for name, values in other.logged.items():
+            self.logged[name] += values
+        other.added, other.logged = _nothing_added(), defaultdict(list)
+
+    def taken(self) -> Added:
+        """What the user's code added to `_metrics`, once."""
+        found = {
+            f"{mode}/{name}": values
+            for mode, of_mode in self.added.items()
+            for name, values in of_mode.items()
+            if name not in COUNTED_BY_TRL and values
+        }
+        for of_mode in self.added.values():
+            for name in of_mode.keys() - COUNTED_BY_TRL:
+                del of_mode[name]
+        return found
+
+
+def _nothing_added() -> dict[str, defaultdict[str, list[float]]]:
+    return {"train": defaultdict(list), "eval": defaultdict(list)}
+
+
+class TrainerView:
+    """What code of the user's sees of `trainer` and of its copies.
+
+    Args:
+        states: what the server writes of each step.
+        wait: until the server has come to a step that it has issued jobs at.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        states: StateReader | None = None,
+        wait: Wait | None = None,
+    ) -> None:
+        self._states, self._wait = states, wait or _without_waiting
+        self._built_with = dict(vars(trainer.state))
+        self.outside = Call(self._built_with)  # of code that runs in no call: it sees the newest issued
+        self._under_way: list[Call] = []
+        self.policy_is_here = False  # the engine samples with the trainer's own model
+        trainer.model.register_forward_pre_hook(self._check_policy)
+        trainer.state = IssuedState(self)
+        trainer._metrics = {mode: MetricsToAdd(self, mode) for mode in self.outside.added}
+        trainer._log_metric = lambda name, value: self.now().logged[name].append(value)
+        trainer._log_completion_extra = self._log_extra
+        trainer.is_in_train = True
+        trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
+        not_here = dict(NOT_HERE)
+        if trainer.ref_model is None and trainer.args.beta and not is_adapter(trainer.model):
+            not_here["ref_model"] = "the server computes with it. Load a model of its own for a reward"
+        if trainer.environment_factories is not None:
+            not_here["environments"] = "each prompt group has its own. Use the argument environments of rewards"
+        vars(trainer).update({name: NotHere(self, f"trainer.{name}", why) for name, why in not_here.items()})
+
+    @contextmanager
+    def during(self, job: Job, version: int, *, scores: bool = False, users: bool = True) -> Iterator[Call]:
+        """Run code for `job` in this block. What it refused is raised at its end, where it was caught.
+
+        Args:
+            version: of the weights; all that is known of a job without a state.
+            scores: it is the reward functions.
+            users: it may last, so threads that it starts find it.
+        """
+        sent = job.trainer_state or {"global_step": version}
+        call = Call({name: sent.get(name, self._built_with[name]) for name in WITH_THE_JOB}, job, scores=scores)
+        if call.known["global_step"] >= self.outside.known["global_step"]:
+            self.outside.known, self.outside.job, self.outside.later = call.known, job, None
+        token = _call.set(call)
+        self._under_way += [call] * users
+        try:
+            yield call
+        finally:
+            _call.reset(token)
+            if users:
+                self._under_way.remove(call)
+            if (error := call.error or self.outside.error) is not None:
+                raise error
+
+    @property
+    def added(self) -> dict[str, defaultdict[str, list[float]]]:
+        """By mode and name: what the code that asks has added to `_metrics`."""
+        return self.now().added
+
+    def now(self) -> Call:
+        """The call that this code runs in. Threads of the user's see the one under way, or the newest issued."""
+        if (call := _call.get()) is not None:
+            return call
+        calls = [*self._under_way]
+        return calls[0] if calls and all(call.known == calls[0].known for call in calls) else self.outside
+
+    def refuse(self, what: str, why: str) -> NoReturn:
+        """Raise `RunRefused`, and again at the end of the call."""
+        way = "or train in one process (without --distributed)"
+        self._fail(RunRefused(f"{what} cannot be used in a worker: {why}, {way}."))
+
+    def read(self, name: str) -> Any:
+        """A field of the state, its own or one that a callback has put there."""
+        call = self.now()
+        if name in call.known:
+            return call.known[name]
+        if call.later is None:
+            call.later = self._later(call)
+        if name == "log_history" and name not in call.later:
+            self.refuse("trainer.state.log_history", "there is no server that trains. Use other fields")
+        if name not in call.later:
+            raise AttributeError(f"'TrainerState' object has no attribute {name!r}")
+        return call.later[name]
+
+    def whole(self) -> TrainerState:
+        """A state of its own, with all fields."""
+        state = TrainerState()
+        vars(state).update({name: self.read(name) for name in self._built_with})
+        vars(state).update(self.now().later or {})
+        return state
+
+    def _later(self, call: Call) -> Mapping[str, Any]:
+        if call.job is None:
+            return self._built_with
+        found = self._state_at(int(call.known["global_step"]), waits=call.job.purpose == "train")
+        sent = {**self._built_with, **call.job.trainer_state}
+        if found is None:
+            return {name: value for name, value in sent.items() if name != "log_history"}
+        return {**sent, **found.fields, "log_history": found.log}
+
+    def _state_at(self, step: int, *, waits: bool) -> StateAt | None:
+        states = self._states
+        if states is None:
+            return None
+        if not waits:  # an evaluation may be what the server waits for
+            return states.newest(step)
+        try:
+            return self._wait(lambda: states.at(step), f"the server to log step {step}")
+        except AsyncGRPOError as error:
+            self._fail(error)
+
+    def _fail(self, error: AsyncGRPOError) -> NoReturn:
+        self.now().error = error
+        raise error
+
+    def _log_extra(self, column: str, values: list[Any]) -> None:
+        if not self.now().scores:
+            self.refuse("log_extra outside of the reward functions", "its values belong to completions that are scored")
+        self.now().extra[column].extend(values)
+
+    def _check_policy(self, *_: Any) -> None:
+        """The weights of a worker change while rewards are computed, unless the server waits for these very groups."""
+        call = _call.get()
+        if call is None or not call.scores:
+            return
+        if not self.policy_is_here:
+            self.refuse("trainer.model in a reward function", "its engine has the weights. Load a model of its own")
+        if call.job is None or call.job.min_version < call.job.born_version or call.job.purpose != "train":
+            self.refuse(
+                "trainer.model in a reward function",
+                "its weights may change meanwhile. Use --max-staleness 0 without --eval-every, load another model",
+            )
+
+
+def _without_waiting(ready: Callable[[], StateAt | None], what: str) -> StateAt:
+    found = ready()
+    assert found is not None, f"would wait for {what}"
+    return found

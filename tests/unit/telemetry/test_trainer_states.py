@@ -1,0 +1,81 @@
+"""The states of a run's steps, as a server writes them and a worker reads them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_grpo.errors import BadFileError
+from async_grpo.telemetry.trainer_states import StateReader, StateWriter
+
+
+def write(path: Path, begins: int, *steps: int) -> list[dict[str, Any]]:
+    """What a server writes that goes so far; each step has logged one entry when the next begins."""
+    writer, log = StateWriter(path), [{"step": step} for step in range(1, begins + 1)]
+    writer.begins(begins)
+    for step in steps:
+        writer.step(step, {"level": step}, log)
+        log.append({"step": step + 1, "loss": 0.1 + 0.2})
+    writer.close()
+    return log
+
+
+def test_the_log_is_cut_at_the_step_and_exact(tmp_path: Path) -> None:
+    path = tmp_path / "states.jsonl"
+    reader = StateReader(path)
+    assert reader.at(0) is None
+    log = write(path, 0, 0, 1, 2)
+    for step in (2, 0, 1):
+        found = reader.at(step)
+        assert found is not None and (found.fields, found.log) == ({"level": step}, log[:step])
+    assert reader.at(3) is None, "it will come"
+
+
+def test_values_that_json_does_not_know(tmp_path: Path) -> None:
+    writer = StateWriter(tmp_path / "states.jsonl")
+    writer.begins(0)
+    writer.step(0, {}, [{"loss": math.nan, "most": math.inf, "numpy": np.float32(0.5), "path": Path("a")}])
+    found = StateReader(tmp_path / "states.jsonl").at(0)
+    assert found is not None
+    assert math.isnan(found.log[0].pop("loss")) and found.log == [{"most": math.inf, "numpy": 0.5, "path": "a"}]
+
+
+def test_a_resumed_run_writes_its_steps_again(tmp_path: Path) -> None:
+    path = tmp_path / "states.jsonl"
+    reader = StateReader(path)
+    write(path, 0, 0, 1, 2, 3)
+    assert reader.at(3) is not None
+    write(path, 2, 2)
+    found = reader.at(2)
+    assert found is not None and [entry["step"] for entry in found.log] == [1, 2]
+    assert reader.at(3) is None, "this server comes to it"
+
+
+@pytest.mark.parametrize(("step", "nearest"), [(6, 3), (1, 2)])
+def test_a_step_that_no_server_comes_to_is_not_waited_for(step: int, nearest: int, tmp_path: Path) -> None:
+    """A worker may outlive the server that had issued its job, and the next one may need that worker to go on."""
+    path = tmp_path / "states.jsonl"
+    write(path, 0, 0, 1)
+    write(path, 2, 2, 3)
+    found = StateReader(path).at(step)
+    assert found is not None and found.fields == {"level": nearest}
+
+
+def test_an_evaluation_takes_what_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "states.jsonl"
+    assert StateReader(path).newest(4) is None
+    write(path, 0, 0, 1)
+    found = StateReader(path).newest(2)
+    assert found is not None and found.fields == {"level": 1}
+
+
+@pytest.mark.parametrize("line", ["[]", '{"step": "a", "state": {}}', '{"step": 1}', '{"logged": 3}', "{"])
+def test_what_is_not_ours_is_refused(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "states.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(BadFileError):
+        StateReader(path).at(1)
