@@ -25,7 +25,7 @@ from in_process import (
 )
 from trl import GRPOTrainer
 
-from async_grpo.errors import UnsupportedError
+from async_grpo.errors import RunRefused, UnsupportedError
 from async_grpo.rollout.threads import main_thread
 
 pytestmark = pytest.mark.integration
@@ -92,6 +92,56 @@ def assert_same_counts(ours: list[dict[str, Any]], theirs: list[dict[str, Any]])
         for name, value in reference.items():
             if name.startswith(("reward", "completions/", "tools/", "num_tokens", "frac_reward")):
                 assert mine[name] == pytest.approx(value), name
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_tools_read_the_step_and_add_to_the_metrics_as_in_trl(is_async: bool, tmp_path: Path) -> None:
+    held: list[GRPOTrainer] = []
+    seen: list[int] = []
+
+    def note() -> None:
+        seen.append(held[-1].state.global_step)
+        held[-1]._metrics["train"]["products"].append(12.0 + held[-1].state.global_step)
+
+    def counted(a: int, b: int) -> int:
+        note()
+        return a * b
+
+    async def counted_later(a: int, b: int) -> int:
+        note()
+        return a * b
+
+    counted.__doc__ = counted_later.__doc__ = multiply.__doc__
+    tool = counted_later if is_async else counted
+    tool.__name__ = "multiply"
+
+    def get_trainer(**more: Any) -> GRPOTrainer:
+        build = settings(tmp_path, {"tools": [tool]}, chat_template=QWEN3_CHAT_TEMPLATE, reward_funcs=says_twelve)
+        held.append(build(max_completion_length=256, max_steps=3, **more))
+        return held[-1]
+
+    run = scripted(get_trainer, calls_multiply)
+    assert_same_counts(run.logs, training_logs(plain_scripted(get_trainer, calls_multiply)))
+    assert seen == [step for step in range(3) for _ in range(4)] * 2
+    assert [entry["products"] for entry in run.logs] == [12.0, 13.0, 14.0]
+
+
+def test_what_no_worker_has_ends_the_run_also_in_a_tool(tmp_path: Path) -> None:
+    """TRL makes a text for the model of what a tool raises."""
+    held: list[Any] = []
+
+    def used(a: int, b: int) -> int:
+        return int(held[-1].optimizer.param_groups[0]["lr"])
+
+    used.__doc__, used.__name__ = multiply.__doc__, "multiply"
+
+    def get_trainer(**more: Any) -> GRPOTrainer:
+        build = settings(tmp_path, {"tools": [used]}, chat_template=QWEN3_CHAT_TEMPLATE, reward_funcs=says_twelve)
+        held.append(build(max_completion_length=256, **more))
+        return held[-1]
+
+    with pytest.raises(RunRefused, match=r"trainer\.optimizer cannot be used"):
+        scripted(get_trainer, calls_multiply)
 
 
 def test_tools(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,11 +136,12 @@ class Turns:
     # Groups, on the event loop
 
     def _start(self, new: Sequence[PreparedGroup]) -> None:
-        """All together where a function of the user's generates, and the engine samples nothing else meanwhile."""
-        if not new:
-            return
-        together = not (self.joins or self._by_completion)
-        for groups in [list(new)] if together else [[group] for group in new]:
+        """All of one step together where a function of the user's generates, and the engine samples nothing else."""
+        if self.joins or self._by_completion:
+            parts = [[group] for group in new]
+        else:
+            parts = [[*part] for _, part in groupby(new, lambda group: group.job.trainer_state)]
+        for groups in parts:
             self._open_task(groups)
 
     def _open_task(self, groups: Sequence[PreparedGroup]) -> None:
