@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 COMPUTE = {
     "init": "write a setup file that trains as it is, with the parts to change marked",
     "train": "train a setup file: in one process, or distributed over a parameter server and workers",
+    "check": "two steps of a setup file as a run and in plain TRL on the same completions: what is equal, what is not",
     "server": "start the parameter server alone",
     "worker": "start one rollout worker",
     "evaluate": "have workers answer a setup file's eval_dataset with the weights of a checkpoint: pass@k and others",

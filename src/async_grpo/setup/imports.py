@@ -31,7 +31,10 @@ class _WhenImported(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if name == self._name else None
+        if name != self._name:
+            return None
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]  # another one of this class may be among them
+        spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target)) is not None), None)
         if spec is None or spec.loader is None:
             return None
         loader: importlib.abc.Loader = spec.loader

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from async_grpo.formatting import counted, printable
 
@@ -53,15 +54,30 @@ _LEAST_WIDTH, _MOST_WIDTH = 60, 140
 
 def line(finding: Finding, *, colour: bool = False, width: int | None = None) -> str:
     """`ok       memory         …`, with the fix beneath what is not."""
+    level = Heading(finding.level, _LEVEL, _COLOURS[finding.level] if colour else "")
+    return paragraph(level, f"{finding.subject:<{_SUBJECT}}", finding.found, finding.fix, width)
+
+
+class Heading(NamedTuple):
+    """The word that a line begins with."""
+
+    word: str
+    width: int
+    colour: str = ""  # of the terminal; empty: none
+
+    def __str__(self) -> str:
+        text = f"{self.word:<{self.width}}"
+        return f"\033[{self.colour}m{text}\033[0m" if self.colour else text
+
+
+def paragraph(heading: Heading, subject: str, found: str, more: str, width: int | None = None) -> str:
+    """The text beside its heading and subject, and beneath it, after an arrow, what more there is to say."""
     width = width or max(_LEAST_WIDTH, min(_MOST_WIDTH, shutil.get_terminal_size((_MOST_WIDTH, 0)).columns))
-    margin = " " * (_LEVEL + _SUBJECT)
-    level = f"{finding.level:<{_LEVEL}}"
-    if colour:
-        level = f"\033[{_COLOURS[finding.level]}m{level}\033[0m"
-    first, *rest = _wrapped(finding.found, width - len(margin))
-    lines = [f"{level}{finding.subject:<{_SUBJECT}}{first}", *(margin + text for text in rest)]
-    if finding.fix:
-        lines += [margin + text for text in _wrapped(f"-> {finding.fix}", width - len(margin))]
+    margin = " " * (heading.width + len(subject))
+    first, *rest = _wrapped(found, width - len(margin))
+    lines = [f"{heading}{subject}{first}", *(margin + text for text in rest)]
+    if more:
+        lines += [margin + text for text in _wrapped(f"-> {more}", width - len(margin))]
     return "\n".join(lines)
 
 

@@ -1,0 +1,123 @@
+"""Builds the user's trainer in each process of a check. A generated setup file calls it as its `get_trainer()`."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from async_grpo.errors import UnsupportedError
+from async_grpo.rundir.files import write_json
+
+STEPS = 2
+SETUP_FILE, FACTS, OUTPUT, RUN = "setup_of_check.py", "facts.json", "output", "run"  # in the scratch folder
+_CONFIG = {
+    "report_to": "none",
+    "push_to_hub": "False",
+    "eval_strategy": "no",
+    "eval_on_start": "False",
+    "load_best_model_at_end": "False",
+    "logging_strategy": "steps",
+    "logging_steps": "1",
+    "logging_first_step": "False",
+}
+_TINY = {"bf16": "False", "fp16": "False", "max_completion_length": "64"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """What every process of a check is given. `output`: its own folder for what the trainer writes."""
+
+    config: str
+    scratch: str
+    tiny: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Of the trainer that was built."""
+
+    trainer: str
+    model: str
+    parameters: int
+    rewards: list[str]
+    completions: int  # that each side needs for all steps
+    group_size: int
+    batches: int  # generation batches of all steps
+    precision: str
+    dropout: str  # a sentence; empty without
+    saves: bool
+
+
+def setup_file(build: Build) -> str:
+    """The text of the generated file."""
+    return (
+        "from async_grpo.checks.differential.building import Build, run_trainer\n\n\n"
+        f"def get_trainer():\n    return run_trainer(Build(**{asdict(build)!r}))\n"
+    )
+
+
+def run_trainer(build: Build) -> Any:
+    """The user's trainer in a process of the run."""
+    from async_grpo.checks.differential.recorder import recorded_run
+
+    trainer = user_trainer(build, Path(build.scratch) / OUTPUT / RUN)
+    recorded_run(trainer, Path(build.scratch))
+    if not (facts := Path(build.scratch) / FACTS).exists():
+        write_json(facts, asdict(_facts(trainer)))
+    return trainer
+
+
+def user_trainer(build: Build, output_dir: Path, **loading: Any) -> Any:
+    """As the user's file builds it, but for what it reports and where it writes.
+
+    Args:
+        loading: for `load_trainer`.
+
+    Raises:
+        UnsupportedError: it cannot be checked.
+    """
+    from async_grpo.checks.differential.tiny import cut_down
+    from async_grpo.setup.grpo_config.building import configurations_with
+    from async_grpo.setup.setup_file import load_trainer
+
+    values = {**_CONFIG, "output_dir": str(output_dir), **(_TINY if build.tiny else {})}
+    with cut_down() if build.tiny else nullcontext(), configurations_with(values):
+        trainer = load_trainer(Path(build.config), **loading)
+    trainer.args.output_dir = str(output_dir)
+    refuse(trainer)
+    return trainer
+
+
+def refuse(trainer: Any) -> None:
+    """Raise `UnsupportedError` for what cannot be compared."""
+    if trainer.args.world_size > 1:
+        raise UnsupportedError("The check is for a trainer of one process: run it without `accelerate launch`.")
+    if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) == "best":
+        raise UnsupportedError('save_strategy="best" needs evaluations, and a check makes none: set another one.')
+    on_cpu = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    if on_cpu and (getattr(trainer.model, "hf_quantizer", None) or "bnb" in str(trainer.args.optim)):
+        raise UnsupportedError("bitsandbytes needs a GPU, and this check is on the CPU: run it where there is a GPU.")
+
+
+def _facts(trainer: Any) -> Facts:
+    from async_grpo.training.corrections.checks import describe_dropout
+
+    args = trainer.args
+    passes = args.steps_per_generation * trainer.num_iterations
+    batches = -(-STEPS * args.gradient_accumulation_steps // passes)
+    half = "bf16" if args.bf16 else "fp16" if args.fp16 else ""
+    return Facts(
+        trainer=type(trainer).__name__,
+        model=type(trainer.model).__name__,
+        parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
+        rewards=list(trainer.reward_func_names),
+        completions=batches * args.generation_batch_size,
+        group_size=trainer.num_generations,
+        batches=batches,
+        precision=half or str(next(trainer.model.parameters()).dtype).removeprefix("torch."),
+        dropout=describe_dropout(trainer) or "",
+        saves=str(getattr(args.save_strategy, "value", args.save_strategy)) != "no",
+    )

@@ -1,0 +1,176 @@
+"""Trains a setup file for two steps as a run and then in plain TRL, each in processes of its own, and compares."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from async_grpo.checks import probe
+from async_grpo.checks.differential import called, scored
+from async_grpo.checks.differential.building import FACTS, OUTPUT, RUN, SETUP_FILE, STEPS, Build, Facts, setup_file
+from async_grpo.checks.differential.lines import Line, Status
+from async_grpo.checks.differential.notes import PLAIN, SERVER, WORKER, notes_of
+from async_grpo.errors import RunFailedError, UnsupportedError, UsageError
+from async_grpo.setup.process import path_to_us
+from async_grpo.setup.setup_file import check_setup_file
+
+DEADLINE_S = 3600.0  # of either training
+_GRACE_S = 20.0
+_POLL_S = 0.1
+_LAST_LINES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckOptions:
+    """What the command line decides about a check."""
+
+    config: Path
+    device: str  # "cpu" or a GPU index
+    seed: int
+    tiny: bool = False
+
+
+def check(options: CheckOptions, say: Callable[[str], None]) -> Iterator[Line]:
+    """Run both trainings, then yield a line for each subject.
+
+    Args:
+        say: takes sentences about how far it is.
+
+    Raises:
+        AsyncGRPOError: the file cannot be checked, or cannot be trained as a run.
+    """
+    refuse_unsloth(options.config)
+    with tempfile.TemporaryDirectory(prefix="async-grpo-check-", ignore_cleanup_errors=True) as folder:
+        scratch = Path(folder)
+        build = Build(config=str(options.config), scratch=folder, tiny=options.tiny)
+        (scratch / SETUP_FILE).write_text(setup_file(build))
+        _train_a_run(options, scratch, say)
+        facts = Facts(**json.loads((scratch / FACTS).read_text()))
+        say("plain TRL trains on the same completions")
+        failure = _train_in_plain_trl(options, scratch, build)
+        if failure:
+            yield Line(Status.DIFFERS, "plain TRL", f"failed where the run did not: {failure}")
+            return
+        yield from compared(scratch, facts)
+
+
+def compared(scratch: Path, facts: Facts) -> Iterator[Line]:
+    """A line for each subject, in the order in which a step goes through them."""
+    from async_grpo.checks.differential.trained import trained_lines
+
+    server, worker, plain = (notes_of(scratch, role) for role in (SERVER, WORKER, PLAIN))
+    yield called.prompt_line(worker, plain)
+    yield called.sampling_line(worker, plain)
+    explained = {}
+    for name in facts.rewards:
+        lines = [*scored.reward_lines(name, worker, plain)]
+        explained[name] = lines[-1].status
+        yield from lines
+    yield from called.tool_lines(worker, plain)
+    yield from called.callback_lines(server, plain)
+    for name, line in called.method_lines(server, worker, plain):
+        explained[name] = line.status
+        yield line
+    yield scored.score_line(facts.rewards, plain, explained)
+    yield from trained_lines(scratch, facts, server, plain)
+    yield called.file_line(scratch / OUTPUT / RUN, scratch / OUTPUT / PLAIN)
+
+
+def refuse_unsloth(config: Path) -> None:
+    """Raise `UnsupportedError` where the file imports Unsloth, which replaces TRL's trainer by its own.
+
+    Raises:
+        SetupFileError: it cannot be a setup file.
+    """
+    check_setup_file(config)
+    for node in ast.walk(ast.parse(config.read_bytes())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        if any(name.partition(".")[0] == "unsloth" for name in names):
+            raise UnsupportedError(
+                f"{config} imports Unsloth, which replaces TRL's trainer by one of its own, so plain TRL cannot be "
+                "compared with. Check the file without it."
+            )
+
+
+def _train_a_run(options: CheckOptions, scratch: Path, say: Callable[[str], None]) -> None:
+    """The ordinary command, with one worker at staleness 0. Says what the rewards will cost before any is called."""
+    command = [
+        sys.executable,
+        "-m",
+        "async_grpo.cli",
+        "train",
+        str(scratch / SETUP_FILE),
+        "--run-dir",
+        str(scratch / RUN),
+    ]
+    command += ["--master-device-id", options.device, "--worker-device-ids", options.device, "--generator", "hf"]
+    command += ["--max-staleness", "0", "--deterministic", "--eval-every", "0"]
+    command += ["--steps", str(STEPS), "--seed", str(options.seed)]
+    said, facts = scratch / "output.txt", scratch / FACTS
+    env = {**os.environ, "PYTHONPATH": path_to_us(os.environ)}
+    with said.open("wb") as output:
+        process = subprocess.Popen(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        deadline, told = time.monotonic() + DEADLINE_S, False
+        while process.poll() is None and time.monotonic() < deadline:
+            if not told and facts.exists():
+                told = True
+                say(expected_calls(Facts(**json.loads(facts.read_text()))))
+            time.sleep(_POLL_S)
+        in_time = process.poll() is not None
+    finally:
+        _end(process)
+    if not in_time or process.returncode:
+        raise _failed(process.returncode if in_time else None, said.read_text(errors="replace").splitlines())
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask a run that still trains to stop; its launcher ends the others."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _failed(code: int | None, said: Sequence[str]) -> Exception:
+    words = "\n".join(said[-_LAST_LINES:])
+    if code == UsageError.exit_code:
+        return UnsupportedError(f"The file cannot be trained as a run, so there is nothing to compare:\n{words}")
+    how = f"did not end in {DEADLINE_S:.0f} s" if code is None else f"ended with exit code {code}"
+    return RunFailedError(f"The run at staleness 0 {how}. Its last words:\n{words}")
+
+
+def expected_calls(facts: Facts) -> str:
+    """What the rewards will be asked for, on both sides."""
+    calls = facts.completions // facts.group_size
+    return (
+        f"{facts.trainer} of {facts.model}, {facts.parameters:,} parameters. Each reward ({', '.join(facts.rewards)}) "
+        f"will score {facts.completions} completions in a run ({calls} calls) and the same {facts.completions} in "
+        f"plain TRL ({facts.batches} calls); one that differs then scores {facts.group_size} of them three times more."
+    )
+
+
+def _train_in_plain_trl(options: CheckOptions, scratch: Path, build: Build) -> str:
+    """Train in a process of its own; returns how that failed, empty where it did not."""
+    question = {"build": asdict(build), "run_dir": str(scratch / RUN), "device": options.device, "seed": options.seed}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    try:
+        probe.ask("async_grpo.checks.differential.plain", question, timeout_s=DEADLINE_S, env=env)
+    except probe.ChildFailed as failure:
+        return f"it {failure.how}: {' / '.join(failure.said[-_LAST_LINES:])}"
+    return ""

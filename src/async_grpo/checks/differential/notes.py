@@ -1,0 +1,84 @@
+"""What the processes of a check note: a file of lines each, and a file of tensors for each batch that is trained on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.formatting import printable
+
+if TYPE_CHECKING:
+    import torch
+
+SERVER, WORKER, PLAIN = "server", "worker", "plain"
+SHOWN = 60  # characters of a value that a line may quote
+Note = dict[str, Any]
+
+
+class Notes:
+    """Appends to the notes of one role in `folder`; threads may share it."""
+
+    def __init__(self, folder: Path, role: str) -> None:
+        self.folder, self._role, self._lock = folder, role, threading.Lock()
+        self._batches = 0
+
+    def add(self, kind: str, **note: Any) -> None:
+        line = json.dumps({"kind": kind, **note})
+        with self._lock, (self.folder / f"{self._role}.jsonl").open("a") as file:
+            file.write(line + "\n")
+
+    def add_batch(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Keep the tensors of the next micro-batch."""
+        from safetensors.torch import save_file
+
+        kept = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        save_file(kept, self.folder / f"{self._role}-{self._batches:06}.safetensors")
+        self._batches += 1
+
+
+def notes_of(folder: Path, role: str) -> list[Note]:
+    """What the role has noted so far, in its order."""
+    path = folder / f"{role}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def batches_of(folder: Path, role: str) -> Iterator[dict[str, Any]]:
+    """The tensors of each micro-batch, as numpy arrays: bf16 as float32."""
+    from safetensors.torch import load_file
+
+    for path in sorted(folder.glob(f"{role}-*.safetensors")):
+        yield {name: (it.float() if it.is_floating_point() else it).numpy() for name, it in load_file(path).items()}
+
+
+def noted(value: Any) -> list[str]:
+    """A value as notes have it: a digest of all of it, and its beginning."""
+    whole = json.dumps(_plain(value), sort_keys=True)
+    return [hashlib.blake2b(whole.encode(), digest_size=8).hexdigest(), shown(value)]
+
+
+def shown(value: Any) -> str:
+    text = printable(repr(value)).replace("\n", " ")
+    return text if len(text) <= SHOWN else text[: SHOWN - 1] + "…"
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold of a value, the same in every process that has an equal value."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(_plain(each), sort_keys=True) for each in value)
+    kind = type(value).__name__
+    if hasattr(value, "tolist"):  # numpy, torch
+        return [kind, _plain(value.tolist())]
+    if hasattr(value, "tobytes"):  # an image
+        return [kind, hashlib.blake2b(value.tobytes()).hexdigest()]
+    text = repr(value)
+    return [kind, "" if " at 0x" in text else text]

@@ -1,0 +1,175 @@
+"""Plain TRL in a process of its own, on the completions that the run's worker has sampled and scored.
+
+Its rewards are called and noted, but what it trains on are the worker's scores: a reward that differs is one line of
+the check, and does not make all that comes after it differ. The private names of TRL's trainer that are replaced are
+in `HOOKS`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from async_grpo.checks import probe
+from async_grpo.checks.differential.building import OUTPUT, STEPS, Build, user_trainer
+from async_grpo.checks.differential.notes import PLAIN, WORKER, Note, Notes, noted, notes_of
+
+HOOKS = ("_generate_single_turn", "_calculate_rewards")
+_PROBES = {"first": 0, "again": 0, "otherwise": 1}  # a call of a reward by what it is, and its seed
+
+
+def train(question: dict[str, Any]) -> None:
+    """Train the file's trainer as TRL does; the notes and what it writes are in the scratch folder."""
+    from async_grpo.setup.devices import hold_to_device
+    from async_grpo.setup.process import make_deterministic
+
+    build = Build(**question["build"])
+    scratch = Path(build.scratch)
+    hold_to_device(question["device"], os.environ)
+    make_deterministic()
+    trainer = user_trainer(
+        build, scratch / OUTPUT / PLAIN, engine_here=False, hub_here=False, steps=STEPS, seed=question["seed"]
+    )
+    from async_grpo.checks.differential.recorder import TrainingRecorder
+
+    notes = Notes(scratch, PLAIN)
+    functions = [*trainer.reward_funcs]
+    trainer.callback_handler.callbacks.insert(0, TrainingRecorder(trainer, notes))
+    _replace_sampling(trainer, _Turns(notes_of(scratch, WORKER)), notes)
+    scores = WorkersScores(Path(question["run_dir"]))
+    trainer.__class__ = _scored_class(type(trainer), scores, notes)
+    trainer.train()
+    _call_again(trainer, functions, scores.first_inputs, notes)
+
+
+class _Turns:
+    """What the worker sampled after each prompt, in the order of the jobs."""
+
+    def __init__(self, sampled: Sequence[Note]) -> None:
+        self._left: dict[tuple[int, ...], deque[list[int]]] = defaultdict(deque)
+        for note in sorted((note for note in sampled if note["kind"] == "sampled"), key=lambda note: note["at"]):
+            self._left[tuple(note["prompt_ids"])].append(note["token_ids"])
+
+    def after(self, prompt_ids: Sequence[int]) -> list[int] | None:
+        """None where the worker has sampled nothing (more) after this prompt."""
+        left = self._left[tuple(prompt_ids)]
+        return left.popleft() if left else None
+
+    @property
+    def left(self) -> int:
+        return sum(map(len, self._left.values()))
+
+
+def _replace_sampling(trainer: Any, turns: _Turns, notes: Notes) -> None:
+    """Where TRL's trainer would sample, it gets the worker's tokens. An override of the user's is above that."""
+    from trl import GRPOTrainer
+
+    from async_grpo.checks.differential.recorder import note_sampling
+    from async_grpo.checks.differential.user_code import own_methods
+
+    sample = GRPOTrainer._generate_single_turn
+    patched = any(owner is GRPOTrainer and name == "_generate_single_turn" for owner, name, _ in own_methods(trainer))
+
+    def replayed(self: Any, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+        if not self.model.training:
+            return sample(self, prompt_ids, *args, **kwargs)
+        if patched:  # it is not called, as that would sample, and would be in TRL
+            notes.add(
+                "method", of="_generate_single_turn", items=[noted(ids) for ids in prompt_ids], size=len(prompt_ids)
+            )
+        note_sampling(self, notes)
+        found = [turns.after(ids) for ids in prompt_ids]
+        notes.add(
+            "prompts",
+            asked=len(found),
+            unknown=[shown_ids(self, ids) for ids, it in zip(prompt_ids, found) if it is None],
+        )
+        return [[self.eos_token_ids[0]] if ids is None else list(ids) for ids in found], None
+
+    GRPOTrainer._generate_single_turn = replayed
+
+
+def shown_ids(trainer: Any, ids: list[int]) -> str:
+    return noted(trainer._tokenizer.decode(ids))[1]
+
+
+class WorkersScores:
+    """Rewards of the groups in the order in which the run trained on them, and the first group's inputs in TRL."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from async_grpo.archive.groups import FinishedGroups, UsedStep
+
+        steps = [entry for entry in FinishedGroups(run_dir).news() if isinstance(entry, UsedStep)]
+        self._rows = [row for step in steps for found in step.groups for row in found.group.rewards.tolist()]
+        self._taken = 0
+        self.first_inputs: tuple[Any, ...] | None = None
+
+    def take(self, count: int) -> list[list[float]]:
+        self._taken += count
+        return self._rows[self._taken - count : self._taken]
+
+
+def _scored_class(kind: type, scores: WorkersScores, notes: Notes) -> type:
+    """The trainer's class, which calls its own rewards and trains on the worker's scores."""
+    import torch
+
+    class Scored(kind):
+        __module__ = "async_grpo.checks.differential.plain"  # not `__main__`: it is not the user's
+
+        def _calculate_rewards(self, inputs: Any, *batch: Any) -> Any:
+            if scores.first_inputs is None:
+                scores.first_inputs = tuple([*it[: self.num_generations]] for it in (inputs, *batch))
+            own = super()._calculate_rewards(inputs, *batch)
+            theirs = torch.tensor(scores.take(len(own)), dtype=own.dtype, device=own.device)
+            notes.add("scores", plain=own.tolist(), worker=theirs.tolist())
+            return theirs if theirs.shape == own.shape else own
+
+    Scored.__name__ = Scored.__qualname__ = kind.__name__
+    return Scored
+
+
+def _call_again(trainer: Any, functions: Sequence[Any], inputs: tuple[Any, ...] | None, notes: Notes) -> None:
+    """Call the rewards whose values differ on one group: twice with equal random numbers, once with others."""
+    from async_grpo.checks.differential.scored import differing_rewards
+
+    folder_notes = notes_of(notes.folder, WORKER), notes_of(notes.folder, PLAIN)
+    if inputs is None or trainer.environments is not None:
+        return
+    for name in differing_rewards(*folder_notes):
+        function = functions[trainer.reward_func_names.index(name)]
+        for what, seed in _PROBES.items():
+            notes.add("probe", of=name, what=what, values=_values(trainer, function, inputs, seed))
+
+
+def _values(trainer: Any, function: Callable[..., Any], inputs: tuple[Any, ...], seed: int) -> list[float | None]:
+    import asyncio
+
+    import numpy as np
+    import torch
+    from trl.trainer.utils import is_async_callable
+
+    rows, prompts, completions, completion_ids = inputs
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
+    returned = function(
+        prompts=prompts,
+        completions=completions,
+        completion_ids=completion_ids,
+        **columns,
+        trainer_state=trainer.state,
+        log_extra=lambda *_: None,
+        log_metric=lambda *_: None,
+    )
+    if is_async_callable(function):
+        returned = asyncio.run_coroutine_threadsafe(returned, trainer.async_loop).result()
+    return [None if value is None else float(value) for value in returned]
+
+
+if __name__ == "__main__":
+    probe.answer(train)

@@ -1,0 +1,119 @@
+"""Notes what is trained on: in the server of the run, and in plain TRL. In the worker, what is sampled.
+
+Every private name of TRL's trainer that is recorded is in `HOOKS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from async_grpo.checks.differential.notes import SERVER, WORKER, Notes, noted
+from async_grpo.checks.differential.user_code import note_user_code
+
+HOOKS = ("compute_loss", "_get_per_token_logps_and_entropies")
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
+
+
+def recorded_run(trainer: Any, scratch: Path) -> None:
+    """Have the process of a run note what it does with this trainer, whether it is the server or the worker."""
+    trainer.callback_handler.callbacks.insert(0, TrainingRecorder(trainer, Notes(scratch, SERVER)))
+    _record_the_engine(Notes(scratch, WORKER))
+
+
+def _record_the_engine(notes: Notes) -> None:
+    """Note what the worker's engine samples, and from its making on what the user's code is given."""
+    from async_grpo.rollout.engines import choice
+
+    make = choice.make_engine
+
+    def make_recorded(trl: Any, *args: Any, **kwargs: Any) -> Any:
+        engine: Any = make(trl, *args, **kwargs)
+        note_user_code(trl.trainer, notes)
+        engine.sample = _noting(engine.sample, trl.trainer, notes)
+        return engine
+
+    choice.make_engine = make_recorded
+
+
+def _noting(sample: Callable[[Any], Any], trainer: Any, notes: Notes) -> Callable[[Any], Any]:
+    def sample_and_note(new: Sequence[Any]) -> Any:
+        if new:
+            note_sampling(trainer, notes)
+        ended = sample(new)
+        for group in (group for group in ended if group.error is None):
+            at = group.prepared
+            for index, (prompt, ids) in enumerate(zip(at.prompt_ids, group.token_ids, strict=True)):
+                notes.add("sampled", at=[at.job.seq, at.turn, at.place + index], prompt_ids=prompt, token_ids=ids)
+        return ended
+
+    return sample_and_note
+
+
+def note_sampling(trainer: Any, notes: Notes) -> None:
+    """Note with which settings TRL's trainer would sample now."""
+    settings = {f"trainer.{name}": getattr(trainer, name, None) for name in _SAMPLING}
+    settings |= {f"generation_config.{name}": value for name, value in trainer.generation_config.to_dict().items()}
+    for name, value in settings.items():
+        notes.add("setting", of=name, value=noted(value))
+
+
+class TrainingRecorder(TrainerCallback):
+    """Notes batches, losses, gradients, metrics and the weights that come out; with the first event, the user's code.
+
+    It is the first of the callbacks. By that event the run has checked the trainer and given it a class of its own.
+    """
+
+    def __init__(self, trainer: Any, notes: Notes) -> None:
+        self._trainer, self._notes = trainer, notes
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        note_user_code(self._trainer, self._notes)
+        self._trainer.__class__ = recorded_class(type(self._trainer), self._notes)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+        trained = [(name, it.grad) for name, it in self._trainer.model.named_parameters() if it.grad is not None]
+        self._notes.add("gradient", step=state.global_step + 1, norms={name: _norm(grad) for name, grad in trained})
+
+    def on_log(self, args: Any, state: Any, *_: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        numbers = {name: float(it) for name, it in (logs or {}).items() if isinstance(it, (int, float))}
+        self._notes.add("log", step=state.global_step, logs=numbers)
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        trained = [(name, it) for name, it in self._trainer.model.named_parameters() if it.requires_grad]
+        self._notes.add("weights", norms={name: _norm(it) for name, it in trained})
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.detach().double()))
+
+
+def recorded_class(kind: type, notes: Notes) -> type:
+    """The trainer's class, which also notes each batch with the log-probabilities and the loss of it."""
+
+    class Recorded(kind):
+        _logprobs: torch.Tensor | None = None
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not model.training:
+                return super().compute_loss(model, inputs, *args, **kwargs)
+            batch = {name: it.detach().cpu().clone() for name, it in inputs.items() if isinstance(it, torch.Tensor)}
+            self._logprobs = None
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            if self._logprobs is not None:
+                batch["logprobs"] = self._logprobs
+            notes.add_batch(batch)
+            notes.add("loss", step=int(self.state.global_step) + 1, loss=float(loss.detach()))
+            return loss
+
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            result = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            self._logprobs = result[0].detach()
+            return result
+
+    Recorded.__name__ = Recorded.__qualname__ = kind.__name__
+    return Recorded

@@ -1,0 +1,185 @@
+"""Lines about reward functions: what each was given of every completion, what it returned, and why that differs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from async_grpo.checks.differential.lines import Line, Status, equal
+from async_grpo.checks.differential.notes import Note
+from async_grpo.formatting import counted
+
+_TOLERANCE = 1e-6
+SCORING = "_calculate_rewards"
+_SEVERITY = [*Status]
+_STATE = "trainer_state."
+_AT_ISSUE = {f"{_STATE}num_input_tokens_seen", f"{_STATE}total_flos"}  # a job has them without the batch that it is for
+
+
+def reward_lines(name: str, worker: Sequence[Note], plain: Sequence[Note]) -> Iterator[Line]:
+    """What the function was given, and what it returned."""
+    subject, ours, theirs = f"reward {name}", calls_of(name, worker), calls_of(name, plain)
+    if not ours and not theirs:
+        yield equal(subject, "a model: its scores are compared below")
+        return
+    yield _given(subject, ours, theirs)
+    yield _returned(subject, name, ours, theirs, plain)
+
+
+def differing_rewards(worker: Sequence[Note], plain: Sequence[Note]) -> list[str]:
+    """The functions that returned something else for a completion that both sides gave them."""
+    names = dict.fromkeys(note["of"] for note in plain if note["kind"] == "scored")
+    return [name for name in names if _differing(calls_of(name, worker), calls_of(name, plain))]
+
+
+def calls_of(name: str, notes: Sequence[Note]) -> list[Note]:
+    return [note for note in notes if note["kind"] == "scored" and note["of"] == name]
+
+
+def _given(subject: str, ours: Sequence[Note], theirs: Sequence[Note]) -> Line:
+    mine, reference = ([item for call in calls for item in call["items"]] for calls in (ours, theirs))
+    calls = f"in {counted(len(ours), 'call')} of the worker and {len(theirs)} of TRL"
+    if len(mine) != len(reference):
+        found = f"scored {len(mine)} completions, in plain TRL {len(reference)}, {calls}"
+        return Line(Status.DIFFERS, subject, found)
+    fields = sorted({field for item in (*mine, *reference) for field in item})
+    wrong = [field for field in fields if _values(mine, field) != _values(reference, field)]
+    if not wrong:
+        return equal(subject, f"given the same {len(fields)} inputs of {counted(len(mine), 'completion')}, {calls}")
+    if set(wrong) <= _AT_ISSUE:
+        found = f"given the same {len(fields)} inputs of {len(mine)} completions but {', '.join(wrong)}, {calls}"
+        return Line(Status.DOCUMENTED, subject, found, "trainer_state is that of the time when the prompt was issued.")
+    wrong = [field for field in wrong if field not in _AT_ISSUE]
+    return Line(Status.DIFFERS, subject, f"given other {', '.join(wrong)}: {_example(wrong[0], mine, reference)}")
+
+
+def _values(items: Sequence[Note], field: str) -> Counter[str]:
+    return Counter(item[field][0] if field in item else "" for item in items)
+
+
+def _example(field: str, mine: Sequence[Note], reference: Sequence[Note]) -> str:
+    """The first value of either side that the other has not as often."""
+    texts = {item[field][0]: item[field][1] for item in (*mine, *reference) if field in item}
+    sides = (_values(mine, field), _values(reference, field))
+    ours, theirs = (next(iter((sides[i] - sides[1 - i]).keys()), "") for i in (0, 1))
+    return f"{texts.get(ours, 'nothing')} in the worker, {texts.get(theirs, 'nothing')} in plain TRL"
+
+
+def _returned(subject: str, name: str, ours: Sequence[Note], theirs: Sequence[Note], plain: Sequence[Note]) -> Line:
+    pairs, wrong = _pairs(ours, theirs), _differing(ours, theirs)
+    total = sum(len(call["items"]) for call in theirs)
+    if not pairs:
+        return Line(Status.UNKNOWN, subject, "what it returned is not compared", "It was given other completions.")
+    if not wrong:
+        found = f"returned the same for {len(pairs)} of {counted(total, 'completion')}"
+        if elsewhere := _read_otherwise(ours, theirs):
+            return Line(Status.DOCUMENTED, subject, found, f"It reads {elsewhere}. In later steps that may matter.")
+        return equal(subject, found)
+    mine, reference = wrong[0]
+    found = f"returned another value for {len(wrong)} of {total} completions: {mine:g}, in plain TRL {reference:g}"
+    status, cause = _cause(ours, theirs, [note for note in plain if note["kind"] == "probe" and note["of"] == name])
+    return Line(status, subject, found, cause)
+
+
+def _differing(ours: Sequence[Note], theirs: Sequence[Note]) -> list[tuple[float, float]]:
+    return [
+        (a, b)
+        for a, b in _pairs(ours, theirs)
+        if not math.isclose(a, b, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE) and not (math.isnan(a) and math.isnan(b))
+    ]
+
+
+def _pairs(ours: Sequence[Note], theirs: Sequence[Note]) -> list[tuple[float, float]]:
+    """The values of equal completions, the worker's first."""
+    mine, reference = _by_completion(ours), _by_completion(theirs)
+    return [pair for key in reference for pair in zip(mine.get(key, []), reference[key])]
+
+
+def _by_completion(calls: Sequence[Note]) -> dict[tuple[str, ...], list[float]]:
+    """The values of each completion, sorted; several where it was made several times. NaN: None was returned."""
+    found: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for call in calls:
+        for item, value in zip(call["items"], call["values"]):
+            key = tuple(item[name][0] for name in sorted(item) if not name.startswith(_STATE))
+            found[key].append(float("nan") if value is None else value)
+    return {key: sorted(values) for key, values in found.items()}
+
+
+def _cause(ours: Sequence[Note], theirs: Sequence[Note], probes: Sequence[Note]) -> tuple[Status, str]:
+    calls = [*ours, *theirs]
+    if changed := _changed(calls):
+        return Status.DIFFERS, (
+            f"It changes {', '.join(sorted(changed))} when it is called. The worker has a copy of its own, and calls "
+            "it with a prompt group where TRL calls it with a batch. Compute a reward from what is given alone."
+        )
+    if elsewhere := _read_otherwise(ours, theirs):
+        return Status.DIFFERS, (
+            f"It reads {elsewhere}: what changes it, such as a callback, does so in the server, and the reward is "
+            "called in a worker. Take it from trainer_state, or compute it from what is given."
+        )
+    answers = {probe["what"]: probe["values"] for probe in probes}
+    if answers and answers["first"] != answers["again"]:
+        return Status.UNKNOWN, (
+            "It returns another value each time for the same input, as what asks a clock or a service does."
+        )
+    if answers and answers["first"] != answers["otherwise"]:
+        return Status.UNKNOWN, "It draws random numbers, and those of a worker are others than those of plain TRL."
+    if answers and _same(answers["first"], ours[0]["values"]):
+        return Status.DOCUMENTED, (
+            "It compares the completions of a call: TRL calls it with a batch, a worker with the prompt groups that "
+            "wait, here one at a time."
+        )
+    return Status.DIFFERS, ""
+
+
+def _changed(calls: Sequence[Note]) -> set[str]:
+    return {name for call in calls for name in call["after"] if call["after"][name] != call["before"].get(name)}
+
+
+def _same(values: Sequence[float | None], others: Sequence[float | None]) -> bool:
+    return list(values) == list(others)[: len(values)]
+
+
+def _read_otherwise(ours: Sequence[Note], theirs: Sequence[Note]) -> str:
+    """State that one side sees at a call and the other never, and that calls do not change."""
+    calls = [*ours, *theirs]
+    for name in sorted({name for call in calls for name in call["before"]} - _changed(calls)):
+        mine, reference = (
+            {tuple(call["before"].get(name, ("", "nothing"))) for call in calls} for calls in (ours, theirs)
+        )
+        if mine != reference:
+            shown = [", ".join(sorted(text for _, text in side)) for side in (mine, reference)]
+            return f"{name}, which is {shown[0]} in the worker and {shown[1]} in plain TRL"
+    return ""
+
+
+def score_line(names: Sequence[str], plain: Sequence[Note], explained: Mapping[str, Status]) -> Line:
+    """The rewards as the loss gets them, where a model or a method of the user's may have made them.
+
+    Args:
+        names: of the reward functions.
+        explained: what was found of each function, and of `_calculate_rewards` where it is the user's.
+    """
+    import numpy as np
+
+    notes = [note for note in plain if note["kind"] == "scores"]
+    mine, reference = (np.array([row for note in notes for row in note[side]]) for side in ("worker", "plain"))
+    if mine.shape != reference.shape:
+        return Line(Status.DIFFERS, "scores", f"{len(mine)} rows, in plain TRL {len(reference)}")
+    wrong = ~np.isclose(mine, reference, rtol=1e-4, atol=1e-5, equal_nan=True)
+    if not wrong.any():
+        return equal("scores", f"the same for {counted(len(mine), 'completion')}")
+    row, column = np.argwhere(wrong)[0]
+    found = (
+        f"{int(wrong.any(axis=1).sum())} of {len(mine)} differ: {mine[row, column]:g}, in plain TRL "
+        f"{reference[row, column]:g}; both were trained on those of the run"
+    )
+    whole = explained.get(SCORING, Status.EQUAL)
+    reasons = [
+        max(whole, explained.get(names[index], Status.EQUAL), key=_SEVERITY.index)
+        for index in np.where(wrong.any(axis=0))[0]
+    ]
+    if Status.EQUAL in reasons:
+        return Line(Status.DIFFERS, "scores", found)
+    return Line(max(reasons, key=_SEVERITY.index), "scores", found, "As the lines above say.")
