@@ -108,12 +108,12 @@ def _some(items: Sequence[tuple[str, int]]) -> str:
     return ", ".join([*texts, *(["…"] if len(items) > _SHOWN else [])])
 
 
-def method_lines(server: Sequence[Note], worker: Sequence[Note], plain: Sequence[Note]) -> Iterator[tuple[str, Line]]:
-    """By its name, how often each override or patch of a method of TRL's was called, per completion, and with which."""
+def method_lines(server: Sequence[Note], worker: Sequence[Note], plain: Sequence[Note]) -> Iterator[Line]:
+    """How often each override or patch of a method of TRL's was called, per completion, and with which."""
     sides = [_by_name("method", notes) for notes in (server, worker, plain)]
     for name in sorted(set().union(*sides)):
         of_server, of_worker, of_trl = (side[name] for side in sides)
-        yield name, _method(name, of_server, of_worker, of_trl)
+        yield _method(name, of_server, of_worker, of_trl)
 
 
 def _method(name: str, server: Sequence[Note], worker: Sequence[Note], plain: Sequence[Note]) -> Line:

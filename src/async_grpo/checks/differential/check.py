@@ -77,9 +77,7 @@ def compared(scratch: Path, facts: Facts) -> Iterator[Line]:
         yield from lines
     yield from called.tool_lines(worker, plain)
     yield from called.callback_lines(server, plain)
-    for name, line in called.method_lines(server, worker, plain):
-        explained[name] = line.status
-        yield line
+    yield from called.method_lines(server, worker, plain)
     yield scored.score_line(facts.rewards, plain, explained)
     yield from trained_lines(scratch, facts, server, plain)
     yield called.file_line(scratch / OUTPUT / RUN, scratch / OUTPUT / PLAIN)

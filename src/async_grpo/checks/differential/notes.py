@@ -24,9 +24,15 @@ class Notes:
 
     def __init__(self, folder: Path, role: str) -> None:
         self.folder, self._role, self._lock = folder, role, threading.Lock()
-        self._batches = 0
+        self._batches, self._only = 0, ""
+
+    def keep_only(self, kind: str) -> None:
+        """Drop notes of other kinds from now on."""
+        self._only = kind
 
     def add(self, kind: str, **note: Any) -> None:
+        if self._only not in ("", kind):
+            return
         line = json.dumps({"kind": kind, **note})
         with self._lock, (self.folder / f"{self._role}.jsonl").open("a") as file:
             file.write(line + "\n")

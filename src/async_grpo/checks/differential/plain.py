@@ -123,26 +123,33 @@ def _scored_class(kind: type, scores: WorkersScores, notes: Notes) -> type:
         def _calculate_rewards(self, inputs: Any, *batch: Any) -> Any:
             if scores.first_inputs is None:
                 scores.first_inputs = tuple([*it[: self.num_generations]] for it in (inputs, *batch))
-            own = super()._calculate_rewards(inputs, *batch)
+            own = self.own_scores(inputs, *batch)
             theirs = torch.tensor(scores.take(len(own)), dtype=own.dtype, device=own.device)
             notes.add("scores", plain=own.tolist(), worker=theirs.tolist())
             return theirs if theirs.shape == own.shape else own
+
+        def own_scores(self, *batch: Any) -> Any:
+            return super()._calculate_rewards(*batch)
 
     Scored.__name__ = Scored.__qualname__ = kind.__name__
     return Scored
 
 
 def _call_again(trainer: Any, functions: Sequence[Any], inputs: tuple[Any, ...] | None, notes: Notes) -> None:
-    """Call the rewards whose values differ on one group: twice with equal random numbers, once with others."""
-    from async_grpo.checks.differential.scored import differing_rewards
+    """Call what differs on one group, as the worker does: rewards twice with equal random numbers, once with others."""
+    from async_grpo.checks.differential.scored import SCORING, differing_rewards
 
-    folder_notes = notes_of(notes.folder, WORKER), notes_of(notes.folder, PLAIN)
     if inputs is None or trainer.environments is not None:
         return
-    for name in differing_rewards(*folder_notes):
+    plain = notes_of(notes.folder, PLAIN)
+    notes.keep_only("probe")
+    for name in differing_rewards(notes_of(notes.folder, WORKER), plain):
         function = functions[trainer.reward_func_names.index(name)]
         for what, seed in _PROBES.items():
             notes.add("probe", of=name, what=what, values=_values(trainer, function, inputs, seed))
+    is_users = any(note["kind"] == "method" and note["of"] == SCORING for note in plain)
+    if is_users and any(note["plain"] != note["worker"] for note in plain if note["kind"] == "scores"):
+        notes.add("probe", of=SCORING, what="first", values=trainer.own_scores(*inputs).tolist())
 
 
 def _values(trainer: Any, function: Callable[..., Any], inputs: tuple[Any, ...], seed: int) -> list[float | None]:

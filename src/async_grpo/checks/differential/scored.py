@@ -12,7 +12,6 @@ from async_grpo.formatting import counted
 
 _TOLERANCE = 1e-6
 SCORING = "_calculate_rewards"
-_SEVERITY = [*Status]
 _STATE = "trainer_state."
 _AT_ISSUE = {f"{_STATE}num_input_tokens_seen", f"{_STATE}total_flos"}  # a job has them without the batch that it is for
 
@@ -159,7 +158,7 @@ def score_line(names: Sequence[str], plain: Sequence[Note], explained: Mapping[s
 
     Args:
         names: of the reward functions.
-        explained: what was found of each function, and of `_calculate_rewards` where it is the user's.
+        explained: what was found of each function.
     """
     import numpy as np
 
@@ -175,11 +174,11 @@ def score_line(names: Sequence[str], plain: Sequence[Note], explained: Mapping[s
         f"{int(wrong.any(axis=1).sum())} of {len(mine)} differ: {mine[row, column]:g}, in plain TRL "
         f"{reference[row, column]:g}; both were trained on those of the run"
     )
-    whole = explained.get(SCORING, Status.EQUAL)
-    reasons = [
-        max(whole, explained.get(names[index], Status.EQUAL), key=_SEVERITY.index)
-        for index in np.where(wrong.any(axis=0))[0]
-    ]
-    if Status.EQUAL in reasons:
-        return Line(Status.DIFFERS, "scores", found)
-    return Line(max(reasons, key=_SEVERITY.index), "scores", found, "As the lines above say.")
+    reasons = [explained.get(names[index], Status.EQUAL) for index in np.where(wrong.any(axis=0))[0]]
+    if Status.EQUAL not in reasons:
+        return Line(max(reasons, key=[*Status].index), "scores", found, "As the lines of the rewards say.")
+    probes = [note["values"] for note in plain if note["kind"] == "probe" and note["of"] == SCORING]
+    if probes and np.allclose(probes[0], mine[: len(probes[0])], rtol=1e-4, atol=1e-5, equal_nan=True):
+        cause = f"{SCORING} is yours, and computes with all completions of a call: a batch in TRL, a group in a worker."
+        return Line(Status.DOCUMENTED, "scores", found, cause)
+    return Line(Status.DIFFERS, "scores", found)

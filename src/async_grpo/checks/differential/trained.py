@@ -12,7 +12,6 @@ import numpy as np
 from async_grpo.checks.differential.building import Facts
 from async_grpo.checks.differential.lines import Line, Status, equal
 from async_grpo.checks.differential.notes import PLAIN, SERVER, Note, batches_of
-from async_grpo.formatting import counted
 
 _SAMPLER = "old_per_token_logps"
 _OURS = {_SAMPLER, "sampling_per_token_logps", "importance_sampling_ratio", "policy_version", "is_long"}
