@@ -100,7 +100,7 @@ def _logprobs(ours: Sequence[Batch], theirs: Sequence[Batch], tolerance: float) 
             "not compared",
             "The loss computes them in another way, or batches have other shapes.",
         )
-    gap = max(float(np.abs(a[_LOGPROBS] - b[_LOGPROBS])[_tokens(b)].max(initial=0.0)) for a, b in pairs)
+    gap = float(np.max([np.abs(a[_LOGPROBS] - b[_LOGPROBS])[_tokens(b)].max(initial=0.0) for a, b in pairs]))
     tokens = sum(int(_tokens(b).sum()) for _, b in pairs)
     found = f"at most {gap:.2g} apart, {tokens} tokens"
     return equal("log-probs", found) if gap <= 10 * tolerance else Line(Status.DIFFERS, "log-probs", found)
@@ -119,9 +119,9 @@ def _losses(server: Sequence[Note], plain: Sequence[Note], tolerance: float) -> 
 
 
 def _close(mine: float, reference: float, tolerance: float) -> bool:
-    return (
-        mine == reference or abs(mine - reference) <= tolerance * max(1.0, abs(reference)) or mine != mine != reference
-    )
+    if math.isnan(mine) or math.isnan(reference):
+        return math.isnan(mine) and math.isnan(reference)
+    return mine == reference or abs(mine - reference) <= tolerance * max(1.0, abs(reference))
 
 
 def _norms(kind: str, subject: str, server: Sequence[Note], plain: Sequence[Note], tolerance: float) -> Line:
@@ -131,16 +131,23 @@ def _norms(kind: str, subject: str, server: Sequence[Note], plain: Sequence[Note
         return Line(
             Status.DIFFERS, subject, f"of other parameters, or {len(mine)} times, in plain TRL {len(reference)} times"
         )
-    worst, where = 0.0, ""
-    for a, b in zip(mine, reference, strict=True):
-        whole = math.sqrt(sum(norm**2 for norm in b.values())) or 1.0
-        for name, norm in b.items():
-            if not (share := abs(a[name] - norm) / whole) <= worst:
-                worst, where = share, name
+    worst, where = max(
+        (_apart(a[name], b[name], math.sqrt(sum(norm**2 for norm in b.values()))), name)
+        for a, b in zip(mine, reference, strict=True)
+        for name in b
+    )
     found = f"norms of {len(reference[0])} parameters, at most {worst:.2g} of the whole apart"
     if worst <= tolerance:
         return equal(subject, found)
     return Line(Status.DIFFERS, subject, f"{found}: {where}")
+
+
+def _apart(mine: float, reference: float, whole: float) -> float:
+    """As a share of the whole; infinite where one of the two is no number."""
+    if _close(mine, reference, 0.0):
+        return 0.0
+    share = abs(mine - reference) / (whole or 1.0)
+    return math.inf if math.isnan(share) else share
 
 
 def _metrics(server: Sequence[Note], plain: Sequence[Note], tolerance: float) -> Line:

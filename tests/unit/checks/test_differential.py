@@ -1,0 +1,347 @@
+"""The lines of `async-grpo check`, from notes that no process has made, and the notes around the user's code."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_grpo.checks.differential import called, scored, trained
+from async_grpo.checks.differential.building import Facts
+from async_grpo.checks.differential.check import expected_calls, refuse_unsloth
+from async_grpo.checks.differential.held_state import held_state
+from async_grpo.checks.differential.lines import Line, Status, printed, verdict
+from async_grpo.checks.differential.notes import PLAIN, SERVER, Note, Notes, noted, notes_of
+from async_grpo.checks.differential.user_code import around, items_of
+from async_grpo.errors import UnsupportedError
+
+FACTS = Facts(
+    trainer="GRPOTrainer",
+    model="Tiny",
+    parameters=1,
+    rewards=["right"],
+    completions=8,
+    group_size=2,
+    batches=2,
+    precision="float32",
+    dropout="",
+    saves=True,
+)
+
+
+def call(texts: list[str], values: list[float | None], *, step: int = 0, before: Any = None, after: Any = None) -> Note:
+    """One call of the reward `right`."""
+    items = [{"completions": noted(text), "trainer_state.global_step": noted(float(step))} for text in texts]
+    held = {} if before is None else {"seen": noted(before)}
+    left = held if after is None else {"seen": noted(after)}
+    return {"kind": "scored", "of": "right", "items": items, "values": values, "before": held, "after": left}
+
+
+def probes(first: list[float], again: list[float], otherwise: list[float]) -> list[Note]:
+    values = {"first": first, "again": again, "otherwise": otherwise}
+    return [{"kind": "probe", "of": "right", "what": what, "values": each} for what, each in values.items()]
+
+
+def lines(worker: list[Note], plain: list[Note]) -> tuple[Line, Line]:
+    given, returned = scored.reward_lines("right", worker, plain)
+    return given, returned
+
+
+def test_a_reward_that_depends_on_what_it_is_given_alone_is_equal() -> None:
+    worker = [call(["a", "b"], [1.0, None]), call(["c", "d"], [0.0, 1.0])]
+    given, returned = lines(worker, [call(["a", "b", "c", "d"], [1.0, None, 0.0, 1.0])])
+    assert (given.status, returned.status) == (Status.EQUAL, Status.EQUAL)
+    assert "2 calls of the worker and 1 of TRL" in given.found
+
+
+def test_counts_are_per_completion() -> None:
+    given, _ = lines([call(["a", "b"], [1.0, 1.0])], [call(["a", "b", "c", "d"], [1.0] * 4)])
+    assert given.status is Status.DIFFERS and "scored 2 completions, in plain TRL 4" in given.found
+
+
+def test_an_input_that_differs_is_named_with_both_values() -> None:
+    given, returned = lines([call(["a"], [1.0])], [call(["a"], [1.0], step=1)])
+    assert given.status is Status.DIFFERS
+    assert "trainer_state.global_step: 0.0 in the worker, 1.0 in plain TRL" in given.found
+    assert returned.status is Status.EQUAL, "the completion is the same, and so is its value"
+
+
+def test_what_a_reward_returned_for_other_completions_is_not_said_to_be_equal() -> None:
+    _, returned = lines([call(["a"], [1.0])], [call(["b"], [1.0])])
+    assert returned.status is Status.UNKNOWN
+
+
+def test_a_reward_that_counts_its_calls_keeps_state() -> None:
+    worker = [call(["a", "b"], [1.0, 1.0], before=0, after=1), call(["c", "d"], [2.0, 2.0], before=1, after=2)]
+    plain = [call(["a", "b", "c", "d"], [1.0] * 4, before=0, after=1), *probes([2, 2], [3, 3], [4, 4])]
+    _, returned = lines(worker, plain)
+    assert returned.status is Status.DIFFERS and "It changes seen when it is called" in returned.cause
+
+
+def test_what_a_callback_changes_in_the_server_alone_is_named() -> None:
+    worker = [call(["a"], [0.0], before=0), call(["b"], [0.0], before=0)]
+    plain = [call(["a"], [0.0], before=0), call(["b"], [1.0], before=1)]
+    _, returned = lines(worker, plain)
+    assert (
+        returned.status is Status.DIFFERS and "seen, which is 0 in the worker and 0, 1 in plain TRL" in returned.cause
+    )
+
+
+def test_state_that_made_no_difference_yet_is_a_line_all_the_same() -> None:
+    _, returned = lines([call(["a"], [0.0], before=0)], [call(["a"], [0.0], before=1)])
+    assert returned.status is Status.DOCUMENTED and "In later steps that may matter" in returned.cause
+
+
+def test_a_reward_that_reads_the_clock_cannot_be_compared() -> None:
+    _, returned = lines([call(["a"], [1.0])], [call(["a"], [2.0]), *probes([3], [4], [5])])
+    assert returned.status is Status.UNKNOWN and "another value each time" in returned.cause
+
+
+def test_a_reward_that_draws_random_numbers_cannot_be_compared() -> None:
+    _, returned = lines([call(["a"], [1.0])], [call(["a"], [2.0]), *probes([3], [3], [5])])
+    assert returned.status is Status.UNKNOWN and "random numbers" in returned.cause
+
+
+def test_a_reward_that_compares_the_completions_of_a_call_is_documented() -> None:
+    worker, plain = [call(["a", "b"], [0.0, 1.0])], [call(["a", "b"], [0.5, 0.7]), *probes([0, 1], [0, 1], [0, 1])]
+    _, returned = lines(worker, plain)
+    assert returned.status is Status.DOCUMENTED and "It compares the completions of a call" in returned.cause
+
+
+def test_a_reward_that_differs_for_no_known_reason_differs() -> None:
+    _, returned = lines([call(["a"], [1.0])], [call(["a"], [2.0]), *probes([3], [3], [3])])
+    assert (returned.status, returned.cause) == (Status.DIFFERS, "")
+
+
+def scores(worker: Any, plain: Any, *more: Note) -> list[Note]:
+    return [{"kind": "scores", "worker": worker, "plain": plain}, *more]
+
+
+def test_scores_differ_as_the_lines_of_the_rewards_say() -> None:
+    notes = scores([[1.0, 0.0]], [[2.0, 0.0]])
+    of = partial(scored.score_line, ["right", "short"], notes)
+    assert of({"right": Status.UNKNOWN}).status is Status.UNKNOWN
+    assert of({"short": Status.UNKNOWN}).status is Status.DIFFERS
+
+
+def test_a_scoring_of_the_users_own_is_documented_if_it_gives_the_workers_scores_for_a_group() -> None:
+    probe = {"kind": "probe", "of": "_calculate_rewards", "what": "first", "values": [[1.0]]}
+    assert scored.score_line(["right"], scores([[1.0]], [[2.0]], probe), {}).status is Status.DOCUMENTED
+    assert scored.score_line(["right"], scores([[3.0]], [[2.0]], probe), {}).status is Status.DIFFERS
+
+
+def method(name: str, size: int, *items: str) -> Note:
+    return {"kind": "method", "of": name, "size": size, "items": [noted(item) for item in items]}
+
+
+@pytest.mark.parametrize("name", ["_generate_single_turn", "compute_loss", "_patched_by_a_library"])
+def test_an_override_that_is_not_called_where_it_has_its_effect_differs(name: str) -> None:
+    (line,) = called.method_lines([], [], [method(name, 4)])
+    assert line.status is Status.DIFFERS and "called for no rows, in plain TRL for 4" in line.found
+
+
+def test_an_override_is_counted_by_completions_where_it_has_its_effect() -> None:
+    (line,) = called.method_lines(
+        [], [method("_generate", 2, "a", "b")] * 2, [method("_generate", 4, "a", "b", "a", "b")]
+    )
+    assert line.status is Status.EQUAL
+    (line,) = called.method_lines(
+        [], [method("_generate", 2, "a", "c")] * 2, [method("_generate", 4, "a", "b", "a", "b")]
+    )
+    assert line.status is Status.DIFFERS and "given something else" in line.found
+
+
+def event(name: str, step: int) -> Note:
+    return {"kind": "event", "of": "Stopper", "event": name, "step": step}
+
+
+def test_an_event_that_a_callback_does_not_hear_is_named() -> None:
+    heard = [event("on_step_end", 1), event("on_save", 2)]
+    (line,) = called.callback_lines(heard[:1], heard)
+    assert line.status is Status.DIFFERS and line.found == "without on_save of step 2"
+    (line,) = called.callback_lines(heard[::-1], heard)
+    assert line.found == "the same events in another order"
+
+
+def test_a_prompt_that_the_worker_did_not_sample_after_is_shown() -> None:
+    line = called.prompt_line([{"kind": "sampled"}], [{"kind": "prompts", "asked": 1, "unknown": ["'a!'"]}])
+    assert line.status is Status.DIFFERS and "'a!'" in line.found
+
+
+def test_a_setting_of_sampling_that_changes_in_the_server_alone_differs() -> None:
+    worker = [{"kind": "setting", "of": "temperature", "value": noted(1.0)}]
+    line = called.sampling_line(worker, [*worker, {"kind": "setting", "of": "temperature", "value": noted(0.5)}])
+    assert line.status is Status.DIFFERS and "1.0 in the worker, 1.0 then 0.5 in plain TRL" in line.found
+
+
+def test_tools_are_compared_whatever_their_order() -> None:
+    calls = [{"kind": "tool", "of": "look", "given": noted(q), "returned": noted(a)} for q, a in (("x", 1), ("y", 2))]
+    (line,) = called.tool_lines(calls, calls[::-1])
+    assert line.status is Status.EQUAL
+    (line,) = called.tool_lines(calls, [calls[0], {**calls[1], "returned": noted(3)}])
+    assert line.status is Status.DIFFERS and "returned something else" in line.found
+
+
+def write(folder: Path, names: list[str]) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+def test_files_of_ours_are_documented_and_missing_ones_differ(tmp_path: Path) -> None:
+    reference = write(tmp_path / "plain", ["checkpoint-2/model", "README.md"])
+    ours = write(tmp_path / "run", ["checkpoint-2/model", "checkpoint-2/rollout_state.json", "README.md"])
+    assert called.file_line(ours, reference).status is Status.DOCUMENTED
+    (ours / "README.md").unlink()
+    assert called.file_line(ours, reference).found.startswith("missing: README.md")
+
+
+def trained_as(folder: Path, role: str, **changes: Any) -> None:
+    """Notes of one step on two tokens."""
+    notes = Notes(folder, role)
+    numbers = {"loss": 0.5, "grad": 1.0, "kl": 0.1, "logprob": -1.0, "old": -1.0, "advantage": 1.0, **changes}
+    batch = {"completion_mask": torch.ones(1, 2), "advantages": torch.tensor([numbers["advantage"]])}
+    batch["logprobs"] = torch.full((1, 2), numbers["logprob"])
+    if role == SERVER:
+        batch |= {"old_per_token_logps": torch.full((1, 2), numbers["old"]), "policy_version": torch.zeros(1)}
+    notes.add_batch(batch)
+    notes.add("loss", step=1, loss=numbers["loss"])
+    for kind in ("gradient", "weights"):
+        notes.add(kind, norms={"head": numbers["grad"]})
+    notes.add("log", step=1, logs={"kl": numbers["kl"], **({"async/age": 0.0} if role == SERVER else {})})
+
+
+def statuses(folder: Path, facts: Facts = FACTS, **changes: Any) -> dict[str, Status]:
+    trained_as(folder, SERVER, **changes)
+    trained_as(folder, PLAIN)
+    found = trained.trained_lines(folder, facts, notes_of(folder, SERVER), notes_of(folder, PLAIN))
+    return {line.subject: line.status for line in found}
+
+
+def test_the_same_training_is_equal(tmp_path: Path) -> None:
+    assert set(statuses(tmp_path).values()) == {Status.EQUAL}
+
+
+@pytest.mark.parametrize(
+    "changed, subjects",
+    [
+        ({"loss": 0.6}, {"losses"}),
+        ({"loss": float("nan")}, {"losses"}),
+        ({"grad": 1.1}, {"gradients", "weights"}),
+        ({"grad": float("nan")}, {"gradients", "weights"}),
+        ({"logprob": float("nan"), "old": -1.0}, {"log-probs", "sampler"}),
+        ({"kl": 0.2}, {"metrics"}),
+        ({"logprob": -1.1, "old": -1.1}, {"log-probs"}),
+        ({"old": -1.1}, {"sampler"}),
+        ({"advantage": 2.0}, {"batches"}),
+    ],
+)
+def test_one_number_that_differs_is_one_line(tmp_path: Path, changed: dict[str, float], subjects: set[str]) -> None:
+    found = statuses(tmp_path, **changed)
+    assert {subject for subject, status in found.items() if status is not Status.EQUAL} == subjects
+    assert {found[subject] for subject in subjects} == {Status.DIFFERS}
+
+
+def test_what_dropout_changes_is_documented_but_not_the_batch(tmp_path: Path) -> None:
+    facts = dataclasses.replace(FACTS, dropout="Dropout.")
+    found = statuses(tmp_path, facts, loss=0.6, old=-2.0, advantage=2.0)
+    assert (found["losses"], found["sampler"], found["batches"]) == (
+        Status.DOCUMENTED,
+        Status.DOCUMENTED,
+        Status.DIFFERS,
+    )
+
+
+# --- Notes around the user's code ---------------------------------------------------------------------------
+
+seen = 0
+
+
+def helper() -> int:
+    return seen
+
+
+def test_state_is_seen_in_globals_of_helpers_closures_objects_and_attributes() -> None:
+    kept = [1]
+
+    def reads(completions: list[str]) -> list[float]:
+        return [float(helper() + len(kept))]
+
+    class Counter:
+        def __init__(self) -> None:
+            self.calls = 3
+
+        def __call__(self, completions: list[str]) -> list[float]:
+            return [float(self.calls)]
+
+    reads.marked = True  # type: ignore[attr-defined]
+    assert {name: text for name, (_, text) in held_state(reads).items()} == {
+        "reads.marked": "True",
+        "seen": "0",
+        "kept": "[1]",
+    }
+    assert held_state(Counter())["Counter.calls"] == noted(3)
+    assert held_state(Counter().__call__) == held_state(partial(Counter()))
+
+
+def test_a_function_is_replaced_by_one_of_its_kind_with_its_attributes() -> None:
+    ended: list[Any] = []
+
+    def begin(args: Any, kwargs: Any) -> Any:
+        return ended.append
+
+    async def later(x: int) -> int:
+        return x + 1
+
+    def fails() -> None:
+        raise KeyError("no")
+
+    later.thread_safe = True  # type: ignore[attr-defined]
+    wrapped: Any = around(later, begin)
+    assert wrapped.thread_safe and asyncio.run(wrapped(1)) == 2
+    with pytest.raises(KeyError):
+        around(fails, begin)()
+    assert ended[0] == 2 and isinstance(ended[1], KeyError)
+
+
+def test_what_a_reward_is_given_is_noted_of_each_completion() -> None:
+    first, second = items_of({"completions": ["a", "b"], "answer": [1, 2], "margin": 0.5, "log_metric": print})
+    assert first["answer"] != second["answer"] and first["margin"] == second["margin"] and "log_metric" not in first
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [({"a": 1, "b": 2}, {"b": 2, "a": 1}), ({1, 2}, {2, 1}), (np.arange(3), np.arange(3)), (object(), object())],
+)
+def test_equal_values_have_equal_digests_in_every_process(one: Any, other: Any) -> None:
+    assert noted(one)[0] == noted(other)[0]
+
+
+# --- The command -------------------------------------------------------------------------------------------
+
+
+def test_the_cost_of_rewards_is_said_by_side() -> None:
+    said = expected_calls(FACTS)
+    assert "score 8 completions in a run (4 calls) and the same 8 in plain TRL (2 calls)" in said
+
+
+@pytest.mark.parametrize("line", ["import unsloth", "from unsloth import FastLanguageModel"])
+def test_unsloth_is_refused_before_anything_starts(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"def get_trainer():\n    {line}\n")
+    with pytest.raises(UnsupportedError, match="Unsloth"):
+        refuse_unsloth(file)
+
+
+def test_the_verdict_counts_and_a_line_shows_its_cause() -> None:
+    found = [Line(Status.DIFFERS, "losses", "0.1 apart", "Because."), Line(Status.EQUAL, "files", "the same 3")]
+    assert verdict(found).startswith("1 difference from plain TRL")
+    assert verdict(found[1:]).startswith("no difference from plain TRL at staleness 0")
+    assert printed(found[0]).splitlines()[1].strip() == "-> Because."
