@@ -18,6 +18,11 @@ FSDP2 = str(EXAMPLES / "fsdp2.yaml")
 SHARDED_SETUP = SETUP.with_name("sharded_model.py")
 
 
+def logged(folder: Path) -> list[dict[str, float]]:
+    lines = (folder / "worker/metrics.jsonl").read_text().splitlines()
+    return [entry for entry in map(json.loads, lines) if "loss" in entry]
+
+
 @pytest.mark.parametrize("processes", [2, 4])
 def test_sharded_ranks_train_an_adapter_as_one_process_does(
     processes: int, undisturbed_lora: Path, tmp_path: Path
@@ -29,6 +34,18 @@ def test_sharded_ranks_train_an_adapter_as_one_process_does(
     last = tmp_path / "checkpoints" / "checkpoint-8"
     assert {path.name for path in last.glob("rng_state_*")} == {f"rng_state_{rank}.pth" for rank in range(processes)}
     assert read(last / "rollout_state.json")["step"] == 8
+
+
+def test_sharded_ranks_scale_their_steps_as_one_process_does(tmp_path: Path) -> None:
+    one, sharded = tmp_path / "one", tmp_path / "sharded"
+    options = ("-n", "1", "--deterministic", "--steps", "8", "--step-scaling", "ess", "--accelerate-config")
+    for folder, config in ((one, "none"), (sharded, str(config_of("fsdp2.yaml", 2, tmp_path)))):
+        folder.mkdir()
+        finish(folder, *options, config, setup=SHARDED_SETUP, TEST_GRPO=json.dumps(IN_MID_BATCH))
+    same_training(sharded, one, steps=8)
+    scales, expected = ([line["async/rate_scale"] for line in logged(folder)] for folder in (sharded, one))
+    assert scales == pytest.approx(expected, abs=1e-4)
+    assert min(scales) < 0.999
 
 
 @pytest.mark.parametrize("processes", [2, 4])

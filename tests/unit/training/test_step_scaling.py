@@ -103,6 +103,33 @@ def test_a_rate_that_is_a_tensor_is_the_same_tensor_afterwards() -> None:
     assert float(rate) == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit", "PagedAdamW32bit"])
+def test_8_bit_and_paged_optimizers_take_the_scaled_rate(name: str) -> None:
+    """Adam's first step is as long as the rate, whatever the gradient."""
+    optim = pytest.importorskip("bitsandbytes").optim
+    weight = torch.nn.Parameter(torch.zeros(8192))
+    optimizer, scaled = getattr(optim, name)([weight], lr=0.1, weight_decay=0.0), scaling("sequences")
+    weight.grad = torch.ones_like(weight)
+    scaled.saw(*batch())
+    scaled.on_pre_optimizer_step(optimizer=optimizer)
+    optimizer.step()
+    scaled.on_optimizer_step(optimizer=optimizer)
+    assert -weight.mean().item() == pytest.approx(0.1 * sqrt(TABLE["sequences"]), rel=1e-3)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_without_scaling_the_share_is_reported_and_the_rate_is_left_alone() -> None:
+    metrics, optimizer = Metrics(), sgd()
+    watching = StepScaling("sequences", lambda own: own, metrics.append, scales=False)
+    watching.on_pre_optimizer_step(optimizer=optimizer)
+    assert metrics == {}, "a loss without log-probabilities"
+    watching.saw(*batch())
+    watching.on_pre_optimizer_step(optimizer=optimizer)
+    assert metrics == {"async/ess_sequences": pytest.approx(TABLE["sequences"], abs=1e-6)}
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
+    watching.on_optimizer_step(optimizer=optimizer)
+
+
 def test_each_step_has_its_own_share() -> None:
     metrics = Metrics()
     scaled, optimizer = scaling("sequences", metrics), sgd()

@@ -50,6 +50,12 @@ def _check_step_scaling(rule: Rule, trainer: Any) -> None:
             f"{flag} changes the rate between the backward pass and the optimizer's step, and DeepSpeed takes the step "
             "in its backward pass. Shard by FSDP2 instead, or leave --step-scaling out."
         )
+    optimizer = str(getattr(trainer.args.optim, "value", trainer.args.optim))
+    if optimizer in ("lomo", "adalomo") or optimizer.endswith("layerwise"):
+        raise UnsupportedError(
+            f"{flag} changes the rate between the backward pass and the optimizer's step, and optim={optimizer!r} "
+            "takes the step in the backward pass. Take another optim, or leave --step-scaling out."
+        )
     if trainer.args.use_liger_kernel:
         raise UnsupportedError(
             f"{flag} needs the log-probabilities of the loss, and Liger's loss keeps them to itself. Remove "

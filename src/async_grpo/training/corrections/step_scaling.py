@@ -24,7 +24,7 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.training.corrections.report import Append
 from async_grpo.training.corrections.weights import loss_mask
 
-UNITS = {"ess": "sequences", "ess-token": "tokens"}  # by `--step-scaling`: what has one ratio
+UNITS = {"off": "sequences", "ess": "sequences", "ess-token": "tokens"}  # by `--step-scaling`: what has one ratio
 _FARTHEST = 1e6  # nats of a ratio that is infinite; twice of it is a number
 
 
@@ -50,25 +50,28 @@ def effective_share(sums: Tensor) -> float:
 
 
 class StepScaling(TrainerCallback):
-    """Multiplies every rate by the scale for the time of the optimizer's step.
+    """Reports the effective sample size of each optimizer step, and multiplies every rate by its scale meanwhile.
 
     Args:
         unit: "sequences" or "tokens".
         gather: concatenates a tensor of each rank, in the first dimension.
         append: adds a value to the training metrics.
+        scales: False: the rates stay as they are, and a loss without log-probabilities has no effective sample size.
     """
 
-    def __init__(self, unit: str, gather: Callable[[Tensor], Tensor], append: Append) -> None:
-        self._unit, self._gather, self._append = unit, gather, append
+    def __init__(self, unit: str, gather: Callable[[Tensor], Tensor], append: Append, *, scales: bool = True) -> None:
+        self._unit, self._gather, self._append, self._scales = unit, gather, append, scales
         self._sums: list[Tensor] = []  # of the micro-batches of this step
         self._rates: list[Any] = []  # of the optimizer's groups, while they are scaled
 
     def saw(self, inputs: Mapping[str, Any], log_pi: Tensor) -> None:
         """A micro-batch was trained on, with the log-probabilities `log_pi`, [B, C]."""
-        logs = log_ratios(log_pi, inputs["sampling_per_token_logps"], loss_mask(inputs), self._unit)
-        self._sums.append(sums_of(logs))
+        if (log_mu := inputs.get("sampling_per_token_logps")) is not None:
+            self._sums.append(sums_of(log_ratios(log_pi, log_mu, loss_mask(inputs), self._unit)))
 
     def on_pre_optimizer_step(self, *_: Any, optimizer: Any, **kwargs: Any) -> None:
+        if not self._sums and not self._scales:
+            return
         if not self._sums:
             raise UnsupportedError(
                 "--step-scaling needs the log-probabilities of the loss, and this trainer's loss does not compute them "
@@ -77,11 +80,13 @@ class StepScaling(TrainerCallback):
         share = effective_share(self._gather(torch.stack(self._sums)))
         self._sums.clear()
         self._append(f"async/ess_{self._unit}", share)
-        self._append("async/rate_scale", sqrt(share))
-        self._rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * sqrt(share)
+        if self._scales:
+            self._append("async/rate_scale", sqrt(share))
+            self._rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * sqrt(share)
 
     def on_optimizer_step(self, *_: Any, optimizer: Any, **kwargs: Any) -> None:
-        for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate
+        if self._scales:
+            for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate

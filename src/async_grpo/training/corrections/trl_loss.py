@@ -160,10 +160,9 @@ def correction_of(trainer: GRPOTrainer, rule: Rule, append: Append) -> Correctio
     )
 
 
-def _scaling(trainer: Any, rule: Rule, append: Append) -> StepScaling | None:
-    if rule.step_scaling == OFF:
-        return None
-    scaling = StepScaling(UNITS[rule.step_scaling], trainer.accelerator.gather, append)
+def _scaling(trainer: Any, rule: Rule, append: Append) -> StepScaling:
+    scales = rule.step_scaling != OFF
+    scaling = StepScaling(UNITS[rule.step_scaling], trainer.accelerator.gather, append, scales=scales)
     trainer.add_callback(scaling)
     return scaling
 
