@@ -22,9 +22,11 @@ from async_grpo.rundir.shape import is_number
 
 REWARDS, STALENESS, THROUGHPUT, EVALUATION = "1_rewards", "2_staleness", "3_throughput", "4_evaluation"
 COMPLETIONS, TIMING, WORKERS, DISTRIBUTIONS = "5_completions", "6_timing", "7_workers", "8_distributions"
+STABILITY = "9_stability"
 
 _redact = Redactor()
 _NO_SERIES = ("eval_version", "step", "monotonic_s")  # of metrics.jsonl
+_STABILITY = ("async/effective_sample_size", "async/ess_sequences", "async/kl_to_sampler")
 _THROUGHPUT = ("async/rollouts_per_second", "async/trainer_wait_fraction", "async/worker_busy_fraction", "step_time")
 _SAMPLE_CHARACTERS = 4000  # of a prompt or a completion that is shown as text
 
@@ -81,9 +83,10 @@ def logged(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in numbers.items():
         is_evaluation = name.startswith("eval_")
         yield (f"{EVALUATION}/{name.removeprefix('eval_')}" if is_evaluation else f"train/{name}"), value
-    for name in _THROUGHPUT:
-        if name in numbers:
-            yield f"{THROUGHPUT}/{name.removeprefix('async/')}", numbers[name]
+    for group, names in ((THROUGHPUT, _THROUGHPUT), (STABILITY, _STABILITY)):
+        for name in names:
+            if name in numbers:
+                yield f"{group}/{name.removeprefix('async/')}", numbers[name]
     rate, length = numbers.get("async/rollouts_per_second"), numbers.get("completions/mean_length")
     if rate is not None and length is not None:
         yield f"{THROUGHPUT}/tokens_per_second", rate * length

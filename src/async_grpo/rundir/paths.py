@@ -73,6 +73,7 @@ class RunState:
     resolved: dict[str, Any] = field(default_factory=dict)  # what they and the setup file came to
     num_workers: int = 0  # how many workers the launcher starts; 0 when started by hand
     workers_sharing: int = 0  # of them, those on the server's device: they read its weights in place
+    tips: str = ""  # the warning that the policy runs away from its rollouts, if it was given
     undo: dict[str, Any] = field(default_factory=dict)  # what a resume has changed, as it was, until it is accepted
     format: int = FORMAT
 

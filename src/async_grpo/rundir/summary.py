@@ -96,6 +96,8 @@ def show(run: RunDir) -> None:
         table.add_section()
     console = Console(soft_wrap=True, markup=False)  # a path may hold square brackets
     console.print(table)
+    if (state_of_run := run.read_state()) is not None and state_of_run.tips:
+        console.print(printable(state_of_run.tips), highlight=False)
     console.print(printable(f"next: {next_command(state, run)}"), highlight=False)
 
 

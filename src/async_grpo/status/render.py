@@ -155,6 +155,8 @@ def _outcome(view: RunView) -> Text:
 def _conclusions(view: RunView) -> Iterator[Text]:
     for stall in view.stalls:
         yield _plain(stall, "bold yellow")
+    if view.tips:
+        yield _plain(view.tips, "bold yellow")
     if view.bottleneck:
         yield _plain(view.bottleneck, "italic")
     if view.jobs_quarantined:

@@ -74,6 +74,7 @@ class RunView:
     workers_busy: float | None  # mean share of the last minute
     bottleneck: str
     stalls: tuple[str, ...]  # one sentence for each process that is stalled
+    tips: str  # the warning that the policy runs away from its rollouts; empty without one
     jobs_quarantined: int
     quarantined: tuple[dict[str, Any], ...]  # {"group", "attempt", "kind", "file", "reason"}; with details only
     summary: dict[str, Any] | None  # summary.json of a run that has ended
@@ -138,6 +139,7 @@ def _look(run: RunDir, *, details: bool) -> RunView:
         workers_busy=shares.workers_busy if shares else None,
         bottleneck=diagnosis.bottleneck(processes, shares) if training else "",
         stalls=processes.stalls(),
+        tips=state.tips,
         jobs_quarantined=counts.quarantined,
         quarantined=_quarantined(run) if details else (),
         summary=summary,

@@ -50,6 +50,7 @@ from async_grpo.training import checkpoints, trl_trainer
 from async_grpo.training.checkpoints import CheckpointFolder, Resumed, UsedGroups
 from async_grpo.training.corrections.checks import check, describe, describe_dropout, sampled_with
 from async_grpo.training.corrections.rule import Rule, rule_of
+from async_grpo.training.corrections.tipping import TippingCallback
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.distributed import Leader, Ranks, exporter_of
 from async_grpo.training.groups import refuser_of
@@ -127,6 +128,8 @@ class AsyncTraining(TrainingEvents):
         trl_trainer.make_async(trainer, self, correction=rule)
         trainer.add_callback(StatesCallback(run.trainer_states))
         self.curves = report(trainer, self.log, make_folder(run.tensorboard, in_private=True))
+        latest, keep = partial(trl_trainer.latest_metrics, trainer), partial(run.update_state, of=state.run_id)
+        trainer.add_callback(TippingCallback(latest, rule, settings.max_staleness, keep))
         write_json(run.hyperparameters, hyperparameters(trainer, settings))
 
     def _accept(self) -> None:
@@ -134,7 +137,7 @@ class AsyncTraining(TrainingEvents):
         found_in = self._resumed.path.parent if self._resumed else self._folder.path
         at = {**self._folder.record, "output_dir": str(found_in)}
         loss = {name: getattr(self._settings, name) for name in OF_THE_LOSS}
-        self._run.update_state(of=self._run_id, seed=self._settings.seed, **loss, **at, undo={})
+        self._run.update_state(of=self._run_id, seed=self._settings.seed, **loss, **at, undo={}, tips="")
 
     def __enter__(self) -> Self:
         return self

@@ -77,6 +77,17 @@ def test_the_groups_of_curves_come_in_the_order_in_which_they_are_asked_for(tmp_
     assert "4_evaluation/version" not in tags(run)
 
 
+def test_how_far_the_policy_is_from_its_rollouts_is_one_group_of_curves(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    figures = {"effective_sample_size": 0.9, "ess_sequences": 0.5, "kl_to_sampler": 0.25}
+    run.log(3, **{f"async/{name}": value for name, value in figures.items()})
+    with Board(run.root) as board:
+        board.update()
+    assert {name: series(run, f"9_stability/{name}") for name in figures} == {
+        name: [(3, pytest.approx(value))] for name, value in figures.items()
+    }
+
+
 def test_settings_and_newest_figures_of_runs_are_compared_in_the_hparams_tab(tmp_path: Path) -> None:
     run = three_steps(tmp_path, state="finished")
     settings = {"model": "m", "run": {"max_staleness": 2, "steps": None}, "reward_weights": [1, 2]}

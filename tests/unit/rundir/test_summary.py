@@ -74,6 +74,14 @@ def test_a_finished_run(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None
     assert "set aside" not in text and "dropped" not in text
 
 
+def test_the_warning_of_a_run_whose_policy_ran_away_is_repeated(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "runs away" not in shown(run, capsys)
+    run.update_state(tips="The policy runs away from its rollouts at step 41: …")
+    assert "The policy runs away from its rollouts at step 41: …\nnext: " in shown(run, capsys)
+
+
 def test_a_resumed_run_has_its_totals_apart_from_what_was_done_since(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:

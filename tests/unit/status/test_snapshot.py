@@ -291,6 +291,15 @@ def test_quarantined_groups_with_their_reasons(run: RunDir, start: Callable[...,
     assert "group 7, try 3, given up: ValueError: no 7\\x1b[31m" in text and "and 4 before these" in text
 
 
+def test_the_warning_of_a_run_whose_policy_ran_away(run: RunDir, start: Callable[..., Any]) -> None:
+    run.update_state(tips="The policy runs away from its rollouts at step 41: …")
+    start("server", TRAINING)
+    for picture in (report(look(run.root)), panel(look(run.root))):
+        assert "runs away from its rollouts at step 41" in text_of(picture)
+    run.update_state(state=runs.FINISHED)
+    assert look(run.root).to_json()["tips"] in text_of(report(look(run.root)), width=200)
+
+
 # --- stalls, rates, the bottleneck
 
 

@@ -1,0 +1,96 @@
+"""Says once that a run tips: that its policy leaves the one that sampled, as runs do before they fall apart.
+
+Two signs, each smoothed over `STEPS` optimizer steps because single batches are noisy: the effective sample size of
+the tokens is below `LEAST_SHARE`, or the KL to the sampler is `RISE` times its median over the run so far.
+`benchmarks/edge.py` measures how many runs that end well are warned of, and what helped the others.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from statistics import mean
+from typing import Any
+
+from loguru import logger
+from transformers import TrainerCallback
+
+from async_grpo.errors import DiskFullError
+from async_grpo.settings import OFF
+from async_grpo.training.corrections.rule import Rule
+
+STEPS = 10
+LEAST_SHARE = 0.8  # of the effective sample size
+RISE = 3.0  # of the KL to the sampler over its median
+LEAST_KL = 0.02  # nats a token; below, a rise costs nothing
+SHARE, KL = "async/effective_sample_size", "async/kl_to_sampler"
+
+
+class Tipping:
+    """Looks at the figures of each optimizer step, in their order."""
+
+    def __init__(self) -> None:
+        self._shares: deque[float] = deque(maxlen=STEPS)
+        self._kls: deque[float] = deque(maxlen=STEPS)
+        self._sorted: list[float] = []  # the smoothed KL of each step so far
+
+    def tips(self, share: float, kl: float) -> str:
+        """What tips at this step, in a sentence; empty where nothing does.
+
+        Args:
+            share: the effective sample size, of 1.
+            kl: to the sampler, in nats a token.
+        """
+        self._shares.append(share)
+        self._kls.append(kl)
+        if len(self._shares) < STEPS:
+            return ""
+        smooth_share, smooth_kl = mean(self._shares), mean(self._kls)
+        insort(self._sorted, smooth_kl)
+        usual = self._sorted[len(self._sorted) // 2]
+        if smooth_share >= LEAST_SHARE and smooth_kl < max(LEAST_KL, RISE * usual):
+            return ""
+        return (
+            f"over the last {STEPS} steps the effective sample size is {smooth_share:.2f} (1 where rollouts are fresh) "
+            f"and the KL to the sampler {smooth_kl:.2g} nats a token, of which the median so far is {usual:.2g}"
+        )
+
+
+def what_helps(rule: Rule, max_staleness: int) -> list[str]:
+    """What a run with these settings can change, in the order of what helped in `benchmarks/edge.py`."""
+    return [
+        *(["--step-scaling ess"] if rule.step_scaling == OFF else []),
+        *([f"a --max-staleness below {max_staleness}"] if max_staleness else []),
+        "a smaller learning rate",
+        *(["--correction bypass, which clips"] if rule.name != "bypass" else []),
+    ]
+
+
+class TippingCallback(TrainerCallback):
+    """Warns once.
+
+    Args:
+        latest: the figures of the step that has just ended.
+        keep: is called with `tips`, the warning, for `status` and the table at the end.
+    """
+
+    def __init__(
+        self, latest: Callable[[], Mapping[str, float]], rule: Rule, max_staleness: int, keep: Callable[..., object]
+    ) -> None:
+        self._latest, self._keep = latest, keep
+        self._helps = "; ".join(what_helps(rule, max_staleness))
+        self._tipping: Tipping | None = Tipping()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        figures = self._latest()
+        if self._tipping is None or SHARE not in figures:  # a loss that does not show its log-probabilities
+            return
+        if what := self._tipping.tips(figures[SHARE], figures[KL]):
+            self._tipping = None
+            warning = f"The policy runs away from its rollouts at step {state.global_step}: {what}."
+            warning += f" What helped in benchmarks, the most helpful first: {self._helps}."
+            logger.warning("{}", warning)
+            with suppress(DiskFullError):
+                self._keep(tips=warning)

@@ -1,0 +1,77 @@
+"""The warning that a run tips, on series of figures."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_grpo.training.corrections.rule import rule
+from async_grpo.training.corrections.tipping import KL, SHARE, STEPS, Tipping, TippingCallback, what_helps
+
+Series = list[tuple[float, float]]  # the effective sample size, and the KL to the sampler
+
+FRESH: Series = [(1.0, 0.0)] * 100
+STEADY: Series = [(0.97, 0.004)] * 100
+MISMATCH: Series = [(0.99, 1e-3), (0.99, 2e-3)] * 50  # a sampler in bfloat16
+OUTLIERS: Series = [(0.3 if step % 7 == 0 else 0.98, 0.05 if step % 7 == 0 else 0.005) for step in range(100)]
+SETTLES: Series = [(0.9, 0.1)] * 8 + [(0.97, 0.01)] * 92  # a policy moves most in the beginning
+STILL: Series = [(1.0, 1e-5)] * 50 + [(1.0, 1e-3)] * 50  # a hundredfold of nothing
+
+
+def first(series: Series) -> tuple[int, str] | None:
+    """The step of the first warning, and its sentence."""
+    tipping = Tipping()
+    said = ((step, tipping.tips(*figures)) for step, figures in enumerate(series, start=1))
+    return next(((step, what) for step, what in said if what), None)
+
+
+@pytest.mark.parametrize("series", [FRESH, STEADY, MISMATCH, OUTLIERS, SETTLES, STILL])
+def test_series_of_runs_that_end_well(series: Series) -> None:
+    assert first(series) is None
+
+
+def test_an_effective_sample_size_that_stays_low() -> None:
+    warned = first(STEADY + [(0.6, 0.005)] * 20)
+    assert warned is not None
+    step, what = warned
+    assert 100 < step <= 100 + STEPS
+    assert "the effective sample size is 0.7" in what
+    assert "the KL to the sampler 0.0045 nats a token, of which the median so far is 0.004" in what
+
+
+def test_a_kl_that_rises_threefold() -> None:
+    warned = first([(0.97, 0.01)] * 100 + [(0.9, 0.05)] * 20)
+    assert warned is not None
+    assert 100 < warned[0] <= 100 + STEPS
+
+
+def test_nothing_is_said_before_there_is_a_mean() -> None:
+    assert first([(0.1, 1.0)] * (STEPS - 1)) is None
+
+
+class Run:
+    """A run of these figures, with what the callback keeps."""
+
+    def __init__(self, figures: list[dict[str, float]]) -> None:
+        self.kept: list[str] = []
+        self._now: dict[str, float] = {}
+        callback = TippingCallback(lambda: self._now, rule("tis"), 4, lambda *, tips: self.kept.append(tips))
+        for step, self._now in enumerate(figures, start=1):
+            callback.on_step_end(None, SimpleNamespace(global_step=step), None)
+
+
+def test_one_warning_with_the_step_and_what_helps(caplog: Any) -> None:
+    run = Run([{SHARE: 0.5, KL: 0.1}] * 40)
+    (warning,) = run.kept
+    assert warning.startswith("The policy runs away from its rollouts at step 10: ")
+    assert "--step-scaling ess; a --max-staleness below 4; a smaller learning rate; --correction bypass" in warning
+
+
+def test_a_loss_that_shows_no_log_probabilities_is_not_watched() -> None:
+    assert Run([{"loss": 0.1}] * 40).kept == []
+
+
+def test_only_what_the_run_has_not_done_yet_is_advised() -> None:
+    assert what_helps(rule("bypass", step_scaling="ess"), 0) == ["a smaller learning rate"]
