@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.setups import sums, turns
+from benchmarks.setups import reverse, sums, turns
+from benchmarks.setups.quiet import quiet_config
 from transformers.utils import logging as transformers_logging
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
@@ -21,21 +22,51 @@ from async_grpo.setup.trl_compat import repair_trl
 from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.job_issuer import sampling_seed
 from async_grpo.training.prompts import prompt_rows
-from async_grpo.training.trl_trainer import TrainingEvents, fit, groups_per_round, make_async
+from async_grpo.training.trl_trainer import TrainingEvents, fit, groups_per_round, latest_metrics, make_async
 
 Weights = dict[str, torch.Tensor]
 
+SUMS = {
+    "per_device_train_batch_size": 128,
+    "num_generations": 8,
+    "max_completion_length": sums.tiny.ANSWER_DIGITS + 1,
+    "learning_rate": 4e-4,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 5,
+}
+
 
 class StaleRun(TrainingEvents):
-    """Trains a task with rollouts that are exactly `staleness` versions old once there are so many."""
+    """Trains a task with rollouts that are exactly `staleness` versions old once there are so many.
 
-    def __init__(self, *, task: str, staleness: int, correction: Rule, seed: int, steps: int, output_dir: Path) -> None:
+    Args:
+        config: what differs from the task's `GRPOConfig`.
+        measured_at: steps after which `accuracies` gets the held-out accuracy.
+        kept_metrics: metrics whose value after each step is added to `series`.
+    """
+
+    def __init__(
+        self,
+        *,
+        task: str,
+        staleness: int,
+        correction: Rule,
+        seed: int,
+        steps: int,
+        output_dir: Path,
+        config: Mapping[str, Any] | None = None,
+        measured_at: Sequence[int] = (),
+        kept_metrics: Sequence[str] = (),
+    ) -> None:
         repair_trl()
         transformers_logging.set_verbosity_error()
         torch.manual_seed(seed)
         build, self._accuracy = TASKS[task]
-        self._trainer = build(output_dir, seed, steps)
-        self._worker: Any = build(output_dir, seed, steps)
+        self.accuracies: dict[int, float] = {}
+        self.series: dict[str, list[float]] = {name: [] for name in kept_metrics}
+        self._measured_at = measured_at
+        self._trainer = build(output_dir, seed, steps, **(config or {}))
+        self._worker: Any = build(output_dir, seed, steps, **(config or {}))
         self._trl = RolloutTrainer(self._worker)
         self._engine = transformers_engine(self._trl)
         self._seed = seed
@@ -47,13 +78,23 @@ class StaleRun(TrainingEvents):
     def train(self) -> float:
         """Returns the held-out accuracy after the last step."""
         fit(self._trainer, resume_from=None)
-        return self._accuracy(self._trainer.model, self._trainer.processing_class)
+        return self._measure()
+
+    def _measure(self) -> float:
+        accuracy: float = self._accuracy(self._trainer.model, self._trainer.processing_class)
+        return accuracy
 
     def training_begins(self) -> None:
         self._keep_version(0)
 
     def step_done(self) -> bool:
-        self._keep_version(self._trainer.state.global_step)
+        step = self._trainer.state.global_step
+        self._keep_version(step)
+        metrics = latest_metrics(self._trainer)
+        for name, values in self.series.items():
+            values.append(metrics[name])
+        if step in self._measured_at:
+            self.accuracies[step] = self._measure()
         return True
 
     def _keep_version(self, version: int) -> None:
@@ -90,7 +131,7 @@ class StaleRun(TrainingEvents):
         )
 
 
-def _build_sums(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:
+def _build_sums(output_dir: Path, seed: int, steps: int, **changes: Any) -> GRPOTrainer:
     """The demo's trainer, less evaluations, checkpoints and logs."""
     tokenizer = sums.tiny.build_tokenizer()
     return GRPOTrainer(
@@ -98,26 +139,12 @@ def _build_sums(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:
         processing_class=tokenizer,
         reward_funcs=[sums.tiny.accuracy],
         train_dataset=sums.tiny.as_dataset(sums.tiny.split_problems()[0]),
-        args=GRPOConfig(
-            output_dir=str(output_dir),
-            max_steps=steps,
-            per_device_train_batch_size=128,
-            num_generations=8,
-            max_completion_length=sums.tiny.ANSWER_DIGITS + 1,
-            temperature=1.0,
-            learning_rate=4e-4,
-            lr_scheduler_type="linear",
-            warmup_steps=5,
-            seed=seed,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            use_cpu=True,
-        ),
+        args=quiet_config(output_dir, seed, steps, SUMS | changes),
     )
 
 
-TASKS = {"sums": (_build_sums, sums.held_out_accuracy), "turns": (turns.build_trainer, turns.held_out_accuracy)}
+TASKS: dict[str, tuple[Any, Any]] = {
+    "sums": (_build_sums, sums.held_out_accuracy),
+    "turns": (turns.build_trainer, turns.held_out_accuracy),
+    "reverse": (reverse.build_trainer, reverse.held_out_accuracy),
+}

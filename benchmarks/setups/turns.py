@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.setups.quiet import quiet_config
 from benchmarks.setups.warm import learn, load_warm_start
 from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src" / "app"))
 import trainer_setup_tiny as tiny
@@ -26,6 +27,13 @@ TOKENS = 64
 HELD_OUT = 20  # of 100 prompts
 SLIPS = 0.3
 WARM_START = {"steps": 300, "batch_size": 32, "learning_rate": 3e-3, "seed": 0}
+SETTINGS = {
+    "per_device_train_batch_size": 64,
+    "num_generations": 8,
+    "max_completion_length": TOKENS,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "constant",
+}
 EVALUATED = 16  # sampled answers of each held-out prompt
 
 
@@ -76,31 +84,14 @@ def _with_slips(rows_BP: torch.Tensor, randomness: torch.Generator) -> torch.Ten
     return torch.stack(digits[2:], dim=1)
 
 
-def build_trainer(output_dir: Path, seed: int, steps: int) -> GRPOTrainer:
+def build_trainer(output_dir: Path, seed: int, steps: int, **changes: Any) -> GRPOTrainer:
     tokenizer = tiny.build_tokenizer()
     return GRPOTrainer(
         model=build_model(tokenizer),
         processing_class=tokenizer,
         reward_funcs=[in_turn],
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts(held_out=False)]),
-        args=GRPOConfig(
-            output_dir=str(output_dir),
-            max_steps=steps,
-            per_device_train_batch_size=64,
-            num_generations=8,
-            max_completion_length=TOKENS,
-            temperature=1.0,
-            learning_rate=1e-3,
-            lr_scheduler_type="constant",
-            seed=seed,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            use_cpu=True,
-        ),
+        args=quiet_config(output_dir, seed, steps, SETTINGS | changes),
     )
 
 
