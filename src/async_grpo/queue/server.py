@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Container
 from contextlib import suppress
-from dataclasses import dataclass, fields
-from functools import partial
-from operator import attrgetter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from async_grpo.errors import BadFileError, DiskFullError, QueueError, RunDirError
-from async_grpo.images import EncodedImage
-from async_grpo.queue.codec import decode_group, encode_job
+from async_grpo.queue.codec import encode_job
 from async_grpo.queue.filesystem import Files, OsFiles, job_files, prepare_root, set_aside_files
 from async_grpo.queue.listing import QueueCounts, counts_of, reason_of
 from async_grpo.queue.liveness import LOOK_S, Reaper, WorkerState, live_workers
@@ -32,6 +28,7 @@ from async_grpo.queue.names import (
     set_aside_name,
 )
 from async_grpo.queue.recovery import Inheritance, recover_dead
+from async_grpo.queue.results import asks_the_same, read_result
 from async_grpo.queue.transitions import DEFAULT_MAX_ATTEMPTS, Done, Moves
 from async_grpo.queue.wakeups import IN_MOVED_TO, DirectoryWatch, JobPipe, sleep_until
 from async_grpo.records import Job, Purpose, RolloutGroup
@@ -40,10 +37,6 @@ from async_grpo.rundir.refusal import raise_refusal
 
 MAX_OPEN = 256  # more files than one read of a directory returns, and a listing may miss one
 _LOOKS_BEFORE_MISSING = 3
-_question = attrgetter(
-    *(field.name for field in fields(Job) if field.name not in ("born_version", "min_version", "trainer_state"))
-)
-_as_json = partial(json.dumps, default=lambda value: value.data.hex() if type(value) is EncodedImage else repr(value))
 
 
 @dataclass(slots=True)
@@ -307,21 +300,33 @@ class ServerQueue:
         return self._open[seq].job if seq in self._open else self.given_up[seq].job
 
     def _read_group(self, entry: JobName, job: Job) -> RolloutGroup:
-        data = self._moves.files.read(f"queue/{entry}")
-        self._largest_group = max(self._largest_group, len(data))
-        group = decode_group(data, entry, self.run_id)
-        if not _asks_the_same(group.job, job):
+        group = self._read(entry, self._open.get(entry.seq) or self.given_up[entry.seq])
+        if not asks_the_same(group.job, job):
             raise BadFileError("it answers another job than the one that was issued, e.g. another prompt or seed")
         if self._refuse_group is not None and job.purpose == "train":
             self._refuse_group(group)
         return group
 
+    def _read(self, entry: JobName, tried: OpenJob | GivenUp | JobName | None) -> RolloutGroup:
+        data = self._moves.files.read(f"queue/{entry}")
+        self._largest_group = max(self._largest_group, len(data))
+        most = (tried.attempt if tried is not None else 0) + self._max_attempts
+        return read_result(data, entry, self.run_id, most_attempt=most)
+
     def _refuse(self, name: JobName) -> None:
-        """A result that no open job waits for: a second one, or one of a job that was never issued."""
+        """A result that no open job waits for: a second one, or no result of a job that was ever issued."""
         if name.trains and name.seq > self._highest:
             self.healing.unknown += 1
             self._moves.set_aside(name, BROKEN, f"{name}: no job {name.seq} was issued by run {self.run_id}.\n")
-        elif self._done.add(name, DUPLICATE):
+            return
+        try:
+            self._read(name, max((done for done in self._done.names if done.seq == name.seq), default=None))
+        except FileNotFoundError:
+            return
+        except BadFileError as error:
+            self._moves.set_aside(name, BROKEN, f"{name}: {error}\n")
+            return
+        if self._done.add(name, DUPLICATE):
             self.healing.duplicates += name.trains
 
     def _withdraw_forgotten(self, names: list[JobName]) -> None:
@@ -335,7 +340,8 @@ class ServerQueue:
     def _look_for(self, seq: int) -> None:
         """Find out why an open job is in no state that `finished` saw: given up, unusable, or really gone."""
         open_job, files = self._open[seq], self._moves.files
-        aside = [entry for entry in set_aside_files(files) if entry.seq == seq and entry.attempt >= open_job.attempt]
+        possible = range(open_job.attempt, open_job.attempt + self._max_attempts + 1)
+        aside = [entry for entry in set_aside_files(files) if entry.seq == seq and entry.attempt in possible]
         last = max(aside, key=lambda entry: (entry.attempt, entry.kind == FAILED), default=None)
         if last is not None and last.kind == FAILED:
             self._give_up(seq, last.attempt, reason_of(files, last.name))
@@ -384,12 +390,3 @@ class ServerQueue:
         """For a look without an event: is there a result that `finished` did not see yet?"""
         names = [name for name in job_files(self._moves.files) if name.state == COMPLETE]
         return any(name.seq in self._open and name not in self._seen for name in names)
-
-
-def _asks_the_same(made: Job, issued: Job) -> bool:
-    """Whether two jobs agree in all but their versions and the trainer's state, which a resumed run sets again."""
-    asked, expected = _question(made), _question(issued)
-    try:
-        return asked == expected or _as_json(asked) == _as_json(expected)  # NaN does not equal NaN
-    except RecursionError:  # no row that was issued is nested so deeply
-        return False

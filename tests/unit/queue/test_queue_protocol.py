@@ -11,7 +11,8 @@ import pytest
 from queue_samples import answer, make_group, make_job, names, same_group, serve, take_all
 
 from async_grpo.queue import ServerQueue, WorkerQueue, codec, quarantined, retry_given_up
-from async_grpo.queue.codec import decode_group
+from async_grpo.queue.codec import decode_group, encode_group
+from async_grpo.queue.names import COMPLETE, JobName
 
 
 def test_the_life_of_a_job(server: ServerQueue, worker: WorkerQueue) -> None:
@@ -126,6 +127,39 @@ def test_a_second_result_is_archived_and_never_returned(server: ServerQueue, wor
     assert take_all(server) == []
     assert server.healing.duplicates == 1
     assert "0000000000.a00_duplicate_from_dev1.safetensors" in names(server, "done")
+
+
+@pytest.mark.parametrize("is_sound", [True, False])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_result_of_an_attempt_that_was_never_made_is_set_aside(
+    server: ServerQueue, worker: WorkerQueue, is_open: bool, is_sound: bool
+) -> None:
+    """Archived, it would be an anomaly of the audit for good. The job itself goes on."""
+    server.submit(make_job(0))
+    if not is_open:
+        serve(worker)
+        assert take_all(server) == [0]
+    claims = worker.claim(1)
+    planted = JobName(0, 99, COMPLETE, "dev1")
+    group = encode_group(make_group(make_job(0), 99))
+    (server.root / "queue" / str(planted)).write_bytes(group if is_sound else b"nothing")
+    assert take_all(server) == []
+    assert [path.name for path in (server.root / "done").rglob("*a99*")] == []
+    [reason] = (server.root / "quarantine").glob("*.a99_broken*.reason")
+    assert "attempt 99 of this job was never made" in reason.read_text()
+    for claim in claims:
+        worker.complete(claim, answer(claim))
+    assert take_all(server) == ([0] if is_open else [])
+
+
+def test_a_second_result_that_cannot_be_read_is_set_aside(server: ServerQueue, worker: WorkerQueue) -> None:
+    server.submit(make_job(0))
+    serve(worker)
+    assert take_all(server) == [0]
+    (server.root / "queue" / str(JobName(0, 1, COMPLETE, "dev2"))).write_bytes(b"nothing")
+    assert take_all(server) == []
+    assert [path.name for path in (server.root / "done").rglob("*a01*")] == []
+    assert server.healing.duplicates == 0
 
 
 def test_a_result_of_a_job_that_was_never_issued_is_set_aside(server: ServerQueue, worker: WorkerQueue) -> None:
