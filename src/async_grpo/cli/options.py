@@ -209,8 +209,16 @@ def become_role(args: argparse.Namespace, device: str, *, fast_inference: str, o
     Args:
         one_device: False for a rank of a distributed launch, which finds its own among those that all ranks see.
     """
-    from async_grpo.setup.process import end_with_parent, keep_freed_memory, log_prints, rank_of_launch, set_up_log
+    from async_grpo.setup.process import (
+        end_with_parent,
+        ignore_stacks_signal,
+        keep_freed_memory,
+        log_prints,
+        rank_of_launch,
+        set_up_log,
+    )
 
+    ignore_stacks_signal()
     rank, ranks = rank_of_launch(os.environ)
     set_up_log(log_level(args), rank=rank)
     if args.launched_by is not None:  # ranks end in good order with rank 0: with their parent, only all at once

@@ -35,9 +35,10 @@ from async_grpo.settings import STOP_GRACE_S, TrainingSettings, WorkerSettings, 
 from async_grpo.setup.devices import CPU, threads_per_process
 from async_grpo.setup.generated import sent_function
 from async_grpo.setup.output import survive_lost_output
-from async_grpo.setup.process import StopRequest, path_to_us
+from async_grpo.setup.process import StopRequest, ignore_stacks_signal, path_to_us
 from async_grpo.telemetry.stalls import HangDetector
 
+NOTHING_TRAINED = 130  # a stop before the first step; what a shell shows for a program that SIGINT ended
 REFUSED = AsyncGRPOError.exit_code  # of a process that cannot use its options, its setup file or what is installed
 
 
@@ -78,9 +79,13 @@ class LaunchOptions:
 
 
 def launch(options: LaunchOptions) -> int:
-    """Run to the end; returns 0 for a run that finished or was asked to stop, the server's exit code otherwise."""
+    """Run to the end; returns 0 for a run that finished or was asked to stop, the server's exit code otherwise.
+
+    A run that was asked to stop before its first step is `NOTHING_TRAINED`.
+    """
     stop = StopRequest().install()
     stop.defer()
+    ignore_stacks_signal()
     survive_lost_output()
     state = prepare(
         options.run_dir,
@@ -96,6 +101,7 @@ def launch(options: LaunchOptions) -> int:
         config_values=options.training.set,
         options=options.kept,
         resolved={"master_device": options.master_device, "worker_devices": list(options.worker_devices)},
+        say=lambda text: print(f"[launcher] {text}", flush=True),
     )
     run = RunDir(options.run_dir)
     try:
@@ -137,7 +143,8 @@ class _Launch:
         with self._screen, self._supervisor as supervisor:
             exits = dict(supervisor.run_until(self._is_over))
             if supervisor.stopping:
-                self._screen.warn("stopping: a checkpoint is written, then everything ends")
+                trains = self._run.consumption.exists()
+                self._screen.warn(f"stopping: {'a checkpoint is written, then ' if trains else ''}everything ends")
             elif refused := self._refused(exits):
                 self._screen.warn(f"{refused} rejected its setup, so the run ends")
             finished = SERVER in exits and exits[SERVER].code == 0 and not supervisor.stopping
@@ -169,10 +176,8 @@ class _Launch:
     def _conclude(self, exits: Exits, server: Exit) -> int:
         """Say how the run ended; returns the exit code. `exits`: before the launcher ended the rest."""
         stopping = self._supervisor.stopping
-        if stopping and server.code == -signal.SIGTERM:  # before it could write down that it was stopped
-            with suppress(RunDirError):
-                if not self._run.take_back_resume(self._run_id):
-                    self._run.update_state(of=self._run_id, state=runs.STOPPED)
+        if stopping and server.code in (0, -signal.SIGTERM):
+            self._write_down_the_stop()
         state = self._run.read_state()
         if refused := self._refused(exits):
             begun = state is not None and (state.step > 0 or state.state == runs.RUNNING)
@@ -193,9 +198,19 @@ class _Launch:
             return 0
         if server.code != 0 and not (stopping and state is not None and state.state != runs.FAILED):
             return self._server_failed(server)
-        if not self._options.evaluates:
-            summary.show(self._run)
+        if self._options.evaluates:
+            return 0
+        if stopping and state is not None and state.state == runs.STOPPED and state.step == 0:
+            self._screen.warn("stopped, nothing was trained")
+            return NOTHING_TRAINED
+        summary.show(self._run)
         return 0
+
+    def _write_down_the_stop(self) -> None:
+        """Where the server ended before it could: else the run would be starting for ever."""
+        with suppress(RunDirError):
+            if not self._run.take_back_resume(self._run_id) and self._run.state_of(self._run_id).state == runs.RUNNING:
+                self._run.update_state(of=self._run_id, state=runs.STOPPED)
 
     def _server_failed(self, server: Exit) -> int:
         """Say why, with its last messages, and how to continue a run that had begun to train."""

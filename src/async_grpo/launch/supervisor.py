@@ -1,7 +1,8 @@
 """Starts child processes, watches them, starts them again, and ends them. What the children do is not known here.
 
-A signal goes only to a process that was started here and has not been waited for, so no other process can have its pid.
-A child that must not outlive a killed supervisor asks the kernel for it: `setup.process.end_with_parent`.
+A signal goes only to a process that was started here and has not been waited for, so no other process can have its pid,
+and to those of its group that it has left behind. A child that must not outlive a killed supervisor asks the kernel for
+it: `setup.process.end_with_parent`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol, Self
 
-from async_grpo.setup.process import start_logged
+from async_grpo.setup.process import end_left_behind, has_ended, start_logged
 
 POLL_S = 0.1
 FIRST_PAUSE_S = 1.0  # before a restart; it doubles with each restart in a row
@@ -198,14 +199,16 @@ class _Process:
 
     @property
     def running(self) -> bool:
+        if self._popen is not None and self._popen.returncode is None and has_ended(self._popen):
+            end_left_behind(self._popen.pid)  # such as the processes of a reward function
         return self._popen is not None and self._popen.poll() is None
 
     def send(self, number: signal.Signals) -> None:
         """Signal the process if it runs; after SIGKILL it is waited for."""
         if self._popen is not None:
             self._popen.send_signal(number)
-            if number == signal.SIGKILL:
-                self._popen.wait()
+            while number == signal.SIGKILL and self.running:
+                time.sleep(POLL_S / 10)
 
     def exit(self) -> Exit:
         assert self._popen is not None

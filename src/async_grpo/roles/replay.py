@@ -11,6 +11,7 @@ from typing import Any
 
 from loguru import logger
 
+from async_grpo.archive.audit import audit
 from async_grpo.archive.checkpoint_folders import Checkpoint, of_run
 from async_grpo.archive.groups import done_files
 from async_grpo.archive.history import Process, Sampler, Used, final_history, read_record
@@ -86,11 +87,12 @@ def run_replay(options: ReplayOptions) -> Replayed:
     """Train on the groups of the run, in the order in which it used them.
 
     Raises:
-        RunDirError: the directory holds no run, or groups of it are no longer in its archive.
+        RunDirError: the directory holds no run, its audit has anomalies, or groups are no longer in its archive.
         UsageError: more steps were asked for than the run has, or the folder for the weights is in use.
         UnsupportedError: the groups do not have what the correction needs.
     """
     record = _recorded(options.run_dir)
+    _require_clean(record.run)
     if options.steps is not None and options.steps > record.steps:
         raise UsageError(f"--steps {options.steps}: the run has only {record.steps} steps to replay.")
     with made(options.output_dir) as output_dir:
@@ -113,6 +115,16 @@ def _recorded(run_dir: Path) -> _Record:
     files = archived_files(run, [seq for _, (_, batch) in used_by for seq in batch.seqs])
     done = max(state.step, *(step for _, (step, _) in used_by))  # a batch may serve several steps
     return _Record(run=run, state=state, processes=processes, used_by=used_by, files=files, steps=done)
+
+
+def _require_clean(run: RunDir) -> None:
+    """A group that was changed, used twice or is missing would be trained on without a word."""
+    if anomalies := audit(run.root).anomalies:
+        more = f" (and {len(anomalies) - 1} more)" if len(anomalies) > 1 else ""
+        raise RunDirError(
+            f"{run.root} cannot be replayed, since its audit is not clean: {anomalies[0]}{more} `async-grpo audit` "
+            "lists all."
+        )
 
 
 def _replay(options: ReplayOptions, record: _Record, output_dir: Path) -> Replayed:

@@ -30,6 +30,7 @@ from async_grpo.setup.library_warnings import show_library_warnings
 from async_grpo.setup.overrides import check_overrides
 from async_grpo.setup.process import (
     StopRequest,
+    end_left_behind,
     gc_paused,
     leave_at_once,
     log_to,
@@ -71,6 +72,8 @@ def run_worker(options: WorkerOptions) -> None:
         _work(options, StopRequest().install())
     finally:
         unfinished = wait_for_tasks(ENDING_S)
+        if options.launched_by is not None and os.getpgrp() == os.getpid():  # its launcher may have been killed
+            end_left_behind(os.getpid())
     if unfinished:
         logger.warning("the worker ends before its {}: not done in {:g} s", " and ".join(unfinished), ENDING_S)
         leave_at_once(0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from pathlib import Path
@@ -48,6 +48,7 @@ def prepare(
     config_values: Mapping[str, str] | None = None,
     options: Mapping[str, Any] | None = None,
     resolved: Mapping[str, Any] | None = None,
+    say: Callable[[str], None] = lambda text: None,
 ) -> RunState:
     """Make `root` ready for a run and return its state, which is the old one's under `resume`.
 
@@ -56,6 +57,7 @@ def prepare(
 
     Args:
         options, resolved: for people, and for a later `--resume` (`run_options`).
+        say: takes a sentence about where an earlier run is now.
 
     Raises:
         RunDirError: the directory is in use, is not a run directory, or holds an unfinished run.
@@ -74,27 +76,23 @@ def prepare(
         "config_values": dict(config_values or {}),
     }
     record = {"options": dict(options or {}), "resolved": dict(resolved or {})}
-    return _enter(run, settings, record, resume=resume, overwrite=overwrite)
-
-
-def _enter(
-    run: RunDir, settings: Mapping[str, Any], record: Mapping[str, Any], *, resume: bool, overwrite: bool
-) -> RunState:
-    if run.root.exists():
-        _refuse_foreign(run)
-        with _not_in_use(run):
-            fate = _fate(run, resume=resume, overwrite=overwrite)
-            if fate is Fate.RESUMED:
-                return _resume(run, settings, record)
-            _clear(run, fate)
-    else:
+    if not run.root.exists():
         _fate(run, resume=resume, overwrite=overwrite)
+        return _begin(run, settings, record)
+    _refuse_foreign(run)
+    with _not_in_use(run):
+        fate = _fate(run, resume=resume, overwrite=overwrite)
+        if fate is Fate.RESUMED:
+            return _resume(run, settings, record)
+        _clear(run, fate, say)
     return _begin(run, settings, record)
 
 
-def _clear(run: RunDir, fate: Fate) -> None:
+def _clear(run: RunDir, fate: Fate, say: Callable[[str], None]) -> None:
     if fate is Fate.MOVED_ASIDE:
-        run.root.rename(_place_aside(run))
+        place = _place_aside(run)
+        run.root.rename(place)
+        say(f"the run that was in {run.root} is now in {place}")
     elif fate is Fate.OVERWRITTEN:
         _delete_run(run)
 

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -33,6 +34,7 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
 _KEPT_BYTES = 1 << 30
 STACKS_SIGNAL = signal.SIGUSR1
+LEFT_BEHIND_S = 2.0  # for processes that their parent has left behind, between SIGTERM and SIGKILL
 
 
 class StopRequest:
@@ -62,6 +64,11 @@ def end_with_parent(parent_pid: int, number: signal.Signals = signal.SIGTERM) ->
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent_pid:  # it died before we asked
         os.kill(os.getpid(), number)
+
+
+def ignore_stacks_signal() -> None:
+    """Do nothing on SIGUSR1, which by default ends a process, until `write_stacks_on_signal`; children inherit it."""
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
 
 
 def write_stacks_on_signal(path: Path) -> None:
@@ -100,6 +107,31 @@ def is_alive(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:  # it went between the two questions
         return False
+
+
+def end_left_behind(leader: int) -> None:
+    """End the other processes of a group whose leader ends or has ended, and is not waited for yet.
+
+    What has called setsid(2) is in another group: it may serve others, and is left alone.
+    """
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        left, deadline = _others_in_group(leader), time.monotonic() + LEFT_BEHIND_S
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+        while any(map(is_alive, left)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def _others_in_group(leader: int) -> list[psutil.Process]:
+    import psutil
+
+    others = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError):
+            if process.pid != leader and os.getpgid(process.pid) == leader and is_alive(process):
+                others.append(process)
+    return others
 
 
 def path_to_us(env: Mapping[str, str]) -> str:

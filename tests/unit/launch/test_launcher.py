@@ -27,10 +27,11 @@ from async_grpo.cli.compute import server as server_command
 from async_grpo.cli.compute import worker as worker_command
 from async_grpo.errors import BadFileError
 from async_grpo.launch import launcher
-from async_grpo.launch.launcher import launch
+from async_grpo.launch.launcher import NOTHING_TRAINED, launch
 from async_grpo.records import WorkerId
 from async_grpo.rundir import paths as runs
 from async_grpo.settings import TrainingSettings
+from async_grpo.status.snapshot import look
 from patience import is_gone, until
 
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n(HERE / ('deaf' + ROLE)).touch()\nuntil(lambda: False)"
@@ -156,6 +157,7 @@ def test_a_stop_is_passed_on_and_everybody_has_time_for_it(stage: Stage, capsys:
                 end_run("stopped")
                 sys.exit(0)
             signal.signal(signal.SIGTERM, stop)
+            (RUN / "consumed.jsonl").touch()
             (HERE / "ready").touch()
             until(lambda: False)
         """,
@@ -284,9 +286,39 @@ def test_a_stop_before_the_processes_are_there_is_not_lost(stage: Stage, monkeyp
 
     monkeypatch.setattr(launcher, "prepare", stopped_while_preparing)
     stage.children_are(server=FOR_EVER, worker=FOR_EVER)
-    assert launch(stage.options()) == 0
+    assert launch(stage.options()) == NOTHING_TRAINED == 130
     state = stage.run.read_state()
     assert state is not None and state.state == runs.STOPPED
+
+
+@pytest.mark.parametrize("handler", ["", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))"])
+def test_a_stop_before_the_first_step_says_that_nothing_was_trained(
+    stage: Stage, handler: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the server ends without a word: else the run would be starting for ever."""
+    stage.children_are(server=f"{handler}\nos.kill(os.getppid(), signal.SIGINT)\n{FOR_EVER}", worker=FOR_EVER)
+    assert launch(stage.options()) == NOTHING_TRAINED
+    said = capsys.readouterr().out.splitlines()
+    assert said[-2:] == ["[launcher] stopping: everything ends", "[launcher] stopped, nothing was trained"]
+    assert look(stage.run.root, details=False).state == runs.STOPPED
+
+
+def test_a_run_that_is_moved_aside_is_said(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    stage.children_are(server=FINISH_WHEN_ALL_ARE_THERE, worker=FOLLOW_THE_RUN)
+    assert launch(stage.options()) == 0
+    assert "is now in" not in capsys.readouterr().out
+    assert launch(stage.options()) == 0
+    [aside] = stage.run.root.parent.glob("run-*")
+    assert f"[launcher] the run that was in {stage.run.root} is now in {aside}\n" in capsys.readouterr().out
+
+
+def test_the_signal_for_stacks_ends_no_process_that_is_just_starting(stage: Stage) -> None:
+    stage.children_are(
+        server="os.kill(os.getpid(), signal.SIGUSR1)\n" + FINISH_WHEN_ALL_ARE_THERE,
+        worker="os.kill(os.getpid(), signal.SIGUSR1)\n" + FOLLOW_THE_RUN,
+    )
+    assert launch(stage.options()) == 0
+    assert len(stage.pids()) == 3
 
 
 def test_a_resume_that_cannot_even_be_launched_changes_nothing(stage: Stage) -> None:

@@ -139,6 +139,7 @@ def test_ctrl_c_leaves_a_clean_terminal(stage: Stage) -> None:
                 end_run("stopped")
                 sys.exit(0)
             signal.signal(signal.SIGTERM, stop)
+            (RUN / "consumed.jsonl").touch()
             until(lambda: False)
         """,
         worker=FOLLOW_THE_RUN,

@@ -16,7 +16,8 @@ import pytest
 
 from async_grpo.launch import supervisor as supervisor_module
 from async_grpo.launch.supervisor import Child, Exits, Restart, Supervisor, exit_reason
-from patience import is_gone
+from async_grpo.setup import process
+from patience import is_gone, until
 
 SLEEP = ("sleep", "1000")
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(1000)"
@@ -197,6 +198,31 @@ def test_a_first_exit_that_every_start_would_repeat_is_final_and_a_later_one_is_
     with bench.supervise(*children) as supervisor:
         exits = supervisor.run_until(ended("first", "later"))
     assert {name: (exit.code, exit.starts) for name, exit in exits.items()} == {"first": (2, 1), "later": (2, 6)}
+
+
+LEAVES_CHILDREN = """
+import subprocess, os, signal
+left = subprocess.Popen(["sleep", "1000"])
+deaf = subprocess.Popen(["sh", "-c", "trap '' TERM; echo; exec sleep 1000"], stdout=subprocess.PIPE)
+deaf.stdout.readline()
+shared = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print(left.pid, deaf.pid, shared.pid, flush=True)
+"""
+
+
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_children_that_a_child_leaves_behind_end_but_for_those_with_a_session_of_their_own(
+    bench: Bench, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "LEFT_BEHIND_S", 0.2)
+    with bench.supervise(bench.python("parent", LEAVES_CHILDREN + end)) as supervisor:
+        supervisor.run_until(ended("parent"))
+    left, deaf, shared = map(int, bench.wrote("parent").split())
+    try:
+        until(lambda: is_gone(left) and is_gone(deaf))
+        assert not is_gone(shared)
+    finally:
+        os.kill(shared, signal.SIGKILL)
 
 
 def test_exits_in_words() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from archived_run import ArchivedRun
 
-from async_grpo.errors import UsageError
+from async_grpo.errors import RunDirError, UsageError
 from async_grpo.roles.replay import ReplayOptions, run_replay
 from async_grpo.roles.replay_folder import made
 
@@ -83,3 +83,12 @@ def test_the_run_itself_is_refused_before_anything_is_built(tmp_path: Path) -> N
     with pytest.raises(UsageError, match="has files in it"):
         run_replay(ReplayOptions(run_dir=run.root, output_dir=run.root))
     assert run.run.metrics.read_text() == metrics
+
+
+def test_a_run_whose_audit_is_not_clean_is_not_replayed(tmp_path: Path) -> None:
+    run = ArchivedRun(tmp_path)
+    run.use(1, [0, 1])
+    run.use(2, [1, 2])
+    with pytest.raises(RunDirError, match=r"its audit is not clean: Group 1 was used 2 times.*async-grpo audit"):
+        run_replay(ReplayOptions(run_dir=run.root))
+    assert not Path("outputs").exists()

@@ -93,4 +93,5 @@ def _prepare(args: argparse.Namespace, device: str, ranks: int) -> None:
         config_values=args.set,
         options=options.kept(args),
         resolved={"master_device": device},
+        say=print,
     )

@@ -177,8 +177,12 @@ def _train_alone(args: argparse.Namespace, run_dir: Path | None, eval_every: int
             from async_grpo.roles.served_trl import own_server
 
             server = entered.enter_context(own_server(run_dir, args.server_devices))
-        with gc_paused():
-            trainer = load_trainer(args.config.absolute(), steps=args.steps, seed=args.seed, config_values=args.set)
+        try:
+            with gc_paused():
+                trainer = load_trainer(args.config.absolute(), steps=args.steps, seed=args.seed, config_values=args.set)
+        except KeyboardInterrupt:
+            print("stopped, nothing was trained", file=sys.stderr)
+            raise
         if server is not None:
             server.require_started()
         name_run(trainer, settings)
