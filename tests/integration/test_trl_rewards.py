@@ -165,6 +165,18 @@ def test_a_call_with_several_groups_gives_each_what_a_call_of_its_own_does(tmp_p
     assert [scores.metrics for scores in together] == [{"calls": [1.0]}, {}, {}], "a value of a call counts once"
 
 
+def test_a_function_that_gives_no_number_in_a_joint_call_is_warned_of_once(tmp_path: Path, warnings: list[str]) -> None:
+    def broken(completions: list[str], **_: Any) -> list[float]:
+        return [math.nan for _ in completions]
+
+    worker = InProcessWorker(build_trainer(tmp_path, reward_funcs=[broken, length]))
+    groups = worker.generate(jobs_of(plain_rows(5)))
+    for _ in range(2):
+        worker.calls.score(groups)
+    assert len(warnings) == 1
+    assert "the reward function broken gave no number, only NaN or None, for any of 10 completions" in warnings[0]
+
+
 def test_columns_that_do_not_say_whose_they_are_make_groups_be_scored_alone(tmp_path: Path) -> None:
     def one_value(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
         log_extra("mean", [sum(letters(completions)) / len(completions)])

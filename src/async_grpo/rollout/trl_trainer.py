@@ -18,6 +18,7 @@ from async_grpo.errors import RunRefused, UsageError
 from async_grpo.images import images_in, opened
 from async_grpo.records import Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.numberless import Numberless
 from async_grpo.rollout.threads import UserCode, asks_for_main_thread, let_threads_share_tokenizers
 from async_grpo.rollout.trl_group import (
     GeneratedGroup,
@@ -83,6 +84,7 @@ class RolloutTrainer:
     _of_users: set[str]  # methods of TRL's that the user's code replaces
     _turns_of_users: bool  # `_generate_single_turn` is one of them
     _rewards: UserCode
+    _numberless: Numberless
     tools: defaultdict[str, UserCode]  # by name
 
     def __init__(self, trainer: GRPOTrainer, states: StateReader | None = None, wait: Wait | None = None) -> None:
@@ -102,6 +104,7 @@ class RolloutTrainer:
         self.data_has_images = has_images(trainer)
         self._rewards = UserCode("the reward functions", in_main=any(map(asks_for_main_thread, trainer.reward_funcs)))
         self.tools = defaultdict(lambda: UserCode("the tools"))
+        self._numberless = Numberless()
 
     @property
     def samples_whole(self) -> bool:
@@ -201,6 +204,7 @@ class RolloutTrainer:
         with self.view.during(groups[0].job, groups[0].version, scores=True) as call:
             rewards = scorer._calculate_rewards(rows, prompts, completions, ids)
             turn_rewards = [_turn_rewards(scorer, *each) for each in zip(groups, parts, strict=True)]
+        self._numberless.saw(scorer.reward_func_names, rewards, len(groups))
         extra = divided(call.extra, parts)
         call.take_over(self.view.outside)
         first = Scores(

@@ -1,0 +1,43 @@
+"""Reward functions that never give a number: training goes to its end with them, and nothing is learnt from them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from threading import Lock
+
+import torch
+from loguru import logger
+
+PATIENCE = 4  # groups: a function may be for some rows only, and give None for all others
+
+
+class Numberless:
+    """Warns once of each reward function that has given only NaN or None so far, from any thread."""
+
+    def __init__(self) -> None:
+        self._settled: set[str] = set()  # functions that gave a number, or were warned of
+        self._completions: Counter[str] = Counter()  # of those that did not
+        self._groups = 0
+        self._lock = Lock()
+
+    def saw(self, names: Sequence[str], rewards: torch.Tensor, groups: int) -> None:
+        """One call of the reward functions gave `rewards`, [completions, F], for so many groups."""
+        silent = torch.isnan(rewards).all(dim=0).tolist()
+        with self._lock:
+            self._groups += groups
+            self._settled |= {name for name, is_silent in zip(names, silent, strict=True) if not is_silent}
+            for name in [name for name in names if name not in self._settled]:
+                self._completions[name] += len(rewards)
+                if len(names) == 1 or self._groups >= PATIENCE:
+                    self._warn(name, alone=len(names) == 1)
+
+    def _warn(self, name: str, *, alone: bool) -> None:
+        self._settled.add(name)
+        logger.warning(
+            "the reward function {} gave no number, only NaN or None, for any of {} completions so far: {}. Let it "
+            "return a number for each completion",
+            name,
+            self._completions[name],
+            "they have no reward at all, and nothing is learnt from them" if alone else "it has no part in the reward",
+        )
