@@ -7,13 +7,16 @@ import os
 import resource
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 from test_plan import batch, facts
 
 from async_grpo.checks import probe
@@ -164,8 +167,6 @@ def test_make_says_that_its_environment_has_another_python(tmp_path: Path, asked
 
 
 def test_a_missing_package_and_one_out_of_range_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    from packaging.requirements import Requirement
-
     monkeypatch.setattr(packages, "needed", lambda: [Requirement("trl>=1.15,<1.17"), Requirement("peft>=0.19")])
     found = list(packages.packages({"trl": "1.14.0", "torch": "2.12.0+cu128"}.get))
     assert only(found, "trl").level is Level.ERROR and "1.14.0, but trl<1.17,>=1.15" in only(found, "trl").found
@@ -174,14 +175,32 @@ def test_a_missing_package_and_one_out_of_range_are_errors(monkeypatch: pytest.M
     assert only(found, "versions").level is Level.WARNING
 
 
+def test_every_extra_that_is_asked_for_exists_where_it_is_installed() -> None:
+    """pip warns at every install of one that does not."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*map(Requirement, project["dependencies"])]
+    asked += [Requirement(one) for extra in project["optional-dependencies"].values() for one in extra]
+    for each in asked:
+        if each.name != "async-grpo" and each.extras and packages.installed(each.name):
+            named = metadata.metadata(each.name).get_all("Provides-Extra") or []
+            assert each.extras <= {*named}, each
+
+
+def test_the_pinned_antlr_is_one_that_math_verify_reads_with() -> None:
+    pin = packages.tested_set()["antlr4-python3-runtime"]
+    needs = [Requirement(one) for one in metadata.requires("latex2sympy2_extended") or []]
+    [antlr] = [each for each in needs if each.name == "antlr4-python3-runtime" and each.marker is None]
+    assert antlr.specifier.contains(pin)
+    exact = {str(each.specifier) for each in needs if each.name == antlr.name and each.marker is not None}
+    assert f"=={pin}" in exact, "it has a parser for these versions only"
+
+
 def test_the_build_of_torch_does_not_matter_to_its_version() -> None:
     pins = packages.tested_set()
     assert only(packages.packages(lambda name: pins.get(name) and pins[name] + "+cu128"), "versions").level is Level.OK
 
 
 def test_engines_are_optional_but_of_the_tested_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    from packaging.requirements import Requirement
-
     assert set(levels(packages.engines(lambda name: None)).values()) == {"ok"}
     monkeypatch.setattr(packages, "needed", lambda extra="": [Requirement(f"{extra}==0.32.0")])
     found = list(packages.engines({"vllm": "0.31.0", "unsloth": "0.32.0"}.get))
