@@ -2,71 +2,175 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 from compared_with_trl import settings
-from in_process import QWEN3_CHAT_TEMPLATE, InProcessRun, training_logs
+from datasets import Dataset
+from in_process import (
+    QWEN3_CHAT_TEMPLATE,
+    InProcessRun,
+    InProcessWorker,
+    ScriptedEngine,
+    ScriptedGenerator,
+    build_tokenizer,
+    chat_rows,
+    jobs_of,
+    training_logs,
+)
+from test_openai_endpoint import posted, said, worker_of
 from test_trl_tools import assert_same_counts, counts_tool_results, plain_scripted, says_twelve, scripted
 
+from async_grpo.envs import Endpoint
 from async_grpo.errors import BadFileError
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.queue.codec import decode_group, encode_group
 from async_grpo.records import RolloutGroup
 from async_grpo.training.groups import refuser_of
+from changed_groups import changed
 
 pytestmark = pytest.mark.integration
 
-TOOL_CALL = '<tool_call>\n{"name": "odd", "arguments": {}}\n</tool_call>'
+TEXTS = [f"text {letter}." for letter in "abcdefgh"]
+CALL = '<tool_call>\n{{"name": "odd", "arguments": {{"number": {number}}}}}\n</tool_call>'
 
 
 def calls_odd(prompt: str, place: int) -> str:
+    """Each completion of each prompt calls the tool for another value."""
     if "<tool_response>" in prompt:
         return "twelve"
-    return f"let me see{TOOL_CALL}" if place % 2 == 0 else "eleven"
+    number = 2 * [text in prompt for text in TEXTS].index(True) + place % 2
+    return f"let me see{CALL.format(number=number)}"
 
 
-def with_tool(folder: Path, returned: Any, **arguments: Any) -> Callable[..., Any]:
-    def odd() -> Any:
-        """Return something odd."""
-        return returned
+def with_tool(folder: Path, returned: Sequence[Any], **arguments: Any) -> Callable[..., Any]:
+    def odd(number: int) -> Any:
+        """Return something odd.
 
+        Args:
+            number: Which.
+        """
+        return returned[number % len(returned)]
+
+    return trainer_with(folder, {"tools": [odd]}, returned, **arguments)
+
+
+def with_environment(folder: Path, returned: Sequence[Any]) -> Callable[..., Any]:
+    class Environment:
+        def reset(self, **row: Any) -> str:
+            return ""
+
+        def odd(self, number: int) -> Any:
+            """Return something odd.
+
+            Args:
+                number: Which.
+            """
+            return returned[number % len(returned)]
+
+    return trainer_with(folder, {"environment_factory": Environment}, returned)
+
+
+def trainer_with(folder: Path, given: dict[str, Any], returned: Sequence[Any], **arguments: Any) -> Callable[..., Any]:
+    steps = -(-len(returned) // 8)  # 4 prompts of 2 completions a step
     rewards = [says_twelve, counts_tool_results]
-    tools = {"tools": [odd]}
-    limits: dict[str, Any] = {"max_completion_length": 256, "max_steps": 1}
-    return settings(folder, tools, chat_template=QWEN3_CHAT_TEMPLATE, reward_funcs=rewards, **limits, **arguments)
+    rows = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in TEXTS])
+    limits: dict[str, Any] = {"max_completion_length": 256, "max_steps": steps, "train_dataset": rows, **arguments}
+    return settings(folder, given, chat_template=QWEN3_CHAT_TEMPLATE, reward_funcs=rewards, **limits)
+
+
+ODD = {
+    "strings": ["a", "b"],
+    "objects": [{"a": 1}],
+    "nothing": None,
+    "bytes": b"\xff",
+    "a scalar": np.float32(1.5),
+    "an array": np.ones((2, 2)),
+    "nested": [[["a"]]],
+    "a tuple": ("a", 1),
+    "a set": {1},
+    "keys that are numbers": {1: {"type": "text"}},
+    "a lone surrogate in a list": ["\ud800"],
+    "a list of nothing": [None],
+    "a number for a type": [{"type": 1}],
+    "text parts": [{"type": "text", "text": "12"}],
+    "an empty list": [],
+}
+NO_TEXT_OF_TRL = {  # plain TRL ends with an exception, or never comes to an end
+    "a lone surrogate": "a\ud800",
+    "ten million characters": "x" * 10_000_000,
+    "an image that is none": [{"type": "image", "image": "x.png"}],
+    "an image that is missing": [{"type": "image"}],
+    "a text that is none": [{"type": "text", "text": 12}],
+}
+
+
+@pytest.mark.parametrize("place", [with_tool, with_environment])
+def test_what_a_tool_returns_is_what_trl_makes_of_it(place: Any, tmp_path: Path) -> None:
+    get_trainer = place(tmp_path, [*ODD.values()])
+    run = scripted(get_trainer, calls_odd)
+    assert_same_counts(run.logs, training_logs(plain_scripted(get_trainer, calls_odd)))
+    assert [entry["tools/failure_frequency"] for entry in run.logs] == [0, 0]
+    results = [completion[1]["content"] for group in run.groups for completion in group.completions]
+    assert {*map(str, ODD.values())} == {*map(str, results)}
+
+
+@pytest.mark.parametrize("place", [with_tool, with_environment])
+def test_what_trl_does_not_survive_costs_a_group_at_most(place: Any, tmp_path: Path) -> None:
+    values = [*NO_TEXT_OF_TRL.values()]
+    script = ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), calls_odd)
+    worker = InProcessWorker(place(tmp_path, values)(), ScriptedEngine(script))
+    groups: list[RolloutGroup] = []
+    for job in jobs_of([{"prompt": [{"role": "user", "content": text}]} for text in TEXTS[:3]]):
+        with suppress(Exception):  # of the group, which fails
+            groups += worker.rollouts([job])
+    assert is_refused_or_trained_on(groups, place(tmp_path / "server", ["12"])())
+    assert groups[0].job.seq == 0, "the model reads a text of what is too long, or cannot be encoded"
+
+
+def is_refused_or_trained_on(groups: list[RolloutGroup], trainer: Any) -> bool:
+    """Whether the server would survive the groups. Raises what would end it."""
+    refuse = refuser_of(trainer)
+    for group in groups:
+        with suppress(BadFileError):
+            refuse(decode_group(encode_group(group)))
+    return True
 
 
 @pytest.mark.parametrize(
-    "returned",
-    {
-        "strings": ["a", "b"],
-        "objects": [{"a": 1}],
-        "nothing": None,
-        "bytes": b"\xff",
-        "a scalar": np.float32(1.5),
-        "nested": [[["a"]]],
-        "a lone surrogate in a list": ["\ud800"],
-        "a list of nothing": [None],
-        "a number for a type": [{"type": 1}],
-        "text parts": [{"type": "text", "text": "12"}],
-    }.values(),
-    ids=str,
+    "content",
+    [
+        *(None, 1, "a\ud800", "x" * 100_000, {"a": 1}, [], ["a"], [None], [[["a"]]], [{"a": 1}], [{"type": 1}]),
+        *([{"type": "text"}], [{"type": "text", "text": None}], [{"type": "image_url", "image_url": {"url": "x"}}]),
+    ],
+    ids=lambda content: str(content)[:20],
 )
-def test_what_a_tool_returns_is_what_trl_makes_of_it(returned: Any, tmp_path: Path) -> None:
-    get_trainer = with_tool(tmp_path, returned)
-    run = scripted(get_trainer, calls_odd)
-    assert_same_counts(run.logs, training_logs(plain_scripted(get_trainer, calls_odd)))
+def test_what_an_agent_puts_into_a_message_costs_a_group_at_most(content: Any, tmp_path: Path) -> None:
+    statuses: list[int] = []
+
+    def agent(prompt: list[Any], endpoint: Endpoint) -> dict[str, Any]:
+        first = said(endpoint, prompt)
+        answer = posted(endpoint, [*prompt, first, {"role": "tool", "tool_call_id": "1", "content": content}])
+        statuses.append(answer.status)
+        return {"seen": content}
+
+    worker = worker_of(tmp_path, agent, ScriptedEngine, lambda prompt, place: "text")
+    groups: list[RolloutGroup] = []
+    with suppress(Exception):  # of the group, which fails
+        groups += worker.rollouts(jobs_of(chat_rows(1)))
+    assert is_refused_or_trained_on(groups, worker.trl.trainer)
+    assert set(statuses) <= {200, 400}, "an answer, or what is wrong with the request"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> InProcessRun:
-    return scripted(with_tool(tmp_path_factory.mktemp("run"), "12"), calls_odd)
+    return scripted(with_tool(tmp_path_factory.mktemp("run"), ["12"]), calls_odd)
 
 
 def refused(group: RolloutGroup) -> list[dict[str, Any]]:
@@ -84,6 +188,9 @@ def refused(group: RolloutGroup) -> list[dict[str, Any]]:
         {"prompts": [[{"role": "user", "content": [{"type": "image"}]}]]},
         {"prompts": [[]]},
         {"prompts": [None]},
+        {"policy_version": 10**6},
+        {"policy_version": -1},
+        {"token_versions": np.full(tokens, 10**6, np.int32)},
     ]
 
 
@@ -111,26 +218,37 @@ def test_what_would_end_trl_is_refused(run: InProcessRun) -> None:
 
 
 def test_the_run_goes_on_with_what_is_not_refused(run: InProcessRun, tmp_path: Path) -> None:
-    changed = [decode_group(encode_group(replace(run.groups[0], **change))) for change in trained_on(run.groups[0])]
+    odd = [decode_group(encode_group(replace(run.groups[0], **change))) for change in trained_on(run.groups[0])]
     refuse = refuser_of(run.trainer)
-    for group in changed:
+    for group in odd:
         refuse(group)
-    left = iter(changed)
+    assert_is_trained_on([*odd, *run.groups[: -len(odd) % 4]], tmp_path)
+
+
+def assert_is_trained_on(groups: Sequence[RolloutGroup], folder: Path) -> None:
+    """Four of the groups in each step."""
+    left = iter(groups)
 
     class Replaced(InProcessRun):
         def _generate(self) -> list[RolloutGroup]:
-            return [next(left), *run.groups[1:]]
+            return [next(left) for _ in range(4)]
 
-    get_trainer = with_tool(tmp_path, "12", log_completions=True)
-
-    def longer() -> Any:
-        trainer = get_trainer()
-        trainer.args.max_steps = len(changed)
-        return trainer
-
-    logs = Replaced(longer).train().logs
-    assert len(logs) == len(changed)
+    steps = len(groups) // 4
+    logs = Replaced(with_tool(folder, ["12"], log_completions=True, max_steps=steps)).train().logs
+    assert len(logs) == steps
     assert all(np.isfinite(entry["grad_norm"]) for entry in logs)
+
+
+def test_a_group_with_any_fields_changed_is_refused_or_trained_on(run: InProcessRun, tmp_path: Path) -> None:
+    """`benchmarks/fuzz_groups.py` hands such groups to a real run, for as long as it is given."""
+    refuse, random, accepted = refuser_of(run.trainer), Random(0), []
+    for _ in range(300):
+        with suppress(BadFileError):
+            group = decode_group(encode_group(changed(run.groups[0], random)))
+            refuse(group)
+            accepted.append(group)
+    assert 16 <= len(accepted) < 300
+    assert_is_trained_on(accepted[:16], tmp_path)
 
 
 def test_a_group_that_is_refused_counts_as_a_broken_file(run: InProcessRun, tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ part of what its checkpoint was trained on.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,6 +139,13 @@ class Process:
     def seqs(self) -> set[int]:
         """Every sequence number that it used or dropped."""
         return {seq for _, batch in self.used for seq in batch.seqs} | {seq for seq, _ in self.dropped}
+
+
+def newest_version(processes: Sequence[Process]) -> int:
+    """The newest version that these processes can have reached."""
+    steps = [step for process in processes for step, _ in process.used]
+    versions_a_line = max((later - step for step, later in pairwise(steps)), default=1)
+    return max((process.last_step for process in processes), default=0) + max(1, versions_a_line)
 
 
 def read_record(path: Path, run_id: str) -> tuple[list[Process], list[str]]:

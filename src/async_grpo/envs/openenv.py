@@ -158,10 +158,14 @@ def _returned(result: Any) -> str:
     """What a listed tool returned: the texts of MCP's content blocks, where it is that."""
     if not isinstance(result, Mapping) or not isinstance(result.get("content"), list):
         return _text(result)
-    text = "\n".join(str(part.get("text", f"<{part.get('type')}>")) for part in result["content"])
+    text = "\n".join(map(_part, result["content"]))
     if result.get("is_error") or result.get("isError"):
         raise ValueError(text)
     return text
+
+
+def _part(part: Any) -> str:
+    return str(part.get("text", f"<{part.get('type')}>")) if isinstance(part, Mapping) else _text(part)
 
 
 def _described(tool: Callable[..., str], name: str, description: str, schema: Mapping[str, Any]) -> Callable[..., str]:

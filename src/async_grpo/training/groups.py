@@ -20,11 +20,14 @@ LOWEST_LOGPROB = -1e4  # no sampler draws a token of so small a probability
 HIGHEST_LOGPROB = 0.1  # what rounding in bf16 leaves above 0
 
 
-def refuser_of(trainer: GRPOTrainer) -> Callable[[RolloutGroup], None]:
+def refuser_of(trainer: GRPOTrainer, *, reached: int = 0) -> Callable[[RolloutGroup], None]:
     """A function that raises `BadFileError` for a group that this trainer cannot train on.
 
     What a worker sent must never end the server: a resume would take the same group again. So each group is made ready
     for TRL once, alone, when it comes.
+
+    Args:
+        reached: the newest version of the run before it was resumed, which may have sampled groups.
     """
     names = trainer.reward_func_names
     tokens = trainer.model.get_input_embeddings().weight.shape[0]
@@ -43,7 +46,8 @@ def refuser_of(trainer: GRPOTrainer) -> Callable[[RolloutGroup], None]:
                 turn_rewards([group])
         except Exception as error:
             raise BadFileError(f"it cannot be trained on: {type(error).__name__}: {error}") from error
-        if reason := _unfit(group, tokens) or _of_other_rewards(group, names):
+        newest = max(reached, trainer.state.global_step)
+        if reason := _unfit(group, tokens) or _of_other_rewards(group, names) or _of_no_version(group, newest):
             raise BadFileError(reason)
 
     return refuse
@@ -68,6 +72,13 @@ def _unfit(group: RolloutGroup, tokens: int) -> str:
 def _of_other_rewards(group: RolloutGroup, names: Sequence[str]) -> str:
     own = list(group.reward_names)
     return "" if group.rewards.shape[1] == len(names) else f"its rewards are of {own}, and the trainer has {[*names]}"
+
+
+def _of_no_version(group: RolloutGroup, newest: int) -> str:
+    versions = [group.policy_version, *([] if group.token_versions is None else [int(group.token_versions.max())])]
+    if group.job.min_version <= min(versions) and max(versions) <= newest:
+        return ""
+    return f"it is of version {max(versions)}, and those from {group.job.min_version} to {newest} may sample it"
 
 
 def rows_for_trl(group: RolloutGroup) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from loguru import logger
 
 from async_grpo.archive import checkpoint_folders, room
 from async_grpo.archive.advantages import AdvantageRule
-from async_grpo.archive.history import ConsumptionRecord
+from async_grpo.archive.history import ConsumptionRecord, newest_version, read_record
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.deltas.recorder import recorder_of
 from async_grpo.envs.harness import check_agent
@@ -106,6 +106,7 @@ class AsyncTraining(TrainingEvents):
         used = self._resumed.state if self._resumed else None
         if used is not None:
             self.metrics.resumes(step=used.step, rollouts=used.consumed_groups * trainer.num_generations)
+        reached = newest_version(read_record(run.consumption, state.run_id)[0]) if used is not None else 0
         self._history = ConsumptionRecord(  # opened before the queue, which withdraws the jobs to be issued again
             run.consumption,
             run_id=state.run_id,
@@ -119,7 +120,7 @@ class AsyncTraining(TrainingEvents):
             max_attempts=settings.max_attempts,
             consumed=used or (),
             lock=lock,
-            refuse=refuser_of(trainer),
+            refuse=refuser_of(trainer, reached=reached),
         )
         self._archive = UsedGroups(self._queue, run.root / "done", settings.keep_done, used)
         self._publisher = _publisher(trainer, self._leader, run, state, settings)
