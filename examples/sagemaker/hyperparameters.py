@@ -11,6 +11,12 @@ from typing import Any
 
 from async_grpo.setup.grpo_config.batch import Batch, BatchError, misfit
 
+CREDITS = {  # trainer -> credit of TurnGRPOTrainer
+    "mt_grpo": "turn",  # MT-GRPO
+    "grpo_merged": "merged",  # GRPO-MR: outcome and turn rewards in one sum
+    "grpo_outcome": "outcome",  # GRPO-OR: turn rewards are measured and not trained on
+    "grpo": "merged",  # the authors' name of GRPO-MR, and with no_turn_reward of GRPO-OR
+}
 OF_THE_SERVICE = "sagemaker_"  # what the service's own SDK adds
 RESERVED = "_tuning_objective_metric"
 
@@ -30,7 +36,7 @@ class Hyperparameters:
     num_iterations: int = 2
     max_steps: int = 300
     beta: float = 0.0
-    trainer: str = "mt_grpo"  # or grpo
+    trainer: str = "mt_grpo"  # of CREDITS
     turn_advantage_coef: float = 1.0
     no_turn_reward: bool = False
     max_completion_length: int = 1024
@@ -46,8 +52,9 @@ class Hyperparameters:
                 "num_gpus=1: the trainer and the worker's vLLM need a GPU each. Take an instance with at least 2 GPUs, "
                 "or num_gpus=0 to try the job on a CPU."
             )
-        if self.trainer not in ("mt_grpo", "grpo"):
-            raise Refused(f"trainer must be mt_grpo or grpo, got {self.trainer!r}.")
+        if self.trainer not in CREDITS:
+            raise Refused(f"trainer must be one of {', '.join(CREDITS)}, got {self.trainer!r}.")
+        self._refuse_without_use()
         at_least = {
             **dict.fromkeys(("per_device_train_batch_size", "grad_accum_steps", "num_iterations", "max_steps"), 1),
             "max_completion_length": 1,
@@ -72,6 +79,24 @@ class Hyperparameters:
         batch = self.batch()
         if misfit(batch):
             raise Refused(str(BatchError(batch)).replace("gradient_accumulation_steps=", "grad_accum_steps="))
+
+    def _refuse_without_use(self) -> None:
+        if self.no_turn_reward and self.trainer not in ("mt_grpo", "grpo"):
+            raise Refused(
+                f"no_turn_reward has no use with trainer={self.trainer}: grpo_outcome is the one that trains on no "
+                "turn rewards."
+            )
+        if self.turn_advantage_coef != 1.0 and (self.trainer != "mt_grpo" or self.no_turn_reward):
+            what = "no_turn_reward" if self.trainer == "mt_grpo" else f"trainer={self.trainer}"
+            raise Refused(
+                f"turn_advantage_coef={self.turn_advantage_coef:g} has no use with {what}: it weighs the turn "
+                "advantage of mt_grpo."
+            )
+
+    @property
+    def credit(self) -> str:
+        """Of `TurnGRPOTrainer`."""
+        return "outcome" if self.no_turn_reward else CREDITS[self.trainer]
 
     @property
     def ranks(self) -> int:
@@ -100,7 +125,7 @@ def read(arguments: Sequence[str], env: Mapping[str, str], root: Path) -> Hyperp
     found: dict[str, Any] = {}
     file = root / "input" / "config" / "hyperparameters.json"
     if file.is_file():
-        found.update(_object(file.read_text(), str(file)))
+        found.update(_object(file.read_bytes(), str(file)))
     if env.get("SM_HPS"):
         found.update(_object(env["SM_HPS"], "SM_HPS"))
     found.update(_options(arguments))
@@ -118,10 +143,18 @@ def read(arguments: Sequence[str], env: Mapping[str, str], root: Path) -> Hyperp
 
 
 def typed(name: str, value: Any, kind: Any) -> Any:
-    """`" 1e-6 "` -> 1e-6, `"TRUE"` -> True, `'"mt_grpo"'` (JSON within JSON, as the service's SDK sends) -> mt_grpo."""
+    """Give a text its type.
+
+    `" 1e-6 "` -> 1e-6, `"TRUE"` -> True, `'"mt_grpo"'` (JSON within JSON, as the service's SDK sends) -> mt_grpo.
+    """
+    if isinstance(value, (dict, list)) or value is None:
+        raise Refused(f"{name} must be a text, a number or true or false, got {json.dumps(value)[:100]}.")
     text = str(value).strip()
     if len(text) > 1 and text.startswith('"') and text.endswith('"'):
-        text = str(json.loads(text)).strip()
+        try:
+            text = str(json.loads(text)).strip()
+        except ValueError:
+            raise Refused(f"{name} is in quotes and no JSON: {text[:100]}.") from None
     if kind is bool:
         if text.lower() not in ("true", "false", "1", "0"):
             raise Refused(f"{name} must be true or false, got {text!r}.")
@@ -139,10 +172,10 @@ def typed(name: str, value: Any, kind: Any) -> Any:
     return number
 
 
-def _object(text: str, place: str) -> dict[str, Any]:
+def _object(text: str | bytes, place: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(f"The hyperparameters in {place} are no JSON: {error}.") from None
     if not isinstance(found, dict):
         raise Refused(f"The hyperparameters in {place} must be an object of names and values.")
@@ -165,7 +198,7 @@ def _options(arguments: Sequence[str]) -> dict[str, str]:
 
 def environment(values: Hyperparameters) -> dict[str, str]:
     """What the setup file reads."""
-    named = {**dataclasses.asdict(values), "checkpoints_kept": values.checkpoints_kept}
+    named = {**dataclasses.asdict(values), "checkpoints_kept": values.checkpoints_kept, "credit": values.credit}
     return {**os.environ, **{f"JOB_{name.upper()}": str(value) for name, value in named.items()}}
 
 

@@ -10,8 +10,11 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
+import hyperparameters
+import train
 from metrics import METRICS
 
 # model size -> instance, its GPUs, their memory. The rules: docs/what_fits.md.
@@ -20,6 +23,7 @@ INSTANCES = {
     "7B": ("ml.p4de.24xlarge", 8, "80 GB"),
     "14B": ("ml.p5.48xlarge", 8, "80 GB"),
 }
+NO_ROOT = Path("/nonexistent")  # without a file of the service
 OF_INSTANCE = {instance: gpus for instance, gpus, _ in INSTANCES.values()}
 
 
@@ -58,6 +62,22 @@ def build_request(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def check(args: argparse.Namespace, request: dict[str, Any]) -> None:
+    """Refuse what the job would refuse, before anything is uploaded. Raises `Refused` with the job's own sentence."""
+    texts = [f"--{name}={value}" for name, value in request["HyperParameters"].items()]
+    values = hyperparameters.read(texts, {}, NO_ROOT)
+    train.check_channels(name for name, _ in args.channel)
+    if len({name for name, _ in args.channel}) < len(args.channel):
+        raise hyperparameters.Refused("A channel is given twice.")
+    train.check_questions(values, {train.CHANNELS[name]: uri for name, uri in args.channel})
+    gpus = OF_INSTANCE.get(args.instance)
+    if gpus is not None and values.num_gpus > gpus:
+        raise hyperparameters.Refused(
+            f"num_gpus={values.num_gpus}: {args.instance} has {gpus} GPUs. Leave num_gpus out, or take another "
+            "instance."
+        )
+
+
 def problems(request: dict[str, Any]) -> str:
     """What botocore's model of the service says against the request; empty if nothing."""
     import botocore.session
@@ -91,6 +111,11 @@ def arguments(command_line: list[str] | None = None) -> argparse.Namespace:
 def main(command_line: list[str] | None = None) -> int:
     args = arguments(command_line)
     request = build_request(args)
+    try:
+        check(args, request)
+    except hyperparameters.Refused as refusal:
+        print(f"error: the job would refuse this: {refusal}", file=sys.stderr)
+        return 2
     if wrong := problems(request):
         print(f"error: the service would refuse the request:\n{wrong}", file=sys.stderr)
         return 2

@@ -13,6 +13,7 @@ import os
 import sys
 
 import launch
+from hyperparameters import Refused
 from metrics import METRICS
 from sagemaker.core.training.configs import (
     CheckpointConfig,
@@ -55,6 +56,11 @@ def model_trainer(args: argparse.Namespace) -> ModelTrainer:
 
 def main(command_line: list[str] | None = None) -> int:
     args = launch.arguments(command_line)
+    try:
+        launch.check(args, launch.build_request(args))
+    except Refused as refusal:
+        print(f"error: the job would refuse this: {refusal}", file=sys.stderr)
+        return 2
     if args.region:
         os.environ["AWS_DEFAULT_REGION"] = args.region  # of the session that the SDK makes
     model_trainer(args).train(wait=False, logs=False, dry_run=args.dry_run)

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 
 from async_grpo.credit import TurnGRPOTrainer
 from async_grpo.envs import Fact, SearchEnv, generated_facts
@@ -46,20 +46,15 @@ def rows() -> tuple[Dataset, Dataset | None]:
     return of_facts(facts[:-HELD_OUT]), of_facts(facts[-HELD_OUT:])
 
 
-def get_trainer() -> GRPOTrainer:
+def get_trainer() -> TurnGRPOTrainer:
     job = os.environ
-    of_turns = job["JOB_TRAINER"] == "mt_grpo"
-    more = {
-        "turn_reward_funcs": list(TURN_REWARDS),
-        "credit": "turn",
-        "turn_advantage_coef": float(job["JOB_TURN_ADVANTAGE_COEF"]),
-        "no_turn_reward": job["JOB_NO_TURN_REWARD"] == "True",
-    }
-    trainer = TurnGRPOTrainer if of_turns else GRPOTrainer
     train, held_out = rows()
-    return trainer(
+    return TurnGRPOTrainer(
         model=job["JOB_MODEL_NAME"],
         reward_funcs=list(OUTCOME_REWARDS),
+        turn_reward_funcs=list(TURN_REWARDS),
+        credit=job["JOB_CREDIT"],
+        turn_advantage_coef=float(job["JOB_TURN_ADVANTAGE_COEF"]),
         environment_factory=Search,
         train_dataset=train,
         eval_dataset=held_out,
@@ -89,5 +84,4 @@ def get_trainer() -> GRPOTrainer:
             logging_steps=1,
             report_to="none",
         ),
-        **(more if of_turns else {}),
     )

@@ -7,12 +7,15 @@ The trainer has GPUs 0 to n-2, the worker with vLLM the last. A job that is stop
 one with the same checkpoints continues.
 """
 
+import difflib
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import early_stopping
@@ -35,6 +38,7 @@ def main(arguments: list[str]) -> int:
     root = Path(os.environ.get("SM_ROOT", "/opt/ml"))
     try:
         values = hyperparameters.read(arguments, os.environ, root)
+        print(f"trainer={values.trainer}: credit {values.credit!r} of TurnGRPOTrainer", flush=True)
         checkpoints = _checkpoints(root)
         env = _environment(values, root, checkpoints)
         hyperparameters.check_same_job(values, checkpoints / "job.json", begun=_has_begun(checkpoints))
@@ -48,7 +52,7 @@ def main(arguments: list[str]) -> int:
         return _failed(root, str(refusal))
     except (OSError, subprocess.CalledProcessError) as error:
         return _failed(root, f"{type(error).__name__}: {error}", code=1)
-    return code if code == 0 else _failed(root, f"async-grpo train ended with exit code {code}: {_last_words()}", code)
+    return code if code == 0 else _failed(root, ended_with(code, _lines), code)
 
 
 def _checkpoints(root: Path) -> Path:
@@ -70,26 +74,54 @@ def _environment(values: Hyperparameters, root: Path, checkpoints: Path) -> dict
     env = hyperparameters.environment(values)
     env["JOB_CHECKPOINTS"] = str(checkpoints / "trainer")
     env["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    given = given_channels(env)
     for channel, name in CHANNELS.items():
         folder = Path(env.get(f"SM_CHANNEL_{channel.upper()}", root / "input" / "data" / channel))
         if folder.is_dir():
             env[name] = str(folder)
-        elif channel in env.get("SM_CHANNELS", "") or f"SM_CHANNEL_{channel.upper()}" in env:
+        elif channel in given or f"SM_CHANNEL_{channel.upper()}" in env:
             raise Refused(f"The channel {channel} was given to the job, and there is no folder {folder}.")
-    _check_questions(values, env)
+    _check_files(env)
+    check_questions(values, env)
     return env
 
 
-def _check_questions(values: Hyperparameters, env: dict[str, str]) -> None:
+def given_channels(env: Mapping[str, str]) -> list[str]:
+    """The channels of the job, by the service's `SM_CHANNELS`, a JSON list."""
+    text = env.get("SM_CHANNELS") or "[]"
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise Refused(f"SM_CHANNELS must be a JSON list of names, got {text[:100]!r}.")
+    check_channels(found)
+    return found
+
+
+def check_channels(names: Iterable[str]) -> None:
+    """Refuse a channel that the job would not read."""
+    for name in names:
+        if name not in CHANNELS:
+            near = difflib.get_close_matches(name, CHANNELS, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise Refused(f"There is no channel {name!r}: the job reads {', '.join(CHANNELS)}.{hint}")
+
+
+def check_questions(values: Hyperparameters, given: Mapping[str, str]) -> None:
+    """Refuse channels that do not go together. `given`: what the setup file reads."""
+    if "JOB_EVALUATION" in given and "JOB_DATA" not in given:
+        raise Refused("The channel evaluation needs the channel training: they are searched in one index.")
+    if "JOB_DATA" in given and "JOB_INDEX" not in given:
+        raise Refused("Questions of the channel training need the channel index: a folder with an index of bm25s.")
+    if values.early_stopping_patience and "JOB_DATA" in given and "JOB_EVALUATION" not in given:
+        raise Refused("early_stopping_patience needs the channel evaluation: questions that are not trained on.")
+
+
+def _check_files(env: Mapping[str, str]) -> None:
     for channel in ("training", "evaluation"):
         if (data := env.get(CHANNELS[channel])) and not list(Path(data).rglob("*.jsonl")):
             raise Refused(f"The channel {channel} has no .jsonl file in {data}: one row a line, question and aliases.")
-    if "JOB_EVALUATION" in env and "JOB_DATA" not in env:
-        raise Refused("The channel evaluation needs the channel training: they are searched in one index.")
-    if "JOB_DATA" in env and "JOB_INDEX" not in env:
-        raise Refused("Questions of the channel training need the channel index: a folder with an index of bm25s.")
-    if values.early_stopping_patience and "JOB_DATA" in env and "JOB_EVALUATION" not in env:
-        raise Refused("early_stopping_patience needs the channel evaluation: questions that are not trained on.")
 
 
 _stopped: list[int] = []
@@ -189,15 +221,25 @@ def _failed(root: Path, reason: str, code: int = 2) -> int:
     output = root / "output"
     try:
         output.mkdir(parents=True, exist_ok=True)
-        (output / "failure").write_text(reason[:REASON_CHARACTERS])
+        (output / "failure").write_text(cut(reason))
     except OSError as error:
         print(f"error: and the reason could not be written to {output}: {error.strerror}", file=sys.stderr)
     return code
 
 
-def _last_words() -> str:
-    at = next((number for number, line in enumerate(_lines) if "error:" in line), max(0, len(_lines) - 5))
-    return " ".join(_lines[at:])
+def cut(reason: str) -> str:
+    """As much as the service shows, from the beginning, where the sentence is."""
+    return reason if len(reason) <= REASON_CHARACTERS else reason[: REASON_CHARACTERS - 1] + "…"
+
+
+def ended_with(code: int, lines: Sequence[str]) -> str:
+    """The failure of a training: its sentence, and then as much of the log before it as fits."""
+    at = next((at for at in reversed(range(len(lines))) if "error:" in lines[at]), None)
+    said = " ".join(lines[at:]).partition("error:")[2].strip() if at is not None else " ".join(lines[-1:]).strip()
+    before = " ".join(lines[:at] if at is not None else lines[:-1])
+    sentence = f"async-grpo train ended with exit code {code}: {said}"
+    room = REASON_CHARACTERS - len(sentence) - len(" Before it: …")
+    return sentence + (f" Before it: …{before[-room:]}" if room > 0 and before else "")
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ def test_the_command_line_is_before_sm_hps_which_is_before_the_file(example: Sim
     (folder / "hyperparameters.json").write_text(json.dumps(texts))
     env = {"SM_HPS": json.dumps({"max_steps": 3, "learning_rate": "1e-5"})}
     values = example.hyperparameters.read(["--learning-rate=2e-5", "--trainer", "grpo"], env, tmp_path)
+    assert values.credit == "outcome", "grpo with no_turn_reward is GRPO-OR"
     assert (values.seed, values.max_steps, values.beta, values.no_turn_reward) == (1, 3, 1e-6, True)
     assert (values.learning_rate, values.trainer, values.num_gpus) == (2e-5, "grpo", 8)
 
@@ -67,7 +68,11 @@ def test_the_command_line_is_before_sm_hps_which_is_before_the_file(example: Sim
         (["--max_steps=1e3"], "max_steps must be a whole number"),
         (["--no_turn_reward=perhaps"], "no_turn_reward must be true or false"),
         (["--num_generations=5"], "num_generations can be: 2, 4, 7, 8, 14, 28, 56."),
-        (["--trainer=ppo"], "trainer must be mt_grpo or grpo"),
+        (["--trainer=ppo"], "trainer must be one of mt_grpo, grpo_merged, grpo_outcome, grpo, got 'ppo'"),
+        (["--trainer=grpo_merged", "--no_turn_reward"], "no_turn_reward has no use with trainer=grpo_merged"),
+        (["--trainer=grpo_outcome", "--turn_advantage_coef=2"], "turn_advantage_coef=2 has no use with trainer=grpo_o"),
+        (["--no_turn_reward", "--turn_advantage_coef=2"], "turn_advantage_coef=2 has no use with no_turn_reward"),
+        (['--model_name="a"b"'], 'model_name is in quotes and no JSON: "a"b"'),
         (["--learning_rate=-1"], "learning_rate must be at least 0"),
         (["--early_stopping_patience=2", "--eval_every=30"], "eval_every=30 must be a multiple of save_steps=50"),
         (["7"], "'7' is no option"),
@@ -80,12 +85,68 @@ def test_bad_hyperparameters_are_sentences(
         example.hyperparameters.read(options, {}, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("trainer", "credit"),
+    [("mt_grpo", "turn"), ("grpo_merged", "merged"), ("grpo_outcome", "outcome"), ("grpo", "merged")],
+)
+def test_each_trainer_is_a_credit(example: SimpleNamespace, tmp_path: Path, trainer: str, credit: str) -> None:
+    assert example.hyperparameters.read([f"--trainer={trainer}"], {}, tmp_path).credit == credit
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (b"{", "are no JSON"),
+        (b"\xff\xfe", "are no JSON"),
+        (b"[" * 100_000, "are no JSON"),
+        (b"[1]", "must be an object of names and values"),
+        (b'{"seed": {"a": 1}}', 'seed must be a text, a number or true or false, got {"a": 1}'),
+        (b'{"seed": [1]}', "seed must be a text"),
+        (b'{"seed": null}', "seed must be a text"),
+    ],
+)
+def test_an_odd_file_of_hyperparameters_is_a_sentence(
+    example: SimpleNamespace, tmp_path: Path, text: bytes, sentence: str
+) -> None:
+    folder = tmp_path / "input" / "config"
+    folder.mkdir(parents=True)
+    (folder / "hyperparameters.json").write_bytes(text)
+    with pytest.raises(example.hyperparameters.Refused, match=re.escape(sentence)):
+        example.hyperparameters.read([], {}, tmp_path)
+
+
 @pytest.mark.parametrize(("text", "value"), [("False", False), ("TRUE", True), (" 0 ", False), ('"true"', True)])
 def test_truth_as_text(example: SimpleNamespace, text: str, value: bool) -> None:
     assert example.hyperparameters.typed("no_turn_reward", text, bool) is value
 
 
 # --- the layout
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("model", "SM_CHANNELS must be a JSON list of names, got 'model'"),
+        ('{"model": 1}', "SM_CHANNELS must be a JSON list"),
+        ('["remodelled"]', "There is no channel 'remodelled': the job reads model, index, training, evaluation."),
+        ('["trainin"]', "Did you mean training?"),
+    ],
+)
+def test_channels_are_read_as_json(example: SimpleNamespace, text: str, sentence: str) -> None:
+    assert example.train.given_channels({"SM_CHANNELS": '["index", "model"]'}) == ["index", "model"]
+    assert example.train.given_channels({}) == []
+    with pytest.raises(example.hyperparameters.Refused, match=re.escape(sentence)):
+        example.train.given_channels({"SM_CHANNELS": text})
+
+
+def test_the_failure_has_the_sentence_and_of_the_log_what_fits(example: SimpleNamespace) -> None:
+    noise, sentence = ["12:00:00 " + "x" * 500] * 5, "error: num_generations can be: 2, 4, 7."
+    reason = example.train.ended_with(2, [*noise, sentence])
+    assert reason.startswith("async-grpo train ended with exit code 2: num_generations can be: 2, 4, 7. Before it: …")
+    assert len(reason) == example.train.REASON_CHARACTERS
+    long = example.train.cut(example.train.ended_with(1, ["error: " + "long " * 500]))
+    assert long.startswith("async-grpo train ended with exit code 1: long long") and len(long) == 1024
+    assert example.train.ended_with(-9, []).strip() == "async-grpo train ended with exit code -9:"
 
 
 def test_a_missing_channel_is_a_sentence_and_the_failure_of_the_job(
@@ -172,6 +233,25 @@ def test_the_request_has_what_the_entry_point_expects(example: SimpleNamespace) 
     assert request["StoppingCondition"]["MaxWaitTimeInSeconds"] >= request["StoppingCondition"]["MaxRuntimeInSeconds"]
     assert request["HyperParameters"]["num_generations"] == "7"
     assert len(request["AlgorithmSpecification"]["MetricDefinitions"]) <= 40
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--hyperparameter", "num_generations=16"], "num_generations can be: 2, 4, 7, 8, 14, 28, 56."),
+        (["--hyperparameter", "foo=1"], "There is no hyperparameter foo."),
+        (["--channel", "trainin=s3://a/b"], "There is no channel 'trainin'"),
+        (["--channel", "training=s3://a/b"], "need the channel index"),
+        (["--instance", "ml.g6e.12xlarge", "--hyperparameter", "num_gpus=8"], "ml.g6e.12xlarge has 4 GPUs"),
+        (["--hyperparameter", "num_gpus=1"], "the trainer and the worker's vLLM need a GPU each"),
+    ],
+)
+def test_what_the_job_would_refuse_is_refused_before_anything_is_sent(
+    example: SimpleNamespace, capsys: pytest.CaptureFixture[str], options: list[str], sentence: str
+) -> None:
+    assert example.launch.main([*LAUNCH, *options]) == 2
+    said = capsys.readouterr()
+    assert "the job would refuse this" in said.err and sentence in said.err and said.out == ""
 
 
 def test_an_instance_whose_gpus_are_not_known(example: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
