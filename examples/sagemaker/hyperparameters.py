@@ -17,6 +17,8 @@ CREDITS = {  # trainer -> credit of TurnGRPOTrainer
     "grpo_outcome": "outcome",  # GRPO-OR: turn rewards are measured and not trained on
     "grpo": "merged",  # the authors' name of GRPO-MR, and with no_turn_reward of GRPO-OR
 }
+ACCELERATE = ("fsdp2", "zero3")  # how the trainer is sharded, with 3 GPUs or more
+TRACKERS = ("none", "wandb", "tensorboard")
 OF_THE_SERVICE = "sagemaker_"  # what the service's own SDK adds
 RESERVED = "_tuning_objective_metric"
 
@@ -40,6 +42,10 @@ class Hyperparameters:
     turn_advantage_coef: float = 1.0
     no_turn_reward: bool = False
     max_completion_length: int = 1024
+    max_model_len: int = 0  # tokens of a prompt and its completion that vLLM plans for; 0: as many as the model takes
+    vllm_gpu_memory_utilization: float = 0.85  # of the worker's GPU, which has no trainer
+    accelerate_config: str = "fsdp2"  # of ACCELERATE
+    report_to: str = "none"  # of TRACKERS
     save_steps: int = 50
     eval_every: int = 50  # steps; 0: never
     early_stopping_patience: int = 0  # evaluations without improvement that end the training; 0: none do
@@ -55,9 +61,22 @@ class Hyperparameters:
         if self.trainer not in CREDITS:
             raise Refused(f"trainer must be one of {', '.join(CREDITS)}, got {self.trainer!r}.")
         self._refuse_without_use()
+        for name, known in (("accelerate_config", ACCELERATE), ("report_to", TRACKERS)):
+            if getattr(self, name) not in known:
+                raise Refused(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
+        if not 0 < self.vllm_gpu_memory_utilization <= 1:
+            raise Refused(
+                f"vllm_gpu_memory_utilization must be over 0 and at most 1, got {self.vllm_gpu_memory_utilization:g}."
+            )
+        if 0 < self.max_model_len <= self.max_completion_length:
+            raise Refused(
+                f"max_model_len={self.max_model_len} leaves no room for a prompt beside "
+                f"max_completion_length={self.max_completion_length}."
+            )
         at_least = {
             **dict.fromkeys(("per_device_train_batch_size", "grad_accum_steps", "num_iterations", "max_steps"), 1),
             "max_completion_length": 1,
+            "max_model_len": 0,
             "save_steps": 1,
             "num_gpus": 0,
             "learning_rate": 0,
@@ -117,6 +136,18 @@ class Hyperparameters:
             generation_batch_size=self.per_device_train_batch_size * self.ranks * self.grad_accum_steps,
             num_generations=self.num_generations,
             processes=self.ranks,
+        )
+
+
+def names() -> list[str]:
+    return [field.name for field in dataclasses.fields(Hyperparameters)]
+
+
+def check_tracker(values: Hyperparameters, env: Mapping[str, str]) -> None:
+    """Refuse W&B without a key: the job would wait for somebody who types one."""
+    if values.report_to == "wandb" and not env.get("WANDB_API_KEY") and env.get("WANDB_MODE") != "offline":
+        raise Refused(
+            "report_to=wandb needs WANDB_API_KEY in the environment (launch.py passes it on), or WANDB_MODE=offline."
         )
 
 

@@ -8,10 +8,14 @@
 
 import argparse
 import json
+import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "src"))  # of a checkout, where it is not installed
 
 import hyperparameters
 import train
@@ -29,7 +33,7 @@ OF_INSTANCE = {instance: gpus for instance, gpus, _ in INSTANCES.values()}
 
 def build_request(args: argparse.Namespace) -> dict[str, Any]:
     """The arguments of CreateTrainingJob."""
-    hyperparameters = {"num_gpus": str(OF_INSTANCE.get(args.instance, "")), **dict(args.hyperparameter)}
+    given = {"num_gpus": str(OF_INSTANCE.get(args.instance, "")), **dict(args.hyperparameter)}
     channels = [
         {
             "ChannelName": name,
@@ -46,7 +50,7 @@ def build_request(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "TrainingJobName": args.name,
         "RoleArn": args.role,
-        "HyperParameters": hyperparameters,
+        "HyperParameters": given,
         "AlgorithmSpecification": {
             "TrainingImage": args.image,
             "TrainingInputMode": "File",
@@ -58,14 +62,27 @@ def build_request(args: argparse.Namespace) -> dict[str, Any]:
         "ResourceConfig": {"InstanceType": args.instance, "InstanceCount": 1, "VolumeSizeInGB": args.volume_gb},
         "StoppingCondition": stopping,
         "EnableManagedSpotTraining": args.spot,
-        "Environment": {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"},
+        "Environment": {"VLLM_WORKER_MULTIPROC_METHOD": "spawn", **_of_the_tracker(given)},
     }
+
+
+def _of_the_tracker(given: Mapping[str, str]) -> dict[str, str]:
+    """The variables of W&B that are set here, for a job that reports to it."""
+    names = ("WANDB_API_KEY", "WANDB_PROJECT", "WANDB_MODE") if given.get("report_to") == "wandb" else ()
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def shown(request: dict[str, Any]) -> str:
+    """The request as it is printed: without the key."""
+    hidden = {name: "…" if name.endswith("_KEY") else value for name, value in request["Environment"].items()}
+    return json.dumps({**request, "Environment": hidden}, indent=1, ensure_ascii=False)
 
 
 def check(args: argparse.Namespace, request: dict[str, Any]) -> None:
     """Refuse what the job would refuse, before anything is uploaded. Raises `Refused` with the job's own sentence."""
     texts = [f"--{name}={value}" for name, value in request["HyperParameters"].items()]
     values = hyperparameters.read(texts, {}, NO_ROOT)
+    hyperparameters.check_tracker(values, request["Environment"])
     train.check_channels(name for name, _ in args.channel)
     if len({name for name, _ in args.channel}) < len(args.channel):
         raise hyperparameters.Refused("A channel is given twice.")
@@ -78,13 +95,13 @@ def check(args: argparse.Namespace, request: dict[str, Any]) -> None:
         )
 
 
-def problems(request: dict[str, Any]) -> str:
+def problems(request: dict[str, Any], operation: str = "CreateTrainingJob") -> str:
     """What botocore's model of the service says against the request; empty if nothing."""
     import botocore.session
     from botocore.validate import ParamValidator
 
     model = botocore.session.Session().get_service_model("sagemaker")
-    shape = model.operation_model("CreateTrainingJob").input_shape
+    shape = model.operation_model(operation).input_shape
     return str(ParamValidator().validate(request, shape).generate_report())
 
 
@@ -119,7 +136,7 @@ def main(command_line: list[str] | None = None) -> int:
     if wrong := problems(request):
         print(f"error: the service would refuse the request:\n{wrong}", file=sys.stderr)
         return 2
-    print(json.dumps(request, indent=1))
+    print(shown(request))
     if args.dry_run:
         print("Nothing was sent.", file=sys.stderr)
         return 0

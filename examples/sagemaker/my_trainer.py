@@ -2,8 +2,11 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, load_dataset
+from loguru import logger
+from transformers import TrainerCallback
 from trl import GRPOConfig
 
 from async_grpo.credit import TurnGRPOTrainer
@@ -16,6 +19,14 @@ TASK = (
 )
 HELD_OUT = 40  # generated facts that are not trained on
 on_cpu = os.environ["JOB_NUM_GPUS"] == "0"
+
+
+class LossInLog(TrainerCallback):
+    """Writes the loss where the service looks for its metrics: the output of the job."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            logger.info("loss of step {}: {:.6f}", state.global_step, logs["loss"])
 
 
 class Search(SearchEnv):
@@ -55,6 +66,7 @@ def get_trainer() -> TurnGRPOTrainer:
         turn_reward_funcs=list(TURN_REWARDS),
         credit=job["JOB_CREDIT"],
         turn_advantage_coef=float(job["JOB_TURN_ADVANTAGE_COEF"]),
+        callbacks=[LossInLog()],
         environment_factory=Search,
         train_dataset=train,
         eval_dataset=held_out,
@@ -78,10 +90,11 @@ def get_trainer() -> TurnGRPOTrainer:
             adam_beta2=0.99,
             use_vllm=not on_cpu,
             vllm_mode="colocate",
-            vllm_gpu_memory_utilization=0.85,  # the worker's GPU has no trainer
+            vllm_gpu_memory_utilization=float(job["JOB_VLLM_GPU_MEMORY_UTILIZATION"]),
+            vllm_max_model_length=int(job["JOB_MAX_MODEL_LEN"]) or None,
             bf16=not on_cpu,
             use_cpu=on_cpu,
             logging_steps=1,
-            report_to="none",
+            report_to=job["JOB_REPORT_TO"],
         ),
     )

@@ -72,6 +72,7 @@ def _checkpoints(root: Path) -> Path:
 
 def _environment(values: Hyperparameters, root: Path, checkpoints: Path) -> dict[str, str]:
     env = hyperparameters.environment(values)
+    hyperparameters.check_tracker(values, env)
     env["JOB_CHECKPOINTS"] = str(checkpoints / "trainer")
     env["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     given = given_channels(env)
@@ -176,12 +177,13 @@ def command(values: Hyperparameters, checkpoints: Path) -> list[str]:
     if values.num_gpus == 2:
         return [*start, "--master-device-id", "0"]
     start += ["--weights", "host"]  # else rank 0 has the published versions of the whole model on its GPU
-    return [*start, "--accelerate-config", str(_accelerate(checkpoints, values.num_gpus - 1))]
+    return [*start, "--accelerate-config", str(_accelerate(checkpoints, values))]
 
 
-def _accelerate(checkpoints: Path, ranks: int) -> Path:
-    """A configuration of FSDP2 for GPUs 0 to n-2. It is beside the checkpoints, because a resumed run reads it."""
-    lines = (HERE / "fsdp2.yaml").read_text().splitlines()
+def _accelerate(checkpoints: Path, values: Hyperparameters) -> Path:
+    """A configuration for GPUs 0 to n-2. It is beside the checkpoints, because a resumed run reads it."""
+    ranks = values.ranks
+    lines = (HERE / f"{values.accelerate_config}.yaml").read_text().splitlines()
     counts = {"num_processes": ranks, "gpu_ids": ",".join(map(str, range(ranks)))}
     lines = [f"{name}: {counts[name]}" if (name := line.partition(":")[0]) in counts else line for line in lines]
     path = checkpoints / "accelerate.yaml"

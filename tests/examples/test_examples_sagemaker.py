@@ -36,7 +36,7 @@ LAUNCH += ["--role", "arn:aws:iam::123456789012:role/training", "--name", "a-job
 @pytest.fixture(scope="module")
 def example() -> Iterator[SimpleNamespace]:
     """The modules of the folder, which are imported by their bare names there."""
-    names = ("hyperparameters", "metrics", "early_stopping", "train", "launch")
+    names = ("hyperparameters", "metrics", "early_stopping", "train", "launch", "evaluate", "deploy")
     sys.path.insert(0, str(EXAMPLE))
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     sys.path.remove(str(EXAMPLE))
@@ -72,6 +72,10 @@ def test_the_command_line_is_before_sm_hps_which_is_before_the_file(example: Sim
         (["--trainer=grpo_merged", "--no_turn_reward"], "no_turn_reward has no use with trainer=grpo_merged"),
         (["--trainer=grpo_outcome", "--turn_advantage_coef=2"], "turn_advantage_coef=2 has no use with trainer=grpo_o"),
         (["--no_turn_reward", "--turn_advantage_coef=2"], "turn_advantage_coef=2 has no use with no_turn_reward"),
+        (["--accelerate_config=fsdp1"], "accelerate_config must be one of fsdp2, zero3, got 'fsdp1'"),
+        (["--report_to=mlflow"], "report_to must be one of none, wandb, tensorboard"),
+        (["--vllm_gpu_memory_utilization=1.2"], "must be over 0 and at most 1, got 1.2"),
+        (["--max_model_len=512"], "max_model_len=512 leaves no room for a prompt"),
         (['--model_name="a"b"'], 'model_name is in quotes and no JSON: "a"b"'),
         (["--learning_rate=-1"], "learning_rate must be at least 0"),
         (["--early_stopping_patience=2", "--eval_every=30"], "eval_every=30 must be a multiple of save_steps=50"),
@@ -218,7 +222,47 @@ def test_the_trainer_has_all_gpus_but_the_last(example: SimpleNamespace, tmp_pat
     assert two[-4:] == ["--worker-device-ids", "1", "--master-device-id", "0"]
 
 
+def test_the_trainer_may_be_sharded_by_deepspeed(example: SimpleNamespace, tmp_path: Path) -> None:
+    values = example.hyperparameters.Hyperparameters(accelerate_config="zero3")
+    command = example.train.command(values, tmp_path)
+    config = Path(command[command.index("--accelerate-config") + 1]).read_text()
+    assert "num_processes: 7\n" in config and "gpu_ids: 0,1,2,3,4,5,6\n" in config and "zero_stage: 3" in config
+    assert (EXAMPLE / "zero3.yaml").read_text() == (EXAMPLE.parent / "accelerate" / "zero3.yaml").read_text()
+
+
 # --- the request
+
+
+def test_a_job_that_reports_to_a_tracker_gets_its_key_and_nobody_else_reads_it(
+    example: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [*LAUNCH, "--hyperparameter", "report_to=wandb"]
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    assert example.launch.main([*options, "--dry-run"]) == 2
+    assert "report_to=wandb needs WANDB_API_KEY" in capsys.readouterr().err
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+    request = example.launch.build_request(example.launch.arguments(options))
+    example.launch.check(example.launch.arguments(options), request)
+    assert request["Environment"]["WANDB_API_KEY"] == "0123456789abcdef"
+    assert "0123456789abcdef" not in example.launch.shown(request)
+    without = example.launch.build_request(example.launch.arguments(LAUNCH))
+    assert without["Environment"] == {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+
+
+def test_an_evaluation_has_the_hyperparameters_of_the_job(example: SimpleNamespace) -> None:
+    line, env = example.evaluate.command(["out/model", "--num_gpus", "0", "--num_generations=8", "--eval-replicates=2"])
+    assert line[3:5] == ["evaluate", "out/model"] and line[-3:] == ["--master-device-id", "cpu", "--eval-replicates=2"]
+    assert (env["JOB_MODEL_NAME"], env["JOB_NUM_GENERATIONS"]) == ("out/model", "8")
+    assert example.evaluate.main(["--num_gpus=0"]) == 2
+
+
+def test_an_endpoint_serves_the_model_of_a_job(example: SimpleNamespace) -> None:
+    options = ["--image", LAUNCH[1], "--role", LAUNCH[5], "--model-data", "s3://mine/model.tar.gz", "--name", "served"]
+    requests = example.deploy.requests(example.deploy.arguments(options))
+    assert [*requests] == ["CreateModel", "CreateEndpointConfig", "CreateEndpoint"]
+    assert requests["CreateModel"]["PrimaryContainer"]["ModelDataUrl"] == "s3://mine/model.tar.gz"
+    assert requests["CreateEndpoint"]["EndpointConfigName"] == "served"
 
 
 def test_the_request_has_what_the_entry_point_expects(example: SimpleNamespace) -> None:

@@ -16,12 +16,14 @@ from sagemaker.core.helper.session_helper import Session
 from sagemaker.train.defaults import TrainDefaults
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "sagemaker"))
+import deploy
 import launch
 import launch_sdk3
 
 ROLE = "arn:aws:iam::123456789012:role/training"
 OPTIONS = ["--image", "123456789012.dkr.ecr.us-east-1.amazonaws.com/async-grpo:1", "--bucket", "s3://mine/jobs/"]
 OPTIONS += ["--role", ROLE, "--name", "a-job", "--spot", "--channel", "training=s3://mine/data"]
+OPTIONS += ["--channel", "index=s3://mine/index"]
 OPTIONS += ["--hyperparameter", "max_steps=7"]
 
 
@@ -41,6 +43,12 @@ def test_the_request_is_one_that_the_service_takes(capsys: pytest.CaptureFixture
     assert request["HyperParameters"] == {"num_gpus": "8", "max_steps": "7"}
     request["ResourceConfig"]["InstanceCount"] = "one"
     assert "InstanceCount" in launch.problems(request)
+
+
+def test_the_requests_for_an_endpoint_are_ones_that_the_service_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    options = [*OPTIONS[:2], "--role", ROLE, "--model-data", "s3://mine/model.tar.gz"]
+    assert deploy.main([*options, "--dry-run"]) == 0
+    assert json.loads(capsys.readouterr().out).keys() == {"CreateModel", "CreateEndpointConfig", "CreateEndpoint"}
 
 
 def test_the_sdk_would_send_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
