@@ -21,7 +21,7 @@ OLDEST_FORMAT = 1  # that it reads
 
 T = TypeVar("T")
 Purpose = Literal["train", "eval", "generate"]
-OWN_SAMPLING = ("temperature", "top_p", "top_k")  # settings that a job may bring
+OWN_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "max_tokens")  # settings that a job may bring
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -98,7 +98,8 @@ class Job:
     )
     sampling: dict[str, Any] = header(
         "object",
-        "`temperature` (0: greedy), `top_p`, `top_k` (0: off); the trainer's for those that are absent",
+        "`temperature` (0: greedy), `top_p`, `top_k` (0: off), `min_p`, `max_tokens`; the trainer's for those that are "
+        "absent",
         item="sampling setting",
         default_factory=dict,
     )

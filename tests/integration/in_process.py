@@ -30,6 +30,7 @@ from async_grpo.rollout.engines.choice import transformers_engine
 from async_grpo.rollout.trl_group import GeneratedGroup, to_record
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.rollout.turns.groups import Turns
+from async_grpo.setup.generator_choice import HF
 from async_grpo.setup.replaced import note_originals
 from async_grpo.setup.trl_compat import repair_trl
 from async_grpo.setup.worker_build import built_for_a_worker
@@ -45,6 +46,7 @@ from async_grpo.training.trl_trainer import (
     groups_per_round,
     make_async,
 )
+from async_grpo.training.watch import Watch
 
 repair_trl()
 note_originals()
@@ -267,6 +269,7 @@ class InProcessRun(TrainingEvents):
         self._fresh_every = fresh_every
         self._metrics = RolloutMetrics(partial(append_metric, self.trainer))
         self._rows = prompt_rows(self.trainer)
+        self._watch = Watch(self.trainer, generator=HF, max_staleness=0)
         self._version = 0
         self._seq = 0
         self.batches: list[list[RolloutGroup]] = []  # what the trainer took, batch by batch
@@ -320,6 +323,7 @@ class InProcessRun(TrainingEvents):
             seed=self._seq,
             born_version=self._version,
             min_version=0,
+            sampling=self._watch.sampling(),
             trainer_state=state_for_rewards(self.trainer),
         )
 

@@ -38,6 +38,7 @@ from async_grpo.rollout.trl_group import (
 from async_grpo.rollout.trl_view import Call, TrainerView, Wait
 from async_grpo.setup.generator_choice import engine_inside, has_images, refuse_late_vllm
 from async_grpo.setup.replaced import class_of_trl, replaced_by_user
+from async_grpo.setup.sampling_changes import SamplingChanges
 from async_grpo.telemetry.trainer_states import StateReader
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ class RolloutTrainer:
     """
 
     _of_users: set[str]  # methods of TRL's that the user's code replaces
+    _changes: SamplingChanges
+    _config: Any  # `generation_config` of the trainer as it was built
     _turns_of_users: bool  # `_generate_single_turn` is one of them
     _rewards: UserCode
     _numberless: Numberless
@@ -101,6 +104,7 @@ class RolloutTrainer:
             trainer.__class__ = _sampling_below(type(trainer), class_of_trl(trainer))
         self.trainer: Any = trainer
         self.view = TrainerView(trainer, states, wait)
+        self._changes, self._config = SamplingChanges(trainer), getattr(trainer, "generation_config", None)
         self.data_has_images = has_images(trainer)
         self._rewards = UserCode("the reward functions", in_main=any(map(asks_for_main_thread, trainer.reward_funcs)))
         self.tools = defaultdict(lambda: UserCode("the tools"))
@@ -130,6 +134,27 @@ class RolloutTrainer:
     def pad_token_id(self) -> int:
         return int(self.trainer._tokenizer.pad_token_id)
 
+    def sampled_by(self, generator: str, max_staleness: int | None) -> None:
+        """Note what decides which settings the user's code may change while it generates."""
+        self._changes.generator, self._changes.max_staleness = generator, max_staleness
+
+    def sampling_of(self, job: Job) -> dict[str, Any]:
+        """What a job is sampled with, where that is not what the setup file says.
+
+        The user's code has the last word on what is trained on: it may compute a setting from the step of the job.
+        """
+        decided = () if job.purpose == "train" else job.sampling.keys()
+        return {**job.sampling, **self._changes.of(self.trainer, decided)}
+
+    def _refuse_changes(self, trainer: Any) -> None:
+        """Raise `RunRefused` where the user's code has changed the sampling of other jobs than its own."""
+        if changed := self._changes.of(trainer):
+            raise RunRefused(
+                f"Code of the setup file that runs in the workers has changed generation_config ({changed}) where "
+                "completions are not made, so each worker would sample with other settings. Change it in a callback, "
+                "which the server calls, or train in one process (without --distributed)."
+            )
+
     def end_dialogues_before(self, tokens: int) -> None:
         """Let TRL end a dialogue whose next prompt would have so many tokens, the most that the engine takes.
 
@@ -157,6 +182,7 @@ class RolloutTrainer:
             UnsupportedError: the job sets what no engine knows, or an image cannot be read.
         """
         refuse_unknown_sampling(job)
+        self._refuse_changes(self.trainer)
         with self.view.during(job, version, users=False) as call:
             prepared = self._prepared(job, version)
         self.view.outside.take_over(call)
@@ -200,9 +226,11 @@ class RolloutTrainer:
     def _score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
         scorer = copy.copy(self.trainer)  # its own environments, so that calls cannot mix
         rows, prompts, completions, ids, scorer.environments = (of_all(groups, name) for name in _GIVEN)
+        scorer.generation_config = self._changes.config_of({})
         parts = parts_of([len(group.rows) for group in groups])
         with self.view.during(groups[0].job, groups[0].version, scores=True) as call:
             rewards = scorer._calculate_rewards(rows, prompts, completions, ids)
+            self._refuse_changes(scorer)
             turn_rewards = [_turn_rewards(scorer, *each) for each in zip(groups, parts, strict=True)]
         self._numberless.saw(scorer.reward_func_names, rewards, len(groups))
         extra = divided(call.extra, parts)
@@ -237,6 +265,9 @@ class RolloutTrainer:
             sample: called whenever TRL wants completions.
         """
         trainer = self.trainer
+        trainer.generation_config = self._config
+        self._refuse_changes(trainer)
+        trainer.generation_config = self._changes.config_of(jobs[0].sampling)  # its own: its code may change it
         generate = type(trainer)._generate
 
         def leave_with(prompts: list[Any]) -> NoReturn:

@@ -26,6 +26,7 @@ class JobIssuer:
     Args:
         prompts: dataset rows in the order of issue, without end, from the first that is not consumed.
         trainer_state: what reward functions are to see of the trainer, as it is now.
+        sampling: what is to be sampled with by now, where that is not what the setup file says.
         archive: makes room when the disk is full.
         resume_from: everything that this checkpoint does not have is issued again, and the queue gives back what was
             generated of it.
@@ -40,6 +41,7 @@ class JobIssuer:
         seed: int,
         num_generations: int,
         trainer_state: Callable[[], dict[str, Any]] = dict,
+        sampling: Callable[[], dict[str, Any]] = dict,
         archive: UsedGroups,
         resume_from: RolloutState | None = None,
     ) -> None:
@@ -48,7 +50,7 @@ class JobIssuer:
         self.run_id = run_id
         self._seed = seed
         self._num_generations = num_generations
-        self._trainer_state = trainer_state
+        self._trainer_state, self._sampling = trainer_state, sampling
         self._archive = archive
         self.next_seq = resume_from.consumed_below if resume_from else 0
         self._done = {*resume_from.consumed, *resume_from.unusable} if resume_from else set()
@@ -70,6 +72,7 @@ class JobIssuer:
             seed=sampling_seed(self._seed, seq),
             born_version=version,
             min_version=oldest_version,
+            sampling=self._sampling(),
             trainer_state=self._trainer_state(),
         )
         self.submit_held_back()

@@ -42,6 +42,7 @@ from async_grpo.rundir.run_options import OF_THE_LOSS
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.generator_choice import choose_generator
 from async_grpo.setup.overrides import check_callbacks, check_fields, check_overrides, describe_overrides, overridden
+from async_grpo.setup.own_generation import check_generation
 from async_grpo.setup.process import StopRequest
 from async_grpo.setup.sampling import check_sampling
 from async_grpo.telemetry.activity import PUBLISHING, SAVING, TRAINING, activity
@@ -63,6 +64,7 @@ from async_grpo.training.rollout_source import RolloutSource, StopTraining
 from async_grpo.training.schedule import Schedule
 from async_grpo.training.sharding import refuse_publish_dtype, sharding_of
 from async_grpo.training.trl_trainer import TrainingEvents
+from async_grpo.training.watch import Watch
 from async_grpo.training.weight_publisher import WeightPublisher
 
 if TYPE_CHECKING:
@@ -264,7 +266,8 @@ class AsyncTraining(TrainingEvents):
         activity.doing(PUBLISHING)
         self._publisher.publish(self.step)
         self._evaluations.published(self.step)
-        self._rollouts.advance(self.step)
+        if self._settings.max_staleness > 0:  # else when the batch is asked for: callbacks may change it until then
+            self._rollouts.advance(self.step)
         activity.doing(TRAINING, version=self._publisher.version)
 
     def _all_is_finished(self) -> bool:
@@ -326,6 +329,9 @@ class AsyncTraining(TrainingEvents):
             seed=trainer.args.seed,
             num_generations=trainer.num_generations,
             trainer_state=partial(state_for_rewards, trainer),
+            sampling=Watch(
+                trainer, generator=_generator(trainer, state), max_staleness=settings.max_staleness
+            ).sampling,
             archive=self._archive,
             resume_from=used,
         )
@@ -365,6 +371,8 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     check_overrides(trainer)
     check_callbacks(trainer)
     check(rule_of(settings), trainer, own_loss=has_own_loss(trainer))
+    if generator is not None:  # else the workers check it
+        check_generation(trainer, generator)
     check_sampling(trainer, settings.correction, generator, settings.eval_sampling() if settings.eval_every else None)
 
 

@@ -40,6 +40,9 @@ class FakeTRL:
         self.used.append(self)
         return [Made(self.code(sample, job.row), version) for job in jobs]
 
+    def sampling_of(self, job: Job) -> dict[str, Any]:
+        return job.sampling
+
     def score(self, groups: Any) -> Any:
         return [group.tokens for group in groups]
 

@@ -117,7 +117,7 @@ class Harness:
         return Episode(
             self._chat,
             Rules(model=self._model, sampling=_allowed(self._sampling, job)),
-            Limits(completion=args.max_completion_length, sequence=sequence),
+            Limits(completion=job.sampling.get("max_tokens", args.max_completion_length), sequence=sequence),
             sample,
             place=place,
             number=f"{job.seq}_{place}",

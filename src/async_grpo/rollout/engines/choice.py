@@ -17,6 +17,7 @@ from async_grpo.setup.generator_choice import (
     choose_generator,
     engine_inside,
 )
+from async_grpo.setup.own_generation import check_generation
 from async_grpo.setup.sampling import check_sampling, needs_kept_tokens, stop_tags, transformers_config
 from async_grpo.telemetry.waiting import wait_until
 
@@ -49,7 +50,9 @@ def make_engine(
         UnsupportedError: it does not suit the trainer or the run.
     """
     chosen = choose_generator(settings.generator, trl.trainer, on_gpu=on_gpu)
+    check_generation(trl.trainer, chosen)
     check_sampling(trl.trainer, state.correction, chosen)
+    trl.sampled_by(chosen, state.options.get("max_staleness"))
     if settings.max_turns is not None:
         trl.limit_turns(settings.max_turns)
     in_flight_update = settings.in_flight_update == "on"

@@ -99,11 +99,13 @@ class TransformersEngine(BatchEngine):
 
 
 def _with_own_settings(config: GenerationConfig, own: dict[str, Any]) -> GenerationConfig:
-    """The trainer's settings, but for those that a job brings: `temperature` (0: greedy), `top_p`, `top_k` (0: off)."""
+    """The trainer's settings, but for those that a job brings: see `records.OWN_SAMPLING`."""
     config = copy.deepcopy(config)
     temperature = own.get("temperature", config.temperature)
     config.do_sample, config.temperature = temperature > 0, temperature or 1.0
-    config.top_p, config.top_k = own.get("top_p", config.top_p), own.get("top_k", config.top_k)
+    for name in ("top_p", "top_k", "min_p"):
+        setattr(config, name, own.get(name, getattr(config, name)))
+    config.max_new_tokens = own.get("max_tokens", config.max_new_tokens)
     return config
 
 

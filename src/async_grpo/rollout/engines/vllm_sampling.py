@@ -50,7 +50,7 @@ def structured(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_own(sampling: SamplingParams, own: dict[str, Any], *, returns_kept: bool) -> None:
-    """Set what a job brings: `temperature` (0: greedy), `top_p` and `top_k` (0: off).
+    """Set what a job brings: see `records.OWN_SAMPLING`.
 
     Args:
         returns_kept: the engine says which tokens it kept.

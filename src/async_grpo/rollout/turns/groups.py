@@ -140,7 +140,7 @@ class Turns:
         if self.joins or self._by_completion:
             parts = [[group] for group in new]
         else:
-            parts = [[*part] for _, part in groupby(new, lambda group: group.job.trainer_state)]
+            parts = [[*part] for _, part in groupby(new, _generated_with)]
         for groups in parts:
             self._open_task(groups)
 
@@ -277,6 +277,11 @@ class _Copy:
         self.trl = trl
         self.unscored = 0  # groups that use its environments
         self.calls_left: set[int] = set()  # of tools, that were given up
+
+
+def _generated_with(group: PreparedGroup) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the user's code sees of the job while it generates."""
+    return group.job.sampling, group.job.trainer_state
 
 
 def _ask(group: PreparedGroup, dialogue: Dialogue, prompt: Prompt) -> Ask:

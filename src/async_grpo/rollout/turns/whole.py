@@ -74,7 +74,8 @@ class WholeGenerations:
         loop = asyncio.get_running_loop()
 
         def sample(prompt_ids: list[list[int]], images: Images = None, fields: Fields | None = None) -> Tokens:
-            ask = partial(self._sampled, groups[0], len(turns), prompt_ids, images, fields)
+            job = replace(groups[0].job, sampling=trl.sampling_of(groups[0].job))
+            ask = partial(self._sampled, replace(groups[0], job=job), len(turns), prompt_ids, images, fields)
             self._alone.release()
             try:
                 turns.append(self._wait(asyncio.run_coroutine_threadsafe(ask(), loop)))

@@ -1,0 +1,89 @@
+"""What the user's code changes of the sampling while a run is under way: a callback, or an override of a method.
+
+An engine has its settings from the trainer as the setup file built it. A change is seen when the next tokens are asked
+for, and sent with the job, or refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from async_grpo.errors import RunRefused
+from async_grpo.setup.generator_choice import HF
+from async_grpo.setup.sampling import transformers_config
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+_OF_JOBS = {"max_new_tokens": "max_tokens", **{name: name for name in ("temperature", "top_p", "top_k", "min_p")}}
+"""By the name in `GenerationConfig`, what a job calls it."""
+_OFF = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+_DRAWS_NOTHING = ("_", "output_", "use_cache", "cache_", "max_cache", "pad_token", "bos_token", "disable_compile")
+_DRAWS_NOTHING += ("compile_", "return_dict", "prefill_chunk", "transformers_version", "continuous_batching")
+
+
+class SamplingChanges:
+    """Compares what a trainer samples with to what it sampled with when this object was made.
+
+    Args:
+        generator: what samples; None where that is not known.
+        max_staleness: None where that is not known.
+    """
+
+    def __init__(self, trainer: Any, *, generator: str | None = HF, max_staleness: int | None = 0) -> None:
+        self._before = _settings(trainer)
+        self._config = copy.deepcopy(getattr(trainer, "generation_config", None))
+        self.generator, self.max_staleness = generator, max_staleness
+
+    def of(self, trainer: Any, decided: Collection[str] = ()) -> dict[str, Any]:
+        """The settings that differ by now, as a job has them, but for those that it has decided.
+
+        Raises:
+            RunRefused: one of them that workers cannot sample with.
+        """
+        now = _settings(trainer)
+        changed = [
+            name
+            for name, value in now.items()
+            if value != self._before.get(name)
+            and not name.startswith(_DRAWS_NOTHING)
+            and _OF_JOBS.get(name) not in decided
+        ]
+        for name in changed:
+            self._check(
+                name, f"{name} of generation_config has changed from {self._before.get(name)!r} to {now[name]!r}"
+            )
+        return {_OF_JOBS[name]: _OFF.get(name) if now[name] is None else now[name] for name in changed}
+
+    def config_of(self, sampling: Mapping[str, Any]) -> GenerationConfig | None:
+        """The trainer's `generation_config` as a job with these settings has it, None where TRL makes none."""
+        config = copy.deepcopy(self._config)
+        for name, of_job in _OF_JOBS.items():
+            if config is not None and of_job in sampling:
+                setattr(config, name, sampling[of_job])
+        return config
+
+    def _check(self, name: str, change: str) -> None:
+        if name not in _OF_JOBS:
+            raise RunRefused(
+                f"{change} during the run. Jobs bring {', '.join(_OF_JOBS)} to workers, and nothing else of it. Set "
+                "it in the GRPOConfig's generation_kwargs, or train in one process (without --distributed)."
+            )
+        if name != "max_new_tokens" and self.generator != HF:
+            raise RunRefused(
+                f"{change} during the run: vLLM's log-probabilities are then of another distribution than the loss "
+                "computes. Take --generator hf (with workers of the launcher), whose log-probabilities are of the full "
+                "softmax, or leave it as it is."
+            )
+        if name == "temperature" and self.max_staleness != 0:
+            raise RunRefused(
+                f"{change} during the run: groups of several temperatures would be trained on as if they were of one. "
+                "Take --max-staleness 0, where each batch has the temperature of its step, or leave it as it is."
+            )
+
+
+def _settings(trainer: Any) -> dict[str, Any]:
+    """Nothing where an engine inside the model samples: TRL makes no `generation_config` then."""
+    return dict(vars(transformers_config(trainer))) if getattr(trainer, "generation_config", None) else {}

@@ -1,0 +1,71 @@
+"""Sees what callbacks and overrides change, in the server, of that which workers have from the setup file.
+
+Asked before each job is issued: a change of the sampling goes with the job, any other ends the run with a sentence.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from async_grpo.errors import RunRefused
+from async_grpo.setup.sampling_changes import SamplingChanges
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # read by TRL while it is built
+_OF_TRAINER = (*_SAMPLING, "num_generations", "num_iterations", "chat_template", "chat_template_kwargs", "rollout_func")
+_OF_CONFIG = (*_SAMPLING, "max_completion_length", "generation_kwargs", "num_generations", "steps_per_generation")
+_OF_CONFIG += ("gradient_accumulation_steps", "generation_batch_size")
+_WITH_TOOLS = ("max_completion_length", "max_tool_calling_iterations")
+_LISTS = ("reward_funcs", "tools", "environment_factories")
+
+
+class Watch:
+    """Compares the trainer with what it was when this object was made.
+
+    Args:
+        generator: what the workers sample with; None where that is not known.
+    """
+
+    def __init__(self, trainer: Any, *, generator: str | None, max_staleness: int) -> None:
+        self._trainer = trainer
+        self._before = _fixed(trainer)
+        self._sampling = SamplingChanges(trainer, generator=generator, max_staleness=max_staleness)
+
+    def sampling(self) -> dict[str, Any]:
+        """What differs by now of that which jobs are sampled with.
+
+        Raises:
+            RunRefused: something has changed that workers cannot follow.
+        """
+        now = _fixed(self._trainer)
+        for name, before in self._before.items():
+            if now[name] != before:
+                raise RunRefused(
+                    f"{name} has changed during the run, from {before!r} to {now[name]!r}. Workers and the schedule of "
+                    f"jobs have it as the setup file set it. {_way_out(name)}"
+                )
+        return self._sampling.of(self._trainer)
+
+
+def _way_out(name: str) -> str:
+    alone = "train in one process (without --distributed)"
+    if name.rpartition(".")[2] in (*_SAMPLING, "max_completion_length", "generation_kwargs"):
+        return f"What TRL samples with is trainer.generation_config: change that, or {alone}."
+    return f"Set it in the setup file, or {alone}."
+
+
+def _fixed(trainer: Any) -> dict[str, Any]:
+    return dict(_values(trainer))
+
+
+def _values(trainer: Any) -> Iterator[tuple[str, Any]]:
+    with_tools = _WITH_TOOLS if trainer.tools or trainer.environment_factories else ()
+    for name in (*_OF_TRAINER, *with_tools):
+        yield f"trainer.{name}", copy.copy(getattr(trainer, name, None))
+    for name in _OF_CONFIG:
+        yield f"trainer.args.{name}", copy.copy(getattr(trainer.args, name))
+    for name in _LISTS:
+        value = getattr(trainer, name)
+        yield f"trainer.{name}", copy.copy(value)
+    yield "chat_template of the tokenizer", getattr(trainer.processing_class, "chat_template", None)
