@@ -178,6 +178,9 @@ class FakeTRL:
         self.before_finish(sampled)
         return made(sampled.prepared.job, sampled.prepared.version, sampled.token_ids, sampled.versions)
 
+    def sampling_of(self, job: Job) -> dict[str, Any]:
+        return job.sampling
+
     def generate(self, jobs: Sequence[Job], version: int, sample: Any) -> list[GeneratedGroup]:
         groups = []
         for job in jobs:
