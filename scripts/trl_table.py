@@ -41,7 +41,7 @@ def tables() -> str:
             *("", "### Fields that make no difference", "", "| fields | why |", "|---|---|", *irrelevant),
             *("", "### Arguments of the trainer", ""),
             *_shown(SHOWN_ARGUMENTS, "arguments"),
-            *("", "### Methods that a subclass overrides", ""),
+            *("", "### Methods that are overridden or patched", ""),
             *("| methods | an override | shown by |", "|---|---|---|", *map(_method_row, EFFECTS.items())),
             "",
         ]

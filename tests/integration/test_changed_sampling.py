@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from compared_with_trl import settings
 from in_process import InProcessRun, InProcessWorker, build_trainer, jobs_of, plain_rows
-from transformers import TrainerCallback
+from transformers import GenerationMixin, TrainerCallback
 from trl import GRPOTrainer
 
 from async_grpo.errors import RunRefused, UnsupportedError
@@ -275,6 +275,11 @@ def test_what_is_set_after_the_trainer_was_built_needs_transformers(tmp_path: Pa
         check_generation(trainer, VLLM)
     groups = InProcessWorker(trainer).generate(jobs_of(plain_rows(1)))
     assert max(map(len, groups[0].completion_ids)) == 3
+
+
+def test_the_methods_of_generate_are_there() -> None:
+    for name in ("generate", "_sample", "_get_logits_processor", "_get_stopping_criteria"):
+        assert callable(getattr(GenerationMixin, name, None)), f"{name} has moved: async_grpo.setup.own_generation"
 
 
 def test_a_decoding_loop_of_the_models_own_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,11 @@ SHOWN_ARGUMENTS: list[tuple[str, str, str]] = [
         "eval_dataset",
     ),
     ("in the workers", I + "test_trl_rewards.py::test_a_reward_model", "reward_processing_classes"),
-    ("in the server", I + "test_trl_training.py::test_callbacks_run_in_the_trainer_only", "callbacks"),
+    (
+        "in the server; what they change of the sampling goes to the workers",
+        I + "test_changed_sampling.py::test_a_callback_that_raises_the_length_is_followed_from_the_next_batch_on",
+        "callbacks",
+    ),
     ("in the server", I + "test_trl_fields.py::test_an_optimizer_of_the_users", "optimizers"),
     ("shared like all frozen weights", I + "test_lora.py::test_qlora_shares_the_quantised_base", "quantization_config"),
     ("in the workers", I + "test_trl_tools.py::test_tools", "tools"),
