@@ -12,7 +12,14 @@ import psutil
 import pytest
 import torch
 from in_process import InProcessRun, build_model, build_tokenizer, build_trainer
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from runs import SETUP, command, finish
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -167,6 +174,14 @@ def test_an_adapter_that_was_there_before(beta: float, tmp_path: Path) -> None:
 def test_a_model_of_which_nothing_trains_is_refused(tmp_path: Path) -> None:
     trainer = steps(tmp_path, None, already_adapted(trainable=False))()
     with pytest.raises(UnsupportedError, match="no parameter that trains"):
+        refuse_unsupported(trainer)
+
+
+@pytest.mark.parametrize("adapter", [PromptTuningConfig, PromptEncoderConfig, PrefixTuningConfig])
+def test_virtual_tokens_are_refused(adapter: Any, tmp_path: Path) -> None:
+    virtual = adapter(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    trainer = build_trainer(tmp_path, gradient_checkpointing=False, arguments={"peft_config": virtual})
+    with pytest.raises(UnsupportedError, match=rf"{adapter.__name__}.*4 virtual tokens.*LoraConfig.*one process"):
         refuse_unsupported(trainer)
 
 

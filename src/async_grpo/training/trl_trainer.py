@@ -339,6 +339,18 @@ def refuse_unsupported(trainer: GRPOTrainer) -> None:
             "The model has no parameter that trains. If it is an adapter that was loaded, load it with "
             "PeftModel.from_pretrained(..., is_trainable=True), or pass `peft_config` for a new one."
         )
+    _refuse_virtual_tokens(trainer.model)
+
+
+def _refuse_virtual_tokens(model: Any) -> None:
+    for config in getattr(model, "peft_config", {}).values():
+        if config.is_prompt_learning:
+            raise UnsupportedError(
+                f"{type(config).__name__}: the adapter puts {config.num_virtual_tokens} virtual tokens before the "
+                "padding of the prompts, so what the model computes depends on how far its batch is padded, and "
+                "workers sample in other batches than the trainer trains on. Take an adapter that changes layers, such "
+                "as LoraConfig, or train in one process (without --distributed)."
+            )
 
 
 def name_the_cpu(trainer: GRPOTrainer) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from engines import group, run, sample
+from peft import LoraConfig, get_peft_model
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     GenerationConfig,
@@ -17,6 +19,7 @@ from transformers import (
     StopStringCriteria,
 )
 
+from async_grpo.errors import RunRefused
 from async_grpo.rollout.engines.transformers import TransformersEngine
 
 PAD, EOS, OTHER_END = 0, 1, 2
@@ -166,6 +169,50 @@ def test_an_error_costs_one_group_of_a_batch(model: Qwen3ForCausalLM) -> None:
     sampled = {one.prepared.job.seq: one for one in run(engine_of(model), groups)}
     assert isinstance(sampled[1].error, IndexError)
     assert [len(sampled[seq].token_ids) for seq in (0, 2)] == [2, 2]
+
+
+class GeneratesItself(Qwen3ForCausalLM):
+    def generate(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, generation_config: Any) -> torch.Tensor:
+        return torch.cat([input_ids, input_ids.new_full((len(input_ids), 3), 7)], dim=1)
+
+
+class TakesAnything(Qwen3ForCausalLM):
+    def generate(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        return input_ids
+
+
+class CutsTheResult(Qwen3ForCausalLM):
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return super().generate(*args, **kwargs)[:, :4]  # type: ignore[index]
+
+
+class PassesOn(Qwen3ForCausalLM):
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return super().generate(*args, **kwargs)
+
+
+@pytest.mark.parametrize("its_class", [GeneratesItself, TakesAnything, CutsTheResult])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_that_generates_by_itself_is_refused(
+    its_class: type[Qwen3ForCausalLM], adapted: bool, model: Qwen3ForCausalLM
+) -> None:
+    own: Any = its_class(model.config).eval()
+    engine = engine_of(get_peft_model(own, LoraConfig(r=2)) if adapted else own)
+    [refused] = run(engine, [group(PROMPTS)])
+    assert isinstance(refused.error, RunRefused)
+    assert f"{its_class.__name__} has a generate of its own" in str(refused.error)
+    assert "let a rollout_func of the trainer call it" in str(refused.error)
+
+
+def test_a_generate_that_passes_on_to_transformers_is_none_of_its_own(model: Qwen3ForCausalLM) -> None:
+    sampled, _ = sample(engine_of(PassesOn(model.config).eval()), PROMPTS)
+    assert len(sampled) == len(PROMPTS)
+
+
+def test_a_type_error_of_transformers_costs_one_group(model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Qwen3ForCausalLM, "prepare_inputs_for_generation", None)
+    [failed] = run(engine_of(model), [group(PROMPTS)])
+    assert isinstance(failed.error, TypeError)
 
 
 def test_a_job_that_asks_for_temperature_0_is_decoded_greedily_beside_others(model: Qwen3ForCausalLM) -> None:

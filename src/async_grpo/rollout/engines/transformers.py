@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 
+from async_grpo.errors import RunRefused
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.engines.decoding import SamplingLoop
@@ -85,7 +87,7 @@ class TransformersEngine(BatchEngine):
             group_sizes=[len(group.prompt_ids) for group in groups],
             vision=vision,
         )
-        with self._autocast():
+        with self._autocast(), _refusing_another_generate(self._model):
             begun = self._model.generate(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -94,8 +96,25 @@ class TransformersEngine(BatchEngine):
                 stopping_criteria=self._stopping,
                 **({} if vision is None else vision.small()),
             )
-        assert isinstance(begun, SamplingLoop)
+            if not isinstance(begun, SamplingLoop):
+                raise TypeError(f"it returned a {type(begun).__name__}")
         return begun
+
+
+@contextmanager
+def _refusing_another_generate(model: Any) -> Iterator[None]:
+    """Refuse a model whose own `generate` does not come to `SamplingLoop`; one that calls transformers' does."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:  # it knows no `custom_generate`, or takes the loop for tokens
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if inspect.unwrap(base.generate).__module__.partition(".")[0] in ("transformers", "peft"):
+            raise
+        raise RunRefused(
+            f"{type(base).__name__} has a generate of its own, and workers sample by the one of transformers, which "
+            f"it does not call and return the result of ({type(error).__name__}: {error}). Remove it from the model, "
+            "let a rollout_func of the trainer call it, or train in one process (without --distributed)."
+        ) from error
 
 
 def _with_own_settings(config: GenerationConfig, own: dict[str, Any]) -> GenerationConfig:
