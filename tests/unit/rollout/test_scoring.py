@@ -266,6 +266,22 @@ def test_what_the_functions_say(functions: list[Any], at_a_time: int, most: int)
     assert reward_calls(trainer(functions), WorkerSettings(), deterministic=False) == RewardCalls(at_a_time, most)
 
 
+def test_an_override_of_the_scoring_is_asked_as_well() -> None:
+    """It may keep something between its calls, however safe the functions are that it calls."""
+
+    def scores(self: Any, *args: Any) -> Any:
+        raise AssertionError
+
+    def calls(**says: bool) -> RewardCalls:
+        own = type("Own", (), {"_calculate_rewards": scores})()
+        vars(own).update(vars(trainer([waits])))
+        vars(scores).update(says)
+        return reward_calls(own, WorkerSettings(), deterministic=False)
+
+    assert calls() == RewardCalls(1, BATCH)
+    assert calls(thread_safe=True, joint=False) == RewardCalls(OVERLAPPING, 0)
+
+
 def test_what_the_options_say() -> None:
     many, alone = WorkerSettings(score_concurrency=7), WorkerSettings(score_alone=True)
     assert reward_calls(trainer([plain]), many, deterministic=False) == RewardCalls(7, BATCH)

@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -246,6 +247,16 @@ def test_environments_are_used_again_once_their_group_is_scored() -> None:
         turns.let_go(group)
     ended(turns, prepared(turns, [30]))
     assert trl.forks == 2
+
+
+def test_groups_with_environments_are_scored_side_by_side_where_the_functions_allow_it() -> None:
+    turns = turns_of(one_turn, environments=True)
+    trl: Any = turns._trl
+    both = threading.Barrier(2)
+    trl.score = lambda groups: [both.wait(timeout=DEADLINE_S)]
+    with ThreadPoolExecutor(2) as threads:
+        scored = [threads.submit(turns.score, []) for _ in range(2)]
+    assert sorted(future.result()[0] for future in scored) == [0, 1]  # type: ignore[type-var]
 
 
 def test_closing_ends_what_waits_for_tokens() -> None:

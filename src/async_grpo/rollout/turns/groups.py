@@ -97,10 +97,7 @@ class Turns:
         return self._made.pop(sampled.prepared)
 
     def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
-        if not self._keeps_environments:
-            return self._trl.score(groups)
-        with self._scoring:
-            return self._trl.score(groups)
+        return self._trl.score(groups)
 
     def let_go(self, group: GeneratedGroup) -> None:
         """Environments are used again once their groups have been scored."""
