@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ _TINY = {"bf16": "False", "fp16": "False", "max_completion_length": "64"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """What every process of a check is given. `output`: its own folder for what the trainer writes."""
+    """What every process of a check is given."""
 
     config: str
     scratch: str
@@ -97,9 +96,6 @@ def refuse(trainer: Any) -> None:
         raise UnsupportedError("The check is for a trainer of one process: run it without `accelerate launch`.")
     if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) == "best":
         raise UnsupportedError('save_strategy="best" needs evaluations, and a check makes none: set another one.')
-    on_cpu = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    if on_cpu and (getattr(trainer.model, "hf_quantizer", None) or "bnb" in str(trainer.args.optim)):
-        raise UnsupportedError("bitsandbytes needs a GPU, and this check is on the CPU: run it where there is a GPU.")
 
 
 def _facts(trainer: Any) -> Facts:

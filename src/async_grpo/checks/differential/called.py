@@ -156,7 +156,7 @@ def file_line(ours: Path, theirs: Path) -> Line:
             Status.DOCUMENTED,
             "files",
             f"the same {len(reference)}, and {', '.join(added)}",
-            "A checkpoint of a run names the groups that it was trained on.",
+            "A run adds them, to be resumed from.",
         )
     return equal("files", f"the same {len(reference)}")
 

@@ -19,7 +19,7 @@ from async_grpo.checks.differential import called, scored
 from async_grpo.checks.differential.building import FACTS, OUTPUT, RUN, SETUP_FILE, STEPS, Build, Facts, setup_file
 from async_grpo.checks.differential.lines import Line, Status
 from async_grpo.checks.differential.notes import PLAIN, SERVER, WORKER, notes_of
-from async_grpo.errors import RunFailedError, UnsupportedError, UsageError
+from async_grpo.errors import AsyncGRPOError, RunFailedError, UnsupportedError, UsageError
 from async_grpo.setup.process import path_to_us
 from async_grpo.setup.setup_file import check_setup_file
 
@@ -27,6 +27,7 @@ DEADLINE_S = 3600.0  # of either training
 _GRACE_S = 20.0
 _POLL_S = 0.1
 _LAST_LINES = 12
+_ERROR = "error: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,11 +146,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             process.wait()
 
 
-def _failed(code: int | None, said: Sequence[str]) -> Exception:
-    words = "\n".join(said[-_LAST_LINES:])
+def _failed(code: int | None, said: Sequence[str]) -> AsyncGRPOError:
     if code == UsageError.exit_code:
-        return UnsupportedError(f"The file cannot be trained as a run, so there is nothing to compare:\n{words}")
+        begins = max((place for place, line in enumerate(said) if line.startswith(_ERROR)), default=0)
+        words = "\n".join(said[begins:]).removeprefix(_ERROR)
+        return UnsupportedError(f"The file cannot be trained as a run, so there is nothing to compare. {words}")
     how = f"did not end in {DEADLINE_S:.0f} s" if code is None else f"ended with exit code {code}"
+    words = "\n".join(said[-_LAST_LINES:])
     return RunFailedError(f"The run at staleness 0 {how}. Its last words:\n{words}")
 
 

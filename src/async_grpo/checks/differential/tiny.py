@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from async_grpo.errors import AsyncGRPOError, UnsupportedError
@@ -16,6 +16,10 @@ _AT_MOST = {
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size"), 128),
     "head_dim": 16,
 }
+_QUANTISED = (
+    "--tiny makes a model that is not quantised, so it would check another training. Check the file without it."
+)
+_GENERATE = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
 _WEIGHTS = 0.3  # standard deviation: with less, all tokens are nearly equally likely, and differences do not show
 
 
@@ -27,42 +31,49 @@ def cut_down() -> Iterator[None]:
         UnsupportedError: the model is loaded by the file itself, or cannot be cut down.
     """
     from transformers import PreTrainedModel
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
     from trl import GRPOTrainer
     from trl.trainer import grpo_trainer
 
-    build, load, create = (
-        GRPOTrainer.__init__,
-        vars(PreTrainedModel)["from_pretrained"],
-        grpo_trainer.create_model_from_path,
-    )
+    build, create = GRPOTrainer.__init__, grpo_trainer.create_model_from_path
+    loading = {kind: vars(kind)["from_pretrained"] for kind in (PreTrainedModel, _BaseAutoModelClass)}
 
     @wraps(build)
     def build_small(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("quantization_config") is not None:
-            raise UnsupportedError("--tiny is for the CPU, where bitsandbytes cannot run: check the file on a GPU.")
+            raise UnsupportedError(_QUANTISED)
         build(self, model if isinstance(model, str) else _small_of(model), *args, **kwargs)
 
-    def create_small(model_id: str, *_: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any:
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
-        return _made(config, _architecture(config))
-
-    def load_none(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls.can_generate():
-            raise UnsupportedError(
-                f"The setup file calls {cls.__name__}.from_pretrained itself, so --tiny cannot keep the whole model "
-                'out of memory. Give GRPOTrainer its name (model="..."), or check the file without --tiny.'
-            )
-        return load.__func__(cls, *args, **kwargs)
-
-    GRPOTrainer.__init__, grpo_trainer.create_model_from_path = build_small, create_small
-    PreTrainedModel.from_pretrained = classmethod(load_none)
+    GRPOTrainer.__init__, grpo_trainer.create_model_from_path = build_small, _created
+    for kind, load in loading.items():
+        kind.from_pretrained = classmethod(partial(_load, load.__func__))
     try:
         yield
     finally:
         GRPOTrainer.__init__, grpo_trainer.create_model_from_path = build, create
-        PreTrainedModel.from_pretrained = load
+        for kind, load in loading.items():
+            kind.from_pretrained = load
+
+
+def _created(model_id: str, *_: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any:
+    """In place of TRL's loading of a policy or a reference by its name: the small model, from the configuration."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_id, trust_remote_code=trust_remote_code)
+    if kwargs.get("quantization_config") is not None or hasattr(config, "quantization_config"):
+        raise UnsupportedError(_QUANTISED)
+    return _made(config, _architecture(config))
+
+
+def _load(load: Callable[..., Any], kind: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `from_pretrained`: models that do not generate, such as those of rewards, are loaded."""
+    generates = kind.can_generate() if hasattr(kind, "can_generate") else kind.__name__ in _GENERATE
+    if generates:
+        raise UnsupportedError(
+            f"The setup file calls {kind.__name__}.from_pretrained itself, so --tiny cannot keep the whole model out "
+            'of memory. Give GRPOTrainer its name (model="..."), or check the file without --tiny.'
+        )
+    return load(kind, *args, **kwargs)
 
 
 def _small_of(model: Any) -> Any:
@@ -115,7 +126,6 @@ def small_config(config: Any) -> Any:
         small["layer_types"] = kinds[: small["num_hidden_layers"]]
     if "initializer_range" in fields:
         small["initializer_range"] = _WEIGHTS
-    small.pop("quantization_config", None)
     made = type(config).from_dict(small)
     made._name_or_path, made.dtype = config._name_or_path, None
     return made
