@@ -82,9 +82,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(json.dumps(_plain(each), sort_keys=True) for each in value)
     kind = type(value).__name__
-    if hasattr(value, "tolist"):  # numpy, torch
-        return [kind, _plain(value.tolist())]
-    if hasattr(value, "tobytes"):  # an image
-        return [kind, hashlib.blake2b(value.tobytes()).hexdigest()]
+    if hasattr(value, "detach"):  # a tensor
+        value = value.detach().cpu().float().numpy()
+    if hasattr(value, "tobytes"):  # an array, an image
+        return [kind, str(getattr(value, "shape", "")), hashlib.blake2b(value.tobytes()).hexdigest()]
     text = repr(value)
     return [kind, "" if " at 0x" in text else text]
