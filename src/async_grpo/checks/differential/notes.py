@@ -23,7 +23,7 @@ class Notes:
     """Appends to the notes of one role in `folder`; threads may share it."""
 
     def __init__(self, folder: Path, role: str) -> None:
-        self.folder, self._role, self._lock = folder, role, threading.Lock()
+        self.folder, self.role, self._lock = folder, role, threading.Lock()
         self._batches, self._only = 0, ""
 
     def keep_only(self, kind: str) -> None:
@@ -34,7 +34,7 @@ class Notes:
         if self._only not in ("", kind):
             return
         line = json.dumps({"kind": kind, **note})
-        with self._lock, (self.folder / f"{self._role}.jsonl").open("a") as file:
+        with self._lock, (self.folder / f"{self.role}.jsonl").open("a") as file:
             file.write(line + "\n")
 
     def add_batch(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -42,7 +42,7 @@ class Notes:
         from safetensors.torch import save_file
 
         kept = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        save_file(kept, self.folder / f"{self._role}-{self._batches:06}.safetensors")
+        save_file(kept, self.folder / f"{self.role}-{self._batches:06}.safetensors")
         self._batches += 1
 
 

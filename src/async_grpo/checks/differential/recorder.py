@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from async_grpo.checks.differential.notes import SERVER, WORKER, Notes, noted
-from async_grpo.checks.differential.user_code import note_user_code
+from async_grpo.checks.differential.notes import PLAIN, SERVER, WORKER, Notes, noted
+from async_grpo.checks.differential.user_code import note_callbacks, note_methods, note_rewards_and_tools
 
 HOOKS = ("compute_loss", "_get_per_token_logps_and_entropies")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_completion_length")
@@ -33,7 +33,8 @@ def _record_the_engine(notes: Notes) -> None:
 
     def make_recorded(trl: Any, *args: Any, **kwargs: Any) -> Any:
         engine: Any = make(trl, *args, **kwargs)
-        note_user_code(trl.trainer, notes)
+        note_rewards_and_tools(trl.trainer, notes)
+        note_methods(trl.trainer, notes)
         engine.sample = _noting(engine.sample, trl.trainer, notes)
         return engine
 
@@ -72,7 +73,10 @@ class TrainingRecorder(TrainerCallback):
         self._trainer, self._notes = trainer, notes
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        note_user_code(self._trainer, self._notes)
+        if self._notes.role == PLAIN:  # the rewards of a run are called in its worker
+            note_rewards_and_tools(self._trainer, self._notes)
+        note_callbacks(self._trainer, self._notes)
+        note_methods(self._trainer, self._notes)
         self._trainer.__class__ = recorded_class(type(self._trainer), self._notes)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:

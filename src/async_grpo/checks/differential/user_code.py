@@ -24,15 +24,23 @@ _NOT_INPUTS = ("log_extra", "log_metric", "trainer_state")
 _LIBRARIES = ("trl", "transformers", "accelerate", "peft", "torch", "async_grpo")
 
 
-def note_user_code(trainer: Any, notes: Notes) -> None:
-    """Note from now on what is given to the code of the user that the trainer calls."""
+def note_rewards_and_tools(trainer: Any, notes: Notes) -> None:
+    """Note from now on what is given to them where they are called: in the worker of a run, and in plain TRL."""
     for place, (name, function) in enumerate(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)):
         if not hasattr(function, "forward"):  # a model: its scores are compared
             trainer.reward_funcs[place] = around(function, _scoring(notes, name, function))
     _note_tools(trainer, notes)
+
+
+def note_callbacks(trainer: Any, notes: Notes) -> None:
+    """Note from now on what the user's callbacks are given: in the server of a run, and in plain TRL."""
     for callback in trainer.callback_handler.callbacks:
         if _is_users(type(callback)):
             _note_callback(callback, notes)
+
+
+def note_methods(trainer: Any, notes: Notes) -> None:
+    """Note from now on what is given to the user's code in the place of methods of TRL's."""
     for owner, name, function in [*own_methods(trainer)]:
         setattr(owner, name, around(function, _method(notes, name)))
 
