@@ -63,6 +63,7 @@ class ArchiveLimit:
 
 DEFAULT_LIMIT = ArchiveLimit(10_000)
 DEFAULT_KS = (1, 5, 10)
+SEEDS = range(2**32)
 GENERATORS = ("hf", "vllm", "vllm-server")
 CORRECTIONS = ("bypass", "decoupled", "tis", "icepop", "trl", "none")
 OFF = "off"
@@ -82,6 +83,12 @@ def not_negative(text: str) -> int:
 
 def not_negative_number(text: str) -> float:
     return _number_in(text, 0.0, math.inf)
+
+
+def seed_number(text: str) -> int:
+    if not text.isdecimal() or int(text) not in SEEDS:
+        raise ArgumentTypeError(f"must be a whole number from 0 to 2^32 - 1, as numpy takes no others, got {text!r}")
+    return int(text)
 
 
 def share(text: str) -> float:
@@ -173,7 +180,7 @@ class TrainingSettings:
     """For the parameter server. Each field is a flag of the same name."""
 
     steps: int | None = setting(None, "optimizer steps; overrides max_steps of the setup file", type=positive)
-    seed: int | None = setting(None, "overrides the seed of the setup file", type=int)
+    seed: int | None = setting(None, "overrides the seed of the setup file", type=seed_number)
     set: Mapping[str, str] | None = setting(
         None,
         "a field of the setup file's GRPOConfig, such as learning_rate=1e-5; may be given several times",

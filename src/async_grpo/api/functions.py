@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 from async_grpo.errors import SetupFileError
+from async_grpo.rundir.folders import require_text
 from async_grpo.setup.generated import write_setup_file
 from async_grpo.setup.generated.sent_function import pickled, setup_file_for
 from async_grpo.setup.generated.trl_arguments import environment, is_yaml
@@ -53,7 +54,11 @@ def setup_of(get_trainer: str | os.PathLike[str] | Callable[[], Any]) -> Setup:
             "that use AsyncGRPO under `if __name__ == '__main__':`."
         )
     if isinstance(get_trainer, (str, os.PathLike)):
-        return Setup(_named(os.fspath(get_trainer)))
+        try:
+            require_text(text := str(os.fspath(get_trainer)))
+        except ValueError as error:
+            raise SetupFileError(f"{get_trainer!r} cannot name a setup file: {error}.") from error
+        return Setup(_named(text))
     if not isinstance(get_trainer, FunctionType):
         raise SetupFileError(_not_a_function(get_trainer))
     if get_trainer.__name__ == "<lambda>":

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 from async_grpo.cli.compute.train import build_parser
 from async_grpo.cli.parser import nearest
 from async_grpo.errors import UsageError
+from async_grpo.rundir.folders import require_text
 from async_grpo.settings import flag_name
 from async_grpo.setup.grpo_config.values import as_set
 
@@ -89,7 +90,7 @@ def as_flags(options: Mapping[str, Any]) -> list[str]:
         if name in NOT_FROM_PYTHON:
             raise UsageError(f"{name} is no option of AsyncGRPO: {NOT_FROM_PYTHON[name]}.")
         if name not in known:
-            raise UsageError(f"AsyncGRPO has no option {name!r}{nearest(name, known)}")
+            raise UsageError(f"AsyncGRPO has no option {name!r}{nearest(name, known | {'workers', 'run_dir'})}")
         is_switch = any(action.dest == name and action.nargs == 0 for action in parser._actions)
         if is_switch and not isinstance(value, bool):
             raise UsageError(f"{name} must be True or False, got {value!r}.")
@@ -97,6 +98,7 @@ def as_flags(options: Mapping[str, Any]) -> list[str]:
             for text in _texts(name, value):
                 if name != "set":
                     parser.read(name, text)
+                require_text(text)
                 flags.append(flag_name(name) if is_switch else f"{flag_name(name)}={text}")
         except ValueError as error:
             raise UsageError(f"{name}={value!r} cannot be: {error}") from error

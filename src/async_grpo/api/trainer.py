@@ -15,6 +15,7 @@ from async_grpo.api.notebook import Panel, in_notebook
 from async_grpo.api.options import Options, as_flags
 from async_grpo.api.result import Result
 from async_grpo.errors import UsageError, WaitTimeoutError
+from async_grpo.rundir.folders import require_text
 from async_grpo.rundir.lifecycle import preview
 from async_grpo.rundir.paths import RunDir
 
@@ -50,7 +51,7 @@ class AsyncGRPO:
         self._resume, self._overwrite = options.get("resume", False), options.get("overwrite", False)
         if self._resume and self._overwrite:
             raise UsageError("resume and overwrite exclude each other: continue the unfinished run, or delete it.")
-        self.run_dir = Path(run_dir).expanduser().absolute()
+        self.run_dir = _folder(run_dir)
         self._has_panel = in_notebook() and "quiet" not in options
         if self._has_panel:
             options["quiet"] = True
@@ -93,7 +94,7 @@ class AsyncGRPO:
     @staticmethod
     def attach(run_dir: str | os.PathLike[str] = "worker") -> Handle:
         """The run in a directory, live or not, whoever started it: after a restart of a notebook's kernel, say."""
-        path = Path(run_dir).expanduser().absolute()
+        path = _folder(run_dir)
         return Handle(path, Found(path), panel=Panel(path) if in_notebook() else None)
 
     def _await_beginning(self, child: Child, earlier: str) -> None:
@@ -111,3 +112,12 @@ class AsyncGRPO:
         error = child.error()
         if error is not None:
             raise error
+
+
+def _folder(run_dir: str | os.PathLike[str]) -> Path:
+    try:
+        folder = Path(run_dir).expanduser().absolute()
+        require_text(str(folder))
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a home directory that there is not
+        raise UsageError(f"run_dir={run_dir!r} cannot be: {error}.") from error
+    return folder

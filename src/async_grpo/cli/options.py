@@ -92,6 +92,17 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, TrainingSettings, "stall_warning")
 
 
+def add_run_dir(parser: argparse.ArgumentParser) -> None:
+    """For a command that looks at one run: `status worker`, or `status --run-dir worker` as for `train`."""
+
+    def place(text: str) -> Path | str:
+        return text if text == argparse.SUPPRESS else Path(text)  # argparse converts the default of a positional
+
+    places = parser.add_mutually_exclusive_group()
+    places.add_argument("run_dir", type=place, nargs="?", default=argparse.SUPPRESS, help="default: worker/")
+    places.add_argument("--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="the same")
+
+
 def add_log_level_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", type=str.upper, choices=LOG_LEVELS, help="default: $LOG_LEVEL, else INFO")
 

@@ -16,7 +16,13 @@ USAGE_LINES = 4  # of a usage that names the options; a longer one would hide wh
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that can tell what a command line gave from what it left to the defaults."""
+    """An argument parser that can tell what a command line gave from what it left to the defaults.
+
+    An abbreviated option is none: what it stands for could change with every new option.
+    """
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more, allow_abbrev=False)
 
     def given(self, arguments: Sequence[str]) -> dict[str, Any]:
         """The arguments that a valid command line has, by name."""

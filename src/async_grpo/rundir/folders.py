@@ -23,6 +23,10 @@ def check_place(root: Path) -> None:
 
     Changes nothing. `root` need not exist yet.
     """
+    try:
+        require_text(str(root))
+    except ValueError as error:
+        raise RunDirError(f"{str(root)!r} cannot be a run directory: {error}. Choose another name.") from error
     if os.path.lexists(root):
         os.close(open_folder(root))
     require_writable(root)
@@ -33,6 +37,16 @@ def check_place(root: Path) -> None:
             "was not, locks follow other rules, and changes by other hosts go unnoticed. Choose a folder on a "
             "local disk."
         )
+
+
+def require_text(name: str) -> None:
+    """`ValueError` for what no argument of a process or no record of a run can hold."""
+    if "\0" in name:
+        raise ValueError("it has a null character in it")
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("it is not UTF-8") from error
 
 
 def require_writable(root: Path) -> None:

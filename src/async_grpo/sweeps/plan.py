@@ -11,6 +11,7 @@ from async_grpo.rundir.files import write_json
 from async_grpo.rundir.folders import check_place
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import shaped
+from async_grpo.settings import SEEDS
 from async_grpo.slots.places import Place
 
 ASYNC, TRL = "async", "trl"
@@ -161,6 +162,8 @@ def load(folder: Path) -> Sweep:
     """The sweep that has this folder. `RunDirError` if there is none."""
     try:
         kept = shaped(Sweep, read_object(folder / "sweep.json"))
+        if wrong := [seed for seed in kept.seeds if seed not in SEEDS]:
+            raise BadFileError(f"{wrong[0]} is no seed: one is from 0 to 2^32 - 1")
         return replace(kept, output_base=str(folder.parent))
     except FileNotFoundError as error:
         raise RunDirError(_no_sweep(folder)) from error

@@ -51,7 +51,7 @@ def test_a_default_that_is_given_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "read"),
     [
-        ("seed", -1, -1),
+        ("seed", 2**32 - 1, 2**32 - 1),
         ("resume", True, True),
         ("resume", False, False),
         ("steps", None, None),
@@ -88,6 +88,11 @@ def test_the_size_of_the_archive_is_a_number_or_a_size() -> None:
             "chat_template_kwargs has a date, which JSON has not",
         ),
         ({"dry_run": True}, "--dry-run"),
+        ({"worker": 2}, "no option 'worker'. Did you mean workers?"),
+        ({"seed": -1}, "seed=-1 cannot be: must be a whole number from 0 to 2^32 - 1"),
+        ({"run_group": "a\0"}, "cannot be"),
+        ({"set": {"run_name": "a\0"}}, "it has a null character in it"),
+        ({"delta_dir": "\ud800"}, "it is not UTF-8"),
         ({"device": 0}, "it is for one process"),
     ],
 )

@@ -40,6 +40,20 @@ def setup_file(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("run_dir", ["\0", b"worker", "\ud800", os.fsdecode(b"w\xff"), None, 3, "~no-such-user-here/x"])
+def test_a_run_directory_that_cannot_be_is_refused(run_dir: Any, setup_file: Path) -> None:
+    with pytest.raises(UsageError, match=r"run_dir=.* cannot be: "):
+        AsyncGRPO(setup_file, run_dir=run_dir)
+    with pytest.raises(UsageError, match=r"run_dir=.* cannot be: "):
+        AsyncGRPO.attach(run_dir)
+
+
+@pytest.mark.parametrize("get_trainer", ["a\0.py", "\ud800.py", b"my_trainer.py", None])
+def test_a_setup_file_that_cannot_be_is_refused(get_trainer: Any) -> None:
+    with pytest.raises(SetupFileError):
+        AsyncGRPO(get_trainer)
+
+
 @pytest.fixture
 def instead_of_the_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Lets children run this program in place of `async-grpo`, with its arguments."""

@@ -144,6 +144,35 @@ def test_a_working_directory_that_was_deleted_is_said(
     assert capsys.readouterr().err.count("The folder that this command was started in has been deleted.") == 1
 
 
+@pytest.mark.parametrize("command", ["status", "audit", "rollouts", "replay"])
+def test_a_run_is_named_as_for_train_too(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["/nowhere"], ["--run-dir", "/nowhere"], ["--run-dir=/nowhere"]):
+        assert main([command, *arguments]) == 2
+        assert capsys.readouterr().err.startswith("error: /nowhere does not exist")
+    with pytest.raises(SystemExit):
+        main([command, "here", "--run-dir", "there"])
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train", "x.py", "--step", "3"], "unrecognized arguments: --step 3. Did you mean --steps?"),
+        (["delta", "verify", "x", "--jso", "y"], "unrecognized arguments: --jso y"),
+        (["status", "--js"], "unrecognized arguments: --js"),
+        (["train", "x.py", "--seed", "-1"], "must be a whole number from 0 to 2^32 - 1"),
+        (["train", "x.py", "--seed", str(2**64)], "must be a whole number from 0 to 2^32 - 1"),
+        (["evaluate", "x", "--seed=-1"], "must be a whole number from 0 to 2^32 - 1"),
+    ],
+)
+def test_abbreviations_and_impossible_seeds_are_refused(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2 and says in capsys.readouterr().err
+
+
 def test_a_closed_output_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(tmp_path / "worker", config=tmp_path / "my_trainer.py")
     for name in ("stdout", "stderr"):

@@ -69,6 +69,14 @@ def test_a_place_that_cannot_be_written_is_refused(
 
 
 @pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("name", [os.fsdecode(b"w\xff"), "\ud800", "a\0b"])
+def test_a_name_that_is_no_text_is_refused(tmp_path: Path, start: Callable[[Path], object], name: str) -> None:
+    with pytest.raises(RunDirError, match=r"cannot be a run directory: it (is not UTF-8|has a null character in it)"):
+        start(tmp_path / name)
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("start", STARTS)
 def test_a_place_below_a_file_is_refused(tmp_path: Path, start: Callable[[Path], object]) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunDirError, match="a part of this path is a file"):

@@ -11,6 +11,7 @@ import pytest
 
 from async_grpo.api.notebook import Panel
 from async_grpo.cli import main
+from async_grpo.errors import RunDirError
 from async_grpo.reports.series import logged
 from async_grpo.slots.ledger import FINISHED, Record
 from async_grpo.sweeps import plan
@@ -85,6 +86,14 @@ def test_a_sweep_that_others_could_have_written_is_not_continued(
     assert main(["sweep", str(plant(sweep.folder)), "--resume"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and "--run-dir" not in told, "a sweep has no such option"
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_that_numpy_does_not_take_is_refused_in_a_record_too(sweep: Sweep, seed: int) -> None:
+    record = json.loads((sweep.folder / "sweep.json").read_text())
+    (sweep.folder / "sweep.json").write_text(json.dumps({**record, "seeds": [1, seed]}))
+    with pytest.raises(RunDirError, match=f"{seed} is no seed: one is from 0 to"):
+        plan.load(sweep.folder)
 
 
 def test_a_sweep_is_found_from_within_its_own_folder(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,8 +29,8 @@ def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("arguments", "words"),
     [
         (["--seeds", "1,2,1"], "--seeds has 1 twice"),
-        (["--seeds", "1,x"], "must be whole numbers"),
-        (["--seeds", "-1"], "must be from 0 to 2"),
+        (["--seeds", "1,x"], "must be a whole number from 0 to 2^32 - 1"),
+        (["--seeds", "-1"], "must be a whole number from 0 to 2^32 - 1"),
         (["--gpus-per-run", "2"], "2 GPUs from GPU 0 on were asked for, and no GPUs can be seen here"),
         (["--set", "learning_rate=fast"], "learning_rate must be a number"),
         (["--set", "learning_rat=1"], "Did you mean learning_rate?"),

@@ -21,7 +21,7 @@ EXAMPLES = """\
 
 def build_parser() -> argparse.ArgumentParser:
     parser = options.parser("replay", "Train again from the archived groups of a run, without workers.", EXAMPLES)
-    parser.add_argument("run_dir", type=Path, nargs="?", default=options.DEFAULT_RUN_DIR, help="default: worker/")
+    options.add_run_dir(parser)
     parser.add_argument("--correction", choices=CORRECTIONS, help="default: the run's, with its options")
     parser.add_argument("--correction-level", choices=CORRECTION_LEVELS, help="default: that of the correction")
     for bound in ("--correction-min", "--correction-max"):

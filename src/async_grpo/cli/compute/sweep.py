@@ -12,7 +12,16 @@ from async_grpo.cli import options
 from async_grpo.cli.compute.modes import refuse_without_effect
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
-from async_grpo.settings import TrainingSettings, WorkerSettings, as_flags, as_sets, flag_name, not_negative, positive
+from async_grpo.settings import (
+    TrainingSettings,
+    WorkerSettings,
+    as_flags,
+    as_sets,
+    flag_name,
+    not_negative,
+    positive,
+    seed_number,
+)
 from async_grpo.setup.generated.trl_arguments import setup_file
 from async_grpo.sweeps import plan
 from async_grpo.sweeps.plan import DEFAULT_SEEDS, OWN_OPTIONS, Sweep, name_of
@@ -150,13 +159,7 @@ def _resumed(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
 
 def seeds(text: str) -> tuple[int, ...]:
     """`42,1337`."""
-    try:
-        found = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be whole numbers with commas between them, got {text!r}") from None
-    if any(not 0 <= seed < 2**32 for seed in found):
-        raise argparse.ArgumentTypeError(f"must be from 0 to 2^32 - 1, as numpy takes no others, got {text!r}")
-    return found
+    return tuple(seed_number(part.strip()) for part in text.split(","))
 
 
 def port(text: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_grpo.cli import options
@@ -26,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Exit code 0: it was; 1: there are anomalies, one sentence each; 2: no run directory.",
         EXAMPLES,
     )
-    parser.add_argument("run_dir", type=Path, nargs="?", default=options.DEFAULT_RUN_DIR, help="default: worker/")
+    options.add_run_dir(parser)
     parser.add_argument("--json", action="store_true", help="everything, for programs")
     return parser
 

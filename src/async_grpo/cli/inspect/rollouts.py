@@ -42,7 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Read what the model wrote: prompts, completions, rewards, advantages, versions. Works on a live run.",
         EXAMPLES,
     )
-    parser.add_argument("run_dir", type=Path, nargs="?", default=options.DEFAULT_RUN_DIR, help="default: worker/")
+    options.add_run_dir(parser)
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--worst", action="store_true", help="the lowest rewards first")
     order.add_argument("--best", action="store_true", help="the highest rewards first")

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_grpo.cli import options
@@ -29,7 +28,7 @@ REFRESH_S = 1.0
 
 def build_parser() -> argparse.ArgumentParser:
     parser = options.parser("status", "Say what a run does, which process waits for which, what holds it up.", EXAMPLES)
-    parser.add_argument("run_dir", type=Path, nargs="?", default=options.DEFAULT_RUN_DIR, help="default: worker/")
+    options.add_run_dir(parser)
     parser.add_argument("--watch", "-w", action="store_true", help="refresh in place until the run has ended")
     parser.add_argument("--json", action="store_true", help="one JSON object (with --watch: one a line)")
     return parser
