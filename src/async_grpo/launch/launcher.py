@@ -22,6 +22,7 @@ from async_grpo.formatting import counted
 from async_grpo.launch.accelerate_entry import processes_of
 from async_grpo.launch.child_log import LogTail, last_line
 from async_grpo.launch.killed import MemoryWatch
+from async_grpo.launch.room import crowding, require_room
 from async_grpo.launch.screen import open_screen
 from async_grpo.launch.supervisor import MAX_RESTARTS_IN_A_ROW, Child, Exit, Exits, Restart, Supervisor, exit_reason
 from async_grpo.records import WorkerId
@@ -87,6 +88,7 @@ def launch(options: LaunchOptions) -> int:
     stop.defer()
     ignore_stacks_signal()
     survive_lost_output()
+    require_room(len(options.worker_devices))
     state = prepare(
         options.run_dir,
         config=options.config,
@@ -140,6 +142,8 @@ class _Launch:
             f"run {self._run.root}: server on {self._options.master_device}, {counted(len(devices), 'worker')} on "
             f"{', '.join(devices)}; logs in the same directory"
         )
+        if crowd := crowding(len(devices)):
+            self._screen.warn(crowd)
         with self._screen, self._supervisor as supervisor:
             exits = dict(supervisor.run_until(self._is_over))
             if supervisor.stopping:

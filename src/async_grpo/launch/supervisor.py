@@ -115,7 +115,9 @@ class Supervisor:
 
     def run_until(self, first_exit: Callable[[Exits], bool]) -> Exits:
         """Start every child, and watch them until `first_exit` holds or a stop is asked for."""
-        for process in self._processes:
+        for place, process in enumerate(self._processes):
+            if self.stopping and place > 0:  # the first is started in any case: its exit says how the run ended
+                break
             process.start()
         while not self.stopping and not first_exit(self.exits):
             self._look()

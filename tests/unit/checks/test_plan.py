@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from dataclasses import replace
@@ -17,7 +18,7 @@ from async_grpo.checks.plan import dry_run
 from async_grpo.checks.plan.batch_arithmetic import optimizer_steps, rounds_of
 from async_grpo.checks.plan.facts import Look, Parameters, Question, TrainerFacts, look_at_trainer
 from async_grpo.checks.plan.memory import estimate
-from async_grpo.errors import RunDirError
+from async_grpo.errors import RunDirError, UsageError
 from async_grpo.formatting import size
 from async_grpo.launch.launcher import LaunchOptions
 from async_grpo.rundir.folders import check_place, nearest_existing
@@ -307,6 +308,17 @@ def test_the_plan_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     ):
         assert expected in text, expected
     assert list(tmp_path.iterdir()) == []
+
+
+def test_workers_that_have_no_room_are_refused_and_many_for_few_cores_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError, match=r"There is room for .* at most"):
+        dry_run.plan_distributed(options(tmp_path, worker_devices=("1",) * 10**6))
+    monkeypatch.setattr(dry_run, "look_at_trainer", lambda *_, **__: Look(facts=facts()))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    dry_run.plan_distributed(options(tmp_path))
+    assert "3 workers and the server share 2 cores, so each has less than one" in capsys.readouterr().out
 
 
 def test_a_place_where_no_queue_can_be_is_refused_as_at_the_start(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from stage import (
 from async_grpo.cli import main
 from async_grpo.cli.compute import server as server_command
 from async_grpo.cli.compute import worker as worker_command
-from async_grpo.errors import BadFileError
+from async_grpo.errors import BadFileError, UsageError
 from async_grpo.launch import launcher
 from async_grpo.launch.launcher import NOTHING_TRAINED, launch
 from async_grpo.records import WorkerId
@@ -319,6 +319,22 @@ def test_the_signal_for_stacks_ends_no_process_that_is_just_starting(stage: Stag
     )
     assert launch(stage.options()) == 0
     assert len(stage.pids()) == 3
+
+
+def test_more_workers_than_memory_are_refused_before_anything_is_changed(stage: Stage) -> None:
+    stage.children_are(server=FOR_EVER, worker=FOR_EVER)
+    with pytest.raises(UsageError, match=r"1,000,000 workers need 400000.0 GB of memory .*room for [\d,]+ at most"):
+        launch(stage.options(worker_devices=("cpu",) * 10**6))
+    assert not stage.run.root.exists() and stage.pids() == []
+
+
+def test_more_workers_than_cores_are_warned_of(
+    stage: Stage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    stage.children_are(server=FINISH_WHEN_ALL_ARE_THERE, worker=FOLLOW_THE_RUN)
+    assert launch(stage.options()) == 0
+    assert "2 workers and the server share 1 core, so each" in capsys.readouterr().out
 
 
 def test_a_resume_that_cannot_even_be_launched_changes_nothing(stage: Stage) -> None:

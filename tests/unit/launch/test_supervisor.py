@@ -90,6 +90,20 @@ def test_the_first_exit_that_counts_ends_the_others(bench: Bench) -> None:
     assert is_gone(supervisor.exits["long"].pid)
 
 
+def test_a_stop_while_children_are_started_starts_no_more(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million of them would be started for hours."""
+    start = supervisor_module.start_logged
+
+    def started(*command: Any) -> Any:
+        supervisor.stop()
+        return start(*command)
+
+    monkeypatch.setattr(supervisor_module, "start_logged", started)
+    with bench.supervise(*(bench.child(name, *SLEEP) for name in "abc")) as supervisor:
+        supervisor.run_until(ended("a"))
+    assert {name: exit.starts for name, exit in supervisor.exits.items()} == {"a": 1}
+
+
 def test_a_stop_ends_all(bench: Bench) -> None:
     looked = threading.Event()
     with bench.supervise(bench.child("a", *SLEEP), bench.child("b", *SLEEP), look=looked.set) as supervisor:

@@ -14,6 +14,7 @@ from async_grpo.checks.plan.memory import MemoryEstimate, estimate, frozen_bytes
 from async_grpo.checks.plan.what_fits import fit_rows, size_rows
 from async_grpo.formatting import counted, size
 from async_grpo.launch.launcher import LaunchOptions
+from async_grpo.launch.room import crowding, require_room
 from async_grpo.roles.plain_trl import has_begun
 from async_grpo.rundir.folders import require_writable
 from async_grpo.rundir.lifecycle import Fate, preview
@@ -39,6 +40,7 @@ def plan_distributed(options: LaunchOptions, gpu_memory: int | None = None) -> N
         AsyncGRPOError: where `launch` would refuse, or its server would, with the same text and exit code.
     """
     training = options.training
+    require_room(len(options.worker_devices))
     fate, place = preview(options.run_dir, resume=training.resume, overwrite=options.overwrite)
     _announce(options.config)
     question = Question(
@@ -159,6 +161,8 @@ def _process_rows(options: LaunchOptions, ranks: int) -> Iterator[tuple[str, str
         yield "", f"server in {ranks} processes, on the devices that {options.accelerate_config} names"
     for number, device in enumerate(options.worker_devices, start=1):
         yield "", f"worker {number} on {_device(device)}"
+    if crowd := crowding(len(options.worker_devices)):
+        yield "", crowd
 
 
 def _sampling(facts: TrainerFacts) -> str:
