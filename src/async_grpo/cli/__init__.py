@@ -51,9 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
-    except BrokenPipeError:  # `async-grpo status | head`: the reader has closed the pipe
+    except BrokenPipeError:  # `async-grpo status | head`: the reader has closed the pipe, and has what it wanted
         _write_no_more()
-        return 141  # what a shell shows for a program that SIGPIPE ended
+        return 0
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # rich makes this of it
+            return 0
+        raise
     except AsyncGRPOError as error:
         _complain(str(error))
         return error.exit_code
@@ -103,8 +107,7 @@ def _run(argv: list[str]) -> int:
     if not argv or argv[0] not in COMMANDS:
         return _top_level(argv)
     command = command_module(argv[0])
-    parser = command.build_parser()
-    args = parser.parse_args(argv[1:], argparse.Namespace(command_line=argv[1:]))
+    args = _parsed(command.build_parser(), argv[1:], argparse.Namespace(command_line=argv[1:]))
     code = int(command.run(args))
     sys.stdout.flush()
     return code
@@ -135,5 +138,17 @@ def _top_level(argv: list[str]) -> int:
     parser.add_argument("command", choices=list(COMMANDS), metavar="COMMAND")
     if argv and not argv[0].startswith("-"):
         parser.error(f"there is no command {argv[0]!r}{nearest(argv[0], COMMANDS)}")
-    parser.parse_args(argv or ["--help"])
+    if argv[:1] == ["--version"]:  # argparse keeps it to itself where there is no room for the text
+        print(f"async-grpo {__version__}", flush=True)
+        return 0
+    _parsed(parser, argv or ["--help"])
     return 2
+
+
+def _parsed(parser: Any, argv: list[str], namespace: Any = None) -> Any:
+    """Parse a command line. What `--help` prints is written when this ends: a full disk is an error."""
+    try:
+        return parser.parse_args(argv, namespace)
+    except SystemExit:
+        sys.stdout.flush()
+        raise

@@ -19,6 +19,7 @@ from loguru import logger
 from async_grpo.errors import AsyncGRPOError, SetupFileError
 from async_grpo.setup.grpo_config.building import check_set, configurations_with
 from async_grpo.setup.replaced import note_originals
+from async_grpo.setup.unloadable import sentence_about
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -222,7 +223,12 @@ def _described(value: object) -> str:
 
 
 def _failed(what: str, error: Exception, path: Path) -> str:
-    """One message: the frames from the user's file on, then the error; Async-GRPO's own frames would not help."""
+    """One message: the frames from the user's file on, then the error; Async-GRPO's own frames would not help.
+
+    Of a model that cannot be loaded only a sentence.
+    """
+    if (sentence := sentence_about(error, path)) is not None:
+        return sentence
     frames = traceback.extract_tb(error.__traceback__)
     first = next((i for i, frame in enumerate(frames) if frame.filename == str(path)), 0)
     shown = [frame for frame in frames[first:] if not frame.filename.startswith(_OURS)]

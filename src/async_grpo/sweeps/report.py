@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.evals.estimators import range_of
+from async_grpo.formatting import counted
 from async_grpo.rundir.files import room_for, write_json, write_lines
 from async_grpo.sweeps.agreement import Agreed, Agreement
 
@@ -77,7 +78,9 @@ def band_plot(agreement: Agreement) -> bytes:
     FigureCanvasAgg(figure)
     for index, (title, rows) in enumerate(panels):
         _draw(figure.add_subplot(1, len(panels), index + 1), title, rows, agreement.seeds)
-    figure.suptitle(f"{agreement.name}: mean and 95% interval over {len(agreement.seeds)} seeds", fontsize=10)
+    figure.suptitle(
+        f"{agreement.name}: mean and 95% interval over {counted(len(agreement.seeds), 'seed')}", fontsize=10
+    )
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png")
     return drawn.getvalue()

@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from async_grpo.errors import DiskFullError, RunDirError
-from async_grpo.formatting import printable
+from async_grpo.formatting import counted, printable
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.locks import KernelLock, describe_holder
 from async_grpo.rundir.summary import program
@@ -104,8 +104,8 @@ def _grace_s(sweep: Sweep) -> float:
 def _announce(sweep: Sweep, found: Preflight, screen: Screen) -> None:
     places = ", ".join(place.name for place in found.places)
     screen.say(
-        f"{len(sweep.seeds)} runs of {sweep.setup} ({sweep.mode}), {len(found.places)} at a time on {places}; "
-        f"logs in {sweep.log_folder}, report in {sweep.folder}"
+        f"{counted(len(sweep.seeds), 'run')} of {sweep.setup} ({sweep.mode}), {len(found.places)} at a time on "
+        f"{places}; logs in {sweep.log_folder}, report in {sweep.folder}"
     )
 
 

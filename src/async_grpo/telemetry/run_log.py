@@ -33,9 +33,17 @@ TRAINING_LINE: StepLine = (
     ("reward {:.3f}", "reward"),
     ("{:.0f} rollouts/s", "async/rollouts_per_second"),
     ("staleness {:.1f}", "async/staleness_mean"),
+    ("loss {:+.3g}", "loss"),
+    ("KL {:.2g}", "kl"),
+    ("lr {:.3g}", "learning_rate"),
+    ("grad norm {:.2g}", "grad_norm"),
     ("queue {:.0f}/{:.0f}/{:.0f}", "async/queue_pending", "async/queue_processing", "async/queue_complete"),
     ("trainer waits {:.0%}", "async/trainer_wait_fraction"),
     ("workers busy {:.0%}", "async/worker_busy_fraction"),
+)
+LEGEND = (
+    "in step lines, staleness is in versions of the weights, and queue 16/4/8 is 16 prompt groups that wait for a "
+    "worker, 4 that are with one, and 8 that are finished"
 )
 REPLAY_LINE: StepLine = (  # of the policy in training; the rewards and the queue's figures are those of the archive
     ("loss {:+.3g}", "loss"),
@@ -84,6 +92,8 @@ class RunLog:
     def training_begins(self, total_steps: int, step: int = 0) -> None:
         """Set how far the training goes, and from which step it continues: what was logged of later ones is void."""
         self._total_steps, self._last_shown = total_steps, step
+        if self._line is TRAINING_LINE:
+            logger.info(LEGEND)
         kept = [entry for entry in self._earlier if step_of(entry) <= step]
         if len(kept) < len(self._earlier):
             self._file.append(json.dumps({"step": step, "monotonic_s": round(time.monotonic(), 3), RESUMED: True}))

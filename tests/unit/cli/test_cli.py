@@ -14,6 +14,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from archived_run import ArchivedRun
 
 from async_grpo import cli
 from async_grpo.cli import COMMANDS, main, options
@@ -92,15 +93,32 @@ def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(SRC)}
     result = subprocess.run(command, env=env, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(write)
-    assert (result.returncode, result.stderr) == (141, "")
+    assert (result.returncode, result.stderr) == (0, "")
 
 
-def test_an_output_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [["rollouts", "worker"], ["train", "--help"]])
+def test_what_rich_or_the_help_prints_may_be_cut_off_too(arguments: list[str], tmp_path: Path) -> None:
+    ArchivedRun(tmp_path).use(1, [0])
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "async_grpo.cli", *arguments]
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    result = subprocess.run(
+        command, cwd=tmp_path, env=env, stdout=write, stderr=subprocess.PIPE, text=True, timeout=120
+    )
+    os.close(write)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("arguments", [["audit", "worker"], ["train", "--help"], ["--help"], ["--version"]])
+def test_an_output_on_a_full_disk_is_one_sentence(arguments: list[str], tmp_path: Path) -> None:
     prepare(tmp_path / "worker", config=tmp_path / "my_trainer.py")
-    command = [sys.executable, "-m", "async_grpo.cli", "audit", str(tmp_path / "worker")]
+    command = [sys.executable, "-m", "async_grpo.cli", *arguments]
     env = {**os.environ, "PYTHONPATH": str(SRC)}
     with Path("/dev/full").open("w") as full:
-        result = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        result = subprocess.run(
+            command, cwd=tmp_path, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
     assert result.returncode == 1
     assert result.stderr.startswith("error: The output of this command, or a file") and result.stderr.count("\n") == 1
 

@@ -161,6 +161,32 @@ def test_a_get_trainer_that_raises_shows_the_user_s_frames_only(folder: Path) ->
     assert "setup_file.py" not in text
 
 
+def test_a_model_that_cannot_be_loaded_is_a_sentence_and_its_traceback_goes_to_the_log(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(
+        folder,
+        """
+        class AutoModel:
+            @classmethod
+            def from_pretrained(cls, pretrained_model_name_or_path):
+                raise OSError("We couldn't connect to the hub.\\nCheck your connection.")
+
+        def get_trainer():
+            AutoModel.from_pretrained("nobody/no-such-model")
+        """,
+    )
+    with pytest.raises(SetupFileError) as failure:
+        load_trainer(path)
+    first, second = str(failure.value).splitlines()
+    assert first == (
+        f"nobody/no-such-model cannot be loaded (line 5 of {path}): We couldn't connect to the hub. Check your "
+        "connection."
+    )
+    assert "HF_TOKEN" in second and second.endswith("The traceback is in the log.")
+    assert "in from_pretrained" in capsys.readouterr().err
+
+
 def test_a_get_trainer_with_required_arguments(folder: Path) -> None:
     path = write(folder, "def get_trainer(model): ...")
     with pytest.raises(SetupFileError, match=r"failed:\n(.|\n)*missing 1 required positional argument: 'model'"):

@@ -15,7 +15,7 @@ from unit_fakes import make_group, make_job
 from async_grpo.records import Timings
 from async_grpo.rollout.statistics import WorkerStatistics
 from async_grpo.telemetry import run_log as metrics_module
-from async_grpo.telemetry.run_log import REPLAY_LINE, RunLog
+from async_grpo.telemetry.run_log import LEGEND, REPLAY_LINE, RunLog
 from async_grpo.training import rollout_metrics as rollout_metrics_module
 from async_grpo.training.reporting import LogCallback
 from async_grpo.training.rollout_metrics import RolloutMetrics, longer_half
@@ -169,6 +169,9 @@ def test_the_step_line(tmp_path: Path, messages: list[str], clock: Clock) -> Non
         step_logs(
             0.75,
             **{
+                "kl": 0.0123,
+                "learning_rate": 2.5e-6,
+                "grad_norm": 0.456,
                 "async/rollouts_per_second": 41.7,
                 "async/staleness_mean": 0.0,
                 "async/queue_pending": 3.0,
@@ -182,9 +185,10 @@ def test_the_step_line(tmp_path: Path, messages: list[str], clock: Clock) -> Non
     log.logged(3, {"eval_reward": 0.5}, "temperature 1, top_p 0.9")
     log.logged(10, {"train_runtime": 12.0})  # the trainer's closing totals are no step
     assert messages == [
-        "step 1/10 ETA ?  reward 0.250",
-        "step 3/10 ETA 21 s  reward 0.750  42 rollouts/s  staleness 0.0  queue 3/2/0  trainer waits 31%  "
-        "workers busy 100%",
+        LEGEND,
+        "step 1/10 ETA ?  reward 0.250  loss +0.1",
+        "step 3/10 ETA 21 s  reward 0.750  42 rollouts/s  staleness 0.0  loss +0.1  KL 0.012  lr 2.5e-06  "
+        "grad norm 0.46  queue 3/2/0  trainer waits 31%  workers busy 100%",
         "TRL's own evaluation at step 3: mean reward 0.500, sampled with temperature 1, top_p 0.9",
     ]
     log.close()
@@ -219,8 +223,8 @@ def test_each_optimizer_step_has_one_line_whether_the_trainer_logs_it_or_not(
         if logged:
             callback.on_log(None, state, None, logs=step_logs(0.5))
     callback.on_train_end(None, state, None)
-    assert [line.split(" ETA")[0] for line in messages] == ["step 11/13", "step 12/13", "step 13/13"]
-    assert messages[0].endswith("reward 0.110") and messages[1].endswith("reward 0.500")
+    assert [line.split(" ETA")[0] for line in messages] == [LEGEND, "step 11/13", "step 12/13", "step 13/13"]
+    assert messages[1].endswith("reward 0.110") and messages[2].endswith("reward 0.500  loss +0.1")
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     log.close()
 

@@ -13,7 +13,7 @@ from async_grpo.cli import options
 from async_grpo.cli.compute.train import choose_weights, plan_devices
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
-from async_grpo.formatting import printable
+from async_grpo.formatting import counted, printable
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.run_options import recall, to_json
@@ -23,6 +23,7 @@ from async_grpo.setup.generated.trl_arguments import setup_file
 
 if TYPE_CHECKING:
     from async_grpo.evals.estimators import Estimate
+    from async_grpo.evals.report import Evaluated
 
 EXAMPLES = """\
   async-grpo evaluate outputs/run/checkpoint-100 --config my_trainer.py
@@ -33,6 +34,10 @@ EXAMPLES = """\
 
 DEFAULT_RUN_DIR = Path("evaluation")
 EVAL_SETTINGS = ("eval_replicates", "eval_k", "eval_temperature", "eval_top_p", "eval_top_k")
+K_IN_WORDS = (
+    "pass@k: the chance that one of k completions succeeds; pass_ordered@k: one of the first k did; mean@k, best@k: of "
+    "the rewards of the first k"
+)
 _SAMPLED_WITH = ("seed", *EVAL_SETTINGS)
 
 
@@ -165,10 +170,16 @@ def _tell(args: argparse.Namespace) -> int:
 
         paired = shaped(dict[str, Estimate], difference, "figures")
         _table(f"{args.model} less {args.against}, paired", _each_once(paired, replicates, found[0].headline), {})
+    if found[0].figures:
+        print(f"{K_IN_WORDS}; maj@k: the commonest final answer is right" if _votes(found[0]) else K_IN_WORDS)
     if args.json is not None:
         record: dict[str, Any] = {model: asdict(one) for model, one in zip(models, found, strict=False)}
         args.json.write_text(json.dumps({"models": record, "difference": difference}, indent=2) + "\n")
     return 0
+
+
+def _votes(one: Evaluated) -> bool:
+    return any(name.startswith("maj@") for name in one.figures)
 
 
 def _table(title: str, figures: dict[str, Estimate], failed: dict[str, str], sampled_with: str = "") -> None:
@@ -183,7 +194,9 @@ def _table(title: str, figures: dict[str, Estimate], failed: dict[str, str], sam
     lacking = f", {len(failed)} more could not be answered" if failed else ""
     rows = [[name, f"{figure.value:.3f}", figure.interval] for name, figure in figures.items()]
     how = f", sampled with {sampled_with}" if sampled_with else ""
-    options.print_table(f"{title}: {problems} problems{lacking}{how}", ["figure", "value", "95% interval"], rows)
+    options.print_table(
+        f"{title}: {counted(problems, 'problem')}{lacking}{how}", ["figure", "value", "95% interval"], rows
+    )
 
 
 def _each_once(figures: dict[str, Estimate], replicates: int, first: str) -> dict[str, Estimate]:

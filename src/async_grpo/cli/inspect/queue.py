@@ -11,7 +11,7 @@ from pathlib import Path
 
 from async_grpo.cli import options
 from async_grpo.errors import BadFileError, UsageError
-from async_grpo.formatting import as_text, for_people, printable
+from async_grpo.formatting import as_text, counted, for_people, printable
 from async_grpo.queue import quarantined, retry_given_up
 from async_grpo.queue.codec import decode_group, decode_job
 from async_grpo.queue.filesystem import OsFiles
@@ -149,7 +149,7 @@ def _show_file(root: Path, path: Path) -> Iterator[str]:
 
 def _job_text(job: Job) -> Iterator[str]:
     yield (
-        f"{job.num_generations} completions, seed {job.seed}; issued at version {job.born_version}, "
+        f"{counted(job.num_generations, 'completion')}, seed {job.seed}; issued at version {job.born_version}, "
         f"for weights of version {job.min_version} or newer"
     )
     for column, value in job.row.items():

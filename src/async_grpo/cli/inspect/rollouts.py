@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from async_grpo.cli import options
 from async_grpo.cli.inspect.queue import group_number
 from async_grpo.errors import UsageError
-from async_grpo.formatting import as_text, printable
+from async_grpo.formatting import as_text, counted, printable
 from async_grpo.queue.listing import quarantined
 from async_grpo.rundir.paths import RUNNING
 from async_grpo.settings import not_negative, positive
@@ -76,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
         from async_grpo.reports.rollouts_page import write_page
 
         size = write_page(args.html, groups, selection)
-        print(f"{args.html}: {len(selection.rollouts)} completions, {size / 1e6:.1f} MB; open it in a browser")
+        print(
+            f"{args.html}: {counted(len(selection.rollouts), 'completion')}, {size / 1e6:.1f} MB; open it in a browser"
+        )
         if selection.more:
             print(f"only the newest {len(selection.rollouts)} are in it; --limit N takes more")
     else:
