@@ -10,9 +10,12 @@ accuracies are measured after the run on snapshots of the weights, and are exact
 learnt in a number of steps differs from seed to seed, so times to an accuracy are those of the rounds' mean curves.
 
 The limit beside a speed-up is the total work divided by the cores: TRL with one thread does all of it on one core, so
-no schedule of the same work takes less than that time, less what its rewards sleep, divided by the cores. Fuller
-generation batches are less work, so a figure may exceed it. Beside it, the CPU seconds that all processes of a side
-used for a step: they tell what the machinery costs even where something else runs on the machine.
+no schedule of the same work takes less than that time, less what its rewards sleep, divided by the cores. With it, the
+CPU seconds that all processes of a side used for a step.
+
+Every setting has five rounds or more, and between two runs the same products of matrices are computed. Where these took
+more than a tenth longer at one time than at another, or a figure is better than its limit, something else ran on the
+machine, or fuller batches were less work: the row says "not measurable here".
 
 Runs lie in memory (/dev/shm) where there is such a folder: on ext4 without a journal, creating a file takes up to 1 ms
 once thousands were deleted nearby, which is no cost of ours.
@@ -49,6 +52,7 @@ from benchmarks.contests import (
     contests,
     say,
 )
+from benchmarks.control import PAIRS, control_s
 from benchmarks.sides import mean_of, run_side
 from benchmarks.table import (
     HEAD,
@@ -83,6 +87,7 @@ def speed_rows(all_contests: dict[str, Contest]) -> Iterator[Row]:
             "x",
             target=">= 2.5",
             limit=slow.limit(),
+            controls=slow.controls,
         )
     if "tail" in all_contests:
         yield from tail_rows(all_contests["tail"])
@@ -90,11 +95,13 @@ def speed_rows(all_contests: dict[str, Contest]) -> Iterator[Row]:
 
 def even_rows(even: Contest) -> Iterator[Row]:
     for side in even.asynchronous:
-        limit = even.limit()
+        limit, controls = even.limit(), even.controls
         values = even.speedups(side, even.trl_step_s())
-        yield row(f"speed-up, 48-token answers, {side.name}", values, "x", target=">= 1.15", limit=limit)
+        name = f"speed-up, 48-token answers, {side.name}"
+        yield row(name, values, "x", target=">= 1.15", limit=limit, controls=controls)
         if limit is not None:
-            yield row(f"... as a share of its limit, {side.name}", [one / limit for one in values], "", target=">= 0.9")
+            shares, name = [one / limit for one in values], f"... as a share of its limit, {side.name}"
+            yield row(name, shares, "", target=">= 0.9", limit=1.0, controls=controls)
     yield from cpu_rows(even, "48-token answers")
 
 
@@ -106,6 +113,7 @@ def tail_rows(tail: Contest) -> Iterator[Row]:
             "x",
             target=">= 1.5",
             limit=tail.limit(),
+            controls=tail.controls,
         )
     yield from cpu_rows(tail, "10% of the answers 8 times as long")
 
@@ -116,9 +124,8 @@ def cpu_rows(contest: Contest, what: str) -> Iterator[Row]:
         return
     for side in contest.asynchronous:
         pairs = zip(contest.runs[side.name], contest.runs[ONE_THREAD.name], strict=True)
-        yield row(
-            f"CPU time of a step, {what}, {side.name}", [a.step_cpu_s / b.step_cpu_s for a, b in pairs], "of TRL's"
-        )
+        ratios = [a.step_cpu_s / b.step_cpu_s for a, b in pairs]
+        yield row(f"CPU time of a step, {what}, {side.name}", ratios, "of TRL's", controls=contest.controls)
 
 
 def overlap_row(overlap: Contest) -> Row:
@@ -131,6 +138,7 @@ def overlap_row(overlap: Contest) -> Row:
         "x",
         target=">= 1.7",
         limit=1 / max(share, 1 - share),
+        controls=overlap.controls,
         note=f"generation takes {share:.0%} of a synchronous step, training {1 - share:.0%}",
     )
 
@@ -158,6 +166,7 @@ def accuracy_rows(all_contests: dict[str, Contest]) -> Iterator[Row]:
                 ratios,
                 "of TRL's",
                 target="<= 0.6",
+                controls=all_contests[key].controls,
                 note=f"{share:.0%} of the gain of the side that learnt less; {len(ours)} seeds, and all but one",
             )
 
@@ -170,6 +179,7 @@ def waiting_row(twice: Contest) -> Row:
         [100 * run.mean("async/trainer_wait_fraction") for run in runs],
         "%",
         target="<= 5",
+        controls=twice.controls,
         note=f"48-token answers, {twice.name}, server + 1 worker, which is busy {busy:.0%} of the time",
     )
 
@@ -181,6 +191,7 @@ def machinery_rows(even: Contest) -> Iterator[Row]:
             [100 * run.mean("async/overhead_fraction") for run in even.runs[side.name]],
             "%",
             target="<= 3",
+            controls=even.controls,
             note="async/overhead_fraction: queue, files, weights, bookkeeping, over processes x time",
         )
 
@@ -191,6 +202,7 @@ def capacity_rows(folder: Path, repeats: int, counts: Sequence[int], seconds: fl
     The limit beside the latter is what two sockets do with as many processes.
     """
     for own_processes in (False, True):
+        controls = [control_s()]
         measured: dict[int, list[capacity.Capacity]] = {count: [] for count in counts}
         sockets: dict[int, list[capacity.Capacity]] = {count: [] for count in counts}
         for repeat in range(repeats):
@@ -200,6 +212,7 @@ def capacity_rows(folder: Path, repeats: int, counts: Sequence[int], seconds: fl
                 shutil.rmtree(run)  # the next one in memory that was used before: new memory may be slower
                 if own_processes:
                     sockets[count].append(capacity.measure_sockets(count, seconds))
+                controls.append(control_s())
             say(f"capacity: {', '.join(f'{count}: {measured[count][-1].groups_per_s:.0f}/s' for count in counts)}")
         kind = "worker processes" if own_processes else "simulated workers"
         for name, of, unit, target in (
@@ -208,10 +221,11 @@ def capacity_rows(folder: Path, repeats: int, counts: Sequence[int], seconds: fl
         ):
             for count in counts:
                 limit = statistics.median(map(of, sockets[count])) if own_processes else None
-                yield row(f"{name}, {kind}: {count}", list(map(of, measured[count])), unit, limit=limit)
+                values = list(map(of, measured[count]))
+                yield row(f"{name}, {kind}: {count}", values, unit, limit=limit, controls=controls)
             limit = statistics.median(_growth(sockets, of)) if own_processes else None
             about = f"{name}, {kind}: {counts[-1]} over {counts[0]}"
-            yield row(about, _growth(measured, of), "x", target=target, limit=limit)
+            yield row(about, _growth(measured, of), "x", target=target, limit=limit, controls=controls)
 
 
 def _growth(measured: dict[int, list[capacity.Capacity]], of: Callable[[capacity.Capacity], float]) -> list[float]:
@@ -265,13 +279,13 @@ def measure(folder: Path, rows: Sequence[str], *, quick: bool) -> Iterator[Row]:
     if "even" in chosen:
         yield from machinery_rows(chosen["even"])
     if "capacity" in rows:
-        counts, rounds, seconds = ((1, 16), 1, 0.7) if quick else (WORKER_COUNTS, 3, 2.0)
+        counts, rounds, seconds = ((1, 16), PAIRS, 0.7) if quick else (WORKER_COUNTS, PAIRS, 2.0)
         yield from capacity_rows(folder, rounds, counts, seconds)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one round of the first and third setting: a minute")
+    parser.add_argument("--quick", action="store_true", help="the first and the third setting, in short: five minutes")
     parser.add_argument("--rows", default=",".join(ROWS), metavar="NAMES", help=f"only these rows, of {','.join(ROWS)}")
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     parser.add_argument("--update-docs", action="store_true", help="put the table into the documentation")

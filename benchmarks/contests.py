@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from benchmarks.control import PAIRS, control_s
 from benchmarks.setups.sums import Setting
 from benchmarks.sides import CORES, Run, Side, run_side
 
@@ -82,9 +83,10 @@ class Contest:
     name: str
     setting: Setting
     sides: tuple[Side, ...]
-    rounds: int = 3
+    rounds: int = PAIRS
     work: Setting | None = None  # what one thread of TRL does to measure the total work; None: not measured
     runs: dict[str, list[Run]] = field(default_factory=dict)  # by the name of the side
+    controls: list[float] = field(default_factory=list)  # seconds of equal work, before each run and after the last
 
     def todo(self) -> list[tuple[Side, Setting]]:
         """What a round runs."""
@@ -94,10 +96,12 @@ class Contest:
     def round(self, folder: Path, repeat: int, progress: Progress) -> None:
         """Run all sides, in each round from another seed: what one run learns in these steps is partly luck."""
         for side, setting in self.todo():
+            self.controls.append(control_s())
             name = f"{self.name} {side.name} {repeat}".replace(" ", "-").replace(",", "")
             run = run_side(side, replace(setting, seed=setting.seed + repeat), folder / name)
             self.runs.setdefault(side.name, []).append(run)
             progress.run_done(f"{self.name}: {side.name}: {run.step_s:.3f} s a step, {run.step_cpu_s:.3f} s of CPU")
+        self.controls.append(control_s())
 
     @property
     def asynchronous(self) -> tuple[Side, ...]:
@@ -137,12 +141,11 @@ class Contest:
 def contests(*, quick: bool) -> dict[str, Contest]:
     if quick:
         return {
-            "even": Contest(name="48-token answers", setting=replace(EVEN, steps=7), sides=(TRL, ONE_WORKER), rounds=1),
+            "even": Contest(name="48-token answers", setting=replace(EVEN, steps=7), sides=(TRL, ONE_WORKER)),
             "slow": Contest(
                 name="slow reward",
                 setting=replace(SLOW_REWARD, steps=7),
                 sides=(TRL, SLOW_REWARD_WORKERS),
-                rounds=1,
             ),
         }
     no_sleep = replace(SLOW_REWARD, steps=15, reward_call_s=0.0, reward_item_s=0.0, accuracy=False)
@@ -151,7 +154,6 @@ def contests(*, quick: bool) -> dict[str, Contest]:
             name="48-token answers",
             setting=EVEN,
             sides=(TRL, TRL_PASSIVE, ONE_WORKER, ONE_WORKER_ALL_THREADS, TWO_WORKERS_ALL_THREADS),
-            rounds=5,  # its targets lie within the scatter of single runs
             work=EVEN,
         ),
         "waiting": Contest(name="two steps on each batch", setting=TWICE, sides=(ONE_WORKER,)),
@@ -161,7 +163,6 @@ def contests(*, quick: bool) -> dict[str, Contest]:
             name="long tail",
             setting=LONG_TAIL,
             sides=(TRL, TRL_PASSIVE, TWO_WORKERS, ONE_WIDE_WORKER),
-            rounds=5,  # what it learns differs most from seed to seed
             work=replace(LONG_TAIL, steps=12, accuracy=False),
         ),
     }

@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from table import ROOT, Row, as_text, row, write_json
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.table import ROOT, Row, as_text, row, write_json
 
 SETUP = ROOT / "benchmarks" / "setups" / "qwen3_shape.py"
 WORKERS = 2

@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.control import why_unmeasurable
+
 ROOT = Path(__file__).resolve().parents[1]
 STUDENT_T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # by degrees of freedom
 
@@ -31,14 +33,30 @@ class Row:
     ok: bool | None = None  # None: a figure without a target
     spread: tuple[float, float, float]  # min, median, max
     note: str = ""
+    unmeasurable: str = ""  # why the value says nothing: it is not shown as a figure
 
 
-def row(name: str, values: Sequence[float], unit: str, *, target: str = "", **more: Any) -> Row:
-    """A row whose value is the median, held against `target`, e.g. `"<= 3"`."""
+def row(
+    name: str, values: Sequence[float], unit: str, *, target: str = "", controls: Sequence[float] = (), **more: Any
+) -> Row:
+    """A row whose value is the median, held against `target`, e.g. `"<= 3"`.
+
+    Args:
+        controls: seconds of equal work that was done between the measurements.
+    """
     middle = statistics.median(values)
     ok = meets(middle, target) if target and "ok" not in more else more.pop("ok", None)
+    why = why_unmeasurable(values, controls, more.get("limit"), target)
+    spread = (min(values), middle, max(values))
     return Row(
-        name=name, value=middle, unit=unit, target=target, ok=ok, spread=(min(values), middle, max(values)), **more
+        name=name,
+        value=middle,
+        unit=unit,
+        target=target,
+        ok=None if why else ok,
+        spread=spread,
+        unmeasurable=why,
+        **more,
     )
 
 
@@ -60,6 +78,8 @@ HEAD = ("what", "value", "limit", "target", "ok", "min .. median .. max")
 
 
 def cells(one: Row) -> tuple[str, ...]:
+    if one.unmeasurable:
+        return one.name, "not measurable here", "", one.target, "", one.unmeasurable
     low, middle, high = one.spread
     verdict = "" if one.ok is None else "yes" if one.ok else "no"
     limit = "" if one.limit is None else figure(one.limit)
@@ -78,7 +98,7 @@ def as_text(rows: Iterable[Row]) -> str:
 
 def line(texts: Sequence[str]) -> str:
     what, value, limit, target, ok, spread = texts
-    return f"{what:<66} {value:>16} {limit:>7} {target:>9} {ok:>4}  {spread}"
+    return f"{what:<66} {value:>19} {limit:>7} {target:>9} {ok:>4}  {spread}"
 
 
 def as_markdown(rows: Iterable[Row]) -> str:
