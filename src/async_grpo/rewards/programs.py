@@ -49,6 +49,7 @@ def mbpp(completions: Sequence[Any], test_list: Sequence[Sequence[str]], **_: An
 
 mbpp.success_threshold = SUCCESS  # type: ignore[attr-defined]
 mbpp.thread_safe = True  # type: ignore[attr-defined]
+mbpp.require = lambda: run_code("pass")  # type: ignore[attr-defined]  # raises where no program may run, or can
 
 
 def check(test: str) -> Check:

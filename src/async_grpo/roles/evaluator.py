@@ -31,6 +31,7 @@ from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.rundir.reading import read_object
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import check_torch_sees
+from async_grpo.setup.needs import check_needs
 from async_grpo.setup.process import StopRequest, gc_paused, own_compile_cache, write_stacks_on_signal
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.telemetry.activity import ENDING, EVALUATING, LOADING, activity
@@ -66,6 +67,8 @@ def run_evaluator(options: ServerOptions) -> None:
         with gc_paused():
             seed, values = options.settings.seed, options.settings.set
             trainer = load_trainer(options.config, engine_here=False, seed=seed, config_values=values)
+        if state.num_workers:  # those that are started by hand may have another environment
+            check_needs(trainer)
         stop.defer()
         run.update_state(of=state.run_id, undo={})  # a resume is accepted
         done = _evaluate_all(options, run, state, trainer, stop, lock)

@@ -41,6 +41,7 @@ from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.run_options import OF_THE_LOSS
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.generator_choice import choose_generator
+from async_grpo.setup.needs import check_needs
 from async_grpo.setup.overrides import check_callbacks, check_fields, check_overrides, describe_overrides, overridden
 from async_grpo.setup.own_generation import check_generation
 from async_grpo.setup.process import StopRequest
@@ -371,7 +372,8 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     check_overrides(trainer)
     check_callbacks(trainer)
     check(rule_of(settings), trainer, own_loss=has_own_loss(trainer))
-    if generator is not None:  # else the workers check it
+    if generator is not None:  # else the workers check it, who may have another environment
+        check_needs(trainer)
         check_generation(trainer, generator)
     check_sampling(trainer, settings.correction, generator, settings.eval_sampling() if settings.eval_every else None)
 

@@ -25,6 +25,7 @@ from async_grpo.setup.generator_choice import (
     wants_vllm,
 )
 from async_grpo.setup.grpo_config.batch import Batch, BatchError
+from async_grpo.setup.needs import check_needs
 from async_grpo.setup.setup_file import load_trainer
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def _distributed(trainer: GRPOTrainer, question: Question, ranks: _Ranks | None)
 
 def _check_alone(trainer: GRPOTrainer, question: Question) -> None:
     """Raise where plain TRL in one process would refuse."""
+    check_needs(trainer)
     require_problems(question.eval_every or 0, has_dataset=trainer.eval_dataset is not None)
     if question.serves:
         args = trainer.args

@@ -163,6 +163,7 @@ def _single(args: argparse.Namespace, given: Collection[str]) -> int:
 
 def _train_alone(args: argparse.Namespace, run_dir: Path | None, eval_every: int | None, *, serves: bool) -> None:
     from async_grpo.roles import plain_trl
+    from async_grpo.setup.needs import check_needs
     from async_grpo.setup.process import gc_paused
     from async_grpo.setup.setup_file import load_trainer
     from async_grpo.telemetry.trackers import name_for_wandb, name_run
@@ -185,6 +186,7 @@ def _train_alone(args: argparse.Namespace, run_dir: Path | None, eval_every: int
             raise
         if server is not None:
             server.require_started()
+        check_needs(trainer)
         name_run(trainer, settings)
         if eval_every is not None:
             plain_trl.evaluate_every(trainer, eval_every)
