@@ -6,3 +6,16 @@ of a parameter server, and `callback` those of any transformers trainer. `statis
 this format replaces. How two versions differ is in `async_grpo_ipc.delta`, which knows nothing of runs. Start with
 `chain`.
 """
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from async_grpo.deltas.callback import DeltaCallback as DeltaCallback
+
+
+def __getattr__(name: str) -> Any:
+    if name == "DeltaCallback":  # it imports transformers, which the readers of chains do not need
+        from async_grpo.deltas.callback import DeltaCallback
+
+        return DeltaCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

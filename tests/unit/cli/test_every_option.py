@@ -77,10 +77,10 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     "eval_top_p": (["--eval-top-p", "1"], REFUSED, "training.eval_top_p", 1.0),
     "eval_top_k": (["--eval-top-k", "0"], REFUSED, "training.eval_top_k", 0),
     "publish_dtype": (["--publish-dtype", "bf16"], REFUSED, "training.publish_dtype", "bf16"),
-    "delta_every": (["--delta-every", "2"], REFUSED, "training.delta_every", 2),
-    "full_every": (["--full-every", "3", "--delta-every", "1"], REFUSED, "training.full_every", 3),
-    "delta_keep": (["--delta-keep", "4", "--delta-every", "1"], REFUSED, "training.delta_keep", 4),
-    "delta_dir": (["--delta-dir", "/d", "--delta-every", "1"], REFUSED, "training.delta_dir", "/d"),
+    "delta_every": (["--delta-every", "2"], ("delta_every", 2), "training.delta_every", 2),
+    "full_every": (["--full-every", "3", "--delta-every", "1"], ("full_every", 3), "training.full_every", 3),
+    "delta_keep": (["--delta-keep", "4", "--delta-every", "1"], ("delta_keep", 4), "training.delta_keep", 4),
+    "delta_dir": (["--delta-dir", "/d", "--delta-every", "1"], ("delta_dir", "/d"), "training.delta_dir", "/d"),
     "stall_warning": (["--stall-warning", "6"], REFUSED, "training.stall_warning", 6.0),
     "groups_per_claim": (["--groups-per-claim", "2"], REFUSED, "work.groups_per_claim", 2),
     "score_concurrency": (["--score-concurrency", "2"], REFUSED, "work.score_concurrency", 2),
@@ -105,7 +105,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def alone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What plain TRL in one process was told."""
     seen: dict[str, Any] = {}
-    trainer = SimpleNamespace(train=lambda: seen.update(trained=True))
+
+    def keep(callback: Any) -> None:
+        kept = callback._keeping
+        seen.update(delta_every=kept.every, full_every=kept.full_every, delta_keep=kept.keep)
+        seen.update(delta_dir=str(kept.folder))
+
+    trainer = SimpleNamespace(
+        train=lambda: seen.update(trained=True),
+        reward_funcs=[],
+        args=SimpleNamespace(output_dir="out"),
+        add_callback=keep,
+    )
 
     def load(config: Path, **given: Any) -> Any:
         seen.update(given, config=config.name)
@@ -198,6 +209,8 @@ def test_what_implies_a_distributed_run(option: str, launched: list[Any]) -> Non
         (["--generator", "vllm"], "--set use_vllm=true --set vllm_mode=colocate"),
         (["--server-devices", "1"], "--server-devices names the GPUs of a server"),
         (["--dry-run", "--generator", "vllm-server"], "say where the server's output goes, --run-dir DIR"),
+        (["--device", "cpu", "--full-every", "5"], "--full-every: no versions are kept without --delta-every"),
+        (["--device", "cpu", "--delta-dir", "d"], "--delta-dir: no versions are kept without --delta-every"),
         (["--distributed", "--full-every", "5"], "--full-every: no versions are kept without --delta-every"),
         (["--distributed", "--delta-keep", "5", "--delta-dir", "d"], "--delta-keep, --delta-dir: no versions are kept"),
         (

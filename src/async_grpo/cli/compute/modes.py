@@ -13,10 +13,12 @@ IN_ONE_PROCESS = frozenset(
     (
         *("config", "trl_arguments", "device", "dry_run", "gpu_memory", "run_dir", "log_level"),
         *("steps", "seed", "set", "run_name", "run_group", "run_tags", "eval_every", "generator", "server_devices"),
+        *("delta_every", "full_every", "delta_keep", "delta_dir"),
     )
 )
 """What plain TRL in one process takes, by the names of the options; every other one belongs to a distributed run."""
 
+_NO_VERSIONS = "no versions are kept without --delta-every. Give it, too, or leave this out."
 _OF_EVALUATIONS = ("eval_replicates", "eval_k", "eval_temperature", "eval_top_p", "eval_top_k")
 
 
@@ -38,6 +40,8 @@ def refuse_in_one_process(given: Collection[str], args: argparse.Namespace) -> N
             f"--generator {args.generator}: in one process TRL itself generates, with what the GRPOConfig says. Take "
             f"--set {instead} in its place, or add --distributed."
         )
+    if "full_every" in given and not args.delta_every:
+        raise UsageError(f"{_flags(['full_every'])}: {_NO_VERSIONS}")
     check_generator_options(args.generator or HF, server_devices=args.server_devices)
 
 
@@ -58,7 +62,7 @@ def refuse_without_effect(given: Collection[str], args: argparse.Namespace) -> N
 
 def _without_effect(args: argparse.Namespace) -> Iterator[tuple[Sequence[str], str]]:
     if not args.delta_every:
-        yield ("full_every",), "no versions are kept without --delta-every. Give it, too, or leave this out."
+        yield ("full_every",), _NO_VERSIONS
     if not args.eval_every:
         yield _OF_EVALUATIONS, "--eval-every 0 evaluates nothing. Leave this out, or give --eval-every a number."
     if args.deterministic:

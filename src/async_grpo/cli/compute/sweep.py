@@ -133,7 +133,8 @@ def _arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> list[str]:
 
 
 def _refuse_for_plain_trl(given: Mapping[str, Any]) -> None:
-    unused = [flag_name(name) for _, name in _OF_TRAIN if name in given and name not in ("steps", "eval_every")]
+    known = ("steps", "eval_every", "delta_every", "full_every", "delta_keep")
+    unused = [flag_name(name) for _, name in _OF_TRAIN if name in given and name not in known]
     unused += ["--num-workers"] if "num_workers" in given else []
     if unused:
         raise UsageError(f"{', '.join(unused)}: plain TRL (--mode trl) has no such option. Leave it out.")

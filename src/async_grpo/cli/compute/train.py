@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from async_grpo.cli import options
 from async_grpo.cli.compute.modes import refuse_in_one_process, refuse_without_effect
@@ -28,6 +29,9 @@ from async_grpo.setup.devices import (
     why_unreachable,
 )
 from async_grpo.setup.generator_choice import STARTED_SERVER, choose_generator
+
+if TYPE_CHECKING:
+    from async_grpo.deltas.callback import DeltaCallback
 
 IMPLY_DISTRIBUTED = {"distributed", "num_workers", "master_device_id", "worker_device_ids", "accelerate_config"}
 EXAMPLES = """\
@@ -129,6 +133,7 @@ def run(args: argparse.Namespace) -> int:
 def _single(args: argparse.Namespace, given: Collection[str]) -> int:
     from async_grpo.setup.process import keep_freed_memory, own_compile_cache, set_up_log
 
+    options.gathered(TrainingSettings, args).check()
     device = options.device(args.device)
     run_dir = args.run_dir.absolute() if "run_dir" in given else None
     eval_every = args.eval_every if "eval_every" in given else None
@@ -187,6 +192,8 @@ def _train_alone(args: argparse.Namespace, run_dir: Path | None, eval_every: int
         if server is not None:
             server.require_started()
         check_needs(trainer)
+        if settings.delta_every:
+            trainer.add_callback(_keeper(settings, run_dir, Path(trainer.args.output_dir)))
         name_run(trainer, settings)
         if eval_every is not None:
             plain_trl.evaluate_every(trainer, eval_every)
@@ -194,6 +201,16 @@ def _train_alone(args: argparse.Namespace, run_dir: Path | None, eval_every: int
             trainer.train()
         else:
             plain_trl.train(trainer, run_dir)
+
+
+def _keeper(settings: TrainingSettings, run_dir: Path | None, output: Path) -> DeltaCallback:
+    """Keeps the versions of plain TRL. A run that is continued goes on in its chain."""
+    from async_grpo.deltas.callback import DeltaCallback
+
+    name = settings.run_name or (run_dir or output).absolute().name
+    folder = settings.delta_dir or f"checkpoints/deltas_{name}"
+    every, full_every, keep = settings.delta_every, settings.full_every, settings.delta_keep
+    return DeltaCallback(folder, every=every, full_every=full_every, keep=keep, run_id=name)
 
 
 def _has_its_own_server(args: argparse.Namespace, run_dir: Path | None, device: str) -> bool:
