@@ -20,7 +20,7 @@ from trl.trainer import grpo_trainer
 
 from async_grpo.launch.accelerate_entry import processes_of
 from async_grpo.rollout.policy import PolicyWeights, without_weights
-from async_grpo.setup.generator_choice import wants_vllm
+from async_grpo.setup.generator_choice import engines_left_to_workers, wants_vllm
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.setup.worker_build import built_for_a_worker, nothing_on_the_hub
 from async_grpo_ipc import RemoteWeights, WeightExporter, open_remote_memory
@@ -184,3 +184,18 @@ def test_the_ranks_of_an_accelerate_configuration(name: str, tmp_path: Path) -> 
     assert processes_of(ROOT / "examples" / "accelerate" / name) == 2
     (tmp_path / "default.json").write_text('{\n  "num_processes": 4,\n  "gpu_ids": "all"\n}')
     assert processes_of(tmp_path / "default.json") == 4
+
+
+def test_a_constructor_that_was_patched_is_given_what_a_worker_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, seen = grpo_trainer.GRPOTrainer.__init__, []
+
+    def patched(self: Any, *args: Any, own_option: int = 0, **kwargs: Any) -> None:
+        seen.append(own_option)
+        build(self, *args, **kwargs)
+
+    monkeypatch.setattr(grpo_trainer.GRPOTrainer, "__init__", patched)
+    with engines_left_to_workers(), built_for_a_worker(1):
+        trainer = build_trainer(tmp_path, arguments={"own_option": 3}, report_to=["tensorboard"])
+    assert seen == [3] and trainer.args.report_to == []

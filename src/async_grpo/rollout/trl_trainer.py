@@ -321,7 +321,7 @@ class RolloutTrainer:
 def _sampling_below(user_class: type[GRPOTrainer], of_trl: Any) -> type[GRPOTrainer]:
     """The user's class, whose `_generate_single_turn` gets the engine's tokens where it calls TRL's."""
 
-    class SampledByEngine(of_trl):  # type: ignore[misc]
+    class SampledByEngine(of_trl):
         _sampled_below: Callable[..., Tokens]
 
         def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Tokens:

@@ -7,13 +7,13 @@ server starts no engine and a worker starts no second one: the request is noted,
 from __future__ import annotations
 
 import importlib.util
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError, UsageError
+from async_grpo.setup.replaced import naming_arguments
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -38,11 +38,11 @@ def engines_left_to_workers() -> Iterator[None]:
     from trl import GRPOTrainer
 
     build = GRPOTrainer.__init__
-    signature = inspect.signature(build)
+    named = naming_arguments(GRPOTrainer)
 
     @wraps(build)  # whoever changes the building too sees the same signature
     def build_without_engine(self: Any, *args: Any, **kwargs: Any) -> None:
-        config: Any = signature.bind(self, *args, **kwargs).arguments.get("args")
+        config: Any = named(self, *args, **kwargs).get("args")
         requested = bool(config and config.use_vllm)
         if requested:
             config.use_vllm = False

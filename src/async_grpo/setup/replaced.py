@@ -6,6 +6,8 @@ when they have been imported, and imports nothing itself.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -85,6 +87,17 @@ def original(cls: Any, name: str) -> Any:
     known = classes_of_trl()
     base = next(base for base in cls.__mro__ if name in vars(base) or name in known.get(base, {}))
     return known[base][name] if name in patched_in(base) else vars(base)[name]
+
+
+def naming_arguments(cls: Any) -> Callable[..., dict[str, Any]]:
+    """What names the arguments of TRL's constructor, also where a patch of it takes anything and passes it on."""
+    signature = inspect.signature(original(cls, "__init__"))
+
+    def named(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        known = {name: value for name, value in kwargs.items() if name in signature.parameters}
+        return signature.bind_partial(*args, **known).arguments
+
+    return named
 
 
 def users_class(trainer: Any) -> str:

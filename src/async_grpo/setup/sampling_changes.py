@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 _OF_JOBS = {"max_new_tokens": "max_tokens", **{name: name for name in ("temperature", "top_p", "top_k", "min_p")}}
 """By the name in `GenerationConfig`, what a job calls it."""
 _OFF = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
-_DRAWS_NOTHING = ("_", "output_", "use_cache", "cache_", "max_cache", "pad_token", "bos_token", "disable_compile")
-_DRAWS_NOTHING += ("compile_", "return_dict", "prefill_chunk", "transformers_version", "continuous_batching")
+_DRAWS_NOTHING = (  # how the names begin of what no token depends on
+    *("_", "output_", "use_cache", "cache_", "max_cache", "pad_token", "bos_token", "disable_compile"),
+    *("compile_", "return_dict", "prefill_chunk", "transformers_version", "continuous_batching"),
+)
 
 
 class SamplingChanges:
@@ -43,19 +45,14 @@ class SamplingChanges:
         Raises:
             RunRefused: one of them that workers cannot sample with.
         """
-        now = _settings(trainer)
-        changed = [
-            name
-            for name, value in now.items()
-            if value != self._before.get(name)
-            and not name.startswith(_DRAWS_NOTHING)
-            and _OF_JOBS.get(name) not in decided
-        ]
-        for name in changed:
-            self._check(
-                name, f"{name} of generation_config has changed from {self._before.get(name)!r} to {now[name]!r}"
-            )
-        return {_OF_JOBS[name]: _OFF.get(name) if now[name] is None else now[name] for name in changed}
+        now, before = _settings(trainer), self._before
+        changed = {name for name in now if now[name] != before.get(name) and not name.startswith(_DRAWS_NOTHING)}
+        brought = {}
+        for name in sorted(it for it in changed if _OF_JOBS.get(it) not in decided):
+            value = _OFF.get(name) if now[name] is None else now[name]
+            self._check(name, value, f"{name} of generation_config has changed from {before.get(name)!r} to {value!r}")
+            brought[_OF_JOBS[name]] = value
+        return brought
 
     def config_of(self, sampling: Mapping[str, Any]) -> GenerationConfig | None:
         """The trainer's `generation_config` as a job with these settings has it, None where TRL makes none."""
@@ -65,8 +62,8 @@ class SamplingChanges:
                 setattr(config, name, sampling[of_job])
         return config
 
-    def _check(self, name: str, change: str) -> None:
-        if name not in _OF_JOBS:
+    def _check(self, name: str, value: Any, change: str) -> None:
+        if name not in _OF_JOBS or value is None:
             raise RunRefused(
                 f"{change} during the run. Jobs bring {', '.join(_OF_JOBS)} to workers, and nothing else of it. Set "
                 "it in the GRPOConfig's generation_kwargs, or train in one process (without --distributed)."

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
+from async_grpo.setup.replaced import naming_arguments
 from async_grpo.setup.trl_compat import is_adapter
 
 _OFF_THE_HUB: dict[str, Any] = {"push_to_hub": False, "log_completions_hub_repo": None}
@@ -89,11 +89,11 @@ def _built_with(
     from trl import GRPOTrainer
 
     build = GRPOTrainer.__init__
-    signature = inspect.signature(build)
+    named = naming_arguments(GRPOTrainer)
 
     @wraps(build)
     def build_changed(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(self, *args, **kwargs).arguments
+        given = named(self, *args, **kwargs)
         config: Any = given.get("args")
         changes = changes_for(given) if config is not None else {}
         stays = policy_on_cpu and not stays_as_loaded(given.get("model"))

@@ -14,8 +14,10 @@ from async_grpo.setup.sampling_changes import SamplingChanges
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # read by TRL while it is built
 _OF_TRAINER = (*_SAMPLING, "num_generations", "num_iterations", "chat_template", "chat_template_kwargs", "rollout_func")
-_OF_CONFIG = (*_SAMPLING, "max_completion_length", "generation_kwargs", "num_generations", "steps_per_generation")
-_OF_CONFIG += ("gradient_accumulation_steps", "generation_batch_size")
+_OF_CONFIG = (
+    *(*_SAMPLING, "max_completion_length", "generation_kwargs", "num_generations"),
+    *("steps_per_generation", "gradient_accumulation_steps", "generation_batch_size"),
+)
 _WITH_TOOLS = ("max_completion_length", "max_tool_calling_iterations")
 _LISTS = ("reward_funcs", "tools", "environment_factories")
 
