@@ -229,6 +229,9 @@ class TrainingSettings:
     step_scaling: str = setting(
         OFF, "scale each step's rate by the root of its effective sample size (default: off)", choices=STEP_SCALINGS
     )
+    accept_mismatch: bool = setting(
+        False, "train on, with a warning, where trainer and sampler disagree on rollouts of the same weights"
+    )
     filter_zero_variance: bool = setting(False, "replace groups whose rewards are all equal by new ones (DAPO)")
     weights: Literal["auto", "ipc", "host"] = setting(
         "auto",

@@ -35,6 +35,7 @@ from async_grpo.setup.replaced import note_originals
 from async_grpo.setup.trl_compat import repair_trl
 from async_grpo.setup.worker_build import built_for_a_worker
 from async_grpo.telemetry.trainer_states import StateReader
+from async_grpo.training.corrections.fresh_batch import Bound
 from async_grpo.training.corrections.rule import Rule, rule
 from async_grpo.training.job_issuer import state_for_rewards
 from async_grpo.training.prompts import prompt_rows
@@ -250,6 +251,7 @@ class InProcessRun(TrainingEvents):
         fresh_every: the worker adopts the newest weights once in this many batches; 1 is the synchronous schedule.
         engine: samples in place of the worker's model.
         correction: what is done about stale groups.
+        fresh: how far trainer and sampler may be apart on fresh groups; None: nobody looks.
     """
 
     def __init__(
@@ -259,6 +261,7 @@ class InProcessRun(TrainingEvents):
         fresh_every: int = 1,
         engine: Engine | None = None,
         correction: str | Rule = "bypass",
+        fresh: Bound | None = None,
     ) -> None:
         self.trainer = get_trainer()
         with built_for_a_worker(1):
@@ -276,7 +279,8 @@ class InProcessRun(TrainingEvents):
         self.inputs: list[dict[str, Any]] = []  # what the loss consumes, batch by batch
         self.versions: list[int] = []  # the trainer's, when it took the batch
         self.checkpoints: list[str] = []
-        make_async(self.trainer, self, correction=correction if isinstance(correction, Rule) else rule(correction))
+        correction = correction if isinstance(correction, Rule) else rule(correction)
+        make_async(self.trainer, self, correction=correction, fresh=fresh)
         self.trainer.correct = Recorded(self.trainer.correct, self._corrected)
 
     def train(self) -> InProcessRun:

@@ -23,7 +23,7 @@ from test_trl_tools import TOOL_CALL, multiply, says_twelve
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl import GRPOTrainer
 
-from async_grpo.training.corrections.checks import describe_dropout
+from async_grpo.training.corrections.checks import describe_noise
 
 pytestmark = pytest.mark.integration
 
@@ -136,4 +136,10 @@ def test_an_override_of_the_scoring(tmp_path: Path) -> None:
 def test_dropout_that_workers_do_not_have_is_told(rate: float, disabled: bool, told: bool, tmp_path: Path) -> None:
     adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=rate)
     trainer = build_trainer(tmp_path, arguments={"peft_config": adapter}, disable_dropout=disabled)
-    assert ("dropout (0.05)" in describe_dropout(trainer)) is told
+    assert ("dropout (0.05)" in describe_noise(trainer)) is told
+
+
+def test_noise_in_embeddings_that_workers_do_not_have_is_told(tmp_path: Path) -> None:
+    said = describe_noise(build_trainer(tmp_path, neftune_noise_alpha=5.0))
+    assert "noise in its embeddings (neftune_noise_alpha=5.0) and workers sample without it" in said
+    assert "neftune_noise_alpha=None in the GRPOConfig" in said

@@ -40,6 +40,7 @@ from async_grpo.setup.sampling import check_sampling
 from async_grpo.training import checkpoints, trl_trainer
 from async_grpo.training.checkpoints import BatchInUse, CheckpointFolder
 from async_grpo.training.corrections.checks import check
+from async_grpo.training.corrections.fresh_batch import Bound
 from async_grpo.training.corrections.rule import rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.rollout_source import StopTraining
@@ -216,7 +217,7 @@ class Follower(TrainingEvents):
         self._ranks = ranks
         self._staging: Path | None = None  # where checkpoints are written
         self._batch: BatchInUse | None = None  # that the checkpoint was written in the middle of
-        trl_trainer.make_async(trainer, self, correction=rule)
+        trl_trainer.make_async(trainer, self, correction=rule, fresh=Bound())
 
     def train(self) -> None:
         """Train as long as rank 0 does."""

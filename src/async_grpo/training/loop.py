@@ -50,7 +50,8 @@ from async_grpo.telemetry.activity import PUBLISHING, SAVING, TRAINING, activity
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training import checkpoints, trl_trainer
 from async_grpo.training.checkpoints import CheckpointFolder, Resumed, UsedGroups
-from async_grpo.training.corrections.checks import check, describe, describe_dropout, sampled_with
+from async_grpo.training.corrections.checks import check, describe, describe_noise, sampled_with
+from async_grpo.training.corrections.fresh_batch import bound_of
 from async_grpo.training.corrections.rule import Rule, rule_of
 from async_grpo.training.corrections.tipping import TippingCallback
 from async_grpo.training.corrections.trl_loss import has_own_loss
@@ -110,12 +111,13 @@ class AsyncTraining(TrainingEvents):
         if used is not None:
             self.metrics.resumes(step=used.step, rollouts=used.consumed_groups * trainer.num_generations)
         reached = newest_version(read_record(run.consumption, state.run_id)[0]) if used is not None else 0
+        sampled = sampled_with(trainer, rule.name, _generator(trainer, state))
         self._history = ConsumptionRecord(  # opened before the queue, which withdraws the jobs to be issued again
             run.consumption,
             run_id=state.run_id,
             resumed_from=used.step if used else None,
             max_staleness=settings.max_staleness,
-            sampled=sampled_with(trainer, rule.name, _generator(trainer, state)),
+            sampled=sampled,
         )
         self._queue = ServerQueue.open(
             run.root,
@@ -129,7 +131,9 @@ class AsyncTraining(TrainingEvents):
         self._publisher = _publisher(trainer, self._leader, run, state, settings)
         self._evaluations = self._run_evaluations(state.run_id, used.step if used else 0)
         self._rollouts = self._rollout_source(state, used)
-        trl_trainer.make_async(trainer, self, correction=rule)
+        stops = not (settings.accept_mismatch or used or rule.name == "none" or describe_noise(trainer))
+        bound = bound_of(trainer, sampled, settings.publish_dtype, stops=stops)
+        trl_trainer.make_async(trainer, self, correction=rule, fresh=bound)
         trainer.add_callback(StatesCallback(run.trainer_states))
         self.curves = report(trainer, self.log, make_folder(run.tensorboard, in_private=True))
         latest, keep = partial(trl_trainer.latest_metrics, trainer), partial(run.update_state, of=state.run_id)
@@ -396,7 +400,7 @@ def _say_what_the_loss_is(trainer: GRPOTrainer, rule: Rule, settings: TrainingSe
             "--filter-zero-variance looks at rewards only, not at what _generate_and_score_completions of {} does.",
             type(trainer).__name__,
         )
-    if rule.name != "none" and (told := describe_dropout(trainer)):
+    if rule.name != "none" and (told := describe_noise(trainer)):
         logger.warning("{}", told)
     if later := schedule_of(trainer, settings.max_staleness).versions_within_round:
         logger.info(

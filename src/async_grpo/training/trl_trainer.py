@@ -27,6 +27,7 @@ from async_grpo.setup.replaced import class_of_trl, original, replaced
 from async_grpo.setup.trl_compat import take_best_model
 from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
 from async_grpo.training.checkpoints import BatchInUse, find_best
+from async_grpo.training.corrections.fresh_batch import Bound
 from async_grpo.training.corrections.kept import rows_of
 from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.corrections.trl_loss import CorrectedLoss, correction_of
@@ -241,13 +242,13 @@ def own_share(trainer: Any, completions: list[Any]) -> list[Any]:
     return completions[trainer.accelerator.process_index * size :][:size]
 
 
-def make_async(trainer: GRPOTrainer, events: TrainingEvents, *, correction: Rule) -> None:
+def make_async(trainer: GRPOTrainer, events: TrainingEvents, *, correction: Rule, fresh: Bound | None = None) -> None:
     """Give this very trainer object a class that takes its rollouts from `events`.
 
     Our callback is called first, so that the logs and the checkpoint of a step see it counted. transformers' own
     progress bar and printer give way to the run's step line; a subclass of them is the user's.
     """
-    trainer.correct = correction_of(trainer, correction, partial(append_metric, trainer))
+    trainer.correct = correction_of(trainer, correction, partial(append_metric, trainer), fresh)
     bases = (AsyncGRPOMixin, OneDataLoader) if own_dataloader(trainer) else (AsyncGRPOMixin,)
     _take_methods_off(trainer, {name for base in bases for cls in base.__mro__[:-1] for name in vars(cls)})
     trainer.__class__ = type(f"Async{type(trainer).__name__}", (*bases, type(trainer)), {})

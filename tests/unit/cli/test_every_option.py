@@ -66,6 +66,7 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     "correction_min": (["--correction-min", "0.5"], REFUSED, "training.correction_min", 0.5),
     "correction_max": (["--correction-max", "4"], REFUSED, "training.correction_max", 4.0),
     "step_scaling": (["--step-scaling", "ess"], REFUSED, "training.step_scaling", "ess"),
+    "accept_mismatch": (["--accept-mismatch"], REFUSED, "training.accept_mismatch", True),
     "filter_zero_variance": (["--filter-zero-variance"], REFUSED, "training.filter_zero_variance", True),
     "weights": (["--weights", "auto"], REFUSED, "training.weights", "auto"),
     "deterministic": (["--deterministic"], REFUSED, "training.deterministic", True),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from async_grpo.errors import UnsupportedError
+from async_grpo.training.corrections.fresh_batch import FreshBatch
 from async_grpo.training.corrections.report import Append, Clip, report_clipped, report_ratio, report_weights
 from async_grpo.training.corrections.rule import TOKEN, Rule
 from async_grpo.training.corrections.step_scaling import StepScaling
@@ -37,6 +38,7 @@ class Correction:
         append: adds a value to the training metrics.
         keeps_old: the user's class sees the batch before it is corrected, and may read what TRL has computed.
         scaling: scales the optimizer's step.
+        fresh: judges whether trainer and sampler agree.
     """
 
     rule: Rule
@@ -46,6 +48,7 @@ class Correction:
     append: Append
     keeps_old: bool = False
     scaling: StepScaling | None = None
+    fresh: FreshBatch | None = None
 
     def __call__(self, batch: dict[str, Any]) -> None:
         """Correct a generation batch. `batch["sampling_per_token_logps"]` is log mu, [B, C]."""
@@ -72,6 +75,8 @@ class Correction:
             version: the trainer's, whose log-probabilities `log_pi` are.
         """
         report_ratio(inputs, log_pi, version, self.append)
+        if self.fresh is not None:
+            self.fresh.saw(inputs, log_pi, version)
         if self.scaling is not None:
             self.scaling.saw(inputs, log_pi)
         if self.clip is not None:

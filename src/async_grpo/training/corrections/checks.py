@@ -108,17 +108,26 @@ def describe(rule: Rule, trainer: Any, *, max_staleness: int, own_loss: bool) ->
     return " ".join(sentences)
 
 
-def describe_dropout(trainer: Any) -> str:
-    """That the model trains with dropout and is sampled without, which TRL does not do; empty where it has none."""
+def describe_noise(trainer: Any) -> str:
+    """What the model trains with and is sampled without, which TRL does not do; empty where there is nothing."""
     rates = [
         max(getattr(module, "p", 0.0) if isinstance(module, nn.Dropout) else 0.0, _attention_dropout(module))
         for module in trainer.model.modules()
     ]
-    if max(rates, default=0.0) == 0.0:
+    noise = {  # and how to train without
+        f"dropout ({max(rates, default=0.0):g})": ("disable_dropout=True in the GRPOConfig, or lora_dropout=0", rates),
+        f"noise in its embeddings (neftune_noise_alpha={trainer.args.neftune_noise_alpha})": (
+            "neftune_noise_alpha=None in the GRPOConfig",
+            [trainer.args.neftune_noise_alpha or 0.0],
+        ),
+    }
+    found = {name: without for name, (without, amounts) in noise.items() if max(amounts, default=0.0) > 0}
+    if not found:
         return ""
+    it = "it" if len(found) == 1 else "them"
     return (
-        f"The model trains with dropout ({max(rates):g}) and workers sample without it, so the ratio in the loss is "
-        "not 1 for fresh rollouts either. disable_dropout=True in the GRPOConfig, or lora_dropout=0, makes it 1."
+        f"The model trains with {' and '.join(found)} and workers sample without {it}, so the ratio in the loss is not "
+        f"1 for fresh rollouts either. {'; '.join(found.values())} makes it 1."
     )
 
 

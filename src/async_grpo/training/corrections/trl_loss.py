@@ -22,6 +22,7 @@ from async_grpo.setup.replaced import bare, classes_of_trl, patched_in
 from async_grpo.setup.sampling import WITHOUT_SAMPLER
 from async_grpo.setup.trl_compat import log_probs_by
 from async_grpo.training.corrections.batch import Correction
+from async_grpo.training.corrections.fresh_batch import Bound, Farthest, FreshBatch
 from async_grpo.training.corrections.kept import IDS, SIZES, OverKeptTokens, Row, Sets, columns
 from async_grpo.training.corrections.report import CLIPPING_LOSSES, Append, Clip
 from async_grpo.training.corrections.rule import Rule
@@ -82,6 +83,8 @@ class CorrectedLoss(UserTrainer):
             )
         elif SIZES in inputs:
             raise _computes_otherwise(self)
+        elif self.correct.fresh is not None and self.correct.fresh.waits:
+            self.correct.fresh.saw(inputs, self.correct.log_pi_old(inputs), self.state.global_step)
         return loss
 
     def _get_per_token_logps_and_entropies(
@@ -147,8 +150,12 @@ def _weighing(trainer: Any, inputs: dict[str, Any]) -> Iterator[None]:
         trainer.use_vllm, trainer.vllm_importance_sampling_correction = saved
 
 
-def correction_of(trainer: GRPOTrainer, rule: Rule, append: Append) -> Correction:
-    """What sets `rule` on this trainer's batches. Call it before the class of the trainer is changed."""
+def correction_of(trainer: GRPOTrainer, rule: Rule, append: Append, fresh: Bound | None = None) -> Correction:
+    """What sets `rule` on this trainer's batches. Call it before the class of the trainer is changed.
+
+    Args:
+        fresh: how far trainer and sampler may be apart on fresh rollouts; None: nobody looks.
+    """
     return Correction(
         rule=rule,
         own_loss=has_own_loss(trainer),
@@ -157,6 +164,7 @@ def correction_of(trainer: GRPOTrainer, rule: Rule, append: Append) -> Correctio
         append=append,
         keeps_old="_generate_and_score_completions" in overridden(trainer),
         scaling=_scaling(trainer, rule, append),
+        fresh=None if fresh is None else _fresh_batch(trainer, fresh),
     )
 
 
@@ -165,6 +173,32 @@ def _scaling(trainer: Any, rule: Rule, append: Append) -> StepScaling:
     scaling = StepScaling(UNITS[rule.step_scaling], trainer.accelerator.gather, append, scales=scales)
     trainer.add_callback(scaling)
     return scaling
+
+
+def _fresh_batch(trainer: Any, bound: Bound) -> FreshBatch:
+    guard = FreshBatch(
+        bound,
+        trainer.accelerator.gather,
+        partial(_log_pi_alone, trainer),
+        lambda token: str(trainer._tokenizer.decode([token])),
+    )
+    trainer.add_callback(guard)
+    return guard
+
+
+def _log_pi_alone(trainer: Any, farthest: Farthest, training: bool) -> torch.Tensor | None:
+    """Log-probabilities of a completion without neighbours and padding, [tokens]; None where its prompt has images."""
+    if farthest.inputs.keys() & set(MODEL_INPUTS):
+        return None
+    modes = [(module, module.training) for module in trainer.model.modules()]
+    trainer.model.train(training)
+    trainer._kept = {name: farthest.inputs[name] for name in (SIZES, IDS)} if SIZES in farthest.inputs else None
+    try:
+        return log_pi_old(trainer, farthest.inputs)[0]
+    finally:
+        trainer._kept = None
+        for module, mode in modes:
+            module.training = mode
 
 
 def one_update(trainer: Any) -> bool:
