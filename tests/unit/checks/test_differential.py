@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from async_grpo.checks.differential.check import expected_calls, refuse_unsloth
 from async_grpo.checks.differential.held_state import held_state
 from async_grpo.checks.differential.lines import Line, Status, printed, verdict
 from async_grpo.checks.differential.notes import PLAIN, SERVER, Note, Notes, noted, notes_of
-from async_grpo.checks.differential.user_code import around, items_of
+from async_grpo.checks.differential.user_code import around, items_of, note_user_code
 from async_grpo.errors import UnsupportedError
 
 FACTS = Facts(
@@ -157,6 +158,11 @@ def test_an_override_is_counted_by_completions_where_it_has_its_effect() -> None
     assert line.status is Status.DIFFERS and "given something else" in line.found
 
 
+def test_an_override_that_nobody_calls_has_a_line_too() -> None:
+    (line,) = called.method_lines([], [], [{"kind": "methods", "names": ["get_train_dataloader"]}])
+    assert line.status is Status.EQUAL and "called by neither" in line.found
+
+
 def event(name: str, step: int) -> Note:
     return {"kind": "event", "of": "Stopper", "event": name, "step": step}
 
@@ -249,6 +255,14 @@ def test_one_number_that_differs_is_one_line(tmp_path: Path, changed: dict[str, 
     assert {found[subject] for subject in subjects} == {Status.DIFFERS}
 
 
+def test_the_same_completions_in_another_order_are_said_to_be_that(tmp_path: Path) -> None:
+    ids = torch.tensor([[1, 2], [3, 4]])
+    for role, rows in ((SERVER, ids.flip(0)), (PLAIN, ids)):
+        Notes(tmp_path, role).add_batch({"completion_ids": rows})
+    batches = next(iter(trained.trained_lines(tmp_path, FACTS, [], [])))
+    assert batches.status is Status.DIFFERS and batches.found == "the same completions in another order"
+
+
 def test_what_dropout_changes_is_documented_but_not_the_batch(tmp_path: Path) -> None:
     facts = dataclasses.replace(FACTS, dropout="Dropout.")
     found = statuses(tmp_path, facts, loss=0.6, old=-2.0, advantage=2.0)
@@ -309,6 +323,25 @@ def test_a_function_is_replaced_by_one_of_its_kind_with_its_attributes() -> None
     with pytest.raises(KeyError):
         around(fails, begin)()
     assert ended[0] == 2 and isinstance(ended[1], KeyError)
+
+
+def test_a_call_of_a_reward_that_fails_is_not_counted(tmp_path: Path) -> None:
+    """A worker repeats it, in the main thread where it wants to handle signals."""
+    answers: list[Any] = [ValueError("signal only works in main thread"), [1.0]]
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        if isinstance(answer := answers.pop(0), ValueError):
+            raise answer
+        return answer
+
+    trainer = SimpleNamespace(
+        reward_func_names=["reward"], reward_funcs=[reward], tools=[], callback_handler=SimpleNamespace(callbacks=[])
+    )
+    note_user_code(trainer, Notes(tmp_path, PLAIN))
+    with pytest.raises(ValueError):
+        trainer.reward_funcs[0](completions=["a"])
+    assert trainer.reward_funcs[0](completions=["a"]) == [1.0]
+    assert [note["values"] for note in scored.calls_of("reward", notes_of(tmp_path, PLAIN))] == [[1.0]]
 
 
 def test_what_a_reward_is_given_is_noted_of_each_completion() -> None:

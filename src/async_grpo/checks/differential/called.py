@@ -111,13 +111,16 @@ def _some(items: Sequence[tuple[str, int]]) -> str:
 def method_lines(server: Sequence[Note], worker: Sequence[Note], plain: Sequence[Note]) -> Iterator[Line]:
     """How often each override or patch of a method of TRL's was called, per completion, and with which."""
     sides = [_by_name("method", notes) for notes in (server, worker, plain)]
-    for name in sorted(set().union(*sides)):
+    known = {name for note in plain if note["kind"] == "methods" for name in note["names"]}
+    for name in sorted(known.union(*sides)):
         of_server, of_worker, of_trl = (side[name] for side in sides)
         yield _method(name, of_server, of_worker, of_trl)
 
 
 def _method(name: str, server: Sequence[Note], worker: Sequence[Note], plain: Sequence[Note]) -> Line:
     subject, effect = f"override {name}", HONOURED.get(name, "")
+    if not (server or worker or plain):
+        return equal(subject, "called by neither once the training has begun")
     in_worker = effect in (_SAMPLES, _SCORES)
     ours = worker if in_worker else server
     mine, reference = (sum(note["size"] for note in side) for side in (ours, plain))

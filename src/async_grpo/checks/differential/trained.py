@@ -54,6 +54,9 @@ def _batches(ours: Sequence[Batch], theirs: Sequence[Batch]) -> Line:
         name for name in names if not all(map(_same, (b.get(name) for b in ours), (b[name] for b in theirs)))
     )
     wrong += sorted(added - _OURS)
+    if wrong and all(map(_same_rows, ours, theirs)):
+        cause = "Random numbers were drawn in another order, such as by a dataloader of your own that is made twice."
+        return Line(Status.DIFFERS, "batches", "the same completions in another order", cause)
     if wrong:
         return Line(Status.DIFFERS, "batches", f"other {', '.join(wrong)}, {len(ours)} batches")
     return equal("batches", f"the same {', '.join(sorted(names))}")
@@ -63,6 +66,11 @@ def _same(mine: Any, reference: Any) -> bool:
     if mine is None or mine.shape != reference.shape:
         return False
     return bool(np.allclose(mine, reference, rtol=1e-4, atol=1e-5, equal_nan=True))
+
+
+def _same_rows(mine: Batch, reference: Batch) -> bool:
+    rows = [sorted(row.tobytes() for row in batch.get("completion_ids", ())) for batch in (mine, reference)]
+    return rows[0] == rows[1] and len(set(rows[0])) > 1
 
 
 def _tokens(batch: Batch) -> Any:

@@ -41,7 +41,9 @@ def note_callbacks(trainer: Any, notes: Notes) -> None:
 
 def note_methods(trainer: Any, notes: Notes) -> None:
     """Note from now on what is given to the user's code in the place of methods of TRL's."""
-    for owner, name, function in [*own_methods(trainer)]:
+    methods = [*own_methods(trainer)]
+    notes.add("methods", names=sorted({name for _, name, _ in methods}))
+    for owner, name, function in methods:
         setattr(owner, name, around(function, _method(notes, name)))
 
 
@@ -80,8 +82,9 @@ def _scoring(notes: Notes, name: str, function: Any) -> Begin:
         items, before = items_of(kwargs), held_state(function)
 
         def end(returned: Any) -> None:
-            values = [None if value is None else float(value) for value in returned] if _is_list(returned) else []
-            notes.add("scored", of=name, items=items, values=values, before=before, after=held_state(function))
+            if not isinstance(returned, BaseException):  # a worker repeats a call that fails, in the main thread say
+                values = [None if value is None else float(value) for value in returned]
+                notes.add("scored", of=name, items=items, values=values, before=before, after=held_state(function))
 
         return end
 
@@ -109,10 +112,6 @@ class _Empty: ...
 def _number(value: Any) -> Any:
     """One type for numbers: TRL has 1 where a job has 1.0."""
     return float(value) if type(value) is int else value
-
-
-def _is_list(value: Any) -> bool:
-    return hasattr(value, "__iter__")
 
 
 def _note_tools(trainer: Any, notes: Notes) -> None:
