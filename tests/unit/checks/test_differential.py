@@ -19,7 +19,7 @@ from async_grpo.checks.differential.check import expected_calls, refuse_unsloth
 from async_grpo.checks.differential.held_state import held_state
 from async_grpo.checks.differential.lines import Line, Status, printed, verdict
 from async_grpo.checks.differential.notes import PLAIN, SERVER, Note, Notes, noted, notes_of
-from async_grpo.checks.differential.user_code import around, items_of, note_user_code
+from async_grpo.checks.differential.user_code import around, items_of, note_rewards_and_tools
 from async_grpo.errors import UnsupportedError
 
 FACTS = Facts(
@@ -334,10 +334,8 @@ def test_a_call_of_a_reward_that_fails_is_not_counted(tmp_path: Path) -> None:
             raise answer
         return answer
 
-    trainer = SimpleNamespace(
-        reward_func_names=["reward"], reward_funcs=[reward], tools=[], callback_handler=SimpleNamespace(callbacks=[])
-    )
-    note_user_code(trainer, Notes(tmp_path, PLAIN))
+    trainer = SimpleNamespace(reward_func_names=["reward"], reward_funcs=[reward], tools=[])
+    note_rewards_and_tools(trainer, Notes(tmp_path, PLAIN))
     with pytest.raises(ValueError):
         trainer.reward_funcs[0](completions=["a"])
     assert trainer.reward_funcs[0](completions=["a"]) == [1.0]

@@ -55,7 +55,7 @@ def _batches(ours: Sequence[Batch], theirs: Sequence[Batch]) -> Line:
     )
     wrong += sorted(added - _OURS)
     if wrong and all(map(_same_rows, ours, theirs)):
-        cause = "Random numbers were drawn in another order, such as by a dataloader of your own that is made twice."
+        cause = "Random numbers were drawn in another order, such as by a dataloader of yours, which the server opens."
         return Line(Status.DIFFERS, "batches", "the same completions in another order", cause)
     if wrong:
         return Line(Status.DIFFERS, "batches", f"other {', '.join(wrong)}, {len(ours)} batches")
