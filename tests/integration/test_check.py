@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from in_process import build_model, build_tokenizer, build_trainer
+from peft import LoraConfig, get_peft_model
 from runs import ROOT, command
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl_contract import moved
 
-from async_grpo.checks.differential import plain, recorder
+from async_grpo.checks.differential import plain, recorder, tiny
+from async_grpo.errors import UnsupportedError
 
 pytestmark = pytest.mark.integration
 
@@ -79,6 +84,59 @@ def test_a_file_that_cannot_be_trained_as_a_run_is_exit_2_with_its_sentence(tmp_
     )
     _, output = check(tmp_path, setup, "--tiny", code=2)
     assert "from_pretrained itself" in output
+
+
+# --- The small model of --tiny ------------------------------------------------------------------------------
+
+LARGE = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 16}
+CONFIGS = [
+    transformers.Qwen3Config(**LARGE, num_key_value_heads=4, head_dim=64, vocab_size=100),
+    transformers.LlamaConfig(**LARGE, num_key_value_heads=16, vocab_size=100),
+    transformers.GPT2Config(n_embd=512, n_layer=6, n_head=8, vocab_size=100),
+    transformers.Gemma3TextConfig(**LARGE, num_key_value_heads=8, head_dim=32, vocab_size=100),
+    transformers.Qwen3MoeConfig(
+        **LARGE, num_key_value_heads=4, num_experts=16, moe_intermediate_size=256, vocab_size=100
+    ),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
+def test_an_architecture_is_cut_down_and_computes(config: Any) -> None:
+    model = tiny._made(config, transformers.AutoModelForCausalLM.from_config)
+    assert model.num_parameters() < 500_000
+    assert model.config.vocab_size == 100, "the tokenizer fits"
+    logits = model(input_ids=torch.tensor([[1, 2, 3]])).logits
+    assert logits.isfinite().all() and logits.std() > 0.3, "tokens are not equally likely"
+
+
+@pytest.mark.parametrize("kind", [transformers.AutoModelForCausalLM, transformers.Qwen3ForCausalLM])
+def test_a_model_that_the_file_loads_itself_is_refused_before_it_is_loaded(kind: Any) -> None:
+    before = kind.from_pretrained
+    with tiny.cut_down(), pytest.raises(UnsupportedError, match="from_pretrained itself"):
+        kind.from_pretrained("some/model")
+    assert kind.from_pretrained == before
+
+
+@pytest.mark.parametrize(
+    "arguments, why",
+    [({"quantization_config": object()}, "not quantised"), ({"peft": True}, "has adapters already")],
+)
+def test_what_cannot_be_cut_down_is_refused(arguments: dict[str, Any], why: str, tmp_path: Path) -> None:
+    model: Any = build_model(build_tokenizer())
+    if arguments.pop("peft", False):
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with tiny.cut_down(), pytest.raises(UnsupportedError, match=why):
+        build_trainer(tmp_path, model=model, arguments=arguments)
+
+
+def test_the_model_of_a_trainer_is_cut_down_the_same_each_time(tmp_path: Path) -> None:
+    def built() -> Any:
+        return build_trainer(tmp_path, model=build_model(build_tokenizer(), hidden_size=256, num_hidden_layers=4)).model
+
+    with tiny.cut_down():
+        first, second = built(), built()
+    assert first.config.hidden_size == 64 and first.config.num_hidden_layers == 2
+    assert all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
 
 
 # --- What is replaced and recorded of TRL -------------------------------------------------------------------

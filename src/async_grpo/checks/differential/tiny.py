@@ -30,13 +30,13 @@ def cut_down() -> Iterator[None]:
     Raises:
         UnsupportedError: the model is loaded by the file itself, or cannot be cut down.
     """
-    from transformers import PreTrainedModel
-    from transformers.models.auto.auto_factory import _BaseAutoModelClass
+    import transformers
     from trl import GRPOTrainer
     from trl.trainer import grpo_trainer
 
     build, create = GRPOTrainer.__init__, grpo_trainer.create_model_from_path
-    loading = {kind: vars(kind)["from_pretrained"] for kind in (PreTrainedModel, _BaseAutoModelClass)}
+    kinds = [kind for name in ("PreTrainedModel", *_GENERATE) if (kind := getattr(transformers, name, None))]
+    loading = {kind: (kind.from_pretrained, vars(kind).get("from_pretrained")) for kind in kinds}
 
     @wraps(build)
     def build_small(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -45,14 +45,17 @@ def cut_down() -> Iterator[None]:
         build(self, model if isinstance(model, str) else _small_of(model), *args, **kwargs)
 
     GRPOTrainer.__init__, grpo_trainer.create_model_from_path = build_small, _created
-    for kind, load in loading.items():
+    for kind, (load, _) in loading.items():
         kind.from_pretrained = classmethod(partial(_load, load.__func__))
     try:
         yield
     finally:
         GRPOTrainer.__init__, grpo_trainer.create_model_from_path = build, create
-        for kind, load in loading.items():
-            kind.from_pretrained = load
+        for kind, (_, own) in loading.items():
+            if own is None:  # it is inherited
+                del kind.from_pretrained
+            else:
+                kind.from_pretrained = own
 
 
 def _created(model_id: str, *_: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any:
