@@ -67,7 +67,7 @@ COLUMNS = {
     # around the sampler beside its weight, and `tis` with one but for tokens that should be rarer and have w > 2.
     "bypass, delta 5": Column(config={"delta": 5.0}),
     "bypass, delta 2": Column(config={"delta": 2.0}),
-    "bypass, narrow": Column(config={"epsilon": 0.1}),
+    "bypass, epsilon 0.02": Column(config={"epsilon": 0.02}),
     "GSPO": Column(config={"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}),
     "cispo": Column(config={"loss_type": "cispo", "epsilon_high": 5.0}),
     "sapo": Column(config={"loss_type": "sapo"}),

@@ -1,7 +1,8 @@
 """Says once that a run tips: that its policy leaves the one that sampled, as runs do before they fall apart.
 
 Two signs, each smoothed over `STEPS` optimizer steps because single batches are noisy: the effective sample size of
-the tokens is below `LEAST_SHARE`, or the KL to the sampler is `RISE` times its median over the run so far.
+the tokens is below `LEAST_SHARE`, or the KL to the sampler is `RISE` times its median over the run so far. They have to
+last for as many steps: a policy that moves far in the beginning and settles is not one that tips.
 `benchmarks/edge.py` measures how many runs that end well are warned of, and what helped the others.
 """
 
@@ -35,6 +36,7 @@ class Tipping:
         self._shares: deque[float] = deque(maxlen=STEPS)
         self._kls: deque[float] = deque(maxlen=STEPS)
         self._sorted: list[float] = []  # the smoothed KL of each step so far
+        self._lasts = 0  # steps in which either sign was there
 
     def tips(self, share: float, kl: float) -> str:
         """What tips at this step, in a sentence; empty where nothing does.
@@ -50,7 +52,9 @@ class Tipping:
         smooth_share, smooth_kl = mean(self._shares), mean(self._kls)
         insort(self._sorted, smooth_kl)
         usual = self._sorted[len(self._sorted) // 2]
-        if smooth_share >= LEAST_SHARE and smooth_kl < max(LEAST_KL, RISE * usual):
+        is_there = smooth_share < LEAST_SHARE or smooth_kl >= max(LEAST_KL, RISE * usual)
+        self._lasts = self._lasts + 1 if is_there else 0
+        if self._lasts < STEPS:
             return ""
         return (
             f"over the last {STEPS} steps the effective sample size is {smooth_share:.2f} (1 where rollouts are fresh) "
