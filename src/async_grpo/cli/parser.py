@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more, allow_abbrev=False)
+        super().__init__(*args, **{**more, "allow_abbrev": False})
 
     def given(self, arguments: Sequence[str]) -> dict[str, Any]:
         """The arguments that a valid command line has, by name."""

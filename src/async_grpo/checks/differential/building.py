@@ -99,7 +99,7 @@ def refuse(trainer: Any) -> None:
 
 
 def _facts(trainer: Any) -> Facts:
-    from async_grpo.training.corrections.checks import describe_dropout
+    from async_grpo.training.corrections.checks import describe_noise
 
     args = trainer.args
     passes = args.steps_per_generation * trainer.num_iterations
@@ -114,6 +114,6 @@ def _facts(trainer: Any) -> Facts:
         group_size=trainer.num_generations,
         batches=batches,
         precision=half or str(next(trainer.model.parameters()).dtype).removeprefix("torch."),
-        dropout=describe_dropout(trainer) or "",
+        dropout=describe_noise(trainer),
         saves=str(getattr(args.save_strategy, "value", args.save_strategy)) != "no",
     )
