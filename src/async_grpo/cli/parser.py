@@ -22,7 +22,8 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **{**more, "allow_abbrev": False})
+        more.setdefault("allow_abbrev", False)
+        super().__init__(*args, **more)
 
     def given(self, arguments: Sequence[str]) -> dict[str, Any]:
         """The arguments that a valid command line has, by name."""
@@ -69,10 +70,6 @@ class Parser(argparse.ArgumentParser):
         if message.startswith(_UNKNOWN):
             message += self.hint(message.removeprefix(_UNKNOWN).split()[0].split("=")[0])
         self.exit(2, f"{self.format_usage()}{self.prog}: error: {message}\n{self.prog} --help explains the options.\n")
-
-    def print_help(self, file: Any = None) -> None:
-        """As in `argparse`, which keeps it to itself where there is no room for the text."""
-        (file or sys.stdout).write(self.format_help())
 
     def format_usage(self) -> str:
         """As in `argparse`, without the options where they would fill a screen."""
