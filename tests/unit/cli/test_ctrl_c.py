@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+
+from async_grpo.cli import main
 
 SRC = Path(__file__).resolve().parents[3] / "src"
 
@@ -20,6 +23,18 @@ def test_next_to_nothing_is_imported_before_ctrl_c_is_handled() -> None:
     loaded = subprocess.run(command, capture_output=True, text=True, env=env, check=True, timeout=60)
     ours = {"async_grpo", "async_grpo.cli", "async_grpo.errors", "async_grpo.version", "__future__"}
     assert set(loaded.stdout.split()) <= ours
+
+
+def test_ctrl_c_while_plain_trl_loads_says_that_nothing_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (setup := tmp_path / "my_trainer.py").write_text("def get_trainer(): ...")
+    monkeypatch.setattr("async_grpo.setup.devices._compute_modes", lambda visible: [])
+    monkeypatch.setattr("async_grpo.setup.process.set_up_log", lambda level, rank=0: None)
+    monkeypatch.setattr("async_grpo.setup.setup_file.load_trainer", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert main(["train", str(setup), "--device", "cpu"]) == 130
+    assert capsys.readouterr().err == "stopped, nothing was trained\n"
 
 
 @pytest.mark.parametrize("module", ["async_grpo.cli.compute.train", "argparse"])
