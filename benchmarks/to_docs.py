@@ -78,7 +78,9 @@ HEAD = """# Benchmarks
 
 The scripts in `benchmarks/` measure these figures; `benchmarks/to_docs.py` makes this page from
 their results. A missed target says `no`, and stays. The figures are from one machine and vary from
-run to run, so read the spread too. Accuracy by staleness and correction has a page of its own:
+run to run, so read the spread too. Where a control of equal work, done between the measurements,
+moved by more than a tenth, or a figure is better than its limit, the row says *not measurable
+here*. Accuracy by staleness and correction has a page of its own:
 [staleness.md](staleness.md#measured).
 """
 
