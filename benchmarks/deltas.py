@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import zstandard
+from benchmarks.control import PAIRS, control_s
 from benchmarks.table import ROOT, Row, as_text, row, write_json
 from numpy.typing import NDArray
 
@@ -122,18 +123,20 @@ def demo(folder: Path, steps: int, *options: str) -> float:
 
 
 def real(rounds: int, steps: int) -> Iterator[Row]:
-    ratios = []
+    ratios, controls = [], [control_s()]
     sizes: dict[str, list[float]] = {"fp32": [], "bf16": []}
     unchanged: dict[str, list[float]] = {"fp32": [], "bf16": []}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as plain, tempfile.TemporaryDirectory() as kept:
             without = demo(Path(plain), steps)
+            controls.append(control_s())
             ratios.append(demo(Path(kept), steps, "--delta-every", "1") / without)
+            controls.append(control_s())
             _measure(Path(kept), sizes["fp32"], unchanged["fp32"])
         with tempfile.TemporaryDirectory() as kept:
             demo(Path(kept), steps, "--delta-every", "1", "--publish-dtype", "bf16")
             _measure(Path(kept), sizes["bf16"], unchanged["bf16"])
-    yield row("demo: a step with --delta-every 1 over one without", ratios, "x", target="<= 1.02")
+    yield row("demo: a step with --delta-every 1 over one without", ratios, "x", target="<= 1.02", controls=controls)
     for dtype in sizes:
         yield row(f"demo in {dtype}: unchanged, mean of its steps", unchanged[dtype], "")
         yield row(f"demo in {dtype}: smaller than its versions", sizes[dtype], "x")
@@ -152,7 +155,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = list(synthetic(10_000_000 if args.quick else 100_000_000, 3 if args.quick else 5))
     if not args.quick:
-        rows += real(rounds=3, steps=100)
+        rows += real(rounds=PAIRS, steps=100)
     print(as_text(rows))
     if args.json is not None:
         write_json(args.json, rows)

@@ -18,11 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.control import PAIRS, control_s
 from benchmarks.table import Row, as_text, row, write_json
 
 from async_grpo.rewards import mbpp
@@ -92,7 +94,7 @@ def alone(folder: Path, steps: int) -> float:
 
 
 def runs(rounds: int, steps: int) -> list[Row]:
-    without, ours, blocking, relative = [], [], [], []
+    without, ours, blocking, relative, controls = [], [], [], [], [control_s()]
     by_workers = ("--eval-every", str(EVERY), "--eval-replicates", str(REPLICATES))
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as place:
@@ -102,18 +104,21 @@ def runs(rounds: int, steps: int) -> list[Row]:
             setup = folders[2] / "blocking.py"
             setup.write_text(BLOCKING)
             without.append(train(folders[0], RECIPE, steps, "--eval-every", "0").train_s)
+            controls.append(control_s())
             run = train(folders[1], RECIPE, steps, *by_workers)
             ours.append(run.train_s)
             relative.append(max(run.evaluation_s) / alone(folders[1], steps))
+            controls.append(control_s())
             blocking.append(train(folders[2], setup, steps, "--eval-every", "0").train_s)
-    count = steps // EVERY + 1
+            controls.append(control_s())
+    count, steady = steps // EVERY + 1, partial(row, controls=controls)
     lost = [(mine - none) / count for mine, none in zip(ours, without, strict=True)]
     lost_to_trl = [(theirs - none) / count for theirs, none in zip(blocking, without, strict=True)]
     return [
-        row("slowest evaluation in the run, by its time alone on the same workers", relative, "×", target="<= 1.15"),
-        row(f"training of {steps} steps without evaluation", without, "s"),
-        row(f"training lost to each of {count} evaluations by the workers", lost, "s"),
-        row(f"training lost to each of {count} of TRL's own evaluations", lost_to_trl, "s"),
+        steady("slowest evaluation in the run, by its time alone on the same workers", relative, "×", target="<= 1.15"),
+        steady(f"training of {steps} steps without evaluation", without, "s"),
+        steady(f"training lost to each of {count} evaluations by the workers", lost, "s"),
+        steady(f"training lost to each of {count} of TRL's own evaluations", lost_to_trl, "s"),
     ]
 
 
@@ -146,7 +151,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ[SWITCH] = "1"
     load = os.getloadavg()
-    measured = rewards(5) + ([] if options.quick else runs(3, steps=100))
+    measured = rewards(5) + ([] if options.quick else runs(PAIRS, steps=100))
     print(as_text(measured))
     if options.json:
         write_json(options.json, measured, load_before=load)

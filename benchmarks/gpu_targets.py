@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from table import meets
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.table import meets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +76,8 @@ def measured(target: Target, folder: Path) -> Iterable[float]:
         return
     for row in rows:
         named = row["name"].startswith(target.rows)
-        if named and "bandwidth" not in row["name"] and (not target.flat or "flat" in row["name"]):
+        wanted = row.get("unit", target.unit) == target.unit and not row.get("unmeasurable")
+        if named and wanted and "bandwidth" not in row["name"] and (not target.flat or "flat" in row["name"]):
             yield row["value"]
 
 

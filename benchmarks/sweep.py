@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.control import PAIRS, control_s
 from benchmarks.table import Row, as_text, row, write_json
 
 from async_grpo.slots.ledger import FINISHED, RUNNING, Ledger, read
@@ -115,7 +117,7 @@ def best_packing(seconds: list[float], slots: int) -> float:
 
 
 def packing(rounds: int, steps: int) -> list[Row]:
-    ratios, own, shares, walls, plain = [], [], [], [], []
+    ratios, own, shares, walls, plain, controls = [], [], [], [], [], [control_s()]
     for _ in range(rounds):
         plain.append(max(plain_loops(SLOTS)) / max(plain_loops(1)))
         with tempfile.TemporaryDirectory() as place:
@@ -123,17 +125,20 @@ def packing(rounds: int, steps: int) -> list[Row]:
             for folder in folders:
                 folder.mkdir()
             together = sweep(folders[0], SEEDS, SLOTS, steps)
+            controls.append(control_s())
             alone = [one_core(folder, seed, steps) for folder, seed in zip(folders[1:], SEEDS, strict=True)]
         best = best_packing(alone, SLOTS)
         ratios.append(together.wall_s / best)
         own.append(together.wall_s / best_packing(together.runs_s, SLOTS))
         shares.append(together.supervisor)
         walls.append(together.wall_s)
+        controls.append(control_s())
+    steady = partial(row, controls=controls)
     return [
-        row(f"4 runs in {SLOTS} slots, by the best packing of the same runs alone", ratios, "×", target="<= 1.03"),
-        row("the same, by the best packing of the times that they took in the sweep", own, "×"),
-        row(f"{SLOTS} plain loops of torch, a core each, by one alone", plain, "×"),
-        row("the same, from the first start to the last end", walls, "s"),
+        steady(f"4 runs in {SLOTS} slots, by the best packing of the same runs alone", ratios, "×", target="<= 1.03"),
+        steady("the same, by the best packing of the times that they took in the sweep", own, "×"),
+        steady(f"{SLOTS} plain loops of torch, a core each, by one alone", plain, "×"),
+        steady("the same, from the first start to the last end", walls, "s"),
         row("the supervisor with its table, share of a core", shares, "", target="<= 0.01"),
     ]
 
@@ -204,7 +209,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     load: Any = os.getloadavg()
-    measured = simulated(CHILDREN // 5 if options.quick else CHILDREN) + ([] if options.quick else packing(3, steps=60))
+    measured = simulated(CHILDREN // 5 if options.quick else CHILDREN) + (
+        [] if options.quick else packing(PAIRS, steps=60)
+    )
     print(as_text(measured))
     if options.json:
         write_json(options.json, measured, load_before=load)
