@@ -171,6 +171,25 @@ def test_another_schedule_s_own_state_is_said_to_be_kept(tmp_path: Path, warning
     assert warnings == ["the schedule keeps the checkpoint's base rates [0.1], not [0.2]"]
 
 
+def test_a_schedule_that_turns_the_momentum_continues_where_it_was(warnings: list[str]) -> None:
+    def own() -> tuple[Any, Any]:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+
+    optimizer, schedule = own()
+    for _ in range(STEPS_DONE):
+        optimizer.step()
+        schedule.step()
+    state = deepcopy(optimizer.state_dict()), deepcopy(schedule.state_dict())
+    resumed, its_schedule = own()
+    settings = resumed_settings.InForce.of(resumed, its_schedule)
+    resumed.load_state_dict(state[0])
+    its_schedule.load_state_dict(state[1])
+    settings.put_back(resumed, its_schedule, STEPS_DONE)
+    assert resumed.state_dict()["param_groups"] == state[0]["param_groups"]
+    assert warnings == []
+
+
 @pytest.mark.parametrize("field", [name for name in APPLIED if name not in OF_THE_OPTIMIZER])
 def test_an_interval_is_that_of_this_start(tmp_path: Path, field: str) -> None:
     state = TrainerState(max_steps=20)

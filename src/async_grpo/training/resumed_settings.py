@@ -7,7 +7,7 @@ the trainer is built with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,7 +129,8 @@ class InForce:
         if type(schedule) is not LambdaLR:  # how its rate follows from its base is not known
             if (restored := getattr(schedule, "base_lrs", None)) != self.base_rates:
                 logger.warning("the schedule keeps the checkpoint's base rates {}, not {}", restored, self.base_rates)
-            self._fill(optimizer, without="initial_lr")
+            turns_momentum = getattr(schedule, "cycle_momentum", False)  # with the rate, as OneCycleLR does
+            self._fill(optimizer, without=("initial_lr", "betas") if turns_momentum else ("initial_lr",))
             return
         self._fill(optimizer)
         before, bases = schedule.get_last_lr(), list(self.base_rates or ())
@@ -144,6 +145,6 @@ class InForce:
                 *(step + 1, float(rates[0]), float(before[0])),
             )
 
-    def _fill(self, optimizer: Any, without: str = "") -> None:
+    def _fill(self, optimizer: Any, without: Sequence[str] = ()) -> None:
         for group, values in zip(optimizer.param_groups, self.groups, strict=True):
-            group.update({name: value for name, value in values.items() if name != without})
+            group.update({name: value for name, value in values.items() if name not in without})
