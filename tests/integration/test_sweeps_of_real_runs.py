@@ -14,7 +14,7 @@ from async_grpo.rundir.paths import RunDir
 from async_grpo.slots.ledger import read
 
 pytestmark = [pytest.mark.slow, pytest.mark.integration]
-ARGUMENTS = ("--seeds", "1,2", "--num-instances", "2", "--eval-every", "6")
+ARGUMENTS = ("--seeds", "1,2", "--num-instances", "2", "--eval-every", "6", "--stagger", "0")
 
 
 def test_a_killed_sweep_leaves_no_process_and_is_resumed_from_checkpoints(tmp_path: Path) -> None:

@@ -34,17 +34,21 @@ _SHARED_BY_MISTAKE = (
 )  # one value for all runs would make them meet
 
 
-def command(run: Run, place: Place, *, offline: bool, serves: bool, say: Callable[[str], None]) -> Command:
+def command(
+    run: Run, place: Place, *, offline: bool, serves: bool, say: Callable[[str], None], model: str = ""
+) -> Command:
     """How the run is started in this place: from its beginning, or from where it was stopped.
 
     Args:
         serves: it starts vLLM servers, which get the run's own port or the next free one.
+        model: the name of the model that is trained.
     """
-    arguments = _async(run, place) if run.sweep.mode == ASYNC else _trl(run, place, serves=serves)
+    common = _common(run, model)
+    arguments = _async(run, place, common) if run.sweep.mode == ASYNC else _trl(run, place, common, serves=serves)
     if serves:
         port, group_port = _free_ports(run.port_pairs(), what=run.name, say=say)
         arguments += ["--set", f"vllm_server_port={port}", "--set", f"vllm_group_port={group_port}"]
-        _name_server_log(run, place, port)
+        _name_server_log(run, place)
     log = run.training_log(place)
     log.parent.mkdir(parents=True, exist_ok=True)
     run.output.mkdir(parents=True, exist_ok=True)
@@ -52,38 +56,38 @@ def command(run: Run, place: Place, *, offline: bool, serves: bool, say: Callabl
     return Command([*PROGRAM, *arguments], place.environment(env), log)
 
 
-def _async(run: Run, place: Place) -> list[str]:
+def _async(run: Run, place: Place, common: Sequence[str]) -> list[str]:
     began = ["--resume"] if _has_begun(run) else []
     device = [] if place.gpus else ["--master-device-id", "cpu"]
-    return ["train", run.sweep.setup, "--distributed", *device, *began, *_common(run)]
+    return ["train", run.sweep.setup, "--distributed", *device, *began, *common]
 
 
-def _trl(run: Run, place: Place, *, serves: bool) -> list[str]:
+def _trl(run: Run, place: Place, common: Sequence[str], *, serves: bool) -> list[str]:
     """The trainer has the first GPU of the place, and its server the others."""
     device = ["--device", "0" if place.gpus else "cpu"]
     server = ["--generator", STARTED_SERVER] if serves else []
     if serves and place.gpus:
         server += ["--server-devices", ",".join(physical_gpus(place.gpus[1:], os.environ))]
-    return ["train", run.sweep.setup, *device, *server, *_common(run)]
+    return ["train", run.sweep.setup, *device, *server, *common]
 
 
-def _name_server_log(run: Run, place: Place, port: int) -> None:
+def _name_server_log(run: Run, place: Place) -> None:
     """Let the server's output, which is in the run directory, be found next to the run's."""
     written = RunDir(run.run_dir)
     log = written.server_of_worker_log(WorkerId(1)) if run.sweep.mode == ASYNC else written.vllm_server_log
-    link = run.server_log(place, port)
+    link = run.server_log(place)
     link.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         link.symlink_to(log)
 
 
-def _common(run: Run) -> list[str]:
+def _common(run: Run, model: str) -> list[str]:
     return [
         "--run-dir",
         str(run.run_dir),
         "--seed",
         str(run.seed),
-        *run.names(),
+        *run.names(model),
         *run.kept_versions(),
         *as_sets(run.settings()),
         *run.sweep.arguments,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ ASYNC, TRL = "async", "trl"
 DEFAULT_SEEDS = (42, 1337, 2024, 9999)
 DEFAULT_OUTPUTS = "outputs"
 BASE_PORT = 8000
+STAGGER_S = 5.0  # loading needs most memory
 GROUP_PORTS_ABOVE = 43200  # the first group port less the base port
 GROUP_PORTS_APART = 100
 MAX_PORT = 65535
@@ -35,7 +37,9 @@ class Sweep:
     name: str  # of the data, in the names of folders
     dataset: str | None = None  # what `DATASET` is set to for the setup file
     output_base: str = DEFAULT_OUTPUTS
-    logs: str = ""  # a folder; empty: next to the default outputs, or below others
+    logs: str = ""  # a folder; empty: beside a folder called `outputs`, or below any other
+    kept: str = ""  # the folder of kept versions, as `logs`
+    stagger_s: float = STAGGER_S  # between the starts of two runs
     run_prefix: str = ""
     start_instance: int = 0
     base_port: int = BASE_PORT
@@ -61,10 +65,16 @@ class Sweep:
     @property
     def log_folder(self) -> Path:
         """`logs/parallel_training`, or the same below another `--output-base`."""
-        if self.logs:
-            return Path(self.logs)
+        return Path(self.logs) if self.logs else self._beside("logs") / "parallel_training"
+
+    @property
+    def kept_folder(self) -> Path:
+        """`checkpoints`, or the same below another `--output-base`."""
+        return Path(self.kept) if self.kept else self._beside("checkpoints")
+
+    def _beside(self, name: str) -> Path:
         base = Path(self.output_base)
-        return Path("logs" if base == Path(DEFAULT_OUTPUTS) else base / "logs") / "parallel_training"
+        return (base.parent if base.name == DEFAULT_OUTPUTS else base) / name
 
     @property
     def runs(self) -> list[Run]:
@@ -103,20 +113,24 @@ class Run:
     def kept_versions(self) -> list[str]:
         """Where --delta-every keeps versions, as an option of `train`: a chain is one run's."""
         is_asked = self.sweep.option("--delta-every") not in (None, "0")
-        return ["--delta-dir", str(self.output / "deltas")] if is_asked else []
+        folder = self.sweep.kept_folder.absolute() / self.name.replace("trl_", "deltas_", 1)
+        return ["--delta-dir", str(folder)] if is_asked else []
 
-    def names(self) -> list[str]:
-        """What W&B and trackio show it as, as options of `train`."""
+    def names(self, model: str = "") -> list[str]:
+        """Name the run for W&B and trackio, with its model, as options of `train`."""
         tags = f"{self.sweep.name},{self.sweep.mode},seed{self.seed}"
-        return ["--run-name", self.name, "--run-group", self.sweep.folder.name, "--run-tags", tags]
+        called = re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower()).strip("-")
+        data = f"{self.sweep.name}_grpo_{called}" if called else self.sweep.name
+        name = f"{self.sweep.prefix}trl_{data}_instance{self.instance}_seed{self.seed}"
+        return ["--run-name", name, "--run-group", self.sweep.folder.name, "--run-tags", tags]
 
     def training_log(self, place: Place) -> Path:
         where = f"gpu{'-'.join(place.gpus)}" if place.gpus else "cpu"
         return self._log(f"training_instance{self.instance}_{where}_seed{self.seed}.log")
 
-    def server_log(self, place: Place, port: int) -> Path:
+    def server_log(self, place: Place) -> Path:
         where = f"gpu{place.gpus[-1]}" if place.gpus else "cpu"
-        return self._log(f"vllm_instance{self.instance}_{where}_port{port}.log")
+        return self._log(f"vllm_instance{self.instance}_{where}_seed{self.seed}.log")
 
     def _log(self, name: str) -> Path:
         return (self.sweep.log_folder / f"{self.sweep.prefix}{name}").absolute()
@@ -154,7 +168,8 @@ def name_of(setup: Path, dataset: str | None) -> str:
 
 def write(sweep: Sweep) -> None:
     """Keep the sweep, so that it can be continued from any folder, and compared after it was moved."""
-    kept = replace(sweep, logs=str(sweep.log_folder.absolute()), output_base=str(Path(sweep.output_base).absolute()))
+    places = {"logs": sweep.log_folder, "kept": sweep.kept_folder, "output_base": Path(sweep.output_base)}
+    kept = replace(sweep, **{name: str(place.absolute()) for name, place in places.items()})
     write_json(sweep.folder / "sweep.json", asdict(kept))
 
 

@@ -24,8 +24,6 @@ CORES_PER_RUN = 2  # without a GPU: for a server and a worker
 OPTIMIZER_BYTES = 8  # two float32 for each parameter that is trained
 BF16_DELTA, FP32_DELTA = 0.2, 0.7  # size of a delta, by the size of the weights
 LOGS_BYTES = 100_000_000  # of each run: logs, metrics and the archive of groups
-SMALL_MODEL_BYTES = 1_000_000_000  # several that load at once do no harm
-STAGGER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +33,7 @@ class Preflight:
     places: list[Place]
     offline: bool  # W&B has no key
     serves: bool  # runs start vLLM servers
-    stagger_s: float  # between the starts of two runs
+    model: str = ""  # that is trained, as its configuration names it
 
 
 def preflight(sweep: Sweep, settings: TrainingSettings, say: Callable[[str], None]) -> Preflight:
@@ -57,8 +55,7 @@ def preflight(sweep: Sweep, settings: TrainingSettings, say: Callable[[str], Non
     serves = starts_servers(sweep, facts)
     if serves:
         _say_taken_ports(sweep, say)
-    large = facts.parameters.nbytes >= SMALL_MODEL_BYTES
-    return Preflight(places=places, offline=offline, serves=serves, stagger_s=STAGGER_S if large else 0.0)
+    return Preflight(places=places, offline=offline, serves=serves, model=facts.model_name or "")
 
 
 def places_of(sweep: Sweep) -> list[Place]:

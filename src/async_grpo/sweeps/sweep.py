@@ -67,7 +67,7 @@ def _run(sweep: Sweep, found: Preflight, ledger: Ledger) -> bool:
     """Run all that has not finished; returns whether a stop was asked for."""
     screen = open_screen(sweep, ledger.records, found.places)
     tasks = [_task(run, found, screen.say, begun=run.name in ledger.records) for run in sweep.runs]
-    schedule = Schedule(tasks, found.places, ledger, say=screen.say, look=screen.look, stagger_s=found.stagger_s)
+    schedule = Schedule(tasks, found.places, ledger, say=screen.say, look=screen.look, stagger_s=sweep.stagger_s)
     before = {number: signal.signal(number, schedule.stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         _announce(sweep, found, screen)
@@ -85,7 +85,7 @@ def _task(run: Run, found: Preflight, say: Callable[[str], None], *, begun: bool
 
     def begin(place: Place) -> Command:
         reason.begins()
-        return command(run, place, offline=found.offline, serves=found.serves, say=say)
+        return command(run, place, offline=found.offline, serves=found.serves, say=say, model=found.model)
 
     return Task(
         name=run.name,

@@ -89,7 +89,7 @@ class SweepYard:
         (self.folder / "behave.json").write_text(json.dumps(named))
 
     def sweep(self, *seeds: int, **more: Any) -> Sweep:
-        return Sweep(setup=str(self.setup), seeds=seeds, name="mine", **more)
+        return Sweep(setup=str(self.setup), seeds=seeds, name="mine", **{"stagger_s": 0.0, **more})
 
     def run(self, wanted: Sweep, *, resume: bool = False) -> int:
         return sweep.run_sweep(wanted, TrainingSettings(), resume=resume)
@@ -102,7 +102,7 @@ class SweepYard:
 
 def two_places(*_: object) -> Preflight:
     """A preflight that builds nothing."""
-    return Preflight(places=[Place(name="a"), Place(name="b")], offline=False, serves=False, stagger_s=0.0)
+    return Preflight(places=[Place(name="a"), Place(name="b")], offline=False, serves=False)
 
 
 def play(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

@@ -222,7 +222,7 @@ def test_plain_trl_starts_its_server_on_the_other_gpus_and_ports_of_its_own(setu
     assert "--device 0 --generator vllm-server --server-devices 6" in arguments
     assert (port, group_port) in run.port_pairs()
     assert started.env["CUDA_VISIBLE_DEVICES"] == "5,6"
-    link = run.sweep.log_folder / f"vllm_instance1_gpu3_port{port}.log"
+    link = run.sweep.log_folder / "vllm_instance1_gpu3_seed2.log"
     assert link.readlink() == run.run_dir / "log_vllm_server.txt"
     alone = commands.command(run, place, offline=False, serves=False, say=print)
     assert not {"--generator", "--server-devices"} & set(alone.arguments)

@@ -132,7 +132,8 @@ def test_versions_are_kept_in_the_folder_of_each_run(yard: SweepYard) -> None:
     assert yard.run(yard.sweep(1, 2, arguments=("--delta-every", "2"))) == 0
     folders = {arguments[arguments.index("--delta-dir") + 1] for _, _, arguments, _ in yard.starts()}
     outputs = yard.folder / "outputs"
-    assert folders == {str(outputs / f"trl_mine_instance{i}_seed{i + 1}" / "deltas") for i in range(2)}
+    kept = outputs.parent / "checkpoints"
+    assert folders == {str(kept / f"deltas_mine_instance{i}_seed{i + 1}") for i in range(2)}
 
 
 SWEEP = """
@@ -208,7 +209,7 @@ def test_ctrl_c_twice_kills_what_is_deaf(yard: SweepYard) -> None:
 def test_a_port_that_is_taken_is_said_and_the_next_free_pair_is_chosen(
     yard: SweepYard, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serving = Preflight(places=[Place(name="a")], offline=False, serves=True, stagger_s=0.0)
+    serving = Preflight(places=[Place(name="a")], offline=False, serves=True)
     monkeypatch.setattr("async_grpo.sweeps.sweep.preflight", lambda *_: serving)
     taken = lambda port: port in (8000, 51300)  # noqa: E731
     monkeypatch.setattr(commands, "is_free", lambda port: not taken(port))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from async_grpo.cli.compute import train
+from async_grpo.cli.compute.sweep import _sweep, build_parser
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 DEADLINE_S = 60.0
@@ -37,16 +39,37 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_the_parallel_one_exports_the_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parallel_one_exports_the_seeds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
     parallel = script("run_parallel_training", monkeypatch)
     assert parallel.SEEDS == [42, 1337, 2024, 9999]
     parallel.SEEDS = [5, 6, 7]  # as users of the original do in the file
-    assert parallel.command(["--num-instances", "2"])[-2:] == ["--seeds", "5,6"]
-    assert parallel.command(["--seeds", "1"]) == ["sweep", "--seeds", "1"]
+    given = ["--dataset", "gsm8k", "--num-instances", "2"]
+    setup = str(SCRIPTS.parent / "src" / "app" / "trainer_setup_dataset.py")
+    added = [setup, "--seeds", "5,6", "--delta-every", "1", "--output-base", "outputs"]
+    assert parallel.command(given) == ["sweep", *given, *added]
     assert parallel.command(["--resume"]) == ["sweep", "--resume"]
+    mine = ["mine.py", "--seeds", "1", "--delta-every", "0", "--output-base", "elsewhere"]
+    assert parallel.command(mine) == ["sweep", *mine]
 
 
-def test_the_single_one_is_a_command_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_start_of_the_parallel_one_writes_below_run2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    parallel = script("run_parallel_training", monkeypatch)
+    given = ["--dataset", "gsm8k", "--seeds", "1,2"]
+    for base in ("outputs", "run2/outputs", "run3/outputs"):
+        command = parallel.command(given)
+        assert command[-2:] == ["--output-base", base]
+        sweep = _sweep(build_parser().parse_args(command[1:]), {})
+        assert (str(sweep.log_folder), str(sweep.kept_folder)) == (
+            str(Path(base).parent / "logs" / "parallel_training"),
+            str(Path(base).parent / "checkpoints"),
+        )
+        sweep.runs[1].output.mkdir(parents=True)
+
+
+def test_the_single_one_is_a_command_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("DATASET", "mbpp")
     given = ["--seed", "7", "--vllm-port", "8001", "--group-port", "51300", "--run-suffix", "s", "--steps", "3"]
     monkeypatch.setattr(sys, "argv", ["train_trl_grpo.py", "--dataset", "math", *given])
@@ -62,6 +85,15 @@ def test_the_single_one_is_a_command_of_ours(monkeypatch: pytest.MonkeyPatch) ->
         "vllm_group_port": "51300",
     }
     assert os.environ["DATASET"] == "math"
+    assert (args.delta_every, Path(args.delta_dir)) == (1, tmp_path / "checkpoints" / "deltas_math_s")
+    assert args.config.is_absolute() and args.config.is_file(), "from any folder"
+    for state, base in (("stopped", "."), ("finished", "run2")):
+        progress = {"state": state, "step": 3, "total_steps": 3, "saved": 3}
+        (tmp_path / "outputs" / "trl_math_s" / "run").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "outputs" / "trl_math_s" / "run" / "plain_trl.json").write_text(json.dumps(progress))
+        command = script("train_trl_grpo", monkeypatch).command()
+        args = train.build_parser().parse_args(command[1:])
+        assert args.run_dir == Path(base, "outputs", "trl_math_s", "run"), "a run that was stopped is continued"
 
 
 def test_the_single_one_leaves_vllm_to_the_setup_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +125,12 @@ def test_a_single_instance_passes_or_says_its_last_words(tmp_path: Path, code: s
     said, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == int(code)
     given = (tmp_path / "arguments").read_text().split(maxsplit=1)[1].strip()
-    assert given == "--dataset gsm8k --run-suffix test_instance --steps 5 --device cpu"
+    assert given == "--dataset gsm8k --run-suffix test_instance --base . --steps 5 --device cpu"
+    (tmp_path / "outputs" / "trl_gsm8k_test_instance").mkdir(parents=True)
+    process = instance(tmp_path, CODE=code)
+    process.communicate(timeout=DEADLINE_S)
+    assert "--base run2" in (tmp_path / "arguments").read_text()
+    assert (tmp_path / "run2" / "logs" / "test_instance" / "training.log").is_file()
     assert ("passed" in said) == (code == "0") and ("error: no luck" in said) == (code != "0")
 
 
@@ -101,7 +138,7 @@ def test_a_single_instance_ends_what_it_started(tmp_path: Path) -> None:
     (tmp_path / "hang").touch()
     process = instance(tmp_path)
     deadline = time.monotonic() + DEADLINE_S
-    log = tmp_path / "logs" / "parallel_training" / "training_test_instance.log"
+    log = tmp_path / "logs" / "test_instance" / "training.log"
     while not (log.exists() and log.read_text()):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -55,6 +55,13 @@ def build_parser() -> Parser:
     parser.add_argument("--num-instances", type=positive, metavar="N", help="runs at once (default: all that fit)")
     parser.add_argument("--gpus-per-run", type=positive, metavar="N", help="default: 1; without GPUs, runs share cores")
     parser.add_argument("--num-workers", "-n", type=positive, help="workers of each run (default: as `train`)")
+    parser.add_argument(
+        "--stagger",
+        type=not_negative_seconds,
+        default=plan.STAGGER_S,
+        metavar="S",
+        help=f"seconds between the starts of two runs (default: {plan.STAGGER_S:g})",
+    )
     where = parser.add_argument_group("two sweeps on one machine", "each of these moves everything that could clash")
     where.add_argument("--start-instance", type=not_negative, default=0, metavar="I", help="number of the first run")
     where.add_argument("--base-port", type=port, default=8000, metavar="P", help="port of instance 0 (default: 8000)")
@@ -118,6 +125,7 @@ def _sweep(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
         base_port=args.base_port,
         gpus_per_run=args.gpus_per_run,
         num_instances=args.num_instances,
+        stagger_s=args.stagger,
         arguments=tuple(_arguments(args, given)),
         settings=dict(args.set or {}),
     )
@@ -156,6 +164,13 @@ def _resumed(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
             "folder of the sweep to continue, as it is called now."
         )
     return plan.own(_sweep(argparse.Namespace(**{**vars(args), "resume": False}), {}).folder)
+
+
+def not_negative_seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < 1e6:
+        raise argparse.ArgumentTypeError(f"must be 0 or more seconds, got {text}")
+    return seconds
 
 
 def seeds(text: str) -> tuple[int, ...]:
