@@ -4,8 +4,9 @@ G completions; completion i has K_i turns, which are the runs of 1 in its tool m
 rewards are r_1 … r_K, R^T is their sum, and R^C = R^T + R^O. Each A = (R - mean) / (std + 1e-4) over the group, with
 Bessel's correction, as in GRPO.
 
-MT-GRPO: Zeng et al., arXiv 2505.11821, and the authors' code; `recursive` is of its later versions: section 3, eq. 5
-for two turns, appendix D for K.
+MT-GRPO: Zeng et al., arXiv 2505.11821, and the authors' code. `cae` is of that code of May 5, 2025 (commit 7860de6,
+`advantage_est="cae"` of `mt_grpo_env_trainer.py`), which later commits do not have. `recursive` is of the later
+versions of the paper: section 3, eq. 5 for two turns, appendix D for K.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from async_grpo.errors import RunRefused
 
 Floats = NDArray[np.float64]
-Kind = Literal["outcome", "merged", "turn", "recursive", "reward_to_go"]
+Kind = Literal["outcome", "merged", "turn", "cae", "recursive", "reward_to_go"]
 CREDITS: tuple[str, ...] = get_args(Kind)
 EPSILON = 1e-4
 Given = float | Sequence[float | None] | None  # by one function, to one completion
@@ -43,6 +44,8 @@ class Credit:
     * `outcome` (GRPO-OR): A^O everywhere.
     * `merged` (GRPO-MR): A^C everywhere, which is plain GRPO on the sum.
     * `turn` (MT-GRPO): A^O + c A^T before the first result of a tool, A^O after it; A^O where there is no result.
+    * `cae` (cumulative-reward-induced): A^S before the first result, where R^S = R^T + alpha R^O, and A^O after it; A^S
+      where there is no result.
     * `recursive`: A_k = sum over l from k to K-1 of alpha^(l-k) A^I_l, plus alpha^(K-k) A^O, where A^I_l compares the
       rewards of turn l. What the last turn gets is part of its outcome. K must be the same in the whole group.
     * `reward_to_go`: turn k gets alpha^(K-k) R^O + sum over l from k to K of alpha^(l-k) r_l, compared with those of
@@ -72,6 +75,7 @@ class Credit:
             "outcome": lambda group: _everywhere(self._compared(_outcomes(group)), group),
             "merged": lambda group: _everywhere(self._compared(_combined(group)), group),
             "turn": self._by_first_result,
+            "cae": self._cumulative,
             "recursive": self._recursive,
             "reward_to_go": self._reward_to_go,
         }
@@ -86,6 +90,16 @@ class Credit:
                 row[0] += self.coefficient * of_turns[index]
             elif self.original:
                 row[:] = merged[index]
+        return rows
+
+    def _cumulative(self, group: Sequence[Turns]) -> list[Floats]:
+        outcomes = _outcomes(group)
+        rewards = [_sum([one.total, self.discount * one.outcome]) for one in group]
+        of_outcome, of_all = self._known(outcomes), self._known(np.array(rewards))
+        rows = _everywhere(of_all, group)
+        for index, (row, one) in enumerate(zip(rows, group, strict=True)):
+            if one.has_result:
+                row[1:] = of_outcome[index]
         return rows
 
     def _recursive(self, group: Sequence[Turns]) -> list[Floats]:

@@ -31,9 +31,9 @@ class TurnGRPOTrainer(GRPOTrainer):
         turn_reward_funcs: called as `reward_funcs` are; each returns for each completion one number, or a list with one
             for each turn. A turn is what the model writes at a stretch: a run of 1 in TRL's `tool_mask`. One number
             counts for the first turn. `reward_weights` has the weights of `reward_funcs`, then of these.
-        credit: `outcome`, `merged`, `turn`, `recursive` or `reward_to_go` (`Credit` has the formulas).
+        credit: `outcome`, `merged`, `turn`, `cae`, `recursive` or `reward_to_go` (`Credit` has the formulas).
         turn_advantage_coef: weighs the turn advantage of `turn`.
-        turn_discount: alpha of `recursive` and `reward_to_go`.
+        turn_discount: alpha of `cae`, `recursive` and `reward_to_go`.
         no_turn_reward: turn rewards are measured and not trained on.
         original: `turn` as the authors' code has it where it differs from the paper.
 
@@ -144,8 +144,8 @@ class TurnGRPOTrainer(GRPOTrainer):
 
     def _advantages(self, turns: list[list[float]], masks: list[list[int]]) -> list[Any]:
         """Of the turns of each completion of the batch, of all processes."""
-        if self.credit.kind == "turn" and any(np.count_nonzero(np.nan_to_num(row)) > 1 for row in turns):
-            _say_that_turn_has_two_levels()
+        if self.credit.kind in ("turn", "cae") and any(np.count_nonzero(np.nan_to_num(row)) > 1 for row in turns):
+            _say_that_there_are_two_levels(self.credit.kind)
         self._report(*self._outcome_and_total(self.batch_rewards), [len(row) for row in turns])
         everything = self._completions(self.batch_rewards, turns, masks)
         size = self.num_generations
@@ -187,10 +187,11 @@ class TurnGRPOTrainer(GRPOTrainer):
 
 
 @cache
-def _say_that_turn_has_two_levels() -> None:
+def _say_that_there_are_two_levels(credit: str) -> None:
     logger.warning(
-        'turn reward functions reward several turns of a completion, and credit="turn" adds them up: the sum counts '
-        'before the first result of a tool, and nothing of it after. credit="reward_to_go" gives each turn its own'
+        'turn reward functions reward several turns of a completion, and credit="{}" adds them up: the sum counts '
+        'before the first result of a tool, and nothing of it after. credit="reward_to_go" gives each turn its own',
+        credit,
     )
 
 
