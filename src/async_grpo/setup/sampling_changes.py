@@ -77,7 +77,7 @@ class SamplingChanges:
         if name == "temperature" and self.max_staleness != 0:
             raise RunRefused(
                 f"{change} during the run: groups of several temperatures would be trained on as if they were of one. "
-                "Take --max-staleness 0, where each batch has the temperature of its step, or leave it as it is."
+                "Take --max-staleness 0, where each batch has that of its step, or set one in the GRPOConfig."
             )
 
 

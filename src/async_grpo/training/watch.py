@@ -6,6 +6,7 @@ Asked before each job is issued: a change of the sampling goes with the job, any
 from __future__ import annotations
 
 import copy
+import reprlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,10 +45,14 @@ class Watch:
         for name, before in self._before.items():
             if now[name] != before:
                 raise RunRefused(
-                    f"{name} has changed during the run, from {before!r} to {now[name]!r}. Workers and the schedule of "
-                    f"jobs have it as the setup file set it. {_way_out(name)}"
+                    f"{name} has changed during the run, from {_short(before)} to {_short(now[name])}. Workers and the "
+                    f"schedule of jobs have it as the setup file set it. {_way_out(name)}"
                 )
         return self._sampling.of(self._trainer)
+
+
+def _short(value: Any) -> str:
+    return reprlib.repr(value)  # a reward model would print its layers
 
 
 def _way_out(name: str) -> str:

@@ -147,6 +147,7 @@ def test_workers_of_one_gpu_load_one_after_the_other_where_room_is_short(
     monkeypatch.setattr(rollout_worker, "alone_on_the_gpu", alone)
     monkeypatch.setattr(rollout_worker, "wait_until", lambda ready, **_: done.append("weights"))
     monkeypatch.setattr(rollout_worker, "load_trainer", load)
+    monkeypatch.setattr(rollout_worker, "check_overrides", lambda trainer: None)
     monkeypatch.setattr(trl_trainer, "RolloutTrainer", lambda trainer, *states: trainer)
     loaded = rollout_worker._load(worker_on(gpu, tmp_path), RunDir(tmp_path), replace(LOADED, resolved=SHARED))
     assert done == order
