@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from trl import GRPOTrainer
 
-from async_grpo.errors import UnsupportedError
+from async_grpo.api.functions import setup_of
+from async_grpo.errors import SetupFileError, UnsupportedError
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.setup import overrides
 from async_grpo.setup.overrides import check_overrides, describe_overrides, overridden
-from async_grpo.setup.replaced import original
+from async_grpo.setup.replaced import original, patched_here
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.prompts import prompt_rows
 
@@ -111,6 +112,20 @@ def test_a_class_put_in_the_place_of_trls_is_the_users(tmp_path: Path, monkeypat
     trainer = build_trainer(tmp_path, trainer_class=Mine)
     assert overridden(trainer) == ["_generate"]
     assert RolloutTrainer(trainer).generates_itself
+
+
+def test_a_patch_of_a_process_that_sends_its_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a run get the function of a notebook, not what its cells have patched."""
+
+    def made_in_a_cell() -> None: ...
+
+    assert patched_here() == []
+    assert setup_of(made_in_a_cell).payload is not None
+    patch(monkeypatch, "_calculate_rewards", unchanged)
+    with pytest.raises(
+        SetupFileError, match=r"^_calculate_rewards .* patched in this process.*inside of made_in_a_cell"
+    ):
+        setup_of(made_in_a_cell)
 
 
 def test_a_patch_of_a_single_turn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

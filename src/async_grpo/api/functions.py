@@ -20,6 +20,7 @@ from async_grpo.rundir.folders import require_text
 from async_grpo.setup.generated import write_setup_file
 from async_grpo.setup.generated.sent_function import pickled, setup_file_for
 from async_grpo.setup.generated.trl_arguments import environment, is_yaml
+from async_grpo.setup.replaced import patched_here
 from async_grpo.setup.setup_file import MODULE_NAME, check_setup_file
 
 IN_A_FILE = "Define a function with `def` that returns the trainer, and pass it: AsyncGRPO(build)."
@@ -66,6 +67,11 @@ def setup_of(get_trainer: str | os.PathLike[str] | Callable[[], Any]) -> Setup:
     module = _module_of(get_trainer)
     if module is not None:
         return Setup(_importing(module, get_trainer.__name__))
+    if patched := patched_here():
+        raise SetupFileError(
+            f"{patched[0]} of TRL's trainer was patched in this process, and the processes of the run get the function "
+            f"{get_trainer.__name__} alone. Patch it inside of {get_trainer.__name__}, or override it in a subclass."
+        )
     return Setup(setup_file_for(get_trainer), pickled(get_trainer))
 
 

@@ -65,8 +65,6 @@ _ON_THE_CLASS = (
 """Methods that workers call on copies of the trainer: one that was assigned would be of the object that was copied."""
 _IN_A_SUBCLASS = ("_generate_single_turn",)
 """Methods whose `super()` is the engine of a worker: a patch would call TRL's own, which has no engine."""
-
-
 COLLATOR = "data_collator"  # TRL's returns the rows as they are
 
 
@@ -176,9 +174,7 @@ def served_once(completions: dict[str, list[Any]]) -> Callable[[list[Any], GRPOT
 
 def own_dataloader(trainer: GRPOTrainer) -> str | None:
     """By what the user's code makes the training dataloader itself, None where TRL's own makes it."""
-    from trl.trainer.utils import identity
-
     loading = ("get_train_dataloader", "_get_dataloader", "_get_collator_with_removed_columns")
     own = replaced(trainer)
-    collates = None if trainer.data_collator is identity else COLLATOR
-    return next((name for name in loading if name in own), collates)
+    collates = not str(getattr(trainer.data_collator, "__module__", "")).startswith("trl.")
+    return next((name for name in loading if name in own), COLLATOR if collates else None)

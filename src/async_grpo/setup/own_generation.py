@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup.generator_choice import HF, wants_vllm
-from async_grpo.setup.replaced import bare
+from async_grpo.setup.replaced import of_libraries
 from async_grpo.setup.trl_compat import is_adapter
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
-_KNOWN = ("transformers.", "peft.", "torch.", "accelerate.", "unsloth")
 _BESIDE_THE_LOOP = ("_sample",)  # the workers' own loop takes its place
 _ONLY_IN_TRANSFORMERS = ("generate", "_sample", "_get_logits_processor", "_get_stopping_criteria")
 
@@ -46,17 +45,8 @@ def check_generation(trainer: GRPOTrainer, generator: str) -> None:
 def _replaced_in(model: Any, names: tuple[str, ...]) -> Iterator[str]:
     base = model.get_base_model() if is_adapter(model) else model
     for name in names:
-        layers = [*_wrapped(getattr(base, name, None))]
-        if any(not str(getattr(it, "__globals__", {}).get("__name__", "")).startswith(_KNOWN) for it in layers):
+        if not of_libraries(getattr(base, name, None)):
             yield name
-
-
-def _wrapped(function: Any) -> Iterator[Any]:
-    """A function, and what it wraps."""
-    while function is not None:
-        function = bare(function)
-        yield function
-        function = getattr(function, "__wrapped__", None)
 
 
 def _set_later(trainer: Any) -> list[str]:

@@ -7,6 +7,7 @@ when they have been imported, and imports nothing itself.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
@@ -17,6 +18,7 @@ from async_grpo.setup.imports import when_imported
 _CLASSES = {"transformers.trainer": "Trainer", "trl.trainer.grpo_trainer": "GRPOTrainer"}  # by module
 _ADAPTERS = ("async_grpo.training.", "async_grpo.rollout.")  # put themselves around the user's class
 _EQUIVALENT = "unsloth"  # begins the names of modules whose trainers do what TRL's do, faster
+_LIBRARIES = ("trl.", "transformers.", "peft.", "torch.", "accelerate.", _EQUIVALENT)
 _DUNDERS = set(vars(object)) - {"__init__"}
 
 _originals: dict[type, dict[str, Any]] = {}
@@ -76,6 +78,24 @@ def patched_in(cls: Any) -> dict[str, Any]:
     }
 
 
+def patched_here() -> list[str]:
+    """The methods of TRL's trainer that code of this process has replaced, where nobody has noted what they were."""
+    module = sys.modules.get("trl.trainer.grpo_trainer")
+    classes = vars(module)["GRPOTrainer"].__mro__[:-1] if module is not None else ()
+    methods = {name: value for cls in classes for name, value in vars(cls).items() if name not in _DUNDERS}
+    return sorted(name for name, it in methods.items() if callable(bare(it)) and not of_libraries(it))
+
+
+def of_libraries(function: Any) -> bool:
+    """Whether a function, and what it wraps, is of the packages that a trainer is made of."""
+    while function is not None:
+        function = bare(function)
+        if not _module(function).startswith(_LIBRARIES):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
+
+
 def class_of_trl(trainer: Any) -> Any:
     """The class of TRL's that the user's derive from."""
     known = classes_of_trl()
@@ -114,8 +134,13 @@ def bare(value: Any) -> Any:
 
 def _users(value: Any) -> bool:
     """Whether a function is neither ours nor of a package that does what TRL does."""
-    module = str(getattr(bare(value), "__globals__", {}).get("__name__", ""))
+    module = _module(bare(value))
     return not (module.startswith(_ADAPTERS) or _is_equivalent(module))
+
+
+def _module(function: Any) -> str:
+    """Where the code of a function is; `__module__` is copied to what wraps it."""
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))
 
 
 def _is_equivalent(module: str) -> bool:
