@@ -175,10 +175,13 @@ def test_later_batches_only_warn(tmp_path: Path, warnings: list[str]) -> None:
     assert "before optimizer step 1" not in warnings[0]
 
 
-def test_too_few_tokens_are_collected_over_steps(tmp_path: Path) -> None:
+def test_too_few_tokens_are_collected_over_steps(tmp_path: Path, warnings: list[str]) -> None:
     run = guarded(tmp_path, model=gpt2, max_completion_length=12, max_steps=6)
     with pytest.raises(RunRefused, match="before optimizer step 3"):
         run.train()
+    assert len(warnings) == 1
+    assert "before optimizer step 1" in warnings[0]
+    assert "Fewer than 256 tokens do not stop a run" in warnings[0]
 
 
 def test_stale_rollouts_are_not_compared(tmp_path: Path, warnings: list[str]) -> None:

@@ -2,7 +2,8 @@
 
 The statistic is the mean of |log pi - log mu| over the tokens that the loss counts, of sequences whose policy version
 is the trainer's, over all micro-batches and ranks. It is judged before an optimizer step, once there are `LEAST` tokens
-of it; one token counts at most `FARTHEST`, so that no single one decides. All ranks decide by the bound of rank 0.
+of it (before, more than the bound is a warning); one token counts at most `FARTHEST`, so that no single one decides.
+All ranks decide by the bound of rank 0.
 
 The first judgement of a run may stop it; later ones, and those after a resume, warn, once a process.
 """
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from loguru import logger
@@ -79,6 +80,10 @@ class _Found:
     stops: bool
     all_repeat: bool  # every rank has a completion to repeat
 
+    @property
+    def enough(self) -> bool:
+        return self.tokens >= LEAST
+
 
 def bound_of(trainer: Any, sampled: Sampler, publish_dtype: str | None, *, stops: bool) -> Bound:
     """How far this run's trainer and sampler may be apart.
@@ -137,6 +142,7 @@ class FreshBatch(TrainerCallback):
         self._sums: list[Tensor] = []  # [sum of |log pi - log mu|, tokens], of each micro-batch
         self._farthest: Farthest | None = None  # of this step
         self._first = True  # nothing was judged yet
+        self._warned = False
         self._ended = False  # nothing is judged any more
 
     @property
@@ -148,7 +154,7 @@ class FreshBatch(TrainerCallback):
         """A micro-batch is trained on at this version, with the log-probabilities `log_pi`, [B, C]."""
         if self._ended or "sampling_per_token_logps" not in inputs:
             return
-        apart = (log_pi.double() - inputs["sampling_per_token_logps"].double()).abs()
+        apart = (log_pi.float() - inputs["sampling_per_token_logps"].float()).abs()
         fresh = loss_mask(inputs) & (inputs["policy_version"] == version)[:, None] & ~apart.isnan()
         apart = apart.clamp(max=FARTHEST).where(fresh, 0.0)
         self._sums.append(torch.stack([apart.sum(), fresh.sum().to(apart)]))
@@ -173,30 +179,35 @@ class FreshBatch(TrainerCallback):
             return
         farthest, self._farthest = self._farthest, None  # its log-probabilities are of these weights
         found = self._over_ranks(farthest)
-        if found.tokens < LEAST and found.bound < inf:
+        if found.enough and self._first and found.stops and found.mean > found.bound:
+            self._stop(found, state.global_step + 1, farthest)
+        if found.mean > found.bound * (WARN_FROM if found.enough else 1.0):
+            self._warn(found, state.global_step + 1)
+            self._ended = found.enough
+        self._ended |= found.bound == inf
+        if found.enough:
+            self._first = False
+            self._sums.clear()
+
+    def _stop(self, found: _Found, step: int, farthest: Farthest | None) -> NoReturn:
+        cause = self._cause(farthest) if farthest is not None and found.all_repeat else ""
+        if self._bound.nats == inf:
+            raise RunRefused("Trainer and sampler disagree on rollouts of the same weights: rank 0 says how.")
+        token = "" if farthest is None else f"{self._first_token(farthest)} "
+        raise RunRefused(
+            f"{self._sentence(found, step)} {token}{_CAUSES[cause]} --accept-mismatch trains all the same."
+        )
+
+    def _warn(self, found: _Found, step: int) -> None:
+        if self._warned or self._bound.nats == inf:  # or rank 0 does
             return
-        self._sums.clear()
-        first, self._first = self._first, False
-        self._ended = found.bound == inf or found.mean > WARN_FROM * found.bound
-        cause = ""
-        stops = first and found.stops and found.mean > found.bound
-        if stops and farthest is not None and found.all_repeat:
-            cause = self._cause(farthest)
-        if found.bound == inf or not self._ended:
-            return
-        if self._bound.nats == inf:  # another rank says why
-            if stops:
-                raise RunRefused("Trainer and sampler disagree on rollouts of the same weights: see rank 0.")
-            return
-        said = self._sentence(found, state.global_step + 1)
-        if stops:
-            token = "" if farthest is None else self._first_token(farthest)
-            raise RunRefused(f"{said} {token} {_CAUSES[cause]} --accept-mismatch trains all the same.")
-        logger.warning("{} {} It is not checked again.", said, _CAUSES[cause])
+        self._warned = True
+        few = "" if found.enough else f" Fewer than {LEAST} tokens do not stop a run."
+        logger.warning("{}{} {} This is said once.", self._sentence(found, step), few, _CAUSES[""])
 
     def _over_ranks(self, farthest: Farthest | None) -> _Found:
-        own = torch.stack(self._sums).sum(0) if self._sums else torch.zeros(2, dtype=torch.float64)
-        mine = torch.tensor([self._bound.nats, self._bound.stops, farthest is not None], dtype=torch.float64)
+        own = torch.stack(self._sums).sum(0) if self._sums else torch.zeros(2)
+        mine = torch.tensor([self._bound.nats, float(self._bound.stops), float(farthest is not None)])
         rows = self._gather(torch.cat([own, mine.to(own.device)])[None])
         apart, tokens = rows[:, :2].sum(0).tolist()
         bound, stops, _ = rows[0, 2:].tolist()

@@ -176,9 +176,10 @@ def _scaling(trainer: Any, rule: Rule, append: Append) -> StepScaling:
 
 
 def _fresh_batch(trainer: Any, bound: Bound) -> FreshBatch:
+    accelerator = trainer.accelerator
     guard = FreshBatch(
         bound,
-        trainer.accelerator.gather,
+        lambda own: accelerator.gather(own.to(accelerator.device)),
         partial(_log_pi_alone, trainer),
         lambda token: str(trainer._tokenizer.decode([token])),
     )
