@@ -120,6 +120,11 @@ SHOWN_FIELDS: list[tuple[str, str, str]] = [
         "fsdp fsdp_config",
     ),
     (
+        "in the server; workers sample without, as without dropout, and the start says so",
+        I + "test_trl_fields.py::test_noise_in_embeddings_that_workers_do_not_have_is_told",
+        "neftune_noise_alpha",
+    ),
+    (
         "the workers sample in the trainer's precision",
         U + "rollout/test_vllm_options.py::test_engine_settings_are_those_of_the_config",
         "bf16 fp16",
@@ -138,7 +143,7 @@ IRRELEVANT: list[tuple[str, str]] = [
         "transformers' own training loop, which runs unchanged in the server",
         "optim_args optim_target_modules adam_epsilon lr_scheduler_kwargs tf32 gradient_checkpointing_kwargs "
         "torch_compile torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config "
-        "neftune_noise_alpha torch_empty_cache_steps include_num_input_tokens_seen full_determinism data_seed use_cpu "
+        "torch_empty_cache_steps include_num_input_tokens_seen full_determinism data_seed use_cpu "
         "accelerator_config skip_memory_metrics debug",
     ),
     (
