@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: same-python venv venv-test venv-bench bench docs demo test test-fast test-unit chaos fuzz gpu test-trl-next test-vllm chaos-vllm test-trackers test-zero3 test-envs test-sagemaker bench-vllm clean
+.PHONY: same-python venv venv-test venv-bench bench docs demo test test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm test-trackers test-zero3 test-envs test-sagemaker bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -70,6 +70,10 @@ test-unit: venv-test
 
 chaos: venv-test
 	RANDOM_CONFIGURATIONS=$(RANDOM_CONFIGURATIONS) MONKEY_SECONDS=$(MONKEY_SECONDS) $(BIN)/python -m pytest -m slow tests --timeout 3600
+
+# Model families, adapters and settings, each trained by us and by plain TRL: 5 to 10 minutes.
+test-matrix: venv-test
+	$(PYTEST) -m slow tests/integration/test_matrix.py --timeout 600
 
 # The address that the site links to as its source.
 REPOSITORY ?= $(shell git config --get remote.origin.url 2>/dev/null | grep '^https://')

@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integration"))
 
+from matrix import ROWS
 from trl_table import (
     DIFFERENTIAL,
     DRAWN,
@@ -26,6 +27,11 @@ from async_grpo.setup.overrides import EFFECTS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "trl.md"
+COMPARED = (
+    "`make test-matrix` trains each row at staleness 0 and with plain TRL on the same completions, with",
+    "tiny models of large random weights. Equal: losses, gradient norms and all other metrics within",
+    "1e-4.",
+)
 BEGIN, END = "<!-- begin: the tables -->\n", "<!-- end: the tables -->\n"
 
 
@@ -43,6 +49,8 @@ def tables() -> str:
             *_shown(SHOWN_ARGUMENTS, "arguments"),
             *("", "### Methods that are overridden or patched", ""),
             *("| methods | an override | shown by |", "|---|---|---|", *map(_method_row, EFFECTS.items())),
+            *("", "### Model families, adapters and settings that were compared", "", *COMPARED, ""),
+            *("| what | at staleness 0, compared with plain TRL |", "|---|---|", *_compared()),
             "",
         ]
     )
@@ -57,6 +65,16 @@ def _method_row(effect: tuple[str, str]) -> str:
     text, names = effect
     tests = dict.fromkeys(_test(test) for name, test in SHOWN_METHODS.items() if name in names.split())
     return f"| {_names(names)} | {text} | {', '.join(tests)} |"
+
+
+def _compared() -> list[str]:
+    """A line for each kind and verdict: `family` and the others."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for place, row in ROWS.items():
+        kind, _, name = place.partition(" ")
+        lines.setdefault((kind, row.verdict), []).append(name)
+    many = {"family": "families", "adapter": "adapters", "setting": "settings"}
+    return [f"| {many[kind]}: {', '.join(names)} | {verdict} |" for (kind, verdict), names in lines.items()]
 
 
 def _names(names: str) -> str:

@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 TOLERANCE = 1e-5
 
 
-def largest_difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
+def largest_difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tolerance: float = TOLERANCE) -> float:
     """Between the logs of two runs, over all of TRL's metrics but times; relative where a value exceeds 1."""
     assert len(ours) == len(theirs) > 0
     largest = 0.0
@@ -24,7 +24,7 @@ def largest_difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]])
                 assert mine == reference, name
                 continue
             difference = abs(mine - reference) / max(1.0, abs(reference))
-            assert difference <= TOLERANCE, f"{name} of step {their_entry['step']}: {mine}, but TRL has {reference}"
+            assert difference <= tolerance, f"{name} of step {their_entry['step']}: {mine}, but TRL has {reference}"
             largest = max(largest, difference)
     return largest
 

@@ -1,0 +1,349 @@
+"""Model families, adapters and settings: each trained by us at staleness 0 and by plain TRL on the same completions.
+
+`test_matrix` runs the rows (`make test-matrix`), and `scripts/trl_table.py` makes a table of docs/trl.md of them. The
+models are tiny, of random weights that are large enough to show a difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from in_process import build_tokenizer
+from peft import (
+    AdaLoraConfig,
+    BOFTConfig,
+    FourierFTConfig,
+    HRAConfig,
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptTuningConfig,
+    RandLoraConfig,
+    VBLoRAConfig,
+    VeraConfig,
+)
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+GPT: dict[str, Any] = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 256,
+    "initializer_range": 0.3,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+EXPERTS: dict[str, Any] = {**SMALL, "num_experts_per_tok": 2}
+MAMBA: dict[str, Any] = {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, "initializer_range": 0.3}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SMALL,
+    "mistral": SMALL,
+    "qwen2": SMALL,
+    "qwen3": SMALL,
+    "gemma": SMALL,
+    "gemma2": SMALL,
+    "gemma3_text": SMALL,
+    "phi": SMALL,
+    "phi3": SMALL,
+    "smollm3": SMALL,
+    "granite": SMALL,
+    "olmo": SMALL,
+    "olmo2": SMALL,
+    "olmo3": SMALL,
+    "cohere": SMALL,
+    "cohere2": SMALL,
+    "glm": SMALL,
+    "glm4": SMALL,
+    "stablelm": SMALL,
+    "starcoder2": SMALL,
+    "nemotron": SMALL,
+    "helium": SMALL,
+    "exaone4": SMALL,
+    "seed_oss": {**SMALL, "residual_dropout": 0.0, "attention_dropout": 0.0},
+    "ernie4_5": SMALL,
+    "hunyuan_v1_dense": SMALL,
+    "gpt_neox": SMALL,
+    "persimmon": SMALL,
+    "falcon": {
+        **{n: v for n, v in SMALL.items() if n not in ("head_dim", "num_key_value_heads")},
+        "ffn_hidden_size": 64,
+    },
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3},
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 256, "initializer_range": 0.3},
+    "opt": {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.3, "dropout": 0.0},
+    "gpt2": GPT,
+    "gpt_neo": {
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "max_position_embeddings": 256,
+        "initializer_range": 0.3,
+        "resid_dropout": 0.0,
+        "embed_dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+    "gptj": {**GPT, "rotary_dim": 8},
+    "codegen": {**GPT, "n_head": 4, "rotary_dim": 4},
+    "gpt_bigcode": GPT,
+    "xglm": {
+        "d_model": 32,
+        "ffn_dim": 64,
+        "num_layers": 2,
+        "attention_heads": 2,
+        "max_position_embeddings": 256,
+        "init_std": 0.3,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    },
+    "biogpt": {**SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "activation_dropout": 0.0},
+    "mixtral": {**EXPERTS, "num_local_experts": 4},
+    "qwen2_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+    "qwen3_moe": {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 32},
+    "olmoe": {**EXPERTS, "num_experts": 4},
+    "granitemoe": {**EXPERTS, "num_local_experts": 4},
+    "phimoe": {**EXPERTS, "num_local_experts": 4},
+    "gpt_oss": {**EXPERTS, "num_local_experts": 4},
+    "deepseek_v3": {
+        **SMALL,
+        "head_dim": 8,
+        "num_key_value_heads": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 1,
+    },
+    "lfm2": {**SMALL, "layer_types": ["conv", "full_attention"]},
+    "qwen3_next": {
+        **EXPERTS,
+        "num_experts": 4,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "recurrent_gemma": {
+        **SMALL,
+        "num_hidden_layers": 3,
+        "lru_width": 32,
+        "attention_window_size": 64,
+        "w_init_variance_scale": 0.3,
+    },
+    "mamba": MAMBA,
+    "mamba2": {**MAMBA, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
+    "falcon_mamba": MAMBA,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the matrix.
+
+    Args:
+        within: the relative difference up to which all metrics are equal.
+        differs: why the sampler's log-probabilities are not the trainer's.
+        fails: in TRL's own training, or `ours`.
+    """
+
+    family: str = "qwen3"
+    model: Mapping[str, Any] = field(default_factory=dict)  # of its configuration
+    build: Callable[[Any], Any] | None = None  # makes the model that is trained of the one that was built
+    peft: Any = None
+    config: Mapping[str, Any] = field(default_factory=dict)  # of the `GRPOConfig`
+    within: float = 1e-4
+    differs: str = ""
+    fails: str = ""
+    ours: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """For the table."""
+        if self.fails or self.ours:
+            return f"plain TRL ends with an error: {self.fails}" if self.fails else f"ends with an error: {self.ours}"
+        if self.differs:
+            return f"differs, and the first batch shows it: {self.differs}"
+        return "equal" if self.within < 1e-3 else f"equal within {self.within:.0%}, the rounding of its precision"
+
+
+def lora(**changes: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **changes})
+
+
+def on(kind: type, **changes: Any) -> Any:
+    return kind(**{"target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **changes})
+
+
+ADAPTERS: dict[str, Any] = {
+    "LoRA": lora(),
+    "LoRA of all linear layers": lora(target_modules="all-linear"),
+    "DoRA": lora(use_dora=True),
+    "rsLoRA": lora(use_rslora=True),
+    "LoRA with PiSSA": lora(init_lora_weights="pissa"),
+    "LoRA with biases": lora(bias="lora_only"),
+    "LoRA with `modules_to_save`": lora(modules_to_save=["lm_head"]),
+    "LoRA of the embeddings": lora(target_modules=["embed_tokens", "q_proj"]),
+    "LoRA with `layers_to_transform`": lora(layers_to_transform=[1]),
+    "LoRA with trainable tokens": lora(trainable_token_indices=[1, 2, 3]),
+    "IA3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
+    "VeRA": on(VeraConfig, r=4),
+    "OFT": on(OFTConfig, r=0, oft_block_size=8),
+    "BOFT": on(BOFTConfig, boft_block_size=8),
+    "LoHa": on(LoHaConfig, r=4),
+    "LoKr": on(LoKrConfig, r=4),
+    "HRA": on(HRAConfig, r=4),
+    "FourierFT": on(FourierFTConfig, n_frequency=16),
+    "RandLoRA": on(RandLoraConfig, r=4),
+    "VB-LoRA": on(VBLoRAConfig, num_vectors=8, vector_length=4, r=2, topk=2),
+    "LN tuning": LNTuningConfig(target_modules=["input_layernorm"], task_type="CAUSAL_LM"),
+    "prompt tuning": PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "p-tuning": PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=8, task_type="CAUSAL_LM"),
+    "prefix tuning": PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    "AdaLoRA": AdaLoraConfig(
+        target_modules=["q_proj"],
+        init_r=4,
+        target_r=2,
+        total_step=4,
+        tinit=1,
+        tfinal=1,
+        deltaT=1,
+        task_type="CAUSAL_LM",
+    ),
+}
+
+SETTINGS: dict[str, Row] = {
+    "`attn_implementation` eager": Row(model={"attn_implementation": "eager"}),
+    "`attn_implementation` sdpa": Row(model={"attn_implementation": "sdpa"}),
+    "sliding window": Row(family="mistral", model={"sliding_window": 4}),
+    "tied embeddings": Row(model={"tie_word_embeddings": True}),
+    "untied embeddings": Row(model={"tie_word_embeddings": False}),
+    "attention dropout": Row(model={"attention_dropout": 0.3}),
+    "LoRA dropout": Row(peft=lora(lora_dropout=0.3, init_lora_weights=False)),
+    "NEFTune": Row(config={"neftune_noise_alpha": 5.0}),
+    "gradient checkpointing": Row(config={"gradient_checkpointing": True}),
+    "no gradient checkpointing": Row(config={"gradient_checkpointing": False}),
+    "`use_reentrant`": Row(
+        config={"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    ),
+    "bf16 mixed precision": Row(config={"bf16": True}, within=0.1),
+    "a model in bf16": Row(build=lambda model: model.to(torch.bfloat16), within=0.1),
+    "a model in fp16": Row(build=lambda model: model.to(torch.float16), within=0.02),
+    "`cast_lm_head_to_fp32`": Row(
+        model={"tie_word_embeddings": False},
+        build=lambda model: model.to(torch.bfloat16),
+        config={"cast_lm_head_to_fp32": True},
+        within=0.1,
+    ),
+    "frozen layers": Row(build=lambda model: model.model.layers[0].requires_grad_(False) and model),
+    "rope scaling": Row(
+        family="llama", model={"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}
+    ),
+    "yarn": Row(
+        family="llama",
+        model={
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 2.0,
+                "rope_theta": 10000.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    "logit softcapping": Row(family="gemma2", model={"final_logit_softcapping": 5.0, "attn_logit_softcapping": 5.0}),
+    "`logits_scaling`": Row(family="granite", model={"logits_scaling": 2.0, "residual_multiplier": 0.5}),
+    "`router_aux_loss_coef`": Row(family="mixtral", config={"router_aux_loss_coef": 0.1}),
+    "`optim` adafactor": Row(config={"optim": "adafactor"}),
+    "`optim` sgd": Row(config={"optim": "sgd"}),
+    "`max_grad_norm` 0": Row(config={"max_grad_norm": 0.0}),
+    "a cosine schedule with warm-up": Row(config={"lr_scheduler_type": "cosine", "warmup_steps": 1}),
+    "several iterations": Row(config={"num_iterations": 2, "max_steps": 4}),
+    "`temperature` .5": Row(config={"temperature": 0.5}),
+    "`top_k`": Row(config={"top_k": 5}),
+    "`top_p`": Row(config={"top_p": 0.8}),
+    "`min_p`": Row(config={"min_p": 0.1}),
+    "`repetition_penalty`": Row(config={"repetition_penalty": 1.3}),
+    "`pad_to_multiple_of`": Row(config={"pad_to_multiple_of": 8}),
+    "`mask_truncated_completions`": Row(config={"mask_truncated_completions": True}),
+    "`use_cache` off": Row(model={"use_cache": False}),
+    "`cache_implementation` static": Row(config={"cache_implementation": "static"}),
+}
+
+
+def build(row: Row) -> Any:
+    """The row's model, the same at each call."""
+    tokenizer = build_tokenizer()
+    changes = dict(row.model)
+    attention = changes.pop("attn_implementation", None)
+    tokens = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": None,
+    }
+    config = AutoConfig.for_model(row.family, **{**FAMILIES[row.family], **tokens, **changes})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, **({"attn_implementation": attention} if attention else {}))
+    return row.build(model) if row.build else model
+
+
+POSITIONS = "TRL passes no position ids, and the model counts the padding before a prompt"
+RECURRENT = "the sampling loop does not select the rows of its recurrent state"
+VIRTUAL = "workers sample without the virtual tokens"
+DROPOUT = "workers sample without dropout"
+CACHE = "the sampling loop does not know the cache of this family"
+ODD: dict[str, dict[str, Any]] = {
+    "family gpt2": {"differs": POSITIONS},
+    "family gpt_bigcode": {"differs": POSITIONS},
+    "family gpt_neo": {"differs": POSITIONS},
+    "family xglm": {"differs": POSITIONS},
+    "family biogpt": {"differs": POSITIONS},
+    "family recurrent_gemma": {"differs": RECURRENT},
+    "family mamba": {"ours": CACHE},
+    "family mamba2": {"ours": CACHE},
+    "family falcon_mamba": {"ours": CACHE},
+    "family granitemoe": {"fails": "no `num_experts`"},
+    "family phimoe": {"fails": "no `num_experts`"},
+    "adapter prompt tuning": {"differs": VIRTUAL},
+    "adapter p-tuning": {"differs": VIRTUAL},
+    "adapter prefix tuning": {"fails": "the attention mask lacks the prefix"},
+    "setting attention dropout": {"differs": DROPOUT},
+    "setting LoRA dropout": {"differs": DROPOUT},
+    "setting NEFTune": {"differs": "workers sample without the noise"},
+}
+
+PLAIN: dict[str, Row] = {
+    **{f"family {name}": Row(family=name) for name in FAMILIES},
+    **{f"adapter {name}": Row(peft=config) for name, config in ADAPTERS.items()},
+    **{f"setting {name}": row for name, row in SETTINGS.items()},
+}
+ROWS = {name: replace(row, **ODD.get(name, {})) for name, row in PLAIN.items()}

@@ -1,0 +1,57 @@
+"""The rows of `matrix`: what we train at staleness 0 is what plain TRL trains on the same completions, or it shows.
+
+Each is some seconds, so `make test-matrix` runs them, and `make test` does not.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compared_with_trl import largest_difference
+from in_process import InProcessRun, build_trainer, replay_with_trl, training_logs
+from matrix import ROWS, Row, build
+from trl import GRPOTrainer
+
+from async_grpo.errors import AsyncGRPOError
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+SHOWS = 0.02  # nats: a mean difference of log-probabilities that no rounding of fp32 explains
+
+
+def get_trainer_of(row: Row, output_dir: Path) -> Callable[..., GRPOTrainer]:
+    def get_trainer(arguments: dict[str, Any] | None = None) -> GRPOTrainer:
+        adapter = {} if row.peft is None else {"peft_config": copy.deepcopy(row.peft)}
+        both = {**adapter, **(arguments or {})}
+        return build_trainer(output_dir, model=build(row), arguments=both, **row.config)
+
+    return get_trainer
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_it_trains_as_trl_does_or_it_shows(name: str, tmp_path: Path) -> None:
+    row = ROWS[name]
+    get_trainer = get_trainer_of(row, tmp_path)
+    if row.fails:
+        with pytest.raises((AttributeError, RuntimeError)):
+            get_trainer().train()
+        return
+    if row.ours:
+        with pytest.raises((AsyncGRPOError, RuntimeError)):
+            InProcessRun(get_trainer).train()
+        return
+    try:
+        run = InProcessRun(get_trainer).train()
+    except AsyncGRPOError:
+        assert row.differs, "it is refused"
+        return
+    if row.differs:
+        assert max(entry["async/logprob_mismatch"] for entry in run.logs) > SHOWS
+        return
+    assert run.logs[0]["grad_norm"] > 0
+    plain = replay_with_trl(get_trainer, run.batches)
+    largest_difference(run.logs, training_logs(plain), row.within)
