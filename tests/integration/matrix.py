@@ -317,7 +317,7 @@ def build(row: Row) -> Any:
 
 
 POSITIONS = "TRL passes no position ids, and the model counts the padding before a prompt"
-RECURRENT = "the sampling loop does not select the rows of its recurrent state"
+SOFT_CAP = "TRL computes the probabilities that it trains on without its `logits_soft_cap`"
 VIRTUAL = "workers sample without the virtual tokens"
 DROPOUT = "workers sample without dropout"
 CACHE = "the sampling loop does not know the cache of this family"
@@ -327,7 +327,7 @@ ODD: dict[str, dict[str, Any]] = {
     "family gpt_neo": {"differs": POSITIONS},
     "family xglm": {"differs": POSITIONS},
     "family biogpt": {"differs": POSITIONS},
-    "family recurrent_gemma": {"differs": RECURRENT},
+    "family recurrent_gemma": {"differs": SOFT_CAP},
     "family mamba": {"ours": CACHE},
     "family mamba2": {"ours": CACHE},
     "family falcon_mamba": {"ours": CACHE},
