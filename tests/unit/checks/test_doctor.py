@@ -139,9 +139,12 @@ def test_this_environment_is_the_tested_one() -> None:
 
 
 def test_a_python_that_the_tests_do_not_run_on_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages.platform, "python_version", lambda: "3.14.1")
+    found = only(packages.packages(), "Python")
+    assert found.level is Level.WARNING and "3.14.1; no tests run on it, and all tests on 3.11" in found.found
     monkeypatch.setattr(packages.platform, "python_version", lambda: "3.13.2")
     found = only(packages.packages(), "Python")
-    assert found.level is Level.WARNING and "3.13.2; the tests run on 3.11 only" in found.found
+    assert found.level is Level.OK and "3.13.2; the unit tests run on it, and all tests on 3.11" in found.found
     monkeypatch.setattr(packages.platform, "python_version", lambda: "3.11.9")
     assert "Python" not in levels(packages.packages())
 
@@ -149,7 +152,10 @@ def test_a_python_that_the_tests_do_not_run_on_is_named(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("page", ["README.md", "docs/quick_start.md", "docs/versions.md"])
 def test_each_page_says_the_same_of_python(page: str) -> None:
     text = " ".join((ROOT / page).read_text().split())
-    assert f"Python 3.11 or newer (tests run on {packages.TESTED_PYTHON})" in text
+    assert (
+        f"Python 3.11 or newer (tests run on {packages.TESTED_PYTHON}, unit tests also on "
+        f"{' and '.join(packages.UNIT_TESTED_PYTHONS)})" in text
+    )
 
 
 @pytest.mark.parametrize(("asked", "code"), [("3.11", 0), ("3.13", 2)])

@@ -14,6 +14,7 @@ from async_grpo.checks.doctor.finding import Finding, error, ok, warning
 from async_grpo.version import __version__
 
 TESTED_PYTHON = "3.11"
+UNIT_TESTED_PYTHONS = ("3.12", "3.13")
 ENGINES = {"vllm": "vllm", "unsloth": "unsloth", "bitsandbytes": "qlora"}  # distribution -> our extra
 MAIN = (
     *("torch", "transformers", "trl", "datasets", "accelerate", "peft", "tokenizers", "numpy", "safetensors"),
@@ -52,9 +53,11 @@ def packages(version_of: Installed = installed) -> Iterator[Finding]:
     """A main package that is missing or out of range is an error, another version than tested a warning."""
     python = platform.python_version()
     yield ok("async-grpo", f"{__version__} on Python {python}, {platform.system()} {platform.release()}")
-    if not python.startswith(f"{TESTED_PYTHON}."):
+    if (minor := python.rpartition(".")[0]) in UNIT_TESTED_PYTHONS:
+        yield ok("Python", f"{python}; the unit tests run on it, and all tests on {TESTED_PYTHON}")
+    elif minor != TESTED_PYTHON:
         fix = f"If it fails: an environment of Python {TESTED_PYTHON}."
-        yield warning("Python", f"{python}; the tests run on {TESTED_PYTHON} only", fix)
+        yield warning("Python", f"{python}; no tests run on it, and all tests on {TESTED_PYTHON}", fix)
     for requirement in needed():
         have = version_of(requirement.name)
         if have is None:
