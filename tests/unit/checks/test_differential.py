@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from async_grpo.checks.differential import called, scored, trained
+from async_grpo.checks.differential import called, plain, scored, trained
 from async_grpo.checks.differential.building import Facts
 from async_grpo.checks.differential.check import expected_calls, refuse_unsloth
 from async_grpo.checks.differential.held_state import held_state
 from async_grpo.checks.differential.lines import Line, Status, printed, verdict
-from async_grpo.checks.differential.notes import PLAIN, SERVER, Note, Notes, noted, notes_of
+from async_grpo.checks.differential.notes import PLAIN, SERVER, WORKER, Note, Notes, noted, notes_of
 from async_grpo.checks.differential.user_code import around, items_of, note_rewards_and_tools
 from async_grpo.errors import UnsupportedError
 
@@ -180,6 +180,33 @@ def test_a_prompt_that_the_worker_did_not_sample_after_is_shown() -> None:
     assert line.status is Status.DIFFERS and "'a!'" in line.found
 
 
+def test_a_rollout_func_that_samples_by_itself_gives_plain_trl_what_it_gave_the_worker(tmp_path: Path) -> None:
+    def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        return {"completion_ids": [[len(prompt)] for prompt in prompts], "score": np.arange(2), "turns": 3}
+
+    trainer = SimpleNamespace(
+        rollout_func=rollout_func,
+        reward_func_names=[],
+        reward_funcs=[],
+        tools=[],
+        callback_handler=SimpleNamespace(callbacks=[]),
+    )
+    note_rewards_and_tools(trainer, Notes(tmp_path, WORKER))
+    trainer.rollout_func(["a", "a"], trainer)
+    trainer.rollout_func(["bb", "bb"], trainer)
+    replayed = plain._recorded_rollouts(notes_of(tmp_path, WORKER))
+    assert replayed(["a", "bb", "a"], None) == {
+        "completion_ids": [[1], [2], [1]],
+        "score": [0, 0, 1],
+        "turns": [3, 3, 3],
+    }
+    with pytest.raises(UnsupportedError, match="no completion of 'c'"):
+        replayed(["c"], None)
+    made = notes_of(tmp_path, WORKER)
+    assert called.prompt_line(made, made).status is Status.EQUAL
+    assert called.prompt_line(made, made[:1]).status is Status.DIFFERS
+
+
 def test_a_setting_of_sampling_that_changes_in_the_server_alone_differs() -> None:
     worker = [{"kind": "setting", "of": "temperature", "value": noted(1.0)}]
     line = called.sampling_line(worker, [*worker, {"kind": "setting", "of": "temperature", "value": noted(0.5)}])
@@ -334,7 +361,7 @@ def test_a_call_of_a_reward_that_fails_is_not_counted(tmp_path: Path) -> None:
             raise answer
         return answer
 
-    trainer = SimpleNamespace(reward_func_names=["reward"], reward_funcs=[reward], tools=[])
+    trainer = SimpleNamespace(rollout_func=None, reward_func_names=["reward"], reward_funcs=[reward], tools=[])
     note_rewards_and_tools(trainer, Notes(tmp_path, PLAIN))
     with pytest.raises(ValueError):
         trainer.reward_funcs[0](completions=["a"])

@@ -27,6 +27,11 @@ def prompt_line(worker: Sequence[Note], plain: Sequence[Note]) -> Line:
     if unknown:
         found = f"{len(unknown)} of {count} prompts in plain TRL are none that the worker sampled after: {unknown[0]}"
         return Line(Status.DIFFERS, "prompts", found, "What comes after this line differs for that reason.")
+    rollouts = [Counter(p for n in notes if n["kind"] == "rollouts" for p in n["prompts"]) for notes in (worker, plain)]
+    if count == 0 and sampled == 0 and rollouts[0]:
+        if rollouts[0] == rollouts[1]:
+            return equal("prompts", f"the same for rollout_func, {counted(rollouts[0].total(), 'completion')}")
+        return Line(Status.DIFFERS, "prompts", "rollout_func was given others than in plain TRL")
     if count == 0 and sampled == 0:
         return Line(Status.UNKNOWN, "prompts", "not compared", "The file samples by itself, without TRL's generation.")
     if count != sampled:

@@ -33,7 +33,7 @@ class Notes:
     def add(self, kind: str, **note: Any) -> None:
         if self._only not in ("", kind):
             return
-        line = json.dumps({"kind": kind, **note})
+        line = json.dumps({"kind": kind, **note}, default=str)
         with self._lock, (self.folder / f"{self.role}.jsonl").open("a") as file:
             file.write(line + "\n")
 

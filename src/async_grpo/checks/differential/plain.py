@@ -16,7 +16,8 @@ from typing import Any
 
 from async_grpo.checks import probe
 from async_grpo.checks.differential.building import OUTPUT, STEPS, Build, user_trainer
-from async_grpo.checks.differential.notes import PLAIN, WORKER, Note, Notes, noted, notes_of
+from async_grpo.checks.differential.notes import PLAIN, WORKER, Note, Notes, noted, notes_of, shown
+from async_grpo.errors import UnsupportedError
 
 HOOKS = ("_generate_single_turn", "_calculate_rewards")
 _PROBES = {"first": 0, "again": 0, "otherwise": 1}  # a call of a reward by what it is, and its seed
@@ -39,7 +40,10 @@ def train(question: dict[str, Any]) -> None:
     notes = Notes(scratch, PLAIN)
     functions = [*trainer.reward_funcs]
     trainer.callback_handler.callbacks.insert(0, TrainingRecorder(trainer, notes))
-    _replace_sampling(trainer, _Turns(notes_of(scratch, WORKER)), notes)
+    made = notes_of(scratch, WORKER)
+    if trainer.rollout_func is not None and not any(note["kind"] == "sampled" for note in made):
+        trainer.rollout_func = _recorded_rollouts(made)
+    _replace_sampling(trainer, _Turns(made), notes)
     scores = WorkersScores(Path(question["run_dir"]))
     trainer.__class__ = _scored_class(type(trainer), scores, notes)
     trainer.train()
@@ -59,9 +63,24 @@ class _Turns:
         left = self._left[tuple(prompt_ids)]
         return left.popleft() if left else None
 
-    @property
-    def left(self) -> int:
-        return sum(map(len, self._left.values()))
+
+def _recorded_rollouts(made: Sequence[Note]) -> Callable[[list[Any], Any], dict[str, list[Any]]]:
+    """A `rollout_func` that returns for each prompt what the worker's has returned, which has sampled by itself."""
+    left: dict[str, deque[dict[str, Any]]] = defaultdict(deque)
+    for note in (note for note in made if note["kind"] == "rollouts"):
+        size, output = len(note["prompts"]), note["output"]
+        for place, prompt in enumerate(note["prompts"]):
+            each = (it[place] if isinstance(it, list) and len(it) == size else it for it in output.values())
+            left[prompt].append(dict(zip(output, each, strict=True)))
+
+    def rollout_func(prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+        found = [left[noted(prompt)[0]] for prompt in prompts]
+        if missing := [prompt for prompt, rows in zip(prompts, found, strict=True) if not rows]:
+            raise UnsupportedError(f"rollout_func made no completion of {shown(missing[0])} in the worker.")
+        rows = [rows.popleft() for rows in found]
+        return {name: [row[name] for row in rows] for name in rows[0]}
+
+    return rollout_func
 
 
 def _replace_sampling(trainer: Any, turns: _Turns, notes: Notes) -> None:

@@ -29,6 +29,8 @@ def note_rewards_and_tools(trainer: Any, notes: Notes) -> None:
     for place, (name, function) in enumerate(zip(trainer.reward_func_names, trainer.reward_funcs, strict=True)):
         if not hasattr(function, "forward"):  # a model: its scores are compared
             trainer.reward_funcs[place] = around(function, _scoring(notes, name, function))
+    if inspect.isroutine(trainer.rollout_func):
+        trainer.rollout_func = around(trainer.rollout_func, _rollouts(notes))
     _note_tools(trainer, notes)
 
 
@@ -112,6 +114,22 @@ class _Empty: ...
 def _number(value: Any) -> Any:
     """One type for numbers: TRL has 1 where a job has 1.0."""
     return float(value) if type(value) is int else value
+
+
+def _rollouts(notes: Notes) -> Begin:
+    """Also what it returned: where it samples by itself, plain TRL is given the same."""
+
+    def begin(args: Sequence[Any], kwargs: dict[str, Any]) -> End:
+        prompts = [noted(prompt)[0] for prompt in args[0]]
+
+        def end(returned: Any) -> None:
+            if isinstance(returned, dict):
+                output = {name: it.tolist() if hasattr(it, "tolist") else it for name, it in returned.items()}
+                notes.add("rollouts", prompts=prompts, output=output)
+
+        return end
+
+    return begin
 
 
 def _note_tools(trainer: Any, notes: Notes) -> None:
