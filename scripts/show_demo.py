@@ -53,7 +53,7 @@ def excerpt(text: str) -> str:
     """The first line, three steps, the first and the last evaluation, and the end."""
     lines = text.splitlines()
     steps = [number for number, line in enumerate(lines) if STEP.match(line)]
-    evaluations = [number for number, line in enumerate(lines) if "success rate" in line]
+    evaluations = [number for number, line in enumerate(lines) if re.search("evaluation of version .*success", line)]
     end = next(number for number, line in enumerate(lines) if re.match(r"run \w+ finished", line))
     shown = sorted({0, steps[0], steps[len(steps) // 2], steps[-1], evaluations[0], evaluations[-1]})
     return "\n".join([narrow(lines[number]) for number in shown] + lines[end:])
