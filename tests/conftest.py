@@ -41,6 +41,13 @@ def messages() -> Iterator[list[str]]:
 
 
 @pytest.fixture
+def decisions() -> Iterator[list[str]]:
+    """What is logged, from DEBUG on."""
+    with _logged("DEBUG") as lines:
+        yield lines
+
+
+@pytest.fixture
 def warnings() -> Iterator[list[str]]:
     """What is logged, from WARNING on."""
     with _logged("WARNING") as lines:

@@ -152,7 +152,7 @@ class Generations:
     """
 
     def __init__(self, path: Path, device: torch.device | None = None) -> None:
-        self._path = path
+        self.path = path
         self._device = device
         self._seen = _stamp_of(path)
         self._current = Attachment(path, device)
@@ -161,7 +161,7 @@ class Generations:
 
     def follow(self) -> Attachment:
         """The attachment to read now: notices a new exporter, and changes over to it once it has published."""
-        stamp = _stamp_of(self._path)
+        stamp = _stamp_of(self.path)
         if stamp is not None and stamp != self._seen:
             self._seen = stamp
             self._attach_next()
@@ -170,7 +170,7 @@ class Generations:
             old.retire()
             logger.info(
                 "Weights at %s come from a new exporter: pid %d, generation %s (before: pid %d, %s).",
-                self._path,
+                self.path,
                 self._current.handle.pid,
                 self._current.handle.generation,
                 old.handle.pid,
@@ -193,17 +193,17 @@ class Generations:
             newest = current.newest()
             if version is not None and newest is not None and newest.version > version:
                 raise VersionGoneError(
-                    f"Version {version} at {self._path} is not there any more ({current.describe_slots()}). "
+                    f"Version {version} at {self.path} is not there any more ({current.describe_slots()}). "
                     "The process that names a version must hold a lease on it until it has been read."
                 )
             if not self.exporter_alive() and (not current.readable() or current.newest() is None):
-                raise _died(self._path, current.handle.pid)
+                raise _died(self.path, current.handle.pid)
             if time.monotonic() >= deadline:
                 wanted = "A version" if version is None else f"Version {version}"
                 raise ShareTimeoutError(
-                    f"{wanted} could not be read at {self._path} within {timeout_s:g} s "
+                    f"{wanted} could not be read at {self.path} within {timeout_s:g} s "
                     f"({current.describe_slots()}; exporter {'alive' if self.exporter_alive() else 'gone'}). "
-                    f"Wait longer, or see whether it publishes: python -m async_grpo_ipc inspect {self._path}"
+                    f"Wait longer, or see whether it publishes: python -m async_grpo_ipc inspect {self.path}"
                 )
             time.sleep(POLL_S)
 
@@ -214,7 +214,7 @@ class Generations:
 
     def _attach_next(self) -> None:
         try:
-            attachment = Attachment(self._path, self._device)
+            attachment = Attachment(self.path, self._device)
         except NoRoomError:  # the one before may be gone, and nobody would try this one again
             raise
         except IPCError as error:

@@ -1,5 +1,6 @@
 """The side that reads: `RemoteWeights`, made by `open_remote_memory`."""
 
+import sys
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -95,6 +96,11 @@ class RemoteWeights:
         self._pulled: weakref.WeakKeyDictionary[nn.Module, Binding] = weakref.WeakKeyDictionary()
         self._closed = False
 
+    def __repr__(self) -> str:
+        held = f"version {self._held.version} is held" if self._held is not None else "no version is held"
+        state = "closed" if self._closed else f"{held}, models aliased: {len(self._aliased)}"
+        return f"<RemoteWeights of {self._generations.path}: {state}>"
+
     @property
     def generation(self) -> str:
         """The generation of the version that was read last: each exporter has its own."""
@@ -140,15 +146,17 @@ class RemoteWeights:
         lease = self._generations.take_lease(timeout_s, version)
         attachment = lease.attachment
         view = WeightsView(dict(attachment.tensors(lease.slot)), lease.version, attachment.handle.generation)
+        is_finalizing = sys.is_finalizing  # a local: modules are emptied when the interpreter ends
         try:
             yield view
         finally:
-            view._end()
-            try:
-                attachment.memory.synchronize()
-                attachment.require_readable()
-            finally:
-                attachment.end_lease(lease)
+            if not is_finalizing():  # else it was left open, and the kernel ends it with the process
+                view._end()
+                try:
+                    attachment.memory.synchronize()
+                    attachment.require_readable()
+                finally:
+                    attachment.end_lease(lease)
 
     def can_alias(self, model: nn.Module, device: torch.device | None = None) -> bool:
         """Whether the weights lie on the model's own device. If not, `pull` copies them to it.

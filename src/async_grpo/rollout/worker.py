@@ -153,6 +153,7 @@ class Worker:
             time.sleep(RETRY_S)
             return
         if claims:
+            logger.debug("claimed jobs {}", ", ".join(f"{each.job.seq} (try {each.attempt + 1})" for each in claims))
             activity.has_jobs((claim.job.seq for claim in claims), GENERATING)
             self._queue_s += time.monotonic() - started
             if not self._held:
@@ -195,6 +196,7 @@ class Worker:
         if self._version is not None and self._version != before:
             activity.doing(GENERATING, version=self._version)
             self.statistics.adoption.add(time.monotonic() - started)
+            logger.debug("version {} is adopted, after {}", self._version, before)
 
     # The four calls
 
@@ -292,6 +294,7 @@ class Worker:
             self._queue_s = time.monotonic() - started
             self.statistics.scoring.add(outcome.seconds)
             self.statistics.jobs += 1
+            logger.debug("group {} of version {} is handed in", claim.job.seq, group.policy_version)
             activity.no_longer_has(claim.job.seq, done=True)
 
     def _failed(self, seq: int, error: BaseException) -> None:
@@ -327,6 +330,7 @@ class Worker:
         return []
 
     def _hand_back(self, claim: Claim) -> None:
+        logger.debug("job {} is returned: it needs version {} or newer", claim.job.seq, claim.job.min_version)
         self._queue.hand_back(claim)
         activity.no_longer_has(claim.job.seq)
 

@@ -168,8 +168,10 @@ def name_of(setup: Path, dataset: str | None) -> str:
 
 def write(sweep: Sweep) -> None:
     """Keep the sweep, so that it can be continued from any folder, and compared after it was moved."""
-    places = {"logs": sweep.log_folder, "kept": sweep.kept_folder, "output_base": Path(sweep.output_base)}
-    kept = replace(sweep, **{name: str(place.absolute()) for name, place in places.items()})
+    logs, versions, outputs = (
+        str(place.absolute()) for place in (sweep.log_folder, sweep.kept_folder, Path(sweep.output_base))
+    )
+    kept = replace(sweep, logs=logs, kept=versions, output_base=outputs)
     write_json(sweep.folder / "sweep.json", asdict(kept))
 
 

@@ -240,15 +240,22 @@ class RolloutSource:
     def _wait_for_batch(self, version: int) -> list[RolloutGroup]:
         patience = self._patience()
         starved = False
+        if (batch := self._complete_batch(version)) is None:
+            logger.debug("the batch of version {} is not complete: {}", version, self._why_incomplete())
         with Reminder(self._waiting_for, self._waiting_on) as reminder:
-            while (batch := self._complete_batch(version)) is None:
+            while batch is None:
                 held_back = self._publisher.held_at is not None  # the trainer waits for the end of an evaluation
                 starved = starved or not (held_back or self._queue.unclaimed())
                 if self._should_stop():
                     raise StopTraining
                 self._wait(patience, reminder)
+                batch = self._complete_batch(version)
         self._lookahead.batch_taken(starved=starved)
         return batch
+
+    def _why_incomplete(self) -> str:
+        late = [seq for seq in sorted(self._open) if seq not in self._ready]
+        return f"{len(self._ready)} groups are there for {self._schedule.groups_per_round}; under way: {late[:8]}"
 
     def _complete_batch(self, version: int) -> list[RolloutGroup] | None:
         self._collect(version)
@@ -285,6 +292,7 @@ class RolloutSource:
 
     def _came_back(self, group: RolloutGroup) -> None:
         activity.progress()
+        logger.debug("group {} came back, of version {} from {}", group.job.seq, group.policy_version, group.worker)
         self._failed_in_a_row = 0
         self._usable_again(group.job.seq)
         if self._teaches_nothing(group):
@@ -335,6 +343,7 @@ class RolloutSource:
 
     def _leave_out(self, group: RolloutGroup, reason: str) -> None:
         """The group is not trained on; another takes its place."""
+        logger.debug("group {} is left out: {}", group.job.seq, reason)
         self._metrics.group_dropped(group)
         self._open.pop(group.job.seq, None)
         insort(self.unusable, group.job.seq)

@@ -77,6 +77,7 @@ class WeightPublisher:
     def hold(self) -> int | None:
         """Let workers see no newer version than now until `release()`; returns this version, None before the first."""
         self.held_at = self.version
+        logger.debug("version {} is held: an evaluation samples with it", self.held_at)
         return self.held_at
 
     def release(self) -> None:
@@ -96,6 +97,7 @@ class WeightPublisher:
             except IPCError as error:
                 raise WeightsError(str(error)) from error
         if self._exporter.publish(self._due):
+            logger.debug("version {} is published", self._due)
             self._due = self._late_since = None
         else:
             self._late(self._due)

@@ -2,6 +2,8 @@
 
 import gc
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -351,3 +353,27 @@ def test_untied_reader_shares_memory_when_aliased(exporter, handle, trainer, tin
         assert same(model, trainer)
         remote.pull(other := tiny(3))
         assert same(other, trainer)
+
+
+LEFT_OPEN = """
+import sys
+from async_grpo_ipc import open_remote_memory
+remote = open_remote_memory(sys.argv[1])
+lease = remote.lease()
+view = lease.__enter__()
+print(remote)
+"""
+
+
+def test_what_is_left_open_at_exit_says_nothing(handle, trainer):
+    with WeightExporter.from_model(trainer, handle) as exporter:
+        exporter.publish(7)
+        done = subprocess.run(
+            [sys.executable, "-c", LEFT_OPEN, str(handle)], capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == f"<RemoteWeights of {handle}: no version is held, models aliased: 0>\n"
+        assert exporter.publish(8) and exporter.publish(9), "the kernel has ended the lease"
+        with open_remote_memory(handle) as remote:
+            assert "no version is held" in repr(remote)
+        assert repr(remote).endswith(": closed>")

@@ -46,6 +46,17 @@ def test_groups_are_in_flight_together_and_each_comes_back(tmp_path: Path) -> No
     assert groups[0].timings.generate_s > 0
 
 
+def test_the_log_of_decisions_says_what_was_claimed_adopted_and_handed_in(tmp_path: Path, decisions: list[str]) -> None:
+    """For `--log-level DEBUG`: what a person asks about at night."""
+    Setting(tmp_path, [job(0)], FakeEngine()).run()
+    found = [line for line in decisions if line.startswith(("claimed", "version", "group"))]
+    assert found == [
+        "claimed jobs 0 (try 1)",
+        "version 0 is adopted, after None",
+        "group 0 of version 0 is handed in",
+    ]
+
+
 def test_off_drains_before_new_weights_and_takes_no_job_meanwhile(tmp_path: Path) -> None:
     setting = Setting(tmp_path, [job(0, tokens=30), job(1), *(job(seq) for seq in range(2, 8))], FakeEngine())
 

@@ -84,6 +84,16 @@ def test_the_oldest_finished_groups_make_the_batch() -> None:
     assert seqs(bench.source.take(0)) == [0, 2]
 
 
+def test_the_log_of_decisions_says_why_a_batch_is_not_complete(decisions: list[str]) -> None:
+    bench = Bench(schedule(B=2, K=4))
+    bench.source.advance(0)
+    bench.queue.finish(0, version=0)
+    bench.queue.on_wait = lambda: bench.queue.finish(1, version=0)
+    bench.source.take(0)
+    assert "the batch of version 0 is not complete: 1 groups are there for 2; under way: [1, 2, 3]" in decisions
+    assert any(line.startswith("group 1 came back, of version 0 from ") for line in decisions)
+
+
 def test_groups_of_older_weights_go_before_those_of_newer_ones() -> None:
     bench = Bench(schedule(B=2, K=4))
     bench.source.advance(0)
