@@ -376,6 +376,12 @@ class WorkerSettings:
         "vllm-server only. GPUs of the server, such as 1,2 for vllm_tensor_parallel_size=2 (default: the worker's)",
         metavar="N,N",
     )
+    server_timeout: float | None = setting(
+        None,
+        "vllm-server only. A server that does not answer within S seconds of its start is given up (default: 300)",
+        type=positive_seconds,
+        metavar="S",
+    )
     in_flight_update: str = setting(
         "off",
         "vllm only. off: groups are finished with the weights that began them; on: they continue with new weights "

@@ -104,6 +104,7 @@ OTHER_WORK = WorkerSettings(
     generator="hf",
     in_flight_update="on",
     server_devices="1,2",
+    server_timeout=60.0,
 )
 
 

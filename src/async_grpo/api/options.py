@@ -75,6 +75,7 @@ class Options(TypedDict, total=False):
     max_turns: int | None
     generator: str | None
     server_devices: Sequence[int] | str | None
+    server_timeout: float | None
     in_flight_update: str
 
 

@@ -35,14 +35,15 @@ T = TypeVar("T")
 
 
 @contextmanager
-def own_server(run_dir: Path, devices: str | None) -> Iterator[OwnServer]:
+def own_server(run_dir: Path, devices: str | None, ready_s: float = READY_S) -> Iterator[OwnServer]:
     """Let the trainer that is built inside this block have a server of its own, which ends with the block.
 
     Args:
         run_dir: the server's output goes there.
         devices: the server's GPUs, as CUDA_VISIBLE_DEVICES names them; None on a machine without one.
+        ready_s: seconds after its start in which the server has to answer.
     """
-    server = OwnServer(run_dir, devices)
+    server = OwnServer(run_dir, devices, ready_s)
     theirs = grpo_trainer.VLLMGeneration
     grpo_trainer.VLLMGeneration = partial(ServedGeneration, server)
     try:
@@ -55,8 +56,8 @@ def own_server(run_dir: Path, devices: str | None) -> Iterator[OwnServer]:
 class OwnServer:
     """The server of a run, from the moment that TRL asks for one."""
 
-    def __init__(self, run_dir: Path, devices: str | None) -> None:
-        self._run_dir, self._devices = run_dir, devices
+    def __init__(self, run_dir: Path, devices: str | None, ready_s: float = READY_S) -> None:
+        self._run_dir, self._devices, self._ready_s = run_dir, devices, ready_s
         self._log = RunDir(run_dir).vllm_server_log
         self._described = TemporaryDirectory(prefix="async-grpo-vllm-")  # what it reads of the model
         self._process: VLLMServerProcess | None = None
@@ -114,6 +115,7 @@ class OwnServer:
             log=self._log,
             tensor_parallel_size=many,
             weights=NCCL,
+            ready_s=self._ready_s,
             arguments=flags(options),
             env={**os.environ, "CUDA_VISIBLE_DEVICES": self._devices or ""},
         )

@@ -66,6 +66,7 @@ class ServerPlan:
     host: str = "127.0.0.1"
     tensor_parallel_size: int = 1
     weights: str = SHARED_MEMORY
+    ready_s: float = READY_S  # how long it may take to answer for the first time
     arguments: Sequence[str] = ()  # more of `vllm serve`
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
@@ -173,12 +174,13 @@ class VLLMServerProcess:
     def _is_its_port(self, connection: Any) -> bool:
         return connection.status == psutil.CONN_LISTEN and connection.laddr.port == self.port
 
-    def wait_ready(self, timeout_s: float = READY_S) -> None:
+    def wait_ready(self, timeout_s: float | None = None) -> None:
         """Wait until it answers; it is started again if it is killed meanwhile, or its port was taken from it.
 
         Raises:
             GeneratorError: it ended, was killed or lost its port three times, or did not answer in time.
         """
+        timeout_s = self._plan.ready_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + timeout_s
         last_start = self.starts + STARTS - 1
         with Reminder(lambda: f"the vLLM server at {self.base_url} ({self.last_line()})") as reminder:

@@ -83,6 +83,7 @@ def check_generator_options(
     chosen: str,
     *,
     server_devices: str | None,
+    server_timeout: float | None = None,
     in_flight_update: bool = False,
     deterministic: bool = False,
     workers: int = 0,
@@ -99,6 +100,8 @@ def check_generator_options(
     """
     if server_devices is not None and chosen != STARTED_SERVER:
         raise UsageError("--server-devices names the GPUs of a server that a worker starts: --generator vllm-server.")
+    if server_timeout is not None and chosen != STARTED_SERVER:
+        raise UsageError("--server-timeout is of a server that is started for the run: --generator vllm-server.")
     if in_flight_update:
         _check_in_flight_update(chosen, deterministic=deterministic)
     if chosen == VLLM_SERVER and workers > 1:

@@ -49,6 +49,12 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
         "work.server_devices",
         "1,2",
     ),
+    "server_timeout": (
+        ["--server-timeout", "60", "--generator", "vllm-server", "--run-dir", str(HERE)],
+        ("server_timeout", 60.0),
+        "work.server_timeout",
+        60.0,
+    ),
     # of a distributed run alone
     "distributed": (["--distributed"], None, "worker_devices", (CPU, CPU)),
     "num_workers": (["-n", "3"], None, "worker_devices", (CPU,) * 3),
@@ -127,8 +133,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update({name: getattr(settings, name) for name in ("run_name", "run_group", "run_tags")})
 
     @contextmanager
-    def own_server(run_dir: Path, devices: str | None) -> Iterator[Any]:
-        seen["server"] = (run_dir, devices)
+    def own_server(run_dir: Path, devices: str | None, ready_s: float) -> Iterator[Any]:
+        seen["server"], seen["server_timeout"] = (run_dir, devices), ready_s
         yield SimpleNamespace(require_started=lambda: None)
 
     def plan(question: Question, run_dir: Path | None, gpu_memory: int | None) -> None:
@@ -209,6 +215,8 @@ def test_what_implies_a_distributed_run(option: str, launched: list[Any]) -> Non
         (["--generator", "hf"], "--generator hf: in one process TRL itself generates.*--set use_vllm=false"),
         (["--generator", "vllm"], "--set use_vllm=true --set vllm_mode=colocate"),
         (["--server-devices", "1"], "--server-devices names the GPUs of a server"),
+        (["--server-timeout", "9"], "--server-timeout is of a server that is started for the run"),
+        (["--distributed", "--server-timeout", "9"], "--server-timeout is of a server that is started for the run"),
         (["--dry-run", "--generator", "vllm-server"], "say where the server's output goes, --run-dir DIR"),
         (["--device", "cpu", "--full-every", "5"], "--full-every: no versions are kept without --delta-every"),
         (["--device", "cpu", "--delta-dir", "d"], "--delta-dir: no versions are kept without --delta-every"),

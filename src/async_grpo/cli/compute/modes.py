@@ -12,7 +12,18 @@ from async_grpo.setup.generator_choice import HF, VLLM, check_generator_options
 IN_ONE_PROCESS = frozenset(
     (
         *("config", "trl_arguments", "device", "dry_run", "gpu_memory", "run_dir", "log_level"),
-        *("steps", "seed", "set", "run_name", "run_group", "run_tags", "eval_every", "generator", "server_devices"),
+        *(
+            "steps",
+            "seed",
+            "set",
+            "run_name",
+            "run_group",
+            "run_tags",
+            "eval_every",
+            "generator",
+            "server_devices",
+            "server_timeout",
+        ),
         *("delta_every", "full_every", "delta_keep", "delta_dir"),
     )
 )
@@ -42,7 +53,8 @@ def refuse_in_one_process(given: Collection[str], args: argparse.Namespace) -> N
         )
     if "full_every" in given and not args.delta_every:
         raise UsageError(f"{_flags(['full_every'])}: {_NO_VERSIONS}")
-    check_generator_options(args.generator or HF, server_devices=args.server_devices)
+    given_to_server = {"server_devices": args.server_devices, "server_timeout": args.server_timeout}
+    check_generator_options(args.generator or HF, **given_to_server)
 
 
 def refuse_without_effect(given: Collection[str], args: argparse.Namespace) -> None:
@@ -55,6 +67,7 @@ def refuse_without_effect(given: Collection[str], args: argparse.Namespace) -> N
         check_generator_options(
             args.generator or HF,
             server_devices=args.server_devices,
+            server_timeout=args.server_timeout,
             in_flight_update=is_known and args.in_flight_update == "on",
             deterministic=is_known and args.deterministic,
         )

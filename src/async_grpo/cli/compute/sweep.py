@@ -141,7 +141,7 @@ def _arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> list[str]:
 
 
 def _refuse_for_plain_trl(given: Mapping[str, Any]) -> None:
-    known = ("steps", "eval_every", "delta_every", "full_every", "delta_keep")
+    known = ("steps", "eval_every", "delta_every", "full_every", "delta_keep", "server_timeout")
     unused = [flag_name(name) for _, name in _OF_TRAIN if name in given and name not in known]
     unused += ["--num-workers"] if "num_workers" in given else []
     if unused:

@@ -181,8 +181,9 @@ def _train_alone(args: argparse.Namespace, run_dir: Path | None, eval_every: int
         server = None
         if serves and run_dir is not None:
             from async_grpo.roles.served_trl import own_server
+            from async_grpo.serving.vllm_server import READY_S
 
-            server = entered.enter_context(own_server(run_dir, args.server_devices))
+            server = entered.enter_context(own_server(run_dir, args.server_devices, args.server_timeout or READY_S))
         try:
             with gc_paused():
                 trainer = load_trainer(args.config.absolute(), steps=args.steps, seed=args.seed, config_values=args.set)

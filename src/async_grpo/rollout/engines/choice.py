@@ -59,6 +59,7 @@ def make_engine(
     check_generator_options(
         chosen,
         server_devices=settings.server_devices,
+        server_timeout=settings.server_timeout,
         in_flight_update=in_flight_update,
         deterministic=state.deterministic,
         workers=state.num_workers,
@@ -142,6 +143,7 @@ def connect(run: RunDir, trainer: Any) -> VLLMServer:
 def start_server(trl: RolloutTrainer, settings: WorkerSettings, run: RunDir, worker: WorkerId) -> StartedServer:
     """A vLLM server of this worker's own."""
     from async_grpo.rollout.engines.served.started import StartedServer
+    from async_grpo.serving.vllm_server import READY_S
 
     return StartedServer(
         trl.trainer,
@@ -151,6 +153,7 @@ def start_server(trl: RolloutTrainer, settings: WorkerSettings, run: RunDir, wor
         number=worker.number,
         seed=int.from_bytes(os.urandom(4), "big"),  # two workers must not draw the same
         devices=settings.server_devices,
+        ready_s=settings.server_timeout or READY_S,
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,13 +41,23 @@ class StartedServer(ServerEngine):
         handle: the handle file that the server maps.
         number: of the worker: the server listens on the port of the setup file plus this number less one, or the next.
         devices: the GPUs of the server as CUDA_VISIBLE_DEVICES names them; None: the worker's own.
+        ready_s: seconds after its start in which the server has to answer.
 
     Raises:
         UnsupportedError: the model or the setup file does not suit a server that we start.
     """
 
     def __init__(
-        self, trainer: Any, *, folder: Path, log: Path, handle: Path, number: int, seed: int, devices: str | None
+        self,
+        trainer: Any,
+        *,
+        folder: Path,
+        log: Path,
+        handle: Path,
+        number: int,
+        seed: int,
+        devices: str | None,
+        ready_s: float = READY_S,
     ) -> None:
         super().__init__(trainer)
         self._folder, self._handle = folder, handle
@@ -54,7 +65,8 @@ class StartedServer(ServerEngine):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True)
         describe_model(trainer, folder, with_text=True)
-        self._server = VLLMServerProcess(_plan(trainer, folder, log, number, seed, devices))
+        plan = replace(_plan(trainer, folder, log, number, seed, devices), ready_s=ready_s)
+        self._server = VLLMServerProcess(plan)
         trainer.model.to("meta")  # the server has the weights, and takes what is free on the GPU
         free_memory()
         self._server.start()
