@@ -164,7 +164,7 @@ class FreshBatch(TrainerCallback):
     def _keep_farthest(self, inputs: Mapping[str, Any], log_pi: Tensor, apart: Tensor, fresh: Tensor) -> None:
         means = apart.sum(-1) / fresh.sum(-1).clamp(min=1)
         row = int(means.argmax())
-        if self._farthest is None or means[row].item() > self._farthest.apart:
+        if means[row].item() > (0.0 if self._farthest is None else self._farthest.apart):
             there = inputs["completion_mask"][row].bool()
             self._farthest = Farthest(
                 inputs=alone(inputs, row),
