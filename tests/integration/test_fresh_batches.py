@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +19,12 @@ from trl import GRPOTrainer
 
 from async_grpo.archive.history import Sampler
 from async_grpo.errors import RunRefused
+from async_grpo.rundir.lifecycle import prepare
+from async_grpo.rundir.paths import RunDir
+from async_grpo.settings import TrainingSettings
+from async_grpo.setup.process import StopRequest
 from async_grpo.training.corrections.fresh_batch import EXACT, ROUNDED, Bound, bound_of
+from async_grpo.training.loop import AsyncTraining
 
 pytestmark = pytest.mark.integration
 
@@ -213,3 +218,26 @@ def test_the_bound_is_that_of_what_rounds(tmp_path: Path) -> None:
     assert bound_of(exact, truncated, None, stops=True) == Bound()
     half = settings(tmp_path, model=build_model(build_tokenizer()).bfloat16())()
     assert bound_of(half, HF, None, stops=True).basis == "as bfloat16 may round"
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "stops"),
+    [
+        ({}, {}, True),
+        ({"accept_mismatch": True}, {}, False),
+        ({"correction": "none"}, {}, False),
+        ({"correction": "trl"}, {}, True),
+        ({}, {"neftune_noise_alpha": 5.0}, False),
+    ],
+)
+def test_what_only_warns_in_a_run(
+    options: dict[str, Any], changes: dict[str, Any], stops: bool, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "worker")
+    state = prepare(run.root, config=Path("my_trainer.py"), num_workers=1)
+    trainer = settings(tmp_path / "outputs", **changes)()
+    training = TrainingSettings(**options)
+    with AsyncTraining(trainer, run=run, state=state, settings=training, stop=StopRequest()):
+        basis = "as trainer, published weights and sampler compute in float32 without TF32"
+        bound = cast(Any, trainer).correct.fresh.bound
+        assert bound == Bound(nats=EXACT, basis=basis, stops=stops)

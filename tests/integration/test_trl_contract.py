@@ -60,7 +60,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "_metrics": (TRAINING, ROLLOUT),
-    "_tokenizer": (ROLLOUT,),
+    "_tokenizer": (LOSS, ROLLOUT),
     "_step": (TRAINING,),
     "_buffered_inputs": (TRAINING,),
     "_image_pad_token_id": (ROLLOUT,),

@@ -138,7 +138,7 @@ class FreshBatch(TrainerCallback):
         repeat: Callable[[Farthest, bool], Tensor | None],
         text_of: Callable[[int], str],
     ) -> None:
-        self._bound, self._gather, self._repeat, self._text_of = bound, gather, repeat, text_of
+        self.bound, self._gather, self._repeat, self._text_of = bound, gather, repeat, text_of
         self._sums: list[Tensor] = []  # [sum of |log pi - log mu|, tokens], of each micro-batch
         self._farthest: Farthest | None = None  # of this step
         self._first = True  # nothing was judged yet
@@ -191,7 +191,7 @@ class FreshBatch(TrainerCallback):
 
     def _stop(self, found: _Found, step: int, farthest: Farthest | None) -> NoReturn:
         cause = self._cause(farthest) if farthest is not None and found.all_repeat else ""
-        if self._bound.nats == inf:
+        if self.bound.nats == inf:
             raise RunRefused("Trainer and sampler disagree on rollouts of the same weights: rank 0 says how.")
         token = "" if farthest is None else f"{self._first_token(farthest)} "
         raise RunRefused(
@@ -199,7 +199,7 @@ class FreshBatch(TrainerCallback):
         )
 
     def _warn(self, found: _Found, step: int) -> None:
-        if self._warned or self._bound.nats == inf:  # or rank 0 does
+        if self._warned or self.bound.nats == inf:  # or rank 0 does
             return
         self._warned = True
         few = "" if found.enough else f" Fewer than {LEAST} tokens do not stop a run."
@@ -207,7 +207,7 @@ class FreshBatch(TrainerCallback):
 
     def _over_ranks(self, farthest: Farthest | None) -> _Found:
         own = torch.stack(self._sums).sum(0) if self._sums else torch.zeros(2)
-        mine = torch.tensor([self._bound.nats, float(self._bound.stops), float(farthest is not None)])
+        mine = torch.tensor([self.bound.nats, float(self.bound.stops), float(farthest is not None)])
         rows = self._gather(torch.cat([own, mine.to(own.device)])[None])
         apart, tokens = rows[:, :2].sum(0).tolist()
         bound, stops, _ = rows[0, 2:].tolist()
@@ -215,16 +215,16 @@ class FreshBatch(TrainerCallback):
         return _Found(mean=mean, tokens=int(tokens), bound=bound, stops=bool(stops), all_repeat=all_repeat)
 
     def _sentence(self, found: _Found, step: int) -> str:
-        most = self._bound.nats if found.mean > self._bound.nats else WARN_FROM * self._bound.nats
+        most = self.bound.nats if found.mean > self.bound.nats else WARN_FROM * self.bound.nats
         return (
             f"Trainer and sampler disagree on rollouts of the same weights: their log-probabilities are "
             f"{found.mean:.2g} nats apart, the mean of {found.tokens:,} tokens before optimizer step {step}, and at "
-            f"most {most:g} are expected, {self._bound.basis}."
+            f"most {most:g} are expected, {self.bound.basis}."
         )
 
     def _first_token(self, farthest: Farthest) -> str:
         apart = (farthest.log_pi - farthest.log_mu).abs().where(farthest.counted, 0.0)
-        place = int((apart > min(self._bound.nats, apart.max().item() / 2)).int().argmax())
+        place = int((apart > min(self.bound.nats, apart.max().item() / 2)).int().argmax())
         token = int(farthest.inputs["completion_ids"][0, place])
         return (
             f"The first one in a completion is {self._text_of(token)!r} (id {token}), its token {place + 1}: "
