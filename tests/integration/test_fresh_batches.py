@@ -13,6 +13,7 @@ from compared_with_trl import run_as_trl_would, settings
 from datasets import Dataset
 from in_process import InProcessRun, build_model, build_tokenizer
 from loguru import logger
+from peft import LoraConfig
 from test_trl_corrections import OwnForwardPass
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3ForCausalLM
 from trl import GRPOTrainer
@@ -159,7 +160,7 @@ def test_an_accepted_mismatch_warns_once(tmp_path: Path, warnings: list[str]) ->
     run = guarded(tmp_path, Bound(nats=EXACT, basis="as this is a test"), model=gpt2, max_steps=3).train()
     assert run.trainer.state.global_step == 3
     assert len(warnings) == 1
-    assert "Usual causes are position ids" in warnings[0]
+    assert "how its batch is padded" in warnings[0]
 
 
 def test_a_tenth_of_the_bound_warns(tmp_path: Path, warnings: list[str]) -> None:
@@ -218,6 +219,16 @@ def test_the_bound_is_that_of_what_rounds(tmp_path: Path) -> None:
     assert bound_of(exact, truncated, None, stops=True) == Bound()
     half = settings(tmp_path, model=build_model(build_tokenizer()).bfloat16())()
     assert bound_of(half, HF, None, stops=True).basis == "as bfloat16 may round"
+
+
+def test_nothing_random_is_drawn(tmp_path: Path) -> None:
+    """A replay, which does not look, gives the weights of the run, dropout or not."""
+    bounds = (None, Bound(nats=1e-9, basis="as this is a test"))
+    adapter = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.2, init_lora_weights=False)
+    for trainer_class in (GRPOTrainer, OwnForwardPass):
+        get_trainer = trainers(tmp_path, given={"peft_config": adapter}, trainer_class=trainer_class, max_steps=3)
+        looked, plain = (InProcessRun(get_trainer, fresh=bound).train() for bound in bounds)
+        assert [entry["loss"] for entry in looked.logs] == [entry["loss"] for entry in plain.logs]
 
 
 @pytest.mark.parametrize(

@@ -179,18 +179,20 @@ class FreshBatch(TrainerCallback):
             return
         farthest, self._farthest = self._farthest, None  # its log-probabilities are of these weights
         found = self._over_ranks(farthest)
-        if found.enough and self._first and found.stops and found.mean > found.bound:
-            self._stop(found, state.global_step + 1, farthest)
+        step, cause = state.global_step + 1, ""
+        if found.enough and self._first and found.mean > found.bound:
+            cause = self._cause(farthest) if farthest is not None and found.all_repeat else ""
+            if found.stops:
+                self._stop(found, step, farthest, cause)
         if found.mean > found.bound * (WARN_FROM if found.enough else 1.0):
-            self._warn(found, state.global_step + 1)
+            self._warn(found, step, cause)
             self._ended = found.enough
         self._ended |= found.bound == inf
         if found.enough:
             self._first = False
             self._sums.clear()
 
-    def _stop(self, found: _Found, step: int, farthest: Farthest | None) -> NoReturn:
-        cause = self._cause(farthest) if farthest is not None and found.all_repeat else ""
+    def _stop(self, found: _Found, step: int, farthest: Farthest | None, cause: str) -> NoReturn:
         if self.bound.nats == inf:
             raise RunRefused("Trainer and sampler disagree on rollouts of the same weights: rank 0 says how.")
         token = "" if farthest is None else f"{self._first_token(farthest)} "
@@ -198,12 +200,12 @@ class FreshBatch(TrainerCallback):
             f"{self._sentence(found, step)} {token}{_CAUSES[cause]} --accept-mismatch trains all the same."
         )
 
-    def _warn(self, found: _Found, step: int) -> None:
+    def _warn(self, found: _Found, step: int, cause: str) -> None:
         if self._warned or self.bound.nats == inf:  # or rank 0 does
             return
         self._warned = True
         few = "" if found.enough else f" Fewer than {LEAST} tokens do not stop a run."
-        logger.warning("{}{} {} This is said once.", self._sentence(found, step), few, _CAUSES[""])
+        logger.warning("{}{} {} This is said once.", self._sentence(found, step), few, _CAUSES[cause])
 
     def _over_ranks(self, farthest: Farthest | None) -> _Found:
         own = torch.stack(self._sums).sum(0) if self._sums else torch.zeros(2)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,9 @@ class CorrectedLoss(UserTrainer):
         elif SIZES in inputs:
             raise _computes_otherwise(self)
         elif self.correct.fresh is not None and self.correct.fresh.waits:
-            self.correct.fresh.saw(inputs, self.correct.log_pi_old(inputs), self.state.global_step)
+            with _drawing_nothing(self):
+                log_pi = self.correct.log_pi_old(inputs)
+            self.correct.fresh.saw(inputs, log_pi, self.state.global_step)
         return loss
 
     def _get_per_token_logps_and_entropies(
@@ -195,11 +197,18 @@ def _log_pi_alone(trainer: Any, farthest: Farthest, training: bool) -> torch.Ten
     trainer.model.train(training)
     trainer._kept = {name: farthest.inputs[name] for name in (SIZES, IDS)} if SIZES in farthest.inputs else None
     try:
-        return log_pi_old(trainer, farthest.inputs)[0]
+        with _drawing_nothing(trainer):
+            return log_pi_old(trainer, farthest.inputs)[0]
     finally:
         trainer._kept = None
         for module, mode in modes:
             module.training = mode
+
+
+def _drawing_nothing(trainer: Any) -> AbstractContextManager[None]:
+    """Random numbers that a pass draws here, for dropout, are drawn again behind it: a replay makes no such pass."""
+    device = trainer.accelerator.device
+    return torch.random.fork_rng(devices=[] if device.type == "cpu" else [device], device_type=device.type)
 
 
 def one_update(trainer: Any) -> bool:
