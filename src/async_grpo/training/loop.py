@@ -53,7 +53,7 @@ from async_grpo.training.checkpoints import CheckpointFolder, Resumed, UsedGroup
 from async_grpo.training.corrections.checks import check, describe, describe_noise, sampled_with
 from async_grpo.training.corrections.fresh_batch import bound_of
 from async_grpo.training.corrections.rule import Rule, rule_of
-from async_grpo.training.corrections.tipping import TippingCallback
+from async_grpo.training.corrections.tipping import TippingCallback, what_helps
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.distributed import Leader, Ranks, exporter_of
 from async_grpo.training.groups import refuser_of
@@ -136,8 +136,9 @@ class AsyncTraining(TrainingEvents):
         trl_trainer.make_async(trainer, self, correction=rule, fresh=bound)
         trainer.add_callback(StatesCallback(run.trainer_states))
         self.curves = report(trainer, self.log, make_folder(run.tensorboard, in_private=True))
-        latest, keep = partial(trl_trainer.latest_metrics, trainer), partial(run.update_state, of=state.run_id)
-        trainer.add_callback(TippingCallback(latest, rule, settings.max_staleness, keep))
+        helps = what_helps(rule, settings.max_staleness, trainer.importance_sampling_level)
+        keep = partial(run.update_state, of=state.run_id)
+        trainer.add_callback(TippingCallback(partial(trl_trainer.latest_metrics, trainer), helps, keep))
         write_json(run.hyperparameters, hyperparameters(trainer, settings))
 
     def _accept(self) -> None:

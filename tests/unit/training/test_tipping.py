@@ -59,7 +59,7 @@ class Run:
     def __init__(self, figures: list[dict[str, float]]) -> None:
         self.kept: list[str] = []
         self._now: dict[str, float] = {}
-        callback = TippingCallback(lambda: self._now, rule("tis"), 4, lambda *, tips: self.kept.append(tips))
+        callback = TippingCallback(lambda: self._now, ["this", "that"], lambda *, tips: self.kept.append(tips))
         for step, self._now in enumerate(figures, start=1):
             callback.on_step_end(None, SimpleNamespace(global_step=step), None)
 
@@ -68,7 +68,7 @@ def test_one_warning_with_the_step_and_what_helps(caplog: Any) -> None:
     run = Run([{SHARE: 0.5, KL: 0.1}] * 40)
     (warning,) = run.kept
     assert warning.startswith("The policy runs away from its rollouts at step 19: ")
-    assert "--step-scaling ess; a --max-staleness below 4; a smaller learning rate; --correction bypass" in warning
+    assert warning.endswith("the most helpful first: this; that.")
 
 
 def test_a_loss_that_shows_no_log_probabilities_is_not_watched() -> None:
@@ -76,4 +76,8 @@ def test_a_loss_that_shows_no_log_probabilities_is_not_watched() -> None:
 
 
 def test_only_what_the_run_has_not_done_yet_is_advised() -> None:
-    assert what_helps(rule("bypass", step_scaling="ess"), 0) == ["a smaller learning rate"]
+    assert what_helps(rule("bypass", step_scaling="ess"), 0, "sequence") == ["a smaller learning rate"]
+    correction, gspo, staleness, rate, scaling = what_helps(rule("tis"), 4, "token")
+    assert correction.startswith("--correction bypass") and "importance_sampling_level" in gspo
+    assert staleness == "a --max-staleness below 4"
+    assert (rate, scaling) == ("a smaller learning rate", "--step-scaling ess")

@@ -62,13 +62,21 @@ class Tipping:
         )
 
 
-def what_helps(rule: Rule, max_staleness: int) -> list[str]:
-    """What a run with these settings can change, in the order of what helped in `benchmarks/edge.py`."""
+GSPO = 'importance_sampling_level="sequence" with epsilon=3e-4 and epsilon_high=4e-4 in the GRPOConfig (GSPO)'
+
+
+def what_helps(rule: Rule, max_staleness: int, level: str) -> list[str]:
+    """What a run with these settings can change, in the order of what helped in `benchmarks/edge.py`.
+
+    Args:
+        level: `importance_sampling_level` of the `GRPOConfig`.
+    """
     return [
-        *(["--step-scaling ess"] if rule.step_scaling == OFF else []),
+        *(["--correction bypass, which clips"] if rule.name != "bypass" else []),
+        *([GSPO] if level == "token" else []),
         *([f"a --max-staleness below {max_staleness}"] if max_staleness else []),
         "a smaller learning rate",
-        *(["--correction bypass, which clips"] if rule.name != "bypass" else []),
+        *(["--step-scaling ess"] if rule.step_scaling == OFF else []),
     ]
 
 
@@ -77,14 +85,14 @@ class TippingCallback(TrainerCallback):
 
     Args:
         latest: the figures of the step that has just ended.
+        helps: what to change.
         keep: is called with `tips`, the warning, for `status` and the table at the end.
     """
 
     def __init__(
-        self, latest: Callable[[], Mapping[str, float]], rule: Rule, max_staleness: int, keep: Callable[..., object]
+        self, latest: Callable[[], Mapping[str, float]], helps: list[str], keep: Callable[..., object]
     ) -> None:
-        self._latest, self._keep = latest, keep
-        self._helps = "; ".join(what_helps(rule, max_staleness))
+        self._latest, self._helps, self._keep = latest, "; ".join(helps), keep
         self._tipping: Tipping | None = Tipping()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
