@@ -12,9 +12,11 @@ from in_process import build_model, build_tokenizer, build_trainer, plain_rows
 from async_grpo.archive import checkpoint_folders
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import RunDirError
+from async_grpo.rundir.files import write_json
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.training.checkpoints import CheckpointFolder, resume
+from async_grpo.training.hyperparameters import configuration
 
 pytestmark = pytest.mark.integration
 
@@ -53,3 +55,14 @@ def test_data_in_another_order_are_said(tmp_path: Path, begun: RunState, warning
     trainer = build_trainer(tmp_path / "outputs", train_dataset=turned)
     assert resume(trainer, RunDir(tmp_path / "worker"), begun) is not None
     assert len(warnings) == 1 and "not what they were, or not in the same order: 14 rows" in warnings[0]
+
+
+def test_a_setting_that_the_checkpoint_cannot_give_up_is_refused_by_the_record_of_the_run(
+    tmp_path: Path, begun: RunState
+) -> None:
+    run, trainer = RunDir(tmp_path / "worker"), build_trainer(tmp_path / "outputs")
+    write_json(run.hyperparameters, {"trainer": configuration(trainer)})
+    assert resume(trainer, run, begun) is not None
+    write_json(run.hyperparameters, {"trainer": {**configuration(trainer), "optim": "sgd"}})
+    with pytest.raises(RunDirError, match=r"^optim is \w+, and was sgd: "):
+        resume(trainer, run, begun)

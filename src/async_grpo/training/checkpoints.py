@@ -88,11 +88,11 @@ def resume(trainer: GRPOTrainer, run: RunDir, state: RunState) -> Resumed | None
 def check_checkpoint(trainer: GRPOTrainer, state: RunState, found: Checkpoint, layout: Layout, run: RunDir) -> None:
     """Raise `RunDirError` or `UnsupportedError` where this trainer, with this layout, cannot continue from `found`."""
     refuse_another_model(trainer, state, found.path)
-    before = _configuration_before(run)
-    check_settings(trainer, before, configuration(trainer), found.path, in_batch=found.state.passes_done > 0)
     check_layout(found.path, layout)
     if found.state.passes_done:
         check_ranks(found.path, trainer.args.world_size)
+    if before := _configuration_before(run):
+        check_settings(trainer, before, configuration(trainer), found.path, in_batch=found.state.passes_done > 0)
 
 
 def _configuration_before(run: RunDir) -> dict[str, Any]:

@@ -68,8 +68,6 @@ def check_settings(
     Raises:
         RunDirError: a setting is another one, and cannot be used with the checkpoint.
     """
-    if not before:
-        return
     for name, reason in _reasons(trainer, before, now, in_batch=in_batch):
         was, now_is = before.get(name), now.get(name)
         if was != now_is:
