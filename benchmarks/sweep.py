@@ -66,6 +66,7 @@ def sweep(folder: Path, seeds: tuple[int, ...], slots: int, steps: int) -> Measu
     screen, terminal = pty.openpty()
     threading.Thread(target=drain, args=(screen,), daemon=True).start()
     arguments = ["sweep", str(RECIPE), "--seeds", ",".join(map(str, seeds)), "--num-instances", str(slots)]
+    arguments += ["--stagger", "0"]  # what the schedule costs is measured
     process = subprocess.Popen(
         [sys.executable, "-m", "async_grpo.cli", *arguments, "--steps", str(steps), "--eval-every", "25"],
         cwd=folder,
