@@ -139,13 +139,18 @@ def tables(done: Sequence[Outcome]) -> str:
 def markdown(table: Table) -> str:
     rates = sorted({rate for figures in table.values() for rate in figures})
     lines = [
-        f"| | {' | '.join(f'{rate:.0e}'.replace('e-0', 'e-') for rate in rates)} |",
+        f"| | {' | '.join(map(short, rates))} |",
         "|" + "---|" * (1 + len(rates)),
     ]
     for row, figures in table.items():
         texts = (str(figures[rate]) if rate in figures else "" for rate in rates)
         lines.append(f"| {row} | {' | '.join(texts)} |")
     return "\n".join(lines)
+
+
+def short(rate: float) -> str:
+    """`4e-4`."""
+    return f"{rate:.0e}".replace("e-0", "e-")
 
 
 def findings(table: Table) -> Iterator[str]:
@@ -155,8 +160,9 @@ def findings(table: Table) -> Iterator[str]:
         several = {row: figure for row, figure in there.items() if figure.error < inf}
         below = [str(row) for row, figure in several.items() if figure.is_below(plain)]
         if several:
-            told = f"below plain TRL: {'; '.join(below)}" if below else "nothing is below plain TRL"
-            yield f"- {rate:.0e}: {told} (by two standard errors; {len(below)} of {len(several)} rows)."
+            told = "; ".join(below) if below else "none"
+            told = f"two standard errors below plain TRL: {told}"
+            yield f"- {short(rate)}, of {counted(len(several), 'row')} with several seeds: {told}."
 
 
 def warnings(done: Sequence[Outcome]) -> str:
@@ -184,21 +190,21 @@ COLOURS = {0: "#666666", 1: "#56B4E9", 2: "#0072B2", 4: "#E69F00", 8: "#D55E00"}
 
 
 def draw(done: Sequence[Outcome], path: Path) -> None:
-    """Accuracy over the learning rate, a curve for each staleness, of `bypass` with scaled steps and without."""
+    """Accuracy over the learning rate, a curve for each staleness: `bypass` with scaled steps and without, and GSPO."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    tasks = [task for task in TITLES if table_of(done, task)]
+    tasks = [task for task in TITLES if len({outcome.cell.rate for outcome in done if outcome.cell.task == task}) > 1]
     figure, panels = pyplot.subplots(1, len(tasks), figsize=(4.6 * len(tasks), 4), dpi=150, squeeze=False)
     for axes, task in zip(panels[0], tasks, strict=True):
         for row, figures in table_of(done, task).items():
-            if row.column in (PLAIN, "bypass"):
+            if row.column in (PLAIN, "bypass", "GSPO"):
                 _curve(axes, row, figures)
         axes.set(title=TITLES[task], xscale="log", xlabel="learning rate", ylabel="probability of the right answer")
         rates = sorted({outcome.cell.rate for outcome in done if outcome.cell.task == task})
-        axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        axes.set_xticks(rates, map(short, rates))
         axes.minorticks_off()
         axes.grid(axis="y", color="#e5e5e5", linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
@@ -217,6 +223,7 @@ def _curve(axes: object, row: Row, figures: dict[float, Figure]) -> None:
         label=str(row).replace("`", "").replace(", bypass", "").replace("--step-scaling ", "scaled by "),
         color="#000000" if row.column == PLAIN else COLOURS[row.staleness],
         linestyle=":" if row.column == PLAIN else "-" if row.scaling == "off" else "--",
+        markerfacecolor="white" if row.column == "GSPO" else None,
         marker="o",
         markersize=4,
         capsize=2,
