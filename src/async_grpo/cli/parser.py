@@ -71,6 +71,10 @@ class Parser(argparse.ArgumentParser):
             message += self.hint(message.removeprefix(_UNKNOWN).split()[0].split("=")[0])
         self.exit(2, f"{self.format_usage()}{self.prog}: error: {message}\n{self.prog} --help explains the options.\n")
 
+    def print_help(self, file: Any = None) -> None:
+        """As in `argparse`, which keeps it to itself where there is no room for the text."""
+        (file or sys.stdout).write(self.format_help())
+
     def format_usage(self) -> str:
         """As in `argparse`, without the options where they would fill a screen."""
         usage = super().format_usage()

@@ -373,12 +373,13 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     refuse_publish_dtype(settings.publish_dtype, sharded=sharding_of(trainer) is not None)
     trl_trainer.refuse_unsupported(trainer)
     check_agent(trainer)
+    if generator is not None:  # workers that are started by hand may have another environment
+        check_needs(trainer)
     check_fields(trainer)
     check_overrides(trainer)
     check_callbacks(trainer)
     check(rule_of(settings), trainer, own_loss=has_own_loss(trainer))
-    if generator is not None:  # else the workers check it, who may have another environment
-        check_needs(trainer)
+    if generator is not None:  # else the workers check it
         check_generation(trainer, generator)
     check_sampling(trainer, settings.correction, generator, settings.eval_sampling() if settings.eval_every else None)
 

@@ -13,6 +13,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -72,8 +73,15 @@ class Served:
 
 
 @pytest.fixture
-def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def folder() -> Iterator[Path]:
+    """A short one: the path of a Unix socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -160,22 +168,20 @@ def test_clients_of_httpx_connect_by_the_socket(served: Served) -> None:
 
 
 def test_the_socket_is_private_and_what_a_killed_worker_left_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     left, alive = private_socket.private_socket(), private_socket.private_socket()
     assert left is not None and alive is not None
     assert stat.S_IMODE(left.path.parent.stat().st_mode) == 0o700
     left.listening.close()
     new = private_socket.private_socket()
     assert new is not None
-    assert {folder.name for folder in tmp_path.iterdir()} == {alive.path.parent.name, new.path.parent.name}
+    assert {each.name for each in folder.iterdir()} == {alive.path.parent.name, new.path.parent.name}
 
 
-def test_a_socket_goes_where_its_path_is_short_enough_or_nowhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    long, short = tmp_path / ("x" * 100), tmp_path / "t"
+def test_a_socket_goes_where_its_path_is_short_enough_or_nowhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long, short = folder / ("x" * 100), folder / "t"
     long.mkdir()
     short.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))

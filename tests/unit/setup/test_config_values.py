@@ -15,9 +15,8 @@ import pytest
 
 from async_grpo.cli import main
 from async_grpo.errors import UsageError
-from async_grpo.setup import trl_compat
+from async_grpo.setup import imports, trl_compat
 from async_grpo.setup.devices import hold_to_device
-from async_grpo.setup.grpo_config import building
 from async_grpo.setup.grpo_config.batch import BatchError
 from async_grpo.setup.grpo_config.values import field_types, parsed
 from async_grpo.setup.setup_file import MODULE_NAME, load_trainer
@@ -244,7 +243,7 @@ def test_two_that_wait_for_the_same_module_both_hear_of_it(tmp_path: Path, monke
     monkeypatch.syspath_prepend(tmp_path)
     heard: list[str] = []
     outer, inner = (
-        building._WhenImported("imported_late", lambda module, name=name: heard.append(f"{name}: {module.__name__}"))
+        imports._WhenImported("imported_late", lambda module, name=name: heard.append(f"{name}: {module.__name__}"))
         for name in ("outer", "inner")
     )
     monkeypatch.setattr(sys, "meta_path", [inner, outer, *sys.meta_path])

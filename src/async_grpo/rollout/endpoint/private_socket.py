@@ -17,7 +17,7 @@ from typing import NamedTuple
 from loguru import logger
 
 PREFIX = "async-grpo-endpoint-"
-_NAME = "socket"
+_NEW, _NAME = "opened", "socket"  # of one length: a path that can be bound can be connected to
 _WAITING = 128  # connections that are not accepted yet
 
 
@@ -55,9 +55,9 @@ def _listening(base: Path) -> PrivateSocket:
     atexit.register(_remove_ours, folder, os.getpid())
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listening.bind(str(folder / "new"))
+        listening.bind(str(folder / _NEW))
         listening.listen(_WAITING)
-        (folder / "new").rename(folder / _NAME)  # so a socket of this name listens, or its process has ended
+        (folder / _NEW).rename(folder / _NAME)  # so a socket of this name listens, or its process has ended
     except OSError:
         listening.close()
         _remove(folder)
@@ -92,6 +92,6 @@ def _remove_ours(folder: Path, pid: int) -> None:
 
 def _remove(folder: Path) -> None:
     with suppress(OSError):
-        for name in ("new", _NAME):
+        for name in (_NEW, _NAME):
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
