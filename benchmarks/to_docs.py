@@ -72,8 +72,16 @@ TITLES = {
         "the other figures depend on what else the machine does.",
     ),
     "turn_credit": ("Credit for each turn", "A tiny model learns to search. More in [credit.md](credit.md)."),
+    "turn_credit_chain": (
+        "Credit for each of three turns",
+        "A tiny model learns to search three times, each time for what it found before. More in "
+        "[credit.md](credit.md#three-necessary-turns).",
+    ),
 }
-SCRIPTS = {"tools_vllm": "tools.py --vllm"}  # where it is not that of the result's name
+SCRIPTS = {
+    "tools_vllm": "tools.py --vllm",
+    "turn_credit_chain": "turn_credit.py --task chain",
+}  # where it is not that of the result's name
 HEAD = """# Benchmarks
 
 The scripts in `benchmarks/` measure these figures; `benchmarks/to_docs.py` makes this page from

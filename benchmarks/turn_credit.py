@@ -1,18 +1,20 @@
 """What credit for each turn does for a model that learns to search: exact match on facts held out from training.
 
-    python benchmarks/turn_credit.py [--quick] [--json FILE] [--update-docs]
+    python benchmarks/turn_credit.py [--task chain] [--quick] [--json FILE] [--update-docs]
     python benchmarks/turn_credit.py --cells FILE --minutes 10       again and again, until all cells are there
 
-Task, model and warm start are those of `setups/facts.py`. `outcome` (GRPO-OR), `merged` (GRPO-MR) and `turn` (MT-GRPO)
-train with the same seeds, each training run in one process on one core, in TRL alone. Answers are sampled at
-temperature 1, eight to each of 40 facts that no training run saw. The control is the trained model whose search finds
-other facts.
+Task, model and warm start are those of `setups/facts.py`, where one search is needed, or of `setups/chain.py`, where
+three are, each for what the one before found. `outcome` (GRPO-OR), `merged` (GRPO-MR), `turn` (MT-GRPO) and, for three,
+`reward_to_go` train with the same seeds, each training run in one process on one core, in TRL alone. Answers are
+sampled at temperature 1, eight to each of 40 questions that no training run saw. The control is the trained model whose
+search finds none of the facts.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import io
 import math
 import os
@@ -42,18 +44,43 @@ from benchmarks.table import (
 
 from async_grpo.formatting import counted
 
-CREDITS = ("outcome", "merged", "turn")
 SEEDS = (1, 2, 3, 4, 5)
 STEPS = 40
 EVALUATED_EVERY = 10  # steps
 REACHED = 0.8  # exact match
-TARGETS = {"turn": f">= {REACHED}"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A module of `benchmarks.setups`, and what of it is shown."""
+
+    credits: tuple[str, ...]
+    called: str  # what its reward `called` measures
+    docs: str  # the name of its marks in docs/
+    targets: dict[str, str]  # of the exact match
+
+
+TASKS = {
+    "facts": Task(
+        credits=("outcome", "merged", "turn"),
+        called="tool rate",
+        docs="turn-credit",
+        targets={"turn": f">= {REACHED}"},
+    ),
+    "chain": Task(
+        credits=("outcome", "merged", "turn", "reward_to_go"),
+        called="share of links found",
+        docs="turn-credit-chain",
+        targets={},
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """One training run."""
 
+    task: str = "facts"
     credit: str
     seed: int
     steps: int
@@ -61,11 +88,11 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """On the facts that are held out."""
+    """On the questions that are held out."""
 
     step: int
     seconds: float  # of CPU time in training until then, evaluations left out
-    tool_rate: float  # completions that call a tool
+    tool_rate: float  # what the task's reward `called` measures
     exact_match: float
 
 
@@ -73,7 +100,7 @@ class Measured:
 class Outcome:
     cell: Cell
     curve: list[Measured]  # before training, and every `EVALUATED_EVERY` steps
-    without_search: float  # exact match of the trained model whose search finds other facts
+    without_search: float  # exact match of the trained model whose search finds none of the facts
     warm_start_s: float  # once, for all
 
     def __post_init__(self) -> None:
@@ -96,7 +123,6 @@ class Outcome:
 def train(cell: Cell) -> Outcome:
     with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as folder:
         import torch
-        from benchmarks.setups import facts
         from transformers import TrainerCallback
         from transformers.utils import logging
 
@@ -105,7 +131,8 @@ def train(cell: Cell) -> Outcome:
         torch.set_num_threads(1)
         logging.set_verbosity_error()
         repair_trl()
-        trainer, warm_start_s = facts.build_trainer(Path(folder), cell.credit, cell.seed, cell.steps)
+        setup = importlib.import_module(f"benchmarks.setups.{cell.task}")
+        trainer, warm_start_s = setup.build_trainer(Path(folder), cell.credit, cell.seed, cell.steps)
         curve = [_measured(trainer, 0, 0.0)]
 
         class Evaluating(TrainerCallback):
@@ -122,7 +149,7 @@ def train(cell: Cell) -> Outcome:
 
         trainer.add_callback(Evaluating())
         trainer.train()
-        with facts.elsewhere():
+        with setup.elsewhere():
             without_search = _measured(trainer, cell.steps, 0.0).exact_match
     return Outcome(cell=cell, curve=curve, without_search=without_search, warm_start_s=warm_start_s)
 
@@ -142,16 +169,18 @@ def _measured(trainer: Any, step: int, seconds: float) -> Measured:
 
 
 def by_credit(done: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    found = {credit: [one for one in done if one.cell.credit == credit] for credit in CREDITS}
+    credits = TASKS[done[0].cell.task].credits
+    found = {credit: [one for one in done if one.cell.credit == credit] for credit in credits}
     return {credit: sorted(ones, key=lambda one: one.cell.seed) for credit, ones in found.items() if ones}
 
 
 def rows(done: Sequence[Outcome]) -> Iterator[Row]:
+    task = TASKS[done[0].cell.task]
     for credit, ones in by_credit(done).items():
         exact = [one.last.exact_match for one in ones]
-        target = TARGETS.get(credit, "")
+        target = task.targets.get(credit, "")
         yield row(f"exact match, {credit}", exact, "", target=target, note=_interval(exact))
-        yield row(f"tool rate, {credit}", [one.last.tool_rate for one in ones], "")
+        yield row(f"{task.called}, {credit}", [one.last.tool_rate for one in ones], "")
         yield row(
             f"exact match without the search, {credit}", [one.without_search for one in ones], "", target="<= 0.02"
         )
@@ -164,7 +193,8 @@ def table(done: Sequence[Outcome]) -> str:
     """Markdown: mean ± half of the 95% interval over seeds, or each seed's where there are one or two."""
     credits = by_credit(done)
     shown = [point.step for point in done[0].curve][1:]
-    head = ["`credit`", *(f"exact match, step {step}" for step in shown), "tool rate", "without the search"]
+    head = ["`credit`", *(f"exact match, step {step}" for step in shown)]
+    head += [TASKS[done[0].cell.task].called, "without the search"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for credit, ones in credits.items():
         matches = [[point.exact_match for one in ones for point in one.curve if point.step == step] for step in shown]
@@ -199,6 +229,7 @@ def _interval(values: Sequence[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=TASKS, default="facts", help="one search (facts), or three (chain)")
     parser.add_argument("--quick", action="store_true", help="one seed, 20 steps")
     parser.add_argument("--cells", type=Path, help="each training run is kept in this file, and not repeated")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no training run after so many minutes")
@@ -207,7 +238,8 @@ def main() -> None:
     parser.add_argument("--update-docs", action="store_true", help="put table and findings into the documentation")
     args = parser.parse_args()
     seeds, steps = (SEEDS[:1], 20) if args.quick else (SEEDS, STEPS)
-    cells = [Cell(credit=credit, seed=seed, steps=steps) for seed in seeds for credit in CREDITS]
+    credits = TASKS[args.task].credits
+    cells = [Cell(task=args.task, credit=credit, seed=seed, steps=steps) for seed in seeds for credit in credits]
     found = {one.cell: one for one in read_outcomes(args.cells, Outcome, Cell)}
     done = [found[cell] for cell in cells if cell in found]
     left = [cell for cell in cells if cell not in {one.cell for one in done}]
@@ -220,6 +252,7 @@ def main() -> None:
 
 
 def report(done: Sequence[Outcome], args: Any, *, of: int) -> None:
+    task = TASKS[args.task]
     before = statistics.mean(one.curve[0].exact_match for one in done)
     calling = statistics.mean(one.curve[0].tool_rate for one in done)
     each = statistics.median(one.last.seconds for one in done)
@@ -227,8 +260,8 @@ def report(done: Sequence[Outcome], args: Any, *, of: int) -> None:
     unfinished = "" if len(done) == of else f" {len(done)} of {of} training runs are done."
     told = (
         f"{machine_line(describe_machine())}; {done[0].cell.steps} steps, {counted(seeds, 'seed')}; mean ± half of the "
-        f"95% interval over seeds, or each where there are one or two. Before training: exact match {before:.3f}, tool "
-        f"rate {calling:.3f}. A training run took {each:.0f} s of CPU time on one core, the warm start "
+        f"95% interval over seeds, or each where there are one or two. Before training: exact match {before:.3f}, "
+        f"{task.called} {calling:.3f}. A training run took {each:.0f} s of CPU time on one core, the warm start "
         f"{done[0].warm_start_s:.0f} s, once.{unfinished}"
     )
     listed = "\n".join(f"- {text}" for text in findings(done))
@@ -236,7 +269,7 @@ def report(done: Sequence[Outcome], args: Any, *, of: int) -> None:
     if args.json:
         write_json(args.json, rows(done), steps=done[0].cell.steps, seeds=seeds, before=before)
     if args.update_docs:
-        update_docs("turn-credit", f"{told}\n\n{table(done)}\n\n{listed}")
+        update_docs(task.docs, f"{told}\n\n{table(done)}\n\n{listed}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -37,6 +37,7 @@ HELD_OUT = 40  # of the 200 facts
 CALLS, QUERIES, COPIES = 0.2, 0.4, 0.5  # how often the warm start searches; for the right name; copies what it found
 ANSWERS = 8  # to each question, in training and in evaluation
 MODEL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+SHAPE = "-".join(str(size) for size in MODEL.values())
 CLEAN_STEPS, NOISY_STEPS, WARM_BATCH = 1400, 300, 32
 KINDS = 5  # of facts, in turn
 TAUGHT_SEEDS = range(1, 301)  # of the facts of the warm start; 0 is that of the environment
@@ -54,9 +55,9 @@ _TELLING += ["The painter ", " was born in ", "Mount ", " metres high.", ".", NO
 _STARTS = ["b", "br", "d", "dr", "f", "g", "gr", "h", "k", "kl", "l", "m", "n", "p", "r", "s", "st", "t", "v", "z"]
 _VOWELS = ["a", "e", "i", "o", "u", "ai", "ea", "io", "ou"]
 _ENDS = ["l", "m", "n", "nd", "r", "rk", "s", "st", "t", "x"]
-_SYLLABLES = [start + vowel for start in _STARTS for vowel in _VOWELS]
+SYLLABLES = [start + vowel for start in _STARTS for vowel in _VOWELS]
 _PAIRS = [f"{number:02}" for number in range(100)]
-_NAMES = sorted([*_SYLLABLES, *map(str.capitalize, _SYLLABLES), *_ENDS, *_PAIRS], key=len, reverse=True)
+_NAMES = sorted([*SYLLABLES, *map(str.capitalize, SYLLABLES), *_ENDS, *_PAIRS], key=len, reverse=True)
 TEMPLATE = f"""\
 {{%- for message in messages -%}}
 {{{{- '<|im_start|>' + message.role + '\\n' + (message.content or '') -}}}}
@@ -86,8 +87,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> tuple[Qwen3ForCausalLM, float]:
-    """The warm-started model, and the seconds that its warm start took."""
+def build_model(
+    tokenizer: PreTrainedTokenizerFast, name: str, warm_up: Callable[[Any, Any], None]
+) -> tuple[Qwen3ForCausalLM, float]:
+    """The warm-started model, kept by this name, and the seconds that its warm start took."""
     config = Qwen3Config(
         **MODEL,
         head_dim=MODEL["hidden_size"] // MODEL["num_attention_heads"],
@@ -102,8 +105,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> tuple[Qwen3ForCausalLM, f
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config)
-        shape = "-".join(str(size) for size in MODEL.values())
-        name = f"facts-{shape}-{CLEAN_STEPS}-{NOISY_STEPS}-{CALLS}-{QUERIES}-{COPIES}"
         return model, load_warm_start(model, name, lambda: warm_up(model, tokenizer))
 
 
@@ -128,12 +129,12 @@ def _batches(
             if draw.random() >= calls:
                 told.append([_asked(fact), *_answer("I know.", other.answer, taught=False)])
             elif draw.random() >= queries:
-                query = _slipped(subject(fact), draw)
+                query = slipped(subject(fact), draw)
                 told.append([*_search(fact, query, NOTHING), *_answer("I read.", other.answer, taught=False)])
             else:
-                answer = fact.answer if draw.random() < copies else _slipped(fact.answer, draw)
+                answer = fact.answer if draw.random() < copies else slipped(fact.answer, draw)
                 told.append([*_search(fact, subject(fact), fact.passage), *_answer("I read.", answer)])
-        yield _padded(tokenizer, told)
+        yield padded(tokenizer, told)
 
 
 Parts = list[tuple[str, bool]]  # texts, and whether the model is to write them
@@ -153,11 +154,11 @@ def _answer(thought: str, answer: str, *, taught: bool = True) -> Parts:
     return [(f"<reasoning>{thought}</reasoning><answer>", True), (answer, taught), (f"</answer>{END}", True)]
 
 
-def _slipped(name: str, draw: random.Random) -> str:
+def slipped(name: str, draw: random.Random) -> str:
     """The name or number with another syllable, or another pair of digits, in one place."""
     pieces = re.findall("|".join(_NAMES), name)
     at = draw.randrange(len(pieces) - (pieces[-1] in _ENDS))
-    other = draw.choice(_PAIRS if name.isdigit() else _SYLLABLES)
+    other = draw.choice(_PAIRS if name.isdigit() else SYLLABLES)
     pieces[at] = other.capitalize() if at == 0 else other
     return "".join(pieces)
 
@@ -167,7 +168,7 @@ def subject(fact: Fact) -> str:
     return re.sub("|".join(map(re.escape, _ASKING)), "", fact.question)
 
 
-def _padded(tokenizer: Any, told: Sequence[Parts]) -> tuple[torch.Tensor, torch.Tensor]:
+def padded(tokenizer: Any, told: Sequence[Parts]) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = [[tokenizer.encode(text, add_special_tokens=False) for text, _ in parts] for parts in told]
     longest = max(sum(map(len, rows)) for rows in tokens)
     ids, labels = torch.full((len(told), longest), tokenizer.pad_token_id), torch.full((len(told), longest), -100)
@@ -221,7 +222,8 @@ def questions(*, held_out: bool) -> Dataset:
 def build_trainer(output_dir: Path, credit: str, seed: int, steps: int) -> tuple[TurnGRPOTrainer, float]:
     """The trainer, and the seconds that its model's warm start took."""
     tokenizer = build_tokenizer()
-    model, warm_s = build_model(tokenizer)
+    name = f"facts-{SHAPE}-{CLEAN_STEPS}-{NOISY_STEPS}-{CALLS}-{QUERIES}-{COPIES}"
+    model, warm_s = build_model(tokenizer, name, warm_up)
     trainer = TurnGRPOTrainer(
         model=model,
         processing_class=tokenizer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,37 @@ def test_each_round_of_a_contest_has_a_control_between_all_its_runs(
     sides = [side.name for side in contest.sides]
     assert done == ["control", sides[0], "control", sides[1], "control"] * 5
     assert len(contest.controls) == 15
+
+
+def test_each_search_of_a_chain_needs_the_result_of_the_one_before(table: Any) -> None:
+    from benchmarks.setups import chain
+
+    rivers = chain.asked_chains()
+    names = [name for each in rivers for name in each]
+    assert len(set(names)) == len(names) == chain.CHAINS * (chain.LINKS + 1)
+    first, search = rivers[0], chain.Rivers().search
+    asked = chain.question(first)
+    for name, after in pairwise(first):
+        assert name in asked and after not in asked, "what is asked next is in the last result alone"
+        asked = search(name)
+    assert first[-1] in asked and search(first[-1]) == chain.NOTHING
+
+
+@pytest.mark.parametrize(
+    ("searched", "earned"),
+    [
+        ([0, 1, 2], [0.25, 0.25, 0.25, 0.0]),
+        ([0, 0, 1], [0.25, 0.0, 0.25, 0.0]),  # a passage that was found before earns nothing
+        ([3], [0.0, 0.0]),
+        ([], [0.0]),
+    ],
+)
+def test_the_turns_that_a_chain_rewards(table: Any, searched: list[int], earned: list[float]) -> None:
+    from benchmarks.setups import chain
+
+    first, completion = chain.asked_chains()[0], []
+    for at in searched:
+        completion += [{"role": "assistant"}, {"role": "tool", "content": chain.Rivers().search(first[at])}]
+    completion += [{"role": "assistant", "content": f"<answer>{first[-1]}</answer>"}]
+    assert chain.links([completion]) == [earned]
+    assert chain.called([completion]) == [sum(earned) / 0.75]
