@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,27 +30,22 @@ from async_grpo.rewards.questions import exact_match
 LINKS, CHAINS = 3, 200
 LINK = 0.25  # for each search that is needed; the outcome earns 1
 CALLS, QUERIES, COPIES = 0.6, 0.7, 0.7  # how often the warm start searches on; for the right name; copies the answer
-CLEAN_STEPS, NOISY_STEPS, WARM_BATCH = 700, 200, 32
+CLEAN_STEPS, NOISY_STEPS, WARM_BATCH = 900, 200, 16
 FOUND = "The river "
+_SYLLABLES = facts.SYLLABLES[::3]  # the fewer there are, the sooner the model can copy them
+NAMES = [first + second for first in _SYLLABLES for second in _SYLLABLES]
 
 Chain = list[str]  # three rivers and a sea
 
 
 def chains(seed: int) -> Iterator[Chain]:
-    """No name occurs twice."""
-    draw, used = random.Random(seed), set[str]()
+    draw = random.Random(seed)
     while True:
-        chain: Chain = []
-        while len(chain) <= LINKS:
-            name = "".join(draw.choices(facts.SYLLABLES, k=2)).capitalize()
-            if name not in used:
-                used.add(name)
-                chain.append(name)
-        yield chain
+        yield draw.sample(NAMES, LINKS + 1)
 
 
 def asked_chains() -> list[Chain]:
-    return [chain for chain, _ in zip(chains(0), range(CHAINS), strict=False)]
+    return list(islice(chains(0), CHAINS))
 
 
 def question(chain: Chain) -> str:
@@ -74,7 +70,6 @@ def _batches(tokenizer: Any, *rates: float) -> Iterator[tuple[torch.Tensor, torc
     draw, taught = random.Random(0), chains(1)
     while True:
         yield facts.padded(tokenizer, [_dialogue(next(taught), draw, *rates) for _ in range(WARM_BATCH)])
-        taught = chains(draw.getrandbits(32))  # the names are few enough to run out
 
 
 def _dialogue(chain: Chain, draw: random.Random, calls: float, queries: float, copies: float) -> Parts:
@@ -99,14 +94,12 @@ def _answer(answer: str, *, taught: bool = True) -> Parts:
 
 
 class Rivers:
-    """Finds the passage about a river; `elsewhere` takes all passages away."""
+    """Finds the passages of one question; `elsewhere` has it find none."""
 
-    known: ClassVar[dict[str, str]] = {
-        river: passage for chain in asked_chains() for river, passage in zip(chain[:-1], passages(chain), strict=True)
-    }
+    useful: ClassVar[bool] = True
 
-    def reset(self, **_: Any) -> None:
-        """A search depends on nothing that came before."""
+    def reset(self, chain: Chain, **_: Any) -> None:
+        self._passages = dict(zip(chain[:-1], passages(chain), strict=True))
 
     def search(self, query: str) -> str:
         """
@@ -115,17 +108,17 @@ class Rivers:
         Args:
             query: The name of the river.
         """
-        return self.known.get(query, NOTHING)
+        return self._passages.get(query, NOTHING) if self.useful else NOTHING
 
 
 @contextmanager
 def elsewhere() -> Iterator[None]:
     """The search finds nothing: what is right then was not found by searching."""
-    known, Rivers.known = Rivers.known, {}
+    Rivers.useful = False
     try:
         yield
     finally:
-        Rivers.known = known
+        Rivers.useful = True
 
 
 def links(completions: Sequence[Any], **_: Any) -> list[list[float]]:
@@ -153,9 +146,11 @@ def called(completions: Sequence[Any], **_: Any) -> list[float]:
 def questions(*, held_out: bool) -> Dataset:
     everything = asked_chains()
     asked = everything[-HELD_OUT:] if held_out else everything[:-HELD_OUT]
-    return Dataset.from_list(
-        [{"prompt": [{"role": "user", "content": question(chain)}], "aliases": [chain[-1]]} for chain in asked]
-    )
+    rows = [
+        {"prompt": [{"role": "user", "content": question(chain)}], "chain": chain, "aliases": [chain[-1]]}
+        for chain in asked
+    ]
+    return Dataset.from_list(rows)
 
 
 def build_trainer(output_dir: Path, credit: str, seed: int, steps: int) -> tuple[TurnGRPOTrainer, float]:

@@ -81,10 +81,9 @@ def test_each_round_of_a_contest_has_a_control_between_all_its_runs(
 def test_each_search_of_a_chain_needs_the_result_of_the_one_before(table: Any) -> None:
     from benchmarks.setups import chain
 
-    rivers = chain.asked_chains()
-    names = [name for each in rivers for name in each]
-    assert len(set(names)) == len(names) == chain.CHAINS * (chain.LINKS + 1)
-    first, search = rivers[0], chain.Rivers().search
+    first, rivers = chain.asked_chains()[0], chain.Rivers()
+    rivers.reset(first)
+    search = rivers.search
     asked = chain.question(first)
     for name, after in pairwise(first):
         assert name in asked and after not in asked, "what is asked next is in the last result alone"
@@ -104,9 +103,10 @@ def test_each_search_of_a_chain_needs_the_result_of_the_one_before(table: Any) -
 def test_the_turns_that_a_chain_rewards(table: Any, searched: list[int], earned: list[float]) -> None:
     from benchmarks.setups import chain
 
-    first, completion = chain.asked_chains()[0], []
+    first, rivers, completion = chain.asked_chains()[0], chain.Rivers(), []
+    rivers.reset(first)
     for at in searched:
-        completion += [{"role": "assistant"}, {"role": "tool", "content": chain.Rivers().search(first[at])}]
+        completion += [{"role": "assistant"}, {"role": "tool", "content": rivers.search(first[at])}]
     completion += [{"role": "assistant", "content": f"<answer>{first[-1]}</answer>"}]
     assert chain.links([completion]) == [earned]
     assert chain.called([completion]) == [sum(earned) / 0.75]
