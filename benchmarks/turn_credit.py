@@ -45,7 +45,6 @@ from benchmarks.table import (
 from async_grpo.formatting import counted
 
 SEEDS = (1, 2, 3, 4, 5)
-STEPS = 40
 EVALUATED_EVERY = 10  # steps
 REACHED = 0.8  # exact match
 
@@ -55,6 +54,7 @@ class Task:
     """A module of `benchmarks.setups`, and what of it is shown."""
 
     credits: tuple[str, ...]
+    steps: int
     called: str  # what its reward `called` measures
     docs: str  # the name of its marks in docs/
     targets: dict[str, str]  # of the exact match
@@ -63,12 +63,14 @@ class Task:
 TASKS = {
     "facts": Task(
         credits=("outcome", "merged", "turn"),
+        steps=40,
         called="tool rate",
         docs="turn-credit",
         targets={"turn": f">= {REACHED}"},
     ),
     "chain": Task(
         credits=("outcome", "merged", "turn", "reward_to_go"),
+        steps=20,
         called="share of links found",
         docs="turn-credit-chain",
         targets={},
@@ -237,7 +239,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--update-docs", action="store_true", help="put table and findings into the documentation")
     args = parser.parse_args()
-    seeds, steps = (SEEDS[:1], 20) if args.quick else (SEEDS, STEPS)
+    seeds, steps = (SEEDS[:1], 20) if args.quick else (SEEDS, TASKS[args.task].steps)
     credits = TASKS[args.task].credits
     cells = [Cell(task=args.task, credit=credit, seed=seed, steps=steps) for seed in seeds for credit in credits]
     found = {one.cell: one for one in read_outcomes(args.cells, Outcome, Cell)}
