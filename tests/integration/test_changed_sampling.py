@@ -10,6 +10,7 @@ from types import MethodType
 from typing import Any
 
 import pytest
+import torch
 from compared_with_trl import settings
 from in_process import InProcessRun, InProcessWorker, build_trainer, jobs_of, plain_rows
 from runs import SETUP, finish
@@ -133,6 +134,36 @@ def test_a_setting_of_the_models_own_config_counts(tmp_path: Path) -> None:
 
     with pytest.raises(RunRefused, match=r"^typical_p of generation_config has changed"):
         watched(tmp_path, change)
+
+
+def with_buffer(output_dir: Path, value: torch.Tensor, *, persistent: bool) -> tuple[Any, Watch]:
+    trainer = build_trainer(output_dir)
+    trainer.model.register_buffer("scale", value, persistent=persistent)
+    return trainer, Watch(trainer, generator=HF, max_staleness=0)
+
+
+@pytest.mark.parametrize("change", [lambda model: model.scale.fill_(2.0), lambda model: model.scale.data.fill_(2.0)])
+def test_a_buffer_that_a_callback_changes_is_refused(change: Callable[[Any], None], tmp_path: Path) -> None:
+    trainer, watch = with_buffer(tmp_path, torch.ones(2), persistent=True)
+    assert watch.sampling() == {}
+    change(trainer.model)
+    with pytest.raises(RunRefused, match=r"^The buffer scale of the model has changed.*without --distributed"):
+        watch.sampling()
+
+
+def test_a_buffer_in_the_place_of_another_is_compared_with_it(tmp_path: Path) -> None:
+    trainer, watch = with_buffer(tmp_path, torch.ones(2), persistent=True)
+    trainer.model.scale = torch.ones(2, dtype=torch.bfloat16)
+    assert watch.sampling() == {}, "only cast"
+    trainer.model.scale = torch.zeros(2)
+    with pytest.raises(RunRefused, match=r"^The buffer scale"):
+        watch.sampling()
+
+
+def test_buffers_that_forward_passes_compute_may_change(tmp_path: Path) -> None:
+    trainer, watch = with_buffer(tmp_path, torch.ones(2), persistent=False)
+    trainer.model.scale.fill_(2.0)
+    assert watch.sampling() == {}
 
 
 @pytest.mark.parametrize("generator", [VLLM, None])

@@ -10,6 +10,8 @@ import reprlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from async_grpo.errors import RunRefused
 from async_grpo.setup.sampling_changes import SamplingChanges
 
@@ -20,6 +22,7 @@ _OF_CONFIG = (
     *("steps_per_generation", "gradient_accumulation_steps", "generation_batch_size"),
 )
 _WITH_TOOLS = ("max_completion_length", "max_tool_calling_iterations")
+_LARGEST_BUFFER = 2**16  # numbers in one that is compared; larger ones are quantised weights
 _LISTS = ("reward_funcs", "tools", "environment_factories")
 
 
@@ -33,6 +36,7 @@ class Watch:
     def __init__(self, trainer: Any, *, generator: str | None, max_staleness: int) -> None:
         self._trainer = trainer
         self._before = _fixed(trainer)
+        self._buffers = {name: buffer.detach().clone() for name, buffer in _saved_buffers(trainer.model)}
         self._sampling = SamplingChanges(trainer, generator=generator, max_staleness=max_staleness)
 
     def sampling(self) -> dict[str, Any]:
@@ -48,7 +52,27 @@ class Watch:
                     f"{name} has changed during the run, from {_short(before)} to {_short(now[name])}. Workers and the "
                     f"schedule of jobs have it as the setup file set it. {_way_out(name)}"
                 )
+        self._refuse_changed_buffers()
         return self._sampling.of(self._trainer)
+
+    def _refuse_changed_buffers(self) -> None:
+        """Only parameters are published. A buffer that was moved or cast, as DeepSpeed does, counts as the same."""
+        for name, buffer in _saved_buffers(self._trainer.model):
+            before = self._buffers.get(name)
+            if before is None or not torch.equal(before.to(buffer), buffer):
+                raise RunRefused(
+                    f"The buffer {name} of the model has changed during the run. Workers get the parameters that train "
+                    "and no buffers, so they would sample with the value that the setup file gave it. Leave it as it "
+                    "is, or train in one process (without --distributed)."
+                )
+
+
+def _saved_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that a checkpoint has and that are no weights. Of others, such as frequencies, forward passes decide."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(prefix=prefix, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set and buffer.numel() <= _LARGEST_BUFFER:
+                yield name, buffer
 
 
 def _short(value: Any) -> str:
