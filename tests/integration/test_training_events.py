@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from in_process import InProcessRun, build_trainer, plain_rows
+from transformers import TrainerCallback
 
 from async_grpo.archive import checkpoint_folders
 from async_grpo.archive.rollout_state import RolloutState
@@ -55,6 +57,46 @@ def test_the_order_of_events_and_a_step_that_asks_to_end_after_a_checkpoint(tmp_
     fit(run.trainer, resume_from=None)
     first, second = ["take 0", "step 1"], ["take 1", "step 2", "room", "checkpoint-2"]
     assert run.noted == ["begins", *first, *second, "take 2", "step 3", "room", "checkpoint-3"]
+
+
+class PublishedWeights(InProcessRun):
+    """Keeps a weight when a version would be published, and when the next batch is trained on."""
+
+    def __init__(self, *args: Any) -> None:
+        self.published: list[float] = []
+        self.trained: list[float] = []
+        super().__init__(*args)
+
+    def _weight(self) -> float:
+        return float(next(self.trainer.model.parameters()).detach().flatten()[0])
+
+    def training_begins(self) -> None:
+        self.published.append(self._weight())
+
+    def take_groups(self, version: int) -> Any:
+        self.trained.append(self._weight())
+        return super().take_groups(version)
+
+    def step_done(self) -> bool:
+        self.published.append(self._weight())
+        return True
+
+
+class Shrinks(TrainerCallback):
+    """Changes the weights itself, as a moving average or a bound of their norm does."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+    on_step_end = on_train_begin
+
+
+def test_weights_that_a_callback_changes_are_published_as_they_are_trained(tmp_path: Path) -> None:
+    run = PublishedWeights(lambda: build_trainer(tmp_path, arguments={"callbacks": [Shrinks()]})).train()
+    assert run.published[:2] == run.trained
+    assert run.published[2] == run._weight()
 
 
 def test_a_stop_in_the_middle_of_a_step_saves_the_batch_that_the_last_step_left_unfinished(tmp_path: Path) -> None:

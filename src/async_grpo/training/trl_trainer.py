@@ -245,8 +245,8 @@ def own_share(trainer: Any, completions: list[Any]) -> list[Any]:
 def make_async(trainer: GRPOTrainer, events: TrainingEvents, *, correction: Rule, fresh: Bound | None = None) -> None:
     """Give this very trainer object a class that takes its rollouts from `events`.
 
-    Our callback is called first, so that the logs and the checkpoint of a step see it counted. transformers' own
-    progress bar and printer give way to the run's step line; a subclass of them is the user's.
+    Weights are published once the user's callbacks have heard that the training begins or a step ends, and may have
+    changed them. transformers' own progress bar and printer give way to the run's step line; a subclass is the user's.
     """
     trainer.correct = correction_of(trainer, correction, partial(append_metric, trainer), fresh)
     bases = (AsyncGRPOMixin, OneDataLoader) if own_dataloader(trainer) else (AsyncGRPOMixin,)
@@ -256,6 +256,7 @@ def make_async(trainer: GRPOTrainer, events: TrainingEvents, *, correction: Rule
     callbacks = trainer.callback_handler.callbacks
     callbacks[:] = [it for it in callbacks if type(it) not in (ProgressCallback, PrinterCallback)]
     callbacks.insert(0, _EventsCallback(trainer))
+    callbacks.append(_LastCallback(trainer))
 
 
 def _take_methods_off(trainer: Any, names: set[str]) -> None:
@@ -277,7 +278,6 @@ class _EventsCallback(TrainerCallback):
         state.compute_steps(args, state.max_steps)  # a checkpoint's state has the intervals of its own settings
         if state.global_step >= state.max_steps:
             raise _AllStepsDone
-        self.trainer.events.training_begins()
 
     def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
         self.trainer.random_before_data = torch.random.get_rng_state()
@@ -288,8 +288,6 @@ class _EventsCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
         self.trainer.batch_after_step = _batch_in_use(self.trainer)
         self.trainer.random_before_data = None
-        if not self.trainer.events.step_done():
-            control.should_training_stop = control.should_save = True
 
     def on_prediction_step(self, *args: Any, **kwargs: Any) -> None:
         activity.doing(EVALUATING)
@@ -298,6 +296,20 @@ class _EventsCallback(TrainerCallback):
 
     def on_evaluate(self, *args: Any, **kwargs: Any) -> None:
         activity.doing(TRAINING)
+
+
+class _LastCallback(TrainerCallback):
+    """Begins the training and ends its steps, after the user's callbacks and before anything is logged or saved."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self.trainer: Any = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.trainer.events.training_begins()
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        if not self.trainer.events.step_done():
+            control.should_training_stop = control.should_save = True
 
 
 class _AllStepsDone(Exception): ...  # no error: the checkpoint is at the last step; transformers would train one more
