@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -17,6 +18,7 @@ from runs import SETUP, finish
 from transformers import GenerationMixin, TrainerCallback
 from trl import GRPOTrainer
 
+from async_grpo.envs.harness import OpenAIHarness
 from async_grpo.errors import RunRefused, UnsupportedError
 from async_grpo.queue.codec import decode_group
 from async_grpo.setup.generator_choice import HF, VLLM
@@ -195,6 +197,22 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 def test_what_workers_have_from_the_setup_file_stays(name: str, tmp_path: Path) -> None:
     with pytest.raises(RunRefused, match=rf"^{name} has changed during the run.*without --distributed"):
         watched(tmp_path, CHANGES[name])
+
+
+@pytest.mark.parametrize("rollout_func", [OpenAIHarness(print), partial(print, end="")], ids=["object", "partial"])
+def test_what_stays_is_never_taken_for_a_change(rollout_func: Any, tmp_path: Path) -> None:
+    """A function may be an object, which is not equal to a copy of itself."""
+    trainer = build_trainer(tmp_path, arguments={"rollout_func": rollout_func})
+    assert Watch(trainer, generator=HF, max_staleness=0).sampling() == {}
+
+
+def test_tools_that_are_taken_away_are_a_change(tmp_path: Path) -> None:
+    trainer = build_trainer(tmp_path)
+    trainer.tools = [len]
+    watch = Watch(trainer, generator=HF, max_staleness=0)
+    trainer.tools = []
+    with pytest.raises(RunRefused, match=r"^trainer\.tools has changed"):
+        watch.sampling()
 
 
 def test_a_change_that_is_refused_ends_the_training(tmp_path: Path) -> None:

@@ -16,14 +16,16 @@ from async_grpo.errors import RunRefused
 from async_grpo.setup.sampling_changes import SamplingChanges
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # read by TRL while it is built
-_OF_TRAINER = (*_SAMPLING, "num_generations", "num_iterations", "chat_template", "chat_template_kwargs", "rollout_func")
+_OF_TRAINER = (
+    *(*_SAMPLING, "num_generations", "num_iterations", "chat_template", "chat_template_kwargs", "rollout_func"),
+    *("reward_funcs", "tools", "environment_factories"),
+)
 _OF_CONFIG = (
     *(*_SAMPLING, "max_completion_length", "generation_kwargs", "num_generations"),
     *("steps_per_generation", "gradient_accumulation_steps", "generation_batch_size"),
 )
 _WITH_TOOLS = ("max_completion_length", "max_tool_calling_iterations")
 _LARGEST_BUFFER = 2**16  # numbers in one that is compared; larger ones are quantised weights
-_LISTS = ("reward_funcs", "tools", "environment_factories")
 
 
 class Watch:
@@ -35,7 +37,7 @@ class Watch:
 
     def __init__(self, trainer: Any, *, generator: str | None, max_staleness: int) -> None:
         self._trainer = trainer
-        self._before = _fixed(trainer)
+        self._before = dict(_values(trainer))
         self._buffers = {name: buffer.detach().clone() for name, buffer in _saved_buffers(trainer.model)}
         self._sampling = SamplingChanges(trainer, generator=generator, max_staleness=max_staleness)
 
@@ -45,11 +47,11 @@ class Watch:
         Raises:
             RunRefused: something has changed that workers cannot follow.
         """
-        now = _fixed(self._trainer)
-        for name, before in self._before.items():
-            if now[name] != before:
+        for name, now in _values(self._trainer):
+            before = self._before.get(name)
+            if now != before:
                 raise RunRefused(
-                    f"{name} has changed during the run, from {_short(before)} to {_short(now[name])}. Workers and the "
+                    f"{name} has changed during the run, from {_short(before)} to {_short(now)}. Workers and the "
                     f"schedule of jobs have it as the setup file set it. {_way_out(name)}"
                 )
         self._refuse_changed_buffers()
@@ -86,17 +88,15 @@ def _way_out(name: str) -> str:
     return f"Set it in the setup file, or {alone}."
 
 
-def _fixed(trainer: Any) -> dict[str, Any]:
-    return dict(_values(trainer))
+def _held(value: Any) -> Any:
+    """A value to compare with later. A copy of a function object would not be equal to it."""
+    return copy.copy(value) if isinstance(value, (list, dict)) else value
 
 
 def _values(trainer: Any) -> Iterator[tuple[str, Any]]:
     with_tools = _WITH_TOOLS if trainer.tools or trainer.environment_factories else ()
     for name in (*_OF_TRAINER, *with_tools):
-        yield f"trainer.{name}", copy.copy(getattr(trainer, name, None))
+        yield f"trainer.{name}", _held(getattr(trainer, name, None))
     for name in _OF_CONFIG:
-        yield f"trainer.args.{name}", copy.copy(getattr(trainer.args, name))
-    for name in _LISTS:
-        value = getattr(trainer, name)
-        yield f"trainer.{name}", copy.copy(value)
+        yield f"trainer.args.{name}", _held(getattr(trainer.args, name))
     yield "chat_template of the tokenizer", getattr(trainer.processing_class, "chat_template", None)
