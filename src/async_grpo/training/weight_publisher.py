@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from loguru import logger
 
-from async_grpo.errors import WeightsError
+from async_grpo.errors import RunRefused, WeightsError
 from async_grpo.formatting import for_people
 from async_grpo.setup.fingerprints import count
 from async_grpo_ipc import IPCError, WeightExporter
 from async_grpo_ipc.control import MAX_SLOTS
+from async_grpo_ipc.errors import MismatchError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -96,11 +97,22 @@ class WeightPublisher:
                 self._exporter = self._open_exporter()
             except IPCError as error:
                 raise WeightsError(str(error)) from error
-        if self._exporter.publish(self._due):
+        if self._published(self._exporter, self._due):
             logger.debug("version {} is published", self._due)
             self._due = self._late_since = None
         else:
             self._late(self._due)
+
+    def _published(self, exporter: WeightExporter, version: int) -> bool:
+        try:
+            return exporter.publish(version)
+        except MismatchError as error:
+            changed = str(error).partition(", so ")[0].partition(" Make a new exporter")[0].rstrip(".")
+            raise RunRefused(
+                f"The model has other parameters that train than when the run began: {changed}. Workers get those "
+                "that trained then. Let a parameter or an adapter that trains later have requires_grad from the start, "
+                "and stop its gradient until then, or train in one process (without --distributed)."
+            ) from error
 
     def _late(self, version: int) -> None:
         now = time.monotonic()

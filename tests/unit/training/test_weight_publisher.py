@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from async_grpo.errors import RunRefused
 from async_grpo.training import weight_publisher
 from async_grpo.training.weight_publisher import SAY_AFTER_S, WeightPublisher, slots_for
 from async_grpo_ipc import WeightExporter, open_remote_memory
@@ -104,3 +106,27 @@ def test_every_version_is_published_though_each_worker_holds_another_one(tmp_pat
             worker = generating.enter_context(open_remote_memory(tmp_path / "handle.json"))
             assert generating.enter_context(worker.lease()).version == version
         assert all(exporter.publish(version) for version in range(workers, 3 * workers))
+
+
+def replaces_a_weight(model: nn.Module) -> None:
+    model.weight = nn.Parameter(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda model: model.bias.requires_grad_(True), "Parameter bias was frozen .* and is trained now"),
+        (replaces_a_weight, "weight of the exported model was replaced by another object"),
+    ],
+)
+def test_a_parameter_that_trains_later_is_refused_with_a_way_out(
+    change: Callable[[nn.Module], None], found: str, tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    with WeightExporter.from_model(model, tmp_path / "handle.json") as exporter:
+        publication = WeightPublisher(lambda: exporter)
+        publication.publish(0)
+        change(model)
+        with pytest.raises(RunRefused, match=rf"^The model has other .*{found}\. Workers get .*without --distributed"):
+            publication.publish(1)
