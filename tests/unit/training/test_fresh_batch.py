@@ -70,6 +70,14 @@ def test_what_does_not_count() -> None:
     assert watch.waits, "there was no token to judge"
 
 
+def test_steps_without_fresh_tokens_leave_nothing_behind() -> None:
+    """A run of stale rollouts is never judged, and each step costs as much as the first."""
+    watch, stale = guard(), {"policy_version": torch.tensor([-1, -1])}
+    for _ in range(3):
+        judged(watch, batch(far(), **stale))
+    assert watch.waits and isinstance(watch._sums, Tensor) and watch._sums.tolist() == [0, 0]
+
+
 def test_what_is_apart_by_design_is_not_judged() -> None:
     watch = guard(Bound())
     judged(watch, batch(far()))

@@ -139,7 +139,7 @@ class FreshBatch(TrainerCallback):
         text_of: Callable[[int], str],
     ) -> None:
         self.bound, self._gather, self._repeat, self._text_of = bound, gather, repeat, text_of
-        self._sums: list[Tensor] = []  # [sum of |log pi - log mu|, tokens], of each micro-batch
+        self._sums: Tensor | None = None  # [sum of |log pi - log mu|, tokens], of what was not judged yet
         self._farthest: Farthest | None = None  # of this step
         self._first = True  # nothing was judged yet
         self._warned = False
@@ -157,7 +157,8 @@ class FreshBatch(TrainerCallback):
         apart = (log_pi.float() - inputs["sampling_per_token_logps"].float()).abs()
         fresh = loss_mask(inputs) & (inputs["policy_version"] == version)[:, None] & ~apart.isnan()
         apart = apart.clamp(max=FARTHEST).where(fresh, 0.0)
-        self._sums.append(torch.stack([apart.sum(), fresh.sum().to(apart)]))
+        sums = torch.stack([apart.sum(), fresh.sum().to(apart)])
+        self._sums = sums if self._sums is None else self._sums + sums
         if self._first:
             self._keep_farthest(inputs, log_pi, apart, fresh)
 
@@ -190,7 +191,7 @@ class FreshBatch(TrainerCallback):
         self._ended |= found.bound == inf
         if found.enough:
             self._first = False
-            self._sums.clear()
+            self._sums = None
 
     def _stop(self, found: _Found, step: int, farthest: Farthest | None, cause: str) -> NoReturn:
         if self.bound.nats == inf:
@@ -208,7 +209,7 @@ class FreshBatch(TrainerCallback):
         logger.warning("{}{} {} This is said once.", self._sentence(found, step), few, _CAUSES[cause])
 
     def _over_ranks(self, farthest: Farthest | None) -> _Found:
-        own = torch.stack(self._sums).sum(0) if self._sums else torch.zeros(2)
+        own = torch.zeros(2) if self._sums is None else self._sums
         mine = torch.tensor([self.bound.nats, float(self.bound.stops), float(farthest is not None)])
         rows = self._gather(torch.cat([own, mine.to(own.device)])[None])
         apart, tokens = rows[:, :2].sum(0).tolist()
