@@ -47,8 +47,8 @@ class StateWriter:
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy or torch; anything else as text, which transformers could not save either."""
-    return value.item() if hasattr(value, "item") else str(value)
+    """Numbers of numpy or torch; anything else as text, which transformers could not save either."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 class StateAt(NamedTuple):

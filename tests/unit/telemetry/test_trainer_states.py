@@ -38,10 +38,14 @@ def test_the_log_is_cut_at_the_step_and_exact(tmp_path: Path) -> None:
 def test_values_that_json_does_not_know(tmp_path: Path) -> None:
     writer = StateWriter(tmp_path / "states.jsonl")
     writer.begins(0)
-    writer.step(0, {}, [{"loss": math.nan, "most": math.inf, "numpy": np.float32(0.5), "path": Path("a")}])
+    writer.step(
+        0, {}, [{"loss": math.nan, "most": math.inf, "numpy": np.float32(0.5), "path": Path("a"), "each": np.ones(2)}]
+    )
     found = StateReader(tmp_path / "states.jsonl").at(0)
     assert found is not None
-    assert math.isnan(found.log[0].pop("loss")) and found.log == [{"most": math.inf, "numpy": 0.5, "path": "a"}]
+    assert math.isnan(found.log[0].pop("loss")) and found.log == [
+        {"most": math.inf, "numpy": 0.5, "path": "a", "each": [1.0, 1.0]}
+    ]
 
 
 def test_a_resumed_run_writes_its_steps_again(tmp_path: Path) -> None:
