@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -170,6 +171,13 @@ def test_a_value_counts_once(tmp_path: Path) -> None:
     assert worker.calls.score(groups[:1])[0].added["train/calls"] == [1.0]
 
 
+WHY_AND_WAY = r"[a-z].+\. [A-Z].+, or train in one process \(without --distributed\)\.$"
+
+
+def test_each_reason_has_a_way_out() -> None:
+    assert not [name for name, why in NOT_HERE.items() if not re.match(r"[a-z].+\. [A-Z]", why)]
+
+
 def swallowing(look: Callable[[Any], Any]) -> Callable[[Any], None]:
     def looks(trainer: Any) -> None:
         with suppress(Exception):
@@ -207,7 +215,7 @@ def test_what_no_worker_has_ends_the_run_when_it_is_used(
     get_trainer = reading(tmp_path, swallowing(look) if caught else look, model=model_folder, beta=0.1)
     worker = InProcessWorker(worker_of(get_trainer))
     groups = worker.generate(jobs_of(plain_rows(1)))
-    with pytest.raises(RunRefused, match=rf"^trainer\.{name}.* cannot be used in a worker: .*\.$"):
+    with pytest.raises(RunRefused, match=rf"^trainer\.{name}.* cannot be used in a worker: {WHY_AND_WAY}"):
         worker.calls.score(groups)
 
 
@@ -228,6 +236,22 @@ def test_what_no_worker_has_may_be_tested(model_folder: str, tmp_path: Path) -> 
     run_as_trl_would(reading(tmp_path, look, model=model_folder, beta=0.1))
     in_trl, in_workers = in_trl_and_in_workers(seen, 4)
     assert in_workers == in_trl == [[(True, False, False, True)] * 3] * 2
+
+
+def test_a_reward_logs_in_threads_of_its_own(tmp_path: Path) -> None:
+    """Also while other groups are generated, whose code runs at the same time."""
+    kept = ThreadPoolExecutor(1)
+
+    def logs(completions: list[Any], log_extra: Any, log_metric: Any, **_: Any) -> list[float]:
+        kept.submit(log_extra, "mine", [1] * len(completions)).result()
+        kept.submit(log_metric, "also", 2.0).result()
+        return letters(completions)
+
+    worker = InProcessWorker(build_trainer(tmp_path, reward_funcs=logs))
+    [group] = worker.generate(jobs_of(plain_rows(1)))
+    with worker.trl.view.during(group.job, group.version):  # a dialogue, say
+        [scores] = worker.calls.score([group])
+    assert scores.extra_columns == {"mine": [1] * len(group.rows)} and scores.metrics == {"also": [2.0]}
 
 
 def test_the_policy_may_be_used_where_its_weights_stay(tmp_path: Path) -> None:

@@ -227,6 +227,8 @@ class RolloutTrainer:
         scorer.generation_config = self._changes.config_of({})
         parts = parts_of([len(group.rows) for group in groups])
         with self.view.during(groups[0].job, groups[0].version, scores=True) as call:
+            # This very call's: a reward function may log in threads of its own, which have no context.
+            scorer._log_metric, scorer._log_completion_extra = call.log_metric, call.log_extra
             rewards = scorer._calculate_rewards(rows, prompts, completions, ids)
             self._refuse_changes(scorer)
             turn_rewards = [_turn_rewards(scorer, *each) for each in zip(groups, parts, strict=True)]

@@ -29,14 +29,14 @@ WITH_THE_JOB = {  # fields of the state that the rest of a step leaves alone; al
     *("num_train_epochs", "num_input_tokens_seen", "is_local_process_zero", "is_world_process_zero"),
     *("is_hyper_param_search", "trial_name", "trial_params", "stateful_callbacks"),
 }
-NOT_HERE = {  # of the trainer: why no worker has it, and what to do
+NOT_HERE = {  # of the trainer: why no worker has it, and in a second sentence what to do
     "optimizer": "only the server's trainer has one. Read it in a callback",
-    "lr_scheduler": "only the server's trainer has one. trainer.state.log_history has the learning rates",
+    "lr_scheduler": "only the server's trainer has one. Read the learning rates in trainer.state.log_history",
     "control": "callbacks run in the server. Stop the training, or save, in a callback",
-    "callback_handler": "callbacks run in the server, and those of a worker hear nothing",
+    "callback_handler": "callbacks run in the server. Give them to the trainer in get_trainer()",
     "_logs": "the server logs. Use the argument log_extra of reward functions",
     "_step": "only the server's trainer counts. Use trainer.state.global_step",
-    "_buffered_inputs": "only the server's trainer has batches. Do without",
+    "_buffered_inputs": "only the server's trainer has batches. Do without it",
     "log": "only the server logs. Use the argument log_metric of reward functions",
     **dict.fromkeys(
         ("save_model", "save_state", "evaluate"), "only the server's trainer does that. Do it in a callback"
@@ -59,6 +59,12 @@ class Call:
         self.extra: defaultdict[str, list[Any]] = defaultdict(list)  # `log_extra`
         self.error: AsyncGRPOError | None = None  # it ends the call, even where the user's code catches it
 
+    def log_metric(self, name: str, value: float) -> None:
+        self.logged[name].append(value)
+
+    def log_extra(self, column: str, values: list[Any]) -> None:
+        self.extra[column].extend(values)
+
     def counted(self) -> dict[str, list[float]]:
         """What TRL counted while generating that the trainer side cannot count again, and `log_metric`, this once."""
         logged, self.logged = self.logged, defaultdict(list)
@@ -66,12 +72,13 @@ class Call:
 
     def take_over(self, other: Call) -> None:
         """Have what another call added to `_metrics` and logged sent with this one."""
-        for mode, of_mode in other.added.items():
-            for name, values in of_mode.items():
+        added, other.added = other.added, _nothing_added()  # other threads add to it meanwhile
+        logged, other.logged = other.logged, defaultdict(list)
+        for mode, of_mode in added.items():
+            for name, values in [*of_mode.items()]:
                 self.added[mode][name] += values
-        for name, values in other.logged.items():
+        for name, values in [*logged.items()]:
             self.logged[name] += values
-        other.added, other.logged = _nothing_added(), defaultdict(list)
 
     def taken(self) -> Added:
         """What the user's code added to `_metrics`, once."""
@@ -113,7 +120,7 @@ class TrainerView:
         trainer.model.register_forward_pre_hook(self._check_policy)
         trainer.state = IssuedState(self)
         trainer._metrics = {mode: MetricsToAdd(self, mode) for mode in self.outside.added}
-        trainer._log_metric = lambda name, value: self.now().logged[name].append(value)
+        trainer._log_metric = lambda name, value: self.now().log_metric(name, value)
         trainer._log_completion_extra = self._log_extra
         trainer.is_in_train = True
         trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
@@ -121,7 +128,9 @@ class TrainerView:
         if trainer.ref_model is None and trainer.args.beta and not is_adapter(trainer.model):
             not_here["ref_model"] = "the server computes with it. Load a model of its own for a reward"
         if trainer.environment_factories is not None:
-            not_here["environments"] = "each prompt group has its own. Use the argument environments of rewards"
+            not_here["environments"] = (
+                "each prompt group has its own. Use the argument environments of reward functions"
+            )
         vars(trainer).update({name: NotHere(self, f"trainer.{name}", why) for name, why in not_here.items()})
 
     @contextmanager
@@ -161,7 +170,11 @@ class TrainerView:
         return calls[0] if calls and all(call.known == calls[0].known for call in calls) else self.outside
 
     def refuse(self, what: str, why: str) -> NoReturn:
-        """Raise `RunRefused`, and again at the end of the call."""
+        """Raise `RunRefused`, and again at the end of the call.
+
+        Args:
+            why: and in a second sentence what to do.
+        """
         way = "or train in one process (without --distributed)"
         self._fail(RunRefused(f"{what} cannot be used in a worker: {why}, {way}."))
 
@@ -211,8 +224,9 @@ class TrainerView:
 
     def _log_extra(self, column: str, values: list[Any]) -> None:
         if not self.now().scores:
-            self.refuse("log_extra outside of the reward functions", "its values belong to completions that are scored")
-        self.now().extra[column].extend(values)
+            why = "its values belong to completions that are scored. Call it in a reward function"
+            self.refuse("log_extra outside of the reward functions", why)
+        self.now().log_extra(column, values)
 
     def _check_policy(self, *_: Any) -> None:
         """The weights of a worker change while rewards are computed, unless the server waits for these very groups."""
