@@ -35,7 +35,7 @@ class SamplingChanges:
     """
 
     def __init__(self, trainer: Any, *, generator: str | None = HF, max_staleness: int | None = 0) -> None:
-        self._before = _settings(trainer)
+        self._before, self._given = _settings(trainer), copy.deepcopy(_given(trainer))
         self._config = copy.deepcopy(getattr(trainer, "generation_config", None))
         self.generator, self.max_staleness = generator, max_staleness
 
@@ -45,6 +45,8 @@ class SamplingChanges:
         Raises:
             RunRefused: one of them that workers cannot sample with.
         """
+        if _given(trainer) == self._given:  # asked for each job, so it has to be cheap
+            return {}
         now, before = _settings(trainer), self._before
         changed = {name for name in now if now[name] != before.get(name) and not name.startswith(_DRAWS_NOTHING)}
         brought = {}
@@ -82,5 +84,10 @@ class SamplingChanges:
 
 
 def _settings(trainer: Any) -> dict[str, Any]:
-    """Nothing where an engine inside the model samples: TRL makes no `generation_config` then."""
-    return dict(vars(transformers_config(trainer))) if getattr(trainer, "generation_config", None) else {}
+    return dict(vars(transformers_config(trainer))) if _given(trainer) else {}
+
+
+def _given(trainer: Any) -> list[dict[str, Any]]:
+    """What the settings are made of. Nothing where an engine inside the model samples: TRL makes no config then."""
+    own = getattr(trainer, "generation_config", None)
+    return [vars(own), vars(trainer.model.generation_config)] if own else []
