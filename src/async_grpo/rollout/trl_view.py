@@ -128,9 +128,7 @@ class TrainerView:
         if trainer.ref_model is None and trainer.args.beta and not is_adapter(trainer.model):
             not_here["ref_model"] = "the server computes with it. Load a model of its own for a reward"
         if trainer.environment_factories is not None:
-            not_here["environments"] = (
-                "each prompt group has its own. Use the argument environments of reward functions"
-            )
+            not_here["environments"] = "each prompt group has its own. Use the argument environments of rewards"
         vars(trainer).update({name: NotHere(self, f"trainer.{name}", why) for name, why in not_here.items()})
 
     @contextmanager
