@@ -23,7 +23,7 @@ from loguru import logger
 
 from async_grpo.archive import checkpoint_folders, room
 from async_grpo.archive.advantages import AdvantageRule
-from async_grpo.archive.history import ConsumptionRecord, newest_version, read_record
+from async_grpo.archive.history import ConsumptionRecord, Sampler, newest_version, read_record
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.deltas.recorder import recorder_of
 from async_grpo.envs.harness import check_agent
@@ -91,11 +91,11 @@ class AsyncTraining(TrainingEvents):
         ranks: Ranks | None = None,
         lock: KernelLock | None = None,  # the server's, where the caller holds it already
     ) -> None:
-        refuse(trainer, settings, _generator(trainer, state))
-        rule = rule_of(settings)
+        generator = _generator(trainer, state)
+        refuse(trainer, settings, generator)
         if own := describe_overrides(trainer):
             logger.info("methods of TRL that the setup file replaces: {}", own)
-        _say_what_the_loss_is(trainer, rule, settings)
+        _say_what_the_loss_is(trainer, rule_of(settings), settings)
         self._trainer, self._settings = trainer, settings
         self._run, self._run_id = run, state.run_id
         self.has_trained = True  # False: the checkpoint was at the last step already
@@ -110,36 +110,52 @@ class AsyncTraining(TrainingEvents):
         used = self._resumed.state if self._resumed else None
         if used is not None:
             self.metrics.resumes(step=used.step, rollouts=used.consumed_groups * trainer.num_generations)
-        reached = newest_version(read_record(run.consumption, state.run_id)[0]) if used is not None else 0
-        sampled = sampled_with(trainer, rule.name, _generator(trainer, state))
+        sampled = sampled_with(trainer, rule_of(settings).name, generator)
+        self._open_queue(sampled, used, lock)
+        self._archive = UsedGroups(self._queue, run.root / "done", settings.keep_done, used)
+        self._publisher = _publisher(trainer, self._leader, run, state, settings)
+        self._evaluations = self._run_evaluations(state.run_id, used.step if used else 0)
+        watch = Watch(trainer, generator=generator, max_staleness=settings.max_staleness)
+        self._rollouts = self._rollout_source(state, used, watch)
+        self._take_the_trainer(sampled)
+        self.curves = self._report()
+        write_json(run.hyperparameters, hyperparameters(trainer, settings))
+
+    def _open_queue(self, sampled: Sampler, used: RolloutState | None, lock: KernelLock | None) -> None:
+        run, settings = self._run, self._settings
+        reached = newest_version(read_record(run.consumption, self._run_id)[0]) if used is not None else 0
         self._history = ConsumptionRecord(  # opened before the queue, which withdraws the jobs to be issued again
             run.consumption,
-            run_id=state.run_id,
+            run_id=self._run_id,
             resumed_from=used.step if used else None,
             max_staleness=settings.max_staleness,
             sampled=sampled,
         )
         self._queue = ServerQueue.open(
             run.root,
-            state.run_id,
+            self._run_id,
             max_attempts=settings.max_attempts,
             consumed=used or (),
             lock=lock,
-            refuse=refuser_of(trainer, reached=reached),
+            refuse=refuser_of(self._trainer, reached=reached),
         )
-        self._archive = UsedGroups(self._queue, run.root / "done", settings.keep_done, used)
-        self._publisher = _publisher(trainer, self._leader, run, state, settings)
-        self._evaluations = self._run_evaluations(state.run_id, used.step if used else 0)
-        self._rollouts = self._rollout_source(state, used)
-        stops = not (settings.accept_mismatch or used or rule.name == "none" or describe_noise(trainer))
+
+    def _take_the_trainer(self, sampled: Sampler) -> None:
+        trainer, settings, rule = self._trainer, self._settings, rule_of(self._settings)
+        noisy = rule.name == "none" or describe_noise(trainer)
+        stops = not (settings.accept_mismatch or self._resumed or noisy)
         bound = bound_of(trainer, sampled, settings.publish_dtype, stops=stops)
         trl_trainer.make_async(trainer, self, correction=rule, fresh=bound)
+
+    def _report(self) -> Callable[[], Path]:
+        """Add the callbacks that write what the training does; returns what names the folder of the curves."""
+        trainer, run, settings = self._trainer, self._run, self._settings
         trainer.add_callback(StatesCallback(run.trainer_states))
-        self.curves = report(trainer, self.log, make_folder(run.tensorboard, in_private=True))
-        helps = what_helps(rule, settings.max_staleness, trainer.importance_sampling_level)
-        keep = partial(run.update_state, of=state.run_id)
+        curves = report(trainer, self.log, make_folder(run.tensorboard, in_private=True))
+        helps = what_helps(rule_of(settings), settings.max_staleness, trainer.importance_sampling_level)
+        keep = partial(run.update_state, of=self._run_id)
         trainer.add_callback(TippingCallback(partial(trl_trainer.latest_metrics, trainer), helps, keep))
-        write_json(run.hyperparameters, hyperparameters(trainer, settings))
+        return curves
 
     def _accept(self) -> None:
         """Write into `run.json` what this start decides; from here on a resume is not undone."""
@@ -326,7 +342,7 @@ class AsyncTraining(TrainingEvents):
         ):
             trl_trainer.append_metric(self._trainer, name, value)
 
-    def _rollout_source(self, state: RunState, used: RolloutState | None) -> RolloutSource:
+    def _rollout_source(self, state: RunState, used: RolloutState | None, watch: Watch) -> RolloutSource:
         trainer, settings = self._trainer, self._settings
         issuer = JobIssuer(
             self._queue,
@@ -335,9 +351,7 @@ class AsyncTraining(TrainingEvents):
             seed=trainer.args.seed,
             num_generations=trainer.num_generations,
             trainer_state=partial(state_for_rewards, trainer),
-            sampling=Watch(
-                trainer, generator=_generator(trainer, state), max_staleness=settings.max_staleness
-            ).sampling,
+            sampling=watch.sampling,
             archive=self._archive,
             resume_from=used,
         )
