@@ -16,7 +16,8 @@ from in_process import InProcessRun, build_trainer, replay_with_trl, training_lo
 from matrix import ROWS, Row, build
 from trl import GRPOTrainer
 
-from async_grpo.errors import AsyncGRPOError
+from async_grpo.errors import AsyncGRPOError, UnsupportedError
+from async_grpo.training.trl_trainer import refuse_unsupported
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -40,9 +41,9 @@ def test_it_trains_as_trl_does_or_it_shows(name: str, tmp_path: Path) -> None:
         with pytest.raises((AttributeError, RuntimeError)):
             get_trainer().train()
         return
-    if row.ours:
-        with pytest.raises((AsyncGRPOError, RuntimeError)):
-            InProcessRun(get_trainer).train()
+    if row.refused:
+        with pytest.raises(UnsupportedError, match=row.refused):
+            refuse_unsupported(get_trainer())
         return
     try:
         run = InProcessRun(get_trainer).train()
