@@ -86,7 +86,9 @@ class TorchLogProbs:
         outputs: tuple[str, ...] = (),
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Returns log-probabilities [N], then entropy, log(sum p^2), mean logit and is-argmax, each [N] or None."""
-        logits_NV = linear(hidden, weight, bias).float() * logit_scale
+        dtype = _product_dtype(hidden)
+        logits_NV = linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        logits_NV = logits_NV.float() * logit_scale
         if softcap is not None:
             logits_NV = softcap * torch.tanh(logits_NV / softcap)
         logits_NV = logits_NV / temperature
@@ -98,3 +100,9 @@ class TorchLogProbs:
             logits_NV.mean(-1).detach() if "mean_logits" in outputs else None,
             logits_NV.argmax(-1) == targets if "is_top1" in outputs else None,
         )
+
+
+def _product_dtype(hidden: Tensor) -> torch.dtype:
+    """As in TRL's kernel: that of autocast, else of what goes into the head, which in Mamba-2 in bf16 is fp32."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

@@ -87,3 +87,21 @@ def test_half_precision_is_summed_up_in_single(inputs: dict[str, torch.Tensor]) 
     assert entropy is not None and entropy.dtype == torch.float32
     expected = torch.log_softmax((hidden @ weight.T).float(), -1).gather(1, inputs["targets"][:, None])[:, 0]
     torch.testing.assert_close(logprobs, expected)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_head_of_another_precision_is_cast_to_that_of_the_states(inputs: dict[str, torch.Tensor], bias: bool) -> None:
+    """Mamba-2 in bf16 with its norm in fp32 hands fp32 to a head in bf16; TRL's kernel multiplies in fp32."""
+    weight, offset = inputs["weight"].bfloat16(), inputs["bias"].bfloat16() if bias else None
+    logprobs, *_ = TorchLogProbs.apply(inputs["hidden"], weight, offset, inputs["targets"], 1.0, 256)
+    logits = inputs["hidden"] @ weight.float().T + (offset.float() if offset is not None else 0)
+    expected = torch.log_softmax(logits, -1).gather(1, inputs["targets"][:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected)
+
+
+def test_under_autocast_all_of_the_product_is_of_its_precision(inputs: dict[str, torch.Tensor]) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logprobs, *_ = TorchLogProbs.apply(inputs["hidden"], inputs["weight"], None, inputs["targets"], 1.0, 256)
+    logits = (inputs["hidden"].bfloat16() @ inputs["weight"].bfloat16().T).float()
+    expected = torch.log_softmax(logits, -1).gather(1, inputs["targets"][:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected)
