@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
-from async_grpo.deltas.encoder import ENDING_S, Encoder, Keeping, is_due
+from async_grpo.deltas.encoder import Encoder, Keeping, is_due
 from async_grpo.errors import UnsupportedError, UsageError
-from async_grpo.telemetry.waiting import wait_until
 from async_grpo_ipc.delta.tensors import copied
 from async_grpo_ipc.model import model_tensors
 
@@ -82,8 +81,7 @@ class DeltaCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         encoder = self._encoder
-        if encoder is not None and self._taken != state.global_step and not encoder.has_failed:
-            wait_until(lambda: encoder.has_room() or None, what="room for the last delta", timeout_s=ENDING_S)
+        if encoder is not None and self._taken != state.global_step and encoder.awaits_room():
             self._take(state.global_step)
         self._close(state.global_step)
 

@@ -110,6 +110,15 @@ class Encoder:
     def has_room(self) -> bool:
         return self._waiting < max(MIN_WAITING, WAITING_BYTES // max(1, self._bytes))
 
+    def awaits_room(self) -> bool:
+        """Wait for room for one more version. False: there was none in time, or nothing is written any more."""
+        with suppress(WaitTimeoutError):
+            wait_until(self._may_take, what="room for the last delta", timeout_s=ENDING_S)
+        return self.thread.is_alive() and self.has_room()
+
+    def _may_take(self) -> bool | None:
+        return self.has_room() or not self.thread.is_alive() or None
+
     def reserve(self) -> None:
         """Count a version that will be `put` by another thread."""
         with self._mutex:
