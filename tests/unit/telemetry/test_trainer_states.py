@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from async_grpo.errors import BadFileError
 from async_grpo.telemetry.trainer_states import StateReader, StateWriter
@@ -46,6 +47,15 @@ def test_values_that_json_does_not_know(tmp_path: Path) -> None:
     assert math.isnan(found.log[0].pop("loss")) and found.log == [
         {"most": math.inf, "numpy": 0.5, "path": "a", "each": [1.0, 1.0]}
     ]
+
+
+@pytest.mark.parametrize("several", [np.array([1.0, 2.0]), torch.tensor([1.0, 2.0])])
+def test_a_callback_may_log_several_numbers(several: object, tmp_path: Path) -> None:
+    writer = StateWriter(tmp_path / "states.jsonl")
+    writer.begins(0)
+    writer.step(0, {"mine": several}, [{"each": several}])
+    found = StateReader(tmp_path / "states.jsonl").at(0)
+    assert found is not None and (found.fields, found.log) == ({"mine": [1.0, 2.0]}, [{"each": [1.0, 2.0]}])
 
 
 def test_a_resumed_run_writes_its_steps_again(tmp_path: Path) -> None:
