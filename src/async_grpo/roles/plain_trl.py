@@ -87,7 +87,7 @@ def train(trainer: GRPOTrainer, run_dir: Path) -> None:
 
         take_best_model(trainer)
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
-    except BaseException as error:
+    except Exception as error:  # a stop is no failure
         with suppress(AsyncGRPOError, OSError):  # the first error is the one to be told
             _note_why(run_dir, reason_of(error))
         raise

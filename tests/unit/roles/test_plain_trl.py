@@ -52,18 +52,24 @@ def test_a_killed_run_continues_from_its_newest_whole_checkpoint(tmp_path: Path)
     assert seen == [None, str(output / "checkpoint-10")]
 
 
-def test_why_a_run_failed_is_written_down(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [(RuntimeError("the reward\nis broken"), "RuntimeError: the reward is broken"), (SystemExit(0), "")],
+)
+def test_why_a_run_failed_is_written_down_and_a_stop_is_no_failure(
+    error: BaseException, why: str, tmp_path: Path
+) -> None:
     def fails(resume_from_checkpoint: object) -> None:
         write(tmp_path / "run", state="running", step=3, total_steps=9, saved=0)
-        raise RuntimeError("the reward\nis broken")
+        raise error
 
     trainer: Any = SimpleNamespace(
         args=SimpleNamespace(output_dir=str(tmp_path)), add_callback=lambda callback: None, train=fails
     )
     (tmp_path / "run").mkdir()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(type(error)):
         train(trainer, tmp_path / "run")
-    assert read_progress(tmp_path / "run") == Progress("running", 3, 9, 0, "RuntimeError: the reward is broken")
+    assert read_progress(tmp_path / "run") == Progress("running", 3, 9, 0, why)
 
 
 def test_a_checkpoint_that_was_written_and_not_noted_counts_and_a_lost_one_is_said(tmp_path: Path) -> None:
