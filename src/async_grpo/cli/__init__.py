@@ -41,7 +41,9 @@ INSPECT = {
     "queue": "look at a run's queue and repair it by hand",
 }
 COMMANDS = {**COMPUTE, **INSPECT}
+_TRAINING = ("train", "server", "worker", "replay")  # what ends with its output is not done
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_CUT_OFF = 141  # what a shell shows for a program that SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,11 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it is closed, as by `>&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
-    except BrokenPipeError:  # `async-grpo status | head`: the reader has closed the pipe, and has what it wanted
+        return _run(given)
+    except BrokenPipeError:
+        if not _reader_has_gone():  # it is of another pipe, such as one of the user's code
+            raise
         _write_no_more()
-        return 0
+        return _CUT_OFF if _trains(given) else 0
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # rich makes this of it
             return 0
@@ -92,6 +97,20 @@ def _is_of_users_code(error: BaseException) -> bool:
     from async_grpo.rollout.failures import is_users_code
 
     return any(is_users_code(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+def _trains(given: Sequence[str]) -> bool:
+    return bool(given) and given[0] in _TRAINING and not {"--help", "-h"} & {*given}
+
+
+def _reader_has_gone() -> bool:
+    """Whether the pipe of this command's output is closed: `async-grpo status | head`, which has what it wanted."""
+    import select
+
+    outputs = select.poll()
+    for number in (1, 2):
+        outputs.register(number, 0)  # POLLERR and POLLHUP are always told
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in outputs.poll(0))
 
 
 def _write_no_more() -> None:

@@ -110,6 +110,34 @@ def test_what_rich_or_the_help_prints_may_be_cut_off_too(arguments: list[str], t
     assert (result.returncode, result.stderr) == (0, "")
 
 
+PRINTS = """
+def get_trainer():
+    print("loading", flush=True)
+"""
+
+
+def test_another_pipe_that_breaks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one to a process of a reward function; the command's own output is read."""
+
+    def breaks(argv: list[str]) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_run", breaks)
+    with pytest.raises(BrokenPipeError):
+        cli.main(["train", "my_trainer.py"])
+
+
+def test_a_training_that_ends_because_its_output_is_closed_is_not_done(tmp_path: Path) -> None:
+    (tmp_path / "my_trainer.py").write_text(PRINTS)
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "async_grpo.cli", "train", "my_trainer.py", "--device", "cpu"]
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    result = subprocess.run(command, cwd=tmp_path, env=env, stdout=write, stderr=subprocess.PIPE, timeout=120)
+    os.close(write)
+    assert result.returncode == 141
+
+
 @pytest.mark.parametrize("arguments", [["audit", "worker"], ["train", "--help"], ["--help"], ["--version"]])
 def test_an_output_on_a_full_disk_is_one_sentence(arguments: list[str], tmp_path: Path) -> None:
     prepare(tmp_path / "worker", config=tmp_path / "my_trainer.py")
