@@ -140,7 +140,7 @@ class _Launch:
         devices = self._options.worker_devices
         self._screen.say(
             f"run {self._run.root}: server on {self._options.master_device}, {counted(len(devices), 'worker')} on "
-            f"{', '.join(devices)}; logs in the same directory"
+            f"{', '.join(dict.fromkeys(devices))}; logs in the same directory"
         )
         if crowd := crowding(len(devices)):
             self._screen.warn(crowd)

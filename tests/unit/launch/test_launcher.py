@@ -43,7 +43,7 @@ def test_a_run_that_finishes(stage: Stage, capsys: pytest.CaptureFixture[str]) -
     assert [len(stage.starts(role)) for role in ("server", "worker1", "worker2")] == [1, 1, 1]
     state = stage.run.read_state()
     assert state is not None and state.state == runs.FINISHED and state.num_workers == 2
-    assert "server on cpu, 2 workers on cpu, cpu" in capsys.readouterr().out
+    assert "server on cpu, 2 workers on cpu; logs" in capsys.readouterr().out
 
 
 def test_the_children_s_own_lines_are_shown_with_their_names(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
