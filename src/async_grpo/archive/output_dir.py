@@ -118,8 +118,9 @@ def what_stays(output_dir: Path, run_id: str) -> str:
     number = len(others) + len(checkpoint_folders.without_owner(output_dir))
     if not number:
         return ""
+    stay = "It stays" if number == 1 else "They stay"
     return (
-        f"{output_dir} has {counted(number, 'checkpoint')} that this run did not write. They stay: one whose name this "
+        f"{output_dir} has {counted(number, 'checkpoint')} that this run did not write. {stay}: one whose name this "
         "run needs becomes checkpoint-N-of-RUN. An output_dir for each run keeps them apart."
     )
 

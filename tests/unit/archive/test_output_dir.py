@@ -165,7 +165,7 @@ def test_a_run_that_is_over_keeps_nobody_out_and_its_checkpoints_stay(tmp_path: 
     elif fate == "moved aside":
         prepare(root, config=CONFIG)
     output_dir.refuse_another_runs(outputs, "second", tmp_path / "two")
-    assert "has 1 checkpoint that this run did not write. They stay" in output_dir.what_stays(outputs, "second")
+    assert "has 1 checkpoint that this run did not write. It stays:" in output_dir.what_stays(outputs, "second")
     assert output_dir.what_stays(outputs, first.run_id) == ""
 
 
@@ -173,6 +173,8 @@ def test_checkpoints_of_plain_trl_are_mentioned(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-7").mkdir()
     (tmp_path / "checkpoint-best").mkdir()
     assert "has 1 checkpoint" in output_dir.what_stays(tmp_path, "mine")
+    (tmp_path / "checkpoint-8").mkdir()
+    assert "has 2 checkpoints that this run did not write. They stay:" in output_dir.what_stays(tmp_path, "mine")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "[" * 100_000, '{"run_id": "x", "run_dir": "/nowhere"}'])
