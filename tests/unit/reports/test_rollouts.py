@@ -57,6 +57,12 @@ def test_what_no_step_used_comes_last_and_says_so(
     assert groups[-1] == ("6", "left") and "left over when the run ended, not trained on, dev1, policy 3" in text
 
 
+def test_one_token_is_singular_and_in_the_same_column(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ArchivedRun(tmp_path)
+    run.use(1, [0], completion_lengths=np.array([1, 4], np.int32))
+    assert sorted(re.findall(r" +\d tokens?(?= )", shown(capsys, run.root))) == ["      1 token", "     4 tokens"]
+
+
 def test_the_worst_of_a_step_and_one_job_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = three_steps(tmp_path)
     run.group(3, 0, completions=["long\n" * 40 + "the end", "short"], extra_columns={"why": ["because", None]})

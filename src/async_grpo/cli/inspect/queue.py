@@ -169,7 +169,7 @@ def _group_text(group: RolloutGroup) -> Iterator[str]:
         rewards = ", ".join(
             f"{name} {reward:g}" for name, reward in zip(group.reward_names, group.rewards[index].tolist(), strict=True)
         )
-        yield f"--- completion {index + 1}: {group.completion_lengths[index]} tokens; {rewards}"
+        yield f"--- completion {index + 1}: {counted(group.completion_lengths[index], 'token')}; {rewards}"
         yield as_text(completion)
 
 

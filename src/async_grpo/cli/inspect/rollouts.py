@@ -171,7 +171,7 @@ def _lines(rollout: Rollout, console: Console, *, whole: bool) -> Iterator[Text]
     head = Text.assemble((f" {_number(rollout.total):>6} ", _style(rollout)), " ")
     if rollout.advantage is not None:
         head.append(f"advantage {rollout.advantage:+.2f}  ")
-    head.append(f"{rollout.length:>4} tokens", "dim")
+    head.append(f"{counted(rollout.length, 'token'):>11}", "dim")
     if len(rollout.rewards) > 1:
         each = "  ".join(f"{name} {_number(value)}" for name, value in rollout.rewards.items())
         head.append(f"  {printable(each)}", "dim")
