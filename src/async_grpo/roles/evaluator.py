@@ -131,7 +131,7 @@ def _beginning(
     settings = options.settings
     problems = evaluation_problems(trainer)
     if not problems:
-        raise UsageError(f"The trainer of {options.config} has no eval_dataset, so there is nothing to evaluate on.")
+        raise UsageError(f"The trainer of {options.config} has no eval_dataset. Give it one to evaluate on.")
     warn_of_duplicates(problems)
     record = hyperparameters(trainer, settings)
     write_json(run.hyperparameters, record)

@@ -10,6 +10,7 @@ from archived_run import three_steps
 from async_grpo.cli import main
 from async_grpo.cli.compute import evaluate
 from async_grpo.evals.estimators import Answers, estimates
+from async_grpo.evals.report import evaluated
 from async_grpo.launch import launcher
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
@@ -78,6 +79,14 @@ def test_a_place_for_the_figures_is_checked_before_they_are_made(
 ) -> None:
     assert main([*asked, "--json", str(tmp_path / "nowhere" / "figures.json")]) == 2
     assert "figures.json cannot be written: give a file in a folder that exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rewards", "told"), [([0.0, 1.0], False), ([0.4, 1.0], True)])
+def test_success_is_defined_where_no_reward_function_does(rewards: list[float], told: bool) -> None:
+    answers = {0: Answers(rewards=rewards, successes=[reward >= 1 for reward in rewards])}
+    about = {"run_id": "", "step": 0, "seconds": 0.0, "replicates": 2, "sampling": {}, "first_seq": 0}
+    legend = evaluate._legend(evaluated(answers, {}, ks=[1], **about))
+    assert ("success: a total reward of at least 1, as no reward function has a success_threshold" in legend) == told
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,10 @@ K_IN_WORDS = (
     "pass@k: the chance that one of k completions succeeds; pass_ordered@k: one of the first k did; mean@k, best@k: of "
     "the rewards of the first k"
 )
+SUCCESS_IN_WORDS = (  # where `Evaluated.knows_success` is false
+    "success: a total reward of at least {:g}, as no reward function has a success_threshold and not all rewards are 0 "
+    "or 1"
+)
 _SAMPLED_WITH = ("seed", *EVAL_SETTINGS)
 
 
@@ -171,15 +175,20 @@ def _tell(args: argparse.Namespace) -> int:
         paired = shaped(dict[str, Estimate], difference, "figures")
         _table(f"{args.model} less {args.against}, paired", _each_once(paired, replicates, found[0].headline), {})
     if found[0].figures:
-        print(f"{K_IN_WORDS}; maj@k: the commonest final answer is right" if _votes(found[0]) else K_IN_WORDS)
+        print(_legend(found[0]))
     if args.json is not None:
         record: dict[str, Any] = {model: asdict(one) for model, one in zip(models, found, strict=False)}
         args.json.write_text(json.dumps({"models": record, "difference": difference}, indent=2) + "\n")
     return 0
 
 
-def _votes(one: Evaluated) -> bool:
-    return any(name.startswith("maj@") for name in one.figures)
+def _legend(one: Evaluated) -> str:
+    from async_grpo.evals.report import SUCCESS
+
+    votes = (
+        "; maj@k: the commonest final answer is right" if any(name.startswith("maj@") for name in one.figures) else ""
+    )
+    return f"{K_IN_WORDS}{votes}" + ("" if one.knows_success else f"\n{SUCCESS_IN_WORDS.format(SUCCESS)}")
 
 
 def _table(title: str, figures: dict[str, Estimate], failed: dict[str, str], sampled_with: str = "") -> None:
