@@ -47,7 +47,7 @@ def _given(subject: str, ours: Sequence[Note], theirs: Sequence[Note]) -> Line:
     if not wrong:
         return equal(subject, f"given the same {len(fields)} inputs of {counted(len(mine), 'completion')}, {calls}")
     if set(wrong) <= _AT_ISSUE:
-        found = f"given the same {len(fields)} inputs of {len(mine)} completions but {', '.join(wrong)}, {calls}"
+        found = f"given the same {len(fields)} inputs of {len(mine)} completions except {', '.join(wrong)}, {calls}"
         return Line(Status.DOCUMENTED, subject, found, "trainer_state is that of the time when the prompt was issued.")
     wrong = [field for field in wrong if field not in _AT_ISSUE]
     return Line(Status.DIFFERS, subject, f"given other {', '.join(wrong)}: {_example(wrong[0], mine, reference)}")
