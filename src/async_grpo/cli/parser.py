@@ -106,8 +106,9 @@ def nearest(given: str, known: Iterable[str]) -> str:
     """`". Did you mean --max-staleness?"`, or nothing where no known word is like `given`."""
     import difflib
 
-    near = difflib.get_close_matches(given, list(known), n=1)
-    return f". Did you mean {near[0]}?" if near else ""
+    words = {name.lstrip("-"): name for name in known}  # all options have the dashes, which make none of them alike
+    near = difflib.get_close_matches(given.lstrip("-"), words, n=1)
+    return f". Did you mean {words[near[0]]}?" if near else ""
 
 
 def _dashed(arguments: Sequence[str]) -> Iterator[str]:

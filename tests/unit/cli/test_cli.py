@@ -206,6 +206,7 @@ def test_a_run_is_named_as_for_train_too(command: str, capsys: pytest.CaptureFix
         (["train", "x.py", "--step", "3"], "unrecognized arguments: --step 3. Did you mean --steps?"),
         (["delta", "verify", "x", "--jso", "y"], "unrecognized arguments: --jso y"),
         (["status", "--js"], "unrecognized arguments: --js"),
+        (["sweep", "x.py", "--dry-run"], "unrecognized arguments: --dry-run\nasync-grpo sweep --help explains"),
         (["train", "x.py", "--seed", "-1"], "must be a whole number from 0 to 2^32 - 1"),
         (["train", "x.py", "--seed", str(2**64)], "must be a whole number from 0 to 2^32 - 1"),
         (["evaluate", "x", "--seed=-1"], "must be a whole number from 0 to 2^32 - 1"),
