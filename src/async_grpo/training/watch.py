@@ -39,6 +39,7 @@ class Watch:
         self._trainer = trainer
         self._before = dict(_values(trainer))
         self._buffers = {name: buffer.detach().clone() for name, buffer in _saved_buffers(trainer.model)}
+        self._step: int | None = None  # at which they were compared
         self._sampling = SamplingChanges(trainer, generator=generator, max_staleness=max_staleness)
 
     def sampling(self) -> dict[str, Any]:
@@ -54,7 +55,9 @@ class Watch:
                     f"{name} has changed during the run, from {_short(before)} to {_short(now)}. Workers and the "
                     f"schedule of jobs have it as the setup file set it. {_way_out(name)}"
                 )
-        self._refuse_changed_buffers()
+        if self._step != self._trainer.state.global_step:
+            self._step = self._trainer.state.global_step
+            self._refuse_changed_buffers()
         return self._sampling.of(self._trainer)
 
     def _refuse_changed_buffers(self) -> None:

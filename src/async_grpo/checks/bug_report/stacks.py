@@ -26,7 +26,7 @@ from async_grpo.rundir.paths import SERVER, RunDir
 from async_grpo.rundir.reading import open_plain
 from async_grpo.setup.process import STACKS_SIGNAL
 
-ANSWER_S = 3.0  # a process answers in milliseconds, or is stopped, or in the kernel
+ANSWER_S = 10.0  # a process answers in milliseconds, on a busy machine in seconds, or is stopped or in the kernel
 _POLL_S = 0.02
 _QUIET_S = 0.2  # without another line for this long, the writer has ended
 _TORN = "line ???"  # what is written of a frame that changed meanwhile: a thread that runs is not halted for it

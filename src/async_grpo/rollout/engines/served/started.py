@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,8 +64,7 @@ class StartedServer(ServerEngine):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700, parents=True)
         describe_model(trainer, folder, with_text=True)
-        plan = replace(_plan(trainer, folder, log, number, seed, devices), ready_s=ready_s)
-        self._server = VLLMServerProcess(plan)
+        self._server = VLLMServerProcess(_plan(trainer, folder, log, number, seed, devices, ready_s))
         trainer.model.to("meta")  # the server has the weights, and takes what is free on the GPU
         free_memory()
         self._server.start()
@@ -162,7 +160,9 @@ class FedPolicy:
         return version
 
 
-def _plan(trainer: Any, folder: Path, log: Path, number: int, seed: int, devices: str | None) -> ServerPlan:
+def _plan(
+    trainer: Any, folder: Path, log: Path, number: int, seed: int, devices: str | None, ready_s: float
+) -> ServerPlan:
     args = trainer.args
     if args.vllm_server_base_url is not None:
         raise UnsupportedError(
@@ -185,6 +185,7 @@ def _plan(trainer: Any, folder: Path, log: Path, number: int, seed: int, devices
         tensor_parallel_size=many,
         arguments=_arguments(trainer, seed, on_gpu=on_gpu),
         env=env,
+        ready_s=ready_s,
     )
 
 
