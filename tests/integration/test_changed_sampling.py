@@ -14,6 +14,8 @@ import pytest
 import torch
 from compared_with_trl import settings
 from in_process import InProcessRun, InProcessWorker, build_trainer, jobs_of, plain_rows
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from runs import SETUP, finish
 from transformers import GenerationMixin, TrainerCallback
 from trl import GRPOTrainer
@@ -136,6 +138,36 @@ def test_a_setting_of_the_models_own_config_counts(tmp_path: Path) -> None:
 
     with pytest.raises(RunRefused, match=r"^typical_p of generation_config has changed"):
         watched(tmp_path, change)
+
+
+def halve_the_scaling(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.scaling["default"] *= 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (halve_the_scaling, "scaling"),
+        (lambda model: model.base_model.disable_adapter_layers(), "disable_adapters"),
+        (lambda model: model.base_model.merge_adapter(), "merged_adapters"),
+    ],
+)
+def test_what_a_callback_changes_of_adapters_but_their_weights_is_refused(
+    change: Callable[[Any], None], name: str, tmp_path: Path
+) -> None:
+    trainer = build_trainer(tmp_path, arguments={"peft_config": LoraConfig(target_modules=["q_proj"])})
+    watch = Watch(trainer, generator=HF, max_staleness=0)
+    assert watch.sampling() == {}
+    with trainer.model.disable_adapter():
+        pass
+    trainer.state.global_step += 1
+    assert watch.sampling() == {}, "as it was"
+    change(trainer.model)
+    trainer.state.global_step += 1
+    with pytest.raises(RunRefused, match=rf"^{name} of base_model\..*q_proj has changed during the run"):
+        watch.sampling()
 
 
 def with_buffer(output_dir: Path, value: torch.Tensor, *, persistent: bool) -> tuple[Any, Watch]:

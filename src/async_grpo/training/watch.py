@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from async_grpo.errors import RunRefused
 from async_grpo.setup.sampling_changes import SamplingChanges
+from async_grpo.setup.trl_compat import is_adapter
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # read by TRL while it is built
 _OF_TRAINER = (
@@ -25,6 +26,7 @@ _OF_CONFIG = (
     *("steps_per_generation", "gradient_accumulation_steps", "generation_batch_size"),
 )
 _WITH_TOOLS = ("max_completion_length", "max_tool_calling_iterations")
+_OF_ADAPTERS = ("scaling", "active_adapters", "disable_adapters", "merged_adapters")  # of each layer of PEFT's
 _LARGEST_BUFFER = 2**16  # numbers in one that is compared; larger ones are quantised weights
 
 
@@ -37,7 +39,7 @@ class Watch:
 
     def __init__(self, trainer: Any, *, generator: str | None, max_staleness: int) -> None:
         self._trainer = trainer
-        self._before = dict(_values(trainer))
+        self._before = {**dict(_values(trainer)), **dict(_of_adapters(trainer.model))}
         self._buffers = {name: buffer.detach().clone() for name, buffer in _saved_buffers(trainer.model)}
         self._step: int | None = None  # at which they were compared
         self._sampling = SamplingChanges(trainer, generator=generator, max_staleness=max_staleness)
@@ -48,17 +50,21 @@ class Watch:
         Raises:
             RunRefused: something has changed that workers cannot follow.
         """
-        for name, now in _values(self._trainer):
+        self._refuse_changed(_values(self._trainer))
+        if self._step != self._trainer.state.global_step:
+            self._step = self._trainer.state.global_step
+            self._refuse_changed(_of_adapters(self._trainer.model))
+            self._refuse_changed_buffers()
+        return self._sampling.of(self._trainer)
+
+    def _refuse_changed(self, values: Iterable[tuple[str, Any]]) -> None:
+        for name, now in values:
             before = self._before.get(name)
             if now != before:
                 raise RunRefused(
                     f"{name} has changed during the run, from {_short(before)} to {_short(now)}. Workers and the "
                     f"schedule of jobs have it as the setup file set it. {_way_out(name)}"
                 )
-        if self._step != self._trainer.state.global_step:
-            self._step = self._trainer.state.global_step
-            self._refuse_changed_buffers()
-        return self._sampling.of(self._trainer)
 
     def _refuse_changed_buffers(self) -> None:
         """Only parameters are published. A buffer that was moved or cast, as DeepSpeed does, counts as the same."""
@@ -103,3 +109,9 @@ def _values(trainer: Any) -> Iterator[tuple[str, Any]]:
     for name in _OF_CONFIG:
         yield f"trainer.args.{name}", _held(getattr(trainer.args, name))
     yield "chat_template of the tokenizer", getattr(trainer.processing_class, "chat_template", None)
+
+
+def _of_adapters(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for place, module in model.named_modules() if is_adapter(model) else ():
+        for name in _OF_ADAPTERS if hasattr(module, "merged_adapters") else ():
+            yield f"{name} of {place}", copy.copy(getattr(module, name, None))
