@@ -23,8 +23,10 @@ from trl import GRPOTrainer
 from async_grpo.envs.harness import OpenAIHarness
 from async_grpo.errors import RunRefused, UnsupportedError
 from async_grpo.queue.codec import decode_group
+from async_grpo.setup import sampling_changes
 from async_grpo.setup.generator_choice import HF, VLLM
 from async_grpo.setup.own_generation import check_generation
+from async_grpo.setup.sampling import transformers_config
 from async_grpo.training.watch import Watch
 
 pytestmark = pytest.mark.integration
@@ -202,6 +204,16 @@ def test_buffers_that_forward_passes_compute_may_change(tmp_path: Path) -> None:
     trainer.model.scale.fill_(2.0)
     trainer.state.global_step += 1
     assert watch.sampling() == {}
+
+
+def test_what_is_compared_is_what_transformers_samples_with(tmp_path: Path) -> None:
+    trainer = build_trainer(tmp_path, top_k=-1, top_p=0.9)
+    trainer.model.generation_config.typical_p = 0.5
+    trainer.model.generation_config.temperature = 0.5  # TRL's own goes before it
+    sampled_with, compared = vars(transformers_config(trainer)), sampling_changes._settings(trainer)
+    draws = [name for name in sampled_with if not name.startswith(sampling_changes._DRAWS_NOTHING)]
+    assert {name: compared[name] for name in draws} == {name: sampled_with[name] for name in draws}
+    assert (compared["typical_p"], compared["temperature"], compared["top_k"]) == (0.5, 1.0, 0)
 
 
 @pytest.mark.parametrize("generator", [VLLM, None])

@@ -127,7 +127,7 @@ class _Values:
         self._view, self._mode, self._name = view, mode, name
 
     def append(self, value: float) -> None:
-        self.extend([value])
+        self._view.added[self._mode][self._name].append(value)
 
     def extend(self, values: Any) -> None:
         self._view.added[self._mode][self._name].extend(values)

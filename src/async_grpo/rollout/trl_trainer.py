@@ -224,7 +224,7 @@ class RolloutTrainer:
     def _score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
         scorer = copy.copy(self.trainer)  # its own environments, so that calls cannot mix
         rows, prompts, completions, ids, scorer.environments = (of_all(groups, name) for name in _GIVEN)
-        scorer.generation_config = self._changes.config_of({})
+        scorer.generation_config = self._config  # whatever the last job has brought
         parts = parts_of([len(group.rows) for group in groups])
         with self.view.during(groups[0].job, groups[0].version, scores=True) as call:
             # This very call's: a reward function may log in threads of its own, which have no context.

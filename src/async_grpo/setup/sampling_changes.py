@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import RunRefused
 from async_grpo.setup.generator_choice import HF
-from async_grpo.setup.sampling import transformers_config
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -35,7 +34,7 @@ class SamplingChanges:
     """
 
     def __init__(self, trainer: Any, *, generator: str | None = HF, max_staleness: int | None = 0) -> None:
-        self._before, self._given = _settings(trainer), copy.deepcopy(_given(trainer))
+        self._before = copy.deepcopy(_settings(trainer))
         self._config = copy.deepcopy(getattr(trainer, "generation_config", None))
         self.generator, self.max_staleness = generator, max_staleness
 
@@ -45,8 +44,6 @@ class SamplingChanges:
         Raises:
             RunRefused: one of them that workers cannot sample with.
         """
-        if _given(trainer) == self._given:  # asked for each job, so it has to be cheap
-            return {}
         now, before = _settings(trainer), self._before
         changed = {name for name in now if now[name] != before.get(name) and not name.startswith(_DRAWS_NOTHING)}
         brought = {}
@@ -84,10 +81,14 @@ class SamplingChanges:
 
 
 def _settings(trainer: Any) -> dict[str, Any]:
-    return dict(vars(transformers_config(trainer))) if _given(trainer) else {}
+    """As `setup.sampling.transformers_config` has them, without a copy: they are looked at for each job.
 
-
-def _given(trainer: Any) -> list[dict[str, Any]]:
-    """What the settings are made of. Nothing where an engine inside the model samples: TRL makes no config then."""
-    own = getattr(trainer, "generation_config", None)
-    return [vars(own), vars(trainer.model.generation_config)] if own else []
+    Nothing where an engine inside the model samples: TRL makes no `generation_config` then.
+    """
+    config = getattr(trainer, "generation_config", None)
+    if config is None:
+        return {}
+    given = {name: value for name, value in vars(config).items() if value is not None}
+    settings = vars(config) | vars(trainer.model.generation_config) | given
+    top_k = settings.get("top_k")
+    return settings | {"top_k": top_k if top_k is None else max(top_k, 0)}

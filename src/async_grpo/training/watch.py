@@ -97,17 +97,14 @@ def _way_out(name: str) -> str:
     return f"Set it in the setup file, or {alone}."
 
 
-def _held(value: Any) -> Any:
-    """A value to compare with later. A copy of a function object would not be equal to it."""
-    return copy.copy(value) if isinstance(value, (list, dict)) else value
-
-
 def _values(trainer: Any) -> Iterator[tuple[str, Any]]:
     with_tools = _WITH_TOOLS if trainer.tools or trainer.environment_factories else ()
-    for name in (*_OF_TRAINER, *with_tools):
-        yield f"trainer.{name}", _held(getattr(trainer, name, None))
-    for name in _OF_CONFIG:
-        yield f"trainer.args.{name}", _held(getattr(trainer.args, name))
+    owners = (("trainer", trainer, (*_OF_TRAINER, *with_tools)), ("trainer.args", trainer.args, _OF_CONFIG))
+    for owner, it, names in owners:
+        for name in names:
+            value = getattr(it, name, None)
+            is_changed_in_place = isinstance(value, (list, dict))  # a copy of a function object is not equal to it
+            yield f"{owner}.{name}", copy.copy(value) if is_changed_in_place else value
     yield "chat_template of the tokenizer", getattr(trainer.processing_class, "chat_template", None)
 
 
