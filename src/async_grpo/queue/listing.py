@@ -39,7 +39,7 @@ class Quarantined(NamedTuple):
     reason: str
 
 
-def reason_of(files: Files, set_aside: str) -> str:
+def why_set_aside(files: Files, set_aside: str) -> str:
     """The text that says why a file is in quarantine/."""
     try:
         return files.read(f"quarantine/{reason_name(set_aside)}").decode(errors="replace")
@@ -71,4 +71,4 @@ def queue_counts(root: Path | str) -> QueueCounts:
 def quarantined(root: Path | str) -> list[Quarantined]:
     """Everything that was set aside, by job, each with its reason."""
     with closing(OsFiles(Path(root))) as files:
-        return sorted(Quarantined(*aside, reason_of(files, aside.name)) for aside in set_aside_files(files))
+        return sorted(Quarantined(*aside, why_set_aside(files, aside.name)) for aside in set_aside_files(files))

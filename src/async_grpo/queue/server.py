@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 from async_grpo.errors import BadFileError, DiskFullError, QueueError, RunDirError
 from async_grpo.queue.codec import encode_job
 from async_grpo.queue.filesystem import Files, OsFiles, job_files, prepare_root, set_aside_files
-from async_grpo.queue.listing import QueueCounts, counts_of, reason_of
+from async_grpo.queue.listing import QueueCounts, counts_of, why_set_aside
 from async_grpo.queue.liveness import LOOK_S, Reaper, WorkerState, live_workers
 from async_grpo.queue.names import (
     BROKEN,
@@ -344,9 +344,9 @@ class ServerQueue:
         aside = [entry for entry in set_aside_files(files) if entry.seq == seq and entry.attempt in possible]
         last = max(aside, key=lambda entry: (entry.attempt, entry.kind == FAILED), default=None)
         if last is not None and last.kind == FAILED:
-            self._give_up(seq, last.attempt, reason_of(files, last.name))
+            self._give_up(seq, last.attempt, why_set_aside(files, last.name))
         elif last is not None:
-            self._issue_again(seq, last.attempt + 1, reason_of(files, last.name))
+            self._issue_again(seq, last.attempt + 1, why_set_aside(files, last.name))
             self.healing.broken += 1
         else:
             open_job.missed_looks += 1

@@ -15,7 +15,7 @@ from async_grpo.formatting import as_text, counted, for_people, printable
 from async_grpo.queue import quarantined, retry_given_up
 from async_grpo.queue.codec import decode_group, decode_job
 from async_grpo.queue.filesystem import OsFiles
-from async_grpo.queue.listing import open_jobs, reason_of
+from async_grpo.queue.listing import open_jobs, why_set_aside
 from async_grpo.queue.liveness import live_workers
 from async_grpo.queue.names import FAILED, PROCESSING, reason_name, shard
 from async_grpo.records import Job, RolloutGroup
@@ -144,7 +144,7 @@ def _show_file(root: Path, path: Path) -> Iterator[str]:
             yield f"{relative} cannot be used: {error}"
         if path.parent.name == "quarantine" and path.with_name(reason_name(path.name)).exists():
             yield "set aside because:"
-            yield from _indented(reason_of(files, path.name).strip())
+            yield from _indented(why_set_aside(files, path.name).strip())
 
 
 def _job_text(job: Job) -> Iterator[str]:
