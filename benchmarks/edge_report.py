@@ -166,7 +166,7 @@ def findings(table: Table) -> Iterator[str]:
 
 
 def warnings(done: Sequence[Outcome]) -> str:
-    """How many runs were warned of, of those that ended within two standard errors of plain TRL, and of the others."""
+    """How many runs were warned of, of those that ended near plain TRL (two deviations of a run), and of the others."""
     counts = {True: [0, 0], False: [0, 0]}
     for outcome in done:
         cell = outcome.cell

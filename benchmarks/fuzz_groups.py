@@ -48,7 +48,11 @@ def stopped_after(command: list[str], seconds: float) -> int:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGTERM)
-            return process.wait(ENDING_S)
+            try:
+                return process.wait(ENDING_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
     return process.returncode or 1  # it ended by itself
 
 

@@ -117,7 +117,7 @@ def end_left_behind(leader: int) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         left, deadline = _others_in_group(leader), time.monotonic() + LEFT_BEHIND_S
         for process in left:
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError, PermissionError):  # it has ended, or become another user's by sudo
                 os.kill(process.pid, number)
         while any(map(is_alive, left)) and time.monotonic() < deadline:
             time.sleep(0.01)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from async_grpo.launch import supervisor as supervisor_module
@@ -327,3 +328,15 @@ def test_a_child_that_is_killed_at_work_is_started_again_for_ever(
     pauses = deaths.pauses(600.0)
     assert (len(pauses) > 100) == (most == 1)
     assert max(pauses) <= most + 1
+
+
+def test_a_process_that_may_not_be_signalled_does_not_end_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward function may have started it by sudo."""
+
+    def refuses(pid: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(process, "_others_in_group", lambda leader: [psutil.Process()])
+    monkeypatch.setattr(process, "is_alive", lambda one: False)
+    monkeypatch.setattr(os, "kill", refuses)
+    process.end_left_behind(os.getpid())
