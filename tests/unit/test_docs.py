@@ -137,3 +137,13 @@ def test_every_member_that_the_api_lists_exists() -> None:
             name for name in names.split(", ") if not re.search(rf"^(?:def|class) {name}\b", source, re.MULTILINE)
         ]
         assert not missing, f"{module} does not define {missing}"
+
+
+def test_the_changelog_has_each_heading_once_and_no_rest_of_an_entry() -> None:
+    unreleased = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert re.findall(r"(?m)^### (.*)$", unreleased) == ["Added", "Changed", "Fixed"]
+    rests = [rest for rest in re.findall(r"\.\n  [a-z].*", unreleased) if not rest[4:].startswith("e.g.")]
+    assert not rests, "a merge has left the end of an entry behind another one"
+    entries = re.findall(r"(?m)^- .*\n(?:  .*\n)*", unreleased)
+    assert len({*entries}) == len(entries)
+    assert not re.findall(r"\n  .*\n\n- ", unreleased), "an empty line between two entries"
