@@ -148,7 +148,7 @@ class _Launch:
             exits = dict(supervisor.run_until(self._is_over))
             if supervisor.stopping:
                 trains = self._run.consumption.exists()
-                self._screen.warn(f"stopping: {'a checkpoint is written, then ' if trains else ''}everything ends")
+                self._screen.stops(f"{'a checkpoint is written, then ' if trains else ''}everything ends")
             elif refused := self._refused(exits):
                 self._screen.warn(f"{refused} rejected its setup, so the run ends")
             finished = SERVER in exits and exits[SERVER].code == 0 and not supervisor.stopping

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -87,6 +88,7 @@ class Screen:
     def __init__(self, root: Path, logs: Sequence[LogTail] = (), *, quiet: bool = False, verbose: bool = False) -> None:
         self._root, self._logs, self._quiet = root, logs, quiet
         self._filter = LineFilter(quiet=quiet, verbose=verbose, with_panel=self.has_panel)
+        self._ending = ""  # how the run ends, once it was asked to
         self._began = time.monotonic()
         self._next_look = math.inf if quiet else self._began + LOADING_EVERY_S
 
@@ -104,6 +106,11 @@ class Screen:
     def warn(self, text: str) -> None:
         """News that are never left out."""
         self._print(f"[launcher] {text}")
+
+    def stops(self, how: str) -> None:
+        """Say how the run ends, from now on in the place of what holds it up."""
+        self._ending = f"stopping: {how}"
+        self.warn(self._ending)
 
     def refresh(self) -> None:
         """Show what is new; called often during the run."""
@@ -138,7 +145,8 @@ class Screen:
         from async_grpo.status.snapshot import look
 
         try:
-            return look(self._root, details=False)
+            view = look(self._root, details=False)
+            return replace(view, bottleneck=self._ending or view.bottleneck) if view.bottleneck else view
         except (RunDirError, OSError) as error:
             return str(error)
         except Exception as error:  # noqa: BLE001

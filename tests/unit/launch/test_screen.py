@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from async_grpo.launch.screen import LineFilter, PanelScreen, Screen, fitting
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.setup.library_warnings import SAID_BY
+from async_grpo.status import snapshot
 from pseudo_terminal import HIDE_CURSOR, PseudoTerminal, plain
 
 
@@ -99,6 +101,23 @@ def test_the_panel_stays_under_lines_that_scroll(tmp_path: Path, width: int) -> 
     assert "╭─ run " in text and "starting" in text
     assert 8 < text.count("  more") < 40, "a step line has the parts that fit: the panel has the rest"
     assert text.count("a long [markup] sentence") == 10, "a warning is not"
+
+
+def test_the_panel_asks_for_no_worker_while_the_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = "no worker is alive: start one"
+    prepare(tmp_path / "worker", config=tmp_path / "x.py")
+    view = replace(snapshot.look(tmp_path / "worker", details=False), bottleneck=lost)
+    monkeypatch.setattr(snapshot, "look", lambda *_, **__: view)
+    monkeypatch.setattr(screen_module, "PANEL_EVERY_S", 0.0)
+    console = Console(file=StringIO(), width=120, force_terminal=True, highlight=False)
+    with PanelScreen(tmp_path / "worker", console=console) as screen:
+        screen.refresh()
+        before = plain(console.file.getvalue())  # type: ignore[attr-defined]
+        screen.stops("a checkpoint is written, then everything ends")
+        screen.refresh()
+    after = plain(console.file.getvalue())[len(before) :]  # type: ignore[attr-defined]
+    last_panel = after[after.rindex("╭─ run ") :]
+    assert lost in before and "stopping: a checkpoint is written" in last_panel and lost not in last_panel
 
 
 @pytest.mark.parametrize(("width", "shown"), [(80, "1  2  3"), (7, "1  2  3"), (6, "1  2"), (1, "1"), (0, "1")])
