@@ -82,7 +82,8 @@ def _batch(batch: Batch) -> Finding:
         )
     return ok(
         "batch",
-        f"{batch.prompts} prompts x {batch.num_generations} completions = {batch.generation_batch_size} a round; "
+        f"{counted(batch.prompts, 'prompt')} x {batch.num_generations} completions = "
+        f"{batch.generation_batch_size} a round; "
         f"possible num_generations: {', '.join(map(str, possible_generations(batch)))}",
     )
 

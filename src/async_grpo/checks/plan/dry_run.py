@@ -175,7 +175,8 @@ def _batch_rows(facts: TrainerFacts) -> Iterator[tuple[str, str]]:
     each = "each process: " if batch.processes > 1 else ""
     yield (
         "batch",
-        f"{batch.prompts} prompts x {batch.num_generations} completions = {batch.generation_batch_size} a round "
+        f"{counted(batch.prompts, 'prompt')} x {batch.num_generations} completions = "
+        f"{batch.generation_batch_size} a round "
         f"({each}forward passes of {batch.per_device_train_batch_size}; an optimizer step is "
         f"{batch.gradient_accumulation_steps} of them, a round {passes})",
     )

@@ -59,6 +59,12 @@ _NO_WEIGHT = {
     "none": "it has no weight",
 }
 
+_UNWEIGHED = {  # in words
+    "bypass": "the ratio is clipped around the policy that sampled",
+    "trl": "as TRL's use_vllm=True, by its own code",
+    "none": "stale rollouts count as fresh ones",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
@@ -79,7 +85,7 @@ class Rule:
     def __str__(self) -> str:
         scaled = "" if self.step_scaling == OFF else f", steps scaled by {self.step_scaling}"
         if not self.weighs:
-            return self.name + scaled
+            return f"{self.name}: {_UNWEIGHED[self.name]}{scaled}"
         outside = "dropped" if self.masks else "limited"
         return f"{self.name}, {self.level} weights {outside} outside {self.least:g} to {self.most:g}{scaled}"
 
