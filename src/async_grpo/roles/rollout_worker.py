@@ -236,7 +236,7 @@ def _wait_for_weights(run: RunDir) -> None:
     """Until the server has loaded its model, and made the memory that it will publish in."""
     wait_until(
         lambda: run.weights_handle.exists() or None,
-        what=f"weights from the parameter server ({run.weights_handle})",
+        what="weights from the parameter server",
         timeout_s=SERVER_WAIT_S,
         on=[SERVER],
         check_peer=lambda: _check_server(run),
