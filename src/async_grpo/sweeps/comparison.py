@@ -183,6 +183,7 @@ def in_words(effect: Effect, a: Side, b: Side) -> Iterator[str]:
             yield f"not counted: seed {', '.join(one.not_counted)} of {name}, whose runs have not finished"
         if left_out:
             yield f"not counted: seed {', '.join(left_out)} of {name}, which the other sweep lacks"
+    yield from _not_the_end(effect, a, b)
     sampled = [sorted({one.sampling for one in each.runs.values()}) for each in (a, b)]
     if sampled[0] != sampled[1]:
         yield f"Mind: A's completions were sampled {_or(sampled[0])}, B's {_or(sampled[1])}."
@@ -208,6 +209,14 @@ def in_words(effect: Effect, a: Side, b: Side) -> Iterator[str]:
                 f"With {counted(len(effect.by_pair), 'seed')} an exact sign test cannot go below "
                 f"{effect.smallest_possible:g}, whatever the runs show: it takes six pairs for 0.05."
             )
+
+
+def _not_the_end(effect: Effect, a: Side, b: Side) -> Iterator[str]:
+    """Where no run of a side ended at the step: sweeps of other lengths may share only the one before training."""
+    last, of_b = (max(max(one.evaluations) for one in side.runs.values()) for side in (a, b))
+    if effect.step < min(last, of_b):
+        where = "before training" if effect.step == 0 else "not the end"
+        yield f"Mind: step {effect.step} is {where}: the last evaluation of A is at step {last}, of B at step {of_b}."
 
 
 def _or(texts: Sequence[str]) -> str:

@@ -68,6 +68,15 @@ def test_sweeps_of_the_same_seeds_are_paired() -> None:
     assert effect.over_problems is None
 
 
+@pytest.mark.parametrize(("ends", "step", "says"), [((20, 30), 0, True), ((30, 30), 30, False)])
+def test_a_step_before_training_is_not_taken_for_the_end(ends: tuple[int, int], step: int, says: bool) -> None:
+    """Sweeps of 20 and 30 steps have only step 0 in common, where all differences are 0."""
+    a, b = (side(name, {s: curves(value=0.5, step=end) for s in (1, 2)}) for name, end in zip("ab", ends, strict=True))
+    effect = compare(a, b)
+    mind = "Mind: step 0 is before training: the last evaluation of A is at step 20, of B at step 30."
+    assert effect.step == step and (mind in list(in_words(effect, a, b))) == says
+
+
 def test_seeds_that_only_one_side_has_are_named_and_left_out() -> None:
     a = side("a", {1: curves(value=0.5), 2: curves(value=0.6), 3: curves(value=0.9)}, "4")
     b = side("b", {1: curves(value=0.4), 2: curves(value=0.5)})
