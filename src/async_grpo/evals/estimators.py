@@ -119,12 +119,18 @@ def are_right_or_wrong(rewards: Iterable[float]) -> bool:
 
 def range_of(figure: str) -> Range | None:
     """The least and the greatest value that a figure can have; None: it depends on the reward functions."""
-    return (0.0, 1.0) if figure.partition("@")[0] in SHARES else None
+    if figure == "reward_std":
+        return (0.0, math.inf)
+    return (0.0, 1.0) if _is_share(figure) else None
 
 
 def range_of_difference(figure: str) -> Range | None:
     """The same for the difference of two values of a figure."""
-    return (-1.0, 1.0) if range_of(figure) else None
+    return (-1.0, 1.0) if _is_share(figure) else None
+
+
+def _is_share(figure: str) -> bool:
+    return figure.partition("@")[0] in SHARES
 
 
 def problems_with_interval(values: Sequence[float], within: Range | None) -> Estimate:

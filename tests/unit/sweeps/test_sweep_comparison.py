@@ -41,6 +41,8 @@ def test_an_interval_over_seeds_is_cut_to_what_a_share_can_be() -> None:
     assert (rows[0].low, rows[0].high) == (0.0, 1.0)
     rows = agree({1: {0: 0.2}, 2: {0: 0.9}}, range_of("reward_mean"))
     assert rows[0].low is not None and rows[0].low < 0
+    rows = agree({1: {0: 0.25}, 2: {0: 0.16}}, range_of("reward_std"))
+    assert rows[0].low == 0 and rows[0].high is not None and rows[0].high > 0.7
     effect = compare(side("a", {1: curves(value=0.9), 2: curves(value=0.2)}), side("b", {1: curves(value=0.0)}))
     assert (effect.over_seeds.low, effect.over_seeds.high) == (None, None)
     pair = [side(name, {1: curves(value=one), 2: curves(value=two)}) for name, one, two in (("a", 1, 0), ("b", 0, 0.9))]
