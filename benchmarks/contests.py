@@ -35,7 +35,9 @@ ONE_WIDE_WORKER = Side(  # as much at once as the default bound of staleness adm
     name="server + 1 worker, 20 groups a claim", workers=1, flags=("--groups-per-claim", "20")
 )
 SYNCHRONOUS = Side(name="server + 1 worker, --max-staleness 0", workers=1, flags=("--max-staleness", "0"))
-SLOW_REWARD_WORKERS = Side(name="server + 2 workers", workers=2, flags=("--score-concurrency", str(SCORE_CONCURRENCY)))
+SLOW_REWARD_WORKERS = Side(  # as with a reward that says `thread_safe = True`
+    name="server + 2 workers, 16 calls at a time", workers=2, flags=("--score-concurrency", str(SCORE_CONCURRENCY))
+)
 
 EVEN = Setting(answer_tokens=48, steps=40)
 TWICE = replace(EVEN, num_iterations=2)  # a worker generates a batch sooner than the server trains on it
@@ -145,7 +147,7 @@ def contests(*, quick: bool) -> dict[str, Contest]:
             "slow": Contest(
                 name="slow reward",
                 setting=replace(SLOW_REWARD, steps=7),
-                sides=(TRL, SLOW_REWARD_WORKERS),
+                sides=(TRL, SLOW_REWARD_WORKERS, DEFAULTS),
             ),
         }
     no_sleep = replace(SLOW_REWARD, steps=15, reward_call_s=0.0, reward_item_s=0.0, accuracy=False)
@@ -158,7 +160,9 @@ def contests(*, quick: bool) -> dict[str, Contest]:
         ),
         "waiting": Contest(name="two steps on each batch", setting=TWICE, sides=(ONE_WORKER,)),
         "overlap": Contest(name="generation as long as training", setting=BALANCED, sides=(SYNCHRONOUS, ONE_WORKER)),
-        "slow": Contest(name="slow reward", setting=SLOW_REWARD, sides=(TRL, SLOW_REWARD_WORKERS), work=no_sleep),
+        "slow": Contest(
+            name="slow reward", setting=SLOW_REWARD, sides=(TRL, SLOW_REWARD_WORKERS, DEFAULTS), work=no_sleep
+        ),
         "tail": Contest(
             name="long tail",
             setting=LONG_TAIL,
