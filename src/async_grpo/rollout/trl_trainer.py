@@ -53,6 +53,8 @@ HOOKS = (
     "_tokenize_prompts",
     "_calculate_rewards",
     "_generate_and_score_completions",
+    "_log_completion_extra",
+    "_log_metric",
 )
 _GIVEN = ("rows", "prompts", "completions", "completion_ids", "environments")  # of a group, to the reward functions
 
