@@ -165,7 +165,8 @@ def test_what_an_agent_puts_into_a_message_costs_a_group_at_most(content: Any, t
     with suppress(Exception):  # of the group, which fails
         groups += worker.rollouts(jobs_of(chat_rows(1)))
     assert is_refused_or_trained_on(groups, worker.trl.trainer)
-    assert set(statuses) <= {200, 400}, "an answer, or what is wrong with the request"
+    # 401: of the other completion, where its group has failed before it asked
+    assert set(statuses) <= {200, 400, 401}, "an answer, or what is wrong with the request"
 
 
 @pytest.fixture(scope="module")
