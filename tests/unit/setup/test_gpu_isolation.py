@@ -122,6 +122,7 @@ def test_a_run_whose_workers_cannot_reach_the_server_publishes_in_host_memory(
 def test_the_gpus_of_a_vllm_server_are_tried_as_well(
     environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # a command that an earlier test called may have set it
     for name, value in {**environment, "STUB_NO_PEER": "1"}.items():
         monkeypatch.setenv(name, value)
     devices._compute_modes.cache_clear()
