@@ -92,20 +92,24 @@ class OwnWeights:
         """Nothing is held between two leases."""
 
 
-@pytest.fixture(params=GIVEN)
-def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> GRPOTrainer:
+def built(given: str, folder: Path) -> GRPOTrainer:
     tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
-    trainer: Any = build_trainer(
-        tmp_path / "out",
+    return build_trainer(
+        folder / "out",
         model=build_model(tokenizer, hidden_size=64, head_dim=32, intermediate_size=192),
         chat_template=QWEN3_CHAT_TEMPLATE,
         train_dataset=chat_rows(),
         reward_funcs=[says_done],
-        arguments=dict(GIVEN[request.param]),
+        arguments=dict(GIVEN[given]),
         max_completion_length=300,
         generation_kwargs={"do_sample": False},
     )
-    learn(trainer.model, played(trainer, [CALL, "done"], ROW, GROUP_SIZE))
+
+
+@pytest.fixture(params=GIVEN)
+def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> GRPOTrainer:
+    trainer = built(request.param, tmp_path)
+    learn(trainer.model, played(built(request.param, tmp_path), [CALL, "done"], ROW, GROUP_SIZE))
     return trainer
 
 
