@@ -216,11 +216,12 @@ def test_loading_is_not_interrupted_by_the_collector_which_spares_what_was_loade
             def __init__(self):
                 self.me = self
 
+        frozen = gc.get_freeze_count()  # Python 3.12 has some itself
         try:
             with gc_paused():
                 raise ValueError("no trainer")
         except ValueError:
-            assert gc.isenabled() and gc.get_freeze_count() == 0, "after a failed load all is as before"
+            assert gc.isenabled() and gc.get_freeze_count() == frozen, "after a failed load all is as before"
         with gc_paused():
             assert not gc.isenabled()
             dropped, kept = weakref.ref(Node()), Node()
