@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from in_process import InProcessRun, build_trainer, plain_rows
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from async_grpo.archive import checkpoint_folders
 from async_grpo.archive.rollout_state import RolloutState
@@ -50,6 +50,20 @@ class NotedRun(InProcessRun):
     def checkpoint_written(self, checkpoint: Path) -> None:
         assert (checkpoint / "trainer_state.json").exists()
         self.noted.append(checkpoint.name)
+
+
+class EvaluatedRun(InProcessRun):
+    """Logs an evaluation at the end of each step."""
+
+    def step_done(self) -> bool:
+        Trainer.log(self.trainer, {"eval_reward": 0.5})
+        return True
+
+
+def test_a_step_is_logged_at_whose_end_an_evaluation_is_logged(tmp_path: Path) -> None:
+    run = EvaluatedRun(lambda: build_trainer(tmp_path, max_steps=3))
+    fit(run.trainer, resume_from=None)
+    assert [entry["step"] for entry in run.trainer.state.log_history if "loss" in entry] == [1, 2, 3]
 
 
 def test_the_order_of_events_and_a_step_that_asks_to_end_after_a_checkpoint(tmp_path: Path) -> None:

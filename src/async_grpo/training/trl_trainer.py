@@ -308,8 +308,10 @@ class _LastCallback(TrainerCallback):
         self.trainer.events.training_begins()
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        should_log = control.should_log
         if not self.trainer.events.step_done():
             control.should_training_stop = control.should_save = True
+        control.should_log = should_log  # transformers takes it back when an evaluation is logged meanwhile
 
 
 class _AllStepsDone(Exception): ...  # no error: the checkpoint is at the last step; transformers would train one more
