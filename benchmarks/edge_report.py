@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from math import inf, sqrt
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 from benchmarks.table import describe_machine, machine_line
 
@@ -214,9 +215,9 @@ def draw(done: Sequence[Outcome], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _curve(axes: object, row: Row, figures: dict[float, Figure]) -> None:
+def _curve(axes: Any, row: Row, figures: dict[float, Figure]) -> None:
     rates = sorted(figures)
-    axes.errorbar(  # type: ignore[attr-defined]
+    axes.errorbar(
         rates,
         [figures[rate].mean for rate in rates],
         yerr=[figures[rate].error if figures[rate].error < inf else 0 for rate in rates],

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "src" / "app"), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT / "src" / "app"), str(ROOT / "tests")]  # before the imports that are found there
 
 import trainer_setup_tiny  # noqa: E402
 

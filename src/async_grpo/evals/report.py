@@ -186,7 +186,7 @@ def read(path: Path) -> list[Evaluated]:
 def before_and_after(path: Path) -> dict[str, Any]:
     """What `summary.json` has of the evaluations of a run: the headline of the first and of the last one.
 
-    Where that is a success rate, it is there as `accuracy_before` and `accuracy_after`, too.
+    Where that is a success rate, it is also there as `accuracy_before` and `accuracy_after`.
     """
     found = [one for one in read(path) if one.figures]
     if len(found) < 2:

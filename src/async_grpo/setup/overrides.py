@@ -106,7 +106,7 @@ def check_callbacks(trainer: GRPOTrainer) -> None:
 
 
 def overridden(trainer: GRPOTrainer) -> list[str]:
-    """The methods of TRL's trainer that the user's code defines anew, sorted."""
+    """The methods of TRL's trainer that the user's code replaces, sorted."""
     return sorted(replaced(trainer))
 
 

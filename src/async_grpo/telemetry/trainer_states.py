@@ -3,7 +3,7 @@
 That is what reward functions see in plain TRL: the step before is logged, evaluated and saved, and the callbacks have
 run. A worker's job of that step may be issued earlier, so a worker reads here what only then is known.
 
-A line is one of three: `{"begins": 3}`, where a server begins at that step and its log follows anew;
+A line is one of three: `{"begins": 3}`, where a server begins at that step and its log starts again;
 `{"logged": {…}}`, an entry of the log; `{"step": 3, "state": {…}}`, the other fields. NaN and infinity are written as
 Python does.
 """
@@ -80,7 +80,7 @@ class StateReader:
             return None if will_come and step not in self._at else self._newest(step)
 
     def newest(self, step: int) -> StateAt | None:
-        """Of the last step up to this one; None: there is none."""
+        """The state of the last step up to this one; None: there is none."""
         found = self.at(step)
         with self._changing:
             return found or self._newest(step)

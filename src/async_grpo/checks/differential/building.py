@@ -36,7 +36,7 @@ class Build:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Of the trainer that was built."""
+    """Facts of the trainer that was built."""
 
     trainer: str
     model: str

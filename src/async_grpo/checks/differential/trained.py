@@ -133,7 +133,7 @@ def _close(mine: float, reference: float, tolerance: float) -> bool:
 
 
 def _norms(kind: str, subject: str, server: Sequence[Note], plain: Sequence[Note], tolerance: float) -> Line:
-    """Of each parameter, step by step; a difference counts by its share of all of them together."""
+    """Compare each parameter, step by step; a difference counts by its share of all of them together."""
     mine, reference = ([note["norms"] for note in notes if note["kind"] == kind] for notes in (server, plain))
     if not reference or [list(step) for step in mine] != [list(step) for step in reference]:
         return Line(

@@ -76,6 +76,6 @@ def _rows(table: Path) -> list[list[str]]:
 
 
 def _address(column: str) -> Address:
-    """Of `0100007F:1F90`, or of an IPv4 address within one of IPv6, whose last four bytes it is."""
+    """Read `0100007F:1F90`, or an IPv4 address within one of IPv6, whose last four bytes it is."""
     host, _, port = column.partition(":")
     return socket.inet_ntoa(struct.pack("=I", int(host[-8:], 16))), int(port, 16)

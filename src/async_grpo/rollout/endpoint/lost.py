@@ -25,7 +25,7 @@ def is_lost_connection(error: BaseException, base_url: str) -> bool:
 
 
 def _url(error: BaseException) -> str | None:
-    """Of the request that failed, as `openai`, httpx and requests note it."""
+    """The address of the request that failed, as `openai`, httpx and requests note it."""
     try:
         return str(error.request.url)  # type: ignore[attr-defined]
     except (AttributeError, RuntimeError):  # httpx: it was not noted
