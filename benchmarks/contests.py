@@ -88,7 +88,7 @@ class Contest:
     rounds: int = PAIRS
     work: Setting | None = None  # what one thread of TRL does to measure the total work; None: not measured
     runs: dict[str, list[Run]] = field(default_factory=dict)  # by the name of the side
-    controls: list[float] = field(default_factory=list)  # seconds of equal work, before each run and after the last
+    products_s: list[float] = field(default_factory=list)  # products of matrices, before each run and after the last
 
     def todo(self) -> list[tuple[Side, Setting]]:
         """What a round runs."""
@@ -98,16 +98,24 @@ class Contest:
     def round(self, folder: Path, repeat: int, progress: Progress) -> None:
         """Run all sides, in each round from another seed: what one run learns in these steps is partly luck."""
         for side, setting in self.todo():
-            self.controls.append(control_s())
+            self.products_s.append(control_s())
             name = f"{self.name} {side.name} {repeat}".replace(" ", "-").replace(",", "")
             run = run_side(side, replace(setting, seed=setting.seed + repeat), folder / name)
             self.runs.setdefault(side.name, []).append(run)
             progress.run_done(f"{self.name}: {side.name}: {run.step_s:.3f} s a step, {run.step_cpu_s:.3f} s of CPU")
-        self.controls.append(control_s())
+        self.products_s.append(control_s())
 
     @property
     def asynchronous(self) -> tuple[Side, ...]:
         return tuple(side for side in self.sides if side.workers)
+
+    @property
+    def controls(self) -> list[float]:
+        """Seconds of equal work that was done between the runs.
+
+        Where rewards wait, and nearly nothing is computed, that is a step of TRL's, which waits as long in each round.
+        """
+        return self.trl_step_s() if self.setting.reward_call_s else self.products_s
 
     def trl(self) -> list[Run]:
         """The faster run of plain TRL with all cores, in each round."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -76,6 +77,22 @@ def test_each_round_of_a_contest_has_a_control_between_all_its_runs(
     sides = [side.name for side in contest.sides]
     assert done == ["control", sides[0], "control", sides[1], "control"] * 5
     assert len(contest.controls) == 15
+
+
+def test_where_rewards_wait_the_control_is_a_step_of_trl(
+    table: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from benchmarks import contests
+
+    step_s = itertools.count(1)
+    monkeypatch.setattr(
+        contests, "run_side", lambda *_: type("Run", (), {"step_s": float(next(step_s)), "step_cpu_s": 0.1})
+    )
+    monkeypatch.setattr(contests, "control_s", lambda: 1.0)
+    contest = contests.contests(quick=True)["slow"]
+    for repeat in range(2):
+        contest.round(tmp_path, repeat, contests.Progress(runs=10))
+    assert contest.controls == contest.trl_step_s() == [1.0, 1.0 + len(contest.sides)]
 
 
 def test_each_search_of_a_chain_needs_the_result_of_the_one_before(table: Any) -> None:
