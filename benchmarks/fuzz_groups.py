@@ -33,6 +33,7 @@ def main() -> int:
     output = ["--set", f"output_dir={folder.with_name('output')}", "--set", "save_steps=20"]
     run = [*PROGRAM, "train", str(SETUP), "--distributed", "--master-device-id", "cpu", "-n", "2"]
     run += ["--run-dir", str(folder), "--steps", "1000000", *output]
+    run += ["--accept-mismatch"]  # among what is changed are log-probabilities
     codes = [stopped_after(run, options.seconds), stopped_after([*run, "--resume"], max(60.0, options.seconds / 20))]
     audit = subprocess.run([*PROGRAM, "audit", str(folder)], check=False)
     set_aside = len(list((folder / "quarantine").glob("*.reason")))
