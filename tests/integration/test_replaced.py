@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from trl import GRPOTrainer
 
+from async_grpo.algorithm import Algorithm
 from async_grpo.api.functions import setup_of
 from async_grpo.errors import SetupFileError, UnsupportedError
 from async_grpo.rollout.trl_trainer import RolloutTrainer
@@ -112,6 +113,26 @@ def test_a_class_put_in_the_place_of_trls_is_the_users(tmp_path: Path, monkeypat
     trainer = build_trainer(tmp_path, trainer_class=Mine)
     assert overridden(trainer) == ["_generate"]
     assert RolloutTrainer(trainer).generates_itself
+
+
+class LooksAtCompletions(Algorithm, GRPOTrainer):
+    """It declares itself, so what it overrides leaves the making of completions to TRL."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        return super()._generate_and_score_completions(inputs)
+
+
+class OfAUser(LooksAtCompletions):
+    def _generate(self, prompts: Any) -> Any:
+        return super()._generate(prompts)
+
+
+def test_what_a_declared_algorithm_overrides_is_not_of_the_user(tmp_path: Path) -> None:
+    declared, users = (build_trainer(tmp_path, trainer_class=cls) for cls in (LooksAtCompletions, OfAUser))
+    assert overridden(declared) == ["_generate_and_score_completions"] and not describe_overrides(declared)
+    assert describe_overrides(users) == "_generate (makes completions, in the workers)"
+    assert RolloutTrainer(declared).samples_whole
+    assert RolloutTrainer(users).generates_itself
 
 
 def test_a_patch_of_a_process_that_sends_its_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

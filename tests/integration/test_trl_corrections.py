@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 
+from async_grpo.algorithm import Algorithm
 from async_grpo.errors import UnsupportedError
 from async_grpo.records import RolloutGroup
 from async_grpo.training.corrections.checks import check
@@ -169,7 +170,53 @@ class OwnLoss(GRPOTrainer):
         return GRPOTrainer._compute_loss(self, model, inputs)
 
 
-@pytest.mark.parametrize(("trainer_class", "own"), [(GRPOTrainer, False), (AddsToTheLoss, False), (OwnLoss, True)])
+class OwnLossOfOurs(GRPOTrainer):
+    """A trainer of this package that declares nothing: its code decides, as that of a user's class."""
+
+    __module__ = "async_grpo.credit.later"
+    compute_loss = OwnLoss.compute_loss
+
+
+class DeclaredOwnLoss(Algorithm, GRPOTrainer):
+    """Its code looks as if it took TRL's weights."""
+
+    __module__ = "async_grpo.credit.later"
+    own_loss = True
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        return super()._compute_loss(model, {**inputs})
+
+
+class DeclaredLossOfTRL(Algorithm, GRPOTrainer):
+    """Its code looks as if the loss were its own."""
+
+    own_loss = False
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        return self.policy_loss(model, inputs)
+
+    def policy_loss(self, model: Any, inputs: Any) -> Any:
+        return super()._compute_loss(model, inputs)
+
+
+class OwnLossOfAUser(DeclaredLossOfTRL):
+    """What another class declares is not of this one."""
+
+    compute_loss = OwnLoss.compute_loss
+
+
+LOSSES = {
+    GRPOTrainer: False,
+    AddsToTheLoss: False,
+    OwnLoss: True,
+    OwnLossOfOurs: True,
+    DeclaredOwnLoss: True,
+    DeclaredLossOfTRL: False,
+    OwnLossOfAUser: True,
+}
+
+
+@pytest.mark.parametrize(("trainer_class", "own"), LOSSES.items())
 @pytest.mark.parametrize("correction", [rule("tis", most=1.1), rule("icepop", "geometric", 0.9, 1.2)], ids=str)
 def test_the_weights_reach_a_loss_of_the_users(
     trainer_class: type[GRPOTrainer], own: bool, correction: Rule, tmp_path: Path
@@ -178,6 +225,34 @@ def test_the_weights_reach_a_loss_of_the_users(
     assert has_own_loss(get_trainer()) == own
     expected = steps_of(settings(tmp_path, max_steps=3), correction)
     assert steps_of(get_trainer, correction) == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("trainer_class", [OwnLossOfOurs, DeclaredOwnLoss])
+def test_a_loss_of_ours_that_trl_cannot_weigh_is_refused(trainer_class: type[GRPOTrainer], tmp_path: Path) -> None:
+    trainer = build_trainer(tmp_path, trainer_class=trainer_class)
+    with pytest.raises(UnsupportedError, match=rf"--correction trl .* {trainer_class.__name__} has a loss of its own"):
+        check(rule("trl"), trainer, own_loss=has_own_loss(trainer))
+
+
+class WithValues(Algorithm, GRPOTrainer):
+    token_columns = ("values",)
+    shape: tuple[int, ...] = ()
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        shape = output["completion_ids"].shape[: len(self.shape)] if self.shape else output["completion_ids"].shape
+        return {**output, "values": torch.zeros(shape)}
+
+
+def test_columns_of_tokens_reach_the_loss(tmp_path: Path) -> None:
+    run = MismatchedRun(settings(tmp_path, trainer_class=WithValues, max_steps=1), correction="tis").train()
+    assert run.inputs[0]["values"].shape == run.inputs[0]["completion_ids"].shape
+
+
+def test_a_column_of_tokens_with_another_shape_is_refused(tmp_path: Path) -> None:
+    get_trainer = settings(tmp_path, trainer_class=type("OneForEach", (WithValues,), {"shape": (0,)}), max_steps=1)
+    with pytest.raises(UnsupportedError, match=r"`values` of shape \[8\] for 8 completions"):
+        MismatchedRun(get_trainer).train()
 
 
 class WithATeacher(GRPOTrainer):

@@ -33,6 +33,7 @@ from async_grpo.errors import RunRefused, UnsupportedError
 from async_grpo.roles import replay
 from async_grpo.setup.overrides import overridden
 from async_grpo.training.corrections.rule import rule
+from async_grpo.training.groups import require_columns
 from async_grpo.training.trl_trainer import uniform_rewards
 
 pytestmark = pytest.mark.integration
@@ -192,7 +193,7 @@ def test_turn_rewards_of_groups_that_shared_a_call(tmp_path: Path) -> None:
     groups = worker.generate(jobs_of(chat_rows(3), group_size=4))
     together = worker.calls.score(groups)
     alone = [worker.calls.score([group])[0] for group in groups]
-    ours, theirs = ([str(scores.turn_rewards) for scores in made] for made in (together, alone))  # there are NaN
+    ours, theirs = ([str(scores.columns) for scores in made] for made in (together, alone))  # there are NaN
     assert ours == theirs
     assert all(torch.equal(one.rewards, other.rewards) for one, other in zip(together, alone, strict=True))
 
@@ -282,8 +283,10 @@ def test_which_groups_teach_nothing(tmp_path: Path) -> None:
         worker = InProcessWorker(trainer, ScriptedEngine(Script(trainer.processing_class, reply)))
         (group,) = worker.rollouts(jobs_of(chat_rows(1), group_size=4))
         assert uniform_rewards(trainer)(group) == right, credit
-    with pytest.raises(UnsupportedError, match="group 0 has no turn rewards: it was made with another trainer"):
-        uniform_rewards(trainer)(replace(group, turn_counts=None, turn_rewards=None))
+    with pytest.raises(
+        UnsupportedError, match="group 0 has no turn rewards: it was made with another trainer than TurnGRPOTrainer"
+    ):
+        require_columns(trainer, [replace(group, turn_counts=None, turn_rewards=None)])
 
 
 def test_the_hooks_of_turn_credit(tmp_path: Path) -> None:

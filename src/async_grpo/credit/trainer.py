@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -17,14 +17,16 @@ from loguru import logger
 from trl import GRPOTrainer
 from trl.trainer.utils import get_callable_name, is_async_callable
 
+from async_grpo.algorithm import Algorithm
 from async_grpo.credit.formulas import CREDITS, Credit, Given, Turns, known_sum, of_each_turn, per_token, turn_starts
+from async_grpo.records import RolloutGroup
 
 HOOKS = ("_calculate_rewards", "_generate", "_generate_and_score_completions")
 
 _given_now: ContextVar[dict[int, list[Given]] | None] = ContextVar("what turn reward functions return", default=None)
 
 
-class TurnGRPOTrainer(GRPOTrainer):
+class TurnGRPOTrainer(Algorithm, GRPOTrainer):
     """A `GRPOTrainer` in which each turn of a dialogue has its own advantage.
 
     Args:
@@ -41,6 +43,9 @@ class TurnGRPOTrainer(GRPOTrainer):
         ValueError: the credit is unknown, the configuration compares rewards in another way than within a group, or
             `recursive` is asked for where the model decides how many turns a completion has.
     """
+
+    own_loss = False
+    group_columns = ("turn_rewards", "turn_counts")
 
     reward_func_names: list[str]
     batch_rewards: torch.Tensor  # [B, F], of the batch that was scored last
@@ -92,8 +97,12 @@ class TurnGRPOTrainer(GRPOTrainer):
         self.batch_rewards = rewards
         return rewards
 
-    def turn_rewards(self, masks: Sequence[Sequence[int]]) -> list[list[float]]:
+    def turn_rewards(self, masks: Sequence[Sequence[int]], part: slice = slice(None)) -> list[list[float]]:
         """Of each completion that was scored last, one reward a turn: the functions' weighted sum, NaN for none.
+
+        Args:
+            masks: of these completions, 1 for what the model wrote.
+            part: which of the completions that were scored.
 
         Raises:
             ValueError: a function gave not as many rewards as there are turns.
@@ -102,22 +111,21 @@ class TurnGRPOTrainer(GRPOTrainer):
         rows = [[float("nan")] * len(turn_starts(mask)) for mask in masks]
         for index, column in enumerate(self._turn_columns):
             name = self.reward_func_names[column].removeprefix("turn/")
-            for row, value in zip(rows, self._given[index], strict=True):
+            for row, value in zip(rows, self._given[index][part], strict=True):
                 for turn, reward in enumerate(of_each_turn(value, len(row), name)):
                     if reward == reward:
                         row[turn] = weights[column] * reward + (row[turn] if row[turn] == row[turn] else 0.0)
         return rows
 
-    def scored_part(self, part: slice) -> TurnGRPOTrainer:
-        """A copy that has scored these completions of the batch, and no others."""
-        alone = copy.copy(self)
-        alone._given = {index: values[part] for index, values in self._given.items()}
-        alone.batch_rewards = self.batch_rewards[part]
-        return alone
+    def columns_of(self, part: slice, masks: Sequence[Sequence[int]]) -> dict[str, Any]:
+        rows = self.turn_rewards(masks, part)
+        return {
+            "turn_counts": np.asarray([len(row) for row in rows], np.int32),
+            "turn_rewards": np.fromiter(chain.from_iterable(rows), np.float32),
+        }
 
-    def take_rewards(self, rewards: torch.Tensor, turn_rewards: list[list[float]]) -> None:
-        """In place of scoring: what workers made, [B, F] and one list a completion."""
-        self.batch_rewards, self._served_turns = rewards, turn_rewards
+    def take_rewards(self, rewards: torch.Tensor, groups: Sequence[RolloutGroup]) -> None:
+        self.batch_rewards, self._served_turns = rewards, [row for group in groups for row in group.rewards_of_turns()]
 
     # The advantages of each token
 
@@ -155,9 +163,10 @@ class TurnGRPOTrainer(GRPOTrainer):
             for row in self.credit.advantages(everything[start : start + size])
         ]
 
-    def teaches_nothing(self, rewards: Any, turn_rewards: list[list[float]], masks: Sequence[Sequence[int]]) -> bool:
-        """Whether all advantages of a group, with rewards [G, F], are 0."""
-        rows = self.credit.advantages(self._completions(torch.from_numpy(rewards), turn_rewards, masks))
+    def teaches_nothing(self, group: RolloutGroup) -> bool:
+        """Return whether all advantages of the group are 0."""
+        rewards = torch.from_numpy(group.rewards)
+        rows = self.credit.advantages(self._completions(rewards, group.rewards_of_turns(), group.masks()))
         return not any(row.any() for row in rows)
 
     def _completions(

@@ -55,7 +55,7 @@ class Scores:
     metrics: dict[str, list[float]]  # `log_metric`
     added: dict[str, list[float]] = field(default_factory=dict)  # to `_metrics`: MODE/NAME
     extra_columns: dict[str, list[Any]]  # `log_extra`
-    turn_rewards: list[list[float]] | None = None  # [G], one a turn, NaN for none
+    columns: dict[str, Any] = field(default_factory=dict)  # `Algorithm.group_columns`
 
 
 def rows_of(job: Job) -> list[dict[str, Any]]:
@@ -180,8 +180,6 @@ def to_record(group: GeneratedGroup, scores: Scores, *, attempt: int, worker: st
             tool_mask=_flat(group.tool_masks, np.uint8) if group.tool_masks is not None else None,
             kept_tokens=pack([*chain.from_iterable(group.kept)], completion_ids) if group.kept is not None else None,
             token_versions=_flat(group.token_versions, np.int32) if group.token_versions is not None else None,
-            turn_counts=_lengths(scores.turn_rewards) if scores.turn_rewards is not None else None,
-            turn_rewards=_flat(scores.turn_rewards, np.float32) if scores.turn_rewards is not None else None,
             rewards=scores.rewards.numpy().astype(np.float32),
             completions=encoded(group.completions),
             metrics=_joined(group.metrics, scores.metrics),
@@ -189,6 +187,7 @@ def to_record(group: GeneratedGroup, scores: Scores, *, attempt: int, worker: st
             extra_columns=encoded(scores.extra_columns),
             prompts=encoded(_prompts_to_store(group)),
             timings=timings,
+            **scores.columns,
         )
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # of a `rollout_func`, a reward or a tool
         raise BadGroupError(f"Group {group.job.seq} cannot be written: {error}") from error

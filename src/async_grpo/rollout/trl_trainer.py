@@ -14,6 +14,7 @@ from functools import partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from async_grpo.algorithm import Algorithm
 from async_grpo.errors import RunRefused, UsageError
 from async_grpo.images import images_in, opened
 from async_grpo.records import Job
@@ -233,7 +234,7 @@ class RolloutTrainer:
             scorer._log_metric, scorer._log_completion_extra = call.log_metric, call.log_extra
             rewards = scorer._calculate_rewards(rows, prompts, completions, ids)
             self._refuse_changes(scorer)
-            turn_rewards = [_turn_rewards(scorer, *each) for each in zip(groups, parts, strict=True)]
+            columns = [_columns(scorer, *each) for each in zip(groups, parts, strict=True)]
         self._numberless.saw(scorer.reward_func_names, rewards, len(groups))
         extra = divided(call.extra, parts)
         call.take_over(self.view.outside)
@@ -243,11 +244,11 @@ class RolloutTrainer:
             metrics=dict(call.logged),
             added=call.taken(),
             extra_columns=extra[0],
-            turn_rewards=turn_rewards[0],
+            columns=columns[0],
         )
         others = [
-            replace(first, rewards=rewards[part].float().cpu(), metrics={}, added={}, extra_columns=e, turn_rewards=t)
-            for part, e, t in zip(parts[1:], extra[1:], turn_rewards[1:], strict=True)
+            replace(first, rewards=rewards[part].float().cpu(), metrics={}, added={}, extra_columns=e, columns=c)
+            for part, e, c in zip(parts[1:], extra[1:], columns[1:], strict=True)
         ]  # a value of a call counts once
         return [first, *others]
 
@@ -379,8 +380,8 @@ class Batch:
         )
 
 
-def _turn_rewards(scorer: Any, group: GeneratedGroup, part: slice) -> list[list[float]] | None:
-    """None where the trainer is no `TurnGRPOTrainer`."""
-    if not hasattr(scorer, "turn_rewards"):
-        return None
-    return scorer.scored_part(part).turn_rewards(group.tool_masks or [[1] * len(ids) for ids in group.completion_ids])
+def _columns(scorer: Any, group: GeneratedGroup, part: slice) -> dict[str, Any]:
+    """What the algorithm of the trainer adds to a group that was scored."""
+    if not isinstance(scorer, Algorithm):
+        return {}
+    return scorer.columns_of(part, group.tool_masks or [[1] * len(ids) for ids in group.completion_ids])

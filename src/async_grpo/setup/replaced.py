@@ -13,6 +13,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+from async_grpo.algorithm import declares
 from async_grpo.setup.imports import when_imported
 
 _CLASSES = {"transformers.trainer": "Trainer", "trl.trainer.grpo_trainer": "GRPOTrainer"}  # by module
@@ -59,10 +60,9 @@ def replaced(trainer: Any) -> dict[str, Any]:
 
 
 def replaced_by_user(trainer: Any) -> set[str]:
-    """The names of those whose code is not of this package either: `TurnGRPOTrainer` has some."""
-    return {
-        name for name, it in replaced(trainer).items() if not getattr(it, "__module__", "").startswith("async_grpo.")
-    }
+    """The names of those that are not of a class which declares its algorithm, as `TurnGRPOTrainer` does."""
+    declared = {id(value) for cls in type(trainer).__mro__ if declares(cls) for value in vars(cls).values()}
+    return {name for name, it in replaced(trainer).items() if id(it) not in declared}
 
 
 def patched(trainer: Any) -> set[str]:

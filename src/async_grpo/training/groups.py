@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_grpo.errors import BadFileError
+from async_grpo.algorithm import Algorithm
+from async_grpo.errors import BadFileError, UnsupportedError
 from async_grpo.images import images_in, opened
 from async_grpo.records import RolloutGroup
+from async_grpo.setup.replaced import users_class
 from async_grpo.training.corrections.kept import rows_of
-from async_grpo.training.rollout_metrics import added_by_workers, logged_by_workers, masks_of, turn_rewards
+from async_grpo.training.rollout_metrics import added_by_workers, logged_by_workers
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -31,7 +33,6 @@ def refuser_of(trainer: GRPOTrainer, *, reached: int = 0) -> Callable[[RolloutGr
     """
     names = trainer.reward_func_names
     tokens = trainer.model.get_input_embeddings().weight.shape[0]
-    by_turns = hasattr(trainer, "take_rewards")  # a `TurnGRPOTrainer`
 
     def refuse(group: RolloutGroup) -> None:
         try:
@@ -42,8 +43,7 @@ def refuser_of(trainer: GRPOTrainer, *, reached: int = 0) -> Callable[[RolloutGr
                 images_in(completion, role="tool")
             [*logged_by_workers([group]), *added_by_workers([group])]
             rows_of([group])
-            if by_turns:
-                turn_rewards([group])
+            require_columns(trainer, [group])
         except Exception as error:
             raise BadFileError(f"it cannot be trained on: {type(error).__name__}: {error}") from error
         newest = max(reached, trainer.state.global_step)
@@ -51,6 +51,17 @@ def refuser_of(trainer: GRPOTrainer, *, reached: int = 0) -> Callable[[RolloutGr
             raise BadFileError(reason)
 
     return refuse
+
+
+def require_columns(trainer: GRPOTrainer, groups: Sequence[RolloutGroup]) -> None:
+    """Raise `UnsupportedError` for a group without a column that the trainer's algorithm needs."""
+    for name in trainer.group_columns if isinstance(trainer, Algorithm) else ():
+        for group in groups:
+            if getattr(group, name) is None:
+                raise UnsupportedError(
+                    f"Prompt group {group.job.seq} has no {name.replace('_', ' ')}: it was made with another trainer "
+                    f"than {users_class(trainer)}. Train on it with that one, or start a new run."
+                )
 
 
 def _unfit(group: RolloutGroup, tokens: int) -> str:
@@ -105,7 +116,7 @@ def rollout_output(groups: Sequence[RolloutGroup]) -> dict[str, list[Any]]:
         output["completion_ids"] += _cut(group.completion_ids, lengths)
         output["logprobs"] += _cut(group.sampling_logprobs, lengths)
         if with_masks:
-            output["env_mask"] += masks_of(group)
+            output["env_mask"] += group.masks()
     return output
 
 

@@ -42,9 +42,10 @@ from async_grpo.rundir.run_options import OF_THE_LOSS
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.generator_choice import choose_generator
 from async_grpo.setup.needs import check_needs
-from async_grpo.setup.overrides import check_callbacks, check_fields, check_overrides, describe_overrides, overridden
+from async_grpo.setup.overrides import check_callbacks, check_fields, check_overrides, describe_overrides
 from async_grpo.setup.own_generation import check_generation
 from async_grpo.setup.process import StopRequest
+from async_grpo.setup.replaced import replaced_by_user
 from async_grpo.setup.sampling import check_sampling
 from async_grpo.telemetry.activity import PUBLISHING, SAVING, TRAINING, activity
 from async_grpo.telemetry.run_log import RunLog
@@ -410,8 +411,7 @@ def _say_what_the_loss_is(trainer: GRPOTrainer, rule: Rule, settings: TrainingSe
     told = describe(rule, trainer, max_staleness=settings.max_staleness, own_loss=has_own_loss(trainer))
     if told:
         logger.info("{}", told)
-    own = "_generate_and_score_completions" in overridden(trainer) and not hasattr(trainer, "teaches_nothing")
-    if settings.filter_zero_variance and own:
+    if settings.filter_zero_variance and "_generate_and_score_completions" in replaced_by_user(trainer):
         logger.warning(
             "--filter-zero-variance looks at rewards only, not at what _generate_and_score_completions of {} does.",
             type(trainer).__name__,

@@ -7,9 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import mean, median
 
-import numpy as np
-
-from async_grpo.errors import UnsupportedError
 from async_grpo.records import RolloutGroup, Timings
 
 CALLS, FAILURES = "tools/call_frequency", "tools/failure_frequency"  # TRL's: calls a completion, failures a call
@@ -146,27 +143,6 @@ def added_by_workers(batch: Sequence[RolloutGroup]) -> Iterator[tuple[str, str, 
 
 def _calls(group: RolloutGroup) -> bool:
     return bool(group.metrics.get(CALLS) and group.metrics.get(FAILURES))
-
-
-def turn_rewards(batch: Sequence[RolloutGroup]) -> list[list[float]]:
-    """Of each completion of the batch, one reward a turn.
-
-    Raises:
-        UnsupportedError: a group has none.
-    """
-    without = next((group for group in batch if group.turn_counts is None), None)
-    if without is not None:
-        raise UnsupportedError(
-            f"Prompt group {without.job.seq} has no turn rewards: it was made with another trainer than "
-            "TurnGRPOTrainer. Train on it with that one, or start a new run."
-        )
-    return [row for group in batch for row in group.rewards_of_turns()]
-
-
-def masks_of(group: RolloutGroup) -> list[list[int]]:
-    """Of each completion, 1 for what the model wrote."""
-    mask = np.ones_like(group.completion_ids) if group.tool_mask is None else group.tool_mask
-    return [part.tolist() for part in np.split(mask, np.cumsum(group.completion_lengths)[:-1])]
 
 
 def staleness_by_length(batch: Sequence[RolloutGroup], version: int) -> dict[str, list[int]]:

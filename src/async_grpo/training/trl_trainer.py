@@ -17,6 +17,7 @@ from loguru import logger
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
+from async_grpo.algorithm import Algorithm
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import images_in, opened
@@ -31,10 +32,10 @@ from async_grpo.training.corrections.fresh_batch import Bound
 from async_grpo.training.corrections.kept import rows_of
 from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.corrections.trl_loss import CorrectedLoss, correction_of
-from async_grpo.training.groups import rollout_output, rows_for_trl
+from async_grpo.training.groups import require_columns, rollout_output, rows_for_trl
 from async_grpo.training.one_dataloader import OneDataLoader
 from async_grpo.training.resumed_settings import InForce, say_if_schedule_begins_again
-from async_grpo.training.rollout_metrics import added_by_workers, logged_by_workers, longer_half, masks_of, turn_rewards
+from async_grpo.training.rollout_metrics import added_by_workers, logged_by_workers, longer_half
 from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.sharding import read_without_pickle, refuse_unknown_sharding
 
@@ -144,8 +145,9 @@ class AsyncGRPOMixin(CorrectedLoss):
             each = [group.extra_columns.get(column, [None] * len(group.rewards)) for group in self._serving]
             self._log_completion_extra(column, own_share(self, [value for values in each for value in values]))
         rewards = torch.cat([torch.from_numpy(group.rewards) for group in self._serving]).to(self.accelerator.device)
-        if hasattr(self, "take_rewards"):  # a `TurnGRPOTrainer`
-            self.take_rewards(rewards, turn_rewards(self._serving))
+        if isinstance(self, Algorithm):
+            require_columns(self, self._serving)
+            self.take_rewards(rewards, self._serving)
         return rewards
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -396,9 +398,9 @@ def groups_per_round(trainer: GRPOTrainer) -> int:
 
 
 def uniform_rewards(trainer: GRPOTrainer) -> Callable[[RolloutGroup], bool]:
-    """A test whether the rewards of a group give it advantages of 0, as TRL or a `TurnGRPOTrainer` computes them."""
-    if hasattr(trainer, "teaches_nothing"):
-        return lambda group: bool(trainer.teaches_nothing(group.rewards, turn_rewards([group]), masks_of(group)))
+    """Return a test whether a group teaches nothing: by the trainer's algorithm, or by TRL's advantages."""
+    if isinstance(trainer, Algorithm):
+        return trainer.teaches_nothing
     rule = AdvantageRule(
         reward_weights=tuple(trainer.reward_weights.tolist()),
         scale_rewards=str(trainer.scale_rewards),

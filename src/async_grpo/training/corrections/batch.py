@@ -10,7 +10,7 @@ so min(r w A, clip(r) w A) = w min(r A, clip(r) A). That needs pi_old in advance
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ class Correction:
         clip: how TRL's loss clips ratios; None where it does not.
         log_pi_old: one forward pass without gradient over the batch, for `own_loss` only.
         append: adds a value to the training metrics.
+        token_columns: names of further tensors of the batch, each [B, C].
         keeps_old: the user's class sees the batch before it is corrected, and may read what TRL has computed.
         scaling: scales the optimizer's step.
         fresh: judges whether trainer and sampler agree.
@@ -46,13 +47,14 @@ class Correction:
     clip: Clip | None
     log_pi_old: LogProbs
     append: Append
+    token_columns: tuple[str, ...] = ()
     keeps_old: bool = False
     scaling: StepScaling | None = None
     fresh: FreshBatch | None = None
 
     def __call__(self, batch: dict[str, Any]) -> None:
         """Correct a generation batch. `batch["sampling_per_token_logps"]` is log mu, [B, C]."""
-        check_shapes(batch)
+        check_shapes(batch, self.token_columns)
         if self.rule.name == "bypass":
             counted = loss_mask(batch)  # for other tokens a rollout_func may say anything; 0 keeps the ratio finite
             batch["old_per_token_logps"] = batch["sampling_per_token_logps"].where(counted, 0.0)
@@ -97,13 +99,17 @@ class Correction:
         return weights
 
 
-def check_shapes(batch: dict[str, Any]) -> None:
-    """Raise `UnsupportedError` for advantages or log-probabilities that are not there, or spread over the wrong axis.
+def check_shapes(batch: dict[str, Any], token_columns: Sequence[str] = ()) -> None:
+    """Raise `UnsupportedError` for advantages or columns of tokens that are not there, or spread over the wrong axis.
 
     TRL's loss takes advantages of shape [B] or [B, C], of B completions with C tokens.
     """
     rows, tokens = batch["completion_ids"].shape
-    allowed = {"advantages": ((rows,), (rows, 1), (rows, tokens)), "sampling_per_token_logps": ((rows, tokens),)}
+    per_token = ((rows, tokens),)
+    allowed = {
+        "advantages": ((rows,), (rows, 1), (rows, tokens)),
+        **dict.fromkeys(("sampling_per_token_logps", *token_columns), per_token),
+    }
     for name, shapes in allowed.items():
         if name not in batch:
             raise UnsupportedError(
@@ -112,7 +118,7 @@ def check_shapes(batch: dict[str, Any]) -> None:
         found = tuple(batch[name].shape)
         if found not in shapes:
             raise UnsupportedError(
-                f"The trainer gave `{name}` of shape {list(found)} for {rows} completions of {tokens} tokens; TRL's "
-                f"loss takes {' or '.join(str(list(shape)) for shape in shapes)}. Correct what "
+                f"The trainer gave `{name}` of shape {list(found)} for {rows} completions of {tokens} tokens; "
+                f"the loss takes {' or '.join(str(list(shape)) for shape in shapes)}. Correct what "
                 "_generate_and_score_completions returns."
             )

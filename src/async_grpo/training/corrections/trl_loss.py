@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from async_grpo.algorithm import Algorithm, declares
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import MODEL_INPUTS
 from async_grpo.settings import OFF
@@ -164,6 +165,7 @@ def correction_of(trainer: GRPOTrainer, rule: Rule, append: Append, fresh: Bound
         clip=_clip(trainer),
         log_pi_old=partial(log_pi_old, trainer),
         append=append,
+        token_columns=trainer.token_columns if isinstance(trainer, Algorithm) else (),
         keeps_old="_generate_and_score_completions" in overridden(trainer),
         scaling=_scaling(trainer, rule, append),
         fresh=None if fresh is None else _fresh_batch(trainer, fresh),
@@ -218,16 +220,20 @@ def one_update(trainer: Any) -> bool:
 
 
 def has_own_loss(trainer: GRPOTrainer) -> bool:
-    """Whether the user's code replaces TRL's loss, instead of calling it or reading the weights as it does."""
-    return any(_is_own(name, value) for name in ("compute_loss", "_compute_loss") for value in _losses(trainer, name))
+    """Return whether the loss is not TRL's: it neither calls TRL's nor reads the weights as TRL's does.
+
+    A class that declares its `Algorithm` may say so. The code of every other class decides, whoever wrote it.
+    """
+    return any(map(_has_own_loss, (trainer, *type(trainer).__mro__)))
 
 
-def _losses(trainer: Any, name: str) -> Iterator[Any]:
-    """What stands before TRL's method, on the object, in the classes of the user's, or patched into TRL's."""
-    for base in (trainer, *type(trainer).__mro__):
-        of_others = isinstance(base, type) and base.__module__.startswith(("trl.", "async_grpo."))
-        if name in vars(base) and (name in patched_in(base) or not (of_others or base in classes_of_trl())):
-            yield vars(base)[name]
+def _has_own_loss(place: Any) -> bool:
+    """Return whether this object, or this one of its classes, puts another loss in the place of TRL's."""
+    if isinstance(place, type) and declares(place) and place.own_loss is not None:
+        return place.own_loss
+    of_trl = isinstance(place, type) and (place.__module__.startswith("trl.") or place in classes_of_trl())
+    before_trls = (vars(place).keys() if not of_trl else patched_in(place).keys()) & {"compute_loss", "_compute_loss"}
+    return any(_is_own(name, vars(place)[name]) for name in before_trls)
 
 
 def _is_own(name: str, loss: Any) -> bool:
