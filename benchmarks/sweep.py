@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.control import PAIRS, control_s
 from benchmarks.table import Row, as_text, row, write_json
 
-from async_grpo.slots.ledger import FINISHED, RUNNING, Ledger, read
-from async_grpo.slots.places import Place
-from async_grpo.slots.schedule import Command, Schedule, Task
+from async_grpo_experiments.slots.ledger import FINISHED, RUNNING, Ledger, read
+from async_grpo_experiments.slots.places import Place
+from async_grpo_experiments.slots.schedule import Command, Schedule, Task
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "src" / "app" / "trainer_setup_tiny.py"

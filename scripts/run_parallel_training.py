@@ -14,8 +14,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from async_grpo.cli import main
-from async_grpo.cli.compute.sweep import DATASET_SETUP, build_parser
-from async_grpo.sweeps.plan import DEFAULT_OUTPUTS, DEFAULT_SEEDS, Sweep, name_of
+from async_grpo_experiments.cli.sweep import DATASET_SETUP, build_parser
+from async_grpo_experiments.sweeps.plan import DEFAULT_OUTPUTS, DEFAULT_SEEDS, Sweep, name_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SEEDS = list(DEFAULT_SEEDS)

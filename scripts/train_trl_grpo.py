@@ -18,9 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from async_grpo.cli import main
-from async_grpo.cli.compute.sweep import DATASET_SETUP, DATASETS
 from async_grpo.roles.plain_trl import read_progress
 from async_grpo.rundir.paths import FINISHED
+from async_grpo_experiments.cli.sweep import DATASET_SETUP, DATASETS
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUP_PORT = 51216  # TRL's own default

@@ -18,13 +18,14 @@ site=$("$place/venv/bin/python" -c 'import site; print(site.getsitepackages()[0]
 
 cd "$place"
 cp "$root/tests/integration/setups/random_model.py" my_trainer.py
-installed=$("$place/venv/bin/python" -c 'import async_grpo, async_grpo_ipc; print(async_grpo.__file__, async_grpo_ipc.__file__)')
-[[ $installed == "$site"/*" $site"/* ]] || { echo "not the wheel, but $installed"; exit 1; }
-for file in async_grpo/py.typed async_grpo_ipc/py.typed async_grpo/constraints.txt async_grpo/reports/rollouts_page.html; do
+installed=$("$place/venv/bin/python" -c 'import async_grpo, async_grpo_experiments, async_grpo_ipc as ipc; print(async_grpo.__file__, async_grpo_experiments.__file__, ipc.__file__)')
+[[ $installed == "$site"/*" $site"/*" $site"/* ]] || { echo "not the wheel, but $installed"; exit 1; }
+for file in async_grpo/py.typed async_grpo_experiments/py.typed async_grpo_ipc/py.typed async_grpo/constraints.txt async_grpo/reports/rollouts_page.html; do
   [[ -f $site/$file ]] || { echo "the wheel lacks $file"; exit 1; }
 done
 venv/bin/async-grpo --version
 venv/bin/async-grpo --help > help.txt
+venv/bin/async-grpo compare --help > help.txt
 if ! venv/bin/async-grpo train my_trainer.py -n 1 --steps 2 > run.txt 2>&1; then cat run.txt; exit 1; fi
 venv/bin/async-grpo audit worker | tail -1
 echo "the wheel works: $(cd dist && ls ./*.whl)"

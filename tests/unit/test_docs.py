@@ -20,6 +20,7 @@ PAGES = sorted(
     ]
 )
 WIDTH = 100
+PACKAGES = ("async_grpo", "async_grpo_experiments", "async_grpo_ipc")
 
 
 def test_every_file_of_a_run_directory_is_on_its_page() -> None:
@@ -32,7 +33,7 @@ def test_every_file_of_a_run_directory_is_on_its_page() -> None:
 def test_every_environment_variable_that_is_read_is_on_the_page_of_the_configuration() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text()
     reads = re.compile(r"""(?:environ|env)(?:\.get|\.setdefault|\.pop)?[\[(]\s*"([A-Z][A-Z0-9_]+)\"""")
-    modules = [path for package in ("async_grpo", "async_grpo_ipc") for path in (ROOT / "src" / package).rglob("*.py")]
+    modules = [path for package in PACKAGES for path in (ROOT / "src" / package).rglob("*.py")]
     names = {name for module in modules for name in reads.findall(module.read_text())}
     assert "WORKER_DEVICE" in names, "the pattern finds nothing"
     unnamed = [name for name in sorted(names) if f"`{name}`" not in page]
@@ -99,10 +100,15 @@ def test_the_layers_on_the_page_are_those_that_are_checked() -> None:
 
 def test_every_room_is_on_the_page_and_begins_where_it_says() -> None:
     page = (ROOT / "docs" / "design.md").read_text()
-    rows = re.findall(r"^\| `(\w+)` \| .* \| `([\w/]+)` \|$", page, re.MULTILINE)
-    package = ROOT / "src" / "async_grpo"
-    assert {room for room, _ in rows} == {path.parent.name for path in package.glob("*/__init__.py")}
-    assert not [f"{room}/{start}" for room, start in rows if not (package / room / f"{start}.py").is_file()]
+    rows = re.findall(r"^\| `([\w.]+)` \| .* \| `([\w/]+)` \|$", page, re.MULTILINE)
+    rooms = {
+        path.parent.name if package == "async_grpo" else f"{package}.{path.parent.name}"
+        for package in ("async_grpo", "async_grpo_experiments")
+        for path in (ROOT / "src" / package).glob("*/__init__.py")
+    }
+    assert {room for room, _ in rows} == rooms
+    folders = {room: ROOT / "src" / (room if "." in room else f"async_grpo.{room}").replace(".", "/") for room in rooms}
+    assert not [f"{room}/{start}" for room, start in rows if not (folders[room] / f"{start}.py").is_file()]
 
 
 def test_every_place_to_look_is_where_the_table_says() -> None:
@@ -115,7 +121,7 @@ def test_every_place_to_look_is_where_the_table_says() -> None:
 
 
 def test_every_module_that_a_page_names_exists() -> None:
-    folders = (ROOT, ROOT / "src", ROOT / "src" / "async_grpo", ROOT / "src" / "async_grpo_ipc")
+    folders = (ROOT, ROOT / "src", *(ROOT / "src" / package for package in PACKAGES))
     missing = [
         f"{page.name}: {path}"
         for page in PAGES

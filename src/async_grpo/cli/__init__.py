@@ -1,7 +1,8 @@
 """`async-grpo COMMAND`: one file a command, heavy imports inside functions only, so that `--help` is instant.
 
 `compute/` has the commands that train or generate, and the one that writes their setup file; `inspect/` has those that
-read what is there. What they have in common is in `options`.
+read what is there. Those of many runs are in the package `async_grpo_experiments`, which is imported by name when one
+of them is called. What all have in common is in `options`.
 """
 
 from __future__ import annotations
@@ -27,20 +28,27 @@ COMPUTE = {
     "worker": "start one rollout worker",
     "evaluate": "have workers answer a setup file's eval_dataset with the weights of a checkpoint: pass@k and others",
     "chat": "ask a checkpoint something, and read its answer",
-    "sweep": "train a setup file on several seeds side by side, and sum up what they agree on",
     "replay": "train again from the archived groups of a run, with other settings or the same",
 }
 INSPECT = {
     "status": "what a run does, which process waits for which, what holds it up",
     "board": "a run's curves, samples and settings in TensorBoard",
     "rollouts": "read what the model wrote, in the terminal or as a page",
-    "compare": "how much better one sweep is than another, over seeds and over problems",
     "audit": "prove from a run's files that no prompt group was lost or used twice",
     "doctor": "check machine, directory and setup file, and say how to fix what is wrong; --dump for bug reports",
     "delta": "verify, rebuild and study the versions that a run kept with --delta-every",
     "queue": "look at a run's queue and repair it by hand",
 }
-COMMANDS = {**COMPUTE, **INSPECT}
+EXPERIMENTS = {
+    "sweep": "train a setup file on several seeds side by side, and sum up what they agree on",
+    "compare": "how much better one sweep is than another, over seeds and over problems",
+}
+_HOMES = {
+    "async_grpo.cli.compute": COMPUTE,
+    "async_grpo.cli.inspect": INSPECT,
+    "async_grpo_experiments.cli": EXPERIMENTS,
+}
+COMMANDS = {**COMPUTE, **INSPECT, **EXPERIMENTS}
 _TRAINING = ("train", "server", "worker", "replay")  # what ends with its output is not done
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CUT_OFF = 141  # what a shell shows for a program that SIGPIPE ended
@@ -136,8 +144,8 @@ def command_module(name: str) -> Any:
     """The module of a command, with its `build_parser()` and `run(args)`."""
     import importlib
 
-    folder = "compute" if name in COMPUTE else "inspect"
-    return importlib.import_module(f"async_grpo.cli.{folder}.{name}")
+    home = next(home for home, commands in _HOMES.items() if name in commands)
+    return importlib.import_module(f"{home}.{name}")
 
 
 def _top_level(argv: list[str]) -> int:

@@ -17,8 +17,8 @@ import pytest
 
 from async_grpo.errors import AsyncGRPOError, UsageError, reason_of
 from async_grpo.launch import supervisor as supervisor_module
-from async_grpo.slots import held
-from async_grpo.slots.ledger import (
+from async_grpo_experiments.slots import held
+from async_grpo_experiments.slots.ledger import (
     FAILED,
     FINISHED,
     RUNNING,
@@ -30,8 +30,8 @@ from async_grpo.slots.ledger import (
     end_leftovers,
     read,
 )
-from async_grpo.slots.places import Place, core_places, gpu_places
-from async_grpo.slots.schedule import Command, Schedule, Task
+from async_grpo_experiments.slots.places import Place, core_places, gpu_places
+from async_grpo_experiments.slots.schedule import Command, Schedule, Task
 from patience import is_gone
 
 DEADLINE_S = 60.0

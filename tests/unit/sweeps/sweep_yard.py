@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from async_grpo.settings import TrainingSettings
-from async_grpo.slots.places import Place
-from async_grpo.sweeps import commands, report, sweep
-from async_grpo.sweeps.plan import Sweep
-from async_grpo.sweeps.preflight import Preflight
+from async_grpo_experiments.slots.places import Place
+from async_grpo_experiments.sweeps import commands, report, sweep
+from async_grpo_experiments.sweeps.plan import Sweep
+from async_grpo_experiments.sweeps.preflight import Preflight
 
 BLANK = b"\x89PNG\r\n\x1a\n" + bytes(17)
 

@@ -13,10 +13,10 @@ from async_grpo.api.notebook import Panel
 from async_grpo.cli import main
 from async_grpo.errors import RunDirError
 from async_grpo.reports.series import logged
-from async_grpo.slots.ledger import FINISHED, Record
-from async_grpo.sweeps import plan
-from async_grpo.sweeps.plan import LEDGER, Sweep
-from async_grpo.sweeps.progress import curves
+from async_grpo_experiments.slots.ledger import FINISHED, Record
+from async_grpo_experiments.sweeps import plan
+from async_grpo_experiments.sweeps.plan import LEDGER, Sweep
+from async_grpo_experiments.sweeps.progress import curves
 
 HUGE = "1" + "0" * 400
 
@@ -82,7 +82,9 @@ def _planted(folder: Path) -> Path:
 def test_a_sweep_that_others_could_have_written_is_not_continued(
     sweep: Sweep, plant: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("async_grpo.sweeps.sweep.run_sweep", lambda *_, **__: pytest.fail("it was continued"))
+    monkeypatch.setattr(
+        "async_grpo_experiments.sweeps.sweep.run_sweep", lambda *_, **__: pytest.fail("it was continued")
+    )
     assert main(["sweep", str(plant(sweep.folder)), "--resume"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and "--run-dir" not in told, "a sweep has no such option"

@@ -10,9 +10,17 @@ import pytest
 
 from async_grpo.errors import UsageError
 from async_grpo.evals.estimators import range_of
-from async_grpo.sweeps.agreement import agree, first_figure
-from async_grpo.sweeps.comparison import Side, bootstrap, compare, in_words, sign_test, smallest_sign_test, welch
-from async_grpo.sweeps.progress import Curves
+from async_grpo_experiments.sweeps.agreement import agree, first_figure
+from async_grpo_experiments.sweeps.comparison import (
+    Side,
+    bootstrap,
+    compare,
+    in_words,
+    sign_test,
+    smallest_sign_test,
+    welch,
+)
+from async_grpo_experiments.sweeps.progress import Curves
 
 
 def curves(by_problem: Mapping[str, float] | None = None, step: int = 10, value: float | None = None) -> Curves:

@@ -11,9 +11,9 @@ from async_grpo.checks.plan.facts import Look, Parameters, Question, TrainerFact
 from async_grpo.cli import main
 from async_grpo.errors import UsageError
 from async_grpo.settings import TrainingSettings
-from async_grpo.sweeps import commands, plan, preflight
-from async_grpo.sweeps.commands import wandb_is_offline
-from async_grpo.sweeps.plan import Sweep
+from async_grpo_experiments.sweeps import commands, plan, preflight
+from async_grpo_experiments.sweeps.commands import wandb_is_offline
+from async_grpo_experiments.sweeps.plan import Sweep
 
 SETUP = "def get_trainer(): ...\n"
 

@@ -16,10 +16,10 @@ import pytest
 from sweep_yard import SweepYard
 
 from async_grpo.errors import RunDirError, UsageError
-from async_grpo.slots.ledger import FINISHED, RUNNING, Ledger, read
-from async_grpo.slots.places import Place
-from async_grpo.sweeps import commands, plan, report, sweep
-from async_grpo.sweeps.preflight import Preflight
+from async_grpo_experiments.slots.ledger import FINISHED, RUNNING, Ledger, read
+from async_grpo_experiments.slots.places import Place
+from async_grpo_experiments.sweeps import commands, plan, report, sweep
+from async_grpo_experiments.sweeps.preflight import Preflight
 from patience import until
 
 DEADLINE_S = 60.0
@@ -141,9 +141,9 @@ import sys
 from pathlib import Path
 import pytest
 from sweep_yard import SweepYard, play
-from async_grpo.slots.places import Place
-from async_grpo.sweeps import commands, plan, report
-from async_grpo.sweeps.preflight import Preflight
+from async_grpo_experiments.slots.places import Place
+from async_grpo_experiments.sweeps import commands, plan, report
+from async_grpo_experiments.sweeps.preflight import Preflight
 folder = Path(sys.argv[1])
 play(pytest.MonkeyPatch(), folder)
 yard = SweepYard(folder) if sys.argv[2] == "new" else None
@@ -185,7 +185,7 @@ def test_a_sweep_that_is_killed_is_resumed_and_leaves_no_orphan(
     pids = {seed: pid for seed, pid, _, _ in yard.starts()}
     until(lambda: not alive(pids["3"]))  # the kernel told it
     assert alive(pids["2"])
-    monkeypatch.setattr("async_grpo.sweeps.sweep.GRACE_S", 0.2)
+    monkeypatch.setattr("async_grpo_experiments.sweeps.sweep.GRACE_S", 0.2)
     yard.behave()
     assert yard.run(plan.load(Path("outputs/sweep_mine")), resume=True) == 0
     assert not alive(pids["2"])
@@ -210,7 +210,7 @@ def test_a_port_that_is_taken_is_said_and_the_next_free_pair_is_chosen(
     yard: SweepYard, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     serving = Preflight(places=[Place(name="a")], offline=False, serves=True)
-    monkeypatch.setattr("async_grpo.sweeps.sweep.preflight", lambda *_: serving)
+    monkeypatch.setattr("async_grpo_experiments.sweeps.sweep.preflight", lambda *_: serving)
     taken = lambda port: port in (8000, 51300)  # noqa: E731
     monkeypatch.setattr(commands, "is_free", lambda port: not taken(port))
     assert yard.run(yard.sweep(1, 2, 3)) == 0

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 from sweep_yard import SweepYard
 
-from async_grpo.slots.ledger import FAILED, RUNNING, Record
-from async_grpo.slots.places import Place
-from async_grpo.sweeps.screen import Screen, table
-from async_grpo.sweeps.usage import GpuUse, Usage
+from async_grpo_experiments.slots.ledger import FAILED, RUNNING, Record
+from async_grpo_experiments.slots.places import Place
+from async_grpo_experiments.sweeps.screen import Screen, table
+from async_grpo_experiments.sweeps.usage import GpuUse, Usage
 
 
 def test_a_table_has_a_row_for_each_run(yard: SweepYard) -> None:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from async_grpo.cli.compute import train
-from async_grpo.cli.compute.sweep import _sweep, build_parser
+from async_grpo_experiments.cli.sweep import _sweep, build_parser
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 DEADLINE_S = 60.0

@@ -16,9 +16,9 @@ from async_grpo.serving.vllm_server import is_free
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, visible_gpus
 from async_grpo.setup.generator_choice import STARTED_SERVER, VLLM_SERVER
-from async_grpo.slots.places import Place, core_places, gpu_places
-from async_grpo.sweeps.commands import wandb_is_offline
-from async_grpo.sweeps.plan import ASYNC, TRL, Sweep
+from async_grpo_experiments.slots.places import Place, core_places, gpu_places
+from async_grpo_experiments.sweeps.commands import wandb_is_offline
+from async_grpo_experiments.sweeps.plan import ASYNC, TRL, Sweep
 
 CORES_PER_RUN = 2  # without a GPU: for a server and a worker
 OPTIMIZER_BYTES = 8  # two float32 for each parameter that is trained

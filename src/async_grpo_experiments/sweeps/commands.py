@@ -16,9 +16,9 @@ from async_grpo.settings import as_sets
 from async_grpo.setup.devices import physical_gpus
 from async_grpo.setup.generator_choice import STARTED_SERVER
 from async_grpo.setup.process import path_to_us
-from async_grpo.slots.places import Place
-from async_grpo.slots.schedule import Command
-from async_grpo.sweeps.plan import ASYNC, Run
+from async_grpo_experiments.slots.places import Place
+from async_grpo_experiments.slots.schedule import Command
+from async_grpo_experiments.sweeps.plan import ASYNC, Run
 
 PROGRAM = (sys.executable, "-m", "async_grpo.cli")
 CACHES = {  # by environment variable: compilers write there, and two that share a folder can clash

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from async_grpo.evals.estimators import range_of
 from async_grpo.formatting import counted
 from async_grpo.rundir.files import room_for, write_json, write_lines
-from async_grpo.sweeps.agreement import Agreed, Agreement
+from async_grpo_experiments.sweeps.agreement import Agreed, Agreement
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

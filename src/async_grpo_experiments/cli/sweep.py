@@ -23,8 +23,8 @@ from async_grpo.settings import (
     seed_number,
 )
 from async_grpo.setup.generated.trl_arguments import setup_file
-from async_grpo.sweeps import plan
-from async_grpo.sweeps.plan import DEFAULT_SEEDS, OWN_OPTIONS, Sweep, name_of
+from async_grpo_experiments.sweeps import plan
+from async_grpo_experiments.sweeps.plan import DEFAULT_SEEDS, OWN_OPTIONS, Sweep, name_of
 
 EXAMPLES = """\
   async-grpo sweep my_trainer.py --seeds 42,1337,2024,9999           as many runs at once as there is room for
@@ -77,7 +77,7 @@ def build_parser() -> Parser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from async_grpo.sweeps.sweep import run_sweep
+    from async_grpo_experiments.sweeps.sweep import run_sweep
 
     given = build_parser().given(args.command_line)
     if args.resume:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Self
 
 from async_grpo.formatting import eta
 from async_grpo.launch.screen import live_console
-from async_grpo.slots.ledger import RUNNING, WAITING, Record
-from async_grpo.slots.places import Place
-from async_grpo.sweeps.plan import Run, Sweep
-from async_grpo.sweeps.progress import Progress, progress_of
-from async_grpo.sweeps.usage import Usage
+from async_grpo_experiments.slots.ledger import RUNNING, WAITING, Record
+from async_grpo_experiments.slots.places import Place
+from async_grpo_experiments.sweeps.plan import Run, Sweep
+from async_grpo_experiments.sweeps.progress import Progress, progress_of
+from async_grpo_experiments.sweeps.usage import Usage
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from async_grpo.errors import AsyncGRPOError
 from async_grpo.launch.child_log import LogTail, last_line
 from async_grpo.launch.supervisor import Child, Exit, Supervisor, exit_reason
-from async_grpo.slots.ledger import FAILED, FINISHED, RUNNING, STOPPED, WAITING, Ledger, Record, born
-from async_grpo.slots.places import Place
+from async_grpo_experiments.slots.ledger import FAILED, FINISHED, RUNNING, STOPPED, WAITING, Ledger, Record, born
+from async_grpo_experiments.slots.places import Place
 
 _HELD = Path(__file__).with_name("held.py")
 

@@ -12,9 +12,9 @@ from async_grpo.roles.plain_trl import PROGRESS, read_progress
 from async_grpo.rundir.paths import FINISHED, RunDir
 from async_grpo.rundir.shape import is_number
 from async_grpo.status.snapshot import look
-from async_grpo.sweeps.plan import ASYNC, Run
 from async_grpo.telemetry import entries
 from async_grpo.telemetry.run_log import TAIL_BYTES
+from async_grpo_experiments.sweeps.plan import ASYNC, Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

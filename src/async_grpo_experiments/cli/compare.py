@@ -32,7 +32,7 @@ def build_parser() -> Parser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from async_grpo.sweeps.comparison import compare, in_words, side
+    from async_grpo_experiments.sweeps.comparison import compare, in_words, side
 
     a, b = side(args.a), side(args.b)
     effect = compare(a, b, figure=args.figure, step=args.step)

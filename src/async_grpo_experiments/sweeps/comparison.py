@@ -13,12 +13,12 @@ import numpy as np
 from async_grpo.errors import UsageError
 from async_grpo.evals.estimators import CONFIDENCE, Estimate, mean_with_interval, range_of_difference
 from async_grpo.formatting import counted
-from async_grpo.slots import ledger
-from async_grpo.slots.ledger import FINISHED
-from async_grpo.sweeps import plan
-from async_grpo.sweeps.agreement import first_figure
-from async_grpo.sweeps.plan import LEDGER
-from async_grpo.sweeps.progress import Curves, curves
+from async_grpo_experiments.slots import ledger
+from async_grpo_experiments.slots.ledger import FINISHED
+from async_grpo_experiments.sweeps import plan
+from async_grpo_experiments.sweeps.agreement import first_figure
+from async_grpo_experiments.sweeps.plan import LEDGER
+from async_grpo_experiments.sweeps.progress import Curves, curves
 
 RESAMPLES = 10_000
 FIGURES = ("success_rate", "reward_mean")  # in the order of `by_problem`'s values

@@ -13,7 +13,7 @@ from async_grpo.rundir.folders import check_place
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import shaped
 from async_grpo.settings import SEEDS
-from async_grpo.slots.places import Place
+from async_grpo_experiments.slots.places import Place
 
 ASYNC, TRL = "async", "trl"
 DEFAULT_SEEDS = (42, 1337, 2024, 9999)

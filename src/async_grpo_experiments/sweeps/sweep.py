@@ -15,17 +15,17 @@ from async_grpo.rundir.locks import KernelLock, describe_holder
 from async_grpo.rundir.summary import program
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.output import survive_lost_output
-from async_grpo.slots.ledger import FAILED, FINISHED, Ledger, Record, end_leftovers, read
-from async_grpo.slots.places import Place
-from async_grpo.slots.schedule import Command, Schedule, Task
-from async_grpo.sweeps import plan
-from async_grpo.sweeps.agreement import agreement
-from async_grpo.sweeps.commands import command
-from async_grpo.sweeps.plan import ASYNC, LEDGER, Run, Sweep
-from async_grpo.sweeps.preflight import Preflight, preflight
-from async_grpo.sweeps.progress import Reason, steps_left, unfinished
-from async_grpo.sweeps.report import headline, write_report
-from async_grpo.sweeps.screen import Screen, open_screen
+from async_grpo_experiments.slots.ledger import FAILED, FINISHED, Ledger, Record, end_leftovers, read
+from async_grpo_experiments.slots.places import Place
+from async_grpo_experiments.slots.schedule import Command, Schedule, Task
+from async_grpo_experiments.sweeps import plan
+from async_grpo_experiments.sweeps.agreement import agreement
+from async_grpo_experiments.sweeps.commands import command
+from async_grpo_experiments.sweeps.plan import ASYNC, LEDGER, Run, Sweep
+from async_grpo_experiments.sweeps.preflight import Preflight, preflight
+from async_grpo_experiments.sweeps.progress import Reason, steps_left, unfinished
+from async_grpo_experiments.sweeps.report import headline, write_report
+from async_grpo_experiments.sweeps.screen import Screen, open_screen
 
 GRACE_S = 15.0  # a run ends within 10 s
 PLAIN_GRACE_S = 600.0  # plain TRL ends after its optimizer step

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from async_grpo.errors import BadFileError
 from async_grpo.evals.estimators import Range, mean_with_interval, range_of
-from async_grpo.slots.ledger import FINISHED, Record
-from async_grpo.sweeps.plan import Sweep
-from async_grpo.sweeps.progress import Curves, curves
+from async_grpo_experiments.slots.ledger import FINISHED, Record
+from async_grpo_experiments.sweeps.plan import Sweep
+from async_grpo_experiments.sweeps.progress import Curves, curves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
