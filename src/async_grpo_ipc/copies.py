@@ -7,11 +7,13 @@ A copy of 400 small tensors is bound by the cost of 400 calls, not by memory. So
   that torch copies in the calling thread, and a few threads take portions of 2 MB of them, one after the other, without
   the interpreter's lock (torch's threads would get equal shares of each tensor and wait for each other after it; on
   2 cores with two other busy processes, 300 tensors of 1 MB take 28 ms this way, 144 ms by `_foreach_copy_`);
-* with a GPU, one fused kernel copies all; between GPUs without peer access, see `staging`.
+* with a GPU, one fused kernel copies all tensors of a pair of dtypes (torch fuses no list that mixes them); between
+  GPUs without peer access, see `staging`.
 """
 
 import os
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -133,14 +135,25 @@ def _flat(run: _Run) -> tuple[Tensor, Tensor]:
 
 
 def _steps(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Callable[[], object]]:
-    """With a GPU on either side one call. On the CPU plain copies in threads, casts and odd strides by torch."""
+    """With a GPU on either side one call a pair of dtypes. On the CPU plain copies in threads, the others by torch."""
     if any(tensor.device.type != "cpu" for pair in pairs for tensor in pair):
-        destinations, sources = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        return [lambda: torch._foreach_copy_(destinations, sources, non_blocking=True)]
+        return [
+            partial(torch._foreach_copy_, destinations, sources, non_blocking=True)
+            for destinations, sources in _by_dtypes(pairs)
+        ]
     in_pieces = [(into, out_of) for into, out_of in pairs if _is_plain_and_small(into, out_of)]
     whole = [(into, out_of) for into, out_of in pairs if not _is_plain_and_small(into, out_of)]
     steps: list[Callable[[], object]] = [partial(into.copy_, out_of) for into, out_of in whole]
     return [*steps, ThreadedCopy(in_pieces)] if in_pieces else steps
+
+
+def _by_dtypes(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Portion]:
+    groups: defaultdict[tuple[torch.dtype, torch.dtype], Portion] = defaultdict(lambda: ([], []))
+    for into, out_of in pairs:
+        destinations, sources = groups[into.dtype, out_of.dtype]
+        destinations.append(into)
+        sources.append(out_of)
+    return iter(groups.values())
 
 
 def _is_plain_and_small(into: Tensor, out_of: Tensor) -> bool:

@@ -102,6 +102,17 @@ def test_neighbours_become_one_copy_over_padding_only_where_that_is_allowed():
     assert pieces(CopyPlan(destinations, sources, movable=sources)) == 1
 
 
+def test_beside_a_gpu_each_pair_of_dtypes_is_one_fused_copy():
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float16]
+    sources = [torch.zeros(3, 2, dtype=dtype, device="meta") for dtype in dtypes]
+    destinations = [torch.zeros(3, 2, dtype=torch.bfloat16, device="meta") for _ in dtypes]
+    plan = CopyPlan(destinations, sources, movable=sources)
+    lists = [step.args for step in plan._steps]
+    assert [len(into) for into, _ in lists] == [2, 1, 1]
+    assert all(len({one.dtype for one in tensors}) == 1 for pair in lists for tensors in pair)
+    plan.run()
+
+
 def pieces(plan: CopyPlan) -> int:
     (copy,) = plan._steps
     return sum(len(destinations) for destinations, _ in copy.portions)
