@@ -20,11 +20,11 @@ from runs import SETUP, finish
 from transformers import GenerationMixin, TrainerCallback
 from trl import GRPOTrainer
 
-from async_grpo.envs.harness import OpenAIHarness
 from async_grpo.errors import RunRefused, UnsupportedError
 from async_grpo.queue.codec import decode_group
 from async_grpo.setup import sampling_changes
 from async_grpo.setup.generator_choice import HF, VLLM
+from async_grpo.setup.openai_harness import OpenAIHarness
 from async_grpo.setup.own_generation import check_generation
 from async_grpo.setup.sampling import transformers_config
 from async_grpo.training.watch import Watch

@@ -26,7 +26,6 @@ from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.history import ConsumptionRecord, Sampler, newest_version, read_record
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.deltas.recorder import recorder_of
-from async_grpo.envs.harness import check_agent
 from async_grpo.errors import DiskFullError, UsageError
 from async_grpo.evals.evaluation import Evaluation
 from async_grpo.evals.problems import say_what_is_evaluated
@@ -42,6 +41,7 @@ from async_grpo.rundir.run_options import OF_THE_LOSS
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.generator_choice import choose_generator
 from async_grpo.setup.needs import check_needs
+from async_grpo.setup.openai_harness import check_agent
 from async_grpo.setup.overrides import check_callbacks, check_fields, check_overrides, describe_overrides
 from async_grpo.setup.own_generation import check_generation
 from async_grpo.setup.process import StopRequest

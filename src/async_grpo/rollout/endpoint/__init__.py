@@ -5,5 +5,5 @@ HTTP (`server`), is read or refused (`protocol`), and is attributed by its key. 
 episode has recorded; then only what is new is tokenised (`chat`), and the engine continues the recorded tokens
 (`episode`). `harness` plays the episodes of a group, and makes the group of them.
 
-Start with `Harness` in `harness`. How a setup file asks for it is in `async_grpo.envs.harness`.
+Start with `Harness` in `harness`. How a setup file asks for it is in `async_grpo.setup.openai_harness`.
 """

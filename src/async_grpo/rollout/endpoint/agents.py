@@ -19,7 +19,7 @@ from async_grpo.rollout.turns.asks import as_exception
 from async_grpo.rollout.turns.calls import Outcome
 
 if TYPE_CHECKING:
-    from async_grpo.envs.harness import Agent, Endpoint
+    from async_grpo.setup.openai_harness import Agent, Endpoint
 
 MOST_LEFT_BEHIND = 16  # calls that did not end in time and still run; one more ends the worker
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from async_grpo.envs.harness import Endpoint, OpenAIHarness
 from async_grpo.errors import GeneratorError, UnsupportedError, reason_of
 from async_grpo.images import images_in
 from async_grpo.rollout.endpoint.agents import Agents
@@ -24,6 +23,7 @@ from async_grpo.rollout.engines.transformers import TransformersEngine
 from async_grpo.rollout.trl_group import GeneratedGroup, merge_extra_fields, prompt_of, rows_of
 from async_grpo.rollout.turns.asks import Ask
 from async_grpo.setup.generator_choice import HF, VLLM
+from async_grpo.setup.openai_harness import Endpoint, OpenAIHarness
 from async_grpo.setup.sampling import effective_sampling
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from async_grpo.envs.harness import OpenAIHarness
 from async_grpo.errors import PeerDiedError
 from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
 from async_grpo.rollout.trl_group import refuse_unknown_sampling
@@ -21,6 +20,7 @@ from async_grpo.rollout.turns.dialogue import Dialogue, Dialogues, Prompt
 from async_grpo.rollout.turns.tools import Tools
 from async_grpo.rollout.turns.whole import Threads, WholeGenerations
 from async_grpo.settings import WorkerSettings
+from async_grpo.setup.openai_harness import OpenAIHarness
 from async_grpo.telemetry.activity import activity
 
 if TYPE_CHECKING:
