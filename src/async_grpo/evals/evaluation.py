@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from loguru import logger
 
 from async_grpo.errors import DiskFullError
 from async_grpo.evals.estimators import Answers
 from async_grpo.evals.report import Evaluated, Judge, evaluated
-from async_grpo.queue.names import JobName
-from async_grpo.queue.server import MAX_OPEN, GivenUp
-from async_grpo.records import Job, Purpose, RolloutGroup
+from async_grpo.queue import JobSink
+from async_grpo.queue.server import MAX_OPEN
+from async_grpo.records import Job, RolloutGroup
 
 REASON_CHARACTERS = 300  # so that the line of an evaluation stays one that is read again
 OPEN_AT_A_TIME = MAX_OPEN // 2  # problems; nobody issues more during an optimizer step. The rest is for training
@@ -26,19 +26,6 @@ class Problem(NamedTuple):
 
     row: dict[str, Any]
     task: str = ""
-
-
-class Queue(Protocol):
-    """What an evaluation needs of `ServerQueue`."""
-
-    @property
-    def given_up(self) -> Mapping[int, GivenUp]: ...
-    @property
-    def open_jobs(self) -> int: ...
-    def new_seq(self) -> int: ...
-    def submit(self, job: Job) -> None: ...
-    def finished(self, purpose: Purpose = "train") -> list[JobName]: ...
-    def take(self, entry: JobName) -> RolloutGroup | None: ...
 
 
 class Evaluation:
@@ -55,7 +42,7 @@ class Evaluation:
 
     def __init__(
         self,
-        queue: Queue,
+        queue: JobSink,
         judge: Judge,
         problems: Sequence[Problem],
         *,

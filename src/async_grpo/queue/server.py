@@ -8,7 +8,7 @@ from collections.abc import Callable, Container
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 from async_grpo.errors import BadFileError, DiskFullError, QueueError, RunDirError
 from async_grpo.queue.codec import encode_job
@@ -29,6 +29,7 @@ from async_grpo.queue.names import (
 )
 from async_grpo.queue.recovery import Inheritance, recover_dead
 from async_grpo.queue.results import asks_the_same, read_result
+from async_grpo.queue.sink import GivenUp
 from async_grpo.queue.transitions import DEFAULT_MAX_ATTEMPTS, Done, Moves
 from async_grpo.queue.wakeups import IN_MOVED_TO, DirectoryWatch, JobPipe, sleep_until
 from async_grpo.records import Job, Purpose, RolloutGroup
@@ -47,14 +48,6 @@ class Healing:
     missing: int = 0  # jobs whose file vanished, issued again
     duplicates: int = 0  # second results, archived
     unknown: int = 0  # results of jobs that were never issued
-
-
-class GivenUp(NamedTuple):
-    """A job that failed as often as it may."""
-
-    job: Job
-    attempt: int  # of the last try
-    reason: str  # e.g. the traceback
 
 
 @dataclass(slots=True)

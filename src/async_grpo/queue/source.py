@@ -20,6 +20,8 @@ class Claim(NamedTuple):
 class JobSource(Protocol):
     """What a worker asks of a queue. `WorkerQueue` is the one on the files of a run directory of this machine.
 
+    `JobSink` is the server's side.
+
     Every claim ends by `complete`, `fail` or `hand_back`. If the worker dies, its claims are other workers' again.
     """
 

@@ -21,7 +21,7 @@ from async_grpo.evals.evaluation import Evaluation
 from async_grpo.evals.problems import warn_of_duplicates
 from async_grpo.evals.report import Judge, Ledger, compare
 from async_grpo.formatting import counted, eta
-from async_grpo.queue import ServerQueue
+from async_grpo.queue import JobSink, ServerQueue
 from async_grpo.roles.checkpoint_weights import load_weights, weights_digest
 from async_grpo.roles.parameter_server import ServerOptions, server_of
 from async_grpo.rundir import paths as runs
@@ -123,7 +123,7 @@ def _difference(ours: Mapping[int, Answers], theirs: Mapping[int, Answers], ks: 
 
 def _beginning(
     options: ServerOptions, run: RunDir, state: RunState, trainer: GRPOTrainer
-) -> Callable[[ServerQueue, int], Evaluation]:
+) -> Callable[[JobSink, int], Evaluation]:
     """Makes the evaluation of a version on the trainer's `eval_dataset`."""
     from async_grpo.training.hyperparameters import hyperparameters
     from async_grpo.training.prompts import evaluation_problems
@@ -196,7 +196,7 @@ class _Weights:
         write_json(self._run.evaluated, known)
 
 
-def _finish(evaluation: Evaluation, queue: ServerQueue, ledger: Ledger, stop: StopRequest) -> bool:
+def _finish(evaluation: Evaluation, queue: JobSink, ledger: Ledger, stop: StopRequest) -> bool:
     """Wait for the result and keep it; False if the process was asked to stop."""
     activity.doing(EVALUATING, version=evaluation.version)
     pace = _Pace(evaluation)

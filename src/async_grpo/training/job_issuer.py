@@ -11,7 +11,7 @@ from loguru import logger
 
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import DiskFullError
-from async_grpo.queue import ServerQueue
+from async_grpo.queue import JobSink
 from async_grpo.records import Job
 
 if TYPE_CHECKING:  # these import torch
@@ -34,7 +34,7 @@ class JobIssuer:
 
     def __init__(
         self,
-        queue: ServerQueue,
+        queue: JobSink,
         prompts: Iterator[dict[str, Any]],
         *,
         run_id: str,

@@ -16,7 +16,7 @@ from async_grpo.archive.rollout_state import RolloutState, Sampled, pack_consume
 from async_grpo.errors import AllGroupsFailedError, DiskFullError, WaitTimeoutError
 from async_grpo.evals.schedule import RunEvaluations
 from async_grpo.formatting import counted
-from async_grpo.queue import ServerQueue
+from async_grpo.queue import JobSink
 from async_grpo.records import RolloutGroup
 from async_grpo.telemetry.activity import activity
 from async_grpo.telemetry.waiting import Reminder
@@ -78,7 +78,7 @@ class RolloutSource:
     def __init__(
         self,
         *,
-        queue: ServerQueue,
+        queue: JobSink,
         issuer: JobIssuer,
         schedule: Schedule,
         publisher: Publisher,
