@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from async_grpo.checks import probe
-from async_grpo.checks.doctor import gpu, machine, packages, setup, storage, weights
+from async_grpo.checks.doctor import gpu, machine, packages, sandbox, setup, storage, weights
 from async_grpo.checks.doctor.finding import Check, Finding, Level, error
 
 
@@ -28,6 +28,7 @@ def checks(
         machine.memory,
         machine.shared_memory,
         machine.limits,
+        sandbox.sandbox,
         lambda: storage.room(run_dir),
         lambda: storage.place(run_dir),
         lambda: _devices(found),

@@ -4,14 +4,14 @@ The program is a new Python (`-I -S`, empty environment, no open files but its o
 Python and the system's libraries read-only, one small writable directory in memory, no network, no device, no process
 but its own, and has no right of its user. A filter takes system calls away from it that no ordinary program needs. Its
 time, memory, files, processes and output are limited, each sandbox for itself, and whatever it started ends with it.
-bubblewrap makes the namespaces where it is installed and the user is not root, `unshare` otherwise; without either
-nothing is run. SECURITY.md says what holds where.
+bubblewrap makes the namespaces and what the program sees of the disk; without it nothing is run. SECURITY.md says what
+holds where.
 
 Not contained: bugs of the kernel, which is shared, and what the libraries in /usr reveal about the machine. For
 adversaries use a virtual machine.
 
-`run` starts a program and watches it; `command` has the command that makes the namespaces, and `stage` is process 1 in
-them; `seccomp` is the filter of system calls, and `cgroup` a limit on all memory, where one can be had.
+`run` starts a program and watches it; `command` has the command of bubblewrap, and `stage` is process 1 in the
+namespaces; `seccomp` is the filter of system calls, and `cgroup` a limit on all memory, where one can be had.
 """
 
 from async_grpo.rewards.sandbox.records import Limits, SandboxError, SandboxResult

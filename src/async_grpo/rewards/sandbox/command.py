@@ -1,4 +1,4 @@
-"""The command that makes the namespaces of one sandbox, and what it tells process 1 in them."""
+"""The command of bubblewrap that makes one sandbox, and what it tells process 1 in it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import marshal
 import os
 import platform
+import secrets
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 from async_grpo.rewards.sandbox.records import Limits, SandboxError
 from async_grpo.rewards.sandbox.seccomp import filter_program
 
-FIRST_UID = 1_000_000_000  # root runs each program as a user of its own, who owns nothing
+_UIDS = range(1_000_000_000, 1_000_000_000 + 2**29)  # root runs each program as a user of its own, who owns nothing
 _OLDEST_KERNEL = (5, 14)  # since then the processes of a user are counted in each user namespace by itself
 _STAGE_FILE = Path(__file__).with_name("stage.py")
 _STAGE = marshal.dumps(compile(_STAGE_FILE.read_text(encoding="utf-8"), "stage.py", "exec"))  # once, not for each start
@@ -42,35 +43,29 @@ def sandbox_command(limits: Limits, *, source_bytes: int, pipes: Pipes) -> list[
     Raises:
         SandboxError: this machine lacks something that isolation needs.
     """
-    root = _is_root_of_the_machine()
+    bubblewrap, root = _bubblewrap(), _is_root_of_the_machine()
     if not root and _kernel() < _OLDEST_KERNEL:
         raise unavailable(f"Linux {platform.release()} counts the processes of all sandboxes together; 5.14 does not")
-    bubblewrap = None if root else _bubblewrap()
     settings: dict[str, Any] = {
         "status_fd": pipes.status,
         "group_fd": pipes.group,
         "source_bytes": source_bytes,
-        "build_root": bubblewrap is None,
-        "first_uid": FIRST_UID if root else None,
+        "uid": secrets.choice(_UIDS) if root else None,
         "python": _python(),
-        "visible": _visible(),
-        "work_bytes": limits.file_bytes + source_bytes + _PAGES,
         "filter": _filter(),
-        # Besides the program, an ordinary user's namespace holds process 1, and `unshare` if it made the namespace.
-        "rlimits": _rlimits(limits, others=0 if root else 1 if bubblewrap else 2),
+        "rlimits": _rlimits(limits, others=0 if root else 1),  # an ordinary user's namespace holds process 1, too
     }
     stage = [_python(), "-I", "-S", "-c", f"import marshal\nexec(marshal.loads({_STAGE!r}))\nmain({settings!r})"]
-    if bubblewrap is not None:
-        return [bubblewrap, *_bubblewrap_options(settings["work_bytes"]), "--", *stage]
-    return [*_unshare(root=root), *stage]
+    return [bubblewrap, *_namespaces(root=root), *_files(limits.file_bytes + source_bytes + _PAGES), "--", *stage]
 
 
 def unavailable(reason: str) -> SandboxError:
     return SandboxError(
-        f"Code written by a model was not run, because it cannot be isolated here: {reason}. Isolation needs user "
-        "namespaces (sysctl kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu, or the package bubblewrap; in "
-        "containers the right to unshare; SECURITY.md says where the sandbox runs). Without isolation, rewards that "
-        "run code are not available."
+        f"Code written by a model was not run, because it cannot be isolated here: {reason}. Isolation needs "
+        "bubblewrap 0.7 or newer (apt-get install bubblewrap; conda-forge has it, too) and the right to make "
+        "namespaces, which most containers do not give, nor does Ubuntu without sysctl "
+        "kernel.apparmor_restrict_unprivileged_userns=0 (SECURITY.md says where the sandbox runs). Without isolation, "
+        "rewards that run code are not available."
     )
 
 
@@ -85,20 +80,26 @@ def _rlimits(limits: Limits, *, others: int) -> dict[str, int]:
     }
 
 
-def _unshare(*, root: bool) -> list[str]:
-    for tool in ("setpriv", "unshare"):
-        if shutil.which(tool) is None:
-            raise unavailable(f"there is neither bubblewrap nor {tool} (package util-linux)")
-    user = [] if root else ["--user", "--map-root-user"]
-    namespaces = ["--net", "--pid", "--ipc", "--uts", "--mount", "--fork", "--kill-child"]
-    setpriv, unshare = (str(shutil.which(tool)) for tool in ("setpriv", "unshare"))
-    return [setpriv, "--pdeathsig", "KILL", unshare, *user, *namespaces]
+def _namespaces(*, root: bool) -> list[str]:
+    """No user namespace for root: it can show an interpreter that lies in a home directory, and needs no right to it.
+
+    What root keeps is for process 1, to become the program's user.
+    """
+    options = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    options += ["--die-with-parent", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
+    if not root:
+        return [*options, "--unshare-user"]
+    for right in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
+        options += ["--cap-add", right]
+    return options
 
 
-def _bubblewrap_options(work_bytes: int) -> list[str]:
-    options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--as-pid-1", "--clearenv", "--cap-drop", "ALL"]
-    options += ["--size", str(work_bytes), "--tmpfs", "/program"]
-    for path in _visible():
+def _files(work_bytes: int) -> list[str]:
+    """Python and the system's libraries, read-only, and one small writable directory. No home, no data."""
+    options = ["--perms", "1777", "--size", str(work_bytes), "--tmpfs", "/program"]
+    for path in (*_SYSTEM, str(Path(sys.base_prefix).resolve())):
+        for folder in list(Path(path).parents)[-2::-1]:
+            options += ["--dir", str(folder)]  # for every user: those that bubblewrap makes by itself are root's alone
         if path.startswith("/dev/"):
             options += ["--dev-bind-try", path, path]  # not --dev: its /dev could be written to without limit
         elif Path(path).is_symlink():
@@ -116,14 +117,19 @@ def _filter() -> bytes:
         raise unavailable(str(error)) from error
 
 
-@functools.cache
-def _bubblewrap() -> str | None:
-    """bubblewrap, unless it is too old to limit the size of a directory in memory (before 0.7)."""
+def _bubblewrap() -> str:
     found = shutil.which("bwrap")
     if found is None:
-        return None
-    known = subprocess.run([found, "--help"], capture_output=True, text=True, timeout=60).stdout
-    return found if "--size" in known else None
+        raise unavailable("bubblewrap is not installed")
+    if not _limits_sizes(found):
+        raise unavailable(f"{found} is too old")
+    return found
+
+
+@functools.cache
+def _limits_sizes(bubblewrap: str) -> bool:
+    """Whether it can limit the size of a directory in memory: since 0.7."""
+    return "--size" in subprocess.run([bubblewrap, "--help"], capture_output=True, text=True, timeout=60).stdout
 
 
 def _is_root_of_the_machine() -> bool:
@@ -131,15 +137,11 @@ def _is_root_of_the_machine() -> bool:
     if os.geteuid() != 0:
         return False
     users = [[int(number) for number in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]
-    return any(first <= FIRST_UID and first + count >= FIRST_UID + 2**29 for first, _, count in users)
+    return any(first <= _UIDS.start and first + count >= _UIDS.stop for first, _, count in users)
 
 
 def _kernel() -> tuple[int, ...]:
     return tuple(int(number) for number in platform.release().split("-")[0].split(".")[:2])
-
-
-def _visible() -> list[str]:
-    return [*_SYSTEM, str(Path(sys.base_prefix).resolve())]
 
 
 def _python() -> str:
