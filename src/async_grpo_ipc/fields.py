@@ -1,22 +1,15 @@
 """The fields of a handle file: every one is checked here, before anything relies on it.
 
-`ValueError`, `TypeError` or `KeyError` says what is wrong; `handle` puts the name of the file before it. torch is
-imported only where layouts are read.
+`ValueError`, `TypeError` or `KeyError` says what is wrong; `handle` puts the name of the file before it. `layout`
+checks the layouts, for which it needs torch.
 """
 
-import functools
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from async_grpo_ipc.control import MAX_SLOTS
 
-if TYPE_CHECKING:
-    import torch
-
-    from async_grpo_ipc.layout import Layout, TensorSpec
-
 MAX_INTEGER = (1 << 63) - 1
-MAX_DIMENSIONS = 64  # more have no use, and torch refuses them
 CANARY_BYTES = 4096  # at the beginning of each block
 ALIGNMENT = 256  # bytes: a cache line, a vector load and every dtype's size divide it
 
@@ -67,30 +60,6 @@ def memory(body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-def layout(body: dict[str, Any]) -> "Layout":
-    from async_grpo_ipc.layout import Bucket, Layout
-
-    nbytes = integer(body["nbytes"])
-    specs = tuple(_spec(entry, nbytes) for entry in body["tensors"])
-    buckets = tuple(Bucket(_dtype(b["dtype"]), integer(b["offset"]), integer(b["nbytes"])) for b in body["buckets"])
-    return Layout(specs, buckets, nbytes)
-
-
-def _spec(body: dict[str, Any], block_bytes: int) -> "TensorSpec":
-    from async_grpo_ipc.layout import TensorSpec, is_dense
-
-    shape = tuple(integer(length) for length in body["shape"])
-    stride = tuple(integer(step) for step in body["stride"])
-    spec = TensorSpec(text(body["name"]), _dtype(body["dtype"]), shape, stride, integer(body["offset"]))
-    if len(shape) > MAX_DIMENSIONS or math.prod(max(length, 1) for length in shape) > MAX_INTEGER:
-        raise ValueError(f"tensor {spec.name} has an impossible shape")
-    if not is_dense(shape, stride):
-        raise ValueError(f"tensor {spec.name} has strides {stride}, which leave gaps or overlap")
-    if spec.offset % ALIGNMENT or spec.offset + spec.nbytes > block_bytes:
-        raise ValueError(f"tensor {spec.name} at offset {spec.offset} of a block of {block_bytes} bytes")
-    return spec
-
-
 def generation(value: Any) -> str:
     if len(text(value)) != 32 or len(bytes.fromhex(value)) != 16:
         raise ValueError(f"generation {value[:40]!r}")
@@ -126,21 +95,3 @@ def _shown(value: Any) -> str:
     if type(value) in (list, dict):
         return f"a {type(value).__name__}"
     return "a larger integer" if type(value) is int and abs(value) > MAX_INTEGER else f"{value!r:.60}"
-
-
-def _dtype(name: Any) -> "torch.dtype":
-    return _storable_dtype(text(name))
-
-
-@functools.cache
-def _storable_dtype(name: str) -> "torch.dtype":
-    import torch
-
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"dtype {name[:40]!r}, which this torch does not have")
-    try:
-        torch.empty(ALIGNMENT, dtype=torch.uint8).view(dtype)
-    except RuntimeError as error:
-        raise ValueError(f"dtype {name[:40]!r}, in which bytes cannot be seen") from error
-    return dtype

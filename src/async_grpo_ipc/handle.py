@@ -26,8 +26,6 @@ from async_grpo_ipc.files import open_regular
 from async_grpo_ipc.locks import OwnedFd
 
 if TYPE_CHECKING:
-    import torch
-
     from async_grpo_ipc.layout import Layout, TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -85,6 +83,8 @@ def boot_id() -> str:
 
 
 def write_handle(path: Path, handle: Handle) -> None:
+    from async_grpo_ipc.layout import described
+
     body = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -96,8 +96,8 @@ def write_handle(path: Path, handle: Handle) -> None:
         "slots": handle.slots,
         "control": {"fd": handle.control_fd, "inode": handle.control_inode},
         "memory": dict(handle.memory),
-        "static": _layout_to_json(handle.static),
-        "slot": _layout_to_json(handle.slot),
+        "static": described(handle.static),
+        "slot": described(handle.slot),
         "tied": dict(handle.tied),
         "complete": handle.complete,
         "buffers": handle.buffers,
@@ -189,32 +189,17 @@ def crc32(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode("ascii"))
 
 
-def _layout_to_json(layout: "Layout") -> dict[str, Any]:
-    return {
-        "nbytes": layout.nbytes,
-        "buckets": [{"dtype": _name(b.dtype), "offset": b.offset, "nbytes": b.nbytes} for b in layout.buckets],
-        "tensors": [
-            {
-                "name": spec.name,
-                "dtype": _name(spec.dtype),
-                "shape": list(spec.shape),
-                "stride": list(spec.stride),
-                "offset": spec.offset,
-            }
-            for spec in layout.tensors
-        ],
-    }
-
-
 def _handle_from_json(body: dict[str, Any]) -> Handle:
+    from async_grpo_ipc.layout import read_layout
+
     handle = Handle(
         **fields.head(body)._asdict(),
         pid_namespace=fields.text(body["pid_namespace"]),
         boot_id=fields.text(body["boot_id"]),
         created=fields.number(body["created"]),
         memory=fields.memory(body["memory"]),
-        static=fields.layout(body["static"]),
-        slot=fields.layout(body["slot"]),
+        static=read_layout(body["static"]),
+        slot=read_layout(body["slot"]),
         tied={fields.text(name): fields.text(primary) for name, primary in body["tied"].items()},
         complete=fields.flag(body["complete"]),
         buffers=fields.flag(body["buffers"]),
@@ -226,10 +211,6 @@ def _handle_from_json(body: dict[str, Any]) -> Handle:
             raise ValueError(f"a layout of {layout.nbytes} bytes in a block of {block['nbytes']}")
     handle.specs_by_name()  # a tied name must have a primary
     return handle
-
-
-def _name(dtype: "torch.dtype") -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class VersionFile:

@@ -1,13 +1,18 @@
 """Where each tensor lies in a block of memory: dtype buckets, every tensor at a multiple of 256 bytes."""
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from async_grpo_ipc.fields import ALIGNMENT as ALIGNMENT
+from async_grpo_ipc.fields import MAX_INTEGER, integer, text
+
+MAX_DIMENSIONS = 64  # more have no use, and torch refuses them
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +119,62 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 def align(offset: int, to: int = ALIGNMENT) -> int:
     return (offset + to - 1) // to * to
+
+
+def described(layout: Layout) -> dict[str, Any]:
+    """The layout as a handle file holds it."""
+    return {
+        "nbytes": layout.nbytes,
+        "buckets": [{"dtype": _name(b.dtype), "offset": b.offset, "nbytes": b.nbytes} for b in layout.buckets],
+        "tensors": [
+            {
+                "name": spec.name,
+                "dtype": _name(spec.dtype),
+                "shape": list(spec.shape),
+                "stride": list(spec.stride),
+                "offset": spec.offset,
+            }
+            for spec in layout.tensors
+        ],
+    }
+
+
+def read_layout(body: dict[str, Any]) -> Layout:
+    """The layout that a handle file describes. `ValueError`, `TypeError` or `KeyError` says what is wrong with it."""
+    nbytes = integer(body["nbytes"])
+    specs = tuple(_spec(entry, nbytes) for entry in body["tensors"])
+    buckets = tuple(Bucket(_dtype(b["dtype"]), integer(b["offset"]), integer(b["nbytes"])) for b in body["buckets"])
+    return Layout(specs, buckets, nbytes)
+
+
+def _spec(body: dict[str, Any], block_bytes: int) -> TensorSpec:
+    shape = tuple(integer(length) for length in body["shape"])
+    stride = tuple(integer(step) for step in body["stride"])
+    spec = TensorSpec(text(body["name"]), _dtype(body["dtype"]), shape, stride, integer(body["offset"]))
+    if len(shape) > MAX_DIMENSIONS or math.prod(max(length, 1) for length in shape) > MAX_INTEGER:
+        raise ValueError(f"tensor {spec.name} has an impossible shape")
+    if not is_dense(shape, stride):
+        raise ValueError(f"tensor {spec.name} has strides {stride}, which leave gaps or overlap")
+    if spec.offset % ALIGNMENT or spec.offset + spec.nbytes > block_bytes:
+        raise ValueError(f"tensor {spec.name} at offset {spec.offset} of a block of {block_bytes} bytes")
+    return spec
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: Any) -> torch.dtype:
+    return _storable_dtype(text(name))
+
+
+@functools.cache
+def _storable_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype {name[:40]!r}, which this torch does not have")
+    try:
+        torch.empty(ALIGNMENT, dtype=torch.uint8).view(dtype)
+    except RuntimeError as error:
+        raise ValueError(f"dtype {name[:40]!r}, in which bytes cannot be seen") from error
+    return dtype
