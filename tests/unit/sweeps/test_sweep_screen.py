@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import sys
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -13,8 +14,8 @@ from sweep_yard import SweepYard
 
 from async_grpo_experiments.slots.ledger import FAILED, RUNNING, Record
 from async_grpo_experiments.slots.places import Place
+from async_grpo_experiments.sweeps import usage
 from async_grpo_experiments.sweeps.screen import Screen, table
-from async_grpo_experiments.sweeps.usage import GpuUse, Usage
 
 
 def test_a_table_has_a_row_for_each_run(yard: SweepYard) -> None:
@@ -53,21 +54,54 @@ def test_a_line_a_minute_where_there_is_no_terminal(yard: SweepYard, capsys: pyt
 
 def test_cores_are_counted_between_two_looks() -> None:
     times = iter([0.0, 1e-9])
-    usage = Usage(now=lambda: next(times))
-    assert usage.of("run", [os.getpid()], ()) == ""
-    assert usage.of("run", [os.getpid()], ()).endswith(" cores")
+    used = usage.Usage(now=lambda: next(times))
+    assert used.of("run", [os.getpid()], ()) == ""
+    assert used.of("run", [os.getpid()], ()).endswith(" cores")
 
 
-def test_the_use_of_gpus_comes_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b,GPU-a")
-    program = "print('0, GPU-a, 90'); print('1, GPU-b, 40'); print('2, GPU-c, [N/A]')"
-    use = GpuUse([sys.executable, "-S", "-c", program])
-    assert use.of(["0"]) == ""
-    assert use._asked is not None
-    use._asked.wait()
-    assert use.of(["0"]) == "GPU 40%"
-    assert use.of(["0", "1"]) == "GPU 65%"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert use.of(["2"]) == ""
-    use._asked.communicate()
-    assert GpuUse([str(Path("/no/such/program"))]).of(["0"]) == ""
+class FakeDriver:
+    """Of pynvml what we ask: three GPUs, of which one does not say its use."""
+
+    class NVMLError(Exception): ...
+
+    def __init__(self, *, there: bool = True) -> None:
+        self.there = there
+
+    def nvmlInit(self) -> None:
+        if not self.there:
+            raise self.NVMLError("no library")
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:
+        return ["GPU-a", "GPU-b", "GPU-c"][index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        return uuid
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> SimpleNamespace:
+        if handle == "GPU-c":
+            raise self.NVMLError("not supported")
+        return SimpleNamespace(gpu={"GPU-a": 90, "GPU-b": 40}[handle])
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus", "shown"),
+    [
+        ("GPU-b,GPU-a", ["0"], "GPU 40%"),
+        ("GPU-b,GPU-a", ["0", "1"], "GPU 65%"),
+        ("", ["0", "2"], "GPU 90%"),
+        ("", ["2"], ""),
+    ],
+)
+def test_the_use_of_gpus_comes_from_the_driver(
+    monkeypatch: pytest.MonkeyPatch, visible: str, gpus: list[str], shown: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(usage, "_driver", functools.cache(usage._driver.__wrapped__))
+    monkeypatch.setitem(sys.modules, "pynvml", FakeDriver())
+    assert usage.Usage().of("run", (), gpus) == shown
+
+
+def test_without_a_driver_nothing_is_said_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage, "_driver", functools.cache(usage._driver.__wrapped__))
+    monkeypatch.setitem(sys.modules, "pynvml", FakeDriver(there=False))
+    assert usage.Usage().of("run", (), ["0"]) == ""
