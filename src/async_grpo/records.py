@@ -8,6 +8,7 @@ in older files.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import MISSING, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args
@@ -213,3 +214,8 @@ class RolloutGroup:
         ends = self.turn_counts.cumsum().tolist()
         values = self.turn_rewards.tolist()
         return [values[end - count : end] for end, count in zip(ends, self.turn_counts.tolist(), strict=True)]
+
+
+def seed_from(text: str) -> int:
+    """A seed that anybody who knows the text can compute again; 63 bits, which torch takes."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from async_grpo.evals.estimators import Answers
 from async_grpo.evals.report import Evaluated, Judge, evaluated
 from async_grpo.queue import JobSink
 from async_grpo.queue.server import MAX_OPEN
-from async_grpo.records import Job, RolloutGroup
+from async_grpo.records import Job, RolloutGroup, seed_from
 
 REASON_CHARACTERS = 300  # so that the line of an evaluation stays one that is read again
 OPEN_AT_A_TIME = MAX_OPEN // 2  # problems; nobody issues more during an optimizer step. The rest is for training
@@ -68,7 +67,7 @@ class Evaluation:
         self.failed: dict[int, str] = {}
         by_seed = {group.job.seed: group for group in finished if group.policy_version == version}
         for problem in list(self._unissued):
-            group = by_seed.get(sampling_seed(seed, problem))
+            group = by_seed.get(problem_seed(seed, problem))
             if group is not None and self._is_answer(problem, group.job):
                 self._unissued.remove(problem)
                 self._came_back(problem, group)
@@ -124,7 +123,7 @@ class Evaluation:
             seq=seq,
             row=row,
             num_generations=self._replicates,
-            seed=sampling_seed(self._seed, problem),
+            seed=problem_seed(self._seed, problem),
             born_version=self.version,
             min_version=self.version,
             purpose="eval",
@@ -162,7 +161,6 @@ class Evaluation:
         self.failed[problem] = reason.strip().rsplit("\n", 1)[-1][:REASON_CHARACTERS]
 
 
-def sampling_seed(seed: int, problem: int) -> int:
+def problem_seed(seed: int, problem: int) -> int:
     """The seed of a problem's completions: the same for every version, so that versions differ by their weights."""
-    digest = hashlib.blake2b(f"evaluation:{seed}:{problem}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # torch takes 63 bits
+    return seed_from(f"evaluation:{seed}:{problem}")

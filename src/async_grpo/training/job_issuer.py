@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from loguru import logger
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import DiskFullError
 from async_grpo.queue import JobSink
-from async_grpo.records import Job
+from async_grpo.records import Job, seed_from
 
 if TYPE_CHECKING:  # these import torch
     from trl import GRPOTrainer
@@ -112,5 +111,4 @@ def plain_fields(state: Any) -> dict[str, Any]:
 
 def sampling_seed(run_seed: int, seq: int) -> int:
     """The seed that samples group `seq`: the same in every run of the same seed, whichever worker generates it."""
-    digest = hashlib.blake2b(f"{run_seed}:{seq}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # torch takes 63 bits
+    return seed_from(f"{run_seed}:{seq}")

@@ -6,12 +6,12 @@ Start with `choice`, which makes the engine of a worker.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from async_grpo.errors import PeerDiedError
+from async_grpo.records import seed_from
 
 if TYPE_CHECKING:
     from async_grpo.kept_tokens import Kept
@@ -42,8 +42,7 @@ class PreparedGroup:
     def seed_of(self, index: int | str) -> int:
         """Seed of one completion, the same for every worker that samples the job."""
         place = self.place + index if isinstance(index, int) else index
-        text = f"{self.job.seed}:{self.turn}:{place}"
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+        return seed_from(f"{self.job.seed}:{self.turn}:{place}")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
