@@ -13,7 +13,7 @@ from in_process import build_model, build_tokenizer
 from peft import LoraConfig, get_peft_model
 
 from async_grpo.errors import UsageError
-from async_grpo.roles.checkpoint_weights import load_weights, weights_digest
+from async_grpo.roles.checkpoint_weights import load_weights, model_digest
 
 pytestmark = pytest.mark.integration
 
@@ -69,9 +69,9 @@ def test_a_checkpoint_of_another_model_is_refused(
 def test_the_weights_of_a_checkpoint_of_the_same_model_are_taken(policy: Any, tmp_path: Path) -> None:
     other = build_model(build_tokenizer(), seed=1)
     other.save_pretrained(tmp_path)
-    assert weights_digest(policy) != weights_digest(other)
+    assert model_digest(policy) != model_digest(other)
     load_weights(SimpleNamespace(model=policy), str(tmp_path))  # type: ignore[arg-type]
-    assert weights_digest(policy) == weights_digest(other)
+    assert model_digest(policy) == model_digest(other)
 
 
 def test_an_adapter_that_cannot_be_read_is_named(tmp_path: Path) -> None:

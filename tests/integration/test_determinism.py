@@ -10,7 +10,7 @@ import psutil
 import pytest
 from runs import DEADLINE_S, IN_MID_BATCH, SETUP, Command, command, finish, read, steps_logged
 
-from async_grpo.roles.replay import weights_digest
+from async_grpo.roles.replay import checkpoint_digest
 
 pytestmark = pytest.mark.integration
 
@@ -18,7 +18,7 @@ STEPS = 24
 
 
 def weights_of(folder: Path, step: int = STEPS) -> str:
-    return weights_digest(folder / "checkpoints" / f"checkpoint-{step}")
+    return checkpoint_digest(folder / "checkpoints" / f"checkpoint-{step}")
 
 
 def train(folder: Path, *options: str, **env: str) -> str:

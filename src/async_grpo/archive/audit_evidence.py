@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from async_grpo.archive import rollout_state
-from async_grpo.archive.groups import done_files, job_files
+from async_grpo.archive.groups import done_files, paths_of_jobs
 from async_grpo.archive.history import Process, read_record
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import BadFileError
@@ -80,7 +80,7 @@ class Reader:
         found = Evidence()
         files = OsFiles(self._run.root)
         try:
-            for path, name in job_files(files, "queue"):
+            for path, name in paths_of_jobs(files, "queue"):
                 found.waiting.setdefault(name.seq, []).append(name)
                 self._check(files, path, name, found)
             for path, name in done_files(files):

@@ -17,8 +17,8 @@ from async_grpo.archive.advantages import AdvantageRule, Floats
 from async_grpo.archive.history import Dropped, Started, Used, final_history, parse_entry, read_record
 from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.queue.codec import decode_group
-from async_grpo.queue.filesystem import Files, OsFiles, done_folders
-from async_grpo.queue.names import COMPLETE, JobName, parse_name, shard
+from async_grpo.queue.filesystem import Files, OsFiles, done_folders, job_files
+from async_grpo.queue.names import COMPLETE, JobName, shard
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import RUNNING, RunDir, RunState, no_run
@@ -106,7 +106,7 @@ class FinishedGroups:
     def all(self, fates: Mapping[int, Fate], *, only: Container[int] | None = None) -> Iterator[FinishedGroup]:
         """Every finished group that is there now, or `only` these jobs', the newest job first."""
         with closing(OsFiles(self.run.root)) as files:
-            for path, name in reversed([*done_files(files), *job_files(files, "queue")]):
+            for path, name in reversed([*done_files(files), *paths_of_jobs(files, "queue")]):
                 if name.state == COMPLETE and (only is None or name.seq in only):
                     found = self._read(files, path, name, fates.get(name.seq, Fate(WAITING)))
                     if found is not None:
@@ -115,7 +115,7 @@ class FinishedGroups:
     def evaluated(self) -> Iterator[FinishedGroup]:
         """Every group of an evaluation that is there now, the newest first."""
         with closing(OsFiles(self.run.root)) as files:
-            everything = [*done_files(files, trains=False), *job_files(files, "queue", trains=False)]
+            everything = [*done_files(files, trains=False), *paths_of_jobs(files, "queue", trains=False)]
             for path, name in reversed(everything):
                 found = self._read(files, path, name, Fate(EVALUATED)) if name.state == COMPLETE else None
                 if found is not None:
@@ -153,7 +153,7 @@ class FinishedGroups:
     def _used_step(self, files: OsFiles, entry: Used) -> UsedStep:
         paths: dict[int, list[tuple[str, JobName]]] = {}
         for folder in {shard(seq) for seq in entry.batch.seqs}:
-            for path, name in job_files(files, folder):
+            for path, name in paths_of_jobs(files, folder):
                 if name.state == COMPLETE:
                     paths.setdefault(name.seq, []).append((path, name))
         groups: list[FinishedGroup] = []
@@ -201,15 +201,15 @@ def open_run(root: Path) -> tuple[RunDir, RunState]:
 
 
 def done_files(files: Files, *, trains: bool = True) -> Iterator[tuple[str, JobName]]:
-    """Path and name of every file in done/, the oldest job first; see `job_files`."""
+    """Path and name of every file in done/, the oldest job first; see `paths_of_jobs`."""
     for folder in done_folders(files) if files.exists("done") else ():
-        yield from job_files(files, folder, trains=trains)
+        yield from paths_of_jobs(files, folder, trains=trains)
 
 
-def job_files(files: Files, folder: str, *, trains: bool = True) -> list[tuple[str, JobName]]:
+def paths_of_jobs(files: Files, folder: str, *, trains: bool = True) -> list[tuple[str, JobName]]:
     """Path and name of every job's file in a folder, the oldest job first; none if there is no such folder.
 
     trains: those of jobs for the trainer, or those of evaluations.
     """
-    names = map(parse_name, files.names(folder)) if files.exists(folder) else ()
-    return [(f"{folder}/{name}", name) for name in sorted(filter(None, names)) if name.trains == trains]
+    names = sorted(job_files(files, folder)) if files.exists(folder) else ()
+    return [(f"{folder}/{name}", name) for name in names if name.trains == trains]

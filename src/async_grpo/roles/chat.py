@@ -30,7 +30,7 @@ class ChatOptions:
     system: str | None = None
 
 
-def find_checkpoint(place: Path) -> Path:
+def checkpoint_at(place: Path) -> Path:
     """The checkpoint that `place` means: itself, or the newest complete one of the run in it.
 
     Raises:
@@ -62,13 +62,13 @@ def begin(place: Path, device: str, options: ChatOptions, say: Callable[[str], N
 
     A live run deletes old checkpoints, perhaps the one that is being loaded: then its newest one is taken.
     """
-    checkpoint = find_checkpoint(place)
+    checkpoint = checkpoint_at(place)
     while True:
         say(f"loading {checkpoint}")
         try:
             return Dialogue(checkpoint, device, options)
         except UsageError:
-            newest = find_checkpoint(place)
+            newest = checkpoint_at(place)
             if newest == checkpoint:
                 raise
             checkpoint = newest

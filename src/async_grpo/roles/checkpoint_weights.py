@@ -76,7 +76,7 @@ def _compare_base(model: Any, chain: Chain, source: str) -> None:
         )
 
 
-def weights_digest(model: Any) -> str:
+def model_digest(model: Any) -> str:
     """SHA-256 over the names and bytes of the model's tensors, hexadecimal."""
     import torch
 

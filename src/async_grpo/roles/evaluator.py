@@ -22,7 +22,7 @@ from async_grpo.evals.problems import warn_of_duplicates
 from async_grpo.evals.report import Judge, Ledger, compare
 from async_grpo.formatting import counted, eta
 from async_grpo.queue import JobSink, ServerQueue
-from async_grpo.roles.checkpoint_weights import load_weights, weights_digest
+from async_grpo.roles.checkpoint_weights import load_weights, model_digest
 from async_grpo.roles.parameter_server import ServerOptions, server_of
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.files import write_json
@@ -185,7 +185,7 @@ class _Weights:
         wait_until(lambda: publish(version) or None, what="a free slot for the weights", timeout_s=PATIENCE_S)
 
     def _require_same(self, version: str, model: str) -> None:
-        digest = weights_digest(self._trainer.model)
+        digest = model_digest(self._trainer.model)
         known = read_object(self._run.evaluated) if self._run.evaluated.exists() else {}
         before = known.setdefault(version, {"model": model, "weights": digest})
         if before["weights"] != digest:

@@ -276,19 +276,19 @@ def _outcome(trainer: Any, saved: Path, checkpoints: Iterable[Checkpoint], sampl
     for entry in trainer.state.log_history:
         last = entry if "loss" in entry else last
     compared = next((checkpoint.path for checkpoint in checkpoints if checkpoint.state.step == step), None)
-    digest = weights_digest(saved)
+    digest = checkpoint_digest(saved)
     return Replayed(
         output_dir=saved,
         steps=step,
         last_step=described(last, REPLAY_LINE),
         digest=digest,
-        same_as=compared if compared is not None and weights_digest(compared) == digest else None,
+        same_as=compared if compared is not None and checkpoint_digest(compared) == digest else None,
         sampled_by=tuple(sorted(sampled_by)),
         compared=compared,
     )
 
 
-def weights_digest(folder: Path) -> str:
+def checkpoint_digest(folder: Path) -> str:
     """SHA-256 over the names and contents of the files of weights in `folder`, hexadecimal."""
     digest = hashlib.sha256()
     for path in sorted(set(folder.glob("*.safetensors")) - set(folder.glob("rollout_batch*"))):

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from async_grpo.cli import main
 from async_grpo.errors import RunDirError
 from async_grpo.roles import chat
-from async_grpo.roles.chat import ChatOptions, Dialogue, find_checkpoint
+from async_grpo.roles.chat import ChatOptions, Dialogue, checkpoint_at
 from async_grpo.rundir.paths import RunDir
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz<>| ."
@@ -90,13 +90,13 @@ def dialogue(tmp_path: Path) -> Callable[..., Dialogue]:
 def test_a_run_means_its_newest_complete_checkpoint(tmp_path: Path) -> None:
     run, output_dir = three_steps(tmp_path), tmp_path / "out"
     with pytest.raises(RunDirError, match="has no checkpoint yet"):
-        find_checkpoint(run.root)
+        checkpoint_at(run.root)
     save_checkpoint(output_dir, RUN, 2)
     newest = save_checkpoint(output_dir, RUN, 3)
     save_checkpoint(output_dir, "another", 9)
     (output_dir / "checkpoint-4").mkdir()  # being written, by plain TRL
     RunDir(run.root).update_state(output_dir=str(output_dir), step=3, run_dir=str(run.root))
-    assert find_checkpoint(run.root) == newest
+    assert checkpoint_at(run.root) == newest
 
 
 @pytest.mark.parametrize("made", ["nothing", "a folder", "checkpoints"])
@@ -124,7 +124,7 @@ def test_a_checkpoint_that_a_live_run_deletes_while_it_is_loaded_is_replaced_by_
     gone, newest = tmp_path / "gone", save(tmp_path / "saved")
     gone.mkdir()
     found = iter([gone, newest])
-    monkeypatch.setattr(chat, "find_checkpoint", lambda place: next(found))
+    monkeypatch.setattr(chat, "checkpoint_at", lambda place: next(found))
     said: list[str] = []
     chat.begin(tmp_path, "cpu", ChatOptions(), said.append)
     assert said == [f"loading {gone}", f"loading {newest}"]
