@@ -220,7 +220,7 @@ class _Launch:
         """Say why, with its last messages, and how to continue a run that had begun to train."""
         why = exit_reason(server.code)
         if server.code == -signal.SIGKILL:
-            why += f", {self._memory.verdict(server.pid)}"
+            why += f", {self._memory.verdict()}"
             self._note_why(f"the parameter server was {why}")
         said = f"the parameter server failed ({why}). Its last words:"
         with suppress(BadFileError):
