@@ -150,8 +150,9 @@ class LineReader:
     def new_lines(self, *, half: bool = False) -> Iterator[str]:
         """The whole lines since the last call; none where there is no file. `BadFileError` if it is not a plain file.
 
-        A file that is shorter than before is read from its beginning. Of a line that is too long to be one of ours,
-        only the beginning is given.
+        A file that is shorter than before is read from its beginning. Of a line that is too long to be one of ours
+        (zeros that a power cut left: `test_lines_come_as_they_are_written_and_a_huge_one_costs_no_memory`), only the
+        beginning is given.
 
         Args:
             half: also what follows the last whole line.
@@ -175,9 +176,6 @@ class LineReader:
                 goes_on, self._in_long_line = self._in_long_line, not is_whole
                 if not goes_on:
                     yield _text(line[:-1]) if is_whole else f"{_text(line[:200])}… (over {MAX_LINE_BYTES:,} bytes)"
-                if self._in_long_line:
-                    self.position = _behind_hole(fd, self.position)
-                    file.seek(self.position)
 
 
 @contextmanager
@@ -187,19 +185,6 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except BadFileError as error:
         raise BadFileError(f"{path} cannot be used: {error}") from error
-
-
-def _behind_hole(fd: int, position: int) -> int:
-    """Where the next bytes are that are on disk: a hole reads as zeros, and may be larger than the disk."""
-    before = os.lseek(fd, 0, os.SEEK_CUR)
-    try:
-        return os.lseek(fd, position, os.SEEK_DATA)
-    except OSError as error:
-        if error.errno != errno.ENXIO:  # all that follows is a hole
-            raise
-        return max(position, os.fstat(fd).st_size)
-    finally:
-        os.lseek(fd, before, os.SEEK_SET)  # the buffered file above it counts on that
 
 
 def _text(line: bytes) -> str:

@@ -112,23 +112,6 @@ def test_lines_come_as_they_are_written_and_a_huge_one_costs_no_memory(tmp_path:
     assert list(reader.new_lines()) == ["new"]
 
 
-def test_a_hole_in_a_file_of_lines_is_not_read(tmp_path: Path) -> None:
-    def bytes_read() -> int:
-        return int(Path("/proc/self/io").read_text().split()[1])
-
-    path = tmp_path / "lines"
-    path.write_bytes(b"one\ntwo")
-    os.truncate(path, HUGE)
-    before = bytes_read()
-    reader = LineReader(path)
-    assert [line[:3] for line in reader.new_lines()] == ["one", "two"]
-    with path.open("ab") as file:
-        file.write(b"the end of the hole\nthree\n")
-    assert list(reader.new_lines()) == ["three"]
-    assert list(LineReader(path).new_lines())[2:] == ["three"]
-    assert bytes_read() - before < 10 * MAX_LINE_BYTES
-
-
 class Point(NamedTuple):
     x: int
     at: float
