@@ -169,7 +169,7 @@ class ServerQueue:
             )
         if len(self._open) >= self._max_open:
             raise QueueError(f"{self._max_open} jobs are open, which is the bound: take finished groups first.")
-        self._lock.require(retake=True)
+        self._lock.require()
         if not self._serves:  # the first job: from now on workers may claim
             self._lock.add_to_note(run_id=self.run_id, max_attempts=self._max_attempts)
             self._serves = True
@@ -185,7 +185,7 @@ class ServerQueue:
 
         Jobs whose files are broken or missing are issued again. `RunRefused`: a worker has ended the run by it.
         """
-        self._lock.require(retake=True)  # without the file a second server could start
+        self._lock.require()  # without the file a second server could start
         raise_refusal(self.root)
         if self._reaper is not None:
             self._reaper.raise_error()

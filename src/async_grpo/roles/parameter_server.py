@@ -99,7 +99,7 @@ def _serve(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
         with suppress(AsyncGRPOError, OSError):  # the first error is the one to be told
             now = run.state_of(state.run_id)
             if now.undo:
-                lock.require(retake=True)
+                lock.require()
                 run.take_back_resume(state.run_id)
             elif now.state == runs.RUNNING:  # it ended before there was a training to sum up
                 result = runs.STOPPED if isinstance(error, SystemExit) else runs.FAILED
@@ -223,7 +223,7 @@ def _sum_up(
     Raises:
         AsyncGRPOError: another server has the directory by now, or another run is in it. Nothing was written.
     """
-    lock.require(retake=True)
+    lock.require()
     run.state_of(figures["run_id"])
     process = {"state": state, "server_pid": os.getpid(), "worker_restarts": 0}
     write_json(run.summary, {**process, **figures, **earlier, **process, "steps": figures["steps"]})

@@ -113,32 +113,18 @@ class KernelLock:
         if not self.held_here:
             raise QueueError(f"{self.path.name} is not held by process {os.getpid()}: a forked child has no locks.")
 
-    def require(self, *, retake: bool = False) -> None:
-        """`QueueError` unless the lock is still ours. A forked child has none, and the file may have been deleted.
-
-        retake: where the file was deleted, take the lock again, unless another process was faster.
-        """
+    def require(self) -> None:
+        """`QueueError` unless the lock is still ours. A forked child has none, and the file may have been deleted."""
         self.require_process()
         with _guard:
             if self._identity() != self._inode:
-                if not retake:
-                    raise QueueError(
-                        f"{self.path} was deleted or replaced while in use, so it protects nothing. Start again."
-                    )
-                self._retake()
+                raise QueueError(
+                    f"{self.path} was deleted or replaced while in use, so it protects nothing. Start again."
+                )
             try:
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise QueueError(f"{self.path} was taken over by {self.holder()}.") from error
-
-    def _retake(self) -> None:
-        note = self._owner
-        self.release()
-        if not self.try_acquire():
-            raise QueueError(f"{self.path} was deleted while in use; {describe_holder(self.holder())} has it now.")
-        self._owner = note
-        with suppress(OSError):
-            self._write_note()
 
     def is_held(self) -> bool:
         """Whether any process, this one included, has the lock."""

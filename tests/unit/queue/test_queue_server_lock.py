@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -139,33 +135,11 @@ def test_a_job_is_issued_only_once_workers_can_know_its_run(root: Path, monkeypa
             assert len(worker.claim(1)) == 1
 
 
-def test_a_server_whose_lock_file_was_deleted_takes_it_again(root: Path) -> None:
-    with (
-        closing(ServerQueue.open(root, RUN, watch_workers=False)) as server,
-        closing(WorkerQueue.open(root, 1, "cpu")) as worker,
-    ):
-        server.submit(make_job(0))
-        before = server_lock(root).holder()
-        server_lock(root).path.unlink()
-        assert not worker.served()
-        server.finished()
-        assert worker.served()
-        assert (server_lock(root).holder(), server_lock(root).last_owner()) == (before, before)
-        assert json.loads(server_lock(root).path.read_text()) == before, "other processes read it there"
-    assert not server_alive(root)
-
-
 @pytest.mark.parametrize("next_call", ["finished", "submit"])
-def test_a_server_ends_when_another_took_the_place_of_its_deleted_lock(root: Path, next_call: str) -> None:
+def test_a_server_ends_when_its_lock_was_deleted(root: Path, next_call: str) -> None:
+    """A second one could start by now."""
     with closing(ServerQueue.open(root, RUN, watch_workers=False)) as server:
         server_lock(root).path.unlink()
-        child = subprocess.Popen([sys.executable, "-c", HOLD, str(root)], stdin=PIPE, stdout=PIPE)
-        assert child.stdin is not None
-        assert child.stdout is not None
-        try:
-            assert child.stdout.readline() == b"held\n"
-            with pytest.raises(QueueError, match=f"deleted while in use; process {child.pid} "):
-                server.finished() if next_call == "finished" else server.submit(make_job(0))
-            assert names(root, "queue") == []
-        finally:
-            child.communicate(timeout=60)
+        with pytest.raises(QueueError, match=r"server\.lock was deleted or replaced while in use"):
+            server.finished() if next_call == "finished" else server.submit(make_job(0))
+        assert names(root, "queue") == []
