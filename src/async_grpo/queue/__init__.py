@@ -16,7 +16,7 @@ removed, so between the two there is one file too many, never one too few. A wor
 it claims; a process that gets that lock knows that the worker is dead, and keeps it while the claims are
 made pending. A restarted worker does that for its own leftovers before its first claim; otherwise they would look alive
 for ever. The server keeps every open job in memory: one that is nowhere to be seen in three looks at the
-directory and by its possible names is issued again and counted.
+directory is issued again and counted; were it there after all, the second result would be archived unused.
 
 Why nothing is used twice. The server takes a result only if the job is open, and closes it with that. The
 trainer's checkpoint carries the set of sequence numbers that it consumed; `ServerQueue.open` is given it, and

@@ -22,7 +22,6 @@ from async_grpo.queue.names import (
     FAILED,
     NOT_TRAINED_ON,
     PENDING,
-    PROCESSING,
     JobName,
     reason_name,
     set_aside_name,
@@ -37,7 +36,7 @@ from async_grpo.rundir.locks import KernelLock, describe_holder, server_lock
 from async_grpo.rundir.refusal import raise_refusal
 
 MAX_OPEN = 256  # more files than one read of a directory returns, and a listing may miss one
-_LOOKS_BEFORE_MISSING = 3
+_LOOKS_BEFORE_MISSING = 3  # a look may miss a file that is renamed meanwhile, and a job has two renames
 
 
 @dataclass(slots=True)
@@ -343,7 +342,7 @@ class ServerQueue:
             self.healing.broken += 1
         else:
             open_job.missed_looks += 1
-            if open_job.missed_looks >= _LOOKS_BEFORE_MISSING and not self._exists_anywhere(seq):
+            if open_job.missed_looks >= _LOOKS_BEFORE_MISSING:
                 self._issue_again(seq, open_job.attempt + 1, None)
                 self.healing.missing += 1
 
@@ -362,22 +361,6 @@ class ServerQueue:
 
     def _give_up(self, seq: int, attempt: int, reason: str) -> None:
         self.given_up[seq] = GivenUp(self._open.pop(seq).job, attempt, reason)
-
-    def _exists_anywhere(self, seq: int) -> bool:
-        """By direct looks at every name that the job can have.
-
-        Twice, because it may move from one to another between two looks.
-        """
-        first = self._open[seq].attempt
-        attempts = range(first, first + self._max_attempts + 1)
-        names = [JobName(seq, attempt, PENDING) for attempt in attempts]
-        for worker in self.workers():
-            names += [
-                JobName(seq, attempt, state, worker.name) for attempt in attempts for state in (PROCESSING, COMPLETE)
-            ]
-        failed = [f"quarantine/{set_aside_name(JobName(seq, attempt, PENDING), FAILED)}" for attempt in attempts]
-        paths = [f"queue/{name}" for name in names] + failed
-        return any(map(self._moves.files.exists, paths * 2))
 
     def _something_new(self) -> bool:
         """For a look without an event: is there a result that `finished` did not see yet?"""
