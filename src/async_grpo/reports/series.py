@@ -109,7 +109,7 @@ def hyperparameter_values(hyperparameters: dict[str, Any]) -> dict[str, bool | f
 
 
 def _without_secrets(hyperparameters: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Flat names and values. Files of earlier versions may hold secrets."""
+    """Flat names and values."""
     for name, value in _flat(hyperparameters):
         yield name, MASK if is_secret(name.rpartition(".")[2], value) else value
 

@@ -38,7 +38,6 @@ class Entries:
 
     def __init__(self, path: Path, position: int = 0) -> None:
         self._reader = LineReader(path, position)
-        self._last = -1  # step of the newest training entry
         self._lines = 0
         self.broken: dict[int, str] = {}  # by the number of the line: why it cannot be used
 
@@ -51,16 +50,7 @@ class Entries:
             except BadFileError as error:
                 self.broken[self._lines] = str(error)
                 continue
-            step = int(entry["step"])
-            if entry.get(RESUMED) is True:
-                self._last = step
-                yield TakenBack(step)
-                continue
-            if "loss" in entry:
-                if step <= self._last:  # a run of an earlier version, which wrote no such line
-                    yield TakenBack(step - 1)
-                self._last = step
-            yield entry
+            yield TakenBack(int(entry["step"])) if entry.get(RESUMED) is True else entry
 
 
 def read(path: Path, at_most: int | None = None) -> list[Entry]:

@@ -195,6 +195,7 @@ def test_what_a_resumed_run_took_back_is_taken_off_the_board(tmp_path: Path) -> 
 def test_a_resume_between_two_looks_shows_its_own_metrics(tmp_path: Path) -> None:
     run = three_steps(tmp_path)
     run.begin(1)
+    run.log(1, resumed=True)
     run.use(2, [7])
     with Board(run.root) as board:
         board.update()

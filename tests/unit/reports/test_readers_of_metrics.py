@@ -118,12 +118,6 @@ def test_a_resume_that_repeats_nothing_writes_no_line(tmp_path: Path) -> None:
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
 
 
-def test_a_file_of_an_earlier_version_says_nothing_and_is_read_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {step}, "loss": 1, "n": {n}}}\n' for n, step in enumerate((1, 2, 3, 2))))
-    assert [(one["step"], one["n"]) for one in entries.read(path)] == [(1, 0), (2, 3)]
-
-
 def test_tensorboard_forgets_the_steps_that_are_trained_again(tmp_path: Path) -> None:
     arguments = TrainingArguments(output_dir=str(tmp_path / "out"), report_to=[], use_cpu=True)
     for begin, steps in ((0, (1, 2, 3)), (1, (2,))):

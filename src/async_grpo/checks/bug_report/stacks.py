@@ -84,7 +84,7 @@ def stacks_of(process: RunProcess, timeout_s: float = ANSWER_S) -> str:
         if not listens(process.pid):
             return (
                 f"{process.name} (pid {process.pid}) has not begun to listen for {STACKS_SIGNAL.name}: it is just "
-                "starting, or of an older version. It was not signalled.\n"
+                "starting. It was not signalled.\n"
             )
         for _ in range(_ASKED):
             before = _length(process.stacks)
