@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare the rules of `async_grpo.checks.plan.fit` with the peak of what torch allocates on a CPU.
+"""Compare the rules of `async_grpo.checks.plan.memory` with the peak of what torch allocates on a CPU.
 
 Each row trains a random model for three optimizer steps with plain TRL, in a process of its own, under torch's memory
 profiler, which counts every allocation from the first weight on. Prints a Markdown table; `--write` puts it into
@@ -38,7 +38,7 @@ def measure(case: str) -> dict[str, int]:
     from trl import GRPOConfig, GRPOTrainer
 
     from async_grpo.checks.plan.describe import describe
-    from async_grpo.checks.plan.fit import need_of
+    from async_grpo.checks.plan.memory import activation_bytes, need_of
     from async_grpo.settings import TrainingSettings
     from async_grpo.setup.trl_compat import repair_trl
 
@@ -87,8 +87,8 @@ def measure(case: str) -> dict[str, int]:
         )
         facts = describe(trainer, TrainingSettings())
         trainer.train()
-    need = need_of(facts, on_gpu=False, published=False)
-    return {"peak": _peak(seen), "rule": need.total, "activations": need.activations}
+    rule = need_of(facts, on_gpu=False, published=False)
+    return {"peak": _peak(seen), "rule": rule, "activations": activation_bytes(facts, on_gpu=False) or 0}
 
 
 def _peak(seen: object) -> int:

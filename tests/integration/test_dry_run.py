@@ -9,7 +9,6 @@ import pytest
 from in_process import PROMPTS, QWEN3_CHAT_TEMPLATE, build_trainer
 from runs import ROOT, SETUP, command
 
-from async_grpo.checks.plan.batch_arithmetic import optimizer_steps
 from async_grpo.checks.plan.describe import describe
 from async_grpo.settings import TrainingSettings
 
@@ -117,10 +116,7 @@ def test_the_number_of_steps_is_that_of_transformers(arguments: dict[str, float]
         tmp_path, **{"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 2, **arguments}
     )
     facts = describe(trainer, TrainingSettings())
-    steps = optimizer_steps(
-        facts.batch, max_steps=facts.max_steps, epochs=facts.epochs, epoch_rounds=facts.epoch_rounds
-    )
-    assert steps == trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
+    assert facts.steps == trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
     assert facts.parameters.count == sum(p.numel() for p in trainer.model.parameters())
     assert facts.longest_prompt == max(map(len, PROMPTS)) and facts.prompts_measured == len(PROMPTS)
 

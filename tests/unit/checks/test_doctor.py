@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import tomllib
@@ -20,11 +19,10 @@ from packaging.requirements import Requirement
 from test_plan import batch, facts
 
 from async_grpo.checks import probe
-from async_grpo.checks.doctor import checkup, finding, gpu, machine, packages, setup, storage, weights
+from async_grpo.checks.doctor import checkup, finding, gpu, machine, packages, setup, weights
 from async_grpo.checks.doctor.finding import Finding, Level, error, ok, warning
-from async_grpo.checks.doctor.gpu import Driver
-from async_grpo.checks.doctor.gpu_probe import Gpu, GpuFacts
-from async_grpo.checks.plan.facts import Look
+from async_grpo.checks.doctor.gpu import Driver, Gpu, GpuFacts
+from async_grpo.checks.plan.facts import Look, Question
 from async_grpo.cli import main
 from async_grpo.rundir import folders
 
@@ -46,8 +44,7 @@ def only(found: Iterable[Finding], subject: str) -> Finding:
 
 def test_the_checks_without_torch_find_nothing_wrong_with_this_machine(tmp_path: Path) -> None:
     run_dir = tmp_path / "worker"
-    every = (machine.memory, machine.shared_memory, machine.limits)
-    found = [*checkup.findings(every), *storage.room(run_dir), *storage.place(run_dir)]
+    found = [*machine.memory(), *machine.room(run_dir), *machine.place(run_dir)]
     assert not [finding for finding in found if finding.level is Level.ERROR], found
     assert levels(found)["run directory"] == "ok"
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
@@ -57,60 +54,33 @@ def test_the_directory_of_a_run_is_not_touched(tmp_path: Path) -> None:
     run_dir = tmp_path / "worker"
     run_dir.mkdir(mode=0o700)
     before = run_dir.stat().st_mtime_ns
-    assert only(storage.place(run_dir), "run directory").level is Level.OK
+    assert only(machine.place(run_dir), "run directory").level is Level.OK
     assert run_dir.stat().st_mtime_ns == before
 
 
 def test_a_run_directory_that_others_can_change(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    [finding] = storage.place(tmp_path)
+    [finding] = machine.place(tmp_path)
     assert finding.level is Level.ERROR and "can be written by others" in finding.found
 
 
 def test_a_run_directory_on_a_network_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "network_file_system", lambda path: "NFS")
-    [finding] = storage.place(tmp_path / "worker")
+    [finding] = machine.place(tmp_path / "worker")
     assert finding.level is Level.ERROR and "is on NFS" in finding.found and "local disk" in finding.fix
 
 
 def test_a_run_directory_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folders, "why_not_writable", lambda path: f"{path}: its file system is read-only. Remount it.")
-    [finding] = storage.place(tmp_path / "worker")
+    [finding] = machine.place(tmp_path / "worker")
     assert finding.level is Level.ERROR and finding.found.endswith(": its file system is read-only")
-
-
-def test_a_kernel_without_inotify_is_slower_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.DirectoryWatch, "blind", True)
-    finding = only(storage.place(tmp_path / "worker"), "inotify")
-    assert finding.level is Level.WARNING and "50 times a second" in finding.found
 
 
 @pytest.mark.parametrize(("free", "level"), [(50_000_000, "error"), (GB, "warning"), (50 * GB, "ok")])
 def test_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str) -> None:
     disk = SimpleNamespace(f_bavail=free, f_frsize=1, f_files=1000, f_favail=100)
     monkeypatch.setattr(os, "statvfs", lambda path: disk)
-    assert levels(storage.room(tmp_path)) == {"disk": level, "files on disk": "warning"}
-
-
-def test_a_small_shared_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.psutil, "disk_usage", lambda path: SimpleNamespace(total=64_000_000))
-    [finding] = machine.shared_memory(tmp_path)
-    assert finding.level is Level.WARNING and "64.0 MB" in finding.found and "--shm-size" in finding.fix
-
-
-# --- machines that are not
-
-
-def test_small_limits() -> None:
-    small = {resource.RLIMIT_NOFILE: 256, resource.RLIMIT_NPROC: 100, resource.RLIMIT_AS: 4 * GB}
-    found = list(machine.limits(lambda kind: (small.get(kind, -1), -1)))
-    assert levels(found) == {
-        "open files": "warning",
-        "processes": "warning",
-        "address space": "warning",
-    }
-    assert only(found, "open files").fix == "ulimit -n 4096"
-    assert "ulimit" in only(found, "address space").fix
+    assert levels(machine.room(tmp_path)) == {"disk": level, "files on disk": "warning"}
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path) -> None:
@@ -225,7 +195,6 @@ FACTS = GpuFacts(
     cupy="14.2.0",
     cupy_cuda=12080,
     gpus=[H100, H100],
-    peers=[[True, True], [True, True]],
 )
 
 
@@ -236,7 +205,6 @@ def wheel(*names: str) -> packages.Installed:
 def test_everything_fits() -> None:
     found = [*gpu.presence(DRIVER, {}), *gpu.fit(DRIVER, FACTS, wheel("cupy-cuda12x")), *gpu.devices(FACTS)]
     assert set(levels(found).values()) == {"ok"}
-    assert only(found, "peer access").found.startswith("0:[x x]  1:[x x]")
 
 
 @pytest.mark.parametrize(
@@ -283,15 +251,8 @@ def test_pairs_that_do_not_fit(
     ],
 )
 def test_a_gpu_that_is_not_all_there(changes: dict[str, Any], level: Level) -> None:
-    one = replace(FACTS, gpus=[replace(H100, **changes)], peers=[[True]])
-    [finding] = gpu.devices(one)
+    [finding] = gpu.devices(replace(FACTS, gpus=[replace(H100, **changes)]))
     assert finding.level is level
-
-
-def test_gpus_that_do_not_reach_each_other() -> None:
-    apart = replace(FACTS, peers=[[True, False], [False, True]])
-    finding = only(gpu.devices(apart), "peer access")
-    assert finding.level is Level.WARNING and "0:[x .]  1:[. x]: GPUs 1-0" in finding.found
 
 
 def test_facts_survive_json() -> None:
@@ -408,6 +369,27 @@ def test_trls_own_refusal_of_a_batch_is_understood(tmp_path: Path) -> None:
 def test_a_file_that_is_no_setup_file(tmp_path: Path) -> None:
     [finding] = setup.setup_file(tmp_path / "missing.py", gpus=0, memory=GB)
     assert finding.level is Level.ERROR and "not found" in finding.found
+
+
+@pytest.mark.parametrize(("gpus", "sharing"), [(0, 2), (1, 1), (2, 0), (8, 0)])
+def test_the_doctor_counts_the_memory_of_the_run_that_this_machine_would_start(
+    gpus: int, sharing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers on a CPU, one on the only GPU, none beside a server that has a GPU of its own: `-n` without a number.
+
+    Of an unknown number, versions would be counted for as many readers as the staleness bound lets there be.
+    """
+    asked: list[int | None] = []
+
+    def look(question: Question, timeout_s: float) -> Look:
+        asked.append(question.sharing)
+        return Look(facts=facts())
+
+    config = tmp_path / "setup.py"
+    config.write_text("def get_trainer(): ...\n")
+    monkeypatch.setattr(setup, "look_at_trainer", look)
+    list(setup.setup_file(config, gpus=gpus, memory=GB))
+    assert asked == [sharing]
 
 
 # --- the command

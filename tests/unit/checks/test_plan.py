@@ -15,7 +15,6 @@ import pytest
 
 from async_grpo.checks import probe
 from async_grpo.checks.plan import dry_run
-from async_grpo.checks.plan.batch_arithmetic import optimizer_steps, rounds_of
 from async_grpo.checks.plan.facts import Look, Parameters, Question, TrainerFacts, look_at_trainer
 from async_grpo.checks.plan.memory import estimate
 from async_grpo.errors import RunDirError, UsageError
@@ -142,9 +141,8 @@ def test_numbers_that_fit_are_left_alone() -> None:
     ],
 )
 def test_steps_and_rounds(numbers: Batch, limits: dict[str, Any], steps: int | None, rounds: int | None) -> None:
-    assert optimizer_steps(numbers, **limits) == steps
-    if steps is not None:
-        assert rounds_of(numbers, steps) == rounds
+    of = facts(batch=numbers, **limits)
+    assert (of.steps, of.rounds) == (steps, rounds)
 
 
 # --- memory

@@ -10,9 +10,18 @@ from test_plan import batch, facts
 from async_grpo.checks.doctor import setup
 from async_grpo.checks.doctor.finding import Level
 from async_grpo.checks.plan.facts import Look, Parameters, Shape, TrainerFacts
-from async_grpo.checks.plan.fit import activation_bytes, best_change, kv_bytes_a_token, need_of, tokens_beside
-from async_grpo.checks.plan.memory import estimate
-from async_grpo.checks.plan.what_fits import fit_rows, size_rows, trainer_fit, worker_fit
+from async_grpo.checks.plan.memory import (
+    activation_bytes,
+    best_change,
+    estimate,
+    fit_rows,
+    kv_bytes_a_token,
+    need_of,
+    size_rows,
+    tokens_beside,
+    trainer_fit,
+    worker_fit,
+)
 from async_grpo.setup.grpo_config.batch import BatchError, possible_generations
 
 GB = 10**9
@@ -89,7 +98,7 @@ def test_mixed_precision_with_adam_is_that_of_the_paper_of_zero() -> None:
 def test_a_whole_step_on_a_gpu_takes_what_the_notes_of_trl_say(sequences: int, stated: float, ours: float) -> None:
     """SFT of one sequence, and GRPO of the smallest group: TRL 1.15's release notes."""
     of = of_size(999_885_952, GEMMA_3_1B, batch=batch(sequences), max_completion_length=8192)
-    gib = need_of(of, on_gpu=True, published=False).total / GIB
+    gib = need_of(of, on_gpu=True, published=False) / GIB
     assert gib == pytest.approx(ours, abs=0.005) and gib == pytest.approx(stated, rel=0.06)
 
 
@@ -135,7 +144,7 @@ def test_checkpointing_is_what_helps_most_where_activations_rule() -> None:
 def test_shards_divide_what_is_held_but_not_what_is_published() -> None:
     of = of_size(1_000_000, None)
     whole, halves = need_of(of, on_gpu=True), need_of(replace(of, sharded_over=2), on_gpu=True)
-    assert whole.total - halves.total == 4_000_000
+    assert whole - halves == 4_000_000
     assert "sharded over 2 processes" in trainer_fit(replace(of, sharded_over=2), GB).text
 
 

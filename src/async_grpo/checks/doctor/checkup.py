@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from async_grpo.checks import probe
-from async_grpo.checks.doctor import gpu, machine, packages, sandbox, setup, storage, weights
+from async_grpo.checks.doctor import gpu, machine, packages, sandbox, setup, weights
 from async_grpo.checks.doctor.finding import Check, Finding, Level, error
 
 
@@ -26,11 +26,9 @@ def checks(
         lambda: gpu.presence(found),
         lambda: gpu.modes(found),
         machine.memory,
-        machine.shared_memory,
-        machine.limits,
         sandbox.sandbox,
-        lambda: storage.room(run_dir),
-        lambda: storage.place(run_dir),
+        lambda: machine.room(run_dir),
+        lambda: machine.place(run_dir),
         lambda: _devices(found),
     ]
     if config is not None:
@@ -52,7 +50,7 @@ def exit_code(found: Iterable[Finding]) -> int:
 
 
 def _devices(found: gpu.Driver) -> Iterator[Finding]:
-    """What needs torch: the GPUs, and weights between two processes."""
+    """Judge what needs torch: the GPUs, and weights between two processes."""
     names = ["cpu"]
     if found.visible:
         try:

@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 from async_grpo.formatting import counted, printable
 
@@ -47,38 +46,27 @@ def error(subject: str, found: str, fix: str) -> Finding:
 
 
 _COLOURS = {Level.OK: "32", Level.WARNING: "33", Level.ERROR: "1;31"}
-_SUBJECT = 15
-_LEVEL = 9
 _LEAST_WIDTH, _MOST_WIDTH = 60, 140
 
 
 def line(finding: Finding, *, colour: bool = False, width: int | None = None) -> str:
     """`ok       memory         …`, with the fix beneath what is not."""
-    level = Heading(finding.level, _LEVEL, _COLOURS[finding.level] if colour else "")
-    return paragraph(level, f"{finding.subject:<{_SUBJECT}}", finding.found, finding.fix, width)
+    of_terminal = _COLOURS[finding.level] if colour else ""
+    heading, subject = f"{finding.level:<9}", f"{finding.subject:<15}"
+    return paragraph(heading, subject, finding.found, finding.fix, colour=of_terminal, width=width)
 
 
-class Heading(NamedTuple):
-    """The word that a line begins with."""
+def paragraph(heading: str, subject: str, found: str, more: str, *, colour: str = "", width: int | None = None) -> str:
+    """Fold the text beside its heading and subject, and beneath it, after an arrow, what more there is to say.
 
-    word: str
-    width: int
-    colour: str = ""  # of the terminal; empty: none
-
-    def __str__(self) -> str:
-        text = f"{self.word:<{self.width}}"
-        return f"\033[{self.colour}m{text}\033[0m" if self.colour else text
-
-
-def paragraph(heading: Heading, subject: str, found: str, more: str, width: int | None = None) -> str:
-    """The text beside its heading and subject, and beneath it, after an arrow, what more there is to say."""
+    Args:
+        colour: of the heading on a terminal, as "1;31"; empty: none.
+    """
     width = width or max(_LEAST_WIDTH, min(_MOST_WIDTH, shutil.get_terminal_size((_MOST_WIDTH, 0)).columns))
-    margin = " " * (heading.width + len(subject))
-    first, *rest = _wrapped(found, width - len(margin))
-    lines = [f"{heading}{subject}{first}", *(margin + text for text in rest)]
-    if more:
-        lines += [margin + text for text in _wrapped(f"-> {more}", width - len(margin))]
-    return "\n".join(lines)
+    margin = " " * (len(heading) + len(subject))
+    heading = f"\033[{colour}m{heading}\033[0m" if colour else heading
+    rows = _wrapped(found, width - len(margin)) + (_wrapped(f"-> {more}", width - len(margin)) if more else [])
+    return "\n".join([f"{heading}{subject}{rows[0]}", *(margin + row for row in rows[1:])])
 
 
 def verdict(found: Sequence[Finding]) -> str:
@@ -91,9 +79,6 @@ def verdict(found: Sequence[Finding]) -> str:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Long lines are folded; those of a traceback stay lines."""
-    return [
-        part
-        for row in printable(text).splitlines()
-        for part in textwrap.wrap(row, width, break_on_hyphens=False) or [""]
-    ]
+    """Fold long lines; those of a traceback stay lines."""
+    rows = printable(text).splitlines()
+    return [part for row in rows for part in textwrap.wrap(row, width, break_on_hyphens=False) or [""]]

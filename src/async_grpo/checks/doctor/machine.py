@@ -1,27 +1,27 @@
-"""Memory and limits of this machine, or of the container that this process runs in."""
+"""Memory and disk: what is left for a run, and whether its queue can be in its directory."""
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from async_grpo.checks.doctor.finding import Finding, ok, warning
+from async_grpo.checks.doctor.finding import Finding, error, ok, warning
+from async_grpo.errors import RunDirError
 from async_grpo.formatting import size
+from async_grpo.rundir.folders import check_place, nearest_existing
 
 LITTLE_MEMORY = 2_000_000_000  # a server and a worker take about 1 GB before there is a model
-SMALL_SHM = 1_000_000_000
-FEW_FILES = 1024
-FEW_PROCESSES = 1024  # threads count, and torch starts one for each core in each process
-UNLIMITED = resource.RLIM_INFINITY
-_CGROUPS = Path("/sys/fs/cgroup")
+LITTLE_ROOM = 5_000_000_000
+NO_ROOM = 100_000_000
+FEW_FILES_LEFT = 20_000  # an archive keeps 10,000 groups
 
 
 def memory() -> Iterator[Finding]:
-    """RAM, and what the container's memory limit leaves of it."""
+    """Judge the RAM, and what the container's memory limit leaves of it."""
     ram = psutil.virtual_memory()
     group = memory_group()
     free, what = int(ram.available), f"{size(ram.available)} of {size(ram.total)} RAM available"
@@ -45,24 +45,19 @@ class MemoryGroup:
     used: int
 
 
-def memory_group(root: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> MemoryGroup | None:
+def memory_group(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> MemoryGroup | None:
     """The tightest memory limit of the control groups (version 2) above this process; None without one."""
-    limits = []
-    for folder in _own_groups(root, own):
-        limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
-        if limit is not None:
-            limits.append(MemoryGroup(limit, used or 0))
-    return min(limits, key=lambda group: group.limit - group.used, default=None)
-
-
-def _own_groups(root: Path, own: Path) -> list[Path]:
     try:
         lines = own.read_text().splitlines()
     except OSError:
-        return []
-    path = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    folder = root / path  # in a container the path may be that of the host; the folders above still count
-    return [folder, *(place for place in folder.parents if place.is_relative_to(root))]
+        return None
+    folder = root / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    limits = []
+    for place in (folder, *folder.parents):  # in a container the path may be the host's; the folders above still count
+        limit = _number(place / "memory.max") if place.is_relative_to(root) else None
+        if limit is not None:
+            limits.append(MemoryGroup(limit, _number(place / "memory.current") or 0))
+    return min(limits, key=lambda group: group.limit - group.used, default=None)
 
 
 def _number(path: Path) -> int | None:
@@ -73,48 +68,31 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def shared_memory(shm: Path = Path("/dev/shm")) -> Iterator[Finding]:
-    """Weights are in a memfd, which /dev/shm does not limit; vLLM, NCCL and data loaders use it."""
-    total = psutil.disk_usage(str(shm)).total if shm.exists() else 0
-    if total < SMALL_SHM:
-        yield warning(
-            "shared memory",
-            f"{shm} has {size(total)}. Weights do not need it (they are in a memfd), but vLLM, NCCL and data loaders "
-            "with workers do",
-            "docker run --ipc=host, or --shm-size=8g.",
-        )
+def room(run_dir: Path) -> Iterator[Finding]:
+    """Judge the bytes and files that the disk of the run directory has left."""
+    disk = os.statvfs(nearest_existing(run_dir))
+    free = disk.f_bavail * disk.f_frsize
+    found = f"{size(free)} free where {run_dir} is"
+    if free < NO_ROOM:
+        yield error("disk", found, "Free some space, or choose another --run-dir: a full disk stops the run.")
+    elif free < LITTLE_ROOM:
+        yield warning("disk", found, "Free some space, or keep less: --keep-done 1GB, save_total_limit=2.")
     else:
-        yield ok("shared memory", f"{shm} has {size(total)}; weights do not need it (they are in a memfd)")
-
-
-Limit = Callable[[int], tuple[int, int]]
-
-
-def limits(limit_of: Limit = resource.getrlimit) -> Iterator[Finding]:
-    """`ulimit`s, and the container's limit of processes."""
-    files, hard = limit_of(resource.RLIMIT_NOFILE)
-    if 0 <= files < FEW_FILES:
-        yield warning("open files", f"{files} a process", f"ulimit -n {min(4096, hard) if hard > 0 else 4096}")
-    else:
-        yield ok("open files", f"{_amount(files)} a process")
-    known = (limit_of(resource.RLIMIT_NPROC)[0], _number(_CGROUPS / "pids.max"))
-    processes = min((limit for limit in known if limit is not None and limit >= 0), default=UNLIMITED)
-    if 0 <= processes < FEW_PROCESSES:
+        yield ok("disk", found)
+    if disk.f_files > 0 and disk.f_favail < FEW_FILES_LEFT:
         yield warning(
-            "processes",
-            f"{processes} processes and threads allowed",
-            "ulimit -u 8192, or docker run --pids-limit -1. Threads count, and torch starts one for each core.",
-        )
-    else:
-        yield ok("processes", f"{_amount(processes)} processes and threads allowed")
-    address_space = limit_of(resource.RLIMIT_AS)[0]
-    if address_space != UNLIMITED:
-        yield warning(
-            "address space",
-            f"limited to {size(address_space)}; CUDA and mapped weights reserve far more than they use",
-            "ulimit -v unlimited",
+            "files on disk",
+            f"room for {disk.f_favail} more files; each used group is one",
+            f"Delete files there, or --keep-done {max(1, disk.f_favail // 4)}.",
         )
 
 
-def _amount(limit: int) -> str:
-    return "any number of" if limit == UNLIMITED else str(limit)
+def place(run_dir: Path) -> Iterator[Finding]:
+    """Judge whether the queue can be there: on a local disk, writable by this user and by no other."""
+    try:
+        check_place(run_dir)
+    except RunDirError as refusal:
+        fix = "Choose a --run-dir on a local disk (ext4, xfs, tmpfs) that only you can write to."
+        yield error("run directory", str(refusal).split(". ")[0], fix)
+    else:
+        yield ok("run directory", f"{run_dir}: on a local disk, yours to write to")

@@ -1,4 +1,4 @@
-"""A setup file: its trainer is built in a child process, and its numbers are looked at. No reward is called."""
+"""A setup file: its trainer is built in a child process, and its numbers are judged. No reward is called."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from async_grpo.checks.doctor.finding import Finding, error, ok, warning
-from async_grpo.checks.plan.batch_arithmetic import optimizer_steps, rounds_of
 from async_grpo.checks.plan.facts import Look, Question, TrainerFacts, look_at_trainer
-from async_grpo.checks.plan.fit import best_change
-from async_grpo.checks.plan.memory import estimate
-from async_grpo.checks.plan.what_fits import best_generation_change, trainer_fit, worker_fit
+from async_grpo.checks.plan.memory import best_change, best_generation_change, estimate, trainer_fit, worker_fit
 from async_grpo.errors import SetupFileError
 from async_grpo.formatting import counted, size
 from async_grpo.settings import TrainingSettings
@@ -19,7 +16,7 @@ from async_grpo.setup.grpo_config.batch import Batch, misfit, possible_generatio
 from async_grpo.setup.setup_file import check_setup_file
 
 TIMEOUT_S = 600.0
-_HINT = "`async-grpo train FILE --device 0` runs it in one process, as TRL does."
+_ALONE = "`async-grpo train FILE --device 0` runs it in one process, as TRL does."
 
 
 def setup_file(
@@ -43,162 +40,113 @@ def setup_file(
     except SetupFileError as refusal:
         yield error("setup file", str(refusal).splitlines()[0], "Give a Python file with get_trainer().")
         return
-    question = Question(config=config, device="0" if gpus else CPU, settings=TrainingSettings(set=config_values))
+    question = Question(
+        config=config,
+        device="0" if gpus else CPU,
+        settings=TrainingSettings(set=config_values),
+        sharing=int(gpus == 1) if gpus else 2,  # the workers of `train --distributed` on the server's device
+    )
     yield from judge(look_at_trainer(question, TIMEOUT_S), gpus, memory, gpu_memory)
 
 
 def judge(look: Look, gpus: int, memory: int, gpu_memory: int | None = None) -> Iterator[Finding]:
-    """The lines for what the child found."""
-    if look.facts is None:
+    """Judge what the child found. What is well and not among the first lines is left to the plan of a dry run."""
+    facts = look.facts
+    if facts is None:
         if look.batch is not None and misfit(look.batch):
             yield _batch(look.batch)
         else:
-            yield error(
-                "get_trainer()", look.error, "The last lines of the message say what failed; fix the setup file."
-            )
+            fix = "The last lines of the message say what failed; fix the setup file."
+            yield error("get_trainer()", look.error, fix)
         return
-    facts, parameters = look.facts, look.facts.parameters
-    name = f" ({facts.model_name})" if facts.model_name else ""
-    built = f"returns a {facts.trainer} of {facts.model}{name}, {parameters.count:,} parameters"
-    if parameters.trained == 0:
-        yield error("get_trainer()", f"{built}, none of which is trained", "Set requires_grad, or give a peft_config.")
-    else:
-        trained = "all" if parameters.trained == parameters.count else f"{parameters.trained:,}"
-        yield ok("get_trainer()", f"{built}, {trained} trained")
+    yield _trainer(facts)
     if look.error:
-        yield error("distributed", look.error, _HINT)
-    yield from (_batch(facts.batch), _dataset(facts), _tokens(facts), _lengths(facts))
-    yield from (_precision(facts, gpus), _memory(facts, gpus, memory), _pace(facts), _checkpoints(facts))
+        yield error("distributed", look.error, _ALONE)
+    yield _batch(facts.batch)
+    yield _lengths(facts)
+    yield _memory(facts, gpus, memory)
+    yield from _complaints(facts, gpus)
     if gpu_memory is not None:
         yield from _fit(facts, gpu_memory)
 
 
+def _trainer(facts: TrainerFacts) -> Finding:
+    count, trained = facts.parameters.count, facts.parameters.trained
+    name = f" ({facts.model_name})" if facts.model_name else ""
+    built = f"returns a {facts.trainer} of {facts.model}{name}, {count:,} parameters"
+    if trained == 0:
+        return error("get_trainer()", f"{built}, none of which is trained", "Set requires_grad, or give a peft_config.")
+    return ok("get_trainer()", f"{built}, {'all' if trained == count else f'{trained:,}'} trained")
+
+
 def _batch(batch: Batch) -> Finding:
-    wrong = misfit(batch)
-    if wrong:
-        possible = ", ".join(map(str, possible_generations(batch))) or "none"
-        return error(
-            "batch", wrong, f"Set one of: {'; '.join(what_to_set(batch))}. Possible num_generations: {possible}."
-        )
-    return ok(
-        "batch",
-        f"{counted(batch.prompts, 'prompt')} x {batch.num_generations} completions = "
-        f"{batch.generation_batch_size} a round; "
-        f"possible num_generations: {', '.join(map(str, possible_generations(batch)))}",
-    )
-
-
-def _dataset(facts: TrainerFacts) -> Finding:
-    prompts = facts.batch.prompts
-    if facts.dataset_rows is None:
-        return ok("dataset", f"streamed; columns {', '.join(facts.columns) or 'unknown'}")
-    found = f"{facts.dataset_rows:,} rows, columns {', '.join(facts.columns)}"
-    if facts.dataset_rows < prompts:
-        return error(
-            "dataset",
-            f"{found}: fewer than the {prompts} prompts of one round, so no round is ever full",
-            f"Use at least {prompts} rows, or a smaller generation batch.",
-        )
-    return ok("dataset", f"{found}; {facts.epoch_rounds:,} rounds an epoch")
-
-
-def _tokens(facts: TrainerFacts) -> Finding:
-    padding, end = facts.padding_token, facts.end_token
-    if end is None:
-        return error(
-            "tokenizer", "it has no end-of-text token, so no completion would ever end", "Set tokenizer.eos_token."
-        )
-    if padding is None:
-        return error("tokenizer", "it has no padding token", "Set tokenizer.pad_token (not to the end-of-text token).")
-    return ok("tokenizer", f"padding {padding!r}, end of text {end!r}")
+    possible = ", ".join(map(str, possible_generations(batch))) or "none"
+    if wrong := misfit(batch):
+        fix = f"Set one of: {'; '.join(what_to_set(batch))}. Possible num_generations: {possible}."
+        return error("batch", wrong, fix)
+    product = f"{counted(batch.prompts, 'prompt')} x {batch.num_generations} completions"
+    return ok("batch", f"{product} = {batch.generation_batch_size} a round; possible num_generations: {possible}")
 
 
 def _lengths(facts: TrainerFacts) -> Finding:
     longest, completion, context = facts.longest_prompt, facts.max_completion_length, facts.context_length
-    prompt = (
-        f"prompts up to {counted(longest, 'token')} (the first {facts.prompts_measured})"
-        if longest
-        else "prompts of any length"
-    )
-    found = f"{prompt}, completions up to {completion}"
+    measured = f"up to {counted(longest or 0, 'token')} (the first {facts.prompts_measured})"
+    found = f"prompts {measured if longest else 'of any length'}, completions up to {completion}"
     if context is None or completion is None:
         return ok("lengths", found)
-    if (longest or 0) + completion > context:
-        return error(
-            "lengths",
-            f"{found}: more than the model's context of {context}",
-            f"max_completion_length={max(1, context - (longest or 0))}, or shorter prompts.",
-        )
+    room = context - (longest or 0)
+    if completion > room:
+        fix = f"max_completion_length={max(1, room)}, or shorter prompts."
+        return error("lengths", f"{found}: more than the model's context of {context}", fix)
     return ok("lengths", f"{found}; the model's context is {context}")
 
 
-def _precision(facts: TrainerFacts, gpus: int) -> Finding:
-    types = ", ".join(facts.parameters.dtypes)
-    found = f"{facts.precision}, weights in {types}"
-    in_two_bytes = facts.parameters.trained_bytes == 2 * facts.parameters.trained
-    if facts.precision == "fp16" and "float16" in facts.parameters.dtypes and in_two_bytes:
-        return error(
-            "precision", f"{found}: gradients of fp16 weights cannot be unscaled", "bf16=True, or weights in float32."
-        )
-    if gpus and facts.precision == "fp32" and "float32" in facts.parameters.dtypes:
-        return warning(
-            "precision", f"{found} on a GPU is several times slower than bf16", "bf16=True in the GRPOConfig."
-        )
-    return ok("precision", found)
-
-
 def _memory(facts: TrainerFacts, gpus: int, available: int) -> Finding:
-    need = estimate(facts)
-    found = f"the server takes {size(need.server)} before activations"
-    if not gpus and need.server > available:
-        return error(
-            "model memory",
-            f"{found}, and {size(available)} are available",
-            "A smaller model, LoRA, or an 8-bit optimizer.",
-        )
+    need = estimate(facts).server
+    found = f"the server takes {size(need)} before activations"
+    if not gpus and need > available:
+        fix = "A smaller model, LoRA, or an 8-bit optimizer."
+        return error("model memory", f"{found}, and {size(available)} are available", fix)
     return ok("model memory", f"{found} (`train --dry-run` has the parts)")
 
 
-def _fit(facts: TrainerFacts, gpu_memory: int) -> Iterator[Finding]:
-    """Of a server and a worker on GPUs of their own."""
-    for subject, text, well in (trainer_fit(facts, gpu_memory), worker_fit(facts, gpu_memory)):
-        if well:
-            yield ok(subject, text)
-        else:
-            change = best_change(facts) if subject == "trainer fits" else best_generation_change(facts, gpu_memory)
-            yield warning(
-                subject,
-                text,
-                f"What helps most: {change.text if change else 'a smaller model, or a shorter max_completion_length'}.",
-            )
-
-
-def _pace(facts: TrainerFacts) -> Finding:
-    batch = facts.batch
-    steps = optimizer_steps(batch, max_steps=facts.max_steps, epochs=facts.epochs, epoch_rounds=facts.epoch_rounds)
-    versions = batch.steps_per_generation * batch.num_iterations / batch.gradient_accumulation_steps
-    bound = TrainingSettings().max_staleness
+def _complaints(facts: TrainerFacts, gpus: int) -> Iterator[Finding]:
+    prompts, rows, types = facts.batch.prompts, facts.dataset_rows, ", ".join(facts.parameters.dtypes)
+    if rows is not None and rows < prompts:
+        found = f"{rows:,} rows: fewer than the {prompts} prompts of one round, so no round is ever full"
+        yield error("dataset", found, f"Use at least {prompts} rows, or a smaller generation batch.")
+    if facts.end_token is None:
+        found = "it has no end-of-text token, so no completion would ever end"
+        yield error("tokenizer", found, "Set tokenizer.eos_token.")
+    elif facts.padding_token is None:
+        fix = "Set tokenizer.pad_token (not to the end-of-text token)."
+        yield error("tokenizer", "it has no padding token", fix)
+    if facts.precision == "fp16" and "float16" in facts.parameters.dtypes and _trained_in_two_bytes(facts):
+        found = f"fp16, weights in {types}: gradients of fp16 weights cannot be unscaled"
+        yield error("precision", found, "bf16=True, or weights in float32.")
+    elif gpus and facts.precision == "fp32" and "float32" in facts.parameters.dtypes:
+        found = f"fp32, weights in {types} on a GPU is several times slower than bf16"
+        yield warning("precision", found, "bf16=True in the GRPOConfig.")
+    versions, bound = facts.batch.passes / facts.batch.gradient_accumulation_steps, TrainingSettings().max_staleness
     if versions > bound + 1:
-        return warning(
-            "staleness",
-            f"one round is {versions:g} optimizer steps, more than the default bound of {bound} versions: the trainer "
-            "waits for each round",
-            f"--max-staleness {int(2 * versions)}, or fewer steps_per_generation or num_iterations.",
-        )
-    length = f"{steps:,} optimizer steps, {rounds_of(batch, steps):,} rounds; " if steps is not None else ""
-    return ok(
-        "staleness",
-        f"{length}policy versions a round: {versions:g}, bound {bound}, up to {facts.groups_ahead} groups open",
-    )
-
-
-def _checkpoints(facts: TrainerFacts) -> Finding:
+        found = f"one round is {versions:g} optimizer steps, more than the default bound of {bound} versions"
+        fix = f"--max-staleness {int(2 * versions)}, or fewer steps_per_generation or num_iterations."
+        yield warning("staleness", f"{found}: the trainer waits for each round", fix)
     if facts.save_strategy == "no":
-        return warning(
-            "checkpoints",
-            "none are saved (save_strategy='no'): a run that is killed starts again from step 0",
-            "save_strategy='steps', save_steps=50",
-        )
-    place = Path(facts.output_dir)
-    shown = place.relative_to(Path.cwd()) if place.is_relative_to(Path.cwd()) else place
-    return ok("checkpoints", f"{shown}, save_strategy={facts.save_strategy}")
+        found = "none are saved (save_strategy='no'): a run that is killed starts again from step 0"
+        yield warning("checkpoints", found, "save_strategy='steps', save_steps=50")
+
+
+def _trained_in_two_bytes(facts: TrainerFacts) -> bool:
+    return facts.parameters.trained_bytes == 2 * facts.parameters.trained
+
+
+def _fit(facts: TrainerFacts, gpu_memory: int) -> Iterator[Finding]:
+    """Judge a server and a worker on GPUs of their own."""
+    changes = best_change(facts), best_generation_change(facts, gpu_memory)
+    for answer, change in zip((trainer_fit(facts, gpu_memory), worker_fit(facts, gpu_memory)), changes, strict=True):
+        help_ = change.text if change else "a smaller model, or a shorter max_completion_length"
+        if answer.fits:
+            yield ok(answer.subject, answer.text)
+        else:
+            yield warning(answer.subject, answer.text, f"What helps most: {help_}.")

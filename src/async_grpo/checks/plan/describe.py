@@ -47,7 +47,7 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"facts": None, "error": "", "exit_code": 0, "batch": None}
     try:
         check_torch_sees(question.device)
-        _save_nothing()
+        _make_no_folder()
         ranks = _Ranks.named_in(question.accelerate_config) if question.accelerate_config is not None else None
         trainer = load_trainer(
             question.config,
@@ -71,7 +71,7 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _distributed(trainer: GRPOTrainer, question: Question, ranks: _Ranks | None) -> dict[str, str]:
-    """What only a distributed run decides. Raises where its start would refuse."""
+    """Facts that only a distributed run decides. Raises where its start would refuse."""
     from async_grpo.training.loop import refuse
     from async_grpo.training.sharding import refuse_publish_dtype
 
@@ -101,20 +101,16 @@ def _check_alone(trainer: GRPOTrainer, question: Question) -> None:
         refuse_own_server(use_vllm=wants_vllm(trainer), mode=args.vllm_mode, base_url=args.vllm_server_base_url)
 
 
-# Two changes to classes of transformers and TRL, in this process only, which ends with its answer.
-
-
-def _save_nothing() -> None:
-    """A trainer that saves nothing makes no `output_dir`, and no repository for `push_to_hub`."""
-    from transformers import Trainer, TrainingArguments
+def _make_no_folder() -> None:
+    """Have a trainer make no `output_dir`, in this process, which ends with its answer."""
+    from transformers import TrainingArguments
 
     TrainingArguments.should_save = property(lambda self: False)
-    Trainer.init_hf_repo = lambda self, token=None: None
 
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """What an accelerate configuration says about the processes that there will be."""
+    """The processes that there will be, as an accelerate configuration says."""
 
     processes: int
     kind: str  # FSDP, DEEPSPEED, or another
@@ -145,7 +141,7 @@ class _Ranks:
         return self.processes if self.shares_weights else 1
 
     def layout(self, trainer: GRPOTrainer) -> Layout:
-        """Of the checkpoints that the trainer will write in them."""
+        """The layout of the checkpoints that the trainer will write in them."""
         from async_grpo.training.sharding import DEEPSPEED, FSDP, Layout, layout_of
 
         if self.kind == "DEEPSPEED":
@@ -217,7 +213,7 @@ def _of_model(trainer: GRPOTrainer) -> dict[str, Any]:
 
 
 def _of_data(trainer: GRPOTrainer) -> dict[str, Any]:
-    """Of the prompts, and of the tokenizer that reads them."""
+    """Facts of the prompts, and of the tokenizer that reads them."""
     from async_grpo.training.trl_trainer import groups_per_round
 
     dataset = trainer.train_dataset
@@ -247,13 +243,14 @@ def _of_publishing(trainer: GRPOTrainer, settings: TrainingSettings, sharing: in
         "slots": slots_for(trainer.model, max_staleness=staleness, sharing=sharing, recorded=recorded),
         "groups_ahead": schedule.groups_ahead,
         "first_groups": Lookahead(schedule.groups_per_round, schedule.groups_ahead).groups,
+        "versions_within_round": schedule.versions_within_round,
         "published_in_bf16": settings.publish_dtype == "bf16",
         "published_in_host_memory": settings.weights == "host",
     }
 
 
 def shape_of(model: nn.Module) -> Shape | None:
-    """What the rules of memory need of a dense decoder; None of another model."""
+    """The dimensions that the rules of memory need; None for a model that is no dense decoder."""
     config = cast(Any, model.config).get_text_config()
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)

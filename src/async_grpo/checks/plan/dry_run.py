@@ -8,10 +8,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from async_grpo.checks.plan.batch_arithmetic import optimizer_steps, rounds_of, versions_within_round
 from async_grpo.checks.plan.facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
-from async_grpo.checks.plan.memory import MemoryEstimate, estimate, frozen_bytes, version_bytes
-from async_grpo.checks.plan.what_fits import fit_rows, size_rows
+from async_grpo.checks.plan.memory import (
+    MemoryEstimate,
+    copies_frozen,
+    estimate,
+    fit_rows,
+    frozen_bytes,
+    size_rows,
+    version_bytes,
+)
 from async_grpo.formatting import counted, size
 from async_grpo.launch.launcher import LaunchOptions
 from async_grpo.launch.room import crowding, require_room
@@ -23,6 +29,8 @@ from async_grpo.setup.devices import CPU
 from async_grpo.setup.generator_choice import HF, STARTED_SERVER, VLLM, VLLM_SERVER
 from async_grpo.setup.grpo_config.batch import possible_generations
 from async_grpo.training.corrections.rule import rule_of
+
+Rows = Iterator[tuple[str, str]]
 
 _WIDTH = 15
 _ENGINES = {
@@ -42,7 +50,6 @@ def plan_distributed(options: LaunchOptions, gpu_memory: int | None = None) -> N
     training = options.training
     require_room(len(options.worker_devices))
     fate, place = preview(options.run_dir, resume=training.resume, overwrite=options.overwrite)
-    _announce(options.config)
     question = Question(
         config=options.config,
         device=options.master_device,
@@ -55,80 +62,70 @@ def plan_distributed(options: LaunchOptions, gpu_memory: int | None = None) -> N
         server_devices=options.work.server_devices,
         in_flight_update=options.work.in_flight_update == "on",
     )
-    facts = facts_or_refusal(look_at_trainer(question))
+    facts = _look(question)
     _print(
-        [
-            *_trainer_rows(options.config, facts),
-            ("run directory", _fate(options.run_dir, fate, place)),
-            ("checkpoints", _checkpoints(facts, training)),
-            *([("", facts.other_checkpoints)] if facts.other_checkpoints else []),
-            *_process_rows(options, facts.batch.processes),
-            ("generator", f"{_ENGINES[facts.generator]}; {_sampling(facts)}"),
-            *_batch_rows(facts),
-            *_staleness_rows(facts, training),
-            *_memory_rows(facts, options),
-            *_ranks_note(facts),
-            *_fit_rows(facts, options, gpu_memory),
-        ]
+        *_trainer_rows(options.config, facts),
+        ("run directory", _fate(options.run_dir, fate, place)),
+        ("checkpoints", _checkpoints(facts, training)),
+        *([("", facts.other_checkpoints)] if facts.other_checkpoints else []),
+        *_process_rows(options, facts.batch.processes),
+        ("generator", f"{_ENGINES[facts.generator]}; {_sampling(facts)}"),
+        *_batch_rows(facts),
+        *_staleness_rows(facts, training),
+        *_memory_rows(facts, options),
+        *(_fit_rows(facts, options, gpu_memory) if gpu_memory is not None else ()),
     )
 
 
 def plan_single(question: Question, run_dir: Path | None, gpu_memory: int | None = None) -> None:
     """Print what training in one process would be, in `run_dir` if any. Raises as `plan_distributed` does."""
-    run_directory = _run_directory(run_dir)
-    _announce(question.config)
-    facts = facts_or_refusal(look_at_trainer(question))
-    memory = estimate(facts)
-    on = _device(question.device)
+    run_directory = []
+    if run_dir is not None:
+        require_writable(run_dir)
+        does = "continues the run" if has_begun(run_dir) else "begins a run"
+        run_directory = [("run directory", f"{run_dir}: {does} in it")]
+    facts = _look(question)
+    memory, on = estimate(facts), _device(question.device)
     engine = "vLLM" if facts.use_vllm else "transformers"
     generator = "a vLLM server that this run starts" if question.serves else f"{engine}, in this process"
     _print(
-        [
-            *_trainer_rows(question.config, facts),
-            *run_directory,
-            ("checkpoints", _checkpoints(facts, question.settings)),
-            ("processes", f"this one alone, on {on}: plain TRL"),
-            ("generator", f"{generator}; {_sampling(facts)}"),
-            *_batch_rows(facts),
-            ("memory", f"{size(memory.trainer)} on {on}: {_parts(memory)}"),
-            ("", f"  (optimizer state of {memory.optimizer_note})"),
-            *size_rows(facts, on_gpu=question.device != CPU or gpu_memory is not None),
-            ("", _not_counted(facts)),
-            *(fit_rows(facts, gpu_memory, sharing=0, elsewhere=0) if gpu_memory is not None else ()),
-        ]
+        *_trainer_rows(question.config, facts),
+        *run_directory,
+        ("checkpoints", _checkpoints(facts, question.settings)),
+        ("processes", f"this one alone, on {on}: plain TRL"),
+        ("generator", f"{generator}; {_sampling(facts)}"),
+        *_batch_rows(facts),
+        ("memory", f"{size(memory.trainer)} on {on}: {_parts(memory)}"),
+        ("", f"  (optimizer state of {memory.optimizer_note})"),
+        *size_rows(facts, on_gpu=question.device != CPU or gpu_memory is not None),
+        ("", _not_counted(facts)),
+        *(fit_rows(facts, gpu_memory, sharing=0, elsewhere=0) if gpu_memory is not None else ()),
     )
 
 
-def _run_directory(run_dir: Path | None) -> list[tuple[str, str]]:
-    if run_dir is None:
-        return []
-    require_writable(run_dir)
-    return [("run directory", f"{run_dir}: {'continues the run' if has_begun(run_dir) else 'begins a run'} in it")]
+def _look(question: Question) -> TrainerFacts:
+    loading = "(its get_trainer() may load the model)"
+    print(f"Building the trainer of {question.config} to look at it {loading} ...", file=sys.stderr)
+    return facts_or_refusal(look_at_trainer(question))
 
 
-def _announce(config: Path) -> None:
-    print(f"Building the trainer of {config} to look at it (its get_trainer() may load the model) ...", file=sys.stderr)
-
-
-def _print(rows: list[tuple[str, str]]) -> None:
+def _print(*rows: tuple[str, str]) -> None:
     for label, text in rows:
         print(f"{label:<{_WIDTH}}{text}")
     print("\nNothing was started and no run was changed. Without --dry-run this run starts.")
 
 
-def _trainer_rows(config: Path, facts: TrainerFacts) -> Iterator[tuple[str, str]]:
+def _trainer_rows(config: Path, facts: TrainerFacts) -> Rows:
     parameters = facts.parameters
     trained = "all trained" if parameters.trained == parameters.count else f"{parameters.trained:,} of them trained"
     name = f" ({facts.model_name})" if facts.model_name else ""
+    dtypes = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parameters.dtypes.items())
+    rate = f"learning rate {facts.learning_rate:g}"
+    loss = f"loss {facts.loss_type}, beta {facts.beta:g}, seed {facts.seed}"
     yield "setup file", str(config)
     yield "trainer", f"{facts.trainer}, reward functions: {', '.join(facts.rewards)}"
-    dtypes = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in parameters.dtypes.items())
     yield "model", f"{facts.model}{name}: {parameters.count:,} parameters, {trained}; {dtypes}"
-    yield (
-        "training",
-        f"{facts.precision}, {facts.optimizer}, learning rate {facts.learning_rate:g}, loss {facts.loss_type}, "
-        f"beta {facts.beta:g}, seed {facts.seed}",
-    )
+    yield "training", f"{facts.precision}, {facts.optimizer}, {rate}, {loss}"
 
 
 def _fate(root: Path, fate: Fate, place: Path) -> str:
@@ -141,27 +138,23 @@ def _fate(root: Path, fate: Fate, place: Path) -> str:
 
 
 def _checkpoints(facts: TrainerFacts, settings: TrainingSettings) -> str:
-    if facts.save_strategy == "steps":
-        often = f"every {facts.save_steps:g} steps"
-    else:
-        often = "none (save_strategy=no)" if facts.save_strategy == "no" else f"save_strategy={facts.save_strategy}"
-    start = ""
-    if settings.resume:
-        start = f"; resumes from {facts.resumes_from or 'the start: there is no complete checkpoint yet'}"
-    return f"{facts.output_dir}, {often}{start}"
+    strategies = {"steps": f"every {facts.save_steps:g} steps", "no": "none (save_strategy=no)"}
+    often = strategies.get(facts.save_strategy, f"save_strategy={facts.save_strategy}")
+    begins = facts.resumes_from or "the start: there is no complete checkpoint yet"
+    return f"{facts.output_dir}, {often}{f'; resumes from {begins}' if settings.resume else ''}"
 
 
-def _process_rows(options: LaunchOptions, ranks: int) -> Iterator[tuple[str, str]]:
-    threads = options.threads(os.environ)
+def _process_rows(options: LaunchOptions, ranks: int) -> Rows:
+    workers, threads = options.worker_devices, options.threads(os.environ)
     each = f"{threads} CPU thread{'' if threads == '1' else 's'} each" if threads else "CPU threads as torch chooses"
-    yield "processes", f"1 parameter server and {counted(len(options.worker_devices), 'worker')}, {each}"
+    yield "processes", f"1 parameter server and {counted(len(workers), 'worker')}, {each}"
     if options.accelerate_config is None:
         yield "", f"server on {_device(options.master_device)}"
     else:
         yield "", f"server in {ranks} processes, on the devices that {options.accelerate_config} names"
-    for number, device in enumerate(options.worker_devices, start=1):
+    for number, device in enumerate(workers, start=1):
         yield "", f"worker {number} on {_device(device)}"
-    if crowd := crowding(len(options.worker_devices)):
+    if crowd := crowding(len(workers)):
         yield "", crowd
 
 
@@ -169,54 +162,37 @@ def _sampling(facts: TrainerFacts) -> str:
     return f"up to {facts.max_completion_length} tokens a completion, temperature {facts.temperature:g}"
 
 
-def _batch_rows(facts: TrainerFacts) -> Iterator[tuple[str, str]]:
+def _batch_rows(facts: TrainerFacts) -> Rows:
     batch = facts.batch
-    passes = batch.steps_per_generation * batch.num_iterations
-    each = "each process: " if batch.processes > 1 else ""
-    yield (
-        "batch",
-        f"{counted(batch.prompts, 'prompt')} x {batch.num_generations} completions = "
-        f"{batch.generation_batch_size} a round "
-        f"({each}forward passes of {batch.per_device_train_batch_size}; an optimizer step is "
-        f"{batch.gradient_accumulation_steps} of them, a round {passes})",
-    )
+    each = f"{'each process: ' if batch.processes > 1 else ''}forward passes of {batch.per_device_train_batch_size}"
+    steps = f"an optimizer step is {batch.gradient_accumulation_steps} of them, a round {batch.passes}"
+    product = f"{counted(batch.prompts, 'prompt')} x {batch.num_generations} completions"
+    yield "batch", f"{product} = {batch.generation_batch_size} a round ({each}; {steps})"
     yield "", f"  possible num_generations: {', '.join(map(str, possible_generations(batch)))}"
-    steps = optimizer_steps(batch, max_steps=facts.max_steps, epochs=facts.epochs, epoch_rounds=facts.epoch_rounds)
-    if steps is None:
+    if facts.rounds is None:
         yield "length", f"{facts.epochs:g} epochs of streamed data: as many steps as it has"
         return
-    rounds = rounds_of(batch, steps)
     data = "streamed data"
     if facts.dataset_rows is not None:
-        epochs = f"{rounds / facts.epoch_rounds:.2g} epochs" if facts.epoch_rounds else "no whole epoch"
+        epochs = f"{facts.rounds / facts.epoch_rounds:.2g} epochs" if facts.epoch_rounds else "no whole epoch"
         data = f"{epochs} of {facts.dataset_rows:,} prompts"
-    yield (
-        "length",
-        f"{steps:,} optimizer steps = {rounds:,} rounds = {rounds * batch.generation_batch_size:,} completions; {data}",
-    )
+    completions = f"{facts.rounds * batch.generation_batch_size:,} completions"
+    yield "length", f"{facts.steps:,} optimizer steps = {facts.rounds:,} rounds = {completions}; {data}"
 
 
-def _staleness_rows(facts: TrainerFacts, training: TrainingSettings) -> Iterator[tuple[str, str]]:
+def _staleness_rows(facts: TrainerFacts, training: TrainingSettings) -> Rows:
     bound = training.max_staleness
-    yield (
-        "staleness",
-        f"at most {bound} policy versions; {facts.first_groups} prompt groups under way at first, at most "
-        f"{facts.groups_ahead}" + (" (the synchronous schedule)" if bound == 0 else ""),
-    )
-    if later := versions_within_round(facts.batch):
-        yield "", f"  when a batch is begun; {later} more in its last optimizer step"
-    extras = [
-        text
-        for text, on in (
-            ("deterministic", training.deterministic),
-            ("groups with equal rewards are replaced", training.filter_zero_variance),
-        )
-        if on
-    ]
+    groups = f"{facts.first_groups} prompt groups under way at first, at most {facts.groups_ahead}"
+    schedule = " (the synchronous schedule)" if bound == 0 else ""
+    yield "staleness", f"at most {bound} policy versions; {groups}{schedule}"
+    if facts.versions_within_round:
+        yield "", f"  when a batch is begun; {facts.versions_within_round} more in its last optimizer step"
+    extras = ["deterministic"] if training.deterministic else []
+    extras += ["groups with equal rewards are replaced"] if training.filter_zero_variance else []
     yield "correction", ", ".join([str(rule_of(training)), *extras])
 
 
-def _memory_rows(facts: TrainerFacts, options: LaunchOptions) -> Iterator[tuple[str, str]]:
+def _memory_rows(facts: TrainerFacts, options: LaunchOptions) -> Rows:
     master, workers = options.master_device, options.worker_devices
     if master == CPU:  # its memory is the host's
         facts = replace(facts, published_in_host_memory=False)
@@ -226,27 +202,25 @@ def _memory_rows(facts: TrainerFacts, options: LaunchOptions) -> Iterator[tuple[
     yield "", f"  {_parts(memory)}, published for the workers{place} {size(memory.published)} ({_slots(facts)})"
     yield "", f"  (optimizer state of {memory.optimizer_note})"
     if sharing := options.workers_sharing:
-        yield (
-            "",
-            f"{counted(sharing, 'worker')} on {_device(master)}: no weights of their own, but "
-            f"{size(memory.worker_own)} each while they start",
-        )
+        starting = f"no weights of their own, but {size(memory.worker_own)} each while they start"
+        yield "", f"{counted(sharing, 'worker')} on {_device(master)}: {starting}"
     for device in sorted({device for device in workers if device != master}):
         yield "", f"{counted(workers.count(device), 'worker')} on {_device(device)}: {size(memory.worker_own)} each"
     yield from size_rows(facts, on_gpu=master != CPU)
     yield "", _not_counted(facts)
+    if facts.batch.processes > 1:
+        whole = "the server's memory is that of a process with the whole model"
+        share = f"each of the {facts.batch.processes} has about its share of weights, gradients and optimizer"
+        yield "", f"{whole}: with FSDP or ZeRO-3 {share}"
 
 
-def _fit_rows(facts: TrainerFacts, options: LaunchOptions, gpu_memory: int | None) -> Iterator[tuple[str, str]]:
+def _fit_rows(facts: TrainerFacts, options: LaunchOptions, gpu_memory: int) -> Rows:
     """Devices of a CPU stand for the GPUs of another machine: the workers would be on GPUs of their own."""
-    if gpu_memory is None:
-        return
-    workers = options.worker_devices
-    if options.master_device == CPU:
-        yield from fit_rows(facts, gpu_memory, sharing=0, elsewhere=1)
-        return
-    others = [workers.count(device) for device in set(workers) if device != options.master_device]
-    yield from fit_rows(facts, gpu_memory, sharing=options.workers_sharing, elsewhere=max(others, default=0))
+    workers, master = options.worker_devices, options.master_device
+    if master == CPU:
+        return fit_rows(facts, gpu_memory, sharing=0, elsewhere=1)
+    others = [workers.count(device) for device in set(workers) if device != master]
+    return fit_rows(facts, gpu_memory, sharing=options.workers_sharing, elsewhere=max(others, default=0))
 
 
 def _not_counted(facts: TrainerFacts) -> str:
@@ -258,28 +232,14 @@ def _not_counted(facts: TrainerFacts) -> str:
 
 def _slots(facts: TrainerFacts) -> str:
     versions, frozen = f"{facts.slots} versions of {size(version_bytes(facts))}", frozen_bytes(facts)
-    if not frozen:
-        return versions
-    copied = estimate(facts).published > facts.slots * version_bytes(facts)
-    own = "a copy" if copied else "which the trainer uses as well: counted there"
-    return f"{versions}; {size(frozen)} do not train, {own}"
-
-
-def _ranks_note(facts: TrainerFacts) -> Iterator[tuple[str, str]]:
-    if facts.batch.processes > 1:
-        yield (
-            "",
-            "the server's memory is that of a process with the whole model: with FSDP or ZeRO-3 each of the "
-            f"{facts.batch.processes} has about its share of weights, gradients and optimizer",
-        )
+    own = "a copy" if copies_frozen(facts) else "which the trainer uses as well: counted there"
+    return f"{versions}; {size(frozen)} do not train, {own}" if frozen else versions
 
 
 def _parts(memory: MemoryEstimate) -> str:
     reference = f", reference model {size(memory.reference)}" if memory.reference else ""
-    return (
-        f"weights {size(memory.weights)}{reference}, gradients {size(memory.gradients)}, optimizer "
-        f"{size(memory.optimizer)}"
-    )
+    held = f"gradients {size(memory.gradients)}, optimizer {size(memory.optimizer)}"
+    return f"weights {size(memory.weights)}{reference}, {held}"
 
 
 def _device(device: str) -> str:

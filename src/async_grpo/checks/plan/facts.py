@@ -1,4 +1,4 @@
-"""What can be known of a setup file's trainer without training it. Torch-free: a child process looks.
+"""Facts of a setup file's trainer that are known without training it. Torch-free: a child process looks.
 
 The child builds the trainer, because only `get_trainer()` knows what it returns; its crash or its hanging is then
 a sentence here.
@@ -6,6 +6,7 @@ a sentence here.
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -34,7 +35,7 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Of a dense decoder, as its configuration says."""
+    """Dimensions of a dense decoder, as its configuration says."""
 
     layers: int
     hidden: int
@@ -82,6 +83,7 @@ class TrainerFacts:
     epoch_rounds: int | None = None  # whole generation batches in the dataset
     groups_ahead: int = 0  # most groups that the staleness bound can use
     first_groups: int = 0  # kept under way at first
+    versions_within_round: int = 0  # how much older a rollout is in the last optimizer step on its batch
     vllm_server: bool = False  # the setup file generates with a vLLM server
     names_server: bool = False  # it says where that server is
     report_to: list[str] = field(default_factory=list)
@@ -96,6 +98,22 @@ class TrainerFacts:
     published_in_host_memory: bool = False  # --weights host: a GPU holds none of what is published
     vllm_share: float | None = None  # of a GPU's memory, for weights, keys and values; None: not with vLLM
 
+    @property
+    def steps(self) -> int | None:
+        """Optimizer steps of the whole training; None where only the data's end would tell."""
+        if self.max_steps > 0:
+            return self.max_steps
+        if self.epoch_rounds is None:
+            return None
+        passes = self.epoch_rounds * self.batch.passes
+        return math.ceil(self.epochs * max(1, -(-passes // self.batch.gradient_accumulation_steps)))
+
+    @property
+    def rounds(self) -> int | None:
+        """Generation batches that these steps consume."""
+        steps = self.steps
+        return None if steps is None else -(-steps * self.batch.gradient_accumulation_steps // self.batch.passes)
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrainerFacts:
         shape = Shape(**data["shape"]) if data.get("shape") else None
@@ -105,7 +123,7 @@ class TrainerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """What the child found. Without `facts` there is no trainer, and `error` says why."""
+    """The child's answer. Without `facts` there is no trainer, and `error` says why."""
 
     facts: TrainerFacts | None = None
     error: str = ""  # a real start would refuse with this text

@@ -1,33 +1,46 @@
-"""How much memory the weights take, with their gradients, optimizer state and published versions.
+"""How much memory a run takes, and what of it fits a GPU of a given size, by stated rules.
 
-Activations, and the cache of keys and values, depend on lengths that are not known before: they are not in it.
+The rules count what is held (weights, gradients, optimizer state, published versions) and the tensors of a dense
+decoder: what autograd keeps of each layer, the logits, and the keys and values of generation. The doctor and the dry
+run have all their numbers from here. `scripts/memory_peaks.py` compares them with measured peaks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from async_grpo.checks.plan.facts import TrainerFacts
+from async_grpo.checks.plan.facts import Shape, TrainerFacts
+from async_grpo.formatting import counted, size
 
-_BF16 = 2  # bytes of a number
-_IN_8_BIT = 1 + 4 / 256  # bytes a number: 256 numbers share one scale of four bytes
+USABLE = 0.85  # of a GPU; the rest is for CUDA, kernels and fragments
+_LOGITS = 4  # copies in fp32 on a CPU, where TRL's log-probabilities take the logits of a whole batch at once
+_TILE = 4096 * 32768 * 4  # bytes of TRL's kernel on a GPU, which never has more logits at a time
+_HALF = 2  # bytes of a number in bf16 or fp16
+_LORA_RANK = 16
 
-# Bytes of optimizer state for each trained number, in words; the common ones. None: two numbers of its own type.
+_IN_8_BIT = (2 * (1 + 4 / 256), "2 numbers a parameter in 1 byte")  # 256 numbers share one scale of four bytes
+_AS_WEIGHTS = (None, "2 numbers a parameter")
 _OPTIMIZERS: dict[str, tuple[float | None, str]] = {
-    "adamw_torch": (None, "2 numbers a parameter"),
-    "adamw_torch_fused": (None, "2 numbers a parameter"),
+    "adamw_torch": _AS_WEIGHTS,
+    "adamw_torch_fused": _AS_WEIGHTS,
     "paged_adamw_32bit": (8, "2 numbers a parameter in 4 bytes"),
-    "adamw_bnb_8bit": (2 * _IN_8_BIT, "2 numbers a parameter in 1 byte"),
-    "adamw_8bit": (2 * _IN_8_BIT, "2 numbers a parameter in 1 byte"),
-    "paged_adamw_8bit": (2 * _IN_8_BIT, "2 numbers a parameter in 1 byte"),
+    "adamw_bnb_8bit": _IN_8_BIT,
+    "adamw_8bit": _IN_8_BIT,
+    "paged_adamw_8bit": _IN_8_BIT,
     "adafactor": (0, "a row and a column of each matrix, not counted"),
     "sgd": (0, "no state"),
 }
+"""Bytes of state for each trained number, in words; the common ones. None: two numbers of the parameter's own type."""
+
+
+# --- what is held
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes."""
+    """Bytes, before activations. Keys and values depend on lengths that are not known before: they are not in it."""
 
     weights: int  # with buffers
     reference: int
@@ -40,7 +53,7 @@ class MemoryEstimate:
 
     @property
     def server(self) -> int:
-        """On its device."""
+        """Bytes on its device."""
         return self.trainer + (0 if self.published_in_host_memory else self.published)
 
     @property
@@ -49,45 +62,218 @@ class MemoryEstimate:
 
 
 def estimate(facts: TrainerFacts) -> MemoryEstimate:
-    """What the server holds, and what each worker holds in addition."""
+    """Count what the server holds, and what each worker holds in addition."""
     parameters = facts.parameters
-    optimizer, note = _optimizer(facts)
+    unknown = (None, "not known here, counted as AdamW's two numbers a parameter")
+    each, note = _OPTIMIZERS.get(facts.optimizer, unknown)
     weights = parameters.nbytes + parameters.buffer_bytes
     return MemoryEstimate(
         weights=weights,
         reference=facts.reference_bytes,
         gradients=parameters.trained_bytes,
-        optimizer=optimizer,
+        optimizer=2 * parameters.trained_bytes if each is None else int(each * parameters.trained),
         optimizer_note=f"{facts.optimizer}: {note}",
-        published=facts.slots * version_bytes(facts) + _frozen_copy(facts),
+        published=facts.slots * version_bytes(facts) + (frozen_bytes(facts) if copies_frozen(facts) else 0),
         published_in_host_memory=facts.published_in_host_memory,
         worker_own=weights,
     )
 
 
 def version_bytes(facts: TrainerFacts) -> int:
-    """Of one published version: what trains."""
+    """Bytes of one published version: what trains."""
     parameters = facts.parameters
-    return _BF16 * parameters.trained if facts.published_in_bf16 else parameters.trained_bytes
+    return _HALF * parameters.trained if facts.published_in_bf16 else parameters.trained_bytes
 
 
 def frozen_bytes(facts: TrainerFacts) -> int:
-    """Of what does not train, as it is published. Quantised weights have fewer bytes than in bf16, and keep them."""
+    """Bytes of what does not train, as published. Quantised weights have fewer than in bf16, and keep them."""
     parameters = facts.parameters
     held = parameters.nbytes - parameters.trained_bytes
-    return min(held, _BF16 * (parameters.count - parameters.trained)) if facts.published_in_bf16 else held
+    return min(held, _HALF * (parameters.count - parameters.trained)) if facts.published_in_bf16 else held
 
 
-def _frozen_copy(facts: TrainerFacts) -> int:
-    """0 where the model itself uses what is published: on one device, in one type, and not sharded."""
-    parameters, published = facts.parameters, frozen_bytes(facts)
-    same = published == parameters.nbytes - parameters.trained_bytes
-    return 0 if same and facts.sharded_over == 1 and not facts.published_in_host_memory else published
+def copies_frozen(facts: TrainerFacts) -> bool:
+    """Whether it is held twice. The model uses what is published on one device, in one type, and not sharded."""
+    same = frozen_bytes(facts) == facts.parameters.nbytes - facts.parameters.trained_bytes
+    return not same or facts.sharded_over > 1 or facts.published_in_host_memory
 
 
-def _optimizer(facts: TrainerFacts) -> tuple[int, str]:
-    """Bytes of its state, and how they were counted."""
-    unknown = (None, "not known here, counted as AdamW's two numbers a parameter")
-    each, note = _OPTIMIZERS.get(facts.optimizer, unknown)
-    parameters = facts.parameters
-    return 2 * parameters.trained_bytes if each is None else int(each * parameters.trained), note
+def need_of(facts: TrainerFacts, *, on_gpu: bool, published: bool = True) -> int:
+    """Bytes of one process of the trainer, with activations where the model's shape is known."""
+    held = estimate(facts)
+    here = published and not held.published_in_host_memory
+    activations = activation_bytes(facts, on_gpu=on_gpu) or 0
+    return held.trainer // facts.sharded_over + (held.published if here else 0) + activations
+
+
+# --- what a pass and a token take
+
+
+def sequence_tokens(facts: TrainerFacts) -> int:
+    """Tokens of the longest measured prompt with the longest completion."""
+    return (facts.longest_prompt or 0) + (facts.max_completion_length or 0)
+
+
+def kv_bytes_a_token(shape: Shape) -> int:
+    """A key and a value for each layer and each head that has its own."""
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * shape.element_bytes
+
+
+def tokens_beside(rest: float, shape: Shape) -> int:
+    """How many tokens' keys and values these bytes hold."""
+    return max(0, int(rest // kv_bytes_a_token(shape)))
+
+
+def activation_bytes(facts: TrainerFacts, *, on_gpu: bool) -> int | None:
+    """Bytes of one forward and backward pass; None where the model's shape is not known."""
+    shape = facts.shape
+    if shape is None:
+        return None
+    rows = facts.batch.per_device_train_batch_size
+    element = _HALF if facts.precision != "fp32" else shape.element_bytes
+    tokens, layer = rows * sequence_tokens(facts), layer_bytes_a_token(shape, element)
+    logits = 4 * rows * (facts.max_completion_length or 0) * shape.vocabulary
+    logits = min(logits, _TILE) if on_gpu else _LOGITS * logits
+    if facts.gradient_checkpointing:  # the input of each layer; the logits are gone when a layer is computed again
+        kept = tokens * shape.layers * shape.hidden * element + max(tokens * layer, logits)
+    else:
+        kept = tokens * shape.layers * layer + logits
+    copies = facts.parameters.dtypes.get("float32", 0) // 2 if facts.precision != "fp32" else 0  # autocast's
+    return kept + copies
+
+
+def layer_bytes_a_token(shape: Shape, element: int) -> int:
+    """What autograd keeps of one layer with fused attention and a gated MLP.
+
+    Two norms keep their input, the normalized input and their output (6 x hidden). Attention keeps queries and keys
+    before, in and after a norm of their own and turned by their position, and values and its output (4 x queries,
+    4 x keys); a model without these norms takes less. The MLP keeps the gate, its activation, the other branch and
+    their product. Norms compute in fp32, so half-precision inputs are kept a second time.
+    """
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    elements = 6 * shape.hidden + 4 * queries + 4 * keys + 4 * shape.intermediate
+    return element * elements + (8 * shape.hidden if element < 4 else 0)
+
+
+def size_rows(facts: TrainerFacts, *, on_gpu: bool) -> Iterator[tuple[str, str]]:
+    """Activations and the bytes of a token in words, for a model whose shape is known."""
+    activations = activation_bytes(facts, on_gpu=on_gpu)
+    if activations is None or facts.shape is None:
+        return
+    tokens, kv = sequence_tokens(facts), kv_bytes_a_token(facts.shape)
+    way = "with" if facts.gradient_checkpointing else "without"
+    rows = counted(facts.batch.per_device_train_batch_size, "sequence")
+    yield "activations", f"{size(activations)} in a pass over {rows} of {tokens:,} tokens, {way} gradient checkpointing"
+    yield "keys, values", f"{size(kv)} a token in generation, {size(kv * tokens)} a sequence"
+
+
+# --- what fits one GPU
+
+
+class Fit(NamedTuple):
+    """An answer for one GPU."""
+
+    subject: str
+    text: str
+    fits: bool
+
+
+class Change(NamedTuple):
+    """One change of the setup, and the bytes that it saves."""
+
+    text: str
+    saved: int
+
+
+def fit_rows(facts: TrainerFacts, gpu_memory: int, *, sharing: int, elsewhere: int) -> Iterator[tuple[str, str]]:
+    """What GPUs of this memory hold, in words.
+
+    Args:
+        sharing: workers on the trainer's GPU.
+        elsewhere: most workers on one other GPU.
+    """
+    published = bool(sharing or elsewhere)
+    answers = [trainer_fit(facts, gpu_memory, published=published)]
+    if elsewhere:
+        answers.append(worker_fit(facts, gpu_memory, workers=elsewhere))
+    if sharing:
+        rest = USABLE * gpu_memory - need_of(facts, on_gpu=True)
+        answers.append(_generation(facts, rest, f"the trainer at {USABLE:g} of {size(gpu_memory)}"))
+    yield from (answer[:2] for answer in answers)
+    change = best_change(facts, published=published)
+    if change is not None:
+        yield "helps most", f"{change.text}: {size(change.saved)} less for the trainer"
+    if elsewhere and (more := best_generation_change(facts, gpu_memory)) is not None:
+        yield "", f"{more.text}: {size(more.saved)} more for keys and values"
+
+
+def trainer_fit(facts: TrainerFacts, gpu_memory: int, *, published: bool = True) -> Fit:
+    need = need_of(facts, on_gpu=True, published=published)
+    fits = need <= USABLE * gpu_memory
+    unknown = "" if facts.shape else ", without activations: the model is no dense decoder"
+    shared = f", sharded over {facts.sharded_over} processes" if facts.sharded_over > 1 else ""
+    answer = f"{'fits' if fits else 'does NOT fit'} {USABLE:g} of {size(gpu_memory)}"
+    return Fit("trainer fits", f"{size(need)} {answer}{shared}{unknown}", fits)
+
+
+def worker_fit(facts: TrainerFacts, gpu_memory: int, *, workers: int = 1) -> Fit:
+    """The answer for a GPU without the trainer."""
+    share = USABLE if facts.vllm_share is None else facts.vllm_share
+    setting = "" if facts.vllm_share is None else "vllm_gpu_memory_utilization="
+    rest = share * gpu_memory - workers * estimate(facts).worker_own
+    return _generation(facts, rest, f"{setting}{share:g} of {size(gpu_memory)}")
+
+
+def _generation(facts: TrainerFacts, rest: float, beside: str) -> Fit:
+    if rest <= 0:
+        return Fit("workers fit", f"the weights alone do NOT fit {beside}", False)
+    if facts.shape is None:
+        return Fit("workers fit", f"{size(rest)} for keys and values beside {beside}", True)
+    tokens, sequence = tokens_beside(rest, facts.shape), max(1, sequence_tokens(facts))
+    room = f"{tokens:,} tokens of keys and values beside the weights, in {beside}"
+    if tokens < sequence:
+        return Fit("workers fit", f"{room}: a sequence of {sequence:,} tokens does NOT fit", False)
+    return Fit("workers fit", f"{room}: {tokens // sequence:,} of {sequence:,} at a time", True)
+
+
+def best_generation_change(facts: TrainerFacts, gpu_memory: int) -> Change | None:
+    """What gives keys and values the most room; None where nothing short of another model does."""
+    if facts.vllm_share is not None and facts.vllm_share < USABLE:
+        more = int((USABLE - facts.vllm_share) * gpu_memory)
+        return Change(f"vllm_gpu_memory_utilization={USABLE:g} where the trainer is on another GPU", more)
+    return None
+
+
+def best_change(facts: TrainerFacts, *, published: bool = True) -> Change | None:
+    """The single change that saves the most memory of the trainer's GPU."""
+    now = need_of(facts, on_gpu=True, published=published)
+    changes = [Change(text, now - need_of(it, on_gpu=True, published=published)) for text, it in _changes(facts)]
+    return max((change for change in changes if change.saved > 0), key=lambda change: change.saved, default=None)
+
+
+def _changes(facts: TrainerFacts) -> Iterator[tuple[str, TrainerFacts]]:
+    batch, parameters = facts.batch, facts.parameters
+    rows = batch.per_device_train_batch_size
+    if not facts.gradient_checkpointing:
+        yield "gradient_checkpointing=True", replace(facts, gradient_checkpointing=True)
+    if rows > 1:
+        text = "per_device_train_batch_size=1 with gradient_accumulation_steps="
+        one = replace(batch, per_device_train_batch_size=1)
+        yield f"{text}{batch.gradient_accumulation_steps * rows}", replace(facts, batch=one)
+    if facts.optimizer.startswith("adamw_torch"):
+        yield 'optim="adamw_8bit"', replace(facts, optimizer="adamw_8bit")
+    if facts.reference_bytes:
+        yield "beta=0, which needs no reference model", replace(facts, reference_bytes=0)
+    if facts.sharded_over == 1:
+        yield "FSDP2 over two GPUs (examples/accelerate/fsdp2.yaml)", replace(facts, sharded_over=2)
+    if parameters.trained == parameters.count and facts.shape is not None:
+        yield f"LoRA (r={_LORA_RANK}, all linear layers)", _with_lora(facts, facts.shape)
+
+
+def _with_lora(facts: TrainerFacts, shape: Shape) -> TrainerFacts:
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    widths = 2 * (shape.hidden + queries) + 2 * (shape.hidden + keys) + 3 * (shape.hidden + shape.intermediate)
+    trained, parameters = shape.layers * _LORA_RANK * widths, facts.parameters
+    count, nbytes = parameters.count + trained, parameters.nbytes + 4 * trained
+    adapter = replace(parameters, count=count, trained=trained, nbytes=nbytes, trained_bytes=4 * trained)
+    return replace(facts, parameters=adapter, reference_bytes=0)

@@ -31,8 +31,13 @@ class Batch:
 
     @property
     def prompts(self) -> int:
-        """Of one round."""
+        """Prompts of one round."""
         return self.generation_batch_size // self.num_generations
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes over one round."""
+        return self.steps_per_generation * self.num_iterations
 
 
 class BatchError(SetupFileError, ValueError):
