@@ -1,4 +1,4 @@
-"""What the command line decides about a run; passed from the launcher to its children as the same flags."""
+"""What the command line decides about a run. Each setting is declared once: its flag, its default and its help."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
-from async_grpo.errors import UsageError
+from async_grpo.errors import AsyncGRPOError, UsageError
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _LIMIT = re.compile(r"(\d+)\s*(KB|MB|GB|TB)?", re.IGNORECASE)
@@ -69,6 +69,7 @@ CORRECTIONS = ("bypass", "decoupled", "tis", "icepop", "trl", "none")
 OFF = "off"
 STEP_SCALINGS = (OFF, "ess", "ess-token")
 CORRECTION_LEVELS = ("token", "sequence", "geometric")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 STALL_WARNING_S = 60.0
 STOP_GRACE_S = 9.0  # a run ends within 10 s
 
@@ -101,6 +102,10 @@ def share(text: str) -> float:
 def absolute(folder: str) -> str:
     """As a resume may be started in another folder."""
     return str(Path(folder).expanduser().absolute())
+
+
+def file_or_none(text: str) -> Path | None:
+    return None if text == "none" else Path(text)
 
 
 def comma_separated(text: str) -> tuple[int, ...]:
@@ -388,6 +393,57 @@ class WorkerSettings:
         "as soon as there are any (default: off)",
         choices=("off", "on"),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSettings:
+    """For the launcher: which processes there are, on which devices, and how they end. Each field is a flag."""
+
+    num_workers: int | None = setting(
+        None, "default: one for each GPU besides the server's, 2 on a CPU", type=positive, metavar="N"
+    )
+    master_device_id: str | None = setting(None, "the server's GPU, or 'cpu' (default: 0)", metavar="N")
+    worker_device_ids: str | None = setting(None, "the workers' GPUs, one worker each", metavar="1,2,3")
+    accelerate_config: Path | None = setting(  # noqa: RUF009, it is frozen
+        None,
+        "the trainer spans several processes, as this file of `accelerate config` says (examples/accelerate/); none: "
+        "it is one process from now on, with --resume",
+        type=file_or_none,
+        metavar="FILE",
+    )
+    worker_timeout: float = setting(
+        600.0,
+        "a worker with a job that decodes no token and scores no group for S seconds is killed and started again "
+        "(default: 600)",
+        type=positive_seconds,
+        metavar="S",
+    )
+    stop_grace: float = setting(
+        STOP_GRACE_S,
+        "after Ctrl-C or SIGTERM the server has S seconds to finish its step and write a checkpoint; then it is "
+        "killed (default: 9)",
+        type=positive_seconds,
+        metavar="S",
+    )
+    quiet: bool = setting(False, "show only warnings, errors and the table at the end")
+    overwrite: bool = setting(False, "delete the unfinished run in --run-dir (checkpoints stay)")
+    log_level: str | None = setting(None, "default: $LOG_LEVEL, else INFO", type=str.upper, choices=LOG_LEVELS)
+
+
+DECLARED = {entry.name: entry for kind in (TrainingSettings, WorkerSettings, LaunchSettings) for entry in fields(kind)}
+"""Every setting of a distributed run, by its name."""
+
+
+def read(name: str, text: str) -> Any:
+    """The value that `text` is for the flag of a setting. `ValueError`: it is none."""
+    declared = DECLARED[name].metadata
+    try:
+        value = declared.get("type", str)(text)
+    except (ArgumentTypeError, AsyncGRPOError) as error:
+        raise ValueError(str(error)) from error
+    if value not in (choices := declared.get("choices", (value,))):
+        raise ValueError(f"it must be one of {', '.join(choices)}")
+    return value
 
 
 def as_flags(settings: TrainingSettings | WorkerSettings, only: Collection[str] | None = None) -> list[str]:

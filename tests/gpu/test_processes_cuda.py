@@ -27,7 +27,8 @@ needs_gpu = pytest.mark.skipif(ON_CPU, reason="needs a GPU")
 HELD = """
 import argparse, json, os, sys
 from async_grpo.cli import options
-device = options.device(sys.argv[1])
+from async_grpo.setup.devices import choose_device
+device = choose_device(sys.argv[1])
 options.become_role(argparse.Namespace(log_level="ERROR", launched_by=None), device, fast_inference="0")
 import torch
 here = torch.cuda.is_available()

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from async_grpo.cli.compute.train import build_parser
 from async_grpo.cli.parser import nearest
 from async_grpo.errors import UsageError
 from async_grpo.rundir.folders import require_text
-from async_grpo.settings import flag_name
+from async_grpo.settings import DECLARED, flag_name, read
 from async_grpo.setup.grpo_config.values import as_set
 
 NOT_FROM_PYTHON = {
@@ -85,21 +84,19 @@ def as_flags(options: Mapping[str, Any]) -> list[str]:
     Raises:
         UsageError: there is no such option, or the command would refuse its value.
     """
-    parser = build_parser()
-    known = {action.dest for action in parser._actions if action.dest != "help"} - NOT_FROM_PYTHON.keys()
     flags: list[str] = []
     for name, value in options.items():
         if name in NOT_FROM_PYTHON:
             raise UsageError(f"{name} is no option of AsyncGRPO: {NOT_FROM_PYTHON[name]}.")
-        if name not in known:
-            raise UsageError(f"AsyncGRPO has no option {name!r}{nearest(name, known | {'workers', 'run_dir'})}")
-        is_switch = any(action.dest == name and action.nargs == 0 for action in parser._actions)
+        if name not in DECLARED:
+            raise UsageError(f"AsyncGRPO has no option {name!r}{nearest(name, (*DECLARED, 'workers', 'run_dir'))}")
+        is_switch = DECLARED[name].default is False
         if is_switch and not isinstance(value, bool):
             raise UsageError(f"{name} must be True or False, got {value!r}.")
         try:
             for text in _texts(name, value):
-                if name != "set":
-                    parser.read(name, text)
+                if name != "set" and not is_switch:
+                    read(name, text)
                 require_text(text)
                 flags.append(flag_name(name) if is_switch else f"{flag_name(name)}={text}")
         except ValueError as error:

@@ -15,13 +15,14 @@ from async_grpo.errors import UsageError
 from async_grpo.formatting import printable
 from async_grpo.rundir import run_options
 from async_grpo.rundir.paths import FINISHED, RunDir, RunState
-from async_grpo.settings import TrainingSettings, WorkerSettings, flag_name, memory_size, positive
-from async_grpo.setup.devices import CPU, hold_to_device, parse_device, threads_per_process, visible_gpus
+from async_grpo.settings import LOG_LEVELS, LaunchSettings, TrainingSettings, WorkerSettings, flag_name, memory_size
+from async_grpo.setup.devices import CPU, hold_to_device, threads_per_process
 from async_grpo.setup.generated.trl_arguments import TRLArguments, set_environment, setup_file_of_run
 
 DEFAULT_CONFIG = Path("src/app/trainer_setup_gsmk.py")
 DEFAULT_RUN_DIR = Path("worker")
-SHORT_FLAGS = {"steps": ("-s",)}
+SHORT_FLAGS = {"steps": ("-s",), "num_workers": ("-n",), "quiet": ("-q",)}
+PROCESSES = ("num_workers", "master_device_id", "worker_device_ids")
 LEFT_OUT_SHOWN = 3
 _NOT_KEPT = (
     *("command_line", "trl_arguments", "config", "run_dir", "resume", "overwrite"),
@@ -29,7 +30,6 @@ _NOT_KEPT = (
 )
 _OF_EVERY_TRAINING = ("steps", "seed", "set", "run_name", "run_group", "run_tags")  # in one process, too
 T = TypeVar("T")
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def parser(command: str, description: str, examples: str, kind: type[Parser] = Parser) -> Parser:
@@ -104,24 +104,16 @@ def add_run_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def add_log_level_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--log-level", type=str.upper, choices=LOG_LEVELS, help="default: $LOG_LEVEL, else INFO")
+    add_settings(parser, LaunchSettings, "log_level")
 
 
 def add_device_option(parser: argparse.ArgumentParser) -> None:
-    """For a command that computes on one device; `device()` understands it."""
+    """For a command that computes on one device; `choose_device` understands it."""
     parser.add_argument("--device", "-d", help="GPU index or 'cpu' (default: GPU 0 where there is one)")
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help=f"setup file (default: {DEFAULT_CONFIG})")
-
-
-def add_processes(parser: argparse._ActionsContainer, *count_flags: str) -> None:
-    """On which devices the server and its workers are; `count_flags`: how the number of workers is spelled."""
-    count = "default: one for each GPU besides the server's, 2 on a CPU"
-    parser.add_argument(*count_flags, dest="num_workers", type=positive, help=count)
-    parser.add_argument("--master-device-id", metavar="N", help="the server's GPU, or 'cpu' (default: 0)")
-    parser.add_argument("--worker-device-ids", metavar="1,2,3", help="the workers' GPUs, one worker each")
 
 
 def add_gpu_memory(parser: argparse.ArgumentParser) -> None:
@@ -134,7 +126,7 @@ def add_gpu_memory(parser: argparse.ArgumentParser) -> None:
 
 
 def add_settings(parser: argparse._ActionsContainer, settings: type, *names: str) -> None:
-    """Add the flags of these fields of `TrainingSettings` or `WorkerSettings`, as their metadata describes them."""
+    """Add the flags of these fields of a class of settings, as their metadata describes them."""
     declared = {field.name: field for field in fields(settings)}
     for name in names:
         field = declared[name]
@@ -155,9 +147,7 @@ def add_distributed_options(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, TrainingSettings, *(f.name for f in fields(TrainingSettings) if f.name not in elsewhere))
     unfinished = parser.add_mutually_exclusive_group()
     add_settings(unfinished, TrainingSettings, "resume")
-    unfinished.add_argument(
-        "--overwrite", action="store_true", help="delete the unfinished run in --run-dir (checkpoints stay)"
-    )
+    add_settings(unfinished, LaunchSettings, "overwrite")
 
 
 def add_worker_options(parser: argparse._ActionsContainer) -> None:
@@ -176,16 +166,6 @@ def log_level(args: argparse.Namespace) -> str:
     if level not in LOG_LEVELS:
         raise UsageError(f"LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, got {level!r}.")
     return level
-
-
-def device(text: str | None, *, default_gpu: int = 0) -> str:
-    """The device that `text` names; without one, GPU `default_gpu` where there is a GPU, else the CPU."""
-    if text == CPU:
-        return CPU
-    gpus = visible_gpus()
-    if text is not None:
-        return parse_device(text, gpus)
-    return str(min(default_gpu, gpus - 1)) if gpus else CPU
 
 
 def print_left_out(skipped: Mapping[str, str]) -> None:

@@ -136,6 +136,16 @@ def parse_device(text: str, gpus: int) -> str:
     return str(int(text))
 
 
+def choose_device(text: str | None, *, default_gpu: int = 0) -> str:
+    """The device that `text` names; without one, GPU `default_gpu` where there is a GPU, else the CPU."""
+    if text == CPU:
+        return CPU
+    gpus = visible_gpus()
+    if text is not None:
+        return parse_device(text, gpus)
+    return str(min(default_gpu, gpus - 1)) if gpus else CPU
+
+
 def check_weights(way: str, server: str) -> None:
     """Refuse `--weights ipc` for a server on the CPU.
 

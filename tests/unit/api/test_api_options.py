@@ -14,9 +14,10 @@ import pytest
 from async_grpo.api.options import NOT_FROM_PYTHON, Options, as_flags
 from async_grpo.cli.compute.train import build_parser
 from async_grpo.errors import UsageError
-from async_grpo.settings import TrainingSettings, WorkerSettings
+from async_grpo.settings import LaunchSettings, TrainingSettings, WorkerSettings
 
-WIDER = {"set", "keep_done", "eval_k", "run_tags", "delta_dir", "server_devices"}  # than the fields: also lists, Paths
+WIDER = {"set", "keep_done", "eval_k", "run_tags", "delta_dir", "server_devices"}
+WIDER |= {"master_device_id", "worker_device_ids", "accelerate_config"}  # than the fields: also lists, Paths
 
 
 def test_every_option_of_the_command_is_a_keyword() -> None:
@@ -26,7 +27,7 @@ def test_every_option_of_the_command_is_a_keyword() -> None:
 
 def test_keywords_have_the_types_of_the_settings() -> None:
     hints = get_type_hints(Options)
-    for settings in (TrainingSettings, WorkerSettings):
+    for settings in (TrainingSettings, WorkerSettings, LaunchSettings):
         for name, kind in get_type_hints(settings).items():
             if name not in WIDER:
                 assert hints[name] == kind, name
@@ -41,7 +42,7 @@ def parsed(**options: Any) -> Any:
 def test_a_default_that_is_given_changes_nothing() -> None:
     defaults = {
         field.name: field.default
-        for settings in (TrainingSettings, WorkerSettings)
+        for settings in (TrainingSettings, WorkerSettings, LaunchSettings)
         for field in fields(settings)
         if field.default is not None
     }

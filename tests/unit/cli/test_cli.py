@@ -45,8 +45,7 @@ def run_python(*arguments: str, cwd: Path, path: str | None = str(SRC)) -> subpr
 
 
 def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    for module in (devices, options, train_command):
-        monkeypatch.setattr(module, "visible_gpus", lambda: count)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: count)
 
 
 @pytest.fixture

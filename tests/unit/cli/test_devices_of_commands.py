@@ -8,16 +8,14 @@ import os
 import pytest
 
 from async_grpo.cli import options
-from async_grpo.cli.compute import train as train_command
 from async_grpo.cli.compute import worker as worker_command
-from async_grpo.cli.compute.train import plan_devices
 from async_grpo.errors import UsageError
+from async_grpo.launch.devices import plan_devices
 from async_grpo.setup import devices, process
 
 
 def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    for module in (devices, options, train_command):
-        monkeypatch.setattr(module, "visible_gpus", lambda: count)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: count)
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,6 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launcher, "launch", launch)
     monkeypatch.setattr(devices, "visible_gpus", lambda: 0)
-    monkeypatch.setattr(train, "visible_gpus", lambda: 0)
-    monkeypatch.setattr(train.options, "visible_gpus", lambda: 0)
     for name in ("my trainer.py", "other.py"):
         (tmp_path / name).write_text("def get_trainer(): ...\n")
     return found

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from async_grpo.cli import main
-from async_grpo.cli.compute.train import choose_weights
 from async_grpo.errors import UsageError
+from async_grpo.launch.devices import choose_weights
 from async_grpo.launch.launcher import LaunchOptions
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup import devices

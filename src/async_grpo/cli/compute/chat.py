@@ -11,7 +11,7 @@ from pathlib import Path
 
 from async_grpo.cli import options
 from async_grpo.settings import not_negative_number, positive
-from async_grpo.setup.devices import check_torch_sees, hold_to_device
+from async_grpo.setup.devices import check_torch_sees, choose_device, hold_to_device
 
 EXAMPLES = """\
   async-grpo chat worker                                   the newest checkpoint of the run in worker/
@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    device = options.device(args.device)
+    device = choose_device(args.device)
     hold_to_device(device, os.environ)
     check_torch_sees(device)
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from async_grpo.cli import options
-from async_grpo.setup.devices import CPU
+from async_grpo.setup.devices import CPU, choose_device
 
 EXAMPLES = """\
   async-grpo check my_trainer.py                  on the first GPU, without one on the CPU
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from async_grpo.checks.differential.lines import Status, printed, verdict
     from async_grpo.rundir.files import write_json
 
-    device = CPU if args.tiny else options.device(None)
+    device = CPU if args.tiny else choose_device(None)
     asked = CheckOptions(config=args.config.absolute(), device=device, seed=args.seed, tiny=args.tiny)
     lines = []
     for line in check(asked, say=lambda text: print(text, file=sys.stderr, flush=True)):

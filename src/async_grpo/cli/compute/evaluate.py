@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.cli import options
-from async_grpo.cli.compute.train import choose_weights, plan_devices
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.formatting import counted, printable
+from async_grpo.launch.devices import choose_weights, plan_devices
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.run_options import recall, to_json
 from async_grpo.rundir.shape import shaped
-from async_grpo.settings import TrainingSettings, WorkerSettings, as_sets
+from async_grpo.settings import LaunchSettings, TrainingSettings, WorkerSettings, as_sets, positive
 from async_grpo.setup.generated.trl_arguments import setup_file
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def build_parser() -> Parser:
     options.add_config(parser)
     parser.add_argument("--run-dir", type=Path, default=DEFAULT_RUN_DIR, help="default: evaluation/")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file, too")
-    options.add_processes(parser, "--num-workers", "--workers", "-n")
+    options.add_settings(parser, LaunchSettings, *options.PROCESSES)
+    parser.add_argument("--workers", dest="num_workers", type=positive, metavar="N", help="the same as --num-workers")
     options.add_settings(parser, TrainingSettings, "seed", "set", *EVAL_SETTINGS, "max_attempts", "stall_warning")
     options.add_worker_options(parser)
     unfinished = parser.add_mutually_exclusive_group()

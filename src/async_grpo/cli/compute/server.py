@@ -12,7 +12,7 @@ from async_grpo.cli.parser import Parser
 from async_grpo.rundir import summary
 from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import TrainingSettings
-from async_grpo.setup.devices import check_weights
+from async_grpo.setup.devices import check_weights, choose_device
 
 EXAMPLES = """\
   async-grpo server --config my_trainer.py -d 0        then, in other terminals:
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if by_hand:
         refuse_without_effect(given, args)
         options.gathered(TrainingSettings, args).check()
-    device = options.device(args.device)
+    device = choose_device(args.device)
     check_weights(args.weights, device)
     if by_hand and rank == 0:
         _prepare(args, device, ranks)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,17 +17,10 @@ from async_grpo.cli.compute.modes import refuse_in_one_process, refuse_without_e
 from async_grpo.cli.compute.trl import TrainParser, use_arguments
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
+from async_grpo.launch.devices import choose_weights, plan_devices
 from async_grpo.rundir.lifecycle import preview
-from async_grpo.settings import STOP_GRACE_S, TrainingSettings, WorkerSettings, positive_seconds
-from async_grpo.setup.devices import (
-    CPU,
-    check_torch_sees,
-    check_weights,
-    hold_to_device,
-    parse_device,
-    visible_gpus,
-    why_unreachable,
-)
+from async_grpo.settings import LaunchSettings, TrainingSettings, WorkerSettings
+from async_grpo.setup.devices import CPU, check_torch_sees, check_weights, choose_device, hold_to_device
 from async_grpo.setup.generator_choice import STARTED_SERVER, choose_generator
 
 if TYPE_CHECKING:
@@ -75,31 +68,8 @@ def _add_processes(parser: Parser) -> None:
     """Which processes there are, on which devices, and how they end."""
     group = parser.add_argument_group("distributed", "a parameter server that trains, and workers that generate")
     group.add_argument("--distributed", action="store_true", help="implied by the next four options, and by --resume")
-    options.add_processes(group, "--num-workers", "-n")
-    group.add_argument(
-        "--accelerate-config",
-        type=lambda text: None if text == "none" else Path(text),
-        metavar="FILE",
-        help="the trainer spans several processes, as this file of `accelerate config` says (examples/accelerate/); "
-        "none: it is one process from now on, with --resume",
-    )
-    group.add_argument(
-        "--worker-timeout",
-        type=positive_seconds,
-        default=600.0,
-        metavar="S",
-        help="a worker with a job that decodes no token and scores no group for S seconds is killed and started again "
-        "(default: 600)",
-    )
-    group.add_argument(
-        "--stop-grace",
-        type=positive_seconds,
-        default=STOP_GRACE_S,
-        metavar="S",
-        help="after Ctrl-C or SIGTERM the server has S seconds to finish its step and write a checkpoint; then it is "
-        "killed (default: 9)",
-    )
-    group.add_argument("--quiet", "-q", action="store_true", help="show only warnings, errors and the table at the end")
+    elsewhere = ("overwrite", "log_level")
+    options.add_settings(group, LaunchSettings, *(f.name for f in fields(LaunchSettings) if f.name not in elsewhere))
     options.add_worker_options(group)
 
 
@@ -134,7 +104,7 @@ def _single(args: argparse.Namespace, given: Collection[str]) -> int:
     from async_grpo.setup.process import keep_freed_memory, own_compile_cache, set_up_log
 
     options.gathered(TrainingSettings, args).check()
-    device = options.device(args.device)
+    device = choose_device(args.device)
     run_dir = args.run_dir.absolute() if "run_dir" in given else None
     eval_every = args.eval_every if "eval_every" in given else None
     serves = _has_its_own_server(args, run_dir, device)
@@ -282,46 +252,8 @@ def _check_accelerate_config(args: argparse.Namespace) -> None:
             "'async-grpo[deepspeed]' (it is built from its sources). Without it, FSDP2 shards weights, gradients and "
             "optimizer state as ZeRO-3 does: --accelerate-config examples/accelerate/fsdp2.yaml."
         )
-    if options.device(args.master_device_id) != CPU and args.worker_device_ids is None:
+    if choose_device(args.master_device_id) != CPU and args.worker_device_ids is None:
         raise UsageError(
             "The trainer takes the GPUs that the accelerate configuration names (gpu_ids), so say which are left for "
             "the workers: --worker-device-ids 2,3."
         )
-
-
-def choose_weights(
-    training: TrainingSettings, server: str, workers: Sequence[str], served: str | None = None
-) -> TrainingSettings:
-    """Publish through host memory where a reader's GPU cannot map the server's, unless the user has chosen.
-
-    Args:
-        served: `--server-devices`, whose vLLM server maps the weights by itself.
-    """
-    if training.weights != "auto":
-        return training
-    names = [name.strip() for name in (served or "").split(",") if name.strip()]
-    why = why_unreachable(server, workers, os.environ, served=names)
-    if why is None:
-        return training
-    print(f"weights go through host memory, which is slower (--weights host): {why}", file=sys.stderr)
-    return replace(training, weights="host")
-
-
-def plan_devices(master: str | None, workers: str | None, count: int | None) -> tuple[str, tuple[str, ...]]:
-    """The server's device and each worker's. Raises `UsageError` for devices that do not exist or do not add up."""
-    gpus = visible_gpus()
-    server = options.device(master)
-    if workers is not None:
-        chosen = tuple(parse_device(text.strip(), gpus) for text in workers.split(","))
-        if count is not None and count != len(chosen):
-            raise UsageError(f"--num-workers {count} does not fit --worker-device-ids {workers}: name one for each.")
-        if (CPU in chosen) != (server == CPU) or len({device == CPU for device in chosen}) > 1:
-            raise UsageError(
-                "The server and its workers must all be on GPUs, or all on the CPU: they share the weights."
-            )
-        return server, chosen
-    if server == CPU:
-        return server, (CPU,) * (count or 2)
-    others = [str(index) for index in range(gpus) if str(index) != server] or [server]
-    count = count or len(others)
-    return server, tuple(others[index % len(others)] for index in range(count))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from async_grpo.cli import options
 from async_grpo.settings import WorkerSettings, positive
-from async_grpo.setup.devices import CPU
+from async_grpo.setup.devices import CPU, choose_device
 from async_grpo.setup.generated.trl_arguments import setup_file
 from async_grpo.setup.generator_choice import HF, choose_generator, installed
 
@@ -40,7 +40,7 @@ def _fast_inference(args: argparse.Namespace, device: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    device = options.device(args.device or os.environ.get("WORKER_DEVICE"), default_gpu=1)
+    device = choose_device(args.device or os.environ.get("WORKER_DEVICE"), default_gpu=1)
     if args.config is not None:
         from async_grpo.setup.setup_file import check_setup_file
 
