@@ -6,44 +6,19 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from async_grpo.setup.accelerate_config import AccelerateConfig
 from async_grpo.setup.devices import physical_gpus
 from async_grpo.setup.process import end_with_parent
-
-_GPU_IDS = re.compile(r"""^\s*["']?gpu_ids["']?\s*:\s*["']?(\d[\d, ]*)""", re.MULTILINE)
-
-
-_PROCESSES = re.compile(r"""^\s*["']?num_processes["']?\s*:\s*["']?(\d+)""", re.MULTILINE)
-
-
-_DEEPSPEED = re.compile(r"""^[\s{]*["']?distributed_type["']?\s*:\s*["']?DEEPSPEED\b""", re.MULTILINE | re.IGNORECASE)
-
-
-def uses_deepspeed(config: Path) -> bool:
-    """Whether this configuration of accelerate is one of DeepSpeed, at any stage of ZeRO."""
-    return _DEEPSPEED.search(config.read_text(encoding="utf-8")) is not None
-
-
-def processes_of(config: Path) -> int:
-    """How many ranks this configuration of accelerate names."""
-    found = _PROCESSES.search(config.read_text(encoding="utf-8"))
-    return int(found[1]) if found else 1
-
-
-def gpus_of(config: Path) -> list[str]:
-    """The GPUs that this configuration of accelerate names for the ranks; empty: all that are visible."""
-    found = _GPU_IDS.search(config.read_text(encoding="utf-8"))
-    return [index.strip() for index in found[1].split(",") if index.strip()] if found else []
 
 
 def _gpu_options(config: Path, env: Mapping[str, str]) -> list[str]:
     """accelerate sets CUDA_VISIBLE_DEVICES to its `gpu_ids`. Ours count within the devices that are visible already."""
-    indices = gpus_of(config)
+    indices = AccelerateConfig.read(config).gpus
     return ["--gpu_ids", ",".join(physical_gpus(indices, env))] if indices and "CUDA_VISIBLE_DEVICES" in env else []
 
 

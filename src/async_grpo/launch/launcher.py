@@ -19,7 +19,6 @@ from typing import Any
 from async_grpo.archive import checkpoint_folders
 from async_grpo.errors import MOST_OF_A_REASON, AsyncGRPOError, BadFileError, DiskFullError, RunDirError
 from async_grpo.formatting import counted
-from async_grpo.launch.accelerate_entry import processes_of
 from async_grpo.launch.child_log import LogTail, last_line
 from async_grpo.launch.killed import MemoryWatch
 from async_grpo.launch.room import crowding, require_room
@@ -33,6 +32,7 @@ from async_grpo.rundir.paths import SERVER, RunDir
 from async_grpo.rundir.place import Place
 from async_grpo.rundir.refusal import read_refusal
 from async_grpo.settings import STOP_GRACE_S, TrainingSettings, WorkerSettings, as_flags
+from async_grpo.setup.accelerate_config import AccelerateConfig
 from async_grpo.setup.devices import CPU, threads_per_process
 from async_grpo.setup.generated import sent_function
 from async_grpo.setup.output import survive_lost_output
@@ -99,7 +99,9 @@ def launch(options: LaunchOptions) -> int:
         deterministic=options.training.deterministic,
         correction=options.training.correction,
         generator=options.work.generator,
-        ranks=processes_of(options.accelerate_config) if options.accelerate_config is not None else 1,
+        ranks=AccelerateConfig.read(options.accelerate_config).processes
+        if options.accelerate_config is not None
+        else 1,
         config_values=options.training.set,
         options=options.kept,
         resolved={"master_device": options.master_device, "worker_devices": list(options.worker_devices)},

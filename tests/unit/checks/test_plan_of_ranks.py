@@ -7,15 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import TrainingArguments
 
 from async_grpo.archive import output_dir
 from async_grpo.checks.plan import describe
-from async_grpo.checks.plan.describe import _Ranks
 from async_grpo.checks.plan.facts import Question
 from async_grpo.errors import UnsupportedError
 from async_grpo.rundir.paths import STOPPED, RunDir, RunState
 from async_grpo.settings import TrainingSettings
+from async_grpo.setup.accelerate_config import AccelerateConfig
 from async_grpo.training import checkpoints
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "accelerate"
@@ -26,13 +25,8 @@ FILES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def world_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrainingArguments, "world_size", TrainingArguments.world_size)  # put back at the end
-
-
-def ranks(name: str | None) -> _Ranks | None:
-    return None if name is None else _Ranks.named_in(EXAMPLES / f"{name}.yaml")
+def ranks(name: str | None) -> AccelerateConfig | None:
+    return None if name is None else AccelerateConfig.read(EXAMPLES / f"{name}.yaml")
 
 
 def trainer(**args: Any) -> Any:
@@ -86,9 +80,9 @@ def test_over_how_many_processes_the_weights_are_shared(name: str, over: int) ->
 def test_fsdp_of_version_1_is_refused_where_nothing_else_says_2(tmp_path: Path) -> None:
     text = (EXAMPLES / "fsdp2.yaml").read_text()
     (tmp_path / "fsdp1.yaml").write_text(text.replace("fsdp_version: 2", "fsdp_version: 1"))
-    first = _Ranks.named_in(tmp_path / "fsdp1.yaml")
+    first = AccelerateConfig.read(tmp_path / "fsdp1.yaml")
     with pytest.raises(UnsupportedError, match="FSDP of version 1 cannot run distributed"):
-        first.refuse_first_fsdp(trainer())
+        describe._refuse_first_fsdp(first, trainer())
     named = ranks("fsdp2")
     assert named is not None
-    named.refuse_first_fsdp(trainer())
+    describe._refuse_first_fsdp(named, trainer())

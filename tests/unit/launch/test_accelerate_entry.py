@@ -10,6 +10,7 @@ from async_grpo.cli import main as cli_main
 from async_grpo.cli.compute import train
 from async_grpo.errors import UsageError
 from async_grpo.launch import accelerate_entry
+from async_grpo.setup.accelerate_config import DEEPSPEED, AccelerateConfig
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "accelerate" / "ddp.yaml"
 
@@ -44,12 +45,14 @@ def test_ranks_get_gpus_of_those_that_are_visible(
         ("gpu_ids: '2, 3'\n", ["2", "3"]),
         ('{\n  "gpu_ids": "1",\n "x": 1}', ["1"]),
         ("gpu_ids: all", []),
+        ("gpu_ids: 0", ["0"]),
+        ("x: |\n  gpu_ids: 1,2", []),
         ("num_processes: 2", []),
     ],
 )
 def test_gpus_that_a_configuration_names(text: str, gpus: list[str], tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(text)
-    assert accelerate_entry.gpus_of(tmp_path / "a.yaml") == gpus
+    assert AccelerateConfig.read(tmp_path / "a.yaml").gpus == tuple(gpus)
 
 
 def test_more_gpus_than_are_visible_are_refused() -> None:
@@ -72,8 +75,15 @@ def test_a_configuration_of_deepspeed_is_refused_where_deepspeed_is_not_installe
     config, setup = tmp_path / "zero3.yaml", tmp_path / "setup.py"
     config.write_text(text)
     setup.write_text("get_trainer = None\n")
-    assert accelerate_entry.uses_deepspeed(config) is asked
+    assert (AccelerateConfig.read(config).kind == DEEPSPEED) is asked
     if asked:
         given = ["train", str(setup), "--master-device-id", "cpu", "--accelerate-config", str(config), "--dry-run"]
         assert cli_main(given) == 2
         assert "asks for DeepSpeed, which is not installed here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["a: [", "- gpu_ids", "num_processes: many", "", "fsdp_config: 3"])
+def test_what_is_no_configuration_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UsageError, match=r"a.yaml is no configuration of accelerate: \S.*`accelerate config` writes"):
+        AccelerateConfig.read(tmp_path / "a.yaml")

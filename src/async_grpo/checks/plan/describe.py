@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from async_grpo.checks import probe
 from async_grpo.checks.plan.facts import Parameters, Question, Shape, TrainerFacts
-from async_grpo.errors import AsyncGRPOError, UsageError
+from async_grpo.errors import AsyncGRPOError
 from async_grpo.redaction import Redactor
 from async_grpo.roles.plain_trl import require_problems
 from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import TrainingSettings
+from async_grpo.setup.accelerate_config import DEEPSPEED, FSDP, AccelerateConfig
 from async_grpo.setup.devices import CPU, check_torch_sees
 from async_grpo.setup.generator_choice import (
     check_generator_options,
@@ -48,7 +47,9 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
     try:
         check_torch_sees(question.device)
         _make_no_folder()
-        ranks = _Ranks.named_in(question.accelerate_config) if question.accelerate_config is not None else None
+        ranks = None if question.accelerate_config is None else AccelerateConfig.read(question.accelerate_config)
+        if ranks is not None:
+            _count_batches_as(ranks)
         trainer = load_trainer(
             question.config,
             engine_here=False,
@@ -70,7 +71,7 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
     return answer
 
 
-def _distributed(trainer: GRPOTrainer, question: Question, ranks: _Ranks | None) -> dict[str, str]:
+def _distributed(trainer: GRPOTrainer, question: Question, ranks: AccelerateConfig | None) -> dict[str, str]:
     """Facts that only a distributed run decides. Raises where its start would refuse."""
     from async_grpo.training.loop import refuse
     from async_grpo.training.sharding import refuse_publish_dtype
@@ -78,7 +79,7 @@ def _distributed(trainer: GRPOTrainer, question: Question, ranks: _Ranks | None)
     settings = question.settings
     generator = choose_generator(question.generator, trainer, on_gpu=question.device != CPU)
     if ranks is not None:
-        ranks.refuse_first_fsdp(trainer)
+        _refuse_first_fsdp(ranks, trainer)
         refuse_publish_dtype(settings.publish_dtype, sharded=ranks.shares_weights)
     refuse(trainer, settings, generator)
     check_generator_options(
@@ -108,65 +109,29 @@ def _make_no_folder() -> None:
     TrainingArguments.should_save = property(lambda self: False)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ranks:
-    """The processes that there will be, as an accelerate configuration says."""
+def _count_batches_as(ranks: AccelerateConfig) -> None:
+    """Let TRL do its arithmetic of batches as in each of the processes."""
+    from transformers import TrainingArguments
 
-    processes: int
-    kind: str  # FSDP, DEEPSPEED, or another
-    zero_stage: int | None = None  # of DeepSpeed
-    fsdp_version: int | None = None
-
-    @classmethod
-    def named_in(cls, accelerate_config: Path) -> _Ranks:
-        """Also lets TRL do its arithmetic of batches as in each of them."""
-        from accelerate.commands.config.config_args import load_config_from_file
-        from transformers import TrainingArguments
-
-        config = load_config_from_file(str(accelerate_config))
-        processes = int(config.num_processes)
-        TrainingArguments.world_size = property(lambda self: processes)
-        kind = str(getattr(config.distributed_type, "value", config.distributed_type))
-        stage = _zero_stage(config.deepspeed_config) if kind == "DEEPSPEED" else None
-        version = int(config.fsdp_config.get("fsdp_version", 1)) if kind == "FSDP" else None
-        return cls(processes, kind, stage, version)
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether no process has all of them."""
-        return self.kind == "FSDP" or self.zero_stage == 3
-
-    @property
-    def sharded_over(self) -> int:
-        return self.processes if self.shares_weights else 1
-
-    def layout(self, trainer: GRPOTrainer) -> Layout:
-        """The layout of the checkpoints that the trainer will write in them."""
-        from async_grpo.training.sharding import DEEPSPEED, FSDP, Layout, layout_of
-
-        if self.kind == "DEEPSPEED":
-            return Layout(DEEPSPEED, self.processes)
-        return Layout(FSDP) if self.kind == "FSDP" else layout_of(trainer)
-
-    def refuse_first_fsdp(self, trainer: GRPOTrainer) -> None:
-        from async_grpo.training.sharding import fsdp_of_version_1
-
-        if self.fsdp_version not in (None, 2) and not trainer.args.fsdp:  # else the GRPOConfig says the version
-            raise fsdp_of_version_1()
+    TrainingArguments.world_size = property(lambda self: ranks.processes)
 
 
-def _zero_stage(settings: Mapping[str, Any]) -> int:
-    """DeepSpeed's stage, which an accelerate configuration has itself or in the file that it names."""
-    file = settings.get("deepspeed_config_file")
-    if file is None:
-        return int(settings.get("zero_stage", 2))
-    try:
-        return int(json.loads(Path(file).read_text(encoding="utf-8"))["zero_optimization"]["stage"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UsageError(
-            f"{file}, the deepspeed_config_file of the accelerate configuration, names no stage of ZeRO: {error!r}. "
-            'It must be a file of JSON with {"zero_optimization": {"stage": 3}}; a relative path counts from here.'
-        ) from error
+def _layout(ranks: AccelerateConfig | None, trainer: GRPOTrainer) -> Layout:
+    """The layout of the checkpoints that the trainer will write."""
+    from async_grpo.training import sharding
+
+    if ranks is None or ranks.kind not in (DEEPSPEED, FSDP):
+        return sharding.layout_of(trainer)
+    return (
+        sharding.Layout(sharding.FSDP) if ranks.kind == FSDP else sharding.Layout(sharding.DEEPSPEED, ranks.processes)
+    )
+
+
+def _refuse_first_fsdp(ranks: AccelerateConfig, trainer: GRPOTrainer) -> None:
+    from async_grpo.training.sharding import fsdp_of_version_1
+
+    if ranks.kind == FSDP and ranks.fsdp_version != 2 and not trainer.args.fsdp:  # else the GRPOConfig says the version
+        raise fsdp_of_version_1()
 
 
 def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | None = None) -> TrainerFacts:
@@ -303,7 +268,7 @@ def _tokens(prompt: Any, tokenizer: Any) -> int:
     return len(ids["input_ids"])
 
 
-def _checkpoints(trainer: GRPOTrainer, question: Question, ranks: _Ranks | None) -> dict[str, str]:
+def _checkpoints(trainer: GRPOTrainer, question: Question, ranks: AccelerateConfig | None) -> dict[str, str]:
     """Where checkpoints go, which one a resume continues from, and what else is there.
 
     Raises:
@@ -311,7 +276,6 @@ def _checkpoints(trainer: GRPOTrainer, question: Question, ranks: _Ranks | None)
     """
     from async_grpo.archive import output_dir
     from async_grpo.training.checkpoints import check_checkpoint
-    from async_grpo.training.sharding import layout_of
 
     assert question.run_dir is not None
     setting, state = trainer.args.output_dir, None
@@ -319,8 +283,7 @@ def _checkpoints(trainer: GRPOTrainer, question: Question, ranks: _Ranks | None)
         state = RunDir(question.run_dir).read_state()
     found = output_dir.find_checkpoint(setting, state, question.run_dir) if state is not None else None
     if found and state is not None:
-        layout = ranks.layout(trainer) if ranks is not None else layout_of(trainer)
-        check_checkpoint(trainer, state, found, layout, RunDir(question.run_dir))
+        check_checkpoint(trainer, state, found, _layout(ranks, trainer), RunDir(question.run_dir))
     place, run_id = output_dir.absolute(setting, state, question.run_dir), state.run_id if state is not None else ""
     output_dir.refuse_another_runs(place, run_id, question.run_dir)
     return {

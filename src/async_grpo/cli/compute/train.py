@@ -20,6 +20,7 @@ from async_grpo.errors import UsageError
 from async_grpo.launch.devices import choose_weights, plan_devices
 from async_grpo.rundir.lifecycle import preview
 from async_grpo.settings import LaunchSettings, TrainingSettings, WorkerSettings
+from async_grpo.setup.accelerate_config import DEEPSPEED, AccelerateConfig
 from async_grpo.setup.devices import CPU, check_torch_sees, check_weights, choose_device, hold_to_device
 from async_grpo.setup.generator_choice import STARTED_SERVER, choose_generator
 
@@ -200,20 +201,20 @@ def _has_its_own_server(args: argparse.Namespace, run_dir: Path | None, device: 
 
 
 def _distributed(args: argparse.Namespace) -> int:
-    from async_grpo.launch.accelerate_entry import gpus_of
     from async_grpo.launch.launcher import LaunchOptions, launch
 
     if args.device is not None:
         raise UsageError("--device is for one process. Distributed: --master-device-id and --worker-device-ids.")
-    _check_accelerate_config(args)
+    ranks = _ranks(args)
     if args.generator is not None:  # is it installed? What a setup file asks for is known once it is loaded
         choose_generator(args.generator, None, on_gpu=False)
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
     check_weights(args.weights, master)
-    ranks = gpus_of(args.accelerate_config) if args.accelerate_config and master != CPU else []
     settings = options.gathered(TrainingSettings, args)
     settings.check()
-    training = choose_weights(settings, ranks[0] if ranks else master, workers, args.server_devices)
+    training = choose_weights(
+        settings, ranks.gpus[0] if ranks.gpus and master != CPU else master, workers, args.server_devices
+    )
     launched = LaunchOptions(
         config=args.config.absolute(),
         run_dir=args.run_dir.absolute(),
@@ -237,16 +238,12 @@ def _distributed(args: argparse.Namespace) -> int:
     return launch(launched)
 
 
-def _check_accelerate_config(args: argparse.Namespace) -> None:
-    from async_grpo.launch.accelerate_entry import uses_deepspeed
-
+def _ranks(args: argparse.Namespace) -> AccelerateConfig:
+    """The processes of the trainer. `UsageError`: they cannot be had here, or leave the workers' GPUs open."""
     if args.accelerate_config is None:
-        return
-    if not args.accelerate_config.is_file():
-        raise UsageError(
-            f"There is no accelerate configuration {args.accelerate_config}. examples/accelerate/ has some."
-        )
-    if uses_deepspeed(args.accelerate_config) and find_spec("deepspeed") is None:
+        return AccelerateConfig()
+    ranks = AccelerateConfig.read(args.accelerate_config)
+    if ranks.kind == DEEPSPEED and find_spec("deepspeed") is None:
         raise UsageError(
             f"{args.accelerate_config} asks for DeepSpeed, which is not installed here: pip install "
             "'async-grpo[deepspeed]' (it is built from its sources). Without it, FSDP2 shards weights, gradients and "
@@ -257,3 +254,4 @@ def _check_accelerate_config(args: argparse.Namespace) -> None:
             "The trainer takes the GPUs that the accelerate configuration names (gpu_ids), so say which are left for "
             "the workers: --worker-device-ids 2,3."
         )
+    return ranks
