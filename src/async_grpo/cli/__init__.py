@@ -127,14 +127,12 @@ def _write_no_more() -> None:
 
 
 def _run(argv: list[str]) -> int:
-    import argparse  # inside `main`, which ends quietly on Ctrl-C: these imports take most of the first moments
-
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name need not be text
     if not argv or argv[0] not in COMMANDS:
         return _top_level(argv)
     command = command_module(argv[0])
-    args = _parsed(command.build_parser(), argv[1:], argparse.Namespace(command_line=argv[1:]))
+    args = _parsed(command.build_parser(), argv[1:])
     code = int(command.run(args))
     sys.stdout.flush()
     return code
@@ -172,10 +170,10 @@ def _top_level(argv: list[str]) -> int:
     return 2
 
 
-def _parsed(parser: Any, argv: list[str], namespace: Any = None) -> Any:
+def _parsed(parser: Any, argv: list[str]) -> Any:
     """Parse a command line. What `--help` prints is written when this ends: a full disk is an error."""
     try:
-        return parser.parse_args(argv, namespace)
+        return parser.parse_args(argv)
     except SystemExit:
         sys.stdout.flush()
         raise

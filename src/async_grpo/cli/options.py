@@ -25,7 +25,7 @@ SHORT_FLAGS = {"steps": ("-s",), "num_workers": ("-n",), "quiet": ("-q",)}
 PROCESSES = ("num_workers", "master_device_id", "worker_device_ids")
 LEFT_OUT_SHOWN = 3
 _NOT_KEPT = (
-    *("command_line", "trl_arguments", "config", "run_dir", "resume", "overwrite"),
+    *("given", "trl_arguments", "config", "run_dir", "resume", "overwrite"),
     *("dry_run", "distributed", "launched_by"),
 )
 _OF_EVERY_TRAINING = ("steps", "seed", "set", "run_name", "run_group", "run_tags")  # in one process, too
@@ -49,7 +49,7 @@ def resumed(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
     state = RunDir(args.run_dir).read_state(accepted=True)
     if state is None:
         return args
-    given = parser.given(args.command_line)
+    given = {name: getattr(args, name) for name in args.given}
     recalled = run_options.recall(state, given, parser.read)
     config = args.config if "config" in given else _begun_with(state)
     for change in [*run_options.config_change(state, config), *recalled.changes]:

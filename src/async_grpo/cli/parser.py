@@ -15,6 +15,10 @@ _UNKNOWN = "unrecognized arguments: "
 USAGE_LINES = 4  # of a usage that names the options; a longer one would hide what comes after it
 
 
+class _Absent(list[Any]):
+    """Takes the place of each default while a command line is read. A list, so that an option may append to it."""
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser that can tell what a command line gave from what it left to the defaults.
 
@@ -24,19 +28,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **more: Any) -> None:
         more.setdefault("allow_abbrev", False)
         super().__init__(*args, **more)
-
-    def given(self, arguments: Sequence[str]) -> dict[str, Any]:
-        """The arguments that a valid command line has, by name."""
-        defaults = [(action, action.default) for action in self._actions]
-        absent = object()
-        for action, default in defaults:
-            action.default = default if default is argparse.SUPPRESS else absent
-        try:
-            found = vars(self.parse_args(arguments))
-        finally:
-            for action, default in defaults:
-                action.default = default
-        return {name: value for name, value in found.items() if value is not absent}
 
     def read(self, name: str, value: Any) -> Any:
         """The value of option `name` in `run.json`. `KeyError`: no such option; `ValueError`: no value of it."""
@@ -56,8 +47,23 @@ class Parser(argparse.ArgumentParser):
         return read
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in `argparse`, with `--max_staleness` as another spelling of `--max-staleness`."""
-        found, rest = super().parse_known_args(list(_dashed(sys.argv[1:] if args is None else args)), namespace)
+        """As in `argparse`, with `--max_staleness` as another spelling of `--max-staleness`.
+
+        `given` has the names of what the command line gave, without what it left to the defaults.
+        """
+        absent = _Absent()
+        defaults = [(action, action.default) for action in self._actions if action.default is not argparse.SUPPRESS]
+        for action, _ in defaults:
+            action.default = absent
+        try:
+            found, rest = super().parse_known_args(list(_dashed(sys.argv[1:] if args is None else args)), namespace)
+        finally:
+            for action, default in defaults:
+                action.default = default
+        by_name = {action.dest: default for action, default in reversed(defaults)}  # of two flags the first one's
+        found.given = frozenset(name for name in by_name if getattr(found, name) is not absent)
+        for name in by_name.keys() - found.given:
+            setattr(found, name, by_name[name])
         for action in self._actions:
             values = getattr(found, action.dest, None) if isinstance(action, Assign) else None
             if isinstance(values, dict):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from async_grpo.cli import options
 from async_grpo.cli.compute.modes import refuse_without_effect
@@ -79,12 +78,11 @@ def build_parser() -> Parser:
 def run(args: argparse.Namespace) -> int:
     from async_grpo_experiments.sweeps.sweep import run_sweep
 
-    given = build_parser().given(args.command_line)
     if args.resume:
-        sweep = _resumed(args, given)
+        sweep = _resumed(args)
         begun_with = [*sweep.arguments, *as_sets(sweep.settings)]
         return run_sweep(sweep, _settings(build_parser().parse_args(begun_with), sweep), resume=True)
-    sweep = _sweep(args, given)
+    sweep = _sweep(args)
     plan.check(sweep)
     return run_sweep(sweep, _settings(args, sweep), resume=False)
 
@@ -98,7 +96,7 @@ def _settings(args: argparse.Namespace, sweep: Sweep) -> TrainingSettings:
     return settings
 
 
-def _sweep(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
+def _sweep(args: argparse.Namespace) -> Sweep:
     from async_grpo.setup.setup_file import check_setup_file
 
     setup = args.config or (DATASET_SETUP if args.dataset else None)
@@ -108,9 +106,9 @@ def _sweep(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
     setup = setup_file(setup)
     check_setup_file(setup)
     if args.mode == "trl":
-        _refuse_for_plain_trl(given)
+        _refuse_for_plain_trl(args.given)
     else:
-        refuse_without_effect(given, args)
+        refuse_without_effect(args)
     if own := [name for name in ("output_dir", "run_name") if name in (args.set or {})]:
         raise UsageError(f"--set {own[0]}: each run of a sweep has its own. Choose --output-base and --run-prefix.")
     return Sweep(
@@ -126,21 +124,21 @@ def _sweep(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
         gpus_per_run=args.gpus_per_run,
         num_instances=args.num_instances,
         stagger_s=args.stagger,
-        arguments=tuple(_arguments(args, given)),
+        arguments=tuple(_arguments(args)),
         settings=dict(args.set or {}),
     )
 
 
-def _arguments(args: argparse.Namespace, given: Mapping[str, Any]) -> list[str]:
+def _arguments(args: argparse.Namespace) -> list[str]:
     """The options of `train` that the command line gave, as flags again."""
-    flags = ["--num-workers", str(args.num_workers)] if "num_workers" in given else []
+    flags = ["--num-workers", str(args.num_workers)] if "num_workers" in args.given else []
     for kind, name in _OF_TRAIN:
-        if name in given:
+        if name in args.given:
             flags += as_flags(kind(**{name: getattr(args, name)}), only=[name])
     return flags
 
 
-def _refuse_for_plain_trl(given: Mapping[str, Any]) -> None:
+def _refuse_for_plain_trl(given: Collection[str]) -> None:
     known = ("steps", "eval_every", "delta_every", "full_every", "delta_keep", "server_timeout")
     unused = [flag_name(name) for _, name in _OF_TRAIN if name in given and name not in known]
     unused += ["--num-workers"] if "num_workers" in given else []
@@ -148,9 +146,9 @@ def _refuse_for_plain_trl(given: Mapping[str, Any]) -> None:
         raise UsageError(f"{', '.join(unused)}: plain TRL (--mode trl) has no such option. Leave it out.")
 
 
-def _resumed(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
+def _resumed(args: argparse.Namespace) -> Sweep:
     """The sweep to continue, with the options that it was begun with."""
-    if other := sorted(set(given) - {*_PLACES, "resume", "command_line"}):
+    if other := sorted(args.given - {*_PLACES, "resume"}):
         raise UsageError(
             f"A resumed sweep has the options that it was begun with: leave {', '.join(map(flag_name, other))} out."
         )
@@ -163,7 +161,8 @@ def _resumed(args: argparse.Namespace, given: Mapping[str, Any]) -> Sweep:
             f"{args.config} does not exist: neither a sweep's folder nor a setup file has this name now. Name the "
             "folder of the sweep to continue, as it is called now."
         )
-    return plan.own(_sweep(argparse.Namespace(**{**vars(args), "resume": False}), {}).folder)
+    begun = argparse.Namespace(**{**vars(args), "resume": False, "given": frozenset()})
+    return plan.own(_sweep(begun).folder)
 
 
 def not_negative_seconds(text: str) -> float:

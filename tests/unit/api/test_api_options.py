@@ -46,7 +46,8 @@ def test_a_default_that_is_given_changes_nothing() -> None:
         for field in fields(settings)
         if field.default is not None
     }
-    assert vars(parsed(**defaults)) == vars(parsed())
+    given, default = vars(parsed(**defaults)), vars(parsed())
+    assert {**given, "given": None} == {**default, "given": None}
 
 
 @pytest.mark.parametrize(

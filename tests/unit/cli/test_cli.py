@@ -342,7 +342,7 @@ def test_naming_devices_implies_distributed(
 ) -> None:
     chosen: list[str] = []
     monkeypatch.setattr(train_command, "_distributed", lambda args: chosen.append("distributed") or 0)
-    monkeypatch.setattr(train_command, "_single", lambda args, given: chosen.append("single") or 0)
+    monkeypatch.setattr(train_command, "_single", lambda args: chosen.append("single") or 0)
     assert main(["train", str(setup_file), *implied_by]) == 0
     assert main(["train", str(setup_file), "--device", "cpu"]) == 0
     assert chosen == ["distributed", "single"]

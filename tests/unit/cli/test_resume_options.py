@@ -12,6 +12,7 @@ import pytest
 
 from async_grpo.cli import main
 from async_grpo.cli.compute import server, train
+from async_grpo.cli.parser import Parser
 from async_grpo.launch import launcher
 from async_grpo.launch.launcher import LaunchOptions
 from async_grpo.rundir import paths as runs
@@ -61,6 +62,15 @@ def test_a_plain_resume_has_every_option_of_the_run(launched: Launched, command:
     first, second = launched
     assert same_but_resumed(first, second)
     assert (second.training.steps, str(second.training.keep_done), second.worker_timeout_s) == (30, "2000000KB", 9.0)
+
+
+def test_a_command_line_is_parsed_once(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[Any] = []
+    parse = Parser.parse_known_args
+    monkeypatch.setattr(Parser, "parse_known_args", lambda self, *given: parsed.append(given) or parse(self, *given))
+    assert main(["train", "my trainer.py", *BEGUN]) == 0
+    assert main(["train", "--resume"]) == 0
+    assert len(parsed) == 2
 
 
 def test_the_printed_command_continues_the_run_as_it_was(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,11 @@ def _recalled(args: argparse.Namespace) -> argparse.Namespace:
     if state is None:
         return args
     kept = {name: value for name, value in state.options.items() if name in _SAMPLED_WITH}
-    recalled = recall(replace(state, options=kept), parser.given(args.command_line), parser.read) if kept else None
+    recalled = (
+        recall(replace(state, options=kept), {name: getattr(args, name) for name in args.given}, parser.read)
+        if kept
+        else None
+    )
     for change in recalled.changes if recalled is not None else ():
         print(printable(f"resuming the evaluation in {args.run_dir}: {change}"))
     return argparse.Namespace(**{**vars(args), **(recalled.options if recalled is not None else {})})

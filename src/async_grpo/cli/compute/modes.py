@@ -33,13 +33,9 @@ _NO_VERSIONS = "no versions are kept without --delta-every. Give it, too, or lea
 _OF_EVALUATIONS = ("eval_replicates", "eval_k", "eval_temperature", "eval_top_p", "eval_top_k")
 
 
-def refuse_in_one_process(given: Collection[str], args: argparse.Namespace) -> None:
-    """Raise `UsageError` for what the command line gave and plain TRL in one process would not look at.
-
-    Args:
-        given: the names of the options that the command line gave.
-    """
-    if unused := [name for name in given if name not in IN_ONE_PROCESS]:
+def refuse_in_one_process(args: argparse.Namespace) -> None:
+    """Raise `UsageError` for what the command line gave and plain TRL in one process would not look at."""
+    if unused := [name for name in vars(args) if name in args.given and name not in IN_ONE_PROCESS]:
         how = "add --distributed" if args.device is None else "take --distributed in place of --device"
         raise UsageError(
             f"{_flags(unused)}: for distributed runs only; plain TRL in one process would ignore it. Leave it out, or "
@@ -51,16 +47,16 @@ def refuse_in_one_process(given: Collection[str], args: argparse.Namespace) -> N
             f"--generator {args.generator}: in one process TRL itself generates, with what the GRPOConfig says. Take "
             f"--set {instead} in its place, or add --distributed."
         )
-    if "full_every" in given and not args.delta_every:
+    if "full_every" in args.given and not args.delta_every:
         raise UsageError(f"{_flags(['full_every'])}: {_NO_VERSIONS}")
     given_to_server = {"server_devices": args.server_devices, "server_timeout": args.server_timeout}
     check_generator_options(args.generator or HF, **given_to_server)
 
 
-def refuse_without_effect(given: Collection[str], args: argparse.Namespace) -> None:
+def refuse_without_effect(args: argparse.Namespace) -> None:
     """Raise `UsageError` for what the command line gave and a distributed run with its other options would not use."""
     for names, reason in _without_effect(args):
-        if unused := [name for name in names if name in given and getattr(args, name) is not None]:
+        if unused := [name for name in names if name in args.given and getattr(args, name) is not None]:
             raise UsageError(f"{_flags(unused)}: {reason}")
     if "generator" in args:  # the server's command has no workers
         is_known = args.generator is not None  # else the setup file and the machine decide: the worker looks again

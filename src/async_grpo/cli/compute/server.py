@@ -40,14 +40,13 @@ def run(args: argparse.Namespace) -> int:
     rank, ranks = rank_of_launch(os.environ)
     by_hand = args.launched_by is None
     if by_hand:
-        given = build_parser().given(args.command_line)
-        use_arguments(args, names_a_file="config" in given)
+        use_arguments(args)
     if by_hand and args.resume:
         args = options.resumed(build_parser(), args)
         if options.nothing_to_do(args):
             return 0
     if by_hand:
-        refuse_without_effect(given, args)
+        refuse_without_effect(args)
         options.gathered(TrainingSettings, args).check()
     device = choose_device(args.device)
     check_weights(args.weights, device)

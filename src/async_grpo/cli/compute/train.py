@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import fields
 from importlib.util import find_spec
@@ -77,8 +76,7 @@ def _add_processes(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     from async_grpo.setup.setup_file import check_setup_file
 
-    given = build_parser().given(args.command_line)
-    use_arguments(args, names_a_file="config" in given)
+    use_arguments(args)
     if args.resume:
         named, args = args.device, options.resumed(build_parser(), args)
         args.device = named  # a server by hand has an option of this name, which means another thing here
@@ -94,20 +92,20 @@ def run(args: argparse.Namespace) -> int:
     if args.gpu_memory is not None and not args.dry_run:
         raise UsageError("--gpu-memory is for a plan of what would fit: add --dry-run.")
     check_setup_file(args.config)
-    if args.resume or given.keys() & IMPLY_DISTRIBUTED:
-        refuse_without_effect(given, args)
+    if args.resume or args.given & IMPLY_DISTRIBUTED:
+        refuse_without_effect(args)
         return _distributed(args)
-    refuse_in_one_process(given, args)
-    return _single(args, given)
+    refuse_in_one_process(args)
+    return _single(args)
 
 
-def _single(args: argparse.Namespace, given: Collection[str]) -> int:
+def _single(args: argparse.Namespace) -> int:
     from async_grpo.setup.process import keep_freed_memory, own_compile_cache, set_up_log
 
     options.gathered(TrainingSettings, args).check()
     device = choose_device(args.device)
-    run_dir = args.run_dir.absolute() if "run_dir" in given else None
-    eval_every = args.eval_every if "eval_every" in given else None
+    run_dir = args.run_dir.absolute() if "run_dir" in args.given else None
+    eval_every = args.eval_every if "eval_every" in args.given else None
     serves = _has_its_own_server(args, run_dir, device)
     if args.dry_run:
         from async_grpo.checks.plan.dry_run import plan_single

@@ -31,17 +31,14 @@ class TrainParser(Parser):
         return what_it_is(unknown.removeprefix("--").replace("-", "_")) or super().hint(unknown)
 
 
-def use_arguments(args: argparse.Namespace, *, names_a_file: bool) -> None:
+def use_arguments(args: argparse.Namespace) -> None:
     """Where the command line is TRL's, make `args.config` the setup file for it, and `args.trl` the record of it.
-
-    Args:
-        names_a_file: the command line does; else `args.config` is the default.
 
     Raises:
         UsageError: TRL would refuse it, or it does not go with what else is asked for.
     """
     given: list[str] = getattr(args, "trl_arguments", [])  # `train` alone takes them
-    file: Path | None = args.config if names_a_file else None
+    file: Path | None = args.config if "config" in args.given else None
     if file is None and given and not args.resume:
         trl = TRLArguments.here(None, given)
     elif file is not None and is_yaml(file):
