@@ -98,8 +98,11 @@ def all_are_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("all_are_strangers")
-def test_connections_of_other_users_take_no_agent_its_own_and_the_worker_few_files(served: Served) -> None:
-    """An agent's request is read when they have filled all places."""
+def test_connections_of_other_users_take_no_agent_its_own_and_the_worker_few_files(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent's request is read when they have filled all places, and those that come at once go at once."""
+    monkeypatch.setattr(doors, "KEY_S", 600.0)
     with served.connect_by_socket() as agents:
         idle = [served.connect() for _ in range(3 * doors.MOST_STRANGERS)]
         for client in idle:
