@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip
 # Pinned, so that where a CPU build of this torch is offered it is the one that is taken.
 CONSTRAINTS := -c constraints.txt
 
-.PHONY: same-python venv venv-test venv-bench bench docs demo test test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm test-trackers test-zero3 test-envs test-sagemaker bench-vllm clean
+.PHONY: same-python venv venv-test venv-bench bench docs demo test test-quick test-fast test-unit chaos fuzz gpu test-matrix test-trl-next test-vllm chaos-vllm test-trackers test-zero3 test-envs test-sagemaker bench-vllm clean
 
 venv: $(VENV)/.installed
 venv-test: $(VENV)/.installed-test
@@ -53,6 +53,13 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(B
 test: venv-test
 	$(LINT)
 	$(PYTEST)
+
+# What imports no torch and starts no process, found by tests/quick.py; how many there are at least.
+QUICK ?= 1500
+
+test-quick: venv-test
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(PYTEST) tests/unit tests/fuzz --quick $(QUICK)
 
 test-fast: venv-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports
