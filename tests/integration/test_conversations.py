@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
 from compared_with_trl import settings
 from in_process import QWEN3_CHAT_TEMPLATE, ScriptedGenerator, build_tokenizer
-from trl import GRPOTrainer
-from trl_contract import moved
 
-from async_grpo.envs import conversations as hooks
 from async_grpo.envs import with_tags
 from async_grpo.envs.conversations import Conversation, Lockstep
 from async_grpo.errors import UnsupportedError, UserCodeExit
@@ -24,13 +20,6 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 TURN = "<|im_start|>assistant\n"
-
-
-def test_the_hooks_of_trl_are_there() -> None:
-    for hook in hooks.HOOKS:
-        assert hasattr(GRPOTrainer, hook), moved(hook, "is gone", hooks.__name__)
-    sample = inspect.signature(GRPOTrainer._generate_single_turn)
-    assert [*sample.parameters][1:5] == ["prompt_ids", "images", "multimodal_fields", "num_generations"]
 
 
 def trainer_of(tmp_path: Path, batches: list[int], tokens: int = 200, chat_template: str = CHATML) -> Any:

@@ -26,14 +26,11 @@ from in_process import (
 )
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
-from trl_contract import moved
 
 from async_grpo.errors import UsageError
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
-from async_grpo.rollout.turns import dialogue as hooks
 
 pytestmark = pytest.mark.integration
-DIALOGUE = "async_grpo.rollout.turns.dialogue"
 
 
 def written(*calls: tuple[str, Any]) -> str:
@@ -292,16 +289,3 @@ def test_a_limit_of_turns_needs_tools(tmp_path: Path) -> None:
     assert worker.trl.trainer.max_tool_calling_iterations == 1
     with pytest.raises(UsageError, match="--max-turns limits how often a completion calls tools"):
         InProcessWorker(settings(tmp_path, {})()).trl.limit_turns(1)
-
-
-def test_the_hooks_of_trls_tool_loop() -> None:
-    expected = {
-        "_tool_call_loop": "prompts prompt_ids completion_ids completions logprobs images multimodal_fields",
-        "_get_tool_suffix_ids": "tool_messages",
-    }
-    for name in hooks.HOOKS:
-        assert hasattr(GRPOTrainer, name), moved(f"GRPOTrainer.{name}", "is gone", DIALOGUE)
-    for name, parameters in expected.items():
-        code = getattr(GRPOTrainer, name).__code__
-        found = code.co_varnames[1 : code.co_argcount]
-        assert found == tuple(parameters.split()), moved(f"GRPOTrainer.{name}", f"takes {found}", DIALOGUE)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib.util
 import inspect
 from pathlib import Path
 from typing import Any
@@ -15,58 +16,31 @@ from typing import Any
 import pytest
 from in_process import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, letters
 from trl import GRPOConfig, GRPOTrainer
-from trl_contract import LOSS, ON_CPU, PROMPTS, ROLLOUT, SHARDING, TRAINING, moved, twice
+from trl_contract import LOSS, PROMPTS, ROLLOUT, SHARDING, TRAINING, moved, twice
+from trl_hooks import (
+    ATTRIBUTES,
+    ELSEWHERE,
+    EVERY,
+    GENERATING_WITH_ENVIRONMENTS,
+    GENERATING_WITH_TOOLS,
+    HOOKS,
+    METHODS,
+    ROOT,
+    WITH_ENVIRONMENTS,
+    assigned_to_self,
+    is_private,
+    modules,
+    touched,
+    users,
+)
 
-from async_grpo.rollout import trl_trainer as rollout_hooks
 from async_grpo.setup.grpo_config.values import field_types, parsed
 from async_grpo.setup.overrides import HONOURED
 from async_grpo.training import trl_trainer as training_hooks
-from async_grpo.training.corrections import trl_loss as loss_hooks
 
 pytestmark = pytest.mark.integration
 
-PARAMETERS: dict[str, tuple[str, ...]] = {
-    "_generate": ("prompts",),
-    "_tokenize_prompts": ("prompts",),
-    "_generate_single_turn": (
-        "prompt_ids",
-        "images",
-        "multimodal_fields",
-        "num_generations",
-        "has_tool_images",
-    ),
-    "_calculate_rewards": ("inputs", "prompts", "completions", "completion_ids_list"),
-    "_generate_and_score_completions": ("inputs",),
-    "_compute_loss": ("model", "inputs"),
-    "_save_checkpoint": ("model", "trial"),
-    "_get_output_dir": ("trial",),
-    "_push_from_checkpoint": ("checkpoint_folder",),
-    "_load_rng_state": ("checkpoint",),
-    "_load_optimizer_and_scheduler": ("checkpoint",),
-    "_get_train_sampler": ("dataset",),
-    "_remove_unused_columns": ("dataset", "description"),
-    "_log_completion_extra": ("column", "values"),
-    "_log_metric": ("name", "value"),
-    "_get_per_token_logps_and_entropies": (
-        "model",
-        "input_ids",
-        "attention_mask",
-        "logits_to_keep",
-        "batch_size",
-        "compute_entropy",
-    ),
-}
-"""Of each hook the parameters that we pass, override or rely on; TRL may have more after them."""
-
-ATTRIBUTES: dict[str, tuple[str, ...]] = {
-    "_metrics": (TRAINING, ROLLOUT),
-    "_tokenizer": (LOSS, ROLLOUT),
-    "_step": (TRAINING,),
-    "_buffered_inputs": (TRAINING,),
-    "_image_pad_token_id": (ROLLOUT,),
-    "_video_pad_token_id": (ROLLOUT,),
-    "_pending_metrics": (ROLLOUT,),
-    "_pending_extra_logs": (ROLLOUT,),
+READ: dict[str, tuple[str, ...]] = {
     "environments": (TRAINING, ROLLOUT),
     "environment_factories": (TRAINING, ROLLOUT),
     "rollout_func": (TRAINING, ROLLOUT),
@@ -87,24 +61,10 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "is_deepspeed_enabled": (TRAINING, SHARDING),
     "is_fsdp_enabled": (SHARDING,),
     "callback_handler": (TRAINING,),
-    "_load_best_model": (ON_CPU,),
     "accelerator": (TRAINING, ROLLOUT),
     "state": (TRAINING, ROLLOUT),
 }
-
-WITH_ENVIRONMENTS = {"_environment_pool": ROLLOUT}
-"""Attributes of a trainer that has environments."""
-
-WHILE_GENERATING_WITH_ENVIRONMENTS = {"_batch_environments": TRAINING, "_multi_environment": TRAINING}
-"""Attributes of a trainer that has environments, which say the one of each row."""
-
-WHILE_GENERATING_WITH_TOOLS = {"_sync_tool_dicts": ROLLOUT}
-"""Attributes of a trainer with tools, made for each batch."""
-
-
-def modules_with(hook: str) -> list[str]:
-    names = [(TRAINING, training_hooks.HOOKS), (LOSS, loss_hooks.HOOKS), (ROLLOUT, rollout_hooks.HOOKS)]
-    return [module for module, hooks in names if hook in hooks]
+"""Public attributes; the private ones are in `trl_hooks`."""
 
 
 @pytest.fixture
@@ -115,20 +75,21 @@ def trainer(tmp_path: Path) -> GRPOTrainer:
 # --- Names and signatures ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hook", sorted({*training_hooks.HOOKS, *loss_hooks.HOOKS, *rollout_hooks.HOOKS}))
+@pytest.mark.parametrize("hook", METHODS)
 def test_hook_has_its_parameters(hook: str) -> None:
-    modules = modules_with(hook)
     method = getattr(GRPOTrainer, hook, None)
-    assert callable(method), moved(f"GRPOTrainer.{hook}", "is gone", *modules)
-    names = tuple(inspect.signature(method).parameters)[1:]
-    expected = PARAMETERS[hook]
-    assert names[: len(expected)] == expected, moved(f"GRPOTrainer.{hook}", f"takes {names}, not {expected}", *modules)
+    assert callable(method), moved(f"GRPOTrainer.{hook}", "is gone", *users(hook))
+    parameters = list(inspect.signature(inspect.unwrap(method)).parameters.values())[1:]
+    names, expected = tuple(parameter.name for parameter in parameters), METHODS[hook]
+    assert names[: len(expected)] == expected, moved(
+        f"GRPOTrainer.{hook}", f"takes {names}, not {expected}", *users(hook)
+    )
     required = [
-        name
-        for name, parameter in list(inspect.signature(method).parameters.items())[1 + len(expected) :]
+        parameter.name
+        for parameter in parameters[len(expected) :]
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
-    assert not required, moved(f"GRPOTrainer.{hook}", f"now also requires {required}", *modules)
+    assert not required, moved(f"GRPOTrainer.{hook}", f"now also requires {required}", *users(hook))
 
 
 def test_of_every_method_it_is_known_what_an_override_does() -> None:
@@ -139,9 +100,10 @@ def test_of_every_method_it_is_known_what_an_override_does() -> None:
         pytest.fail(moved(f"GRPOTrainer.{name}", "is new", "async_grpo.setup.overrides"))
 
 
-@pytest.mark.parametrize("attribute", ATTRIBUTES)
+@pytest.mark.parametrize("attribute", [*READ, *(name for name in ATTRIBUTES if HOOKS[name].where == EVERY)])
 def test_trainer_has_the_attribute(attribute: str, trainer: GRPOTrainer) -> None:
-    assert hasattr(trainer, attribute), moved(f"GRPOTrainer.{attribute}", "is gone", *ATTRIBUTES[attribute])
+    change = moved(f"GRPOTrainer.{attribute}", "is gone", *(READ.get(attribute) or users(attribute)))
+    assert hasattr(trainer, attribute), change
 
 
 def test_a_trainer_with_environments_keeps_them_in_a_pool(tmp_path: Path) -> None:
@@ -156,16 +118,17 @@ def test_a_trainer_with_environments_keeps_them_in_a_pool(tmp_path: Path) -> Non
         arguments={"environment_factory": Environment},
         reward_funcs=[letters],
     )
-    for name, module in WITH_ENVIRONMENTS.items():
-        assert isinstance(getattr(trainer, name, None), dict), moved(f"GRPOTrainer.{name}", "is no dict", module)
+    for name in (name for name in ATTRIBUTES if HOOKS[name].where == WITH_ENVIRONMENTS):
+        assert isinstance(getattr(trainer, name, None), dict), moved(f"GRPOTrainer.{name}", "is no dict", *users(name))
     trainer._generate_and_score_completions(twice(chat_rows(2)))
-    for name, module in WHILE_GENERATING_WITH_ENVIRONMENTS.items():
+    for name in (name for name in ATTRIBUTES if HOOKS[name].where == GENERATING_WITH_ENVIRONMENTS):
         right = False if name == "_multi_environment" else [None] * 4
-        assert getattr(trainer, name, "gone") == right, moved(f"GRPOTrainer.{name}", f"is not {right}", module)
+        assert getattr(trainer, name, "gone") == right, moved(f"GRPOTrainer.{name}", f"is not {right}", *users(name))
 
 
 def test_a_trainer_with_tools_has_those_of_each_completion_by_name(tmp_path: Path) -> None:
-    seen: list[Any] = []
+    seen: dict[str, Any] = {}
+    names = [name for name in ATTRIBUTES if HOOKS[name].where == GENERATING_WITH_TOOLS]
 
     def add(a: int, b: int) -> int:
         """Add.
@@ -178,44 +141,59 @@ def test_a_trainer_with_tools_has_those_of_each_completion_by_name(tmp_path: Pat
 
     class Recording(GRPOTrainer):
         def _generate(self, prompts: list[Any]) -> Any:
-            seen.extend(getattr(self, name, None) for name in WHILE_GENERATING_WITH_TOOLS)
+            seen.update({name: getattr(self, name, None) for name in names})
             raise InterruptedError
 
     trainer: Any = build_trainer(
         tmp_path, trainer_class=Recording, chat_template=QWEN3_CHAT_TEMPLATE, arguments={"tools": [add]}
     )
+    assert trainer._standalone_tools == [add], moved("GRPOTrainer._standalone_tools", "are not the tools")
     with pytest.raises(InterruptedError):
         trainer._generate_and_score_completions(twice(chat_rows(2)))
-    for name, value, module in zip(
-        WHILE_GENERATING_WITH_TOOLS, seen, WHILE_GENERATING_WITH_TOOLS.values(), strict=True
-    ):
-        assert value == [{"add": add}] * 4, moved(f"GRPOTrainer.{name}", f"is {value} while it generates", module)
+    assert len(seen) == 2
+    for name, value in seen.items():
+        right = [{"add": add}] * 4 if name == "_sync_tool_dicts" else [{}] * 4
+        assert value == right, moved(f"GRPOTrainer.{name}", f"is {value} while it generates", *users(name))
 
 
-@pytest.mark.parametrize("module", [training_hooks, loss_hooks, rollout_hooks], ids=[TRAINING, LOSS, ROLLOUT])
-def test_every_private_name_that_we_touch_is_pinned_here(module: Any) -> None:
-    tree = ast.parse(inspect.getsource(module))
-    touched = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_private(node.attr)}
-    ours = {
-        node.target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    } | {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    overridden = set(PARAMETERS) & ours
-    unpinned = touched - (ours - overridden) - set(ATTRIBUTES) - set(WITH_ENVIRONMENTS) - set(module.HOOKS)
-    unpinned -= set(WHILE_GENERATING_WITH_TOOLS) | set(WHILE_GENERATING_WITH_ENVIRONMENTS)
-    assert not unpinned, f"{module.__name__} touches {unpinned}: add them to its HOOKS, or to ATTRIBUTES here"
-    unused = set(module.HOOKS) - touched - ours
-    assert not unused, f"{module.__name__} names {unused} in its HOOKS but does not touch them"
+def private_names_of_trl(trainer: GRPOTrainer) -> set[str]:
+    """Of its class and the classes below it, and what their methods assign to `self` at any time."""
+    found = set(vars(trainer))
+    for cls in GRPOTrainer.__mro__[:-1]:
+        found |= {*vars(cls), *assigned_to_self(ast.parse(inspect.getsource(inspect.getmodule(cls) or GRPOTrainer)))}
+    return set(filter(is_private, found))
 
 
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+def test_every_private_name_that_we_touch_is_in_the_table(trainer: GRPOTrainer) -> None:
+    of_trl = private_names_of_trl(trainer)
+    unpinned = {module.name: names for module in modules() if (names := touched(module) & of_trl - HOOKS.keys())}
+    assert not unpinned, f"{unpinned}: add them to tests/integration/trl_hooks.py"
+
+
+@pytest.mark.parametrize("name", [*HOOKS, *ELSEWHERE])
+def test_every_name_of_the_table_is_touched_by_a_module(name: str) -> None:
+    assert users(name), f"no module touches {name}: take it out of tests/integration/trl_hooks.py"
+
+
+@pytest.mark.parametrize(
+    "test", sorted({hook.test for hook in HOOKS.values()} | {test for _, test in ELSEWHERE.values()})
+)
+def test_the_test_of_the_table_is_there(test: str) -> None:
+    path, _, name = test.partition("::")
+    assert f"def {name}(" in (ROOT / path).read_text(), f"trl_hooks names {test}, which does not exist"
+
+
+def test_the_page_has_this_table() -> None:
+    spec = importlib.util.spec_from_file_location("trl_hooks_page", ROOT / "scripts" / "trl_hooks.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PAGE.read_text() == script.page(), "run: python scripts/trl_hooks.py --write"
 
 
 def test_the_types_of_what_we_read(trainer: Any) -> None:
     def check(right: bool, attribute: str, change: str) -> None:
-        assert right, moved(f"GRPOTrainer.{attribute}", change, *ATTRIBUTES[attribute])
+        assert right, moved(f"GRPOTrainer.{attribute}", change, *(READ.get(attribute) or users(attribute)))
 
     check(trainer._metrics["train"]["never logged"] == [], "_metrics", "is no dict of defaultdict(list)")
     check(trainer._step == 0, "_step", "does not count forward passes from 0")

@@ -1,0 +1,220 @@
+"""The private names of TRL and transformers that the code touches: what is relied on, and the test that shows it.
+
+`HOOKS` has those of the trainer, `ELSEWHERE` those of other classes and modules. `test_trl_contract` checks the
+installed TRL against both, and that no module touches a name that is missing here; `scripts/trl_hooks.py` makes
+docs/trl_hooks.md of them. The modules that touch a name are found in their sources (`users`).
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "async_grpo"
+I = "tests/integration/"  # noqa: E741
+GENERATION, LOSS = I + "test_trl_contract_generation.py::", I + "test_trl_contract_loss.py::"
+CONTRACT, RUNS = I + "test_trl_contract.py::", I + "test_trl_training.py::"
+
+EVERY = "every trainer"
+GENERATING_WITH_TOOLS = "with tools, while it generates"
+WITH_ENVIRONMENTS = "with environments"
+GENERATING_WITH_ENVIRONMENTS = "with environments, while it generates"
+
+
+class Hook(NamedTuple):
+    """A private name.
+
+    Attributes:
+        test: fails when what we rely on has changed.
+        parameters: the first ones of a method, in their order; TRL may have optional ones after them. None: it is an
+            attribute.
+        where: which trainers have the attribute.
+    """
+
+    test: str
+    parameters: tuple[str, ...] | None = None
+    where: str = EVERY
+
+
+def method(test: str, parameters: str) -> Hook:
+    return Hook(test, tuple(parameters.split()))
+
+
+HOOKS: dict[str, Hook] = {
+    "_generate": method(GENERATION + "test_generate_returns_eight_things", "prompts"),
+    "_generate_and_score_completions": method(
+        GENERATION + "test_scoring_follows_generation_through_our_overrides", "inputs"
+    ),
+    "_generate_single_turn": method(
+        GENERATION + "test_a_single_turn_is_tokens_in_tokens_and_logprobs_out",
+        "prompt_ids images multimodal_fields num_generations has_tool_images",
+    ),
+    "_tokenize_prompts": method(GENERATION + "test_prompts_are_tokenized_once_and_then_sampled", "prompts"),
+    "_tool_call_loop": method(
+        I + "test_dialogues.py::test_dialogues_are_as_in_plain_trl",
+        "prompts prompt_ids completion_ids completions logprobs images multimodal_fields",
+    ),
+    "_get_tool_suffix_ids": method(I + "test_dialogues.py::test_dialogues_are_as_in_plain_trl", "tool_messages"),
+    "_calculate_rewards": method(
+        GENERATION + "test_rewards_are_one_column_a_function", "inputs prompts completions completion_ids_list"
+    ),
+    "_log_metric": method(
+        GENERATION + "test_what_reward_functions_log_is_pending_until_the_batch_is_scored", "name value"
+    ),
+    "_log_completion_extra": method(
+        GENERATION + "test_what_reward_functions_log_is_pending_until_the_batch_is_scored", "column values"
+    ),
+    "_compute_loss": method(
+        LOSS + "test_the_loss_takes_old_per_token_logps_as_the_policy_that_sampled", "model inputs"
+    ),
+    "_get_per_token_logps_and_entropies": method(
+        LOSS + "test_the_loss_weighs_by_a_ratio_that_is_filled_in_after_its_forward_pass",
+        "model input_ids attention_mask logits_to_keep batch_size compute_entropy",
+    ),
+    "_get_train_sampler": method(GENERATION + "test_the_sampler_repeats_rows_and_batches", "dataset"),
+    "_get_dataloader": method(
+        I + "test_trl_overrides.py::test_a_dataloader_of_the_users_decides_the_prompts",
+        "dataset description batch_size",
+    ),
+    "_get_collator_with_removed_columns": method(
+        I + "test_trl_overrides.py::test_a_dataloader_of_the_users_decides_the_prompts", "data_collator"
+    ),
+    "_remove_unused_columns": method(I + "test_trl_fields.py::test_columns_that_are_removed", "dataset description"),
+    "_save_checkpoint": method(RUNS + "test_checkpoints_are_told_and_rotated", "model trial"),
+    "_get_output_dir": method(RUNS + "test_checkpoints_are_told_and_rotated", "trial"),
+    "_push_from_checkpoint": method(CONTRACT + "test_hook_has_its_parameters", "checkpoint_folder"),
+    "_load_rng_state": method(CONTRACT + "test_hook_has_its_parameters", "checkpoint"),
+    "_load_optimizer_and_scheduler": method(CONTRACT + "test_hook_has_its_parameters", "checkpoint"),
+    "_load_best_model": method(CONTRACT + "test_hook_has_its_parameters", ""),
+    "_metrics": Hook(GENERATION + "test_metrics_are_averaged_over_a_logging_interval"),
+    "_logs": Hook(I + "test_trl_view.py::test_all_that_training_changes_has_a_stand_in"),
+    "_step": Hook(CONTRACT + "test_the_types_of_what_we_read"),
+    "_buffered_inputs": Hook(CONTRACT + "test_the_types_of_what_we_read"),
+    "_tokenizer": Hook(CONTRACT + "test_the_types_of_what_we_read"),
+    "_image_pad_token_id": Hook(CONTRACT + "test_trainer_has_the_attribute"),
+    "_video_pad_token_id": Hook(CONTRACT + "test_trainer_has_the_attribute"),
+    "_standalone_tools": Hook(CONTRACT + "test_a_trainer_with_tools_has_those_of_each_completion_by_name"),
+    "_sync_tool_dicts": Hook(
+        CONTRACT + "test_a_trainer_with_tools_has_those_of_each_completion_by_name", where=GENERATING_WITH_TOOLS
+    ),
+    "_async_tool_dicts": Hook(
+        CONTRACT + "test_a_trainer_with_tools_has_those_of_each_completion_by_name", where=GENERATING_WITH_TOOLS
+    ),
+    "_environment_pool": Hook(
+        CONTRACT + "test_a_trainer_with_environments_keeps_them_in_a_pool", where=WITH_ENVIRONMENTS
+    ),
+    "_batch_environments": Hook(
+        CONTRACT + "test_a_trainer_with_environments_keeps_them_in_a_pool", where=GENERATING_WITH_ENVIRONMENTS
+    ),
+    "_multi_environment": Hook(
+        CONTRACT + "test_a_trainer_with_environments_keeps_them_in_a_pool", where=GENERATING_WITH_ENVIRONMENTS
+    ),
+}
+"""Of `trl.GRPOTrainer` and the classes below it."""
+
+METHODS = {name: hook.parameters for name, hook in HOOKS.items() if hook.parameters is not None}
+ATTRIBUTES = [name for name, hook in HOOKS.items() if hook.parameters is None]
+
+ELSEWHERE: dict[str, tuple[str, str]] = {
+    "trl.GRPOTrainer.__init__": (
+        "replaced while a trainer is built, so that it has no engine, or is a worker's",
+        I + "test_worker_build.py::test_a_constructor_that_was_patched_is_given_what_a_worker_needs",
+    ),
+    "trl.GRPOConfig.__post_init__": (
+        "replaced while a configuration is made, so that `--set` comes before TRL's own checks",
+        "tests/unit/setup/test_config_values.py::test_it_reaches_the_configuration_before_it_checks_itself",
+    ),
+    "trl.trainer.utils._ChunkedLogProbFunction": (
+        "replaced by a torch version on a CPU, and by the loss over kept tokens",
+        LOSS + "test_the_log_probability_function_that_we_replace",
+    ),
+    "trl.trainer.utils._use_triton": (
+        "asked where TRL has a torch version of its own",
+        LOSS + "test_a_function_can_take_the_place_of_trls_log_probabilities",
+    ),
+    "trl.generation.vllm_client.VLLMClient._get": (
+        "asked for the state of a server",
+        I + "test_vllm_server.py::test_trls_client_is_as_we_know_it",
+    ),
+    "trl.generation.vllm_client.VLLMClient._post": (
+        "asked for completions and to drop what it has cached",
+        I + "test_vllm_server.py::test_trls_client_is_as_we_know_it",
+    ),
+    "trl.generation.vllm_generation.VLLMGeneration._init_vllm": (
+        "overridden: a server is started before it is asked",
+        I + "test_served_trl.py::test_trl_has_the_methods_that_are_replaced",
+    ),
+    "transformers.PreTrainedTokenizerFast._encode_plus": (
+        "wrapped, so that threads take turns",
+        LOSS + "test_a_tokenizer_encodes_in_the_one_method_that_threads_take_turns_in",
+    ),
+    "transformers.GenerationMixin._sample": (
+        "a model's own is refused",
+        I + "test_changed_sampling.py::test_the_methods_of_generate_are_there",
+    ),
+    "transformers.GenerationMixin._get_logits_processor": (
+        "a model's own is refused with vLLM",
+        I + "test_changed_sampling.py::test_the_methods_of_generate_are_there",
+    ),
+    "transformers.GenerationMixin._get_stopping_criteria": (
+        "a model's own is refused with vLLM",
+        I + "test_changed_sampling.py::test_the_methods_of_generate_are_there",
+    ),
+}
+"""Of other classes and modules: what is done with it, and the test."""
+
+
+@cache
+def touched(module: Path) -> frozenset[str]:
+    """The private names that a module reads, calls, overrides or has as a text, and the constructors that it replaces.
+
+    Its own are left out: a class of it assigns the name to `self` or defines it, and only `self` is asked for it.
+    """
+    tree = ast.parse(module.read_text())
+    own = {*assigned_to_self(tree), *_methods(tree)}
+    return frozenset(name for name, of_self in _private_names(tree) if not (of_self and name in own))
+
+
+def _private_names(tree: ast.Module) -> Iterator[tuple[str, bool]]:
+    """Each private name in a text or behind a dot, and whether it is an attribute of `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            replaces = isinstance(node.ctx, ast.Store) and node.attr.startswith("__")
+            if is_private(node.attr) or replaces:
+                yield node.attr, _is_self(node.value)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and is_private(node.value):
+            yield node.value, False
+
+
+def assigned_to_self(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
+            yield node.attr
+
+
+def _methods(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield from (one.name for one in node.body if isinstance(one, ast.FunctionDef))
+
+
+def _is_self(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id == "self"
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def users(name: str) -> list[str]:
+    """The modules that touch a private name, such as `_generate` or `trl.GRPOTrainer.__init__`, below `async_grpo`."""
+    last = name.rpartition(".")[2]
+    return [str(module.relative_to(PACKAGE)) for module in modules() if last in touched(module)]
