@@ -28,6 +28,8 @@ ALL = [block for page in PAGES for block in blocks(page)]
 RUN = [block for block in ALL if not block.not_run and block.language != "text"]
 NOT_RUN = {
     ("docs/recipes.md", "needs vLLM"),
+    ("README.md", "builds and installs the package"),
+    ("docs/recipes.md", "needs GPUs"),
     ("docs/recipes.md", "needs the hub"),
     ("examples/accelerate/README.md", "needs GPUs"),
     ("examples/notebook/README.md", "needs a browser; tests/examples/test_examples_notebook.py executes the notebook"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from test_plan import batch, facts
@@ -10,6 +12,9 @@ from test_plan import batch, facts
 from async_grpo.checks.doctor import setup
 from async_grpo.checks.doctor.finding import Level
 from async_grpo.checks.plan.facts import Look, Parameters, Shape, TrainerFacts
+from async_grpo.checks.plan.memory import (
+    _with_lora as with_lora,
+)
 from async_grpo.checks.plan.memory import (
     activation_bytes,
     best_change,
@@ -103,6 +108,37 @@ def test_a_whole_step_on_a_gpu_takes_what_the_notes_of_trl_say(sequences: int, s
 
 
 # --- 7 B on 40 GB
+
+
+def plan_of_the_recipe(name: str) -> TrainerFacts:
+    """A row of the table of docs/recipes.md."""
+    count, lengths = 7_616_000_000, {"longest_prompt": 512, "max_completion_length": 2048}
+    whole = replace(of_size(count, QWEN_7B, batch=batch(1, passes=16), vllm_share=0.85), **lengths)
+    wide = replace(whole.parameters, nbytes=4 * count, trained_bytes=4 * count, dtypes={"float32": 4 * count})
+    in_fp32 = replace(whole, parameters=wide, published_in_bf16=True)
+    plans = {
+        "A": with_lora(whole, QWEN_7B),
+        "B": replace(whole, sharded_over=2, published_in_host_memory=True),
+        "C": replace(whole, sharded_over=4),
+        "D": replace(in_fp32, sharded_over=4, published_in_host_memory=True),
+    }
+    return plans[name]
+
+
+@pytest.mark.parametrize("plan", ["A", "B", "C", "D"])
+def test_the_recipe_of_7b_has_what_a_dry_run_says(plan: str) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text()
+    (row,) = re.findall(rf"^\| {plan}: .*$", page, re.MULTILINE)
+    of = plan_of_the_recipe(plan)
+    assert trainer_fit(of, 80 * GB).fits and worker_fit(of, 80 * GB).fits
+    held = [f"{need_of(of, on_gpu=True).total / GB:.1f} GB"]
+    if of.published_in_host_memory:
+        held.append(f"{estimate(of).published / GB:.1f} GB of the host's memory")
+    if "the same" not in row:
+        found = re.match(r"([\d,]+) tokens .*: ([\d,]+) of", worker_fit(of, 80 * GB).text)
+        assert found is not None
+        held += [f"{found[1]} tokens", f"{found[2]} "]
+    assert not [figure for figure in held if figure not in row]
 
 
 @pytest.mark.parametrize(("length", "well"), [(131_072, False), (8_192, True)])

@@ -1,7 +1,7 @@
 """The engines that sample tokens: transformers, vLLM within the worker, vLLM servers (`served`); all are an `Engine`.
 
-What surrounds sampling (claims, prompts, rewards) is in `async_grpo.rollout`. Private names of vLLM live in `vllm`.
-Start with `choice`, which makes the engine of a worker.
+What surrounds sampling (claims, prompts, rewards) is in `async_grpo.rollout`. Private names of vLLM live in `vllm` and
+`vllm_*`. Start with `choice`, which makes the engine of a worker.
 """
 
 from __future__ import annotations
