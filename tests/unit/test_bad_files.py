@@ -1,0 +1,136 @@
+"""Every reader of a file, and every file that is not what it should be: refused at once, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_files import HUGE, NO_FILES, NO_OBJECTS, plant
+
+from async_grpo.archive import rollout_state
+from async_grpo.archive.history import read_record
+from async_grpo.deltas import chain
+from async_grpo.errors import BadFileError, DeltaChainError, RunDirError
+from async_grpo.evals import report
+from async_grpo.queue.codec import decode_group, decode_job
+from async_grpo.queue.filesystem import OsFiles
+from async_grpo.rundir import summary
+from async_grpo.rundir.files import LineFile
+from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.reading import LineReader, read_end, read_object
+from async_grpo.slots import ledger
+from async_grpo.sweeps import plan
+from async_grpo.telemetry import entries
+from async_grpo.telemetry.activity import read_activity
+
+
+@dataclass(frozen=True)
+class Reader:
+    """What reads a file of this name, given its path."""
+
+    file: str
+    read: Callable[[Path], object]
+    error: type[Exception] | None = BadFileError  # None: the one of the weights' handle
+    names_it: bool = True  # in its error
+
+
+def of_weights(read: Callable[[Any, Path], object]) -> Reader:
+    """A reader of the handle of the weights. Its package imports torch, so the others are tried without it."""
+
+    def later(path: Path) -> object:
+        import async_grpo_ipc
+
+        return read(async_grpo_ipc, path)
+
+    return Reader("handle.json", later, None)
+
+
+def _report() -> Any:
+    from async_grpo_ipc import report as of_weights_report
+
+    return of_weights_report
+
+
+OF_OBJECTS: dict[str, Reader] = {
+    "a JSON file": Reader("any.json", read_object),
+    "run.json": Reader("run.json", lambda path: RunDir(path.parent).read_state(), RunDirError),
+    "summary.json": Reader("summary.json", summary.read_figures),
+    "the rollout state": Reader("rollout_state.json", rollout_state.read),
+    "sweep.json": Reader("sweep.json", lambda path: plan.load(path.parent), RunDirError),
+    "a chain of deltas": Reader("chain.json", lambda path: chain.read_about(path.parent), DeltaChainError),
+    "a job": Reader("job", lambda path: decode_job(OsFiles(path.parent).read(path.name)), names_it=False),
+    "a group": Reader("group", lambda path: decode_group(OsFiles(path.parent).read(path.name)), names_it=False),
+    "weights": of_weights(lambda ipc, path: ipc.open_remote_memory(path, timeout_s=0).close()),
+    "weights, a look at the slots": of_weights(lambda _, path: _report().look_at_slots(path, [])),
+    "weights, ipc-inspect": of_weights(lambda _, path: _report().inspect(path, tensors=True)),
+    "weights, ipc-check": of_weights(lambda _, path: _report().check(path, None)),
+}
+OF_LINES: dict[str, Reader] = {
+    "lines": Reader("any.jsonl", lambda path: list(LineReader(path).new_lines())),
+    "the end of a file": Reader("any.log", lambda path: read_end(path, 10)),
+    "lines that are added": Reader("any.jsonl", lambda path: LineFile(path).append("x")),
+    "the ledger of slots": Reader("tasks.jsonl", ledger.read),
+    "evaluations": Reader("evaluations.jsonl", report.read),
+    "metrics": Reader("metrics.jsonl", entries.read),
+}
+"""A line that is none of theirs is left out."""
+TELLING: dict[str, Reader] = {
+    "the record of used groups": Reader("consumed.jsonl", lambda path: read_record(path, "run")),
+    "the status of a process": Reader("dev1.status", read_activity),
+}
+"""They raise nothing: a bad file is one of their findings, or None."""
+
+
+def refused(reader: Reader, path: Path, reason: str | None = None) -> None:
+    with pytest.raises(reader.error or _error_of_weights(), match=reason) as raised:
+        reader.read(path)
+    assert not reader.names_it or str(path) in str(raised.value)
+
+
+def _error_of_weights() -> type[Exception]:
+    from async_grpo_ipc import HandleFileError
+
+    return HandleFileError
+
+
+@pytest.mark.parametrize("bad", NO_FILES)
+@pytest.mark.parametrize("name", [*OF_OBJECTS, *OF_LINES])
+def test_what_is_no_plain_file_is_refused(name: str, bad: str, tmp_path: Path) -> None:
+    reader = {**OF_OBJECTS, **OF_LINES}[name]
+    refused(reader, plant(bad, tmp_path / reader.file), NO_FILES[bad].reason)
+    victim = tmp_path / "victim"
+    assert not victim.exists() or victim.read_text() == '{"secret": 1}\n'
+
+
+@pytest.mark.parametrize("name", OF_OBJECTS)
+def test_a_huge_file_is_refused_before_it_is_read(name: str, tmp_path: Path) -> None:
+    reader = OF_OBJECTS[name]
+    refused(reader, plant(HUGE, tmp_path / reader.file), "6,442,450,944 bytes")
+
+
+@pytest.mark.parametrize("bad", NO_OBJECTS)
+@pytest.mark.parametrize("name", OF_OBJECTS)
+def test_what_is_no_object_is_refused(name: str, bad: str, tmp_path: Path) -> None:
+    reader = OF_OBJECTS[name]
+    refused(reader, plant(bad, tmp_path / reader.file))
+
+
+@pytest.mark.parametrize("bad", NO_OBJECTS)
+@pytest.mark.parametrize("name", OF_LINES)
+def test_lines_that_are_no_objects_are_left_out(name: str, bad: str, tmp_path: Path) -> None:
+    reader = OF_LINES[name]
+    path = plant(bad, tmp_path / reader.file)
+    with path.open("ab") as file:
+        file.write(b"\n")
+    reader.read(path)
+
+
+@pytest.mark.parametrize("bad", [*NO_FILES, HUGE, *NO_OBJECTS])
+@pytest.mark.parametrize("name", TELLING)
+def test_some_readers_tell_and_raise_nothing(name: str, bad: str, tmp_path: Path) -> None:
+    reader = TELLING[name]
+    found = reader.read(plant(bad, tmp_path / reader.file))
+    assert found is None or (found[0] == [] and (found[1] or bad == "nothing"))  # type: ignore[index]
