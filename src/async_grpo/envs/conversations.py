@@ -3,7 +3,7 @@
 Each episode is a coroutine. An episode that wants a message of the model waits; once all of them wait, they get theirs
 from one batch. What others say is appended as the chat template writes it, and nothing is tokenised twice.
 
-The names of TRL's trainer in this file are private; `tests/integration/test_conversations.py` fails if they move.
+The private names of TRL's trainer that it touches are in the table of `tests/integration/trl_hooks.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from async_grpo.errors import UnsupportedError, UserCodeExit
 
-HOOKS = ("_generate_single_turn",)
 _SAID = "said_a8f3e2b1"  # what no chat template writes
 _READERS = ("response_template", "response_schema")
 Message = dict[str, Any]

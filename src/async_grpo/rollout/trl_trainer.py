@@ -1,7 +1,7 @@
 """The user's trainer as a worker uses it: prepare prompts, finish groups, score them.
 
-Every private name of TRL's trainer that the worker side touches is in this file.
-`tests/integration/test_trl_contract.py` fails with the name of the hook that moved when TRL changes one of them.
+The private names of TRL's trainer that it touches are in the table of `tests/integration/trl_hooks.py`;
+`test_trl_contract.py` there fails with the name that a new TRL has moved.
 """
 
 from __future__ import annotations
@@ -48,15 +48,6 @@ if TYPE_CHECKING:
     from async_grpo.rollout.engines import Fields
 
 
-HOOKS = (
-    "_generate",
-    "_generate_single_turn",
-    "_tokenize_prompts",
-    "_calculate_rewards",
-    "_generate_and_score_completions",
-    "_log_completion_extra",
-    "_log_metric",
-)
 _GIVEN = ("rows", "prompts", "completions", "completion_ids", "environments")  # of a group, to the reward functions
 
 Images = list[list[Any] | None] | None  # of each prompt, as PIL has them

@@ -1,7 +1,7 @@
 """The adapter to TRL: its trainer calls `TrainingEvents` in place of its own generation and around each step.
 
-Every private name of TRL's and transformers' trainers that the training side touches is here, and only here.
-`tests/integration/test_trl_contract.py` fails with the name of the hook that moved when TRL changes one of them.
+The private names of TRL's and transformers' trainers that it touches are in the table of
+`tests/integration/trl_hooks.py`; `test_trl_contract.py` there fails with the name that a new TRL has moved.
 """
 
 from __future__ import annotations
@@ -43,21 +43,6 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
     from async_grpo.records import RolloutGroup
-
-HOOKS = (
-    "_generate",
-    "_calculate_rewards",
-    "_generate_and_score_completions",
-    "_save_checkpoint",
-    "_get_output_dir",
-    "_push_from_checkpoint",
-    "_load_rng_state",
-    "_load_optimizer_and_scheduler",
-    "_get_train_sampler",
-    "_remove_unused_columns",
-    "_log_completion_extra",
-    "_log_metric",
-)
 
 
 class TrainingEvents:

@@ -4,7 +4,7 @@ TRL's loop calls tools and asks for tokens in the middle of a function. It is a 
 answer, so a turn is called up to three times: until it has called its tools, which are only noted; with their results,
 until it asks for tokens; with the tokens. What is counted, cut, rolled back and masked is TRL's.
 
-`HOOKS` of TRL's trainer are private; `tests/integration/test_dialogues.py` names the one that moved.
+The private names of TRL's trainer that it touches are in the table of `tests/integration/trl_hooks.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from async_grpo.rollout.turns.calls import Call, Outcome, giving, giving_later, 
 from async_grpo.rollout.turns.ends import MessageEnds
 
 T = TypeVar("T")
-HOOKS = ("_generate", "_tokenize_prompts", "_tool_call_loop", "_get_tool_suffix_ids", "_generate_single_turn")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
 """How a correction reaches TRL's loss: the hooks around it, and what is asked about a trainer's loss.
 
-The private names of TRL's loss that the training side touches are here, and only here, as those of the rest of its
-trainer are in `training.trl_trainer`.
+The private names of TRL that it touches are in the table of `tests/integration/trl_hooks.py`.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer as UserTrainer
 else:  # the user's class takes this place at run time
     UserTrainer = object
-
-HOOKS = ("_compute_loss", "_get_per_token_logps_and_entropies")
 
 
 class CorrectedLoss(UserTrainer):
