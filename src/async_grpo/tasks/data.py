@@ -1,0 +1,178 @@
+"""Rows of several tasks, from parquet files in the form of verl's recipes.
+
+Nothing is repaired: a cell that cannot be used is an error with its file, row and column. Text is read as JSON or as a
+Python literal, and never evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset, concatenate_datasets
+
+from async_grpo.errors import UsageError
+from async_grpo.tasks.files import LARGEST, Files, cut, files_by_task
+
+REQUIRED = ("data_source", "prompt", "reward_model")
+OPTIONAL = ("ability", "extra_info", "apply_chat_template")
+
+first_seen: dict[str, str] = {}
+"""By data source, the first row that `load` found it in: `a.parquet, row 1`. For what refuses a source later."""
+
+
+def load(files: Files, *, separate: bool = False, tokenizer: Any = None) -> Any:
+    """Read the rows of all tasks.
+
+    Args:
+        files: a path, a list, or `{task: path or list}`, or one of these as text in YAML, JSON or Python. In a list,
+            the name of a file has its task: `math__combined_54.4k.parquet` is of `math`.
+        separate: return a dictionary with a dataset for each task, as `eval_dataset` takes it.
+        tokenizer: its chat template makes a text of each prompt that is messages.
+
+    Returns:
+        A dataset with the columns `prompt`, `task`, `data_source` and `ability`, and `ground_truth` and `extra_info` as
+        JSON.
+
+    Raises:
+        UsageError: a file, a column or a cell cannot be used, a task has no rows, or some prompts are messages and
+            others are text, and there is no tokenizer.
+    """
+    forms: dict[str, str] = {}  # by form of prompts, the first row that has it
+    tasks = {}
+    for task, paths in files_by_task(files).items():
+        tasks[task] = _of_task(task, paths, tokenizer, {} if separate else forms)
+    return tasks if separate else concatenate_datasets(list(tasks.values()))
+
+
+def _of_task(task: str, paths: Sequence[Path], tokenizer: Any, forms: dict[str, str]) -> Dataset:
+    rows = [row for path in paths for row in _rows(path, task, tokenizer, forms)]
+    if not rows:
+        raise UsageError(f"task {task!r} has no rows ({', '.join(path.name for path in paths)})")
+    return Dataset.from_list(rows)
+
+
+def _rows(path: Path, task: str, tokenizer: Any, forms: dict[str, str]) -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(_cells(path), start=1):
+        place = f"{path.name}, row {number:,}"
+        prompt = _prompt(row, place, tokenizer)
+        form = "text" if isinstance(prompt, str) else "messages"
+        other = next((where for known, where in forms.items() if known != form), None)
+        if other is not None:
+            raise UsageError(
+                f"The prompt of {place} is {form}, and that of {other} is not: one column cannot hold both. Give "
+                "load(…, tokenizer=…), which makes a text of each."
+            )
+        forms.setdefault(form, place)
+        source = _text(row, "data_source", place)
+        first_seen.setdefault(source, place)
+        graded = _structure(row["reward_model"], "reward_model", place)
+        if not isinstance(graded, dict) or graded.get("ground_truth") is None:
+            raise UsageError(f"{place}: ground_truth is missing")
+        yield {
+            "prompt": prompt,
+            "task": task,
+            "data_source": source,
+            "ability": "" if row.get("ability") is None else _text(row, "ability", place),
+            "ground_truth": _json(graded["ground_truth"], "ground_truth", place),
+            "extra_info": _json(_structure(row.get("extra_info"), "extra_info", place), "extra_info", place),
+        }
+
+
+def _cells(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            missing = [name for name in REQUIRED if name not in names]
+            if missing:
+                needed = ", ".join(REQUIRED)
+                raise UsageError(f"{path.name} has no column {', '.join(missing)}. It needs {needed}.")
+            for batch in file.iter_batches(1024, columns=[name for name in (*REQUIRED, *OPTIONAL) if name in names]):
+                yield from batch.to_pylist()
+    except FileNotFoundError:
+        raise UsageError(f"There is no file {path}.") from None
+    except (pa.ArrowException, OSError) as error:
+        raise UsageError(f"{path.name} cannot be read as parquet: {cut(str(error))}") from None
+
+
+def _prompt(row: Mapping[str, Any], place: str, tokenizer: Any) -> str | list[dict[str, str]]:
+    """Text, or messages of `role` and `content`, by `apply_chat_template` where the row has it."""
+    given, templated = row["prompt"], row.get("apply_chat_template")
+    if templated not in (None, True, False):
+        raise UsageError(f"{place}: apply_chat_template is neither true nor false: {cut(repr(templated))}")
+    if isinstance(given, str) and given.strip():
+        messages = [{"role": "user", "content": given}]
+    elif isinstance(given, list) and given and all(map(_is_message, given)):
+        messages = [{"role": message["role"], "content": message["content"]} for message in given]
+    else:
+        raise UsageError(f"{place}: prompt is neither a text nor a list of messages: {cut(repr(given))}")
+    if templated is False or (templated is None and isinstance(given, str)):
+        if len(messages) > 1:
+            raise UsageError(f"{place}: apply_chat_template is false, and prompt has {len(messages)} messages, not 1")
+        return messages[0]["content"]
+    return messages if tokenizer is None else _templated(tokenizer, messages)
+
+
+def _templated(tokenizer: Any, messages: list[dict[str, str]]) -> str:
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return text
+
+
+def _is_message(message: Any) -> bool:
+    known = ("role", "content")
+    return (
+        isinstance(message, dict)
+        and all(isinstance(message.get(name), str) for name in known)
+        and all(value is None for name, value in message.items() if name not in known)
+    )
+
+
+def _text(row: Mapping[str, Any], column: str, place: str) -> str:
+    value = row[column]
+    if not isinstance(value, str) or not value.strip():
+        raise UsageError(f"{place}: {column} is no text: {cut(repr(value))}")
+    return value
+
+
+def _structure(cell: Any, column: str, place: str) -> Any:
+    """A cell as it is, or what its text says in JSON or as a Python literal."""
+    if not isinstance(cell, str):
+        return cell
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError):
+        pass
+    try:
+        if len(cell) > LARGEST:
+            raise ValueError("too long")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes such as \d, which are what they look like
+            return ast.literal_eval(cell)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        raise UsageError(f'{place}: {column} is neither JSON nor a Python literal: "{cut(cell)}"') from None
+
+
+def _json(value: Any, column: str, place: str) -> str:
+    """As text that says exactly the same. A tuple becomes a list."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+        if not _same(json.loads(text), value):
+            raise ValueError("a key that is no text")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UsageError(f"{place}: {column} holds what JSON has not ({cut(str(error))})") from None
+    return text
+
+
+def _same(read: Any, value: Any) -> bool:
+    if isinstance(value, dict):
+        return read.keys() == value.keys() and all(_same(read[key], one) for key, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_same, read, value))
+    return bool(read == value)

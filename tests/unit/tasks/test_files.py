@@ -1,0 +1,100 @@
+"""The forms in which people name their files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_grpo.errors import UsageError
+from async_grpo.tasks.files import LARGEST, files_by_task
+
+MATH, LOGIC = Path("/d/math__combined_54.4k.parquet"), Path("/d/logic.parquet")
+BOTH = {"math": [MATH], "logic": [LOGIC]}
+
+
+class Listed(Sequence[Any]):
+    """A sequence that is no list, as OmegaConf's."""
+
+    def __init__(self, *items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._items[index]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+class Mapped(Mapping[str, Any]):
+    def __init__(self, **items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Any:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"math": str(MATH), "logic": [LOGIC]},
+        [MATH, LOGIC],
+        f"[{MATH}, {LOGIC}]",
+        f"['{MATH}','{LOGIC}']",
+        f'{{"math": "{MATH}", "logic": ["{LOGIC}"]}}',
+        f"{{\n  'math':'{MATH}',\n  'logic':'{LOGIC}',\n}}",
+        f"{{math: {MATH}, logic: {LOGIC}}}",
+        Listed(MATH, str(LOGIC)),
+        Mapped(math=MATH, logic=Listed(LOGIC)),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_all_forms_name_the_same_files(given: Any) -> None:
+    assert files_by_task(given) == BOTH
+
+
+def test_a_path_alone_is_of_the_task_in_its_name() -> None:
+    assert files_by_task(str(MATH)) == files_by_task(MATH) == {"math": [MATH]}
+    assert files_by_task(LOGIC) == {"logic": [LOGIC]}
+
+
+def test_files_of_one_domain_are_one_task() -> None:
+    assert files_by_task(["math__a.parquet", "math__b.parquet"]) == {
+        "math": [Path("math__a.parquet"), Path("math__b.parquet")]
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("{math:/a.parquet}", "YAML needs a space after the colon"),
+        ("{math: a.parquet, math: b.parquet}", "Task 'math' is there twice"),
+        ("{math: a.parquet", "cannot be read as YAML"),
+        ("[" * 5000 + "]" * 5000, "cannot be read as YAML"),
+        ("[" + "a," * LARGEST + "]", "at most 1,048,576 bytes"),
+        ("{math: 3}", "must be a path or a list of paths"),
+        ("{math: {deep: a.parquet}}", "must be a path or a list of paths"),
+        ("{3: a.parquet}", "The name of a task must be a text, got 3"),
+        ("{math: []}", "Task 'math' has no file"),
+        ("!!python/object/apply:os.system [x]", None),
+        ("{math: !!python/name:os.system ''}", "cannot be read as YAML"),
+        ("[]", "There is no file to read"),
+        ({}, "There is no file to read"),
+        ([""], "must be a path or a list of paths"),
+        (3, "must be a path or a list of paths"),
+    ],
+)
+def test_what_names_no_files_is_refused_with_a_sentence(given: Any, says: str | None) -> None:
+    if says is None:  # no list and no mapping: a path, however odd
+        assert list(files_by_task(given).values()) == [[Path(given)]]
+        return
+    with pytest.raises(UsageError, match=says):
+        files_by_task(given)
