@@ -6,8 +6,14 @@ from typing import Any
 
 
 def check_needs(trainer: Any) -> None:
-    """Call `require` of each reward function that has it. It raises what the first call would raise."""
+    """Call `require`, and `require_for` with the trainer's datasets, of each reward function that has it.
+
+    Both raise what the first call would raise.
+    """
     for function in trainer.reward_funcs:
         require = getattr(function, "require", None)
         if callable(require):
             require()
+        require_for = getattr(function, "require_for", None)
+        if callable(require_for):
+            require_for(trainer.train_dataset, trainer.eval_dataset)

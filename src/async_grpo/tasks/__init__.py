@@ -5,5 +5,6 @@
 """
 
 from async_grpo.tasks.data import load
+from async_grpo.tasks.scores import score
 
-__all__ = ["load"]
+__all__ = ["load", "score"]

@@ -1,0 +1,240 @@
+r"""The built-in rewards: what each data source of Guru's recipes pays, from 0 to 1.
+
+Each is a reward function of TRL's, with `ground_truth` and `extra_info` as the values that the rows have. The answer of
+a completion is in its last `<answer>…</answer>`, else where `rewards.answers.final_answer` finds it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from async_grpo.rewards.answers import final_answer, text_of
+from async_grpo.rewards.deadline import with_deadline
+from async_grpo.rewards.mathematics import MAX_CHARACTERS, equal
+from async_grpo.rewards.programs import MAX_TESTS, Check, check, share_passed
+from async_grpo.rewards.sandbox import Limits, run_code
+from async_grpo.rewards.wording import one_number
+
+SECONDS = 5.0  # for one completion, or for one test of a program
+LONGEST = 100_000  # characters of an answer that is read as data
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_FENCED = re.compile(r"```(\w*)[ \t]*\n(.*?)```", re.DOTALL)
+
+
+def math(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -> list[float]:
+    r"""1 for an answer that is mathematically equal: in `\boxed{}`, after `####`, or the last number."""
+    found = [_answer(text_of(one)) or _last_number(text_of(one)) for one in completions]
+    asked = [index for index, one in enumerate(found) if one and len(one) <= MAX_CHARACTERS]
+    same = equal([found[index] for index in asked], gold=[str(ground_truth[index]) for index in asked])
+    right = dict(zip(asked, same, strict=True))
+    return [float(right.get(index) or 0.0) for index in range(len(found))]
+
+
+def codegen(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -> list[float]:
+    """1 for a program that passes all tests. The program is the last block of code.
+
+    The tests are asserts (`{"functional": …}`, a list or a text), or `{"inputs": […], "outputs": […]}` of a program's
+    standard streams, or, with `fn_name`, of a function.
+
+    Raises:
+        SandboxError: programs may not run, or cannot be isolated here.
+        ValueError: the tests are of another form.
+    """
+    return [
+        float(_passes_all(_program(text_of(one)), truth)) for one, truth in zip(completions, ground_truth, strict=True)
+    ]
+
+
+for _reward in (math, codegen):
+    _reward.thread_safe = True  # type: ignore[attr-defined]
+codegen.require = lambda: run_code("pass")  # type: ignore[attr-defined]  # raises where no program may run, or can
+
+
+def zebra(text: str, truth: Any) -> float:
+    """The share of the cells of `{"header": […], "rows": [[…]]}` that are right."""
+    cells = [(row, column, value) for row, values in enumerate(truth["rows"]) for column, value in enumerate(values)]
+    given = _data(text)
+    rows = given.get("rows") if isinstance(given, dict) else None
+    right = [_plain(value) == _plain(_at(_at(rows, row), column)) for row, column, value in cells]
+    return sum(right) / len(right)
+
+
+def ordering(text: str, truth: Any) -> float:
+    """1 for the same names in the same order."""
+    given = _data(text)
+    return float(isinstance(given, list) and [*map(_plain, given)] == [*map(_plain, truth)])
+
+
+def same_text(text: str, truth: Any) -> float:
+    """1 for the same text, whatever the case of its letters, or the same number."""
+    given, expected = _answer(text) or "", str(truth)
+    number = one_number(given)
+    return float(_plain(given) == _plain(expected) or (number is not None and number == one_number(expected)))
+
+
+def same_data(text: str, truth: Any) -> float:
+    """1 for equal JSON. True is no number; 1 equals 1.0."""
+    expected = _read(truth) if isinstance(truth, str) else truth
+    return float(_equal(_data(text), truth if expected is _NOTHING else expected))
+
+
+_RULES: dict[str, Callable[[str, Any], float]] = {
+    "zebra": zebra,
+    "ordering": ordering,
+    "same_text": same_text,
+    "same_data": same_data,
+}
+
+
+@with_deadline(seconds=SECONDS)
+def _by_rule(completions: Sequence[Any], ground_truth: Sequence[Any], rule: Sequence[str], **_: Any) -> list[float]:
+    return [_RULES[rule[0]](text_of(completions[0]), ground_truth[0])]
+
+
+def by_rule(name: str) -> Callable[..., list[float]]:
+    """The reward function of one of the rules."""
+
+    def rewarded(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -> list[float]:
+        texts = [text_of(one) for one in completions]
+        given: Any = _by_rule(texts, ground_truth=[*ground_truth], rule=[name] * len(texts))
+        return given
+
+    rewarded.__name__ = name
+    rewarded.thread_safe = True  # type: ignore[attr-defined]
+    return rewarded
+
+
+# What a completion says
+
+
+def _answer(text: str) -> str | None:
+    tagged = _ANSWER.findall(text)
+    return tagged[-1].strip() if tagged else final_answer(text)
+
+
+def _last_number(text: str) -> str | None:
+    found = _NUMBER.findall(text)
+    return found[-1].replace(",", "").rstrip(".") if found else None
+
+
+_NOTHING = object()  # no data; None is some
+
+
+def _data(text: str) -> Any:
+    """The answer as data: JSON or a Python literal, also in a block of code; `_NOTHING` where it is none."""
+    answer = _answer(text)
+    fenced = _FENCED.findall(text if answer is None else answer)
+    return _read(fenced[-1][1] if fenced else answer or "")
+
+
+def _read(text: str) -> Any:
+    if len(text) > LONGEST:
+        return _NOTHING
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(text.strip())
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            continue
+    return _NOTHING
+
+
+def _plain(value: Any) -> str:
+    return " ".join(str(value).casefold().split())
+
+
+def _at(values: Any, index: int) -> Any:
+    return values[index] if isinstance(values, list) and index < len(values) else _NOTHING
+
+
+def _equal(given: Any, expected: Any) -> bool:
+    if isinstance(expected, dict) and isinstance(given, dict):
+        return given.keys() == expected.keys() and all(_equal(given[key], value) for key, value in expected.items())
+    if isinstance(expected, list) and isinstance(given, (list, tuple)):
+        return len(given) == len(expected) and all(map(_equal, given, expected))
+    return isinstance(given, bool) == isinstance(expected, bool) and bool(given == expected)
+
+
+# Programs
+
+
+def _program(text: str) -> str:
+    blocks = _FENCED.findall(text)
+    return blocks[-1][1] if blocks else final_answer(text) or ""
+
+
+def _passes_all(program: str, truth: Any) -> bool:
+    if not program.strip():
+        return False
+    tests = _read(truth) if isinstance(truth, str) else truth
+    tests = truth if tests is _NOTHING else tests
+    if isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys() and not tests.get("fn_name"):
+        pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
+        _require_some(pairs, truth)
+        return all(_prints(program, given, expected) for given, expected in pairs)
+    checks = list(_checks(tests))
+    _require_some(checks, truth)
+    parts = (checks[start : start + MAX_TESTS] for start in range(0, len(checks), MAX_TESTS))
+    return all(share_passed(program, part) == 1.0 for part in parts)
+
+
+def _require_some(tests: Sequence[Any], truth: Any) -> None:
+    if not tests:
+        raise ValueError(f"A program has no tests: {str(truth)[:60]!r}")
+
+
+def _checks(tests: Any) -> Iterator[Check]:
+    if isinstance(tests, dict) and "inputs" in tests:
+        for given, expected in zip(tests["inputs"], tests["outputs"], strict=True):
+            yield check(f"assert {tests['fn_name']}({', '.join(map(repr, given))}) == {expected!r}")
+        return
+    source = tests.get("functional") if isinstance(tests, dict) else tests
+    source = "\n".join(source) if isinstance(source, list) else source
+    if not isinstance(source, str):
+        raise ValueError(f"The tests of a program are none of asserts, inputs and outputs: {str(tests)[:60]!r}")
+    try:
+        yield from map(check, _asserts(ast.parse(source).body))
+    except SyntaxError as error:
+        raise ValueError(f"The tests of a program are no Python: {source[:60]!r} ({error.msg})") from None
+
+
+def _asserts(statements: Sequence[ast.stmt]) -> Iterator[str]:
+    """The asserts; those in `def check(candidate)` with what `check` is called with."""
+    checked = [one for one in statements if isinstance(one, ast.FunctionDef) and len(one.args.args) == 1]
+    for statement in statements:
+        match statement:
+            case ast.FunctionDef() if statement in checked:
+                continue
+            case ast.Expr(value=ast.Call(func=ast.Name(id=name), args=[candidate], keywords=[])):
+                body = next((one for one in checked if one.name == name), None)
+                if body is None:
+                    raise ValueError(f"The tests of a program call {name}, which they do not define")
+                for one in body.body:
+                    yield ast.unparse(_Named(body.args.args[0].arg, candidate).visit(one))
+            case _:
+                yield ast.unparse(statement)
+
+
+class _Named(ast.NodeTransformer):
+    """Puts an expression in the place of a name."""
+
+    def __init__(self, name: str, expression: ast.expr) -> None:
+        self._name, self._expression = name, expression
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._expression if node.id == self._name else node
+
+
+def _prints(program: str, given: Any, expected: Any) -> bool:
+    text = given if isinstance(given, str) else "\n".join(map(str, given))
+    result = run_code(program, stdin=text, limits=Limits(wall_s=SECONDS))
+    wanted = expected if isinstance(expected, str) else "\n".join(map(str, expected))
+    return result.exit_code == 0 and _lines(result.stdout) == _lines(wanted)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]

@@ -1,0 +1,118 @@
+"""One reward function for rows of several sources: each row is rewarded by what its `data_source` begins with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import iscoroutinefunction
+from typing import Any
+
+from async_grpo.errors import UsageError
+from async_grpo.tasks import rules
+from async_grpo.tasks.data import first_seen
+from async_grpo.tasks.judge import judged
+
+Reward = Callable[..., Sequence[float | None]]
+
+BUILT_IN: dict[str, Reward] = {
+    "math": rules.math,
+    "codegen": rules.codegen,
+    "logic__zebra": rules.by_rule("zebra"),
+    "logic__ordering": rules.by_rule("ordering"),
+    "logic__graph": rules.by_rule("same_text"),
+    "simulation": rules.by_rule("same_data"),
+    "table": rules.by_rule("same_text"),
+    "stem": rules.by_rule("same_text"),
+    "stem_web": judged,
+}
+
+
+class Score:
+    """A reward function for TRL. It pays what the reward of the longest matching prefix pays, and nothing else.
+
+    Args:
+        rewards: by prefix of `data_source`, a reward function. It gets the completions of its rows, and the columns of
+            the dataset, with `ground_truth` and `extra_info` as values.
+    """
+
+    __name__ = "score"
+    success_threshold = 1.0
+
+    def __init__(self, rewards: Mapping[str, Reward]) -> None:
+        self._rewards = dict(sorted(rewards.items()))
+        self.thread_safe = all(getattr(one, "thread_safe", False) for one in rewards.values())
+        self.joint = all(getattr(one, "joint", True) for one in rewards.values())
+
+    def using(self, rewards: Mapping[str, Reward]) -> Score:
+        """Return a reward function with these prefixes added, or replaced.
+
+        Raises:
+            UsageError: one of them is no function, or an asynchronous one.
+        """
+        for prefix, one in rewards.items():
+            if not callable(one) or iscoroutinefunction(one):
+                raise UsageError(f"The reward of {prefix!r} must be a function that is not asynchronous, got {one!r}.")
+        return Score({**self._rewards, **rewards})
+
+    def __call__(
+        self, completions: Sequence[Any], data_source: Sequence[str], ground_truth: Sequence[str], **columns: Any
+    ) -> list[float | None]:
+        rewards: list[float | None] = [None] * len(completions)
+        columns |= {"completions": completions, "data_source": data_source, "ground_truth": _values(ground_truth)}
+        if "extra_info" in columns:
+            columns["extra_info"] = _values(columns["extra_info"])
+        places: dict[str, list[int]] = {}
+        for index, source in enumerate(data_source):
+            places.setdefault(self.prefix_of(source), []).append(index)
+        for prefix, own in places.items():
+            given = self._rewards[prefix](**{name: _own(value, own, len(rewards)) for name, value in columns.items()})
+            for index, reward in zip(own, given, strict=True):
+                rewards[index] = reward
+        return rewards
+
+    def prefix_of(self, source: str) -> str:
+        """The longest prefix that has a reward for this source.
+
+        Raises:
+            UsageError: there is none.
+        """
+        fitting = [prefix for prefix in self._rewards if source.startswith(prefix)]
+        if fitting:
+            return max(fitting, key=len)
+        place = f" ({first_seen[source]})" if source in first_seen else ""
+        raise UsageError(
+            f"No reward for data_source {source!r}{place}. There are: {', '.join(self._rewards)}; add one with "
+            f'score.using({{"{source.partition("__")[0]}": f}})'
+        )
+
+    def require_for(self, *datasets: Any) -> None:
+        """Refuse, before anything is generated, rows that could not be rewarded.
+
+        Args:
+            datasets: with a column `data_source`; None and those without it are left out.
+
+        Raises:
+            UsageError: a source has no reward, or what its reward needs is not set.
+            SandboxError: programs of models may not run, or cannot be isolated here.
+        """
+        for prefix in sorted({self.prefix_of(source) for source in _sources(datasets)}):
+            require = getattr(self._rewards[prefix], "require", None)
+            if callable(require):
+                require()
+
+
+score = Score(BUILT_IN)
+
+
+def _values(texts: Sequence[str]) -> list[Any]:
+    return [json.loads(text) for text in texts]
+
+
+def _own(value: Any, places: Sequence[int], rows: int) -> Any:
+    return [value[place] for place in places] if isinstance(value, (list, tuple)) and len(value) == rows else value
+
+
+def _sources(datasets: Iterable[Any]) -> set[str]:
+    flat = [one for given in datasets for one in (given.values() if isinstance(given, dict) else [given])]
+    named = [one for one in flat if "data_source" in (getattr(one, "column_names", None) or ())]
+    return {str(source) for one in named for source in (one.unique("data_source") if hasattr(one, "unique") else ())}

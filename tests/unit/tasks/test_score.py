@@ -1,0 +1,259 @@
+"""What each source pays, that no row is paid by another's reward, and what is refused before a run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from parquet_files import parquet, row
+
+from async_grpo.errors import UsageError
+from async_grpo.rewards.sandbox import SWITCH, SandboxError
+from async_grpo.setup.needs import check_needs
+from async_grpo.tasks import load, score
+from async_grpo.tasks import rules as built_in
+from async_grpo.tasks.judge import URL, JudgeError, judged
+
+ZEBRA = {"header": ["house", "name", "pet"], "rows": [["1", "Ann", "cat"], ["2", "Bob", "dog"]]}
+RIGHT_JSON = '<answer>{"header": [], "rows": [["1", "ann", "cat"], ["2", " Bob", "dog"]]}</answer>'
+
+
+def paid(source: str, truth: Any, *completions: Any, **columns: Any) -> list[Any]:
+    count = len(completions)
+    return score([*completions], data_source=[source] * count, ground_truth=[json.dumps(truth)] * count, **columns)
+
+
+@pytest.mark.parametrize(
+    ("source", "truth", "completion", "reward"),
+    [
+        ("math__deepscaler", "4", r"so it is \boxed{4}", 1),
+        ("math__deepscaler", r"\frac{1}{2}", "it is #### 0.5", 1),
+        ("math__deepscaler", 4, "first 3, then 4.", 1),
+        ("math__deepscaler", "4", "first 4, then 3.", 0),
+        ("math__deepscaler", "4", "no idea", 0),
+        ("math__deepscaler", "4", r"\boxed{" + "9" * 5000 + "}", 0),
+        ("logic__zebra_puzzle", ZEBRA, RIGHT_JSON, 1),
+        ("logic__zebra_puzzle", ZEBRA, "```json\n" + json.dumps({"rows": [["1", "Bob", "cat"]]}) + "\n```", 2 / 6),
+        ("logic__zebra_puzzle", ZEBRA, "<answer>[1, 2]</answer>", 0),
+        ("logic__zebra_puzzle", ZEBRA, "", 0),
+        ("logic__ordering_puzzle", ["a", "b"], "<answer>['A', 'b']</answer>", 1),
+        ("logic__ordering_puzzle", ["a", "b"], "<answer>['b', 'a']</answer>", 0),
+        ("logic__ordering_puzzle", ["a", "b"], "<answer>['a', 'b', 'c']</answer>", 0),
+        ("logic__graph_logical", "Alpha", "<answer>beta</answer> no: <answer> alpha </answer>", 1),
+        ("logic__graph_logical", "Alpha", "alpha", 0),
+        ("simulation__codeio", '{"out": [1, true]}', '```json\n{"out": [1.0, true]}\n```', 1),
+        ("simulation__codeio", {"out": [1, True]}, "<answer>{'out': [1, 1]}</answer>", 0),
+        ("simulation__codeio", "plain", "<answer>plain</answer>", 0),
+        ("table__hitab", "1,200", r"\boxed{1200}", 1),
+        ("table__hitab", "Paris", r"\boxed{paris}", 1),
+        ("table__hitab", "Paris", r"\boxed{spari}", 0),
+        ("stem__gpqa", "B", r"\boxed{B}", 1),
+        ("stem__gpqa", "B", "B", 0),
+    ],
+)
+def test_what_a_source_pays(source: str, truth: Any, completion: str, reward: float) -> None:
+    conversation = [{"role": "assistant", "content": completion}]
+    assert paid(source, truth, completion, conversation) == pytest.approx([reward] * 2)
+
+
+def test_a_hostile_answer_costs_only_itself() -> None:
+    """Nesting, length and repetition that a reader could choke on."""
+    hostile = [
+        "<answer>" * 50_000,
+        "[" * 90_000,
+        "```\n" * 30_000,
+        "<answer>" + "9" * 5000 + "</answer>",
+        "\\boxed{" * 9,
+    ]
+    for source, truth in (("simulation", {"a": 1}), ("logic__zebra", ZEBRA), ("stem", "x"), ("math", "3")):
+        assert paid(source, truth, *hostile) == [0.0] * len(hostile)
+
+
+def test_the_longest_prefix_pays_and_gets_its_own_rows_only() -> None:
+    seen: list[Any] = []
+
+    def mine(completions: Any, ground_truth: Any, extra_info: Any, level: Any, note: str, **_: Any) -> list[float]:
+        seen.append((completions, ground_truth, extra_info, level, note))
+        return [7.0] * len(completions)
+
+    scoring = score.using({"math__mine": mine})
+    rewards = scoring(
+        [r"\boxed{1}", "x", r"\boxed{2}", "y"],
+        data_source=["math__a", "math__mine_2", "math__a", "math__mine"],
+        ground_truth=['"1"', '["g"]', '"1"', "3"],
+        extra_info=["null", '{"index": 1}', "null", "null"],
+        level=[1, 2, 3, 4],
+        note="one text",
+    )
+    assert rewards == [1.0, 7.0, 0.0, 7.0]
+    assert seen == [(["x", "y"], [["g"], 3], [{"index": 1}, None], [2, 4], "one text")]
+    assert paid("math__mine", "1", r"\boxed{1}") == [1.0], "the one that everybody has is as it was"
+
+
+def test_there_is_no_fallback() -> None:
+    with pytest.raises(UsageError, match="No reward for data_source 'foo__bar'"):
+        paid("foo__bar", "x", "x")
+    for source in ("mat", "logic__arc", ""):
+        with pytest.raises(UsageError, match="No reward for data_source"):
+            paid(source, "x", "x")
+
+
+def trainer_of(train: Any = None, evaluation: Any = None, function: Any = score) -> Any:
+    return SimpleNamespace(reward_funcs=[function], train_dataset=train, eval_dataset=evaluation)
+
+
+def test_a_run_is_refused_for_a_source_without_a_reward(tmp_path: Path) -> None:
+    rows = load(parquet(tmp_path / "a.parquet", row(), row(data_source="foo__bar")))
+    says = (
+        r"No reward for data_source 'foo__bar' \(a\.parquet, row 2\)\. There are: codegen, logic__graph, .*; add one "
+        r'with score\.using\(\{"foo": f\}\)'
+    )
+    for trainer in (trainer_of(rows), trainer_of(evaluation=rows), trainer_of(evaluation={"a": rows})):
+        with pytest.raises(UsageError, match=says):
+            check_needs(trainer)
+    check_needs(trainer_of(rows, function=score.using({"foo": lambda completions, **_: [0.0] * len(completions)})))
+
+
+async def later(completions: Any, **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize("given", [later, 3])
+def test_what_cannot_be_called_is_refused(given: Any) -> None:
+    with pytest.raises(UsageError, match="must be a function that is not asynchronous"):
+        score.using({"mine": given})
+
+
+def test_programs_need_the_switch_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    rows = load(parquet(tmp_path / "a.parquet", row(data_source="codegen__leetcode")))
+    with pytest.raises(SandboxError, match=SWITCH):
+        check_needs(trainer_of(rows))
+    check_needs(trainer_of(load(parquet(tmp_path / "b.parquet"))))  # no programs: no sandbox
+
+
+# Programs, with a sandbox that the test plays: it runs nothing
+
+ADD = "```python\ndef add(a, b):\n    return a + b\n```"
+CALLED = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(0, 1) == 1\n\ncheck(add)"
+
+
+@pytest.mark.parametrize(
+    ("truth", "asked"),
+    [
+        ({"functional": "assert add(1, 2) == 3\nassert add(0, 1) == 1"}, ["add(1, 2)", "add(0, 1)"]),
+        (json.dumps({"functional": CALLED}), ["add(1, 2)", "add(0, 1)"]),
+        (["assert add(1, 2) == 3", "assert add(0, 1) == 1"], ["add(1, 2)", "add(0, 1)"]),
+        ("assert add(1, 2) == 3", ["add(1, 2)"]),
+        ({"inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"], "fn_name": "add"}, ["add(1, 2)", "add('a', 'b')"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_all_tests_are_asked(truth: Any, asked: list[str], share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+
+    def share_passed(program: str, checks: Any) -> float:
+        assert program == "def add(a, b):\n    return a + b\n"
+        found.extend(question for one in checks for question in one.questions)
+        return share
+
+    monkeypatch.setattr(built_in, "share_passed", share_passed)
+    assert paid("codegen__x", truth, "I write\n" + ADD) == [float(share == 1.0)]
+    assert found == asked
+
+
+def test_more_tests_than_one_sandbox_takes_are_all_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(built_in, "share_passed", lambda program, checks: sizes.append(len(checks)) or 1.0)
+    assert paid("codegen", ["assert f() == 1"] * 120, ADD) == [1.0]
+    assert sizes == [50, 50, 20]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "code", "reward"), [(["3\n", "7"], 0, 1.0), (["3", "8"], 0, 0.0), (["3", "7"], 1, 0.0)]
+)
+def test_inputs_and_outputs_of_a_program(
+    outputs: list[str], code: int, reward: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_code(source: str, *, stdin: str, limits: Any) -> Any:
+        total = sum(map(int, stdin.split()))
+        return SimpleNamespace(exit_code=code, stdout=f"{total} \n")
+
+    monkeypatch.setattr(built_in, "run_code", run_code)
+    assert paid("codegen", {"inputs": ["1 2\n", "3\n4\n"], "outputs": outputs}, ADD) == [reward]
+
+
+@pytest.mark.parametrize(
+    "truth", [{"functional": ""}, {"pytest": "x"}, {"functional": "import os"}, {"functional": "f("}, 3, "check(add)"]
+)
+def test_tests_of_another_form_are_no_reward_of_0(truth: Any) -> None:
+    with pytest.raises(ValueError, match="test"):
+        paid("codegen", truth, ADD)
+    assert paid("codegen", truth, "no program") == [0.0]
+
+
+# The judge
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A server of OpenAI's API that answers what the test says, and notes what it is asked."""
+    server = SimpleNamespace(says="Yes", asked=[])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer({"data": [{"id": "verifier"}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            server.asked.append(body)
+            self._answer({"choices": [{"message": {"content": server.says}}]} if server.says is not None else {})
+
+        def _answer(self, body: Any) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_: Any) -> None: ...
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=http.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setenv(URL, f"http://127.0.0.1:{http.server_port}/v1")
+    yield server
+    http.shutdown()
+    http.server_close()
+    thread.join(timeout=30)
+
+
+def test_a_judge_decides(judge: SimpleNamespace) -> None:
+    question = [{"role": "user", "content": "What is water?"}]
+    assert paid("stem_web", "H2O", r"It is \boxed{dihydrogen oxide}", prompts=[question]) == [1.0]
+    asked = judge.asked[0]["messages"][0]["content"]
+    assert judge.asked[0]["model"] == "verifier"
+    assert all(part in asked for part in ("What is water?", "H2O", "dihydrogen oxide"))
+    judge.says = "They differ, so the verdict is: No."
+    assert paid("stem_web", "H2O", "salt") == [0.0]
+
+
+@pytest.mark.parametrize("says", ["perhaps", None])
+def test_an_answer_that_is_no_verdict_is_no_reward_of_0(judge: SimpleNamespace, says: str | None) -> None:
+    judge.says = says
+    with pytest.raises(JudgeError, match="judge at STEM_LLM_JUDGE_URL"):
+        paid("stem_web", "H2O", "water")
+
+
+def test_a_dead_judge_is_no_reward_of_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(URL, "http://127.0.0.1:9")
+    with pytest.raises(JudgeError, match="cannot be asked"):
+        paid("stem_web", "H2O", "water")
+    monkeypatch.delenv(URL)
+    with pytest.raises(UsageError, match=f"set {URL}"):
+        judged.require()
