@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -181,6 +181,7 @@ class Bench:
         resume_from: RolloutState | None = None,
         max_wait_s: float = 1000.0,
         seed: int = 0,
+        tasks: Sequence[str] = (),
         **options: Any,
     ) -> None:
         self.queue = FakeQueue()
@@ -194,7 +195,7 @@ class Bench:
             queue=self.queue,  # type: ignore[arg-type]  # fakes have only what is used
             issuer=JobIssuer(
                 self.queue,  # type: ignore[arg-type]
-                _rows(resume_from.consumed_below if resume_from else 0),
+                _rows(resume_from.consumed_below if resume_from else 0, tasks),
                 run_id=RUN,
                 seed=seed,
                 num_generations=2,
@@ -218,10 +219,11 @@ class Bench:
         self.source.advance(version)
 
 
-def _rows(start: int) -> Iterator[dict[str, Any]]:
+def _rows(start: int, tasks: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Numbered rows, of the tasks in turn."""
     number = start
     while True:
-        yield {"n": number}
+        yield {"n": number, "task": tasks[number % len(tasks)]} if tasks else {"n": number}
         number += 1
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -56,14 +56,14 @@ class JobIssuer:
         self._held_back: Job | None = None  # drawn, and not submitted for want of room
         self.disk_full = False
 
-    def issue(self, version: int, oldest_version: int) -> int | None:
-        """Submit the next job; returns its sequence number, None if the checkpoint has that group already."""
+    def issue(self, version: int, oldest_version: int) -> Job | None:
+        """Submit the next job, and return it; None if the checkpoint has that group already."""
         seq = self.next_seq
         row = next(self._prompts)
         self.next_seq += 1
         if seq in self._done:
             return None
-        self._held_back = Job(
+        self._held_back = job = Job(
             run_id=self.run_id,
             seq=seq,
             row=row,
@@ -72,10 +72,11 @@ class JobIssuer:
             born_version=version,
             min_version=oldest_version,
             sampling=self._sampling(),
+            task=task_of(row),
             trainer_state=self._trainer_state(),
         )
         self.submit_held_back()
-        return seq
+        return job
 
     def submit_held_back(self) -> bool:
         """Submit the job that found no room on the disk, if there is one; False when there is still none."""
@@ -96,6 +97,12 @@ class JobIssuer:
         """Trim the archive where workers find no room for their groups: they can only wait for that."""
         if self._queue.short_of_room():
             self._archive.make_room()
+
+
+def task_of(row: Mapping[str, Any]) -> str:
+    """The task of a row by its column `task`; empty without one, or where it holds something else than a name."""
+    task = row.get("task")
+    return task if isinstance(task, str) else ""
 
 
 def state_for_rewards(trainer: GRPOTrainer) -> dict[str, Any]:

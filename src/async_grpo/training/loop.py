@@ -365,6 +365,7 @@ class AsyncTraining(TrainingEvents):
             metrics=self.metrics,
             should_stop=self._leader.should_stop,
             in_order=settings.deterministic,
+            quotas=getattr(trainer, "task_quotas", None),
             is_uniform=trl_trainer.uniform_rewards(trainer) if settings.filter_zero_variance else None,
             evaluations=self._evaluations,
             resume_from=used,

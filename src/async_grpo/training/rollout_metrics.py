@@ -91,6 +91,11 @@ class RolloutMetrics:
         if self._workers:
             self._append("async/worker_busy_fraction", min(1.0, busy / (self._workers * elapsed)))
 
+    def tasks_missing(self, count: int | None) -> None:
+        """The batch has no group of so many tasks. None: it need not have all."""
+        if count is not None:
+            self._append("async/tasks_missing", count)
+
     def group_dropped(self, group: RolloutGroup) -> None:
         """A group that is not used: it came too late for the staleness bound, or all its rewards are equal."""
         self.dropped += 1

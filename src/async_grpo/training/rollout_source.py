@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from async_grpo.records import RolloutGroup
 from async_grpo.telemetry.activity import activity
 from async_grpo.telemetry.waiting import Reminder
 from async_grpo.training.job_issuer import JobIssuer
+from async_grpo.training.quotas import Quotas, with_each_task
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.schedule import Lookahead, Schedule
 
@@ -69,6 +70,7 @@ class RolloutSource:
         should_stop: whether the run was asked to end.
         in_order: use groups exactly in the order of issue, whichever worker is faster, as far ahead as the bound admits
             (not only as far as `Lookahead` says).
+        quotas: groups of each task that a batch waits for; None: of any. In order, the order of issue decides.
         is_uniform: a group for which it is true teaches nothing, and is replaced by a new one.
         evaluations: looked after at every look at the queue.
         max_wait_s: how long one batch may take; no worker, or workers that deliver nothing, end the run then.
@@ -86,6 +88,7 @@ class RolloutSource:
         metrics: RolloutMetrics,
         should_stop: Callable[[], bool],
         in_order: bool = False,
+        quotas: Quotas | None = None,
         is_uniform: Callable[[RolloutGroup], bool] | None = None,
         evaluations: RunEvaluations | None = None,
         resume_from: RolloutState | None = None,
@@ -101,6 +104,7 @@ class RolloutSource:
         self._metrics = metrics
         self._should_stop = should_stop
         self._in_order = in_order
+        self._quotas = quotas
         self._is_uniform = is_uniform
         self._evaluations = evaluations
         self._max_wait_s, self._finish_s = max_wait_s, finish_s
@@ -112,6 +116,8 @@ class RolloutSource:
         self._taken: list[UsedBatch] = []  # handed out since the last optimizer step
         self._open: dict[int, int] = {}  # issued and not taken -> no older version can have generated it
         self._ready: dict[int, RolloutGroup] = {}  # those of them that are finished
+        self._task_of: dict[int, str] = {}  # of them all
+        self._said_missing: set[str] = set()  # tasks that a batch was without
         self._sampled_by = dict(resume_from.waiting) if resume_from else {}  # what was finished at the checkpoint
         self._slept_s = 0.0  # in the wait for the current batch
         self.ends_at: int | None = None  # version with which training ends: jobs that no step would use are not issued
@@ -128,9 +134,9 @@ class RolloutSource:
             if not self._schedule.is_admissible(position, version, self._queue.open_jobs, self.ends_at):
                 return
             oldest_version = self._schedule.oldest_version_for(position)
-            seq = self._issuer.issue(version, oldest_version)
-            if seq is not None:
-                self._open[seq] = oldest_version
+            job = self._issuer.issue(version, oldest_version)
+            if job is not None:
+                self._open[job.seq], self._task_of[job.seq] = oldest_version, job.task
 
     def take(self, version: int) -> list[RolloutGroup]:
         """One generation batch of groups, those of the oldest weights first, none over `max_staleness` versions old.
@@ -153,6 +159,7 @@ class RolloutSource:
         seqs, versions = [group.job.seq for group in batch], [group.policy_version for group in batch]
         self._taken.append(UsedBatch(version_used=version, seqs=seqs, policy_versions=versions))
         self._metrics.batch_taken(batch, version)
+        self._say_missing_tasks(batch)
         return batch
 
     def finish_open(self, version: int) -> bool:
@@ -261,16 +268,41 @@ class RolloutSource:
         self._collect(version)
         self.advance(version)
         by_age = sorted(self._open, key=lambda seq: (0 if self._in_order else self._open[seq], seq))
-        candidates = by_age[: self._schedule.groups_per_round] if self._in_order else by_age
-        chosen = [seq for seq in candidates if seq in self._ready][: self._schedule.groups_per_round]
-        if len(chosen) < self._schedule.groups_per_round:
+        chosen = self._chosen(by_age, version)
+        if chosen is None:
             return None
         left = [(self._open[seq], seq in self._ready) for seq in by_age if seq not in chosen]
         if self._schedule.must_wait(left, self.rounds + len(self._taken), version):
             return None
         for seq in chosen:
-            self._open.pop(seq)
+            self._forget(seq)
         return [self._ready.pop(seq) for seq in sorted(chosen)]
+
+    def _chosen(self, by_age: Sequence[int], version: int) -> Sequence[int] | None:
+        """The groups of the next batch; None as long as they are not finished.
+
+        Quotas give way to the staleness bound: a group that would be over age in the round after goes first.
+        """
+        size = self._schedule.groups_per_round
+        candidates = by_age[:size] if self._in_order else by_age
+        oldest = [seq for seq in candidates if seq in self._ready][:size]
+        if self._quotas is None or self._in_order:
+            return oldest if len(oldest) == size else None
+        fair = with_each_task(by_age, self._ready, self._task_of, self._quotas, size)
+        left = [(self._open[seq], False) for seq in by_age if seq not in (fair or ())]
+        grows_too_old = self._schedule.must_wait(left, self.rounds + len(self._taken), version)
+        return oldest if fair is not None and grows_too_old else fair
+
+    def _say_missing_tasks(self, batch: Sequence[RolloutGroup]) -> None:
+        missing = {*(self._quotas or ())} - {group.job.task for group in batch}
+        self._metrics.tasks_missing(len(missing) if self._quotas else None)
+        for task in sorted(missing - self._said_missing):
+            logger.warning(
+                "a batch has no group of task {!r}: all that were under way failed or were left out. It is filled with "
+                "others; this is said once, and async/tasks_missing counts it",
+                task,
+            )
+        self._said_missing |= missing
 
     def _collect(self, version: int) -> None:
         if self._evaluations is not None:
@@ -299,7 +331,7 @@ class RolloutSource:
             self._leave_out(group, "equal rewards")
         else:
             self._ready[group.job.seq] = group
-            self._open[group.job.seq] = group.policy_version
+            self._open[group.job.seq], self._task_of[group.job.seq] = group.policy_version, group.job.task
             self._compare_version(group)
 
     def _compare_version(self, group: RolloutGroup) -> None:
@@ -345,12 +377,16 @@ class RolloutSource:
         """The group is not trained on; another takes its place."""
         logger.debug("group {} is left out: {}", group.job.seq, reason)
         self._metrics.group_dropped(group)
-        self._open.pop(group.job.seq, None)
+        self._forget(group.job.seq)
         insort(self.unusable, group.job.seq)
         self._history.dropped(group.job.seq, reason)
 
-    def _set_aside(self, seq: int, reason: str) -> None:
+    def _forget(self, seq: int) -> None:
         self._open.pop(seq, None)
+        self._task_of.pop(seq, None)
+
+    def _set_aside(self, seq: int, reason: str) -> None:
+        self._forget(seq)
         insort(self.unusable, seq)
         self._failed_in_a_row += 1
         self._metrics.job_quarantined()

@@ -1,0 +1,184 @@
+"""Batches that have their share of each task, from a queue in memory whose workers the test plays."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from unit_fakes import Bench, schedule, seqs
+
+from async_grpo.errors import AllGroupsFailedError
+from async_grpo.training.quotas import with_each_task
+
+TASKS = ("math", "logic")
+QUOTAS = {"math": 2, "logic": 2}
+
+
+def bench(B: int = 4, K: int = 2, tasks: tuple[str, ...] = TASKS, **options: object) -> Bench:
+    quotas = dict.fromkeys(tasks, B // len(tasks))
+    return Bench(schedule(B=B, K=K), tasks=tasks, **{"quotas": quotas, **options})
+
+
+def tasks_of(batch: list) -> Counter[str]:
+    return Counter(group.job.task for group in batch)
+
+
+def test_a_job_has_the_task_of_its_row() -> None:
+    two, none = bench(), Bench(schedule(B=2))
+    for one in (two, none):
+        one.source.advance(0)
+    assert [two.queue.jobs[seq].task for seq in range(4)] == ["math", "logic", "math", "logic"]
+    assert none.queue.jobs[0].task == ""
+
+
+def test_a_batch_waits_for_the_share_of_a_slow_task() -> None:
+    two = bench()
+    two.source.advance(0)
+    two.queue.finish(0, 2, 4, 6, version=0)  # only of math
+    two.queue.on_wait = lambda: two.queue.finish(1, 3, version=0)
+    assert seqs(two.source.take(0)) == [0, 1, 2, 3]
+    assert two.queue.waits == 1
+
+
+def test_without_quotas_it_takes_what_is_there() -> None:
+    two = bench(quotas=None)
+    two.source.advance(0)
+    two.queue.finish(0, 2, 4, 6, version=0)
+    assert seqs(two.source.take(0)) == [0, 2, 4, 6]
+
+
+def test_a_task_whose_groups_fail_makes_a_batch_uneven_and_never_waits_for_ever(decisions: list[str]) -> None:
+    two = bench()
+    two.source.advance(0)
+    two.queue.finish(0, 2, 4, 6, version=0)
+    two.queue.finish(7, version=0)
+    two.queue.fail_for_good(1, 3, 5)
+    two.queue.on_wait = lambda: two.queue.fail_for_good(*[seq for seq in two.queue.unclaimed() if seq % 2])
+    assert seqs(two.source.take(0)) == [0, 2, 4, 7]
+    assert two.logged["async/tasks_missing"] == [0]
+    two.step_done(1)
+
+    def logic_fails() -> None:
+        two.queue.fail_for_good(*[seq for seq in two.queue.unclaimed() if seq % 2])
+        two.queue.finish(*two.queue.unclaimed(), version=1)
+
+    two.queue.on_wait = logic_fails
+    assert tasks_of(two.source.take(1)) == {"math": 4}
+    assert two.logged["async/tasks_missing"] == [0, 1]
+    assert sum("no group of task 'logic'" in line for line in decisions) == 1
+
+
+def test_only_when_all_groups_fail_does_the_run_end() -> None:
+    two = bench()
+    two.source.advance(0)
+
+    def fail_logic_only() -> None:
+        two.queue.fail_for_good(*[seq for seq in two.queue.unclaimed() if seq % 2])
+        two.queue.finish(*two.queue.unclaimed(), version=two.publisher.version or 0)
+
+    two.queue.on_wait = fail_logic_only
+    for version in range(8):
+        assert len(two.source.take(version)) == 4
+        two.step_done(version + 1)
+    two.queue.on_wait = lambda: two.queue.fail_for_good(*two.queue.unclaimed())
+    with pytest.raises(AllGroupsFailedError):
+        two.source.take(8)
+
+
+def test_in_order_the_order_of_issue_decides() -> None:
+    two = bench(in_order=True)
+    two.source.advance(0)
+    two.queue.fail_for_good(1)
+    two.queue.finish(0, 2, 3, 4, 5, version=0)
+    assert seqs(two.source.take(0)) == [0, 2, 3, 4]
+
+
+def test_quotas_give_way_to_the_staleness_bound() -> None:
+    """Groups 0 and 2 are as old as they may be. The quota of logic would leave one of them for a later round."""
+    two = bench(B=2, K=1)
+    two.source.advance(0)
+    two.queue.claim(0)
+    two.queue.claim(2)
+    two.queue.fail_for_good(1, 3)
+    two.queue.on_wait = lambda: two.queue.finish(4, 5, version=0)
+    assert seqs(two.source.take(0)) == [4, 5]
+    two.step_done(1)
+    two.queue.finish(0, 2, version=0)
+    two.queue.finish(*two.queue.unclaimed(), version=1)
+    assert seqs(two.source.take(1)) == [0, 2]
+    assert not two.history.left_out
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 2**32), st.integers(0, 3), st.sampled_from([(4, 2), (5, 2), (7, 3), (6, 6)]), st.floats(0.0, 0.6))
+def test_chaos_of_workers_never_blocks_and_never_makes_a_group_too_old(
+    seed: int, K: int, sizes: tuple[int, int], failing: float
+) -> None:
+    """Groups are claimed, finished and fail at random; the first task is the slow one and the one that fails."""
+    B, count = sizes
+    draw = random.Random(seed)
+    run = bench(B=B, K=K, tasks=tuple("abcdef"[:count]))
+    run.source.advance(0)
+    ages: dict[int, int] = {}
+
+    def work() -> None:
+        seen = run.publisher.version or 0
+        assert run.queue.waits < 5000, "a batch waits for ever"
+        for seq in run.queue.unclaimed()[: draw.randint(0, B)]:
+            run.queue.claim(seq)
+            ages[seq] = seen
+        for seq in sorted(run.queue.claimed):
+            slow = run.queue.jobs[seq].task == "a"
+            if draw.random() < (0.1 if slow else 0.6):
+                if slow and draw.random() < failing:
+                    run.queue.fail_for_good(seq)
+                else:
+                    run.queue.finish(seq, version=ages[seq])
+
+    run.queue.on_wait = work
+    batches = []
+    for version in range(12):
+        run.queue.waits = 0
+        batch = run.source.take(version)
+        assert len(batch) == B
+        assert all(0 <= version - group.policy_version <= K for group in batch)
+        batches.append(batch)
+        run.step_done(version + 1)
+    assert not run.history.left_out
+    used = [seq for batch in batches for seq in seqs(batch)]
+    assert len(set(used)) == len(used)
+    if not failing:
+        assert all(min(tasks_of(batch)[task] for task in "abcdef"[:count]) >= B // count for batch in batches)
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=30),
+    st.integers(1, 8),
+    st.dictionaries(st.sampled_from("abc"), st.integers(1, 3)),
+)
+def test_a_batch_is_the_quotas_and_then_the_oldest(
+    groups: list[tuple[str, bool]], size: int, quotas: dict[str, int]
+) -> None:
+    quotas = quotas if sum(quotas.values()) <= size else {}
+    task_of = {seq: task for seq, (task, _) in enumerate(groups)}
+    finished = {seq for seq, (_, done) in enumerate(groups) if done}
+    chosen = with_each_task(range(len(groups)), finished, task_of, quotas, size)
+    short = {
+        task: min(quota, sum(of == task for of in task_of.values())) - sum(task_of[seq] == task for seq in finished)
+        for task, quota in quotas.items()
+    }
+    if chosen is None:
+        assert len(finished) < size or any(missing > 0 for missing in short.values())
+        return
+    assert len(chosen) == len(set(chosen)) == size and finished.issuperset(chosen)
+    assert all(missing <= 0 for missing in short.values())
+    for task in "abc":
+        own = [seq for seq in chosen if task_of[seq] == task]
+        assert own == sorted(finished & {seq for seq in task_of if task_of[seq] == task})[: len(own)]
+        assert len(own) >= min(quotas.get(task, 0), sum(of == task for of in task_of.values()))
+    assert all(first < second for first, second in pairwise(sorted(chosen)))
