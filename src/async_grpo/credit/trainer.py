@@ -140,15 +140,27 @@ class TurnGRPOTrainer(Algorithm, GRPOTrainer):
             turns = gather_object(self.turn_rewards(masks))
         if self.accelerator.num_processes > 1:
             all_masks = gather_object(masks)
-        advantages = self._advantages(turns, all_masks)
-        first = self.accelerator.process_index * len(masks)
-        width = output["completion_ids"].shape[1]
+        advantages = self.token_advantages(output, turns, all_masks)
+        output["advantages"] = advantages.to(output["advantages"]) * output["completion_mask"]
+        return output
+
+    def token_advantages(
+        self, output: dict[str, Any], turns: list[list[float]], masks: list[list[int]]
+    ) -> torch.Tensor:
+        """Advantages of the tokens of this process's completions, [B, T].
+
+        Args:
+            output: the batch as TRL has assembled it, [B, T]. What is added to it comes with each micro-batch.
+            turns: one reward a turn, of the completions of all processes.
+            masks: 1 for each token that the model wrote, of the completions of all processes.
+        """
+        size, width = output["completion_ids"].shape
+        own = slice(self.accelerator.process_index * size, (self.accelerator.process_index + 1) * size)
         rows = [
             torch.nn.functional.pad(torch.from_numpy(per_token(mask, of_turns)), (0, width - len(mask)))
-            for mask, of_turns in zip(masks, advantages[first : first + len(masks)], strict=True)
+            for mask, of_turns in zip(masks[own], self._advantages(turns, masks)[own], strict=True)
         ]
-        output["advantages"] = torch.stack(rows).to(output["advantages"]) * output["completion_mask"]
-        return output
+        return torch.stack(rows).to(output["advantages"])
 
     def _advantages(self, turns: list[list[float]], masks: list[list[int]]) -> list[Any]:
         """Of the turns of each completion of the batch, of all processes."""
