@@ -34,7 +34,8 @@ from trl_hooks import (
     users,
 )
 
-from async_grpo.setup.grpo_config.values import field_types, parsed
+from async_grpo.credit import PPOConfig
+from async_grpo.setup.grpo_config.values import SOURCES, annotations_in, field_types, parsed
 from async_grpo.setup.overrides import HONOURED
 from async_grpo.training import trl_trainer as training_hooks
 
@@ -226,8 +227,9 @@ def test_transformers_functions_that_we_call(trainer: Any) -> None:
 
 
 def test_the_fields_of_a_configuration_are_in_the_sources_where_we_read_them() -> None:
-    fields = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
+    fields = {field.name: field.default for field in dataclasses.fields(PPOConfig)}
     assert field_types().keys() == fields.keys(), "setup/grpo_config/values.py: SOURCES"
+    assert annotations_in(SOURCES).keys() == {field.name for field in dataclasses.fields(GRPOConfig)}
     plain = {name: default for name, default in fields.items() if type(default) in (bool, int, float)}
     given = {name: str(default) for name, default in plain.items() if name not in ("max_steps", "seed")}
     found = parsed(given)

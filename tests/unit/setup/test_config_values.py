@@ -188,6 +188,13 @@ def test_what_would_have_no_effect_is_refused(text: str, reason: str, tmp_path: 
         load_trainer(file, config_values={"learning_rate": "1e-5"})
 
 
+def test_a_field_of_a_critic_needs_its_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "my_trainer.py"
+    file.write_text(IN_GET_TRAINER)
+    with pytest.raises(UsageError, match=r"--set lam=.95 has no effect: it is a field of PPOConfig, .* a FakeConfig"):
+        load_trainer(file, config_values={"lam": ".95"})
+
+
 def test_the_file_decides_when_trl_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may set variables of the environment first, or import Unsloth."""
     package = tmp_path / "packages" / "trl"

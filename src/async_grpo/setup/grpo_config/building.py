@@ -46,9 +46,10 @@ def configurations_with(texts: Mapping[str, str]) -> Iterator[list[dict[str, Any
         def set_and_check(self: Any) -> None:
             if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # `hold_to_device`: this process computes on the CPU
                 self.use_cpu = True
-            vars(self).update(values)
+            own = {name: value for name, value in values.items() if hasattr(self, name)}
+            vars(self).update(own)
             _check_itself(self, check)
-            made.append({name: getattr(self, name) for name in values})
+            made.append({name: getattr(self, name) for name in own})
 
         config_class.__post_init__ = set_and_check
         restored.append(lambda: setattr(config_class, "__post_init__", check))
@@ -83,7 +84,12 @@ def check_set(trainer: GRPOTrainer, texts: Mapping[str, str], made: list[dict[st
             "nor in get_trainer(). Give the trainer args=GRPOConfig(...), or leave --set out."
         )
     for name in texts:
-        values = [config[name] for config in made]
+        values = [config[name] for config in made if name in config]
+        if not values:
+            raise UsageError(
+                f"--set {name}={texts[name]} has no effect: it is a field of PPOConfig, and the setup file makes a "
+                f"{type(trainer.args).__name__}. Train with PPOTrainer(args=PPOConfig(...)), or leave --set out."
+            )
         if name not in _CHANGED_BY_TRL and getattr(trainer.args, name) not in values:
             raise UsageError(
                 f"--set {name}={texts[name]} has no effect: the trainer has {getattr(trainer.args, name)!r}. The setup "

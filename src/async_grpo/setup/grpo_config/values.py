@@ -1,4 +1,4 @@
-"""`--set NAME=VALUE`: values of `GRPOConfig` that the command line gives, in place of those in the setup file.
+"""`--set NAME=VALUE`: values of `GRPOConfig` or `PPOConfig` that the command line gives in place of the setup file's.
 
 Which fields there are, and their types, is read from the sources of TRL and transformers: importing them takes seconds,
 and a wrong name is to be refused at once.
@@ -26,6 +26,7 @@ SOURCES = (
     ("trl", "trainer/grpo_config.py", "GRPOConfig"),
 )
 """`GRPOConfig` and its bases, the base first; tests/integration/test_trl_contract.py compares with the class."""
+_OF_A_CRITIC = ("async_grpo", "credit/ppo_config.py", "PPOConfig")
 
 _ELSEWHERE = {
     "max_steps": "it is --steps.",
@@ -91,8 +92,8 @@ def _value(name: str, text: str) -> Any:
 
 @functools.cache
 def field_types() -> dict[str, str]:
-    """The annotation of each field of `GRPOConfig`, as its source has it."""
-    return annotations_in(SOURCES)
+    """The annotation of each field of `GRPOConfig` and `PPOConfig`, as their sources have it."""
+    return annotations_in((*SOURCES, _OF_A_CRITIC))
 
 
 def annotations_in(sources: Iterable[tuple[str, str, str]]) -> dict[str, str]:
