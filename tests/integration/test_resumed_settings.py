@@ -12,8 +12,9 @@ import torch
 from in_process import build_trainer
 from loguru import logger
 from transformers import TrainerState
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
+from async_grpo.credit import PPOConfig
 from async_grpo.errors import RunDirError
 from async_grpo.training import resumed_settings
 from async_grpo.training.corrections.rule import rule
@@ -63,15 +64,20 @@ OTHER: dict[str, Any] = {
     "generation_batch_size": 16,
     "num_iterations": 2,
     "beta": 0.5,
+    "critic_model": "another",
+    "gamma": 0.5,
+    "lam": 0.5,
+    "kl_in_reward": True,
+    "kl_penalty": "abs",
 }
 BEFORE = {"metric_for_best_model": "loss", "greater_is_better": True}
 OF_THE_OPTIMIZER = [name for name, where in APPLIED.items() if where != "trainer's state"]
 
 
-def test_each_field_of_the_tables_is_one_of_trl_s_and_is_tried() -> None:
+def test_each_field_of_the_tables_is_one_of_a_configuration_and_is_tried() -> None:
     fields = {*APPLIED, *REFUSED, *KEPT, *OF_THE_BATCH}
     assert fields == OTHER.keys()
-    assert fields <= GRPOConfig.__dataclass_fields__.keys()
+    assert fields <= PPOConfig.__dataclass_fields__.keys()
 
 
 def with_optimizer(folder: Path, **settings: Any) -> GRPOTrainer:

@@ -36,6 +36,7 @@ REFUSED = {
     **dict.fromkeys(("optim", "optim_args", "optim_target_modules"), _OTHER_STATE),
     "fp16": _OTHER_SCALER,
     **dict.fromkeys(("metric_for_best_model", "greater_is_better"), _JUDGED),
+    "critic_model": "the checkpoint has the critic as it was",
     "num_generations": "finished groups that wait to be trained on have as many completions as it was",
 }
 """By field, why another value cannot be used with the checkpoint."""
@@ -48,7 +49,7 @@ KEPT = {
 
 OF_THE_BATCH = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size"),
-    *("num_iterations", "beta"),
+    *("num_iterations", "beta", "gamma", "lam", "kl_in_reward", "kl_penalty"),
 )
 """Fields by which a generation batch was made. A checkpoint in the middle of one needs them as they were."""
 
