@@ -39,6 +39,13 @@ class Algorithm:
     token_columns: ClassVar[tuple[str, ...]] = ()
     """Names of further tensors of the batch, each [B, C]: a value for each of the C tokens of B completions."""
 
+    compares_groups: ClassVar[bool] = True
+    """Whether advantages compare the completions of a group.
+
+    Otherwise a group of one completion, or of equal rewards, teaches as any other: `--filter-zero-variance` is refused,
+    and what reads the archive shows no advantages.
+    """
+
     def columns_of(self, part: slice, masks: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Return the `group_columns` of one group as numpy arrays. Workers call it after `_calculate_rewards`.
 
@@ -58,6 +65,20 @@ class Algorithm:
     def teaches_nothing(self, group: RolloutGroup) -> bool:
         """Return whether the group would change no weight. `--filter-zero-variance` puts another in its place."""
         raise NotImplementedError(f"{type(self).__name__} does not say which groups teach nothing")
+
+    def trained_besides(self) -> int:
+        """Return how many numbers the class trains beside the model, in fp32 with AdamW. A checkpoint has them."""
+        return 0
+
+
+def compares_groups(trainer: object) -> bool:
+    """Return whether this trainer's advantages compare the completions of a group, as TRL's do."""
+    return not isinstance(trainer, Algorithm) or trainer.compares_groups
+
+
+def trained_besides(trainer: object) -> int:
+    """Return how many numbers this trainer trains beside its model, in fp32 with AdamW."""
+    return trainer.trained_besides() if isinstance(trainer, Algorithm) else 0
 
 
 def declares(cls: type) -> bool:

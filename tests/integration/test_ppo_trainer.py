@@ -31,6 +31,12 @@ from trl_contract import moved
 
 from async_grpo.credit import PPOConfig, PPOTrainer, ppo
 from async_grpo.credit import critic as critics
+from async_grpo.errors import UsageError
+from async_grpo.settings import TrainingSettings
+from async_grpo.setup.grpo_config.building import check_set, configurations_with
+from async_grpo.training.checkpoints import bytes_needed
+from async_grpo.training.hyperparameters import hyperparameters
+from async_grpo.training.loop import refuse
 
 pytestmark = pytest.mark.integration
 
@@ -316,6 +322,33 @@ def test_a_critic_of_the_users(tmp_path: Path) -> None:
 def test_what_ppo_refuses(tmp_path: Path, given: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ppo_trainer(tmp_path, given, **changes)()
+
+
+def test_filtering_groups_of_equal_rewards_is_refused(tmp_path: Path) -> None:
+    trainer = ppo_trainer(tmp_path)()
+    refuse(trainer, TrainingSettings(), None)
+    with pytest.raises(UsageError, match="PPOTrainer learns from equal rewards too"):
+        refuse(trainer, TrainingSettings(filter_zero_variance=True), None)
+
+
+def test_what_a_run_says_and_counts_of_a_critic(tmp_path: Path) -> None:
+    trainer, plain = ppo_trainer(tmp_path)(), build_trainer(tmp_path)
+    critic = trainer.trained_besides()
+    assert critic > 10_000
+    assert bytes_needed(trainer) - bytes_needed(plain) == 12 * critic
+    assert hyperparameters(trainer, TrainingSettings())["advantages"] == "critic"
+    assert "advantages" not in hyperparameters(plain, TrainingSettings())
+
+
+def test_set_reaches_the_fields_of_a_critic(tmp_path: Path) -> None:
+    texts = {"lam": ".95", "per_device_train_batch_size": "4", "critic_model": "none"}
+    with configurations_with(texts) as made:
+        trainer = ppo_trainer(tmp_path)()
+    check_set(trainer, texts, made)
+    args = trainer.args
+    assert (args.lam, args.num_generations, args.generation_batch_size) == (0.95, 1, 4)
+    with configurations_with({"num_generations": "2"}):
+        assert ppo_trainer(tmp_path)().args.num_generations == 2
 
 
 def test_a_configuration_without_a_critic_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 _EPSILON = 1e-4  # TRL's
+CRITIC = "critic"  # `advantages` in `hyperparameters.json`, where they do not compare groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class AdvantageRule:
     reward_weights: tuple[float, ...] | None = None  # [F]; None: 1 each
     scale_rewards: str = "group"  # or "batch", "none"
     multi_objective_aggregation: str = "sum_then_normalize"  # or "normalize_then_sum"
+    in_groups: bool = True  # False: a critic has made them, and nothing here knows them
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> AdvantageRule:
@@ -33,6 +35,7 @@ class AdvantageRule:
             reward_weights=tuple(weights) if weights else None,
             scale_rewards=str(record.get("scale_rewards", "group")),
             multi_objective_aggregation=str(record.get("multi_objective_aggregation", "sum_then_normalize")),
+            in_groups=record.get("advantages") != CRITIC,
         )
 
     @property

@@ -17,6 +17,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from async_grpo.algorithm import Algorithm
 from async_grpo.credit import critic as critics
 from async_grpo.credit.critic import Critic
 from async_grpo.credit.gae import (
@@ -49,7 +50,7 @@ _SAME = {  # verl's name of a figure, and TRL's
 }
 
 
-class PPOTrainer(TurnGRPOTrainer):
+class PPOTrainer(TurnGRPOTrainer, Algorithm):
     """A `GRPOTrainer` whose advantages are those of a critic, which is trained beside the policy.
 
     Args:
@@ -62,6 +63,9 @@ class PPOTrainer(TurnGRPOTrainer):
     Raises:
         ValueError: an argument is of a comparison within groups, or the critic does not fit the policy.
     """
+
+    token_columns = ("values", "returns", "value_mask")
+    compares_groups = False
 
     args: PPOConfig
     kl_coef: float  # beta, where KL is in the reward
@@ -86,9 +90,7 @@ class PPOTrainer(TurnGRPOTrainer):
     def _beta_of_loss(self) -> float:
         return 0.0 if self.args.kl_in_reward else float(self.args.beta)
 
-    @property
-    def critic_parameters(self) -> int:
-        """How many numbers the critic has or will have."""
+    def trained_besides(self) -> int:
         return critics.parameters_of(self.model, self._own_critic, self.args.critic_model, self.args.model_init_kwargs)
 
     # The start of a training, and its checkpoints

@@ -23,7 +23,7 @@ class Rollout:
 
     found: FinishedGroup
     index: int  # in its group
-    advantage: float | None  # None: groups of its batch were trimmed
+    advantage: float | None  # None: groups of its batch were trimmed, or a critic has made it
 
     @property
     def total(self) -> float:
@@ -144,6 +144,10 @@ def _extreme(rollouts: Iterable[Rollout], order: str, limit: int | None) -> list
 
 
 def _rollouts(groups: FinishedGroups, found: Iterable[FinishedGroup], fates: dict[int, Fate]) -> Iterator[Rollout]:
+    if not groups.rule.in_groups:
+        for group in found:
+            yield from _of_group(group, None)
+        return
     if not groups.rule.needs_whole_batch:
         for group in found:
             (advantages,) = groups.rule.advantages([group.group.rewards])

@@ -49,9 +49,10 @@ def scalars(used: UsedStep) -> dict[str, float]:
 def histograms(used: UsedStep, rule: AdvantageRule) -> dict[str, NDArray[Any]]:
     """Of the same groups: a value for each completion, and for each group its staleness."""
     totals = _totals(used.groups)
+    advantages = rule.advantages([found.group.rewards for found in used.groups]) if rule.in_groups else []
     return {
         f"{DISTRIBUTIONS}/rewards": totals[~np.isnan(totals)],
-        f"{DISTRIBUTIONS}/advantages": np.concatenate(rule.advantages([found.group.rewards for found in used.groups])),
+        **({f"{DISTRIBUTIONS}/advantages": np.concatenate(advantages)} if advantages else {}),
         f"{DISTRIBUTIONS}/completion_length": _lengths(used.groups),
         f"{DISTRIBUTIONS}/staleness": _staleness(used),
     }

@@ -25,6 +25,7 @@ from loguru import logger
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from async_grpo.algorithm import trained_besides
 from async_grpo.archive import checkpoint_folders, output_dir
 from async_grpo.archive.checkpoint_folders import Checkpoint
 from async_grpo.archive.rollout_state import RolloutState
@@ -176,7 +177,7 @@ class CheckpointFolder:
 
 
 def bytes_needed(trainer: GRPOTrainer) -> int:
-    """About how large a checkpoint is: the weights that it saves, and two moments of each that trains.
+    """About how large a checkpoint is: the weights that it saves, and two moments of each that trains; also a critic's.
 
     DeepSpeed writes the weights that train again, beside their moments.
     """
@@ -184,7 +185,8 @@ def bytes_needed(trainer: GRPOTrainer) -> int:
     trained = sum(fingerprints.count(p) * p.element_size() for p in parameters if p.requires_grad)
     whole = sum(fingerprints.count(p) * p.element_size() for p in parameters)
     copies = 3 if trainer.is_deepspeed_enabled else 2
-    return (trained if is_adapter(trainer.model) else whole) + copies * trained + 1_000_000
+    besides = 3 * 4 * trained_besides(trainer)
+    return (trained if is_adapter(trainer.model) else whole) + copies * trained + besides + 1_000_000
 
 
 class UsedGroups:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from async_grpo.algorithm import compares_groups
+from async_grpo.archive.advantages import CRITIC
 from async_grpo.redaction import MASK, Redactor, is_secret
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.fingerprints import count
@@ -29,6 +31,7 @@ def hyperparameters(trainer: GRPOTrainer, settings: TrainingSettings) -> dict[st
         "scale_rewards": str(trainer.scale_rewards),
         "multi_objective_aggregation": str(trainer.multi_objective_aggregation),
         "num_generations": int(trainer.num_generations),
+        **({} if compares_groups(trainer) else {"advantages": CRITIC}),
         "run": _plain({name: value for name, value in asdict(settings).items() if name != "keep_done"}),
         "trainer": configuration(trainer),
     }

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Self
 
 from loguru import logger
 
+from async_grpo.algorithm import compares_groups
 from async_grpo.archive import checkpoint_folders, room
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.history import ConsumptionRecord, Sampler, newest_version, read_record
@@ -385,6 +386,11 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
     """
     if settings.deterministic and settings.filter_zero_variance:
         raise UsageError("--filter-zero-variance depends on which worker is faster, so it excludes --deterministic.")
+    if settings.filter_zero_variance and not compares_groups(trainer):
+        raise UsageError(
+            f"--filter-zero-variance replaces groups that teach nothing, and {type(trainer).__name__} learns from "
+            "equal rewards too. Leave it out."
+        )
     settings.check()
     refuse_publish_dtype(settings.publish_dtype, sharded=sharding_of(trainer) is not None)
     trl_trainer.refuse_unsupported(trainer)

@@ -205,6 +205,14 @@ def test_a_quantised_base_is_published_as_it_is() -> None:
     assert estimate(facts(parameters=base, published_in_bf16=True)).published == 3 * 20_000
 
 
+def test_a_critic_is_counted_in_fp32_with_its_optimizer() -> None:
+    without, memory = estimate(facts()), estimate(facts(trained_besides=MILLION))
+    assert (without.critic, memory.critic) == (0, 16 * MILLION)
+    assert memory.trainer - without.trainer == memory.server - without.server == 16 * MILLION
+    assert dry_run._parts(memory).endswith("optimizer 4.0 MB, critic with its optimizer 16.0 MB")
+    assert "critic" not in dry_run._parts(without)
+
+
 def test_sizes_are_readable() -> None:
     assert [size(n) for n in (0, 999, 1500, 2.5e6, 7e9)] == ["0 bytes", "999 bytes", "1.5 kB", "2.5 MB", "7.0 GB"]
 

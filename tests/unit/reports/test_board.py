@@ -42,6 +42,14 @@ def tags(run: ArchivedRun, folder: str = "run") -> set[str]:
     return set(events.Tags()["tensors"])
 
 
+def test_a_critic_has_no_advantages_of_groups(tmp_path: Path) -> None:
+    run = three_steps(tmp_path)
+    run.run.hyperparameters.write_text(json.dumps({"advantages": "critic"}))
+    with Board(run.root) as board:
+        board.update()
+    assert "8_distributions/rewards" in tags(run) and "8_distributions/advantages" not in tags(run)
+
+
 def test_everything_is_there(tmp_path: Path) -> None:
     run = three_steps(tmp_path)
     run.run.hyperparameters.write_text(json.dumps({"reward_weights": [1, 2], "trainer": {"learning_rate": 0.1}}))

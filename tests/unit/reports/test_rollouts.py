@@ -42,6 +42,13 @@ def test_the_newest_are_shown_with_everything(tmp_path: Path, capsys: pytest.Cap
     assert "group 4" in text and "group 3" not in text and "the newest 4" in text
 
 
+def test_advantages_of_a_critic_are_not_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = three_steps(tmp_path)
+    run.run.hyperparameters.write_text(json.dumps({"advantages": "critic"}))
+    text = shown(capsys, run.root)
+    assert "group 5  step 3" in text and "advantage" not in text
+
+
 @pytest.mark.parametrize("order", [[], ["--worst"], ["--best"]])
 @pytest.mark.parametrize("state", ["stopped", "running"])
 def test_what_no_step_used_comes_last_and_says_so(

@@ -54,7 +54,7 @@ def judge(look: Look, gpus: int, memory: int, gpu_memory: int | None = None) -> 
     facts = look.facts
     if facts is None:
         if look.batch is not None and misfit(look.batch):
-            yield _batch(look.batch)
+            yield _misfit(look.batch)
         else:
             fix = "The last lines of the message say what failed; fix the setup file."
             yield error("get_trainer()", look.error, fix)
@@ -79,11 +79,15 @@ def _trainer(facts: TrainerFacts) -> Finding:
     return ok("get_trainer()", f"{built}, {'all' if trained == count else f'{trained:,}'} trained")
 
 
-def _batch(batch: Batch) -> Finding:
+def _misfit(batch: Batch) -> Finding:
     possible = ", ".join(map(str, possible_generations(batch))) or "none"
-    if wrong := misfit(batch):
-        fix = f"Set one of: {'; '.join(what_to_set(batch))}. Possible num_generations: {possible}."
-        return error("batch", wrong, fix)
+    fix = f"Set one of: {'; '.join(what_to_set(batch))}. Possible num_generations: {possible}."
+    return error("batch", misfit(batch), fix)
+
+
+def _batch(batch: Batch) -> Finding:
+    """Describe the batch of a trainer that was built: its configuration has checked the numbers."""
+    possible = ", ".join(map(str, possible_generations(batch)))
     product = f"{counted(batch.prompts, 'prompt')} x {batch.num_generations} completions"
     return ok("batch", f"{product} = {batch.generation_batch_size} a round; possible num_generations: {possible}")
 

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from async_grpo.algorithm import trained_besides
 from async_grpo.checks import probe
 from async_grpo.checks.plan.facts import Parameters, Question, Shape, TrainerFacts
 from async_grpo.errors import AsyncGRPOError
@@ -171,6 +172,7 @@ def _of_model(trainer: GRPOTrainer) -> dict[str, Any]:
         "model": type(model).__name__,
         "model_name": Redactor()(str(getattr(model.config, "_name_or_path", "") or "")),
         "parameters": parameters_of(model),
+        "trained_besides": trained_besides(trainer),
         "reference_bytes": parameters_of(trainer.ref_model).nbytes if trainer.ref_model is not None else 0,
         "shape": shape_of(model),
         "context_length": getattr(model.config.get_text_config(), "max_position_embeddings", None),

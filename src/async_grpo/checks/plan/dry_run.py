@@ -238,7 +238,8 @@ def _slots(facts: TrainerFacts) -> str:
 
 def _parts(memory: MemoryEstimate) -> str:
     reference = f", reference model {size(memory.reference)}" if memory.reference else ""
-    held = f"gradients {size(memory.gradients)}, optimizer {size(memory.optimizer)}"
+    critic = f", critic with its optimizer {size(memory.critic)}" if memory.critic else ""
+    held = f"gradients {size(memory.gradients)}, optimizer {size(memory.optimizer)}{critic}"
     return f"weights {size(memory.weights)}{reference}, {held}"
 
 

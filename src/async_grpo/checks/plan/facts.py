@@ -96,6 +96,7 @@ class TrainerFacts:
     sharded_over: int = 1  # processes that share the trainer's weights, gradients and optimizer state
     published_in_bf16: bool = False  # --publish-dtype bf16
     published_in_host_memory: bool = False  # --weights host: a GPU holds none of what is published
+    trained_besides: int = 0  # numbers of a critic
     vllm_share: float | None = None  # of a GPU's memory, for weights, keys and values; None: not with vLLM
 
     @property

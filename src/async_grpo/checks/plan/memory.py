@@ -19,6 +19,7 @@ _LOGITS = 4  # copies in fp32 on a CPU, where TRL's log-probabilities take the l
 _TILE = 4096 * 32768 * 4  # bytes of TRL's kernel on a GPU, which never has more logits at a time
 _HALF = 2  # bytes of a number in bf16 or fp16
 _LORA_RANK = 16
+_CRITIC = 4 * 4  # bytes a number: weight, gradient and AdamW's two, in fp32
 
 _IN_8_BIT = (2 * (1 + 4 / 256), "2 numbers a parameter in 1 byte")  # 256 numbers share one scale of four bytes
 _AS_WEIGHTS = (None, "2 numbers a parameter")
@@ -47,6 +48,7 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     optimizer_note: str  # how it was counted
+    critic: int  # its weights, gradients and optimizer state
     published: int  # for all readers, beyond what the model itself uses of it
     published_in_host_memory: bool  # though the model is on a GPU
     worker_own: int  # of a worker that cannot map the server's memory, or has not yet
@@ -58,7 +60,7 @@ class MemoryEstimate:
 
     @property
     def trainer(self) -> int:
-        return self.weights + self.reference + self.gradients + self.optimizer
+        return self.weights + self.reference + self.gradients + self.optimizer + self.critic
 
 
 def estimate(facts: TrainerFacts) -> MemoryEstimate:
@@ -73,6 +75,7 @@ def estimate(facts: TrainerFacts) -> MemoryEstimate:
         gradients=parameters.trained_bytes,
         optimizer=2 * parameters.trained_bytes if each is None else int(each * parameters.trained),
         optimizer_note=f"{facts.optimizer}: {note}",
+        critic=_CRITIC * facts.trained_besides,
         published=facts.slots * version_bytes(facts) + (frozen_bytes(facts) if copies_frozen(facts) else 0),
         published_in_host_memory=facts.published_in_host_memory,
         worker_own=weights,
