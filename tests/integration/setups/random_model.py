@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -57,6 +58,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def get_trainer() -> GRPOTrainer:
+    return build(GRPOTrainer, GRPOConfig)
+
+
+def build(trainer_class: type[GRPOTrainer], config_class: type[GRPOConfig], **changes: Any) -> GRPOTrainer:
+    """A trainer of these classes; `changes` are of its configuration."""
     tokenizer = build_tokenizer()
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
@@ -76,18 +82,17 @@ def get_trainer() -> GRPOTrainer:
     )
     prompts = [f"{a}+{b}=" for a in range(8) for b in range(8)]
     problems = int(os.environ.get("TEST_EVAL", "0"))
-    return GRPOTrainer(
+    return trainer_class(
         model=model,
         processing_class=tokenizer,
         reward_funcs=[reward],
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         eval_dataset=Dataset.from_dict({"prompt": prompts[:problems]}) if problems else None,
         peft_config=LoraConfig(r=4, target_modules="all-linear") if os.environ.get("TEST_MODEL") == "lora" else None,
-        args=GRPOConfig(
+        args=config_class(
             output_dir="checkpoints",
             max_steps=int(os.environ.get("TEST_STEPS", "12")),
             per_device_train_batch_size=16 // int(os.environ.get("WORLD_SIZE", "1")),
-            num_generations=4,
             max_completion_length=8,
             learning_rate=1e-3,
             save_strategy="steps",
@@ -95,6 +100,12 @@ def get_trainer() -> GRPOTrainer:
             disable_tqdm=True,
             bf16=False,
             use_cpu=True,
-            **{"report_to": "none", "save_steps": 4, **json.loads(os.environ.get("TEST_GRPO", "{}"))},
+            **{
+                "report_to": "none",
+                "save_steps": 4,
+                "num_generations": 4,
+                **changes,
+                **json.loads(os.environ.get("TEST_GRPO", "{}")),
+            },
         ),
     )
