@@ -90,7 +90,7 @@ def transformers_side(trainer: Any) -> Callable[[int], float]:
         while not sampled:
             sampled = engine.sample([])
         took = time.perf_counter() - started
-        assert all(len(completion) == TOKENS for completion in sampled[0].token_ids)
+        assert all(len(completion) == TOKENS for completion in sampled[0].tokens)
         return took
 
     return seconds

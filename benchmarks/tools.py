@@ -78,9 +78,9 @@ class Streaming:
 
     def sample(self, new: Sequence[Any]) -> list[Any]:
         from async_grpo.rollout.engines import SampledGroup
+        from async_grpo.tokens import as_tokens
 
-        made = [(turn, *self._script.generate(turn.prompt_ids)) for turn in new]
-        return [SampledGroup(prepared=turn, token_ids=ids, logprobs=logprobs) for turn, ids, logprobs in made]
+        return [SampledGroup(prepared=turn, tokens=as_tokens(*self._script.generate(turn.prompt_ids))) for turn in new]
 
     def follow(self, weights: Any) -> Any: ...
 
@@ -265,9 +265,7 @@ class OnVLLM:
         with self._counting():
             groups = self._worker.generate(self._jobs)
         took = time.monotonic() - started, time.process_time() - began
-        masks = [
-            mask for group in groups for mask in (group.tool_masks or [[1] * len(x) for x in group.completion_ids])
-        ]
+        masks = [tokens.mask for group in groups for tokens in group.tokens]
         assert [sum(mask) for mask in masks] == [self._size.tokens] * self._size.completions
         self.read = round(statistics.mean(len(mask) for mask in masks)) - self._size.tokens
         return took

@@ -21,6 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from async_grpo.records import Job
 from async_grpo.rollout.engines import PreparedGroup
 from async_grpo.rollout.engines.transformers import TransformersEngine
+from async_grpo.tokens import ids_and_logprobs
 
 DEADLINE_S = 60.0
 
@@ -115,7 +116,7 @@ class FakeVLLMServer(ThreadingHTTPServer):
         sampled = engine.sample([PreparedGroup(job=job, version=0, prompt_ids=prompts)])
         while not sampled:
             sampled = engine.sample([])
-        completions, logprobs = sampled[0].token_ids, sampled[0].logprobs
+        completions, logprobs = ids_and_logprobs(sampled[0].tokens)
         return [
             {
                 "prompt_token_ids": prompt,

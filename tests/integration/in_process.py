@@ -35,6 +35,7 @@ from async_grpo.setup.replaced import note_originals
 from async_grpo.setup.trl_compat import repair_trl
 from async_grpo.setup.worker_build import built_for_a_worker
 from async_grpo.telemetry.trainer_states import StateReader
+from async_grpo.tokens import as_tokens
 from async_grpo.training.corrections.fresh_batch import Bound
 from async_grpo.training.corrections.rule import Rule, rule
 from async_grpo.training.job_issuer import state_for_rewards
@@ -399,7 +400,6 @@ class ScriptedEngine(BatchEngine):
         raise AssertionError("nobody asks for weights")
 
     def _decode(self, groups: Sequence[PreparedGroup]) -> Decoding:
-        rows = zip(*self._script.generate([ids for group in groups for ids in group.prompt_ids]), strict=True)
+        completions = iter(as_tokens(*self._script.generate([ids for group in groups for ids in group.prompt_ids])))
         for group in groups:  # the place in the batch is counted over all of them, as in TRL
-            ids, logprobs = zip(*[next(rows) for _ in group.prompt_ids], strict=True)
-            yield [SampledGroup(prepared=group, token_ids=[*ids], logprobs=[*logprobs])]
+            yield [SampledGroup(prepared=group, tokens=[next(completions) for _ in group.prompt_ids])]

@@ -44,7 +44,7 @@ class Scripted(ScriptedEngine):
 
     def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
         sampled = super().sample(new)
-        self.said += [(turn.prepared.prompt_ids[0], turn.token_ids[0]) for turn in sampled]
+        self.said += [(turn.prepared.prompt_ids[0], turn.tokens[0].ids) for turn in sampled]
         return sampled
 
 

@@ -11,7 +11,7 @@ from compared_with_trl import settings
 from in_process import QWEN3_CHAT_TEMPLATE, ScriptedGenerator, build_tokenizer
 
 from async_grpo.envs import with_tags
-from async_grpo.envs.conversations import Conversation, Lockstep
+from async_grpo.envs.conversations import Conversation, Lockstep, rollout_output
 from async_grpo.errors import UnsupportedError, UserCodeExit
 
 pytestmark = pytest.mark.integration
@@ -67,7 +67,7 @@ def test_all_that_wait_are_sampled_together(tmp_path: Path) -> None:
     said = lockstep.run([talk(each, count, 0.01 * count) for each, count in zip(conversations, turns, strict=True)])
     assert said == [["m1"], ["m1", "m2", "m3"], ["m1", "m2"]]
     assert batches == [3, 2, 1]
-    second = conversations[2]
+    second = conversations[2].transcript.tokens
     text = trainer.processing_class.decode(second.ids)
     assert text == f"m1<|im_end|>\n<|im_start|>user\nu1<|im_end|>\n{TURN}m2<|im_end|>"
     own = [token for token, mask in zip(second.ids, second.mask, strict=True) if mask]
@@ -80,8 +80,8 @@ def test_a_conversation_ends_where_no_room_is_left(tmp_path: Path) -> None:
         trainer = trainer_of(tmp_path, [], tokens)
         conversation = Conversation(trainer, Lockstep(trainer))
         [messages] = conversation._lockstep.run([talk(conversation, 3)])
-        assert len(conversation.ids) <= tokens
-        return messages, trainer.processing_class.decode(conversation.ids)
+        assert len(conversation.transcript.tokens) <= tokens
+        return messages, trainer.processing_class.decode(conversation.transcript.tokens.ids)
 
     read = len(build_tokenizer()(f"\n<|im_start|>user\nu1<|im_end|>\n{TURN}")["input_ids"])
     assert said(3) == (["m1"], "m1<|im_end|>")
@@ -123,8 +123,9 @@ def test_plain_trl_tells_no_log_probabilities(tmp_path: Path) -> None:
     trainer._generate_single_turn = lambda *arguments: (sample(*arguments)[0], None)
     conversation = Conversation(trainer, Lockstep(trainer))
     conversation._lockstep.run([talk(conversation, 2)])
-    assert conversation.logprobs is None
-    assert conversation.mask.count(0) > 0
+    output = rollout_output([conversation])
+    assert output["logprobs"] is None
+    assert output["env_mask"][0].count(0) > 0
 
 
 def test_tools_need_a_tokenizer_whose_calls_can_be_read(tmp_path: Path) -> None:

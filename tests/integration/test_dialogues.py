@@ -29,6 +29,7 @@ from trl.trainer import grpo_trainer
 
 from async_grpo.errors import UsageError
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.tokens import as_tokens
 
 pytestmark = pytest.mark.integration
 
@@ -197,8 +198,8 @@ class Streaming:
     def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
         made = []
         for turn in new:
-            ids, logprobs = self._script.generate(turn.prompt_ids)
-            made.append(SampledGroup(prepared=turn, token_ids=ids, logprobs=logprobs))
+            tokens = as_tokens(*self._script.generate(turn.prompt_ids))
+            made.append(SampledGroup(prepared=turn, tokens=tokens))
         return made
 
     def follow(self, weights: Any) -> Any: ...

@@ -20,6 +20,7 @@ from trl import GRPOTrainer
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import encoded
 from async_grpo.records import RolloutGroup
+from async_grpo.tokens import Tokens
 from async_grpo.training.checkpoints import load_batch, save_batch
 from async_grpo.training.corrections.trl_loss import log_pi_old
 from async_grpo.training.prompts import evaluation_problems
@@ -128,7 +129,7 @@ def test_a_model_that_writes_image_tokens_fails_its_group_alone(tmp_path: Path) 
     mark = trainer.model.config.image_token_id
     prepared = worker.prepare(jobs_of(map(encoded, one_image(2))), 0)
     sampled = worker.sample(prepared)
-    written = replace(sampled[1], token_ids=[sampled[1].token_ids[0], [5, mark, 5]], logprobs=[[-1.0] * 8, [-1.0] * 3])
+    written = replace(sampled[1], tokens=[sampled[1].tokens[0], Tokens([5, mark, 5], [-1.0] * 3)])
     assert worker.calls.finish(sampled[0]).job.seq == 0
     with pytest.raises(UnsupportedError, match="stands for an image"):
         worker.calls.finish(written)

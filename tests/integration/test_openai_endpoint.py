@@ -7,7 +7,7 @@ import contextlib
 import http.client
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -116,9 +116,8 @@ def test_turns_of_an_agent_are_one_completion(engine_of: Any, tmp_path: Path) ->
     [group] = worker.generate(jobs_of(chat_rows(1)))
     tokenizer = build_tokenizer(QWEN3_CHAT_TEMPLATE)
     between = "\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
-    for ids, mask, logprobs, messages in zip(
-        group.completion_ids, group.tool_masks or [], group.logprobs, group.completions, strict=True
-    ):
+    for tokens, messages in zip(group.tokens, group.completions, strict=True):
+        ids, mask, logprobs = tokens.ids, tokens.mask, tokens.logprobs
         first, second = (message["content"] for message in messages if message["role"] == "assistant")
         assert tokenizer.decode(ids) == f"{first}<|im_end|>{between}{second}<|im_end|>"
         turns = [len(first) + 1, len(tokenizer(between)["input_ids"]), len(second) + 1]
@@ -144,11 +143,10 @@ def test_the_log_probabilities_are_those_of_the_trainer(tmp_path: Path) -> None:
     [group] = worker.generate(jobs_of(chat_rows(1)))
     assert group.metrics["agent/turns"] == [2.0]
     [again] = worker.generate(jobs_of(chat_rows(1)))
-    assert (again.completion_ids, again.logprobs) == (group.completion_ids, group.logprobs)
+    assert again.tokens == group.tokens
     model: Any = trainer.model
-    for prompt, ids, recorded, mask in zip(
-        group.prompt_ids, group.completion_ids, group.logprobs, group.tool_masks or [], strict=True
-    ):
+    for prompt, tokens in zip(group.prompt_ids, group.tokens, strict=True):
+        ids, recorded, mask = tokens.ids, tokens.logprobs, tokens.mask
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
         computed = logits.log_softmax(-1)[range(len(ids)), ids].tolist()
@@ -160,23 +158,20 @@ def test_the_log_probabilities_are_those_of_the_trainer(tmp_path: Path) -> None:
 class NewWeightsEachTurn(Streaming):
     def sample(self, new: Sequence[PreparedGroup]) -> list[SampledGroup]:
         made = super().sample(new)
-        return [
-            replace(
-                one,
-                versions=[[4 + one.prepared.turn] * len(ids) for ids in one.token_ids],
-                kept=[[bytes(4 * (1 + one.prepared.turn))] * len(ids) for ids in one.token_ids],
-            )
-            for one in made
-        ]
+        for one in made:
+            for tokens in one.tokens:
+                tokens.versions = [4 + one.prepared.turn] * len(tokens)
+                tokens.kept = [bytes(4 * (1 + one.prepared.turn))] * len(tokens)
+        return made
 
 
 def test_each_token_has_the_version_that_sampled_it_and_the_tokens_that_were_kept(tmp_path: Path) -> None:
     [group] = worker_of(tmp_path, two_turns, NewWeightsEachTurn, counts).generate(jobs_of(chat_rows(1)), version=4)
     assert group.version == 4
-    for versions, mask in zip(group.token_versions or [], group.tool_masks or [], strict=True):
+    for tokens in group.tokens:
+        versions, sets, mask = tokens.versions, tokens.kept, tokens.mask
         second = len(mask) - mask[::-1].index(0)  # where the last turn begins
         assert versions == [4] * second + [5] * (len(mask) - second)
-    for sets, mask in zip(group.kept or [], group.tool_masks or [], strict=True):
         assert [len(each) > 0 for each in sets] == [value == 1 for value in mask]
         assert len(sets[0]) == 4 and len(sets[-1]) == 8
 

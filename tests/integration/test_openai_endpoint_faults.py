@@ -149,7 +149,7 @@ def test_a_request_that_is_too_long_ends_the_dialogue(
         raise RuntimeError(response.json()["error"]["code"])
 
     group = one(streaming(tmp_path, agent))
-    assert [sum(mask) for mask in group.tool_masks or []] == [len(ids) for ids in group.completion_ids]
+    assert [sum(tokens.mask) for tokens in group.tokens] == [len(ids) for ids in group.completion_ids]
     assert [row["agent_error"] for row in group.rows] == [None, None]
 
     def asks_at_once(prompt: list[Any], endpoint: Endpoint) -> None:
@@ -173,7 +173,7 @@ def test_answers_are_cut_at_the_lengths_of_the_request_and_the_completion(tmp_pa
     assert [len(ids) for ids in group.completion_ids] == [40, 40]
     end = build_tokenizer().eos_token_id  # the template ends the message that was cut
     assert [ids[4] for ids in group.completion_ids] == [end, end]
-    assert [mask[3:5] for mask in group.tool_masks or []] == [[1, 0]] * 2
+    assert [tokens.mask[3:5] for tokens in group.tokens] == [[1, 0]] * 2
 
 
 def raises(prompt: list[Any], endpoint: Endpoint) -> None:

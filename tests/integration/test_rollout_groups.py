@@ -14,10 +14,11 @@ from trl.chat_template_utils import qwen3_chat_template
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.trl_trainer import RolloutTrainer
+from async_grpo.tokens import Tokens, ids_and_logprobs
 
 GROUP_SIZE = 2
 TOKENS = 200
-FIELDS = ("rows", "prompts", "completions", "prompt_ids", "completion_ids", "logprobs", "metrics")
+FIELDS = ("rows", "prompts", "completions", "prompt_ids", "tokens", "metrics")
 
 
 @pytest.mark.parametrize("chat_template", [None, qwen3_chat_template], ids=["text", "chat"])
@@ -30,7 +31,7 @@ def test_groups_are_those_that_trl_makes_of_the_same_tokens(chat_template: str |
 
     def sample(prompt_ids: list[list[int]]) -> Any:
         assert prompt_ids == [ids for group in sampled for ids in group.prepared.prompt_ids]
-        return [ids for one in sampled for ids in one.token_ids], [row for one in sampled for row in one.logprobs]
+        return ids_and_logprobs(tokens for one in sampled for tokens in one.tokens)
 
     in_trl = worker.trl.fork().generate(jobs, 3, sample)
     for expected, group in zip(in_trl, map(worker.calls.finish, sampled), strict=True):
@@ -52,7 +53,7 @@ def test_groups_end_one_by_one(tmp_path: Path) -> None:
         ended = worker.engine.sample(new)
         new = []
         for group in ended:
-            assert max(map(len, group.token_ids)) == steps, "with the last token of its last completion"
+            assert max(map(len, group.tokens)) == steps, "with the last token of its last completion"
         first = first or (steps if ended else 0)
         sampled += ended
     assert first < steps
@@ -75,7 +76,7 @@ def test_prompts_are_made_once(tmp_path: Path) -> None:
     trl = RolloutTrainer(build_trainer(tmp_path, trainer_class=Counting, max_completion_length=TOKENS))
     [job] = jobs_of([plain_rows()[0]], GROUP_SIZE)
     prepared = trl.prepare(job, 0)
-    sampled = SampledGroup(prepared=prepared, token_ids=[[5]] * GROUP_SIZE, logprobs=[[-1.0]] * GROUP_SIZE)
+    sampled = SampledGroup(prepared=prepared, tokens=[Tokens([5], [-1.0])] * GROUP_SIZE)
     group = trl.finish(sampled)
     assert trl.trainer.asked == 1
     assert [ids[0] for ids in group.prompt_ids] == [1] * GROUP_SIZE

@@ -19,6 +19,7 @@ from in_process import (
 )
 
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.tokens import Tokens
 
 pytestmark = pytest.mark.integration
 GROUPS = 3
@@ -80,12 +81,13 @@ def test_groups_with_tools_are_in_flight_together(kind: str, tmp_path: Path) -> 
         roles = [[message["role"] for message in completion] for completion in group.completions]
         assert roles == [["assistant", "tool", "assistant"], ["assistant"]]
         assert group.completions[0][1]["content"] == ("12" if kind == "tools" else "3")
-        assert group.token_versions is not None
-        assert [len(row) for row in group.token_versions] == [len(ids) for ids in group.completion_ids]
-        assert group.token_versions[0][-1] == 5, "the last turn was sampled by newer weights"
-        assert set(group.token_versions[1]) == {4}
-        for sets, ids, mask in zip(group.kept or [], group.completion_ids, group.tool_masks or [], strict=True):
-            assert sets == [kept(token) if own else b"" for token, own in zip(ids, mask, strict=True)]
+        for tokens in group.tokens:
+            assert len(tokens.versions) == len(tokens)
+            assert tokens.kept == [
+                kept(token) if own else b"" for token, own in zip(tokens.ids, tokens.mask, strict=True)
+            ]
+        assert group.tokens[0].versions[-1] == 5, "the last turn was sampled by newer weights"
+        assert set(group.tokens[1].versions) == {4}
         assert group.version == 4
         rewards = worker.calls.score([group])[0].rewards
         if kind == "environments":
@@ -126,8 +128,7 @@ class Played:
         ids = self._tokenizer(self._answers[turn.turn][turn.place] + self._tokenizer.eos_token)["input_ids"]
         return SampledGroup(
             prepared=turn,
-            token_ids=[ids],
-            logprobs=[[-1.0] * len(ids)],
-            versions=[[4 + turn.turn] * len(ids)],
-            kept=[list(map(kept, ids))],
+            tokens=[
+                Tokens(ids, [-1.0] * len(ids), versions=[4 + turn.turn] * len(ids), kept=[kept(token) for token in ids])
+            ],
         )

@@ -110,16 +110,17 @@ def test_a_message_that_a_tag_ended_is_ended_as_the_template_does_and_not_traine
     groups = worker.generate(jobs_of(chat_rows(2)))
     texts, trained = [], []
     for group in groups:
-        for ids, mask in zip(group.completion_ids, group.tool_masks or [], strict=True):
-            texts.append(tokenizer.decode(ids))
-            trained.append(tokenizer.decode([token for token, own in zip(ids, mask, strict=True) if own]))
+        for tokens in group.tokens:
+            texts.append(tokenizer.decode(tokens.ids))
+            own = [token for token, mask in zip(tokens.ids, tokens.mask, strict=True) if mask]
+            trained.append(tokenizer.decode(own))
     result = "<|im_end|>\n<|im_start|>user\n<result>\n%s\n</result><|im_end|>\n<|im_start|>assistant\n"
     assert texts[0] == "0#" + CALL % 2 + result % 4 + CALL % 4 + result % 8 + "<answer>eight</answer><|im_end|>"
     assert trained[0] == "0#" + CALL % 2 + CALL % 4 + "<answer>eight</answer>"
     assert texts[2] == "2#" + CALL % 3 + result % 6 + "<answer>6</answer><|im_end|>", "nothing behind the tags"
     assert trained[3] == texts[3] == "3#no call, no answer<|im_end|>", "the model's own end is trained on"
     for group in groups:
-        assert [len(row) for row in group.logprobs] == [len(ids) for ids in group.completion_ids]
+        assert all(len(tokens.logprobs) == len(tokens.ids) for tokens in group.tokens)
 
 
 def test_the_last_message_stays_as_it_is_where_no_token_is_left(tmp_path: Path) -> None:

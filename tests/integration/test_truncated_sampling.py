@@ -24,6 +24,7 @@ from async_grpo.kept_tokens import unpack
 from async_grpo.records import RolloutGroup
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine
+from async_grpo.tokens import Tokens
 from async_grpo.training.corrections.kept import IDS, SIZES
 
 pytestmark = pytest.mark.integration
@@ -45,15 +46,10 @@ class Truncating(BatchEngine):
 
     def _decode(self, groups: Sequence[PreparedGroup]) -> Iterator[list[SampledGroup]]:  # type: ignore[override]
         for group in groups:
-            ids, logprobs, kept = zip(*[self._completion(prompt) for prompt in group.prompt_ids], strict=True)
-            yield [
-                SampledGroup(
-                    prepared=group,
-                    token_ids=[*ids],
-                    logprobs=[*logprobs],
-                    kept=[*kept] if self._names_kept else None,
-                )
-            ]
+            tokens = []
+            for ids, logprobs, kept in map(self._completion, group.prompt_ids):
+                tokens.append(Tokens(ids, logprobs, kept=kept if self._names_kept else [b""] * len(ids)))
+            yield [SampledGroup(prepared=group, tokens=tokens)]
 
     @torch.no_grad()
     def _completion(self, prompt: list[int]) -> tuple[list[int], list[float], list[bytes]]:

@@ -32,6 +32,7 @@ from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir
 from async_grpo.setup.generator_choice import VLLM_SERVER, choose_generator, engines_left_to_workers
+from async_grpo.tokens import ids_and_logprobs
 from async_grpo_ipc import WeightExporter, open_remote_memory
 
 pytestmark = pytest.mark.integration
@@ -94,7 +95,7 @@ def sample(engine: VLLMServer, *groups: list[list[int]]) -> tuple[list[list[int]
     for one in sampled:
         if one.error is not None:
             raise one.error
-    return [ids for one in sampled for ids in one.token_ids], [row for one in sampled for row in one.logprobs]
+    return ids_and_logprobs(tokens for one in sampled for tokens in one.tokens)
 
 
 def logprobs_of(model: Any, prompt: list[int], ids: list[int], temperature: float = 1.0) -> torch.Tensor:

@@ -157,7 +157,8 @@ def sample(engine: StartedServer, version: int) -> SampledGroup:
 
 
 def check(sampled: SampledGroup, model: Any) -> None:
-    for ids, values in zip(sampled.token_ids, sampled.logprobs, strict=True):
+    for tokens in sampled.tokens:
+        ids, values = tokens.ids, tokens.logprobs
         with torch.no_grad():
             logits = model(torch.tensor([PROMPT + ids])).logits[0, len(PROMPT) - 1 : -1]
         expected = torch.log_softmax(logits, dim=-1).gather(1, torch.tensor(ids)[:, None])[:, 0]

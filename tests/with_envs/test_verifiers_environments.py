@@ -79,8 +79,9 @@ def test_rewards_and_tools_are_the_tasksets_own(tmp_path: Path) -> None:
     text = tokenizer.decode(generated.completion_ids[0])
     result = f"\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n{TURN}"
     assert text == CALL % (1, 1) + "<|im_end|>" + result + "2<|im_end|>"
-    assert generated.tool_masks is not None
-    own = [token for token, mask in zip(generated.completion_ids[0], generated.tool_masks[0], strict=True) if mask]
+    assert generated.has_masks
+    first = generated.tokens[0]
+    own = [token for token, mask in zip(first.ids, first.mask, strict=True) if mask]
     assert tokenizer.decode(own) == CALL % (1, 1) + "<|im_end|>2<|im_end|>"
     other = tokenizer.decode(generated.completion_ids[1])
     assert "no negative numbers" in other

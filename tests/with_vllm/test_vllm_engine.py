@@ -90,8 +90,8 @@ def finish(engine: VLLMEngine) -> dict[str, tuple[list[int], list[float]]]:
 def collect(outputs: dict[str, tuple[list[int], list[float]]], chunks: list[Chunk]) -> None:
     for chunk in chunks:
         ids, logprobs = outputs.setdefault(chunk.request_id, ([], []))
-        ids += chunk.token_ids
-        logprobs += chunk.logprobs
+        ids += chunk.tokens.ids
+        logprobs += chunk.tokens.logprobs
 
 
 def named(prefix: str) -> dict[str, list[int]]:

@@ -136,7 +136,7 @@ def sample(engine: VLLMEngine, groups: Sequence[PreparedGroup], between: Callabl
 
 def expected(trl: RolloutTrainer, group: SampledGroup, place: int) -> torch.Tensor:
     """The log-probabilities that transformers computes for a completion, [tokens]."""
-    prompt, ids = group.prepared.prompt_ids[place], group.token_ids[place]
+    prompt, ids = group.prepared.prompt_ids[place], group.tokens[place].ids
     fields = group.prepared.fields[place] if group.prepared.fields else {}
     inputs = {
         name: value if isinstance(value, torch.Tensor) else torch.tensor([[*value[0], *[0] * len(ids)]])
@@ -150,9 +150,9 @@ def expected(trl: RolloutTrainer, group: SampledGroup, place: int) -> torch.Tens
 
 def check(trl: RolloutTrainer, groups: Sequence[SampledGroup], tokens: slice = slice(None)) -> None:
     for group in groups:
-        for place, logprobs in enumerate(group.logprobs):
+        for place, sampled in enumerate(group.tokens):
             right = expected(trl, group, place)[tokens]
-            torch.testing.assert_close(torch.tensor(logprobs)[tokens], right, atol=CLOSE, rtol=0)
+            torch.testing.assert_close(torch.tensor(sampled.logprobs)[tokens], right, atol=CLOSE, rtol=0)
 
 
 def test_log_probabilities_are_those_of_transformers_through_three_updates(plain: Started) -> None:

@@ -24,6 +24,7 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.engines.continuous import Chunk
 from async_grpo.rollout.engines.vllm import VLLMEngine
 from async_grpo.rollout.engines.vllm_sampling import RETURN_KEPT
+from async_grpo.tokens import Tokens
 
 TOP_K, TRUNCATED = 9, {"temperature": 0.7, "top_p": 0.8, "top_k": 9, "min_p": 0.02}
 
@@ -67,26 +68,22 @@ def sampled(engine: VLLMEngine, own: dict[str, Any] | None = None) -> dict[str, 
     whole: dict[str, Chunk] = {}
     for place, prompt in enumerate(PROMPTS):
         engine.submit(str(place), prompt, seed=None, version=0, own=own)
-        whole[str(place)] = Chunk(str(place), [], [], False, [])
+        whole[str(place)] = Chunk(str(place), Tokens(), False)
     while engine.busy:
         for chunk in engine.step():
-            so_far = whole[chunk.request_id]
-            so_far.token_ids += chunk.token_ids
-            so_far.logprobs += chunk.logprobs
-            assert so_far.kept is not None and chunk.kept is not None
-            so_far.kept += chunk.kept
+            whole[chunk.request_id].tokens.extend(chunk.tokens)
     return whole
 
 
 def check_sets(trainer: Any, completions: dict[str, Chunk], close: float = CLOSE) -> None:
     """vLLM's log-probabilities are the trainer's over the sets, and these are the likeliest tokens, TOP_K at most."""
     for name, chunk in completions.items():
-        prompt, ids = PROMPTS[int(name)], chunk.token_ids
-        assert chunk.kept is not None and len(chunk.kept) == len(ids) == len(chunk.logprobs)
+        prompt, ids, tokens = PROMPTS[int(name)], chunk.tokens.ids, chunk.tokens
+        assert all(tokens.kept) and len(tokens.kept) == len(ids) == len(tokens.logprobs)
         device = next(trainer.model.parameters()).device
         with torch.no_grad():
             logits = trainer.model(torch.tensor([prompt + ids], device=device)).logits[0, len(prompt) - 1 : -1].cpu()
-        for row, token, logprob, raw in zip(logits / 0.7, ids, chunk.logprobs, chunk.kept, strict=True):
+        for row, token, logprob, raw in zip(logits / 0.7, ids, tokens.logprobs, tokens.kept, strict=True):
             kept = torch.from_numpy(np.frombuffer(raw, np.int32).copy()).long()
             assert token in kept and 1 <= len(kept) <= TOP_K
             assert kept.tolist() == sorted({*kept.tolist()})
@@ -102,7 +99,7 @@ def test_log_probabilities_over_kept_tokens_are_the_trainers(played: tuple[Any, 
         engine.load(published(trainer), version)
         completions = sampled(engine)
         check_sets(trainer, completions)
-        assert len({len(raw) for chunk in completions.values() for raw in chunk.kept or ()}) > 2, "of several sizes"
+        assert len({len(raw) for chunk in completions.values() for raw in chunk.tokens.kept}) > 2, "of several sizes"
         change(trainer, seed=version)
 
 
@@ -116,9 +113,9 @@ def check_greedy(trainer: Any, engine: VLLMEngine) -> None:
     for name, chunk in sampled(engine, own={"temperature": 0, "top_p": 1.0, "top_k": 0}).items():
         prompt = torch.tensor([PROMPTS[int(name)]], device=next(trainer.model.parameters()).device)
         greedy = trainer.model.generate(
-            prompt, max_new_tokens=len(chunk.token_ids), do_sample=False, eos_token_id=trainer.eos_token_ids
+            prompt, max_new_tokens=len(chunk.tokens), do_sample=False, eos_token_id=trainer.eos_token_ids
         )
-        assert chunk.token_ids == greedy[0, prompt.shape[1] :].tolist()
+        assert chunk.tokens.ids == greedy[0, prompt.shape[1] :].tolist()
 
 
 def test_vllm_asks_for_top_k_and_so_do_we(played: tuple[Any, VLLMEngine], monkeypatch: pytest.MonkeyPatch) -> None:

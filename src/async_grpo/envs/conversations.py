@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from async_grpo.errors import UnsupportedError, UserCodeExit
+from async_grpo.tokens import Tokens, ids_and_logprobs
+from async_grpo.transcript import TokenLimits, Transcript
 
 _SAID = "said_a8f3e2b1"  # what no chat template writes
 _READERS = ("response_template", "response_schema")
@@ -98,10 +100,9 @@ class Conversation:
         self._tools: list[dict[str, Any]] = []
         self._opening: list[Message] = []
         self._cut = False  # the model has not ended its last message
-        self.prompt_ids: list[int] = []
-        self.ids: list[int] = []
-        self.mask: list[int] = []  # 1 for what the model wrote
-        self.logprobs: list[float] | None = []
+        self._limits = TokenLimits(completion=trainer.max_completion_length, sequence=_longest(trainer.model.config))
+        self.transcript = Transcript()
+        self.has_logprobs = True  # the sampler tells them
 
     def offer(self, tools: Sequence[dict[str, Any]]) -> None:
         """Tell the model of tools, by their JSON schemas, before anything else."""
@@ -120,34 +121,29 @@ class Conversation:
 
     def hear(self, messages: Sequence[Message]) -> bool:
         """Have the model read these. False: there is no room for them, or its last message was cut; nothing changed."""
-        if not self.ids:
+        if not self.transcript.turns:
             self._opening += copy.deepcopy(list(messages))
             return True
         if self._cut:
             return False
         read = self._written(messages)
-        room = len(self.ids) + len(read) < self._trainer.max_completion_length
-        if not room or len(self.prompt_ids) + len(self.ids) + len(read) >= self._longest:
+        if self.transcript.room(self._limits, read) <= 0:
             return False
-        self._append(read, mask=0, logprobs=[0.0] * len(read))
+        self.transcript.read(read)
         return True
 
     async def reply(self) -> Message:
         """The model's next message."""
-        if not self.ids:
-            self.prompt_ids = self._prompt()
-        asked = self.prompt_ids + self.ids
+        if not self.transcript.turns:
+            self.transcript = Transcript(self._prompt())
+        asked = self.transcript.whole
         ids, logprobs = await self._lockstep.tokens(asked)
-        left = self._trainer.max_completion_length - len(self.ids)
-        ids, logprobs = ids[:left], None if logprobs is None else logprobs[:left]
-        self._cut = not ids or ids[-1] not in self._trainer.eos_token_ids
-        self._append(ids, mask=1, logprobs=logprobs)
-        return self._message(ids, asked)
-
-    def _append(self, ids: list[int], *, mask: int, logprobs: list[float] | None) -> None:
-        self.ids += ids
-        self.mask += [mask] * len(ids)
-        self.logprobs = None if self.logprobs is None or logprobs is None else self.logprobs + logprobs
+        self.has_logprobs = self.has_logprobs and logprobs is not None
+        left = self._limits.completion - len(self.transcript.tokens)
+        turn = Tokens(ids, logprobs or [0.0] * len(ids))[:left]
+        self._cut = not turn or turn.ids[-1] not in self._trainer.eos_token_ids
+        self.transcript.write(turn)
+        return self._message(turn.ids, asked)
 
     def _prompt(self) -> list[int]:
         return list(
@@ -186,7 +182,18 @@ class Conversation:
             return dict(parse_response(self._tokenizer, ids, prefix=prefix))
         return {"role": "assistant", "content": self._tokenizer.decode(ids, skip_special_tokens=True)}
 
-    @property
-    def _longest(self) -> int:
-        config = self._trainer.model.config
-        return int(getattr(config, "text_config", config).max_position_embeddings)
+
+def rollout_output(conversations: Sequence[Conversation]) -> dict[str, Any]:
+    """What a `rollout_func` returns of its conversations."""
+    transcripts = [conversation.transcript for conversation in conversations]
+    ids, logprobs = ids_and_logprobs(transcript.tokens for transcript in transcripts)
+    return {
+        "prompt_ids": [transcript.prompt_ids for transcript in transcripts],
+        "completion_ids": ids,
+        "logprobs": logprobs if all(conversation.has_logprobs for conversation in conversations) else None,
+        "env_mask": [transcript.tokens.mask for transcript in transcripts],
+    }
+
+
+def _longest(config: Any) -> int:
+    return int(getattr(config, "text_config", config).max_position_embeddings)

@@ -4,7 +4,7 @@ and the record of it all for the queue.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
@@ -15,15 +15,13 @@ from trl.data_utils import prepare_multimodal_messages
 
 from async_grpo.errors import BadGroupError, UnsupportedError
 from async_grpo.images import encoded, opened
-from async_grpo.kept_tokens import Kept, pack
+from async_grpo.kept_tokens import pack
 from async_grpo.records import OWN_SAMPLING, RolloutGroup, Timings
+from async_grpo.tokens import NO_VERSION, Tokens
 
 if TYPE_CHECKING:
     from async_grpo.records import Job
     from async_grpo.rollout.engines import Fields
-
-Versions = list[list[int]] | None  # of each token
-KeptSets = list[list[Kept]] | None  # of each token
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -31,19 +29,26 @@ class GeneratedGroup:
     """The G completions of one prompt group, not scored yet, as TRL made them."""
 
     job: Job
-    version: int  # policy version that sampled the tokens; the oldest, where `token_versions` has more
+    begun_by: int  # policy version
     rows: list[dict[str, Any]]  # [G], the group's dataset row, once per completion
     prompts: list[Any]  # [G]
     completions: list[Any]  # [G], text or messages
     prompt_ids: list[list[int]]  # [G]
-    completion_ids: list[list[int]]  # [G]
-    logprobs: list[list[float]]  # [G]
-    token_versions: Versions  # [G], where weights change while a group is sampled
-    kept: KeptSets = None  # [G], where `logprobs` are of the tokens that truncated sampling kept
-    tool_masks: list[list[int]] | None  # [G]
+    tokens: list[Tokens]  # [G]
+    has_masks: bool  # TRL has masks of the tokens: of tools, an environment or a `rollout_func`
     environments: list[Any] | None  # [G]
     metrics: dict[str, list[float]]  # what TRL counted while generating: tool calls; `log_metric` of that code
     added: dict[str, list[float]] = field(default_factory=dict)  # to `_metrics`, by code of the user's: MODE/NAME
+
+    @property
+    def completion_ids(self) -> list[list[int]]:
+        return [tokens.ids for tokens in self.tokens]
+
+    @property
+    def version(self) -> int:
+        """The oldest policy version that sampled a token."""
+        versions = (version for tokens in self.tokens for version in tokens.versions if version != NO_VERSION)
+        return min(versions, default=self.begun_by)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,18 +143,14 @@ def _is_per_token(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], list)
 
 
-def refuse_written_images(config: Any, completions: Sequence[list[int]], masks: Sequence[list[int]] | None) -> None:
+def refuse_written_images(config: Any, completions: Sequence[Tokens]) -> None:
     """Raise `UnsupportedError` where the model itself wrote a token that stands for an image.
 
     The trainer's forward pass finds more such tokens than images then, and TRL ends with an error.
-
-    Args:
-        masks: 0 where a tool or an environment wrote.
     """
     marks = {getattr(config, name, None) for name in ("image_token_id", "video_token_id")} - {None}
-    for place, ids in enumerate(completions):
-        own = ids if masks is None else [token for token, mask in zip(ids, masks[place], strict=True) if mask]
-        if not marks.isdisjoint(own):
+    for tokens in completions:
+        if not marks.isdisjoint(token for token, mask in zip(tokens.ids, tokens.mask, strict=True) if mask):
             raise UnsupportedError(
                 "The model wrote a token that stands for an image, and there is none for it to train with. A trained "
                 "model hardly ever does so; if many groups fail with this, check the model and its chat template."
@@ -166,6 +167,8 @@ def to_record(group: GeneratedGroup, scores: Scores, *, attempt: int, worker: st
         prompt_ids = [np.asarray(ids, dtype=np.int32) for ids in group.prompt_ids]
         one_prompt = all(np.array_equal(ids, prompt_ids[0]) for ids in prompt_ids[1:])
         completion_ids = _flat(group.completion_ids, np.int32)
+        versions = _flat((tokens.versions for tokens in group.tokens), np.int32)
+        kept = [*chain.from_iterable(tokens.kept for tokens in group.tokens)]
         return RolloutGroup(
             job=group.job,
             attempt=attempt,
@@ -174,12 +177,12 @@ def to_record(group: GeneratedGroup, scores: Scores, *, attempt: int, worker: st
             reward_names=tuple(scores.names),
             prompt_ids=prompt_ids[0] if one_prompt else np.concatenate(prompt_ids),
             prompt_lengths=None if one_prompt else _lengths(prompt_ids),
-            completion_lengths=_lengths(group.completion_ids),
+            completion_lengths=_lengths(group.tokens),
             completion_ids=completion_ids,
-            sampling_logprobs=_flat(group.logprobs, np.float32),
-            tool_mask=_flat(group.tool_masks, np.uint8) if group.tool_masks is not None else None,
-            kept_tokens=pack([*chain.from_iterable(group.kept)], completion_ids) if group.kept is not None else None,
-            token_versions=_flat(group.token_versions, np.int32) if group.token_versions is not None else None,
+            sampling_logprobs=_flat((tokens.logprobs for tokens in group.tokens), np.float32),
+            tool_mask=_flat((tokens.mask for tokens in group.tokens), np.uint8) if group.has_masks else None,
+            kept_tokens=pack(kept, completion_ids) if any(kept) else None,
+            token_versions=None if (versions == NO_VERSION).all() else versions,
             rewards=scores.rewards.numpy().astype(np.float32),
             completions=encoded(group.completions),
             metrics=_joined(group.metrics, scores.metrics),
@@ -210,5 +213,5 @@ def _lengths(rows: Sequence[Any]) -> np.ndarray:
     return np.asarray([len(row) for row in rows], dtype=np.int32)
 
 
-def _flat(rows: list[list[int]] | list[list[float]], dtype: type[np.generic]) -> np.ndarray:
+def _flat(rows: Iterable[Sequence[float]], dtype: type[np.generic]) -> np.ndarray:
     return np.fromiter(chain.from_iterable(rows), dtype=dtype)

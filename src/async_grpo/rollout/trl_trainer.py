@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from async_grpo.algorithm import Algorithm
@@ -19,13 +18,12 @@ from async_grpo.errors import RunRefused, UsageError
 from async_grpo.images import images_in, opened
 from async_grpo.records import Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.left import leave, left
 from async_grpo.rollout.numberless import Numberless
 from async_grpo.rollout.threads import UserCode, asks_for_main_thread, let_threads_share_tokenizers
 from async_grpo.rollout.trl_group import (
     GeneratedGroup,
-    KeptSets,
     Scores,
-    Versions,
     as_fields,
     divided,
     merge_extra_fields,
@@ -41,6 +39,7 @@ from async_grpo.setup.generator_choice import engine_inside, has_images, refuse_
 from async_grpo.setup.replaced import class_of_trl, replaced_by_user
 from async_grpo.setup.sampling_changes import SamplingChanges
 from async_grpo.telemetry.trainer_states import StateReader
+from async_grpo.tokens import Tokens, as_tokens, ids_and_logprobs
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -51,7 +50,7 @@ if TYPE_CHECKING:
 _GIVEN = ("rows", "prompts", "completions", "completion_ids", "environments")  # of a group, to the reward functions
 
 Images = list[list[Any] | None] | None  # of each prompt, as PIL has them
-Tokens = tuple[list[list[int]], list[list[float]]]  # token ids and their log-probabilities, for each prompt
+Sampled = tuple[list[list[int]], list[list[float]]]  # token ids and their log-probabilities, for each prompt
 
 
 class Sample(Protocol):
@@ -61,7 +60,7 @@ class Sample(Protocol):
         fields: what the processor made of the images.
     """
 
-    def __call__(self, prompt_ids: list[list[int]], images: Images = None, fields: Fields | None = None) -> Tokens: ...
+    def __call__(self, prompt_ids: list[list[int]], images: Images = None, fields: Fields | None = None) -> Sampled: ...
 
 
 class RolloutTrainer:
@@ -202,11 +201,11 @@ class RolloutTrainer:
         prepared, size = sampled.prepared, sampled.prepared.job.num_generations
         trainer = copy.copy(self.trainer)
         trainer._tokenize_prompts = lambda prompts: (prepared.prompt_ids, prepared.images, {})
-        trainer._generate_single_turn = lambda *args, **kwargs: (sampled.token_ids, sampled.logprobs)
+        trainer._generate_single_turn = lambda *args, **kwargs: ids_and_logprobs(sampled.tokens)
         rows, prompts = [dict(prepared.row) for _ in range(size)], [prepared.prompt] * size
         with self.view.during(prepared.job, prepared.version, users=False) as call:
             made = Batch(trainer, rows, prompts, trainer._generate(prompts), call, images=self.data_has_images)
-        return made.group(prepared.job, slice(None), prepared.version, sampled.versions, sampled.kept)
+        return made.group(prepared.job, slice(None), prepared.version, sampled.tokens)
 
     def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
         """Call the reward functions once, on whole groups of one kind, exactly as TRL would on a batch of them."""
@@ -264,30 +263,27 @@ class RolloutTrainer:
         trainer.generation_config = self._changes.config_of(jobs[0].sampling)  # its own: its code may change it
         generate = type(trainer)._generate
 
-        def leave_with(prompts: list[Any]) -> NoReturn:
+        def generate_and_leave(prompts: list[Any]) -> NoReturn:
             if trainer.tools:
                 trainer._sync_tool_dicts = [self._where_they_can_run(tools) for tools in trainer._sync_tool_dicts]
-            raise _Generated(prompts, generate(trainer, prompts))
+            leave(prompts, generate(trainer, prompts))
 
-        trainer._generate = leave_with
+        trainer._generate = generate_and_leave  # padding, masks and advantages are the training side's
         below = "_sampled_below" if self._turns_of_users else "_generate_single_turn"
         setattr(trainer, below, partial(self.single_turn, sample))
         rows = [row for job in jobs for row in rows_of(job)]
-        try:
-            with self.view.during(jobs[0], version) as call:
-                trainer._generate_and_score_completions(rows)
-        except _Generated as generated:
-            made = Batch(trainer, rows, generated.prompts, generated.result, call, self.data_has_images)
-            merge_extra_fields(rows, generated.result[5])
-            ends = accumulate(job.num_generations for job in jobs)
-            return [
-                made.group(job, slice(end - job.num_generations, end), version)
-                for job, end in zip(jobs, ends, strict=True)
-            ]
-        raise RunRefused(
-            f"{type(trainer).__name__} makes completions without GRPOTrainer._generate, so workers cannot have them. "
-            "Train in one process (without --distributed), or let rollout_func make them."
-        )
+        with self.view.during(jobs[0], version) as call:
+            generated = left(trainer._generate_and_score_completions, rows)
+        if generated is None:
+            raise RunRefused(
+                f"{type(trainer).__name__} makes completions without GRPOTrainer._generate, so workers cannot have "
+                "them. Train in one process (without --distributed), or let rollout_func make them."
+            )
+        prompts, result = generated.arguments  # with what environments have added
+        made = Batch(trainer, rows, prompts, result, call, self.data_has_images)
+        merge_extra_fields(rows, result[5])
+        parts = parts_of([job.num_generations for job in jobs])
+        return [made.group(job, part, version) for job, part in zip(jobs, parts, strict=True)]
 
     def _where_they_can_run(self, tools: dict[str, Any]) -> dict[str, Any]:
         return {name: partial(self.tools[name].call, tool) for name, tool in tools.items()}
@@ -300,7 +296,7 @@ class RolloutTrainer:
         multimodal_fields: Any = None,
         num_generations: int = 0,
         has_tool_images: bool = False,
-    ) -> Tokens:
+    ) -> Sampled:
         """`GRPOTrainer._generate_single_turn`, by the worker's engine."""
         if images is None or not any(images):
             return sample(prompt_ids)
@@ -316,21 +312,12 @@ def _sampling_below(user_class: type[GRPOTrainer], of_trl: Any) -> type[GRPOTrai
     """The user's class, whose `_generate_single_turn` gets the engine's tokens where it calls TRL's."""
 
     class SampledByEngine(of_trl):
-        _sampled_below: Callable[..., Tokens]
+        _sampled_below: Callable[..., Sampled]
 
-        def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Tokens:
+        def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Sampled:
             return self._sampled_below(prompt_ids, *args, **kwargs)
 
     return type(user_class.__name__, (user_class, SampledByEngine), {})
-
-
-class _Generated(BaseException):  # not an `Exception`: the user's trainer may catch those
-    """Leaves TRL once it has the completions of `generate`: padding, masks and advantages are the training side's."""
-
-    def __init__(self, prompts: list[Any], result: tuple[Any, ...]) -> None:
-        super().__init__()
-        self.prompts = prompts  # with what environments have added
-        self.result = result  # of `GRPOTrainer._generate`
 
 
 @dataclass(slots=True)
@@ -344,27 +331,25 @@ class Batch:
     call: Call  # in which it was made
     images: bool  # whether the training data has any; a prompt or a tool may bring some all the same
 
-    def group(
-        self, job: Job, part: slice, version: int, token_versions: Versions = None, kept: KeptSets = None
-    ) -> GeneratedGroup:
-        prompt_ids, completion_ids, tool_masks, completions, logprobs, _, images, *_ = self.result
+    def group(self, job: Job, part: slice, version: int, tokens: list[Tokens] | None = None) -> GeneratedGroup:
+        """Args: tokens: of the group's completions, where more is known of them than TRL has."""
+        prompt_ids, completion_ids, masks, completions, logprobs, _, images, *_ = self.result
         if logprobs is None:
             raise RunRefused("rollout_func returned no log-probabilities ('logprobs'); they are needed here.")
-        environments, masks = self.trainer.environments, tool_masks[part] if tool_masks is not None else None
+        columns = (completion_ids, logprobs) if masks is None else (completion_ids, logprobs, masks)
+        tokens = tokens or as_tokens(*(column[part] for column in columns))
+        environments = self.trainer.environments
         if self.images or any(images[part] if images is not None else ()):
-            refuse_written_images(self.trainer.model.config, completion_ids[part], masks)
+            refuse_written_images(self.trainer.model.config, tokens)
         return GeneratedGroup(
             job=job,
-            version=min(chain.from_iterable(token_versions or ()), default=version),
+            begun_by=version,
             rows=self.rows[part],
             prompts=self.prompts[part],
             completions=completions[part],
             prompt_ids=prompt_ids[part],
-            completion_ids=completion_ids[part],
-            logprobs=logprobs[part],
-            token_versions=token_versions,
-            kept=kept,
-            tool_masks=masks,
+            tokens=tokens,
+            has_masks=masks is not None,
             environments=environments[part] if environments is not None else None,
             metrics=self.call.counted(),
             added=self.call.taken(),
@@ -372,7 +357,7 @@ class Batch:
 
 
 def _columns(scorer: Any, group: GeneratedGroup, part: slice) -> dict[str, Any]:
-    """What the algorithm of the trainer adds to a group that was scored."""
+    """Return what the algorithm of the trainer adds to a group that was scored."""
     if not isinstance(scorer, Algorithm):
         return {}
-    return scorer.columns_of(part, group.tool_masks or [[1] * len(ids) for ids in group.completion_ids])
+    return scorer.columns_of(part, [tokens.mask for tokens in group.tokens])

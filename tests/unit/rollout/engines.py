@@ -9,6 +9,7 @@ from typing import Any
 
 from async_grpo.records import Job
 from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
+from async_grpo.tokens import ids_and_logprobs
 
 DEADLINE_S = 60.0
 
@@ -45,4 +46,4 @@ def sample(engine: Engine, prompts: Sequence[list[int]], seed: int = 0) -> tuple
     [sampled] = run(engine, [group(prompts, seed=seed)])
     if sampled.error is not None:
         raise sampled.error
-    return sampled.token_ids, sampled.logprobs
+    return ids_and_logprobs(sampled.tokens)

@@ -141,7 +141,7 @@ def test_groups_come_back_with_their_last_completion(model: Qwen3ForCausalLM) ->
         steps += 1
         for sampled in engine.sample(new):
             took[sampled.prepared] = steps
-            assert max(map(len, sampled.token_ids)) == steps
+            assert max(map(len, sampled.tokens)) == steps
         new = []
     assert len(set(took.values())) > 1, "the seed shows groups of different lengths"
 
@@ -168,7 +168,7 @@ def test_an_error_costs_one_group_of_a_batch(model: Qwen3ForCausalLM) -> None:
     groups = [group([PROMPTS[0]] * 2), group([[99]] * 2, 1), group([PROMPTS[2]] * 2, 2)]  # there is no token 99
     sampled = {one.prepared.job.seq: one for one in run(engine_of(model), groups)}
     assert isinstance(sampled[1].error, IndexError)
-    assert [len(sampled[seq].token_ids) for seq in (0, 2)] == [2, 2]
+    assert [len(sampled[seq].tokens) for seq in (0, 2)] == [2, 2]
 
 
 class GeneratesItself(Qwen3ForCausalLM):
@@ -223,15 +223,17 @@ def test_a_job_that_asks_for_temperature_0_is_decoded_greedily_beside_others(mod
         plain = model.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=12, pad_token_id=PAD, eos_token_id=[EOS, OTHER_END]
         )
-        assert found[seq].token_ids == [plain[0, len(prompt) :].tolist()]
-    assert len(set(map(tuple, found[9].token_ids))) > 1, "the other group is sampled at the trainer's temperature"
+        assert [tokens.ids for tokens in found[seq].tokens] == [plain[0, len(prompt) :].tolist()]
+    assert len({tuple(tokens.ids) for tokens in found[9].tokens}) > 1, (
+        "the other group is sampled at the trainer's temperature"
+    )
 
 
 def test_a_job_truncates_as_it_asks_and_keeps_the_log_probabilities_of_the_loss(model: Qwen3ForCausalLM) -> None:
     engine = engine_of(model, temperature=0.7)
     [likeliest] = run(engine, [group([PROMPTS[1]] * 4, seq=1, temperature=2.0, top_p=1.0, top_k=1)])
-    assert len(set(map(tuple, likeliest.token_ids))) == 1
-    expected = forward_logprobs(model, PROMPTS[1], likeliest.token_ids[0], 0.7)
-    torch.testing.assert_close(torch.tensor(likeliest.logprobs[0]), expected, atol=1e-5, rtol=0)
+    assert len({tuple(tokens.ids) for tokens in likeliest.tokens}) == 1
+    expected = forward_logprobs(model, PROMPTS[1], likeliest.tokens[0].ids, 0.7)
+    torch.testing.assert_close(torch.tensor(likeliest.tokens[0].logprobs), expected, atol=1e-5, rtol=0)
     after = run(engine, [group([PROMPTS[1]] * 8, seq=2)])
-    assert len(set(map(tuple, after[0].token_ids))) > 1, "the trainer's own settings are what they were"
+    assert len({tuple(tokens.ids) for tokens in after[0].tokens}) > 1, "the trainer's own settings are what they were"

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 from engines import DEADLINE_S, job
+from worker_fakes import made
 
 from async_grpo.records import Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.turns.groups import Turns
-from async_grpo.rollout.turns.whole import noted_of_tokens
+from async_grpo.rollout.turns.whole import noted
+from async_grpo.tokens import Tokens, as_tokens
 
 Code = Callable[[Any, Any], Any]  # what a group does: (sample, row) -> its group
 
@@ -81,7 +83,7 @@ class PlayedEngine:
         self.turns.remove(turn)
         ids = [[prompt[0] + 100] for prompt in turn.prompt_ids]
         logprobs = [[-1.0] for _ in ids]
-        self.done.append(SampledGroup(prepared=turn, token_ids=ids, logprobs=logprobs, error=error))
+        self.done.append(SampledGroup(prepared=turn, tokens=as_tokens(ids, logprobs), error=error))
 
     def follow(self, weights: Any) -> Any: ...
 
@@ -317,20 +319,20 @@ def test_environments_of_groups_that_are_dropped_when_they_have_just_ended_are_f
 
 def sampled_turn(prompts: list[list[int]], ids: list[list[int]], versions: list[list[int]]) -> SampledGroup:
     turn = PreparedGroup(job=job(), version=0, prompt_ids=prompts)
-    return SampledGroup(prepared=turn, token_ids=ids, logprobs=[], versions=versions)
+    tokens = [Tokens(row, versions=of_row) for row, of_row in zip(ids, versions, strict=True)]
+    return SampledGroup(prepared=turn, tokens=tokens)
 
 
 def test_every_token_knows_its_version_through_a_tool_loop() -> None:
     prompt = [1, 2]
     # The second row calls a tool, which writes 90; the third does, too, and is cut to its limit.
-    group: Any = SimpleNamespace(
-        prompt_ids=[prompt] * 3,
-        completion_ids=[[10, 11], [20, 90, 21, 22], [30, 90, 31]],
-    )
+    ids = [[10, 11], [20, 90, 21, 22], [30, 90, 31]]
+    group = made(job(row={"ids": prompt}, size=3), 0, ids, None)
     first = sampled_turn([prompt] * 3, [[10, 11], [20], [30]], [[4, 5], [4], [4]])
     second = sampled_turn([[1, 2, 20, 90], [1, 2, 30, 90]], [[21, 22], [31, 32]], [[5, 6], [6, 7]])
-    versions = noted_of_tokens(group, [first, second], lambda turn: turn.versions, 4)
-    assert versions == [[4, 5], [4, 4, 5, 6], [4, 4, 6]]
+    tokens = noted(group, [first, second]).tokens
+    assert [row.versions for row in tokens] == [[4, 5], [4, 4, 5, 6], [4, 4, 6]]
+    assert [row.ids for row in tokens] == ids
 
 
 def test_a_group_that_waits_says_who_died(monkeypatch: pytest.MonkeyPatch) -> None:

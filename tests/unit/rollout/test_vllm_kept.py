@@ -18,6 +18,7 @@ from async_grpo.rollout.engines import SampledGroup
 from async_grpo.rollout.engines.continuous import Chunk, ContinuousEngine
 from async_grpo.rollout.engines.vllm_sampling import kept_of, set_own
 from async_grpo.rollout.trl_group import GeneratedGroup, Scores, to_record
+from async_grpo.tokens import Tokens
 
 
 def kept(*sets: list[int]) -> list[bytes]:
@@ -43,7 +44,7 @@ class TwoSteps:
     def step(self) -> list[Chunk]:
         self.steps += 1
         return [
-            Chunk(name, [self.steps], [-0.5], self.steps == 2, kept([self.steps, int(name) + 10]))
+            Chunk(name, Tokens([self.steps], [-0.5], kept=kept([self.steps, int(name) + 10])), self.steps == 2)
             for name in self.requests
         ]
 
@@ -57,28 +58,26 @@ def sampled(purpose: Any = "train") -> SampledGroup:
 
 
 def test_the_sets_of_a_group_are_collected_with_its_tokens() -> None:
-    assert sampled().kept == [kept([1, 10], [2, 10]), kept([1, 11], [2, 11])]
+    assert [tokens.kept for tokens in sampled().tokens] == [kept([1, 10], [2, 10]), kept([1, 11], [2, 11])]
 
 
 @pytest.mark.parametrize("purpose", ["eval", "generate"])
 def test_what_nobody_trains_on_needs_no_sets(purpose: str) -> None:
-    assert sampled(purpose).kept is None
+    assert not any(tokens.names_kept for tokens in sampled(purpose).tokens)
 
 
 def generated(sets: list[list[bytes]] | None) -> GeneratedGroup:
     asked = group([[1], [1]])
+    first, second = sets or [[b"", b""], [b""]]
     return GeneratedGroup(
         job=replace(asked.job, row={"prompt": "p"}),
-        version=0,
+        begun_by=0,
         rows=[{"prompt": "p"}] * 2,
         prompts=["p"] * 2,
         completions=["c"] * 2,
         prompt_ids=[[1], [1]],
-        completion_ids=[[1, 2], [3]],
-        logprobs=[[-0.5, -0.5], [-0.5]],
-        token_versions=None,
-        kept=sets,
-        tool_masks=None,
+        tokens=[Tokens([1, 2], [-0.5, -0.5], kept=first), Tokens([3], [-0.5], kept=second)],
+        has_masks=False,
         environments=None,
         metrics={},
     )

@@ -333,7 +333,7 @@ def test_log_probabilities_that_are_no_numbers_cost_their_own_group(tmp_path: Pa
     def score(groups: Sequence[GeneratedGroup]) -> list[Scores]:
         for group in groups:
             if group.job.seq == 0:
-                group.logprobs[1][-1] = unknown  # as an engine may have it
+                group.tokens[1].logprobs[-1] = unknown  # as an engine may have it
         return whole(groups)
 
     setting.trl.score = score  # type: ignore[method-assign]

@@ -19,6 +19,7 @@ from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.policy import PolicyWeights
 from async_grpo.rollout.worker import once_issued
+from async_grpo.tokens import Tokens
 from async_grpo_ipc import WeightExporter, open_remote_memory
 from fake_cuda import Knobs, install
 
@@ -46,7 +47,8 @@ class FakeBatchEngine(BatchEngine):
             self.after_step()
             ended = [group for group in groups if self.lengths[group.job.seq] == step]
             yield [
-                SampledGroup(prepared=group, token_ids=[[group.version]] * 2, logprobs=[[-0.5]] * 2) for group in ended
+                SampledGroup(prepared=group, tokens=[Tokens([group.version], [-0.5]) for _ in range(2)])
+                for group in ended
             ]
 
 

@@ -20,6 +20,7 @@ from async_grpo.rollout.engines.continuous import Chunk, ContinuousEngine
 from async_grpo.rollout.trl_group import GeneratedGroup, Scores
 from async_grpo.rollout.worker import Worker, WorkerContext
 from async_grpo.settings import WorkerSettings
+from async_grpo.tokens import NO_VERSION, Tokens
 from async_grpo_ipc import ExporterDiedError
 
 TOKENS = 6  # of a completion; a prompt [n] may ask for more
@@ -77,7 +78,7 @@ class FakeEngine:
             count = 1 if self.delta else state[2]
             if self.delta or finished:
                 token = self.version if self.delta or self.versions_at_once == 1 else state[0]
-                chunks.append(Chunk(request, [token] * count, [-0.5] * count, finished))
+                chunks.append(Chunk(request, Tokens([token] * count, [-0.5] * count), finished))
         return chunks
 
     def abort(self, request_ids: list[str]) -> None:
@@ -176,7 +177,8 @@ class FakeTRL:
 
     def finish(self, sampled: SampledGroup) -> GeneratedGroup:
         self.before_finish(sampled)
-        return made(sampled.prepared.job, sampled.prepared.version, sampled.token_ids, sampled.versions)
+        ids = [tokens.ids for tokens in sampled.tokens]
+        return made(sampled.prepared.job, sampled.prepared.version, ids, [tokens.versions for tokens in sampled.tokens])
 
     def sampling_of(self, job: Job) -> dict[str, Any]:
         return job.sampling
@@ -205,15 +207,16 @@ def made(job: Job, version: int, ids: list[list[int]], versions: list[list[int]]
     size = job.num_generations
     return GeneratedGroup(
         job=job,
-        version=min((number for row in versions or () for number in row), default=version),
+        begun_by=version,
         rows=[job.row] * size,
         prompts=["p"] * size,
         completions=["c"] * size,
         prompt_ids=prompts_of(job),
-        completion_ids=ids,
-        logprobs=[[-0.5] * len(row) for row in ids],
-        token_versions=versions,
-        tool_masks=None,
+        tokens=[
+            Tokens(row, [-0.5] * len(row), versions=versions[place] if versions else [NO_VERSION] * len(row))
+            for place, row in enumerate(ids)
+        ],
+        has_masks=False,
         environments=None,
         metrics={},
     )

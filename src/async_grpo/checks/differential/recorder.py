@@ -48,8 +48,9 @@ def _noting(sample: Callable[[Any], Any], trainer: Any, notes: Notes) -> Callabl
         ended = sample(new)
         for group in (group for group in ended if group.error is None):
             at = group.prepared
-            for index, (prompt, ids) in enumerate(zip(at.prompt_ids, group.token_ids, strict=True)):
-                notes.add("sampled", at=[at.job.seq, at.turn, at.place + index], prompt_ids=prompt, token_ids=ids)
+            for index, (prompt, tokens) in enumerate(zip(at.prompt_ids, group.tokens, strict=True)):
+                place = [at.job.seq, at.turn, at.place + index]
+                notes.add("sampled", at=place, prompt_ids=prompt, token_ids=tokens.ids)
         return ended
 
     return sample_and_note

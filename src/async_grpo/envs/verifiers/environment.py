@@ -12,7 +12,7 @@ import verifiers.v1 as vf
 from verifiers.v1.utils.loaders import load_environment as load
 from verifiers.v1.utils.loaders import resolve_env_config
 
-from async_grpo.envs.conversations import Conversation, Lockstep
+from async_grpo.envs.conversations import Conversation, Lockstep, rollout_output
 from async_grpo.envs.verifiers.episode import Played, messages_of, play
 from async_grpo.envs.verifiers.refusals import refuse_environment, refuse_task
 from async_grpo.envs.verifiers.toolsets import Toolsets
@@ -69,12 +69,8 @@ class VerifiersEnvironment:
             conversations.append(conversation)
             episodes.append(play(self._environment, task, conversation, toolsets))
         played: list[Played] = lockstep.run(episodes)
-        logprobs = [conversation.logprobs for conversation in conversations]
         return {
-            "prompt_ids": [conversation.prompt_ids for conversation in conversations],
-            "completion_ids": [conversation.ids for conversation in conversations],
-            "logprobs": None if None in logprobs else logprobs,
-            "env_mask": [conversation.mask for conversation in conversations],
+            **rollout_output(conversations),
             COLUMN: [{"rewards": one.rewards, "metrics": one.metrics} for one in played],
         }
 

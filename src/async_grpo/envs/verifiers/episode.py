@@ -36,7 +36,7 @@ async def play(environment: vf.Env, task: vf.Task, conversation: Conversation, t
     agents: Any = vf.Agents(environment.config, lambda *_: seat)
     await environment.setup(agents)
     await environment.run(task, agents)
-    if seat.trace is None or not conversation.ids:
+    if seat.trace is None or not conversation.transcript.turns:
         raise UnsupportedError(
             f"{type(environment).__name__}.run ended without asking the agent {name} for anything, so there is no "
             "completion to train on."

@@ -14,28 +14,19 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.endpoint.chat import as_template
 from async_grpo.rollout.endpoint.protocol import Answer, Message, Refusal, Request, Rules, no_episode, read_message
+from async_grpo.transcript import TokenLimits, Transcript
 
 if TYPE_CHECKING:
-    from async_grpo.kept_tokens import Kept
     from async_grpo.rollout.endpoint.chat import Chat
-    from async_grpo.rollout.turns.dialogue import Continuation
+    from async_grpo.tokens import Tokens
 
-Sample = Callable[[list[int], int], Awaitable["Continuation"]]
+Sample = Callable[[list[int], int], Awaitable["Tokens"]]
 """Has a prompt continued, in the turn of this number."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """In tokens."""
-
-    completion: int  # of all turns, and what is between them
-    sequence: int  # that the engine takes
 
 
 class Episode:
@@ -46,17 +37,13 @@ class Episode:
         number: to name it by in answers.
     """
 
-    def __init__(self, chat: Chat, rules: Rules, limits: Limits, sample: Sample, *, place: int, number: str) -> None:
+    def __init__(
+        self, chat: Chat, rules: Rules, limits: TokenLimits, sample: Sample, *, place: int, number: str
+    ) -> None:
         self.rules, self.place, self.number = rules, place, number
-        self.turns = 0
         self.is_full = False  # it has come to its greatest length
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.prompt_ids: list[int] = []
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.mask: list[int] = []
-        self.versions: list[int] = []  # none where weights do not change meanwhile
-        self.kept: list[Kept] = []  # none where the engine does not say which tokens it kept
+        self.transcript = Transcript()
         self.messages: list[Message] = []  # the completion, as TRL has it
         self.cause = ""  # the error of another call of its group, which ends this one
         self.lost = False  # nobody waits for the newest answer any more
@@ -121,13 +108,15 @@ class Episode:
             self.failed.exception()
 
     async def _answer(self, request: Request) -> Answer:
-        prompt = self._prompt_of(request)
-        room = self._room_behind(prompt)
+        before, turns = self.transcript.whole, self.transcript.turns
+        read = self._read_of(request)
+        prompt = before + read
+        room = self._room_behind(read)
         most = min(room, request.max_tokens or room)
-        turn = (await self._sample(prompt, self.turns)).first(most)
+        turn = (await self._sample(prompt, turns))[:most]
         ids = turn.ids
-        said = self._chat.said(ids, prompt, with_tools=bool(request.tools), number=f"{self.number}_{self.turns}")
-        self._record(request, prompt, turn)
+        said = self._chat.said(ids, prompt, with_tools=bool(request.tools), number=f"{self.number}_{turns}")
+        self._record(request, read, turn)
         self.messages.append(said.for_template)
         self._said = said.for_template
         self._history = [*request.messages, read_message(said.for_client)]
@@ -142,12 +131,11 @@ class Episode:
             ),
         )
 
-    def _prompt_of(self, request: Request) -> list[int]:
-        assert self._asked is not None
-        if not self.turns:
+    def _read_of(self, request: Request) -> list[int]:
+        """What the model reads before it answers: the prompt, or what is new in a later turn."""
+        if not self.transcript.turns:
             return self._chat.prompt(request.messages, request.tools)
-        new = self._new(request)
-        return [*self.prompt_ids, *self.ids, *self._chat.after(self._said, new, self.ids[-1])]
+        return self._chat.after(self._said, self._new(request), self.transcript.tokens.ids[-1])
 
     def _new(self, request: Request) -> Sequence[Message]:
         """The messages that come after the last answer, for the template."""
@@ -161,41 +149,32 @@ class Episode:
             raise _edited("its tools are others than in the request before, and they are part of the prompt")
         return as_template(request.messages)[seen:]
 
-    def _room_behind(self, prompt: Sequence[int]) -> int:
+    def _room_behind(self, read: Sequence[int]) -> int:
         """Tokens that the model may still write."""
-        written = len(prompt) - len(self.prompt_ids) if self.turns else 0
-        room = min(self._limits.sequence - len(prompt), self._limits.completion - written)
+        so_far = self.transcript
+        room = so_far.room(self._limits, read) if so_far.turns else Transcript(read).room(self._limits)
         if room > 0:
             return room
-        if self.turns:
+        if so_far.turns:
             what = f"The completion has come to max_completion_length ({self._limits.completion} tokens), or to the "
         else:
             what = "The prompt is longer than the "
         raise Refusal(
-            f"{what}{self._limits.sequence} tokens that the engine takes: it has {len(prompt)} before the answer.",
+            f"{what}{self._limits.sequence} tokens that the engine takes: it has {len(so_far.whole) + len(read)} "
+            "before the answer.",
             code="context_length_exceeded",
             param="messages",
-            ends=self.turns > 0,
+            ends=so_far.turns > 0,
         )
 
-    def _record(self, request: Request, prompt: list[int], turn: Continuation) -> None:
-        if self.turns:
-            between = len(prompt) - len(self.prompt_ids) - len(self.ids)
-            self.ids += prompt[len(prompt) - between :]
-            self.logprobs += [0.0] * between
-            self.mask += [0] * between
-            self.versions += self.versions[-1:] * between  # a token that nobody sampled has that of the turn before
-            self.kept += [b""] * between if self.kept else []
+    def _record(self, request: Request, read: list[int], turn: Tokens) -> None:
+        if self.transcript.turns:
             self.messages += self._new(request)
+            self.transcript.read(read)
         else:
-            self.prompt_ids = prompt
             self._tools = request.tools
-        self.ids += turn.ids
-        self.logprobs += turn.logprobs
-        self.mask += [1] * len(turn.ids)
-        self.versions += turn.versions or []
-        self.kept += turn.kept or []
-        self.turns += 1
+            self.transcript = Transcript(read)
+        self.transcript.write(turn)
 
     async def _answered(self, answering: asyncio.Task[Answer]) -> Answer:
         try:

@@ -15,7 +15,7 @@ from async_grpo.errors import GeneratorError, UnsupportedError, reason_of
 from async_grpo.images import images_in
 from async_grpo.rollout.endpoint.agents import Agents
 from async_grpo.rollout.endpoint.chat import Chat
-from async_grpo.rollout.endpoint.episode import Episode, Limits
+from async_grpo.rollout.endpoint.episode import Episode
 from async_grpo.rollout.endpoint.lost import is_lost_connection
 from async_grpo.rollout.endpoint.protocol import Rules
 from async_grpo.rollout.endpoint.server import Address, EndpointServer
@@ -25,6 +25,7 @@ from async_grpo.rollout.turns.asks import Ask
 from async_grpo.setup.generator_choice import HF, VLLM
 from async_grpo.setup.openai_harness import Endpoint, OpenAIHarness
 from async_grpo.setup.sampling import effective_sampling
+from async_grpo.transcript import TokenLimits
 
 if TYPE_CHECKING:
     from async_grpo.records import Job
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from async_grpo.rollout.trl_trainer import RolloutTrainer
     from async_grpo.rollout.turns.asks import Asks
     from async_grpo.rollout.turns.calls import Outcome
-    from async_grpo.rollout.turns.dialogue import Continuation
+    from async_grpo.tokens import Tokens
 
 ERROR_COLUMN = "agent_error"  # what reward functions get of an agent that raised
 SAY_AT_MOST = 3  # errors of an agent that are logged
@@ -110,14 +111,14 @@ class Harness:
         config = self._trl.trainer.model.config
         sequence = getattr(config, "text_config", config).max_position_embeddings
 
-        async def sample(prompt_ids: list[int], turn: int) -> Continuation:
+        async def sample(prompt_ids: list[int], turn: int) -> Tokens:
             ask = Ask(job=job, version=group.version, turn=turn, prompt_ids=[prompt_ids], place=place)
             return await self._asks.continued(ask)
 
         return Episode(
             self._chat,
             Rules(model=self._model, sampling=_allowed(self._sampling, job)),
-            Limits(completion=job.sampling.get("max_tokens", args.max_completion_length), sequence=sequence),
+            TokenLimits(completion=job.sampling.get("max_tokens", args.max_completion_length), sequence=sequence),
             sample,
             place=place,
             number=f"{job.seq}_{place}",
@@ -162,7 +163,7 @@ class Harness:
                 f"An agent's connection to the endpoint broke ({text}). That is an error of the machine: what the "
                 "model said until then is not taken for its completion, and the group is tried again."
             ) from error
-        if not episode.turns:
+        if not episode.transcript.turns:
             raise UnsupportedError(_said_nothing(text)) from error
         if text is not None and episode.is_full:  # how agents end where there is no room left
             return _Played({})
@@ -193,22 +194,19 @@ class Harness:
         names = dict.fromkeys(chain.from_iterable(each.columns for each in played))
         columns = {name: [each.columns.get(name) for each in played] for name in names}
         merge_extra_fields(rows, {**columns, ERROR_COLUMN: [each.error for each in played]})
-        versions = [episode.versions for episode in episodes] if any(e.versions for e in episodes) else None
+        transcripts = [episode.transcript for episode in episodes]
         return GeneratedGroup(
             job=group.job,
-            version=min(chain.from_iterable(versions or ()), default=group.version),
+            begun_by=group.version,
             rows=rows,
             prompts=prompts,
             completions=[_completion(self._chat, each, prompt) for each, prompt in zip(episodes, prompts, strict=True)],
-            prompt_ids=[episode.prompt_ids for episode in episodes],
-            completion_ids=[episode.ids for episode in episodes],
-            logprobs=[episode.logprobs for episode in episodes],
-            token_versions=versions,
-            kept=[episode.kept for episode in episodes] if any(e.kept for e in episodes) else None,
-            tool_masks=[episode.mask for episode in episodes],
+            prompt_ids=[transcript.prompt_ids for transcript in transcripts],
+            tokens=[transcript.tokens for transcript in transcripts],
+            has_masks=True,
             environments=None,
             metrics={
-                "agent/turns": [sum(episode.turns for episode in episodes) / len(episodes)],
+                "agent/turns": [sum(transcript.turns for transcript in transcripts) / len(transcripts)],
                 "agent/failure_frequency": [sum(each.error is not None for each in played) / len(played)],
             },
         )
@@ -216,7 +214,7 @@ class Harness:
 
 def _completion(chat: Chat, episode: Episode, prompt: Any) -> Any:
     """Messages, or a text where the row's prompt is one, as in TRL."""
-    return episode.messages if isinstance(prompt, list) else chat.text(episode.ids)
+    return episode.messages if isinstance(prompt, list) else chat.text(episode.transcript.tokens.ids)
 
 
 def _columns(value: Any) -> Mapping[str, Any]:

@@ -14,9 +14,9 @@ from async_grpo.errors import PeerDiedError
 from async_grpo.records import seed_from
 
 if TYPE_CHECKING:
-    from async_grpo.kept_tokens import Kept
     from async_grpo.records import Job
     from async_grpo.rollout.policy import Policy
+    from async_grpo.tokens import Tokens
     from async_grpo_ipc import RemoteWeights
 
 
@@ -50,10 +50,7 @@ class SampledGroup:
     """The completions that an engine sampled for a prepared group, or the error that it ended with."""
 
     prepared: PreparedGroup
-    token_ids: list[list[int]] = field(default_factory=list)  # [G], the end token included
-    logprobs: list[list[float]] = field(default_factory=list)  # [G], natural log, at the sampling temperature
-    versions: list[list[int]] | None = None  # [G], of each token, where weights change while a group is sampled
-    kept: list[list[Kept]] | None = None  # [G], of each token, where `logprobs` are of the tokens that were kept
+    tokens: list[Tokens] = field(default_factory=list)  # [G], the end token included
     error: BaseException | None = None
 
 

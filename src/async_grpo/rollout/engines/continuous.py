@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from async_grpo.errors import GeneratorError, PeerDiedError
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup, WeightsLostError
 from async_grpo.telemetry.activity import ADOPTING, activity
+from async_grpo.tokens import Tokens
 from async_grpo_ipc import ExporterDiedError
 
 if TYPE_CHECKING:
-    from async_grpo.kept_tokens import Kept
     from async_grpo.rollout.engines.vllm import VLLMEngine
     from async_grpo_ipc import RemoteWeights
 
@@ -28,10 +28,8 @@ class Chunk:
     """New tokens of one request, in the order of sampling."""
 
     request_id: str
-    token_ids: list[int]
-    logprobs: list[float]  # natural log, of the distribution that was sampled from
+    tokens: Tokens
     finished: bool
-    kept: list[Kept] | None = None  # the tokens that truncated sampling kept at each place
 
 
 class ContinuousEngine:
@@ -66,7 +64,7 @@ class ContinuousEngine:
             if chunk.finished:
                 del self._requests[chunk.request_id]
                 if not group.open:
-                    ended.append(group.ended())
+                    ended.append(group.sampled)
         return ended
 
     def close(self) -> None:
@@ -136,22 +134,14 @@ class _Sampling:
 
     def __init__(self, group: PreparedGroup, *, with_versions: bool) -> None:
         self.open = len(group.prompt_ids)  # completions that have not ended
-        self._kept: list[list[Kept]] = [[] for _ in group.prompt_ids]  # empty where the engine does not say it
-        self._sampled = SampledGroup(
-            prepared=group,
-            token_ids=[[] for _ in group.prompt_ids],
-            logprobs=[[] for _ in group.prompt_ids],
-            versions=[[] for _ in group.prompt_ids] if with_versions else None,
-        )
+        self.sampled = SampledGroup(prepared=group, tokens=[Tokens() for _ in group.prompt_ids])
+        self._with_versions = with_versions
 
     def add(self, place: int, chunk: Chunk, version: int) -> None:
-        self._sampled.token_ids[place].extend(chunk.token_ids)
-        self._sampled.logprobs[place].extend(chunk.logprobs)
-        if self._sampled.versions is not None:
-            self._sampled.versions[place].extend([version] * len(chunk.token_ids))
-        if self._sampled.prepared.job.purpose == "train":
-            self._kept[place].extend(chunk.kept or ())
+        new = chunk.tokens
+        if self._with_versions:
+            new = new.of_version(version)
+        if self.sampled.prepared.job.purpose != "train":  # nobody computes a loss
+            new = replace(new, kept=[b""] * len(new))
+        self.sampled.tokens[place].extend(new)
         self.open -= chunk.finished
-
-    def ended(self) -> SampledGroup:
-        return replace(self._sampled, kept=self._kept if any(self._kept) else None)

@@ -19,6 +19,7 @@ from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.engines.decoding import SamplingLoop
 from async_grpo.rollout.engines.vision import VisionInputs
 from async_grpo.rollout.policy import PolicyWeights
+from async_grpo.tokens import as_tokens
 
 if TYPE_CHECKING:
     from async_grpo_ipc import RemoteWeights
@@ -134,4 +135,4 @@ def _completions(group: PreparedGroup, loop: SamplingLoop, rows: slice) -> Sampl
         [row[:length] for row, length in zip(padded_BC[rows, : max(lengths)].tolist(), lengths, strict=True)]
         for padded_BC in (loop.completions_BC, loop.logprobs_BC)
     )
-    return SampledGroup(prepared=group, token_ids=token_ids, logprobs=logprobs)
+    return SampledGroup(prepared=group, tokens=as_tokens(token_ids, logprobs))

@@ -56,6 +56,7 @@ from async_grpo.rollout.engines.vllm_weights import (
 )
 from async_grpo.rundir.files import fresh_folder
 from async_grpo.setup.generator_choice import NO_IMAGES, engine_inside
+from async_grpo.tokens import Tokens
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -191,8 +192,10 @@ class VLLMEngine:
         for output in self._engine.step():
             (completion,) = output.outputs
             logprobs = completion.logprobs.logprobs if completion.logprobs else []
-            kept = kept_of(completion) if self._returns_kept else None
-            chunks.append(Chunk(output.request_id, list(completion.token_ids), list(logprobs), output.finished, kept))
+            tokens = Tokens(list(completion.token_ids), list(logprobs))
+            if self._returns_kept:
+                tokens.kept = kept_of(completion)
+            chunks.append(Chunk(output.request_id, tokens, output.finished))
         return chunks
 
     def abort(self, request_ids: list[str]) -> None:

@@ -17,7 +17,7 @@ from async_grpo.errors import UserCodeExit
 from async_grpo.records import Job
 from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
 from async_grpo.rollout.trl_trainer import Images
-from async_grpo.rollout.turns.dialogue import Continuation
+from async_grpo.tokens import Tokens
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -68,12 +68,9 @@ class Asks:
         finally:
             self._working += 1
 
-    async def continued(self, ask: Ask) -> Continuation:
+    async def continued(self, ask: Ask) -> Tokens:
         """The tokens of an ask with one prompt."""
-        sampled = await self.sampled(ask)
-        versions = None if sampled.versions is None else list(sampled.versions[0])
-        kept = None if sampled.kept is None else list(sampled.kept[0])
-        return Continuation(list(sampled.token_ids[0]), list(sampled.logprobs[0]), versions, kept)
+        return (await self.sampled(ask)).tokens[0]
 
     def step(self) -> bool:
         """Have the engine sample; returns whether any answers were given."""
@@ -132,15 +129,7 @@ def _answer(ask: Ask, sampled: SampledGroup, index: int) -> None:
         ask.answer.set_exception(as_exception(sampled.error))
         return
     mine = slice(None) if ask.place is None else slice(index, index + 1)
-    ask.answer.set_result(
-        SampledGroup(
-            prepared=sampled.prepared,
-            token_ids=sampled.token_ids[mine],
-            logprobs=sampled.logprobs[mine],
-            versions=None if sampled.versions is None else sampled.versions[mine],
-            kept=None if sampled.kept is None else sampled.kept[mine],
-        )
-    )
+    ask.answer.set_result(SampledGroup(prepared=sampled.prepared, tokens=sampled.tokens[mine]))
 
 
 def as_exception(error: BaseException) -> Exception:

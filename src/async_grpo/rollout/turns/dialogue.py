@@ -12,23 +12,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
 from async_grpo.errors import RunRefused
 from async_grpo.images import images_in
-from async_grpo.kept_tokens import Kept
 from async_grpo.records import Job
+from async_grpo.rollout.left import Left, leave, left
 from async_grpo.rollout.threads import refusing_signals
 from async_grpo.rollout.trl_group import GeneratedGroup, rows_of
-from async_grpo.rollout.trl_trainer import (
-    Batch,
-    Images,
-    RolloutTrainer,
-)
+from async_grpo.rollout.trl_trainer import Batch, Images, RolloutTrainer
 from async_grpo.rollout.turns.calls import Call, Outcome, giving, giving_later, noting, starting
 from async_grpo.rollout.turns.ends import MessageEnds
-
-T = TypeVar("T")
+from async_grpo.tokens import Tokens, ids_and_logprobs
+from async_grpo.transcript import Transcript
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +34,6 @@ class Prompt:
     ids: list[int]
     images: Images = None
     fields: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Continuation:
-    """What the model wrote in one turn."""
-
-    ids: list[int]
-    logprobs: list[float]
-    versions: list[int] | None  # of each token, where weights change meanwhile
-    kept: list[Kept] | None = None  # of each token, where the engine says which tokens it kept
-
-    def first(self, count: int) -> Continuation:
-        """Its first tokens."""
-        versions = None if self.versions is None else self.versions[:count]
-        kept = None if self.kept is None else self.kept[:count]
-        return Continuation(self.ids[:count], self.logprobs[:count], versions, kept)
 
 
 class Dialogue:
@@ -73,88 +53,80 @@ class Dialogue:
         self._trainer.max_tool_calling_iterations = 1
         self._trainer.environments = None
         self.place = place
-        self.turns = 0
         self.prompt = self._asked([prompt.ids], prompt.images, prompt.fields)  # the first one
+        self.transcript = Transcript(self.prompt.ids)
         self._images, self._fields = prompt.images, prompt.fields
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.mask: list[int] = []
-        self.versions: list[int] = []
-        self.kept: list[Kept] = []
         self.messages: Any = None  # the completion, as TRL has it
         self._suffix: list[int] | None = None  # what the tools of this turn add to the prompt
         self.call_count = self.failure_count = 0
 
-    def begin(self, first: Continuation) -> None:
+    def begin(self, first: Tokens) -> None:
         """Take the tokens of the first turn."""
-        self._note(first)
+        self.transcript.write(first)
         if not self._trainer.tools:
             return
         self._trainer._tokenize_prompts = lambda prompts: ([self.prompt.ids], self._images, self._fields or {})
-        self._trainer._generate_single_turn = lambda *_, **__: ([first.ids], [first.logprobs])
-        self._trainer._tool_call_loop = _leave_with
-        arguments = self._left_with(type(self._trainer)._generate, self._trainer, [self._message])
-        self.messages = arguments[3][0]
+        self._trainer._generate_single_turn = lambda *_, **__: ids_and_logprobs([first])
+        self._trainer._tool_call_loop = leave
+        place = _left(type(self._trainer)._generate, self._trainer, [self._message])
+        self.messages = place.arguments[3][0]
         del self._trainer._tool_call_loop
 
     @property
     def wants_tools(self) -> bool:
-        return bool(self.messages) and self.turns <= self._most_turns and bool(_calls_of(self.messages))
+        return bool(self.messages) and self.transcript.turns <= self._most_turns and bool(_calls_of(self.messages))
 
     def calls(self) -> list[Call]:
         """The tools of the last message, to be run; those that do not exist are TRL's to answer."""
         noted: list[Call] = []
         self._set_tools(lambda name, tool: noting(noted, name, tool), lambda name, tool: starting(noted, name, tool))
-        self._trainer._get_tool_suffix_ids = _leave_with
-        self._left_with(self._turn)
+        self._trainer._get_tool_suffix_ids = leave
+        _left(self._turn)
         return noted
 
     def prompt_after(self, outcomes: Sequence[Outcome]) -> Prompt | None:
         """What the model is to continue now; None: there is no room, the completion stays as it is."""
         self._suffix = None
         self._answer_with(outcomes)
-        self._trainer._generate_single_turn = _leave_with
+        self._trainer._generate_single_turn = leave
         try:
             result = self._turn()
-        except _Left as left:
-            return self._asked(*left.arguments, **left.keywords)
+        except Left as place:
+            return self._asked(*place.arguments, **place.keywords)
         self.call_count, self.failure_count = self.call_count + result[4], self.failure_count + result[5]
         self.messages = self._before(result)
         return None
 
-    def add(self, outcomes: Sequence[Outcome], next_turn: Continuation) -> None:
+    def add(self, outcomes: Sequence[Outcome], next_turn: Tokens) -> None:
         """Take the tokens of the next turn."""
         self._answer_with(outcomes)
-        self._trainer._generate_single_turn = lambda *_, **__: ([list(next_turn.ids)], [list(next_turn.logprobs)])
-        masks, completions, ids, logprobs, calls, failures, images = self._turn()
-        before = len(self.ids)
+        self._trainer._generate_single_turn = lambda *_, **__: ids_and_logprobs([next_turn])
+        masks, completions, ids, _, calls, failures, images = self._turn()
         self.messages = self._before([masks, completions])
-        self.mask += masks[0][before:]
-        self.ids, self.logprobs = ids[0], logprobs[0]
+        before = len(self.transcript.tokens)
+        left = sum(masks[0][before:])  # of the turn, which TRL may have cut
+        self.transcript.read(ids[0][before : len(ids[0]) - left])
+        self.transcript.write(next_turn[:left])
         self.call_count, self.failure_count = self.call_count + calls, self.failure_count + failures
         self.tool_images += images[0]
         if images[0]:
             self._images = [[*((self._images or [None])[0] or []), *images[0]]]
-        self._note_tokens(next_turn)
-        self.turns += 1
 
     def end(self) -> None:
         """End the last message as the chat template does, where a tag has ended it. The loss does not see that."""
-        missing = self._ends.last_missing_after(self.ids)
-        if len(self.ids) + len(missing) <= self._trainer.max_completion_length:
-            self.ids, self.logprobs = [*self.ids, *missing], [*self.logprobs, *[0.0] * len(missing)]
-            self.mask += [0] * len(missing)
-            self.versions += self.versions[-1:] * len(missing)
-            self.kept += [b""] * len(missing) if self.kept else []
+        missing = self._ends.last_missing_after(self.transcript.tokens.ids)
+        if len(self.transcript.tokens) + len(missing) <= self._trainer.max_completion_length:
+            self.transcript.read(missing)
 
     def _turn(self) -> Any:
+        ids, logprobs = ids_and_logprobs([self.transcript.tokens])
         return type(self._trainer)._tool_call_loop(
             self._trainer,
             [[]],
-            [self.prompt.ids],
-            [list(self.ids)],
+            [self.transcript.prompt_ids],
+            ids,
             [[self.messages[-1]]],
-            [list(self.logprobs)],
+            logprobs,
             self._images,
             {} if self.tool_images else self._fields or {},
         )
@@ -192,38 +164,14 @@ class Dialogue:
     def _suffix_ids(self, tool_messages: Any) -> list[int]:
         """Made once a turn: TRL's loop asks for it before the model goes on, and again with what it wrote."""
         if self._suffix is None:
-            self._suffix = [*self._ends.missing_after(self.ids), *self._results.written(tool_messages)]
+            end = self._ends.missing_after(self.transcript.tokens.ids)
+            self._suffix = [*end, *self._results.written(tool_messages)]
         return self._suffix
 
     def _set_tools(self, sync: Callable[[str, Any], Any], later: Callable[[str, Any], Any]) -> None:
         now, waited_for = self._tools
         self._trainer._sync_tool_dicts = [{name: sync(name, tool) for name, tool in now.items()}]
         self._trainer._async_tool_dicts = [{name: later(name, tool) for name, tool in waited_for.items()}]
-
-    def _left_with(self, function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
-        try:
-            function(*arguments)
-        except _Left as left:
-            return left.arguments
-        raise RunRefused("TRL's tool loop did not come to the place where it was to stop. Is this TRL supported?")
-
-    def _note(self, first: Continuation) -> None:
-        self.ids, self.logprobs = list(first.ids), list(first.logprobs)
-        self.mask = [1] * len(self.ids)
-        self._note_tokens(first)
-        self.turns = 1
-
-    def _note_tokens(self, turn: Continuation) -> None:
-        """A tool's tokens get the version of the turn before, and no set of kept tokens."""
-        self._note_each(self.versions, turn.versions, self.versions[-1:])
-        self._note_each(self.kept, turn.kept, [b""])
-
-    def _note_each(self, noted: list[T], of_turn: list[T] | None, of_tools: list[T]) -> None:
-        if of_turn is None:
-            return
-        left = min(len(of_turn), sum(self.mask[len(noted) :]))  # TRL may have cut the turn
-        noted += of_tools * (len(self.ids) - len(noted) - left)
-        noted += of_turn[:left]
 
 
 class ToolResults:
@@ -274,13 +222,10 @@ class Dialogues:
     def begin(self) -> None:
         """Have TRL make the prompts: environments are reset."""
         trainer = self.trl.trainer
-        trainer._generate = _leave_with
+        trainer._generate = leave
         self._rows = rows_of(self.job)
         with refusing_signals():
-            try:
-                trainer._generate_and_score_completions(self._rows)
-            except _Left as left:
-                (self._prompts,) = left.arguments
+            (self._prompts,) = _left(trainer._generate_and_score_completions, self._rows).arguments
         prompts, ends, results = self._first_prompts(trainer), MessageEnds(trainer), ToolResults(trainer)
         self.all = [
             Dialogue(self.trl, place, message, prompt, ends, results)
@@ -306,45 +251,38 @@ class Dialogues:
 
     def finish(self) -> GeneratedGroup:
         """Have TRL make the group's result, and count it."""
-        trainer, ended = copy.copy(self.trl.trainer), self.all
-        for dialogue in ended:
+        trainer = copy.copy(self.trl.trainer)
+        for dialogue in self.all:
             dialogue.end()
+        tokens = [dialogue.transcript.tokens for dialogue in self.all]
         vars(trainer).pop("_generate", None)
         trainer._tokenize_prompts = lambda prompts: self._tokenized
         if trainer.tools:
             trainer._generate_single_turn = lambda *_, **__: ([], None)  # all messages are read already
-            trainer._tool_call_loop = lambda *_: self._result()
+            trainer._tool_call_loop = lambda *_: self._result(tokens)
         else:
-            trainer._generate_single_turn = lambda *_, **__: ([d.ids for d in ended], [d.logprobs for d in ended])
+            trainer._generate_single_turn = lambda *_, **__: ids_and_logprobs(tokens)
         result = trainer._generate(self._prompts)
         batch = Batch(trainer, self._rows, self._prompts, result, self.trl.view.now(), self.trl.data_has_images)
-        versions = [dialogue.versions for dialogue in ended] if any(d.versions for d in ended) else None
-        kept = [dialogue.kept for dialogue in ended] if any(d.kept for d in ended) else None
-        return batch.group(self.job, slice(None), self.version, versions, kept)
+        return batch.group(self.job, slice(None), self.version, tokens)
 
-    def _result(self) -> tuple[Any, ...]:
+    def _result(self, tokens: list[Tokens]) -> tuple[Any, ...]:
         """As `GRPOTrainer._tool_call_loop` returns it."""
         return (
-            [dialogue.mask for dialogue in self.all],
+            [each.mask for each in tokens],
             [dialogue.messages for dialogue in self.all],
-            [dialogue.ids for dialogue in self.all],
-            [dialogue.logprobs for dialogue in self.all],
+            *ids_and_logprobs(tokens),
             sum(dialogue.call_count for dialogue in self.all),
             sum(dialogue.failure_count for dialogue in self.all),
             [dialogue.tool_images for dialogue in self.all],
         )
 
 
-class _Left(BaseException):  # not an `Exception`: TRL's loop catches those of tools
-    """Leaves TRL where it would go on with these arguments."""
-
-    def __init__(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        super().__init__()
-        self.arguments, self.keywords = arguments, keywords
-
-
-def _leave_with(*arguments: Any, **keywords: Any) -> NoReturn:
-    raise _Left(arguments, keywords)
+def _left(function: Callable[..., Any], *arguments: Any) -> Left:
+    place = left(function, *arguments)
+    if place is None:
+        raise RunRefused("TRL's tool loop did not come to the place where it was to stop. Is this TRL supported?")
+    return place
 
 
 def _calls_of(messages: Any) -> Any:

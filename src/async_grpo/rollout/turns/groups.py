@@ -285,7 +285,7 @@ def _ask(group: PreparedGroup, dialogue: Dialogue, prompt: Prompt) -> Ask:
     return Ask(
         job=group.job,
         version=group.version,
-        turn=dialogue.turns,
+        turn=dialogue.transcript.turns,
         prompt_ids=[prompt.ids],
         images=prompt.images,
         fields=prompt.fields,

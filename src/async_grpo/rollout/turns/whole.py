@@ -14,18 +14,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from async_grpo.errors import PeerDiedError, WaitTimeoutError
 from async_grpo.rollout.engines import Fields, PreparedGroup, SampledGroup
 from async_grpo.rollout.threads import KeptThreads, refusing_signals
 from async_grpo.rollout.turns.asks import Ask, Asks, as_exception
+from async_grpo.tokens import ids_and_logprobs
 
 if TYPE_CHECKING:
     from async_grpo.rollout.trl_group import GeneratedGroup
-    from async_grpo.rollout.trl_trainer import Images, RolloutTrainer, Tokens
+    from async_grpo.rollout.trl_trainer import Images, RolloutTrainer, Sampled
 
-T = TypeVar("T")
 TURN_WAIT_S = 4 * 3600.0  # for the completions of one turn; the worker's thread is watched meanwhile
 LOOK_S = 5.0  # waiting code looks this often whether the worker's thread is alive
 
@@ -73,7 +73,7 @@ class WholeGenerations:
         made: list[GeneratedGroup] = []
         loop = asyncio.get_running_loop()
 
-        def sample(prompt_ids: list[list[int]], images: Images = None, fields: Fields | None = None) -> Tokens:
+        def sample(prompt_ids: list[list[int]], images: Images = None, fields: Fields | None = None) -> Sampled:
             job = replace(groups[0].job, sampling=trl.sampling_of(groups[0].job))
             ask = partial(self._sampled, replace(groups[0], job=job), len(turns), prompt_ids, images, fields)
             self._alone.release()
@@ -81,14 +81,14 @@ class WholeGenerations:
                 turns.append(self._wait(asyncio.run_coroutine_threadsafe(ask(), loop)))
             finally:
                 self._alone.acquire()
-            return [list(ids) for ids in turns[-1].token_ids], [list(row) for row in turns[-1].logprobs]
+            return ids_and_logprobs(turns[-1].tokens)
 
         def work() -> None:
             with self._alone, refusing_signals():
                 made.extend(trl.generate([group.job for group in groups], groups[0].version, sample))
 
         await self._threads.run(work, name=f"group {groups[0].job.seq}")
-        return [_with_kept(_with_versions(group, turns), turns) for group in made]
+        return [noted(group, turns) for group in made]
 
     async def _sampled(
         self, group: PreparedGroup, turn: int, prompt_ids: list[list[int]], images: Images, fields: Fields | None
@@ -115,45 +115,30 @@ def _end(ended: asyncio.Future[None], error: Exception | None) -> None:
         ended.set_exception(error)
 
 
-def _with_versions(group: GeneratedGroup, turns: Sequence[SampledGroup]) -> GeneratedGroup:
-    if all(turn.versions is None for turn in turns):
-        return group
-    oldest = min((version for turn in turns for row in turn.versions or () for version in row), default=group.version)
-    versions = noted_of_tokens(group, turns, lambda turn: turn.versions, oldest)
-    return replace(group, version=oldest, token_versions=versions)
-
-
-def _with_kept(group: GeneratedGroup, turns: Sequence[SampledGroup]) -> GeneratedGroup:
-    if all(turn.kept is None for turn in turns):
-        return group
-    return replace(group, kept=noted_of_tokens(group, turns, lambda turn: turn.kept, b""))
-
-
-def noted_of_tokens(
-    group: GeneratedGroup,
-    turns: Sequence[SampledGroup],
-    of_turn: Callable[[SampledGroup], list[list[T]] | None],
-    default: T,
-) -> list[list[T]]:
-    """What the engine noted of each token of each completion; `default` for what a tool wrote.
+def noted(group: GeneratedGroup, turns: Sequence[SampledGroup]) -> GeneratedGroup:
+    """The group with what the engine noted of the tokens that it sampled.
 
     A later turn's prompt is the group's prompt and the completion so far, and its rows are in the completions' order.
     """
-    noted = [[default] * len(ids) for ids in group.completion_ids]
+    all_sampled = [sampled for turn in turns for sampled in turn.tokens]
+    names_versions = any(sampled.names_versions for sampled in all_sampled)
+    if not (names_versions or any(sampled.names_kept for sampled in all_sampled)):
+        return group
+    tokens = [*group.tokens]
     for turn in turns:
         row = 0
-        rows = of_turn(turn) or [[] for _ in turn.token_ids]
-        for prompt, ids, sampled in zip(turn.prepared.prompt_ids, turn.token_ids, rows, strict=True):
-            while not _continues(group, row, prompt, ids):
+        for prompt, sampled in zip(turn.prepared.prompt_ids, turn.tokens, strict=True):
+            while not _continues(group, row, prompt, sampled.ids):
                 row += 1
-            start = len(prompt) - len(group.prompt_ids[row])
-            left = noted[row][start : start + len(sampled)]
-            noted[row][start : start + len(left)] = sampled[: len(left)]
+            tokens[row] = tokens[row].noted(len(prompt) - len(group.prompt_ids[row]), sampled)
             row += 1
+    noted = replace(group, tokens=tokens)
+    if names_versions:
+        noted = replace(group, tokens=[each.of_version(noted.version) for each in tokens])
     return noted
 
 
 def _continues(group: GeneratedGroup, row: int, prompt: list[int], ids: list[int]) -> bool:
     """Whether `prompt` and then `ids`, which TRL may have cut, is how the row's prompt and completion begin."""
-    whole = group.prompt_ids[row] + group.completion_ids[row]
+    whole = group.prompt_ids[row] + group.tokens[row].ids
     return whole[: len(prompt)] == prompt and ids[: len(whole) - len(prompt)] == whole[len(prompt) :][: len(ids)]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
+from itertools import islice
 from threading import Thread
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +24,7 @@ from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.engines.vllm_options import adapter_of, sampling_options
 from async_grpo.setup.generator_choice import NO_IMAGES
 from async_grpo.telemetry.waiting import SAY_EVERY_S, wait_until
+from async_grpo.tokens import as_tokens
 
 HOOKS = ("check_server", "_get", "_post", "init_communicator", "update_named_params", "generate")  # of VLLMClient
 GENERATION_S = 3600.0  # for all completions of a batch
@@ -60,13 +62,8 @@ class ServerEngine(BatchEngine):
         ask = partial(self._client.generate, prompts, n=copies, logprobs=0, generation_kwargs=options)
         answer = yield from self._answer(ask, f"{len(prompts) * copies} completions of the vLLM server")
         logprobs = [[logprob for (logprob,) in positions] for positions in answer["logprobs"]]
-        sampled, start = [], 0
-        for group in groups:
-            rows = slice(start, start := start + len(group.prompt_ids))
-            sampled.append(
-                SampledGroup(prepared=group, token_ids=answer["completion_ids"][rows], logprobs=logprobs[rows])
-            )
-        yield sampled
+        completions = iter(as_tokens(answer["completion_ids"], logprobs))
+        yield [SampledGroup(prepared=group, tokens=[*islice(completions, len(group.prompt_ids))]) for group in groups]
 
     def _answer(self, ask: Callable[[], T], what: str) -> Generator[list[SampledGroup], None, T]:
         request = Call(self._client, ask, what, GENERATION_S)

@@ -1,0 +1,78 @@
+"""Tokens with their columns, and the transcript of a completion."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from async_grpo.tokens import NO_VERSION, Tokens, as_tokens, ids_and_logprobs
+from async_grpo.transcript import TokenLimits, Transcript
+
+
+def sampled(*ids: int, version: int = NO_VERSION) -> Tokens:
+    count = len(ids)
+    return Tokens(list(ids), [-1.0] * count, versions=[version] * count, kept=[bytes([token]) for token in ids])
+
+
+def columns(tokens: Tokens) -> list[list[object]]:
+    return [getattr(tokens, each.name) for each in fields(tokens)]
+
+
+def test_every_column_is_cut_and_joined_with_the_others() -> None:
+    tokens = sampled(1, 2, 3, version=4) + Tokens([5])
+    assert tokens[1:] == sampled(2, 3, version=4) + Tokens([5])
+    assert columns(tokens[2:]) == [[3, 5], [-1.0, 0.0], [1, 1], [4, NO_VERSION], [b"\x03", b""]]
+    assert len(tokens[:0]) == 0 and not tokens[:0]
+
+
+def test_a_sum_leaves_its_parts_as_they_were() -> None:
+    first = sampled(1)
+    whole = first + sampled(2)
+    whole.extend(sampled(3))
+    assert first == sampled(1) and whole == sampled(1, 2, 3)
+
+
+def test_what_was_sampled_is_noted_at_its_place_and_no_more_than_is_left_of_it() -> None:
+    completion = Tokens([1, 9, 2, 3], [-0.5] * 4, [1, 0, 1, 1])
+    noted = completion.noted(0, sampled(1, version=4)).noted(2, sampled(2, 3, 8, version=5))
+    assert columns(noted) == [
+        [1, 9, 2, 3],
+        [-0.5] * 4,
+        [1, 0, 1, 1],
+        [4, NO_VERSION, 5, 5],
+        [b"\x01", b"", b"\x02", b"\x03"],
+    ]
+    assert noted.of_version(4).versions == [4, 4, 5, 5]
+    assert noted.names_versions and noted.names_kept and not (completion.names_versions or completion.names_kept)
+
+
+def test_lists_of_trl_become_tokens_and_back() -> None:
+    tokens = as_tokens([[1, 2], [3]], [[-1.0, -2.0], [-3.0]], [[1, 0], [1]])
+    assert [each.mask for each in tokens] == [[1, 0], [1]]
+    assert ids_and_logprobs(tokens) == ([[1, 2], [3]], [[-1.0, -2.0], [-3.0]])
+    ids_and_logprobs(tokens)[0][0].append(7)
+    assert tokens[0].ids == [1, 2], "TRL cuts its lists in place"
+    with pytest.raises(ValueError, match="shorter"):
+        as_tokens([[1], [2]], [[-1.0]])
+
+
+def test_a_transcript_has_what_was_read_between_two_turns() -> None:
+    transcript = Transcript([7, 8])
+    transcript.write(sampled(1, 2, version=4))
+    transcript.read([9])
+    transcript.write(sampled(3, version=5))
+    assert transcript.whole == [7, 8, 1, 2, 9, 3] and transcript.turns == 2
+    tokens = transcript.tokens
+    assert tokens.mask == [1, 1, 0, 1]
+    assert tokens.versions == [4, 4, 4, 5], "nobody sampled the token of the tool: it has that of the turn before"
+    assert tokens.logprobs == [-1.0, -1.0, 0.0, -1.0] and tokens.kept[2] == b""
+
+
+@pytest.mark.parametrize(("completion", "sequence", "room"), [(10, 100, 5), (100, 9, 2), (100, 7, 0), (4, 100, -1)])
+def test_the_model_has_the_room_that_the_completion_and_the_sequence_leave(
+    completion: int, sequence: int, room: int
+) -> None:
+    transcript = Transcript([7, 8])
+    transcript.write(sampled(1, 2, 3))
+    assert transcript.room(TokenLimits(completion=completion, sequence=sequence), unread=[9, 9]) == room
