@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from async_grpo.slots import ledger
+from async_grpo.sweeps import plan
 from bad_files import HUGE, NO_FILES, NO_OBJECTS, plant
 
 from async_grpo.archive import rollout_state
@@ -21,8 +23,6 @@ from async_grpo.rundir import summary
 from async_grpo.rundir.files import LineFile
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import LineReader, read_end, read_object
-from async_grpo.slots import ledger
-from async_grpo.sweeps import plan
 from async_grpo.telemetry import entries
 from async_grpo.telemetry.activity import read_activity
 

@@ -131,7 +131,7 @@ def test_the_recipe_of_7b_has_what_a_dry_run_says(plan: str) -> None:
     (row,) = re.findall(rf"^\| {plan}: .*$", page, re.MULTILINE)
     of = plan_of_the_recipe(plan)
     assert trainer_fit(of, 80 * GB).fits and worker_fit(of, 80 * GB).fits
-    held = [f"{need_of(of, on_gpu=True).total / GB:.1f} GB"]
+    held = [f"{need_of(of, on_gpu=True) / GB:.1f} GB"]
     if of.published_in_host_memory:
         held.append(f"{estimate(of).published / GB:.1f} GB of the host's memory")
     if "the same" not in row:
