@@ -20,12 +20,12 @@ from trl import GRPOTrainer
 
 from async_grpo.archive.history import Sampler
 from async_grpo.errors import RunRefused
+from async_grpo.roles.parameter_server import training_of
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest
 from async_grpo.training.corrections.fresh_batch import EXACT, ROUNDED, Bound, bound_of
-from async_grpo.training.loop import AsyncTraining
 
 pytestmark = pytest.mark.integration
 
@@ -248,7 +248,7 @@ def test_what_only_warns_in_a_run(
     state = prepare(run.root, config=Path("my_trainer.py"), num_workers=1)
     trainer = settings(tmp_path / "outputs", **changes)()
     training = TrainingSettings(**options)
-    with AsyncTraining(trainer, run=run, state=state, settings=training, stop=StopRequest()):
+    with training_of(trainer, run, state, training, StopRequest()):
         basis = "as trainer, published weights and sampler compute in float32 without TF32"
         bound = cast(Any, trainer).correct.fresh.bound
         assert bound == Bound(nats=EXACT, basis=basis, stops=stops)

@@ -23,7 +23,7 @@ from async_grpo.records import RolloutGroup
 from async_grpo.tokens import Tokens
 from async_grpo.training.checkpoints import load_batch, save_batch
 from async_grpo.training.corrections.trl_loss import log_pi_old
-from async_grpo.training.prompts import evaluation_problems
+from async_grpo.training.prompts import evaluation_rows
 
 pytestmark = pytest.mark.integration
 
@@ -119,8 +119,7 @@ def test_images_of_an_evaluation_travel_as_their_files_too() -> None:
     rows = [{"prompt": "a", "image": {"bytes": data, "path": None}} for data in files]
     given = Dataset.from_list(rows, features=Features(prompt=Value("string"), image=Image()))
     trainer: Any = SimpleNamespace(eval_dataset={"maths": given}, _remove_unused_columns=lambda data, **_: data)
-    problems = evaluation_problems(trainer)
-    assert [problem.row["image"].data for problem in problems] == files
+    assert [row["image"].data for row, _ in evaluation_rows(trainer)] == files
 
 
 def test_a_model_that_writes_image_tokens_fails_its_group_alone(tmp_path: Path) -> None:

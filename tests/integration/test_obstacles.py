@@ -11,13 +11,13 @@ from in_process import build_trainer
 
 from async_grpo.cli import main
 from async_grpo.errors import AsyncGRPOError
+from async_grpo.roles.parameter_server import training_of
 from async_grpo.rundir import summary
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest, write_stacks_on_signal
 from async_grpo.telemetry.activity import LOADING, activity
-from async_grpo.training.loop import AsyncTraining
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -40,7 +40,7 @@ def begin_training(run: RunDir, state: RunState) -> None:
     write_stacks_on_signal(run.stacks(SERVER))
     activity.publish(run.root, SERVER, device="cpu", run_id=state.run_id, state=LOADING, stall_after_s=60)
     trainer = build_trainer(run.root.parent / "outputs")
-    with AsyncTraining(trainer, run=run, state=state, settings=TrainingSettings(), stop=StopRequest()) as training:
+    with training_of(trainer, run, state, TrainingSettings(), StopRequest()) as training:
         training.training_begins()
 
 

@@ -2,5 +2,5 @@
 
 `estimators` has the figures (pass@k and others, with intervals), `report` makes them of finished groups and keeps
 `evaluations.jsonl`, `evaluation` has the workers answer the problems of one evaluation. When a run evaluates is decided
-in `training.evaluating`. Rewards are the user's, called by the workers as in training. Start with `estimators`.
+in `schedule`. Rewards are the user's, called by the workers as in training. Start with `estimators`.
 """

@@ -125,11 +125,11 @@ def _beginning(
     options: ServerOptions, run: RunDir, state: RunState, trainer: GRPOTrainer
 ) -> Callable[[JobSink, int], Evaluation]:
     """Makes the evaluation of a version on the trainer's `eval_dataset`."""
+    from async_grpo.roles.evaluations import problems_of
     from async_grpo.training.hyperparameters import hyperparameters
-    from async_grpo.training.prompts import evaluation_problems
 
     settings = options.settings
-    problems = evaluation_problems(trainer)
+    problems = problems_of(trainer)
     if not problems:
         raise UsageError(f"The trainer of {options.config} has no eval_dataset. Give it one to evaluate on.")
     warn_of_duplicates(problems)

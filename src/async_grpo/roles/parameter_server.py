@@ -121,15 +121,12 @@ def _train(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
     with gc_paused():
         trainer = _load(options)
         from async_grpo.training.last_weights import keep_last_weights
-        from async_grpo.training.loop import AsyncTraining
 
     keep_last_weights(trainer, run, lambda: stop.requested)
 
     ranks = _ranks(trainer)
     try:
-        training = AsyncTraining(
-            trainer, run=run, state=state, settings=options.settings, stop=stop, ranks=ranks, lock=lock
-        )
+        training = training_of(trainer, run, state, options.settings, stop, ranks=ranks, lock=lock)
     except AsyncGRPOError:
         if ranks is not None:
             ranks.refused()
@@ -151,6 +148,37 @@ def _train(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
     if ranks is not None:
         ranks.wait_for_all()  # one that left early would look as if it had died
     return result
+
+
+def training_of(
+    trainer: GRPOTrainer,
+    run: RunDir,
+    state: RunState,
+    settings: TrainingSettings,
+    stop: StopRequest,
+    *,
+    ranks: Ranks | None = None,
+    lock: KernelLock | None = None,
+) -> AsyncTraining:
+    """Compose the training of a prepared run with its evaluations and the versions that it keeps.
+
+    Args:
+        ranks: the other processes of the trainer.
+        lock: the server's, where the caller holds it already.
+
+    Raises:
+        UnsupportedError, UsageError: the trainer or the settings cannot be trained this way.
+    """
+    from async_grpo.deltas.recorder import recorder_of
+    from async_grpo.roles.evaluations import run_evaluations
+    from async_grpo.training.companions import Companions
+    from async_grpo.training.loop import AsyncTraining
+
+    of_run = (trainer, run, state, settings)
+    companions = Companions(evaluations=partial(run_evaluations, *of_run), version_keeper=partial(recorder_of, *of_run))
+    return AsyncTraining(
+        trainer, run=run, state=state, settings=settings, stop=stop, companions=companions, ranks=ranks, lock=lock
+    )
 
 
 def _follow(options: ServerOptions) -> str:

@@ -23,15 +23,9 @@ from loguru import logger
 
 from async_grpo.algorithm import compares_groups
 from async_grpo.archive import checkpoint_folders, room
-from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.archive.history import ConsumptionRecord, Sampler, newest_version, read_record
 from async_grpo.archive.rollout_state import RolloutState
-from async_grpo.deltas.recorder import recorder_of
 from async_grpo.errors import DiskFullError, UsageError
-from async_grpo.evals.evaluation import Evaluation
-from async_grpo.evals.problems import say_what_is_evaluated
-from async_grpo.evals.report import Evaluated, Judge, Ledger
-from async_grpo.evals.schedule import RunEvaluations
 from async_grpo.queue import ServerQueue
 from async_grpo.records import RolloutGroup
 from async_grpo.rundir.files import write_json
@@ -52,6 +46,7 @@ from async_grpo.telemetry.activity import PUBLISHING, SAVING, TRAINING, activity
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.training import checkpoints, trl_trainer
 from async_grpo.training.checkpoints import CheckpointFolder, Resumed, UsedGroups
+from async_grpo.training.companions import Companions
 from async_grpo.training.corrections.checks import check, describe, describe_noise, sampled_with
 from async_grpo.training.corrections.fresh_batch import bound_of
 from async_grpo.training.corrections.rule import Rule, rule_of
@@ -61,8 +56,8 @@ from async_grpo.training.distributed import Leader, Ranks, exporter_of
 from async_grpo.training.groups import refuser_of
 from async_grpo.training.hyperparameters import hyperparameters
 from async_grpo.training.job_issuer import JobIssuer, state_for_rewards
-from async_grpo.training.prompts import evaluation_problems, prompt_rows
-from async_grpo.training.reporting import StatesCallback, log_evaluation, report
+from async_grpo.training.prompts import prompt_rows
+from async_grpo.training.reporting import StatesCallback, report
 from async_grpo.training.rollout_metrics import RolloutMetrics
 from async_grpo.training.rollout_source import RolloutSource, StopTraining
 from async_grpo.training.schedule import Schedule
@@ -90,6 +85,7 @@ class AsyncTraining(TrainingEvents):
         state: RunState,
         settings: TrainingSettings,
         stop: StopRequest,
+        companions: Companions,
         ranks: Ranks | None = None,
         lock: KernelLock | None = None,  # the server's, where the caller holds it already
     ) -> None:
@@ -115,8 +111,9 @@ class AsyncTraining(TrainingEvents):
         sampled = sampled_with(trainer, rule_of(settings).name, generator)
         self._open_queue(sampled, used, lock)
         self._archive = UsedGroups(self._queue, run.root / "done", settings.keep_done, used)
-        self._publisher = _publisher(trainer, self._leader, run, state, settings)
-        self._evaluations = self._run_evaluations(state.run_id, used.step if used else 0)
+        exporter = exporter_of(trainer, self._leader, run, state, settings)
+        self._publisher = WeightPublisher(exporter, companions.version_keeper())
+        self._evaluations = companions.evaluations(self._queue, self._publisher, used.step if used else 0)
         watch = Watch(trainer, generator=generator, max_staleness=settings.max_staleness)
         self._rollouts = self._rollout_source(state, used, watch)
         self._take_the_trainer(sampled)
@@ -305,34 +302,6 @@ class AsyncTraining(TrainingEvents):
         self._evaluations.published(self.step, last=True)
         return self._rollouts.finish_evaluation(self.step)
 
-    def _evaluated(self, result: Evaluated) -> None:
-        log_evaluation(self._trainer, result)
-
-    def _run_evaluations(self, run_id: str, resumed_from: int) -> RunEvaluations:
-        trainer, settings = self._trainer, self._settings
-        ks = settings.evaluated_ks()
-        problems = evaluation_problems(trainer) if settings.eval_every else []
-        say_what_is_evaluated(problems, settings)
-        judge = Judge.of(trainer.reward_funcs, AdvantageRule.from_record(hyperparameters(trainer, settings)))
-
-        def begin(version: int) -> Evaluation:
-            return Evaluation(
-                self._queue,
-                judge,
-                problems,
-                run_id=run_id,
-                version=version,
-                replicates=settings.eval_replicates,
-                sampling=settings.eval_sampling(),
-                ks=ks,
-                seed=trainer.args.seed,
-                trainer_state=state_for_rewards(trainer),
-            )
-
-        ledger = Ledger(self._run.evaluations, run_id, resumed_from)
-        every = settings.eval_every if problems else 0
-        return RunEvaluations(self._publisher, ledger, begin, every=every, report=self._evaluated)
-
     def _count_queue(self) -> None:
         counts = self._queue.counts()
         self.metrics.workers_alive(len(self._queue.workers()))
@@ -442,10 +411,3 @@ def schedule_of(trainer: GRPOTrainer, max_staleness: int) -> Schedule:
         micro_steps_per_version=trainer.args.gradient_accumulation_steps,
         max_staleness=max_staleness,
     )
-
-
-def _publisher(
-    trainer: GRPOTrainer, leader: Leader, run: RunDir, state: RunState, settings: TrainingSettings
-) -> WeightPublisher:
-    exporter = exporter_of(trainer, leader, run, state, settings)
-    return WeightPublisher(exporter, recorder_of(trainer, run, state, settings))

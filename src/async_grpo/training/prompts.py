@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from async_grpo.errors import UnsupportedError, UsageError
-from async_grpo.evals.evaluation import Problem
 from async_grpo.images import encoded
 from async_grpo.setup.image_files import images_as_files
 from async_grpo.setup.overrides import own_dataloader
@@ -39,8 +38,8 @@ def prompt_rows(trainer: GRPOTrainer, start: int = 0) -> Iterator[dict[str, Any]
         yield as_files(dataset[index])
 
 
-def evaluation_problems(trainer: GRPOTrainer) -> list[Problem]:
-    """The rows of the trainer's `eval_dataset`, in their order.
+def evaluation_rows(trainer: GRPOTrainer) -> list[tuple[dict[str, Any], str]]:
+    """Return the rows of the trainer's `eval_dataset`, in their order, each with its task.
 
     The task of a row is the name of its dataset, where there is a dictionary of them, else its column `task`.
 
@@ -51,14 +50,14 @@ def evaluation_problems(trainer: GRPOTrainer) -> list[Problem]:
     if given is None:
         return []
     named = given.items() if isinstance(given, dict) else [("", given)]
-    problems = [
-        Problem(row, str(name or row.get("task") or ""))
+    found = [
+        (row, str(name or row.get("task") or ""))
         for name, dataset in named
         for row in _at_most(MOST_PROBLEMS, _rows_as_files(trl_trainer.evaluation_columns(trainer, dataset)))
     ]
-    if not problems:
+    if not found:
         raise UsageError("The eval_dataset has no rows. Give it some, leave it out, or set --eval-every 0.")
-    return problems
+    return found
 
 
 def _rows_as_files(dataset: Any) -> Iterator[dict[str, Any]]:

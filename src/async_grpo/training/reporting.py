@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loguru import logger
-from transformers import Trainer, TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 
 from async_grpo.redaction import Redactor
@@ -22,8 +22,6 @@ from async_grpo.training.trl_trainer import latest_metrics
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
-
-    from async_grpo.evals.report import Evaluated
 
 
 def report(trainer: GRPOTrainer, log: RunLog, tensorboard: Path) -> Callable[[], Path]:
@@ -44,18 +42,6 @@ def _folder_of(given: Any, writer: Any, ours: Path) -> Path:
     """Where a callback of the setup file writes, with the writer that it was made with if it was; None: where we do."""
     folder = getattr(writer, "log_dir", None) or getattr(given, "logging_dir", None) or ours
     return Path(folder).absolute()
-
-
-def log_evaluation(trainer: GRPOTrainer, result: Evaluated) -> None:
-    """Report an evaluation through `report_to`: as `eval/pass@1`, and `eval/TASK/pass@1` for each task.
-
-    Past TRL's own `log`, which would add the training metrics collected so far.
-    """
-    figures = {f"eval_{name}": figure.value for name, figure in result.figures.items()}
-    for task, of_task in result.tasks.items():
-        figures |= {f"eval_{task}/{name}": figure.value for name, figure in of_task.items()}
-    if figures:
-        Trainer.log(trainer, {**figures, "eval_version": result.step})
 
 
 class LogCallback(TrainerCallback):

@@ -14,12 +14,12 @@ from loguru import logger
 from async_grpo.archive.history import ConsumptionRecord, UsedBatch
 from async_grpo.archive.rollout_state import RolloutState, Sampled, pack_consumed
 from async_grpo.errors import AllGroupsFailedError, DiskFullError, WaitTimeoutError
-from async_grpo.evals.schedule import RunEvaluations
 from async_grpo.formatting import counted
 from async_grpo.queue import JobSink
 from async_grpo.records import RolloutGroup
 from async_grpo.telemetry.activity import activity
 from async_grpo.telemetry.waiting import Reminder
+from async_grpo.training.companions import Evaluations
 from async_grpo.training.job_issuer import JobIssuer
 from async_grpo.training.quotas import Quotas, with_each_task
 from async_grpo.training.rollout_metrics import RolloutMetrics
@@ -90,7 +90,7 @@ class RolloutSource:
         in_order: bool = False,
         quotas: Quotas | None = None,
         is_uniform: Callable[[RolloutGroup], bool] | None = None,
-        evaluations: RunEvaluations | None = None,
+        evaluations: Evaluations | None = None,
         resume_from: RolloutState | None = None,
         max_wait_s: float = 1800.0,
         finish_s: float = 0.0,

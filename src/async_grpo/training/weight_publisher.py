@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from loguru import logger
 
@@ -17,8 +17,6 @@ from async_grpo_ipc.errors import MismatchError
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from async_grpo.deltas.recorder import Recorder
 
 SAY_AFTER_S = 10.0  # warn when workers see no new version for this long, and again as often
 MIN_SLOTS = 3  # one that is being read, the newest, and one to write into
@@ -42,6 +40,16 @@ def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None, reco
     return min(MIN_SLOTS + max(0, extra) + recorded, MAX_SLOTS)
 
 
+class VersionKeeper(Protocol):
+    """Keeps versions of the weights on disk, such as `deltas.recorder.Recorder`."""
+
+    def reached(self, version: int, exporter: WeightExporter) -> None:
+        """The trainer's weights are `version` now: keep it if it is due."""
+
+    def close(self) -> None:
+        """Keep the newest version too, and wait until all is on the disk."""
+
+
 class WeightPublisher:
     """The newest policy version, for the workers to adopt.
 
@@ -50,12 +58,12 @@ class WeightPublisher:
 
     Args:
         open_exporter: called with the first version, when the trainer has put the model where it trains.
-        recorder: keeps the versions, also those that are not published: an evaluation holds an older one still, or
+        keeper: keeps the versions, also those that are not published: an evaluation holds an older one still, or
             no slot is free.
     """
 
-    def __init__(self, open_exporter: Callable[[], WeightExporter], recorder: Recorder | None = None) -> None:
-        self._recorder = recorder
+    def __init__(self, open_exporter: Callable[[], WeightExporter], keeper: VersionKeeper | None = None) -> None:
+        self._keeper = keeper
         self._open_exporter = open_exporter
         self._exporter: WeightExporter | None = None
         self._due: int | None = None
@@ -72,8 +80,8 @@ class WeightPublisher:
         """Publish the model's weights as they are now as `version`, now or at the next `retry()`."""
         self._due = version
         self.retry()
-        if self._recorder is not None and self._exporter is not None:
-            self._recorder.reached(version, self._exporter)
+        if self._keeper is not None and self._exporter is not None:
+            self._keeper.reached(version, self._exporter)
 
     def hold(self) -> int | None:
         """Let workers see no newer version than now until `release()`; returns this version, None before the first."""
@@ -131,7 +139,7 @@ class WeightPublisher:
 
     def close(self) -> None:
         """Withdraw the weights: workers that ask for them see that there is no publisher."""
-        if self._recorder is not None:
-            self._recorder.close()
+        if self._keeper is not None:
+            self._keeper.close()
         if self._exporter is not None:
             self._exporter.close()

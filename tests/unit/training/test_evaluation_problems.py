@@ -7,12 +7,12 @@ from typing import Any
 
 from datasets import Dataset
 
-from async_grpo.training.prompts import evaluation_problems
+from async_grpo.training.prompts import evaluation_rows
 
 
 def problems(given: Any) -> list[tuple[dict[str, Any], str]]:
     trainer: Any = SimpleNamespace(eval_dataset=given, _remove_unused_columns=lambda data, **_: data)
-    return [(problem.row, problem.task) for problem in evaluation_problems(trainer)]
+    return evaluation_rows(trainer)
 
 
 def test_a_column_task_stays_what_it_is_for_the_reward_functions() -> None:
