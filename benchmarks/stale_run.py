@@ -22,7 +22,8 @@ from async_grpo.setup.trl_compat import repair_trl
 from async_grpo.training.corrections.rule import Rule
 from async_grpo.training.job_issuer import sampling_seed
 from async_grpo.training.prompts import prompt_rows
-from async_grpo.training.trl_trainer import TrainingEvents, fit, groups_per_round, latest_metrics, make_async
+from async_grpo.training.schedule import groups_per_round
+from async_grpo.training.trl_trainer import TrainingEvents, fit, latest_metrics, make_async
 
 Weights = dict[str, torch.Tensor]
 

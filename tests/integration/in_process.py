@@ -42,12 +42,8 @@ from async_grpo.training.job_issuer import state_for_rewards
 from async_grpo.training.prompts import prompt_rows
 from async_grpo.training.reporting import StatesCallback
 from async_grpo.training.rollout_metrics import RolloutMetrics
-from async_grpo.training.trl_trainer import (
-    TrainingEvents,
-    append_metric,
-    groups_per_round,
-    make_async,
-)
+from async_grpo.training.schedule import groups_per_round
+from async_grpo.training.trl_trainer import TrainingEvents, append_metric, make_async
 from async_grpo.training.watch import Watch
 
 repair_trl()

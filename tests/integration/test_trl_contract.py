@@ -37,7 +37,7 @@ from trl_hooks import (
 from async_grpo.credit import PPOConfig
 from async_grpo.setup.grpo_config.values import SOURCES, annotations_in, field_types, parsed
 from async_grpo.setup.overrides import HONOURED
-from async_grpo.training import trl_trainer as training_hooks
+from async_grpo.training.schedule import groups_per_round
 
 pytestmark = pytest.mark.integration
 
@@ -51,7 +51,7 @@ READ: dict[str, tuple[str, ...]] = {
     "reward_func_names": (ROLLOUT,),
     "ref_model": (ROLLOUT,),
     "num_generations": (TRAINING, PROMPTS),
-    "num_iterations": (LOSS, PROMPTS, "async_grpo.training.loop"),
+    "num_iterations": (LOSS, PROMPTS, "async_grpo.training.schedule"),
     "importance_sampling_level": (LOSS,),
     "epsilon_low": (LOSS,),
     "epsilon_high": (LOSS,),
@@ -218,7 +218,7 @@ def test_batch_sizes(tmp_path: Path) -> None:
     assert sizes == (8, 2, 4), moved(
         "GRPOConfig.generation_batch_size", "is not batch size x steps per generation", TRAINING, PROMPTS
     )
-    assert training_hooks.groups_per_round(trainer) == 4
+    assert groups_per_round(trainer) == 4
 
 
 def test_transformers_functions_that_we_call(trainer: Any) -> None:

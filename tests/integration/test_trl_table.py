@@ -30,7 +30,7 @@ from trl_table import (
 from async_grpo.errors import UnsupportedError
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.overrides import EFFECTS, HONOURED
-from async_grpo.training.loop import refuse
+from async_grpo.training.before_start import refuse
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).parents[2]

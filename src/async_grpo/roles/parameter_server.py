@@ -171,14 +171,16 @@ def training_of(
     """
     from async_grpo.deltas.recorder import recorder_of
     from async_grpo.roles.evaluations import run_evaluations
+    from async_grpo.training.assembly import Parts
     from async_grpo.training.companions import Companions
     from async_grpo.training.loop import AsyncTraining
 
     of_run = (trainer, run, state, settings)
     companions = Companions(evaluations=partial(run_evaluations, *of_run), version_keeper=partial(recorder_of, *of_run))
-    return AsyncTraining(
+    parts = Parts(
         trainer, run=run, state=state, settings=settings, stop=stop, companions=companions, ranks=ranks, lock=lock
     )
+    return AsyncTraining(parts)
 
 
 def _follow(options: ServerOptions) -> str:

@@ -44,6 +44,7 @@ from async_grpo.training.corrections.fresh_batch import Bound
 from async_grpo.training.corrections.rule import rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.rollout_source import StopTraining
+from async_grpo.training.schedule import groups_per_round
 from async_grpo.training.sharding import sharding_of
 from async_grpo.training.trl_trainer import TrainingEvents
 from async_grpo.training.weight_publisher import slots_for
@@ -238,7 +239,7 @@ class Follower(TrainingEvents):
         self._until(Message.GO)
 
     def take_groups(self, version: int) -> list[RolloutGroup]:
-        count = trl_trainer.groups_per_round(self._trainer)
+        count = groups_per_round(self._trainer)
         return [decode_group(self._until(Message.GROUP)) for _ in range(count)]
 
     def step_done(self) -> bool:

@@ -15,6 +15,7 @@ from async_grpo.setup.overrides import own_dataloader
 from async_grpo.setup.replaced import users_class
 from async_grpo.training import trl_trainer
 from async_grpo.training.one_dataloader import OneDataLoader
+from async_grpo.training.schedule import groups_per_round
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -124,7 +125,7 @@ def _row_indices(trainer: GRPOTrainer, rows: int) -> Iterator[int]:
 def _streamed_rows(trainer: GRPOTrainer, dataset: Any) -> Iterator[dict[str, Any]]:
     if trainer.shuffle_dataset:
         dataset = dataset.shuffle(seed=trainer.args.seed)
-    size = trl_trainer.groups_per_round(trainer)
+    size = groups_per_round(trainer)
     epoch = 0
     while True:
         dataset.set_epoch(epoch)
@@ -141,6 +142,6 @@ def _streamed_rows(trainer: GRPOTrainer, dataset: Any) -> Iterator[dict[str, Any
 def _too_few(trainer: GRPOTrainer, rows: int) -> UnsupportedError:
     return UnsupportedError(
         f"The training data has {rows} rows, fewer than one generation batch "
-        f"({trl_trainer.groups_per_round(trainer)} prompts). Add rows, or lower per_device_train_batch_size, "
+        f"({groups_per_round(trainer)} prompts). Add rows, or lower per_device_train_batch_size, "
         "steps_per_generation or gradient_accumulation_steps."
     )

@@ -14,11 +14,13 @@ from loguru import logger
 from transformers import TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 
+from async_grpo.queue import JobSink
 from async_grpo.redaction import Redactor
 from async_grpo.telemetry.run_log import RunLog
 from async_grpo.telemetry.trainer_states import StateWriter
 from async_grpo.training.job_issuer import plain_fields
-from async_grpo.training.trl_trainer import latest_metrics
+from async_grpo.training.rollout_metrics import RolloutMetrics
+from async_grpo.training.trl_trainer import append_metric, latest_metrics
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -42,6 +44,23 @@ def _folder_of(given: Any, writer: Any, ours: Path) -> Path:
     """Where a callback of the setup file writes, with the writer that it was made with if it was; None: where we do."""
     folder = getattr(writer, "log_dir", None) or getattr(given, "logging_dir", None) or ours
     return Path(folder).absolute()
+
+
+def append_queue(trainer: GRPOTrainer, queue: JobSink, metrics: RolloutMetrics, version: int | None) -> None:
+    """Add the state of the queue to the training metrics.
+
+    Args:
+        version: the newest that workers can see.
+    """
+    counts = queue.counts()
+    metrics.workers_alive(len(queue.workers()))
+    for name, value in (
+        ("async/queue_pending", counts.pending),
+        ("async/queue_processing", counts.processing),
+        ("async/queue_complete", counts.complete),
+        ("async/weight_version", version or 0),
+    ):
+        append_metric(trainer, name, value)
 
 
 class LogCallback(TrainerCallback):

@@ -19,9 +19,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import TYPE_CHECKING
 
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.queue.server import MAX_OPEN
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
 
 CALM_BATCHES = 8  # in a row, none of which workers ran dry for, after which a round less is kept under way
 
@@ -98,6 +102,21 @@ class Schedule:
     def is_over_age(self, generated_version: int, version: int) -> bool:
         """Whether a group is too old to be used at `version`."""
         return version - generated_version > self.max_staleness
+
+
+def schedule_of(trainer: GRPOTrainer, max_staleness: int) -> Schedule:
+    """Return the arithmetic of this trainer's rounds."""
+    return Schedule(
+        groups_per_round=groups_per_round(trainer),
+        micro_steps_per_round=trainer.args.steps_per_generation * trainer.num_iterations,
+        micro_steps_per_version=trainer.args.gradient_accumulation_steps,
+        max_staleness=max_staleness,
+    )
+
+
+def groups_per_round(trainer: GRPOTrainer) -> int:
+    """Return B: how many prompt groups TRL consumes at a time."""
+    return int(trainer.args.generation_batch_size // trainer.num_generations)
 
 
 class Lookahead:

@@ -377,11 +377,6 @@ def evaluation_columns(trainer: GRPOTrainer, dataset: Any) -> Any:
     return trainer._remove_unused_columns(dataset, description="evaluation")
 
 
-def groups_per_round(trainer: GRPOTrainer) -> int:
-    """B: how many prompt groups TRL consumes at a time."""
-    return int(trainer.args.generation_batch_size // trainer.num_generations)
-
-
 def uniform_rewards(trainer: GRPOTrainer) -> Callable[[RolloutGroup], bool]:
     """Return a test whether a group teaches nothing: by the trainer's algorithm, or by TRL's advantages."""
     if isinstance(trainer, Algorithm):

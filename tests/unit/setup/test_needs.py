@@ -12,7 +12,7 @@ from async_grpo.rewards import gsm8k, mbpp
 from async_grpo.rewards.sandbox import SWITCH, SandboxError
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.needs import check_needs
-from async_grpo.training import loop
+from async_grpo.training import before_start
 
 TRAINER: Any = SimpleNamespace(reward_funcs=[gsm8k, mbpp], eval_dataset=None)
 NOT_ALLOWED = f"set {SWITCH}=1"
@@ -38,7 +38,7 @@ def test_the_plan_of_plain_trl_and_of_a_distributed_run_and_its_start_refuse_it(
     with pytest.raises(SandboxError, match=NOT_ALLOWED):
         describe._check_alone(TRAINER, SimpleNamespace(eval_every=0, serves=False))  # type: ignore[arg-type]
     for name in ("refuse_publish_dtype", "sharding_of", "check_agent"):
-        monkeypatch.setattr(loop, name, lambda *_, **__: None)
-    monkeypatch.setattr(loop.trl_trainer, "refuse_unsupported", lambda trainer: None)
+        monkeypatch.setattr(before_start, name, lambda *_, **__: None)
+    monkeypatch.setattr(before_start.trl_trainer, "refuse_unsupported", lambda trainer: None)
     with pytest.raises(SandboxError, match=NOT_ALLOWED):
-        loop.refuse(TRAINER, TrainingSettings(), generator="transformers")
+        before_start.refuse(TRAINER, TrainingSettings(), generator="transformers")

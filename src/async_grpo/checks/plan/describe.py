@@ -74,7 +74,7 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
 
 def _distributed(trainer: GRPOTrainer, question: Question, ranks: AccelerateConfig | None) -> dict[str, str]:
     """Facts that only a distributed run decides. Raises where its start would refuse."""
-    from async_grpo.training.loop import refuse
+    from async_grpo.training.before_start import refuse
     from async_grpo.training.sharding import refuse_publish_dtype
 
     settings = question.settings
@@ -181,7 +181,7 @@ def _of_model(trainer: GRPOTrainer) -> dict[str, Any]:
 
 def _of_data(trainer: GRPOTrainer) -> dict[str, Any]:
     """Facts of the prompts, and of the tokenizer that reads them."""
-    from async_grpo.training.trl_trainer import groups_per_round
+    from async_grpo.training.schedule import groups_per_round
 
     dataset = trainer.train_dataset
     rows = len(dataset) if hasattr(dataset, "__len__") else None
@@ -200,8 +200,7 @@ def _of_data(trainer: GRPOTrainer) -> dict[str, Any]:
 
 def _of_publishing(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | None) -> dict[str, Any]:
     """How many versions and groups there will be at a time, and how versions are published."""
-    from async_grpo.training.loop import schedule_of
-    from async_grpo.training.schedule import Lookahead
+    from async_grpo.training.schedule import Lookahead, schedule_of
     from async_grpo.training.weight_publisher import slots_for
 
     staleness, recorded = settings.max_staleness, settings.delta_every > 0

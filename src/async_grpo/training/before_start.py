@@ -1,0 +1,92 @@
+"""What is refused, and what is said, before a training starts: the same for a start and for its dry run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from loguru import logger
+
+from async_grpo.algorithm import compares_groups
+from async_grpo.errors import UsageError
+from async_grpo.rundir.paths import RunState
+from async_grpo.settings import TrainingSettings
+from async_grpo.setup.generator_choice import choose_generator
+from async_grpo.setup.needs import check_needs
+from async_grpo.setup.openai_harness import check_agent
+from async_grpo.setup.overrides import check_callbacks, check_fields, check_overrides, describe_overrides
+from async_grpo.setup.own_generation import check_generation
+from async_grpo.setup.replaced import replaced_by_user
+from async_grpo.setup.sampling import check_sampling
+from async_grpo.training import trl_trainer
+from async_grpo.training.corrections.checks import check, describe, describe_noise
+from async_grpo.training.corrections.rule import rule_of
+from async_grpo.training.corrections.trl_loss import has_own_loss
+from async_grpo.training.schedule import schedule_of
+from async_grpo.training.sharding import refuse_publish_dtype, sharding_of
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+
+def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | None) -> None:
+    """Refuse, before anything is started, what cannot be trained this way.
+
+    Args:
+        generator: what the workers sample with; None where that is not known here.
+
+    Raises:
+        UnsupportedError: the trainer uses something that cannot run distributed, or not with this correction.
+        UsageError: two settings exclude each other.
+    """
+    if settings.deterministic and settings.filter_zero_variance:
+        raise UsageError("--filter-zero-variance depends on which worker is faster, so it excludes --deterministic.")
+    if settings.filter_zero_variance and not compares_groups(trainer):
+        raise UsageError(
+            f"--filter-zero-variance replaces groups that teach nothing, and {type(trainer).__name__} learns from "
+            "equal rewards too. Leave it out."
+        )
+    settings.check()
+    refuse_publish_dtype(settings.publish_dtype, sharded=sharding_of(trainer) is not None)
+    trl_trainer.refuse_unsupported(trainer)
+    check_agent(trainer)
+    if generator is not None:  # workers that are started by hand may have another environment
+        check_needs(trainer)
+    check_fields(trainer)
+    check_overrides(trainer)
+    check_callbacks(trainer)
+    check(rule_of(settings), trainer, own_loss=has_own_loss(trainer))
+    if generator is not None:  # else the workers check it
+        check_generation(trainer, generator)
+    check_sampling(trainer, settings.correction, generator, settings.eval_sampling() if settings.eval_every else None)
+
+
+def generator_of(trainer: GRPOTrainer, state: RunState) -> str | None:
+    """Return what the launcher's workers sample with; None for workers that are started by hand."""
+    on_gpu = trainer.accelerator.device.type != "cpu"
+    return choose_generator(state.generator, trainer, on_gpu=on_gpu) if state.num_workers else None
+
+
+def say_what_is_trained(trainer: GRPOTrainer, settings: TrainingSettings) -> None:
+    """Log what of TRL the setup file replaces, what the loss is, and what of both the user may not expect."""
+    if own := describe_overrides(trainer):
+        logger.info("methods of TRL that the setup file replaces: {}", own)
+    rule = rule_of(settings)
+    if rule.name == "none":
+        logger.warning("--correction none: stale rollouts are taken as fresh ones, which can destroy the policy")
+    told = describe(rule, trainer, max_staleness=settings.max_staleness, own_loss=has_own_loss(trainer))
+    if told:
+        logger.info("{}", told)
+    if settings.filter_zero_variance and "_generate_and_score_completions" in replaced_by_user(trainer):
+        logger.warning(
+            "--filter-zero-variance looks at rewards only, not at what _generate_and_score_completions of {} does.",
+            type(trainer).__name__,
+        )
+    if rule.name != "none" and (told := describe_noise(trainer)):
+        logger.warning("{}", told)
+    if later := schedule_of(trainer, settings.max_staleness).versions_within_round:
+        logger.info(
+            "A rollout is at most {} versions old when its batch is begun, and at most {} in the last optimizer step "
+            "on that batch.",
+            settings.max_staleness,
+            settings.max_staleness + later,
+        )
