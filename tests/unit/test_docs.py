@@ -106,9 +106,20 @@ def test_every_room_is_on_the_page_and_begins_where_it_says() -> None:
         for package in ("async_grpo", "async_grpo_experiments")
         for path in (ROOT / "src" / package).glob("*/__init__.py")
     }
-    assert {room for room, _ in rows} == rooms
-    folders = {room: ROOT / "src" / (room if "." in room else f"async_grpo.{room}").replace(".", "/") for room in rooms}
+    assert sorted(room for room, _ in rows) == sorted(rooms | {"async_grpo_ipc"})
+    own = {room: room if room.startswith("async_grpo_") else f"async_grpo.{room}" for room, _ in rows}
+    folders = {room: ROOT / "src" / name.replace(".", "/") for room, name in own.items()}
     assert not [f"{room}/{start}" for room, start in rows if not (folders[room] / f"{start}.py").is_file()]
+
+
+def test_the_five_files_to_read_have_what_the_page_says() -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    rows = re.findall(r"^\| `(async_grpo/.*\.py)` \| (.*) \|$", page, re.MULTILINE)
+    assert len(rows) == 5
+    for file, told in rows:
+        source = (ROOT / "src" / file).read_text()
+        for name in re.findall(r"`(\w+)(?:\.\w+)?`", told):
+            assert re.search(rf"^class {name}\b", source, re.MULTILINE), f"{file} does not define {name}"
 
 
 def test_every_place_to_look_is_where_the_table_says() -> None:
