@@ -29,9 +29,6 @@ from async_grpo.setup.process import STACKS_SIGNAL
 ANSWER_S = 10.0  # a process answers in milliseconds, on a busy machine in seconds, or is stopped or in the kernel
 _POLL_S = 0.02
 _QUIET_S = 0.2  # without another line for this long, the writer has ended
-_TORN = "line ???"  # what is written of a frame that changed meanwhile: a thread that runs is not halted for it
-_ROOTS = ("in <module>", "in _run_module_as_main", "...")  # ends of the main thread's stack, which is the last
-_ASKED = 10  # times at most, until no stack is torn
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +70,10 @@ def _has_open(pid: int, path: Path) -> bool:
 
 
 def stacks_of(process: RunProcess, timeout_s: float = ANSWER_S) -> str:
-    """Ask for the stacks of all threads; without an answer, a sentence that says why."""
+    """Ask for the stacks of all threads; without an answer, a sentence that says why.
+
+    A thread that runs is not halted for it, so a frame of it may be torn ("line ???").
+    """
     try:
         pidfd = os.pidfd_open(process.pid)
     except OSError as error:
@@ -86,12 +86,9 @@ def stacks_of(process: RunProcess, timeout_s: float = ANSWER_S) -> str:
                 f"{process.name} (pid {process.pid}) has not begun to listen for {STACKS_SIGNAL.name}: it is just "
                 "starting. It was not signalled.\n"
             )
-        for _ in range(_ASKED):
-            before = _length(process.stacks)
-            signal.pidfd_send_signal(pidfd, STACKS_SIGNAL)
-            text = _new_text(process.stacks, before, timeout_s)
-            if not text or (_TORN not in text and text.rstrip().endswith(_ROOTS)):
-                break
+        before = _length(process.stacks)
+        signal.pidfd_send_signal(pidfd, STACKS_SIGNAL)
+        text = _new_text(process.stacks, before, timeout_s)
     except ProcessLookupError:
         return f"{process.name} (pid {process.pid}) ended just now.\n"
     finally:
@@ -110,7 +107,7 @@ def listens(pid: int) -> bool:
 
 
 def kernel_view(pid: int) -> str:
-    """What the kernel says: state, threads, memory, and where in the kernel each thread waits."""
+    """The kernel's view: state, threads, memory, and where in the kernel each thread waits."""
     lines = [f"pid {pid}"]
     with suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
@@ -143,7 +140,7 @@ def _silence(process: RunProcess, timeout_s: float) -> str:
 
 
 def _new_text(path: Path, before: int, timeout_s: float) -> str:
-    """What was appended since, once nothing more comes."""
+    """The text that was appended since, once nothing more comes."""
     deadline = time.monotonic() + timeout_s
     length, changed = before, time.monotonic()
     while time.monotonic() < deadline:
