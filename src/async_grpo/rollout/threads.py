@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import importlib
-import inspect
 import threading
 import time
 import traceback
@@ -26,7 +25,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
-from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, ParamSpec, TypeVar
 
 from loguru import logger
@@ -39,7 +37,7 @@ T = TypeVar("T")
 
 KEEP_S = 60.0  # a thread without a task ends after this many seconds
 LOOK_S = 0.5  # the main thread looks this often whether the loop's thread is alive
-CALLS_DEEP = 2  # from a reward to code that looks which thread it is in
+_LOOKS_AT_ITS_THREAD = "trl.rewards.accuracy_rewards"  # math-verify's time-outs, where it is the main one
 ENDING_S = 2.0  # that a call in the main thread is given once the loop has ended
 _unfinished: list[str] = []  # names of tasks, of every `KeptThreads` of the process
 _task_ended = threading.Condition()
@@ -256,30 +254,11 @@ def refusing_signals() -> Iterator[None]:
         logger.warning("{}", _CANNOT_USE_SIGNALS)
 
 
-def asks_for_main_thread(function: Any, deep: int = CALLS_DEEP) -> bool:
-    """Whether the code looks which thread it is in, as TRL's `accuracy_reward` does: elsewhere it has no time-outs.
-
-    Or a function that it calls by name, so many calls `deep`. Coroutines never run in the main thread, in TRL neither.
-    """
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = function if hasattr(function, "__code__") else getattr(function, "__call__", None)  # noqa: B004
-    code = getattr(function, "__code__", None)
-    if code is None or inspect.iscoroutinefunction(function):
-        return False
-    names = _names_in(code)
-    if "main_thread" in names:
-        return True
-    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
-    called = [cells, *([function.__globals__[name]] for name in names & function.__globals__.keys())]
-    functions = [value for values in called for value in values if isinstance(value, (FunctionType, MethodType))]
-    return deep > 0 and any(asks_for_main_thread(value, deep - 1) for value in functions)
-
-
-def _names_in(code: CodeType) -> set[str]:
-    """The names of globals and attributes in the code, and in what it defines: a comprehension, a lambda."""
-    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return set(code.co_names).union(*inner)
+def asks_for_main_thread(reward: Any) -> bool:
+    """Whether it is a reward of TRL's that looks which thread it is in: elsewhere it has no time-outs."""
+    while isinstance(reward, functools.partial):
+        reward = reward.func
+    return getattr(reward, "__module__", None) == _LOOKS_AT_ITS_THREAD
 
 
 def _do(function: Callable[[], T], result: Future[T]) -> None:

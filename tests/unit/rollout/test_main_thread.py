@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,29 +123,13 @@ def test_a_call_that_hangs_does_not_keep_the_process_from_ending(then: str, code
     assert said in ended.stderr
 
 
-def by_another_name(**columns: Any) -> bool:
-    return in_main()
-
-
-def test_code_that_looks_at_its_thread_is_known_before_it_is_called() -> None:
-    from trl.rewards import accuracy_reward
-
-    class Reward:
-        def __call__(self, **columns: Any) -> bool:
-            return threading.current_thread() is threading.main_thread()
-
-    def rewarded(completions: list[str], **columns: Any) -> list[Any]:
-        return [accuracy_reward([completion], **columns) for completion in completions]
-
-    async def awaited() -> Any:
-        return rewarded([])
+def test_rewards_of_trl_that_look_at_their_thread_are_known_before_they_are_called() -> None:
+    from trl import rewards
+    from trl.rewards import accuracy_reward, reasoning_accuracy_reward, think_format_reward
 
     assert asks_for_main_thread(accuracy_reward)
-    assert asks_for_main_thread(rewarded)
-    assert asks_for_main_thread(by_another_name)
-    assert not asks_for_main_thread(awaited), "no coroutine runs in the main thread"
-    assert not asks_for_main_thread(with_alarm_swallowed)
-    assert asks_for_main_thread(functools.partial(in_main))
-    assert asks_for_main_thread(Reward())
-    assert not asks_for_main_thread(with_alarm)
-    assert not asks_for_main_thread(print)
+    assert asks_for_main_thread(functools.partial(reasoning_accuracy_reward))
+    assert not asks_for_main_thread(think_format_reward)
+    assert not asks_for_main_thread(with_alarm), "it is moved with its first call"
+    looking = [path.stem for path in Path(rewards.__path__[0]).glob("*.py") if "main_thread" in path.read_text()]
+    assert looking == ["accuracy_rewards"], "a later TRL has others"
