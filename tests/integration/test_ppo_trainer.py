@@ -36,7 +36,7 @@ from async_grpo.settings import TrainingSettings
 from async_grpo.setup.grpo_config.building import check_set, configurations_with
 from async_grpo.training.checkpoints import bytes_needed
 from async_grpo.training.hyperparameters import hyperparameters
-from async_grpo.training.loop import refuse
+from async_grpo.training.before_start import refuse
 
 pytestmark = pytest.mark.integration
 

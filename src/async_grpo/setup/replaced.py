@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -48,15 +48,16 @@ def classes_of_trl() -> dict[type, dict[str, Any]]:
 
 def replaced(trainer: Any) -> dict[str, Any]:
     """What stands in the place of TRL's methods for this trainer, by name: the outermost where several do."""
+    found = {name: value for _, name, value in replaced_at(trainer)}
+    return {name: value for name, value in found.items() if callable(bare(value)) and _users(value)}
+
+
+def replaced_at(trainer: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Where something stands in the place of TRL's methods: the owner, the name, the value; the outermost last."""
     methods = {name for own in classes_of_trl().values() for name in own}
-    found: dict[str, Any] = {}
-    for cls in reversed(type(trainer).__mro__):
-        if cls in _originals:
-            found |= patched_in(cls)
-        elif not (cls is object or cls.__module__.startswith(_ADAPTERS) or _is_equivalent(cls.__module__)):
-            found |= vars(cls)
-    found |= vars(trainer)
-    return {name: value for name, value in found.items() if name in methods and callable(bare(value)) and _users(value)}
+    for owner in (*reversed(type(trainer).__mro__), trainer):
+        own = vars(owner) if owner is trainer or not _is_known(owner) else patched_in(owner)
+        yield from [(owner, name, own[name]) for name in own if name in methods]
 
 
 def replaced_by_user(trainer: Any) -> set[str]:
@@ -141,6 +142,11 @@ def _users(value: Any) -> bool:
 def _module(function: Any) -> str:
     """Where the code of a function is; `__module__` is copied to what wraps it."""
     return str(getattr(function, "__globals__", {}).get("__name__", ""))
+
+
+def _is_known(cls: Any) -> bool:
+    """Whether a class is TRL's, or one that the user has no hand in."""
+    return cls in _originals or cls is object or cls.__module__.startswith(_ADAPTERS) or _is_equivalent(cls.__module__)
 
 
 def _is_equivalent(module: str) -> bool:

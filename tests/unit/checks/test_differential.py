@@ -16,10 +16,9 @@ import torch
 from async_grpo.checks.differential import called, plain, scored, trained
 from async_grpo.checks.differential.building import Facts
 from async_grpo.checks.differential.check import expected_calls, refuse_unsloth
-from async_grpo.checks.differential.held_state import held_state
 from async_grpo.checks.differential.lines import Line, Status, printed, verdict
 from async_grpo.checks.differential.notes import PLAIN, SERVER, WORKER, Note, Notes, noted, notes_of
-from async_grpo.checks.differential.user_code import around, items_of, note_rewards_and_tools
+from async_grpo.checks.differential.user_code import Noting, around, held_state, items_of, note_rewards_and_tools
 from async_grpo.errors import UnsupportedError
 
 FACTS = Facts(
@@ -32,7 +31,6 @@ FACTS = Facts(
     batches=2,
     precision="float32",
     dropout="",
-    saves=True,
 )
 
 
@@ -245,10 +243,10 @@ def trained_as(folder: Path, role: str, **changes: Any) -> None:
     if role == SERVER:
         batch |= {"old_per_token_logps": torch.full((1, 2), numbers["old"]), "policy_version": torch.zeros(1)}
     notes.add_batch(batch)
-    notes.add("loss", step=1, loss=numbers["loss"])
+    notes.add("loss", step=1, numbers={"loss": numbers["loss"]})
     for kind in ("gradient", "weights"):
-        notes.add(kind, norms={"head": numbers["grad"]})
-    notes.add("log", step=1, logs={"kl": numbers["kl"], **({"async/age": 0.0} if role == SERVER else {})})
+        notes.add(kind, numbers={"head": numbers["grad"]})
+    notes.add("log", step=1, numbers={"kl": numbers["kl"], **({"async/age": 0.0} if role == SERVER else {})})
 
 
 def statuses(folder: Path, facts: Facts = FACTS, **changes: Any) -> dict[str, Status]:
@@ -335,8 +333,8 @@ def test_state_is_seen_in_globals_of_helpers_closures_objects_and_attributes() -
 def test_a_function_is_replaced_by_one_of_its_kind_with_its_attributes() -> None:
     ended: list[Any] = []
 
-    def begin(args: Any, kwargs: Any) -> Any:
-        return ended.append
+    def noting(args: Any, kwargs: Any) -> Noting:
+        ended.append((yield))
 
     async def later(x: int) -> int:
         return x + 1
@@ -345,10 +343,10 @@ def test_a_function_is_replaced_by_one_of_its_kind_with_its_attributes() -> None
         raise KeyError("no")
 
     later.thread_safe = True  # type: ignore[attr-defined]
-    wrapped: Any = around(later, begin)
+    wrapped: Any = around(later, noting)
     assert wrapped.thread_safe and asyncio.run(wrapped(1)) == 2
     with pytest.raises(KeyError):
-        around(fails, begin)()
+        around(fails, noting)()
     assert ended[0] == 2 and isinstance(ended[1], KeyError)
 
 

@@ -27,7 +27,7 @@ _TINY = {"bf16": "False", "fp16": "False", "max_completion_length": "64"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """What every process of a check is given."""
+    """The part of a check that each of its processes is given."""
 
     config: str
     scratch: str
@@ -47,7 +47,6 @@ class Facts:
     batches: int  # generation batches of all steps
     precision: str
     dropout: str  # a sentence; empty without
-    saves: bool
 
 
 def setup_file(build: Build) -> str:
@@ -115,5 +114,4 @@ def _facts(trainer: Any) -> Facts:
         batches=batches,
         precision=half or str(next(trainer.model.parameters()).dtype).removeprefix("torch."),
         dropout=describe_noise(trainer),
-        saves=str(getattr(args.save_strategy, "value", args.save_strategy)) != "no",
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 from async_grpo.checks import probe
 from async_grpo.checks.differential import called, scored
 from async_grpo.checks.differential.building import FACTS, OUTPUT, RUN, SETUP_FILE, STEPS, Build, Facts, setup_file
-from async_grpo.checks.differential.lines import Line, Status
+from async_grpo.checks.differential.lines import Line, differs
 from async_grpo.checks.differential.notes import PLAIN, SERVER, WORKER, notes_of
 from async_grpo.errors import AsyncGRPOError, RunFailedError, UnsupportedError, UsageError
 from async_grpo.setup.process import path_to_us
@@ -59,7 +58,7 @@ def check(options: CheckOptions, say: Callable[[str], None]) -> Iterator[Line]:
         say("plain TRL trains on the same completions")
         failure = _train_in_plain_trl(options, scratch, build)
         if failure:
-            yield Line(Status.DIFFERS, "plain TRL", f"failed where the run did not: {failure}")
+            yield differs("plain TRL", f"failed where the run did not: {failure}")
             return
         yield from compared(scratch, facts)
 
@@ -91,59 +90,52 @@ def refuse_unsloth(config: Path) -> None:
         SetupFileError: it cannot be a setup file.
     """
     check_setup_file(config)
-    for node in ast.walk(ast.parse(config.read_bytes())):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        if any(name.partition(".")[0] == "unsloth" for name in names):
-            raise UnsupportedError(
-                f"{config} imports Unsloth, which replaces TRL's trainer by one of its own, so plain TRL cannot be "
-                "compared with. Check the file without it."
-            )
+    nodes = [*ast.walk(ast.parse(config.read_bytes()))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    if any(name.partition(".")[0] == "unsloth" for name in names):
+        raise UnsupportedError(
+            f"{config} imports Unsloth, which replaces TRL's trainer by one of its own, so plain TRL cannot be "
+            "compared with. Check the file without it."
+        )
 
 
 def _train_a_run(options: CheckOptions, scratch: Path, say: Callable[[str], None]) -> None:
     """The ordinary command, with one worker at staleness 0. Says what the rewards will cost before any is called."""
     command = [
-        sys.executable,
-        "-m",
-        "async_grpo.cli",
-        "train",
-        str(scratch / SETUP_FILE),
-        "--run-dir",
-        str(scratch / RUN),
+        *(sys.executable, "-m", "async_grpo.cli", "train", str(scratch / SETUP_FILE), "--run-dir", str(scratch / RUN)),
+        *("--master-device-id", options.device, "--worker-device-ids", options.device, "--generator", "hf"),
+        *("--max-staleness", "0", "--deterministic", "--eval-every", "0"),
+        *("--steps", str(STEPS), "--seed", str(options.seed)),
     ]
-    command += ["--master-device-id", options.device, "--worker-device-ids", options.device, "--generator", "hf"]
-    command += ["--max-staleness", "0", "--deterministic", "--eval-every", "0"]
-    command += ["--steps", str(STEPS), "--seed", str(options.seed)]
     said, facts = scratch / "output.txt", scratch / FACTS
     env = {**os.environ, "PYTHONPATH": path_to_us(os.environ)}
     with said.open("wb") as output:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
+    deadline, told = time.monotonic() + DEADLINE_S, False
     try:
-        deadline, told = time.monotonic() + DEADLINE_S, False
         while process.poll() is None and time.monotonic() < deadline:
             if not told and facts.exists():
                 told = True
                 say(expected_calls(Facts(**json.loads(facts.read_text()))))
             time.sleep(_POLL_S)
-        in_time = process.poll() is not None
+        code = process.returncode
     finally:
         _end(process)
-    if not in_time or process.returncode:
-        raise _failed(process.returncode if in_time else None, said.read_text(errors="replace").splitlines())
+    if code != 0:
+        raise _failed(code, said.read_text(errors="replace").splitlines())
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Ask a run that still trains to stop; its launcher ends the others."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(timeout=_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    process.terminate()
+    try:
+        process.wait(timeout=_GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _failed(code: int | None, said: Sequence[str]) -> AsyncGRPOError:
@@ -158,11 +150,11 @@ def _failed(code: int | None, said: Sequence[str]) -> AsyncGRPOError:
 
 def expected_calls(facts: Facts) -> str:
     """What the rewards will be asked for, on both sides."""
-    calls = facts.completions // facts.group_size
+    count, calls = facts.completions, facts.completions // facts.group_size
     return (
         f"{facts.trainer} of {facts.model}, {facts.parameters:,} parameters. Each reward ({', '.join(facts.rewards)}) "
-        f"will score {facts.completions} completions in a run ({calls} calls) and the same {facts.completions} in "
-        f"plain TRL ({facts.batches} calls); one that differs then scores {facts.group_size} of them three times more."
+        f"will score {count} completions in a run ({calls} calls) and the same {count} in plain TRL ({facts.batches} "
+        f"calls); one that differs then scores {facts.group_size} of them three times more."
     )
 
 

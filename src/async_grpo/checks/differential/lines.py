@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
-from async_grpo.checks.doctor.finding import Heading, paragraph
+from async_grpo.checks.doctor.finding import paragraph
 from async_grpo.formatting import counted
 
 
@@ -20,7 +21,6 @@ class Status(StrEnum):
 
 
 _COLOURS = {Status.EQUAL: "32", Status.DOCUMENTED: "36", Status.UNKNOWN: "33", Status.DIFFERS: "1;31"}
-_STATUS, _SUBJECT = 12, 30  # columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,13 @@ class Line:
     cause: str = ""
 
 
-def equal(subject: str, found: str) -> Line:
-    return Line(Status.EQUAL, subject, found)
+equal, documented, unknown, differs = (partial(Line, status) for status in Status)
 
 
 def printed(line: Line, *, colour: bool = False) -> str:
     """As the doctor prints its lines."""
-    heading = Heading(line.status, _STATUS, _COLOURS[line.status] if colour else "")
-    subject = line.subject if len(line.subject) < _SUBJECT else f"{line.subject} "
-    return paragraph(heading, f"{subject:<{_SUBJECT}}", line.found, line.cause)
+    heading, subject = f"{line.status:<12}", f"{line.subject:<29} "
+    return paragraph(heading, subject, line.found, line.cause, colour=_COLOURS[line.status] if colour else "")
 
 
 def verdict(lines: Sequence[Line]) -> str:

@@ -37,31 +37,23 @@ def train(question: dict[str, Any]) -> None:
     )
     from async_grpo.checks.differential.recorder import TrainingRecorder
 
-    notes = Notes(scratch, PLAIN)
-    functions = [*trainer.reward_funcs]
+    notes, made, functions = Notes(scratch, PLAIN), notes_of(scratch, WORKER), [*trainer.reward_funcs]
     trainer.callback_handler.callbacks.insert(0, TrainingRecorder(trainer, notes))
-    made = notes_of(scratch, WORKER)
     if trainer.rollout_func is not None and not any(note["kind"] == "sampled" for note in made):
         trainer.rollout_func = _recorded_rollouts(made)
-    _replace_sampling(trainer, _Turns(made), notes)
+    _replace_sampling(trainer, _sampled(made), notes)
     scores = WorkersScores(Path(question["run_dir"]))
     trainer.__class__ = _scored_class(type(trainer), scores, notes)
     trainer.train()
     _call_again(trainer, functions, scores.first_inputs, notes)
 
 
-class _Turns:
+def _sampled(made: Sequence[Note]) -> dict[tuple[int, ...], deque[list[int]]]:
     """What the worker sampled after each prompt, in the order of the jobs."""
-
-    def __init__(self, sampled: Sequence[Note]) -> None:
-        self._left: dict[tuple[int, ...], deque[list[int]]] = defaultdict(deque)
-        for note in sorted((note for note in sampled if note["kind"] == "sampled"), key=lambda note: note["at"]):
-            self._left[tuple(note["prompt_ids"])].append(note["token_ids"])
-
-    def after(self, prompt_ids: Sequence[int]) -> list[int] | None:
-        """None where the worker has sampled nothing (more) after this prompt."""
-        left = self._left[tuple(prompt_ids)]
-        return left.popleft() if left else None
+    found: dict[tuple[int, ...], deque[list[int]]] = defaultdict(deque)
+    for note in sorted((note for note in made if note["kind"] == "sampled"), key=lambda note: note["at"]):
+        found[tuple(note["prompt_ids"])].append(note["token_ids"])
+    return found
 
 
 def _recorded_rollouts(made: Sequence[Note]) -> Callable[[list[Any], Any], dict[str, list[Any]]]:
@@ -83,37 +75,29 @@ def _recorded_rollouts(made: Sequence[Note]) -> Callable[[list[Any], Any], dict[
     return rollout_func
 
 
-def _replace_sampling(trainer: Any, turns: _Turns, notes: Notes) -> None:
+def _replace_sampling(trainer: Any, sampled: dict[tuple[int, ...], deque[list[int]]], notes: Notes) -> None:
     """Where TRL's trainer would sample, it gets the worker's tokens. An override of the user's is above that."""
     from trl import GRPOTrainer
 
     from async_grpo.checks.differential.recorder import note_sampling
-    from async_grpo.checks.differential.user_code import own_methods
+    from async_grpo.setup.replaced import patched
 
-    sample = GRPOTrainer._generate_single_turn
-    patched = any(owner is GRPOTrainer and name == "_generate_single_turn" for owner, name, _ in own_methods(trainer))
+    name = "_generate_single_turn"
+    sample, is_patched = GRPOTrainer._generate_single_turn, name in patched(trainer)
 
     def replayed(self: Any, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Any:
         if not self.model.training:
             return sample(self, prompt_ids, *args, **kwargs)
-        if patched:  # it is not called, as that would sample, and would be in TRL
-            notes.add(
-                "method", of="_generate_single_turn", items=[noted(ids) for ids in prompt_ids], size=len(prompt_ids)
-            )
+        if is_patched:  # it is not called, as that would sample, and would be in TRL
+            notes.add("method", of=name, items=[noted(ids) for ids in prompt_ids], size=len(prompt_ids))
         note_sampling(self, notes)
-        found = [turns.after(ids) for ids in prompt_ids]
-        notes.add(
-            "prompts",
-            asked=len(found),
-            unknown=[shown_ids(self, ids) for ids, it in zip(prompt_ids, found) if it is None],
-        )
-        return [[self.eos_token_ids[0]] if ids is None else list(ids) for ids in found], None
+        left = [sampled[tuple(ids)] for ids in prompt_ids]
+        found = [tokens.popleft() if tokens else None for tokens in left]
+        lost = [ids for ids, tokens in zip(prompt_ids, found, strict=True) if tokens is None]
+        notes.add("prompts", asked=len(found), unknown=[noted(self._tokenizer.decode(ids))[1] for ids in lost])
+        return [[self.eos_token_ids[0]] if tokens is None else [*tokens] for tokens in found], None
 
     GRPOTrainer._generate_single_turn = replayed
-
-
-def shown_ids(trainer: Any, ids: list[int]) -> str:
-    return noted(trainer._tokenizer.decode(ids))[1]
 
 
 class WorkersScores:
@@ -137,8 +121,6 @@ def _scored_class(kind: type, scores: WorkersScores, notes: Notes) -> type:
     import torch
 
     class Scored(kind):
-        __module__ = "async_grpo.checks.differential.plain"  # not `__main__`: it is not the user's
-
         def _calculate_rewards(self, inputs: Any, *batch: Any) -> Any:
             if scores.first_inputs is None:
                 scores.first_inputs = tuple([*it[: self.num_generations]] for it in (inputs, *batch))
@@ -182,20 +164,16 @@ def _values(trainer: Any, function: Callable[..., Any], inputs: tuple[Any, ...],
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
-    returned = function(
-        prompts=prompts,
-        completions=completions,
-        completion_ids=completion_ids,
-        **columns,
-        trainer_state=trainer.state,
-        log_extra=lambda *_: None,
-        log_metric=lambda *_: None,
-    )
+    given = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
+    given |= {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+    logging = dict.fromkeys(("log_extra", "log_metric"), lambda *_: None)
+    returned = function(**given, **logging, trainer_state=trainer.state)
     if is_async_callable(function):
         returned = asyncio.run_coroutine_threadsafe(returned, trainer.async_loop).result()
     return [None if value is None else float(value) for value in returned]
 
 
 if __name__ == "__main__":
-    probe.answer(train)
+    from async_grpo.checks.differential import plain  # not as `__main__`, whose code would count as the user's
+
+    probe.answer(plain.train)

@@ -1,4 +1,4 @@
-"""Notes what is trained on: in the server of the run, and in plain TRL. In the worker, what is sampled.
+"""Recorders of what is trained on, in the server and in plain TRL, and of what is sampled, in the worker.
 
 Every private name of TRL's trainer that is recorded is in `HOOKS`.
 """
@@ -20,16 +20,15 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "ma
 
 
 def recorded_run(trainer: Any, scratch: Path) -> None:
-    """Have the process of a run note what it does with this trainer, whether it is the server or the worker."""
-    trainer.callback_handler.callbacks.insert(0, TrainingRecorder(trainer, Notes(scratch, SERVER)))
-    _record_the_engine(Notes(scratch, WORKER))
+    """Have the process of a run note what it does with this trainer.
 
-
-def _record_the_engine(notes: Notes) -> None:
-    """Note what the worker's engine samples, and from its making on what the user's code is given."""
+    The server notes what it trains on; a worker what its engine samples, and from its making on what the user's code
+    is given.
+    """
     from async_grpo.rollout.engines import choice
 
-    make = choice.make_engine
+    trainer.callback_handler.callbacks.insert(0, TrainingRecorder(trainer, Notes(scratch, SERVER)))
+    make, notes = choice.make_engine, Notes(scratch, WORKER)
 
     def make_recorded(trl: Any, *args: Any, **kwargs: Any) -> Any:
         engine: Any = make(trl, *args, **kwargs)
@@ -82,15 +81,15 @@ class TrainingRecorder(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
         trained = [(name, it.grad) for name, it in self._trainer.model.named_parameters() if it.grad is not None]
-        self._notes.add("gradient", step=state.global_step + 1, norms={name: _norm(grad) for name, grad in trained})
+        self._notes.add("gradient", step=state.global_step + 1, numbers={name: _norm(grad) for name, grad in trained})
 
     def on_log(self, args: Any, state: Any, *_: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         numbers = {name: float(it) for name, it in (logs or {}).items() if isinstance(it, (int, float))}
-        self._notes.add("log", step=state.global_step, logs=numbers)
+        self._notes.add("log", step=state.global_step, numbers=numbers)
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         trained = [(name, it) for name, it in self._trainer.model.named_parameters() if it.requires_grad]
-        self._notes.add("weights", norms={name: _norm(it) for name, it in trained})
+        self._notes.add("weights", numbers={name: _norm(it) for name, it in trained})
 
 
 def _norm(tensor: torch.Tensor) -> float:
@@ -112,7 +111,7 @@ def recorded_class(kind: type, notes: Notes) -> type:
             if self._logprobs is not None:
                 batch["logprobs"] = self._logprobs
             notes.add_batch(batch)
-            notes.add("loss", step=int(self.state.global_step) + 1, loss=float(loss.detach()))
+            notes.add("loss", step=int(self.state.global_step) + 1, numbers={"loss": float(loss.detach())})
             return loss
 
         def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
