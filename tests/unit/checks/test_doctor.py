@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from async_grpo.checks.doctor.gpu import Driver, Gpu, GpuFacts
 from async_grpo.checks.plan.facts import Look, Question
 from async_grpo.cli import main
 from async_grpo.rundir import folders
+from async_grpo.rundir.shape import shaped
 
 GB = 1_000_000_000
 ROOT = Path(__file__).parents[3]
@@ -256,9 +257,7 @@ def test_a_gpu_that_is_not_all_there(changes: dict[str, Any], level: Level) -> N
 
 
 def test_facts_survive_json() -> None:
-    from dataclasses import asdict
-
-    assert GpuFacts.from_json(json.loads(json.dumps(asdict(FACTS)))) == FACTS
+    assert shaped(GpuFacts, json.loads(json.dumps(asdict(FACTS)))) == FACTS
 
 
 def test_a_driver_that_crashes_who_asks_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from async_grpo.checks import probe
 from async_grpo.checks.doctor import packages
 from async_grpo.checks.doctor.finding import Finding, error, ok, warning
 from async_grpo.formatting import size
+from async_grpo.rundir.shape import shaped
 from async_grpo.setup.devices import compute_modes, physical_gpus
 
 FACTS_TIMEOUT_S = 120.0  # the first CUDA context on a large machine takes its time
@@ -58,10 +59,6 @@ class GpuFacts:
     cupy_cuda: int = 0  # of cupy's runtime, e.g. 12080
     cupy_error: str = ""
     gpus: list[Gpu] = field(default_factory=list)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> GpuFacts:
-        return cls(**{**data, "gpus": [Gpu(**gpu) for gpu in data["gpus"]]})
 
 
 def driver(module: Path = Path("/proc/driver/nvidia/version")) -> Driver:
@@ -116,7 +113,7 @@ def modes(found: Driver, env: Mapping[str, str] = os.environ) -> Iterator[Findin
 
 def look() -> GpuFacts:
     """Ask another process. Raises `ChildFailed`."""
-    return GpuFacts.from_json(probe.ask("async_grpo.checks.doctor.gpu", {}, timeout_s=FACTS_TIMEOUT_S))
+    return shaped(GpuFacts, probe.ask("async_grpo.checks.doctor.gpu", {}, timeout_s=FACTS_TIMEOUT_S))
 
 
 def fit(found: Driver, facts: GpuFacts, version_of: packages.Installed = packages.installed) -> Iterator[Finding]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from async_grpo.algorithm import trained_besides
 from async_grpo.checks import probe
-from async_grpo.checks.plan.facts import Parameters, Question, Shape, TrainerFacts
+from async_grpo.checks.plan.facts import Look, Parameters, Question, Shape, TrainerFacts
 from async_grpo.errors import AsyncGRPOError
 from async_grpo.redaction import Redactor
 from async_grpo.roles.plain_trl import require_problems
@@ -43,8 +43,7 @@ _FROM_CONFIG = (
 
 def main(data: dict[str, Any]) -> dict[str, Any]:
     question = Question.from_json(data)
-    settings = question.settings
-    answer: dict[str, Any] = {"facts": None, "error": "", "exit_code": 0, "batch": None}
+    settings, facts = question.settings, None
     try:
         check_torch_sees(question.device)
         _make_no_folder()
@@ -60,16 +59,15 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
             config_values=settings.set,
         )
         sharded_over = ranks.sharded_over if ranks is not None else 1
-        answer["facts"] = {**asdict(describe(trainer, settings, question.sharing)), "sharded_over": sharded_over}
+        facts = replace(describe(trainer, settings, question.sharing), sharded_over=sharded_over)
         if question.distributed:
-            answer["facts"].update(_distributed(trainer, question, ranks))
+            facts = replace(facts, **_distributed(trainer, question, ranks))
         else:
             _check_alone(trainer, question)
     except AsyncGRPOError as error:
-        answer.update(error=str(error), exit_code=error.exit_code)
-        if isinstance(error, BatchError):
-            answer["batch"] = asdict(error.batch)
-    return answer
+        batch = error.batch if isinstance(error, BatchError) else None
+        return asdict(Look(facts=facts, error=str(error), exit_code=error.exit_code, batch=batch))
+    return asdict(Look(facts=facts))
 
 
 def _distributed(trainer: GRPOTrainer, question: Question, ranks: AccelerateConfig | None) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from async_grpo.checks import probe
 from async_grpo.errors import AsyncGRPOError
+from async_grpo.rundir.shape import shaped
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU, hold_to_device
 from async_grpo.setup.grpo_config.batch import Batch
@@ -115,12 +116,6 @@ class TrainerFacts:
         steps = self.steps
         return None if steps is None else -(-steps * self.batch.gradient_accumulation_steps // self.batch.passes)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> TrainerFacts:
-        shape = Shape(**data["shape"]) if data.get("shape") else None
-        parts = {"batch": Batch(**data["batch"]), "parameters": Parameters(**data["parameters"]), "shape": shape}
-        return cls(**{**data, **parts})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
@@ -185,12 +180,7 @@ def look_at_trainer(question: Question, timeout_s: float = BUILD_TIMEOUT_S) -> L
         said = "\n".join(failure.said) or "(none)"
         error = f"The process that called get_trainer() in {question.config} {failure.how}. Its last words:\n{said}"
         return Look(error=error, exit_code=2)
-    return Look(
-        facts=TrainerFacts.from_json(found["facts"]) if found["facts"] else None,
-        error=found["error"],
-        exit_code=found["exit_code"],
-        batch=Batch(**found["batch"]) if found["batch"] else None,
-    )
+    return shaped(Look, found)
 
 
 def facts_or_refusal(look: Look) -> TrainerFacts:
