@@ -47,7 +47,7 @@ class BoardKeptError(RunDirError):
 
 
 class Added(NamedTuple):
-    """What one look added."""
+    """The additions of one look."""
 
     steps: int  # of the archive
     logged: int  # lines of metrics.jsonl
@@ -266,5 +266,5 @@ class EventFiles:
 
 
 def _session_starts(step: int) -> Event:
-    """Of this step and later ones, TensorBoard drops what it has read before this event."""
+    """An event after which TensorBoard drops what it has read of this step and later ones."""
     return Event(step=step, session_log=SessionLog(status=SessionLog.START))

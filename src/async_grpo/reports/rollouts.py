@@ -54,7 +54,7 @@ class Rollout:
 
     @property
     def columns(self) -> list[tuple[str, Any]]:
-        """What is its own beside the text: the prompt, turn rewards, and what reward functions logged (`log_extra`)."""
+        """Its own values beside the text: the prompt, turn rewards, and what reward functions logged (`log_extra`)."""
         extra = self.found.group.extra_columns
         turns = [("turn rewards", in_a_line(self.turn_rewards))] if self.turn_rewards else []
         return self.own_prompt + turns + [(name, values[self.index]) for name, values in extra.items()]
@@ -62,7 +62,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """What was picked, in the order asked for."""
+    """The rollouts that were picked, in the order asked for."""
 
     rollouts: list[Rollout]
     completions: int  # that were looked through

@@ -1,4 +1,4 @@
-"""What the board shows of an optimizer step, of a line of `metrics.jsonl`, and of the settings, by tag.
+"""Series of the board, by tag: of an optimizer step, of a line of `metrics.jsonl`, and of the settings.
 
 TensorBoard sorts the groups of tags by name. Numbers bring what a person looks at first to the top: rewards, staleness,
 throughput, evaluation. `docs/seeing.md` lists the tags.
@@ -32,7 +32,7 @@ _SAMPLE_CHARACTERS = 4000  # of a prompt or a completion that is shown as text
 
 
 def scalars(used: UsedStep) -> dict[str, float]:
-    """Of a step's groups, of which there is at least one; NaN where there is nothing to tell."""
+    """Numbers of a step's groups, of which there is at least one; NaN where there is nothing to tell."""
     groups = used.groups
     staleness = _staleness(used)
     ages = [used.version_used - found.group.job.born_version for found in groups]
@@ -47,7 +47,7 @@ def scalars(used: UsedStep) -> dict[str, float]:
 
 
 def histograms(used: UsedStep, rule: AdvantageRule) -> dict[str, NDArray[Any]]:
-    """Of the same groups: a value for each completion, and for each group its staleness."""
+    """Histograms of the same groups: a value for each completion, and for each group its staleness."""
     totals = _totals(used.groups)
     advantages = rule.advantages([found.group.rewards for found in used.groups]) if rule.in_groups else []
     return {

@@ -255,7 +255,7 @@ def refusing_signals() -> Iterator[None]:
 
 
 def asks_for_main_thread(reward: Any) -> bool:
-    """Whether it is a reward of TRL's that looks which thread it is in: elsewhere it has no time-outs."""
+    """Whether a reward is one of TRL's that look which thread they are in: elsewhere they have no time-outs."""
     while isinstance(reward, functools.partial):
         reward = reward.func
     return getattr(reward, "__module__", None) == _LOOKS_AT_ITS_THREAD

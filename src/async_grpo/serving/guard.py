@@ -1,4 +1,4 @@
-"""Which requests to a page or a server of this machine come from a program of it, and not from a page of the web.
+"""A guard that lets programs of this machine ask its pages and servers, and no page of the web.
 
 A browser lets any page send requests to 127.0.0.1. It names the page in the header `Origin` where a request could
 change something, and in `Host` the name that led to this machine.

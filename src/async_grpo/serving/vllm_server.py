@@ -58,7 +58,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerPlan:
-    """What to start."""
+    """The plan of one server."""
 
     model: str  # a folder, or a name on the hub
     port: int  # if it is taken, the next free one
@@ -141,7 +141,7 @@ class VLLMServerProcess:
         self.starts += 1
 
     def answers(self) -> bool:
-        """Whether it says that it is well: the server itself, not another program that took its port first."""
+        """Whether the server says that it is well: itself, not another program that took its port first."""
         return self._says_well() and self.running and self._listens()
 
     def _says_well(self) -> bool:
@@ -202,7 +202,7 @@ class VLLMServerProcess:
         self.start()
 
     def answered(self) -> None:
-        """What it was asked has come back: its deaths until now are forgotten."""
+        """Forget its deaths until now: an answer has come back."""
         self._deaths = 0
 
     def revive(self, error: Exception) -> None:
@@ -238,7 +238,7 @@ class VLLMServerProcess:
         self._process = None
 
     def last_line(self) -> str:
-        """What it wrote last, for people."""
+        """The line that it wrote last, for people."""
         lines = self.last_words().splitlines()
         return lines[-1] if lines else "it has written nothing yet"
 

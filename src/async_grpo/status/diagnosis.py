@@ -1,4 +1,4 @@
-"""What condition a run is in, and which side holds it up: each in a sentence that says what to do about it."""
+"""Conclusions: a run's condition, and the side that holds it up, each in a sentence that says what to do about it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _moved(state: RunState, run: RunDir) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Of the last minute, or since training began."""
+    """Shares of the last minute, or of the time since training began."""
 
     window_s: float
     workers: int
@@ -131,7 +131,7 @@ def measure(processes: Processes, *, by_hand: bool = False) -> Shares | None:
 
 
 def bottleneck(processes: Processes, shares: Shares | None) -> str:
-    """Which side holds the run up and what to change, or why that cannot be said yet."""
+    """Name the side that holds the run up and what to change, or why that cannot be said yet."""
     if not any(worker.alive for worker in processes.workers):
         return "no worker is alive: start one with `async-grpo worker`"
     if processes.server is not None and processes.server.no_progress_s is not None:

@@ -89,7 +89,7 @@ def look_at_processes(run: RunDir, run_id: str, now: float) -> Processes:
 
 
 def _alive(run: RunDir, now: float) -> dict[str, ActivityRecord]:
-    """What the locks say of the processes that hold them, by name."""
+    """The processes that hold the locks, by name."""
     found: dict[str, ActivityRecord] = {}
     holder = server_lock(run.root).holder()
     if holder is not None and holder.get("role") in SERVING:

@@ -24,7 +24,7 @@ _COLOURS = {TRAINING: "green", runs.FINISHED: "green", DEAD: "red", runs.FAILED:
 
 
 def panel(view: RunView) -> RenderableType:
-    """What changes during a run, in a frame."""
+    """The figures that change during a run, in a frame."""
     texts = [_plain(text) for text in (_figures(view), _queue(view)) if text]
     return Panel(
         Group(_progress(view), *texts, _processes(view), *_conclusions(view)),

@@ -1,4 +1,4 @@
-"""What each process of a run does now, in a file that others can read while it runs, hangs or is dead.
+"""The activity of each process of a run, in a file that others can read while it runs, hangs or is dead.
 
 Every process maps a small file, `alive/NAME.status`, and writes into the mapping. That needs no system call, wakes no
 process that watches the directory, and stays when the process hangs in C code or is killed.
@@ -77,7 +77,7 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class ActivityRecord:
-    """What one process writes about itself. Fields that do not apply to it keep their default."""
+    """The record of one process about itself. Fields that do not apply to it keep their default."""
 
     name: str = ""  # "server", "dev1"
     pid: int = 0
@@ -284,7 +284,7 @@ def read_count(path: Path) -> bytes | None:
 
 
 def read_activity(path: Path) -> ActivityRecord | None:
-    """What the process wrote last; None if the file is missing, broken or of another format."""
+    """The record that the process wrote last; None if the file is missing, broken or of another format."""
     for _ in range(5):  # it may be written just now
         data = _read(path, FILE_BYTES)
         if len(data) < _HEAD.size:

@@ -1,4 +1,4 @@
-"""Reads `metrics.jsonl` as every reader should: one row a step, the newest.
+"""A reader of `metrics.jsonl` for every use: one row a step, the newest.
 
 The file is only appended to. A run that is resumed trains the steps after its checkpoint again, and logs them again:
 it writes a line `{"step": N, "resumed": true}`, and what was logged of later steps before it has not happened.
@@ -42,7 +42,7 @@ class Entries:
         self.broken: dict[int, str] = {}  # by the number of the line: why it cannot be used
 
     def news(self) -> Iterator[Entry | TakenBack]:
-        """What was appended since the last call. `BadFileError` if the file is none."""
+        """Yield what was appended since the last call. `BadFileError` if the file is none."""
         for line in self._reader.new_lines():
             self._lines += 1
             try:

@@ -80,7 +80,7 @@ class RunLog:
             self._remember(entry)
 
     def _logged_earlier(self, path: Path) -> list[Entry]:
-        """What the run logged before it was resumed. A line that a power cut broke costs its own figures only."""
+        """The entries from before the run was resumed. A line that a power cut broke costs its own figures only."""
         entries = Entries(path)
         found = happened(map(_of_the_summary, entries.news()))
         if entries.broken:
@@ -155,7 +155,7 @@ class RunLog:
 
 
 def _of_the_summary(item: Entry | TakenBack) -> Entry | TakenBack:
-    """What of an entry the summary's figures need: a long run has many."""
+    """The part of an entry that the summary's figures need: a long run has many entries."""
     return item if isinstance(item, TakenBack) else {name: item[name] for name in _QUOTED if name in item}
 
 
@@ -179,7 +179,7 @@ def _is_training_step(logs: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Of the steps of the last minute, or of the last two steps where one takes longer."""
+    """Rates over the steps of the last minute, or over the last two steps where one takes longer."""
 
     window_s: float  # from the first of these steps until now
     steps_per_second: float

@@ -61,7 +61,7 @@ def describe(record: ActivityRecord, now: float) -> str:
 
 
 def explain(name: str, records: Mapping[str, ActivityRecord], now: float) -> str:
-    """What `name` does, and what the processes do that it waits for."""
+    """Say what `name` does, and what the processes do that it waits for."""
     record = records[name]
     parts = [describe(record, now)]
     if record.state == WAITING:
@@ -132,7 +132,7 @@ class HangDetector:
         self._since = time.monotonic()
 
     def progress(self) -> bytes | None:
-        """What the worker, or an earlier one of its name, has counted so far."""
+        """The count of the worker, or of an earlier one of its name, so far."""
         return read_count(self._file)
 
     def hang(self, pid: int) -> str:

@@ -180,7 +180,7 @@ SHOWN = (
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Of a process of this user; empty where the kernel does not tell."""
+    """The environment of a process of this user; empty where the kernel does not tell."""
     try:
         return dict(psutil.Process(pid).environ())
     except (psutil.Error, OSError):

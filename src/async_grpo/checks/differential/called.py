@@ -19,7 +19,7 @@ _OURS = ("rollout_", "_async_grpo")  # how the names of our files in an output_d
 
 
 def prompt_line(worker: Sequence[Note], plain: Sequence[Note]) -> Line:
-    """Whether plain TRL wants completions of what the worker sampled."""
+    """Compare the prompts that plain TRL wants completions of with those that the worker sampled after."""
     sampled = sum(note["kind"] == "sampled" for note in worker)
     asked = [note for note in plain if note["kind"] == "prompts"]
     lost, count = [text for note in asked for text in note["unknown"]], sum(note["asked"] for note in asked)
@@ -42,7 +42,7 @@ def prompt_line(worker: Sequence[Note], plain: Sequence[Note]) -> Line:
 
 
 def sampling_line(worker: Sequence[Note], plain: Sequence[Note]) -> Line:
-    """With which settings the worker samples, and TRL would."""
+    """Compare the settings that the worker samples with and those that TRL would."""
     ours, theirs = (  # by name, the values that it had: digest -> text
         {name: dict(note["value"] for note in found) for name, found in _by_name("setting", notes).items()}
         for notes in (worker, plain)
@@ -58,7 +58,7 @@ def sampling_line(worker: Sequence[Note], plain: Sequence[Note]) -> Line:
 
 
 def tool_lines(worker: Sequence[Note], plain: Sequence[Note]) -> Iterator[Line]:
-    """What each tool was given, how often, and what it returned."""
+    """Compare each tool's arguments, its number of calls, and its answers."""
     ours, theirs = _by_name("tool", worker), _by_name("tool", plain)
     for name in sorted(ours.keys() | theirs.keys()):
         mine, reference, subject = ours[name], theirs[name], f"tool {name}"
@@ -86,7 +86,7 @@ def _by_name(kind: str, notes: Sequence[Note]) -> dict[str, list[Note]]:
 
 
 def callback_lines(server: Sequence[Note], plain: Sequence[Note]) -> Iterator[Line]:
-    """Which events of which step each callback heard, in their order."""
+    """Compare the events that each callback heard, with their steps and in their order."""
     ours, theirs = _by_name("event", server), _by_name("event", plain)
     for name in sorted(ours.keys() | theirs.keys()):
         mine, reference = ([f"{it['event']} of step {it['step']}" for it in side[name]] for side in (ours, theirs))
@@ -99,7 +99,7 @@ def callback_lines(server: Sequence[Note], plain: Sequence[Note]) -> Iterator[Li
 
 
 def told_apart(mine: Counter[str], reference: Counter[str]) -> str:
-    """`without a, b, with c`: what one side has more often than the other."""
+    """`without a, b, with c`: the items that one side has more often than the other."""
     sides = {"without": [*(reference - mine)], "with": [*(mine - reference)]}
     return ", ".join(
         f"{what} {', '.join([*found[:_SHOWN], *(['…'] if len(found) > _SHOWN else [])])}"
@@ -109,7 +109,7 @@ def told_apart(mine: Counter[str], reference: Counter[str]) -> str:
 
 
 def method_lines(server: Sequence[Note], worker: Sequence[Note], plain: Sequence[Note]) -> Iterator[Line]:
-    """How often each override or patch of a method of TRL's was called, per completion, and with which."""
+    """Compare for which completions each override or patch of a method of TRL's was called."""
     sides = [_by_name("method", notes) for notes in (server, worker, plain)]
     known = {name for note in plain if note["kind"] == "methods" for name in note["names"]}
     for name in sorted(known.union(*sides)):
@@ -139,7 +139,7 @@ def _method(name: str, server: Sequence[Note], worker: Sequence[Note], plain: Se
 
 
 def file_line(ours: Path, theirs: Path) -> Line:
-    """Which files the trainer has written."""
+    """Compare the files that the trainer has written."""
     mine, reference = (
         {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} for folder in (ours, theirs)
     )

@@ -31,7 +31,7 @@ _ERROR = "error: "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckOptions:
-    """What the command line decides about a check."""
+    """The command line's decisions about a check."""
 
     config: Path
     device: str  # "cpu" or a GPU index
@@ -149,7 +149,7 @@ def _failed(code: int | None, said: Sequence[str]) -> AsyncGRPOError:
 
 
 def expected_calls(facts: Facts) -> str:
-    """What the rewards will be asked for, on both sides."""
+    """Say how often the rewards will be called, on both sides."""
     count, calls = facts.completions, facts.completions // facts.group_size
     return (
         f"{facts.trainer} of {facts.model}, {facts.parameters:,} parameters. Each reward ({', '.join(facts.rewards)}) "

@@ -1,4 +1,4 @@
-"""What the processes of a check note: a file of lines each, and a file of tensors for each batch that is trained on."""
+"""Notes of the processes of a check: a file of lines each, and a file of tensors for each batch that is trained on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Notes:
 
 
 def notes_of(folder: Path, role: str) -> list[Note]:
-    """What the role has noted so far, in its order."""
+    """The notes of the role so far, in its order."""
     path = folder / f"{role}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -72,7 +72,7 @@ def shown(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold of a value, the same in every process that has an equal value."""
+    """A value as JSON can hold it, the same in every process that has an equal value."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):

@@ -49,7 +49,7 @@ def train(question: dict[str, Any]) -> None:
 
 
 def _sampled(made: Sequence[Note]) -> dict[tuple[int, ...], deque[list[int]]]:
-    """What the worker sampled after each prompt, in the order of the jobs."""
+    """The tokens that the worker sampled after each prompt, in the order of the jobs."""
     found: dict[tuple[int, ...], deque[list[int]]] = defaultdict(deque)
     for note in sorted((note for note in made if note["kind"] == "sampled"), key=lambda note: note["at"]):
         found[tuple(note["prompt_ids"])].append(note["token_ids"])

@@ -20,7 +20,7 @@ _AT_ISSUE = {f"{_STATE}num_input_tokens_seen", f"{_STATE}total_flos"}  # a job h
 
 
 def reward_lines(name: str, worker: Sequence[Note], plain: Sequence[Note]) -> Iterator[Line]:
-    """What the function was given, and what it returned."""
+    """Compare the function's inputs, and its values."""
     subject, ours, theirs = f"reward {name}", calls_of(name, worker), calls_of(name, plain)
     if not ours and not theirs:
         yield equal(subject, "a model: its scores are compared below")

@@ -114,7 +114,7 @@ def _scoring(notes: Notes, name: str, function: Any, args: Sequence[Any], kwargs
 
 
 def items_of(kwargs: dict[str, Any]) -> list[Note]:
-    """What a call of a reward function is given of each completion."""
+    """A reward function's inputs, by completion."""
     size, state = len(kwargs["completions"]), getattr(kwargs.get("trainer_state"), "__dict__", {})
     common = {  # TRL has 1 where a job has 1.0
         f"trainer_state.{name}": noted(float(value) if type(value) is int else value)
@@ -219,7 +219,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _data(value: Any) -> Any:
-    """What of a value can be noted; `_NOTHING` where that would say nothing, or would be too much."""
+    """The part of a value that can be noted; `_NOTHING` where that would say nothing, or would be too much."""
     if isinstance(value, _PLAIN):
         return _NOTHING if isinstance(value, Sized) and len(value) > _MOST_ITEMS else value
     if inspect.isroutine(value) or inspect.isclass(value) or inspect.ismodule(value):

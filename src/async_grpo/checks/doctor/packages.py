@@ -1,4 +1,4 @@
-"""Which packages are installed, against what Async-GRPO needs and the tested set. Imports none of them."""
+"""Installed packages, against what Async-GRPO needs and the tested set. Imports none of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tested_set() -> dict[str, str]:
 
 
 def needed(extra: str = "") -> list[Requirement]:
-    """What Async-GRPO itself needs, or needs with an extra; empty where it runs without being installed."""
+    """The needs of Async-GRPO itself, or with an extra; empty where it runs without being installed."""
     if installed("async-grpo") is None:
         return []
     every = map(Requirement, metadata.requires("async-grpo") or [])

@@ -1,1 +1,1 @@
-"""What a run would be, before it is one: the trainer's facts, its arithmetic and its memory. Nothing is started."""
+"""A run before it is one: the trainer's facts, its arithmetic and its memory. Nothing is started."""

@@ -224,7 +224,7 @@ def _fit_rows(facts: TrainerFacts, options: LaunchOptions, gpu_memory: int) -> R
 
 
 def _not_counted(facts: TrainerFacts) -> str:
-    """What the sums above leave out."""
+    """Name what the sums above leave out."""
     if facts.shape is None:
         return "not counted: activations, keys and values of generation, and what Python and CUDA themselves take"
     return "not counted in the memory above: activations, keys and values; nor what Python and CUDA take themselves"

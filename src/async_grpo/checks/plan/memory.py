@@ -96,7 +96,7 @@ def frozen_bytes(facts: TrainerFacts) -> int:
 
 
 def copies_frozen(facts: TrainerFacts) -> bool:
-    """Whether it is held twice. The model uses what is published on one device, in one type, and not sharded."""
+    """Whether the frozen part is held twice. The model uses it as published on one device, in one type, unsharded."""
     same = frozen_bytes(facts) == facts.parameters.nbytes - facts.parameters.trained_bytes
     return not same or facts.sharded_over > 1 or facts.published_in_host_memory
 
@@ -146,7 +146,7 @@ def activation_bytes(facts: TrainerFacts, *, on_gpu: bool) -> int | None:
 
 
 def layer_bytes_a_token(shape: Shape, element: int) -> int:
-    """What autograd keeps of one layer with fused attention and a gated MLP.
+    """Bytes that autograd keeps of one layer with fused attention and a gated MLP.
 
     Two norms keep their input, the normalized input and their output (6 x hidden). Attention keeps queries and keys
     before, in and after a norm of their own and turned by their position, and values and its output (4 x queries,
@@ -189,7 +189,7 @@ class Change(NamedTuple):
 
 
 def fit_rows(facts: TrainerFacts, gpu_memory: int, *, sharing: int, elsewhere: int) -> Iterator[tuple[str, str]]:
-    """What GPUs of this memory hold, in words.
+    """Say in words what GPUs of this memory hold.
 
     Args:
         sharing: workers on the trainer's GPU.
@@ -240,7 +240,7 @@ def _generation(facts: TrainerFacts, rest: float, beside: str) -> Fit:
 
 
 def best_generation_change(facts: TrainerFacts, gpu_memory: int) -> Change | None:
-    """What gives keys and values the most room; None where nothing short of another model does."""
+    """The change that gives keys and values the most room; None where nothing short of another model does."""
     if facts.vllm_share is not None and facts.vllm_share < USABLE:
         more = int((USABLE - facts.vllm_share) * gpu_memory)
         return Change(f"vllm_gpu_memory_utilization={USABLE:g} where the trainer is on another GPU", more)
