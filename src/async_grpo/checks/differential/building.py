@@ -1,4 +1,4 @@
-"""Builds the user's trainer in each process of a check. A generated setup file calls it as its `get_trainer()`."""
+"""The user's trainer, built in each process of a check. A generated setup file calls it as its `get_trainer()`."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ _TINY = {"bf16": "False", "fp16": "False", "max_completion_length": "64"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Build:
-    """The part of a check that each of its processes is given."""
+class CheckOptions:
+    """The command line's decisions about a check, which each of its processes is given."""
 
-    config: str
-    scratch: str
-    tiny: bool
+    config: str  # path of the user's file
+    device: str  # "cpu" or a GPU index
+    seed: int
+    tiny: bool = False
+    scratch: str = ""  # folder that the check makes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,27 +51,28 @@ class Facts:
     dropout: str  # a sentence; empty without
 
 
-def setup_file(build: Build) -> str:
+def setup_file(options: CheckOptions) -> str:
     """The text of the generated file."""
     return (
-        "from async_grpo.checks.differential.building import Build, run_trainer\n\n\n"
-        f"def get_trainer():\n    return run_trainer(Build(**{asdict(build)!r}))\n"
+        "from async_grpo.checks.differential.building import CheckOptions, run_trainer\n\n\n"
+        f"def get_trainer():\n    return run_trainer(CheckOptions(**{asdict(options)!r}))\n"
     )
 
 
-def run_trainer(build: Build) -> Any:
+def run_trainer(options: CheckOptions) -> Any:
     """The user's trainer in a process of the run."""
     from async_grpo.checks.differential.recorder import recorded_run
 
-    trainer = user_trainer(build, Path(build.scratch) / OUTPUT / RUN)
-    recorded_run(trainer, Path(build.scratch))
-    if not (facts := Path(build.scratch) / FACTS).exists():
-        write_json(facts, asdict(_facts(trainer)))
+    scratch = Path(options.scratch)
+    trainer = user_trainer(options, scratch / OUTPUT / RUN)
+    recorded_run(trainer, scratch)
+    if not (scratch / FACTS).exists():
+        write_json(scratch / FACTS, asdict(_facts(trainer)))
     return trainer
 
 
-def user_trainer(build: Build, output_dir: Path, **loading: Any) -> Any:
-    """As the user's file builds it, but for what it reports and where it writes.
+def user_trainer(options: CheckOptions, output_dir: Path, **loading: Any) -> Any:
+    """The trainer as the user's file builds it, but for what it reports and where it writes.
 
     Args:
         loading: for `load_trainer`.
@@ -81,9 +84,9 @@ def user_trainer(build: Build, output_dir: Path, **loading: Any) -> Any:
     from async_grpo.setup.grpo_config.building import configurations_with
     from async_grpo.setup.setup_file import load_trainer
 
-    values = {**_CONFIG, "output_dir": str(output_dir), **(_TINY if build.tiny else {})}
-    with cut_down() if build.tiny else nullcontext(), configurations_with(values):
-        trainer = load_trainer(Path(build.config), **loading)
+    values = {**_CONFIG, "output_dir": str(output_dir), **(_TINY if options.tiny else {})}
+    with cut_down() if options.tiny else nullcontext(), configurations_with(values):
+        trainer = load_trainer(Path(options.config), **loading)
     trainer.args.output_dir = str(output_dir)
     refuse(trainer)
     return trainer

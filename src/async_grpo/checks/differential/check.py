@@ -1,4 +1,4 @@
-"""Trains a setup file for two steps as a run and then in plain TRL, each in processes of its own, and compares."""
+"""A setup file trained for two steps as a run and then in plain TRL, each in processes of its own, and compared."""
 
 from __future__ import annotations
 
@@ -10,12 +10,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from async_grpo.checks import probe
 from async_grpo.checks.differential import called, scored
-from async_grpo.checks.differential.building import FACTS, OUTPUT, RUN, SETUP_FILE, STEPS, Build, Facts, setup_file
+from async_grpo.checks.differential.building import (
+    FACTS,
+    OUTPUT,
+    RUN,
+    SETUP_FILE,
+    STEPS,
+    CheckOptions,
+    Facts,
+    setup_file,
+)
 from async_grpo.checks.differential.lines import Line, differs
 from async_grpo.checks.differential.notes import PLAIN, SERVER, WORKER, notes_of
 from async_grpo.errors import AsyncGRPOError, RunFailedError, UnsupportedError, UsageError
@@ -29,16 +38,6 @@ _LAST_LINES = 12
 _ERROR = "error: "
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckOptions:
-    """The command line's decisions about a check."""
-
-    config: Path
-    device: str  # "cpu" or a GPU index
-    seed: int
-    tiny: bool = False
-
-
 def check(options: CheckOptions, say: Callable[[str], None]) -> Iterator[Line]:
     """Run both trainings, then yield a line for each subject.
 
@@ -48,16 +47,15 @@ def check(options: CheckOptions, say: Callable[[str], None]) -> Iterator[Line]:
     Raises:
         AsyncGRPOError: the file cannot be checked, or cannot be trained as a run.
     """
-    refuse_unsloth(options.config)
+    refuse_unsloth(Path(options.config))
     with tempfile.TemporaryDirectory(prefix="async-grpo-check-", ignore_cleanup_errors=True) as folder:
         scratch = Path(folder)
-        build = Build(config=str(options.config), scratch=folder, tiny=options.tiny)
-        (scratch / SETUP_FILE).write_text(setup_file(build))
+        options = replace(options, scratch=folder)
+        (scratch / SETUP_FILE).write_text(setup_file(options))
         _train_a_run(options, scratch, say)
         facts = Facts(**json.loads((scratch / FACTS).read_text()))
         say("plain TRL trains on the same completions")
-        failure = _train_in_plain_trl(options, scratch, build)
-        if failure:
+        if failure := _train_in_plain_trl(options):
             yield differs("plain TRL", f"failed where the run did not: {failure}")
             return
         yield from compared(scratch, facts)
@@ -158,12 +156,11 @@ def expected_calls(facts: Facts) -> str:
     )
 
 
-def _train_in_plain_trl(options: CheckOptions, scratch: Path, build: Build) -> str:
+def _train_in_plain_trl(options: CheckOptions) -> str:
     """Train in a process of its own; returns how that failed, empty where it did not."""
-    question = {"build": asdict(build), "run_dir": str(scratch / RUN), "device": options.device, "seed": options.seed}
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     try:
-        probe.ask("async_grpo.checks.differential.plain", question, timeout_s=DEADLINE_S, env=env)
+        probe.ask("async_grpo.checks.differential.plain", asdict(options), timeout_s=DEADLINE_S, env=env)
     except probe.ChildFailed as failure:
         return f"it {failure.how}: {' / '.join(failure.said[-_LAST_LINES:])}"
     return ""

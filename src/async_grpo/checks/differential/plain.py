@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from async_grpo.checks import probe
-from async_grpo.checks.differential.building import OUTPUT, STEPS, Build, user_trainer
+from async_grpo.checks.differential.building import OUTPUT, RUN, STEPS, CheckOptions, user_trainer
 from async_grpo.checks.differential.notes import PLAIN, WORKER, Note, Notes, noted, notes_of, shown
 from async_grpo.errors import UnsupportedError
 
@@ -28,12 +28,12 @@ def train(question: dict[str, Any]) -> None:
     from async_grpo.setup.devices import hold_to_device
     from async_grpo.setup.process import make_deterministic
 
-    build = Build(**question["build"])
-    scratch = Path(build.scratch)
-    hold_to_device(question["device"], os.environ)
+    options = CheckOptions(**question)
+    scratch = Path(options.scratch)
+    hold_to_device(options.device, os.environ)
     make_deterministic()
     trainer = user_trainer(
-        build, scratch / OUTPUT / PLAIN, engine_here=False, hub_here=False, steps=STEPS, seed=question["seed"]
+        options, scratch / OUTPUT / PLAIN, engine_here=False, hub_here=False, steps=STEPS, seed=options.seed
     )
     from async_grpo.checks.differential.recorder import TrainingRecorder
 
@@ -42,7 +42,7 @@ def train(question: dict[str, Any]) -> None:
     if trainer.rollout_func is not None and not any(note["kind"] == "sampled" for note in made):
         trainer.rollout_func = _recorded_rollouts(made)
     _replace_sampling(trainer, _sampled(made), notes)
-    scores = WorkersScores(Path(question["run_dir"]))
+    scores = WorkersScores(scratch / RUN)
     trainer.__class__ = _scored_class(type(trainer), scores, notes)
     trainer.train()
     _call_again(trainer, functions, scores.first_inputs, notes)

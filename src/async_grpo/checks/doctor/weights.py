@@ -10,7 +10,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +21,6 @@ from async_grpo.setup.process import end_with_parent
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from async_grpo_ipc.memory import Way
 
 NUMBERS = {"cpu": 16 << 20, "cuda": 64 << 20}  # of four bytes: more than caches hold
 REPEATS = 5
@@ -37,28 +35,25 @@ def weight_sharing(devices: Sequence[str]) -> Iterator[Finding]:
     Args:
         devices: torch's names, e.g. `["cpu"]` or `["cuda:0", "cuda:1"]`.
     """
+    writer = devices[0]
     for reader in devices:
-        on_gpu = reader.startswith("cuda")
-        apart = why_unreachable(_index(devices[0]), [_index(reader)], os.environ) if on_gpu else None
+        indices = [device.partition(":")[2] for device in (writer, reader)]
+        apart = why_unreachable(indices[0], indices[1:], os.environ) if reader.startswith("cuda") else None
         try:
-            yield _judge(_measure(devices[0], reader, "host" if apart else "auto"), devices[0], reader, apart)
+            yield _judge(_measure(writer, reader, "host" if apart else "auto"), writer, reader, apart)
         except probe.ChildFailed as failure:
             yield error(
                 _SUBJECT,
-                f"from {devices[0]} to {reader}, between two processes: {failure}",
+                f"from {writer} to {reader}, between two processes: {failure}",
                 "Without this no worker gets weights. Containers: one container for all processes, or --ipc=host "
                 "--pid=host. GPUs: see the lines on driver and cupy; WSL has no CUDA IPC.",
             )
 
 
-def _index(device: str) -> str:
-    return device.partition(":")[2] or device
-
-
-def _measure(writer: str, reader: str, way: Way) -> dict[str, Any]:
-    """Each of the two processes sees its own GPU alone, as a server and a worker do."""
-    seen = {"writer": _as_seen(writer), "reader": _as_seen(reader), "reader_sees": _sees(reader)}
-    question = {"role": "export", "way": way, **seen}
+def _measure(writer: str, reader: str, way: str) -> dict[str, Any]:
+    """Ask two processes, each of which sees its own GPU alone, as a server and a worker do."""
+    seen = ["cuda:0" if device.startswith("cuda") else device for device in (writer, reader)]
+    question = {"way": way, "writer": seen[0], "reader": seen[1], "reader_sees": _sees(reader)}
     env = {**os.environ, **_sees(writer)}
     found: dict[str, Any] = probe.ask(_MODULE, question, timeout_s=TIMEOUT_S, env=env)
     return found
@@ -70,11 +65,6 @@ def _sees(device: str) -> dict[str, str]:
     if kind == "cuda":
         hold_to_device(index, held)
     return {name: held[name] for name in ("CUDA_VISIBLE_DEVICES",) if name in held}
-
-
-def _as_seen(device: str) -> str:
-    """The name of the only GPU in a process that is held to it."""
-    return "cuda:0" if device.startswith("cuda") else device
 
 
 def _judge(facts: dict[str, Any], writer: str, reader: str, apart: str | None) -> Finding:
@@ -91,35 +81,33 @@ def _judge(facts: dict[str, Any], writer: str, reader: str, apart: str | None) -
         )
         return warning(_SUBJECT, f"{found}, as a run does it here: {apart}", fix)
     if writer.startswith("cuda") and facts["memory"] != "cuda":
-        return warning(
-            _SUBJECT,
-            f"{found}. GPU memory cannot be shared here, so weights go through host memory",
-            "Install cupy (see its line); WSL has no CUDA IPC.",
-        )
+        fix = "Install cupy (see its line); WSL has no CUDA IPC."
+        return warning(_SUBJECT, f"{found}. GPU memory cannot be shared here, so weights go through host memory", fix)
     return ok(_SUBJECT, found)
 
 
 # --- the two processes
 
 
-def export(writer: str, reader: str, reader_sees: dict[str, str], way: Way) -> dict[str, Any]:
-    """Publish on `writer`, and ask a process that reads on `reader`.
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    return _export(**question) if "writer" in question else _read(**question)
 
-    reader_sees: environment variables of that process.
-    """
+
+def _export(writer: str, reader: str, reader_sees: dict[str, str], way: Any) -> dict[str, Any]:
+    """Publish on `writer`, and ask a process with the environment variables `reader_sees` that reads on `reader`."""
     from async_grpo_ipc import WeightExporter
 
     with tempfile.TemporaryDirectory(prefix="async-grpo-doctor-") as folder:
         handle = Path(folder) / "handle.json"
         with WeightExporter.from_tensors({"weights": _pattern(writer)}, handle, way=way) as exporter:
             exporter.publish(1)
-            question = {"role": "read", "handle": str(handle), "reader": reader, "exporter": os.getpid()}
+            question = {"handle": str(handle), "reader": reader, "exporter": os.getpid()}
             env = {**os.environ, **reader_sees}
             measured = probe.ask(_MODULE, question, timeout_s=TIMEOUT_S / 2, env=env)
             return {**measured, "memory": json.loads(handle.read_text())["memory"]["kind"]}
 
 
-def read(handle: str, reader: str, exporter: int) -> dict[str, Any]:
+def _read(handle: str, reader: str, exporter: int) -> dict[str, Any]:
     """Map what is published at `handle` and copy it to `reader`. Ends with the exporter."""
     end_with_parent(exporter)
     import torch
@@ -147,10 +135,5 @@ def _pattern(device: str) -> Tensor:
     return torch.arange(NUMBERS[torch.device(device).type], dtype=torch.int32, device=device)
 
 
-def main(question: dict[str, Any]) -> dict[str, Any]:
-    roles: dict[str, Callable[..., dict[str, Any]]] = {"export": export, "read": read}
-    return roles[question.pop("role")](**question)
-
-
 if __name__ == "__main__":
-    probe.answer(main)
+    probe.answer(answer)

@@ -37,12 +37,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from async_grpo.checks.differential.check import CheckOptions, check
+    from async_grpo.checks.differential.building import CheckOptions
+    from async_grpo.checks.differential.check import check
     from async_grpo.checks.differential.lines import Status, printed, verdict
     from async_grpo.rundir.files import write_json
 
     device = CPU if args.tiny else choose_device(None)
-    asked = CheckOptions(config=args.config.absolute(), device=device, seed=args.seed, tiny=args.tiny)
+    asked = CheckOptions(config=str(args.config.absolute()), device=device, seed=args.seed, tiny=args.tiny)
     lines = []
     for line in check(asked, say=lambda text: print(text, file=sys.stderr, flush=True)):
         lines.append(line)
