@@ -359,15 +359,6 @@ class WorkerSettings:
         type=positive_seconds,
         metavar="S",
     )
-    tool_concurrency: int = setting(
-        64, "tool calls that a worker runs at a time (default: 64)", type=positive, metavar="N"
-    )
-    max_turns: int | None = setting(
-        None,
-        "times that a completion may call tools; overrides max_tool_calling_iterations of the setup file",
-        type=positive,
-        metavar="N",
-    )
     stall_warning: float = stall_warning()
     generator: str | None = setting(
         None,

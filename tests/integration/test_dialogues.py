@@ -27,7 +27,6 @@ from in_process import (
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from async_grpo.errors import UsageError
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.tokens import as_tokens
 
@@ -282,11 +281,3 @@ def logprobs_of(trainer: Any, batch: dict[str, Any]) -> torch.Tensor:
         return trainer._get_per_token_logps_and_entropies(
             trainer.model, ids, mask, logits_to_keep=batch["completion_ids"].shape[1]
         )[0]
-
-
-def test_a_limit_of_turns_needs_tools(tmp_path: Path) -> None:
-    worker = InProcessWorker(dialogues(tmp_path)())
-    worker.trl.limit_turns(1)
-    assert worker.trl.trainer.max_tool_calling_iterations == 1
-    with pytest.raises(UsageError, match="--max-turns limits how often a completion calls tools"):
-        InProcessWorker(settings(tmp_path, {})()).trl.limit_turns(1)

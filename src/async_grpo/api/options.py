@@ -70,8 +70,6 @@ class Options(TypedDict, total=False):
     score_concurrency: int | None
     score_alone: bool
     tool_timeout: float
-    tool_concurrency: int
-    max_turns: int | None
     generator: str | None
     server_devices: Sequence[int] | str | None
     server_timeout: float | None

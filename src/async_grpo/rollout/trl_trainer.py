@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from async_grpo.algorithm import Algorithm
-from async_grpo.errors import RunRefused, UsageError
+from async_grpo.errors import RunRefused
 from async_grpo.images import images_in, opened
 from async_grpo.records import Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
@@ -154,15 +154,6 @@ class RolloutTrainer:
         config = self.trainer.model.config
         config = getattr(config, "text_config", config)
         config.max_position_embeddings = min(tokens, config.max_position_embeddings)
-
-    def limit_turns(self, most: int) -> None:
-        """Let a completion call tools so many times. `UsageError`: TRL's trainer calls none."""
-        if not self.trainer.tools or self.trainer.rollout_func:
-            raise UsageError(
-                "--max-turns limits how often a completion calls tools, and this setup file gives TRL none to call "
-                "(tools, environment_factory). Leave it out."
-            )
-        self.trainer.max_tool_calling_iterations = most
 
     def prepare(self, job: Job, version: int) -> PreparedGroup:
         """Make a prompt of the job's row, as token ids, to be sampled by this policy version.

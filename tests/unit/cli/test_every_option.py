@@ -93,8 +93,6 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     "score_concurrency": (["--score-concurrency", "2"], REFUSED, "work.score_concurrency", 2),
     "score_alone": (["--score-alone"], REFUSED, "work.score_alone", True),
     "tool_timeout": (["--tool-timeout", "2"], REFUSED, "work.tool_timeout", 2.0),
-    "tool_concurrency": (["--tool-concurrency", "2"], REFUSED, "work.tool_concurrency", 2),
-    "max_turns": (["--max-turns", "2"], REFUSED, "work.max_turns", 2),
     "in_flight_update": (["--in-flight-update", "on"], REFUSED, "work.in_flight_update", "on"),
 }
 

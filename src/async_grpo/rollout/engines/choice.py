@@ -53,8 +53,6 @@ def make_engine(
     check_generation(trl.trainer, chosen)
     check_sampling(trl.trainer, state.correction, chosen)
     trl.sampled_by(chosen, state.options.get("max_staleness"))
-    if settings.max_turns is not None:
-        trl.limit_turns(settings.max_turns)
     in_flight_update = settings.in_flight_update == "on"
     check_generator_options(
         chosen,

@@ -52,7 +52,6 @@ class Turns:
         self._tools = Tools(
             trl.tools,
             timeout_s=settings.tool_timeout,
-            at_once=settings.tool_concurrency,
             users_loop=lambda: trl.trainer.async_loop,
         )
         self._harness = self._harness_of(engine, settings)

@@ -47,7 +47,7 @@ class Tools:
     """
 
     def __init__(
-        self, code: Mapping[str, UserCode], *, timeout_s: float, at_once: int, users_loop: Callable[[], Any]
+        self, code: Mapping[str, UserCode], *, timeout_s: float, at_once: int = 64, users_loop: Callable[[], Any]
     ) -> None:
         self._code = code
         self._timeout_s = timeout_s
