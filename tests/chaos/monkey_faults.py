@@ -154,7 +154,7 @@ def _something(path: Path, victim: Path, random: Random) -> None:
         (path / "inside").mkdir(parents=True)
     elif kind == "sparse":
         path.touch(mode=0o600)
-        os.truncate(path, 600 << 20)
+        os.truncate(path, 300 << 20)
     else:
         path.symlink_to(victim if kind == "link" else path.with_name("nowhere"))
 

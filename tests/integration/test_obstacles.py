@@ -31,7 +31,7 @@ OBSTACLES: dict[str, Callable[[Path], object]] = {
     "pipe": os.mkfifo,
     "link to nothing": lambda path: path.symlink_to("nowhere"),
     "folder": lambda path: (path / "inside").mkdir(parents=True),
-    "sparse": lambda path: (path.touch(mode=0o600), os.truncate(path, 600 << 20)),
+    "sparse": lambda path: (path.touch(mode=0o600), os.truncate(path, 300 << 20)),
     "junk": lambda path: path.write_bytes(b'\0\xff{"a":' * 50),
 }
 

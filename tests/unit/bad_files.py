@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-HUGE = "a sparse file of 6 GiB"
+HUGE = "a sparse file of 300 MiB"
 
 
 def _link(path: Path) -> None:
@@ -61,7 +61,7 @@ def plant(what: str, path: Path) -> Path:
         return path
     path.touch(mode=0o600)
     if what == HUGE:
-        os.truncate(path, 6 << 30)
+        os.truncate(path, 300 << 20)
     else:
         path.write_bytes(NO_OBJECTS[what])
     return path

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from async_grpo.slots import ledger
-from async_grpo.sweeps import plan
 from bad_files import HUGE, NO_FILES, NO_OBJECTS, plant
 
 from async_grpo.archive import rollout_state
@@ -25,6 +23,8 @@ from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import LineReader, read_end, read_object
 from async_grpo.telemetry import entries
 from async_grpo.telemetry.activity import read_activity
+from async_grpo_experiments.slots import ledger
+from async_grpo_experiments.sweeps import plan
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def test_what_is_no_plain_file_is_refused(name: str, bad: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", OF_OBJECTS)
 def test_a_huge_file_is_refused_before_it_is_read(name: str, tmp_path: Path) -> None:
     reader = OF_OBJECTS[name]
-    refused(reader, plant(HUGE, tmp_path / reader.file), "6,442,450,944 bytes")
+    refused(reader, plant(HUGE, tmp_path / reader.file), "314,572,800 bytes")
 
 
 @pytest.mark.parametrize("bad", NO_OBJECTS)

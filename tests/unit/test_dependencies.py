@@ -18,6 +18,7 @@ IMPORTED_AS = {  # where the name of a distribution is another
     "cupy-cuda12x": "cupy",
     "cupy-cuda13x": "cupy",
 }
+PACKAGES = ("async_grpo", "async_grpo_experiments", "async_grpo_ipc")
 USERS = {"bitsandbytes", "openai", "unsloth"}  # a user's setup file or agent imports them
 TOOLS = {"bench", "docs", "fuzz", "notebook", "test"}  # extras
 WHERE_THERE = {"trackio", "mcp"}  # the user's tracker, imported where `report_to` names it; comes with verifiers
@@ -25,7 +26,7 @@ WHERE_THERE = {"trackio", "mcp"}  # the user's tracker, imported where `report_t
 
 def imported() -> set[str]:
     found: set[str] = set()
-    for package in ("async_grpo", "async_grpo_ipc"):
+    for package in PACKAGES:
         for path in (ROOT / "src" / package).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Import):
@@ -41,5 +42,5 @@ def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None
     of_extras = [one for name in extras.keys() - TOOLS for one in extras[name]]
     names = {Requirement(one).name for one in (*project["dependencies"], *of_extras)} - USERS
     declared = {IMPORTED_AS.get(name, name.replace("-", "_")) for name in names}
-    others = imported() - sys.stdlib_module_names - {"async_grpo", "async_grpo_ipc"}
+    others = imported() - sys.stdlib_module_names - {*PACKAGES}
     assert others - WHERE_THERE == declared
