@@ -24,7 +24,7 @@ from async_grpo_ipc.errors import (
     ShareTimeoutError,
     VersionGoneError,
 )
-from async_grpo_ipc.handle import Handle, boot_id, pid_namespace, read_handle
+from async_grpo_ipc.handle import WeightsHandle, boot_id, pid_namespace, read_handle
 from async_grpo_ipc.layout import views
 from async_grpo_ipc.locks import FIRST_SLOT_BYTE, is_exiting
 from async_grpo_ipc.model import Binding
@@ -238,7 +238,7 @@ def _stamp_of(path: Path) -> Stamp | None:
     return found.st_ino, found.st_mtime_ns
 
 
-def _require_same_machine(handle: Handle, path: Path) -> None:
+def _require_same_machine(handle: WeightsHandle, path: Path) -> None:
     if handle.boot_id != boot_id():
         raise HandleFileError(
             f"{path} was written on another machine, or before this one was restarted. Memory is shared "
@@ -252,7 +252,7 @@ def _require_same_machine(handle: Handle, path: Path) -> None:
         )
 
 
-def _check_canaries(attached: memory.AttachedMemory, handle: Handle, path: Path) -> None:
+def _check_canaries(attached: memory.AttachedMemory, handle: WeightsHandle, path: Path) -> None:
     for number, block in enumerate(attached.blocks):
         expected = torch.frombuffer(bytearray(memory.canary(handle.generation, number)), dtype=torch.uint8)
         found = block[: memory.CANARY_BYTES].cpu()

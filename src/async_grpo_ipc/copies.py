@@ -72,7 +72,7 @@ def _addresses(tensors: Iterable[Tensor]) -> list[int]:
 
 
 @dataclass(slots=True)
-class _Run:
+class _CopyRun:
     """Elements that lie one after the other in both tensors' storages."""
 
     destination: Tensor
@@ -82,7 +82,7 @@ class _Run:
 
 def _merge_neighbours(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     merged: list[tuple[Tensor, Tensor]] = []
-    run: _Run | None = None
+    run: _CopyRun | None = None
     for destination, source in pairs:
         if not _same_dense_layout(destination, source):
             if run is not None:
@@ -96,7 +96,7 @@ def _merge_neighbours(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tens
             continue
         if run is not None:
             merged.append(_flat(run))
-        run = _Run(destination, source, destination.numel())
+        run = _CopyRun(destination, source, destination.numel())
     if run is not None:
         merged.append(_flat(run))
     return merged
@@ -110,7 +110,7 @@ def _same_dense_layout(destination: Tensor, source: Tensor) -> bool:
     )
 
 
-def _gap_behind(run: _Run | None, destination: Tensor, source: Tensor) -> int | None:
+def _gap_behind(run: _CopyRun | None, destination: Tensor, source: Tensor) -> int | None:
     """Padding elements between the run's end and these tensors, None where they differ on the two sides."""
     if run is None or run.source.dtype != source.dtype:
         return None
@@ -127,7 +127,7 @@ def _gap(first: Tensor, following: Tensor, numel: int) -> int | None:
     return gap if 0 <= gap * first.itemsize < ALIGNMENT else None
 
 
-def _flat(run: _Run) -> tuple[Tensor, Tensor]:
+def _flat(run: _CopyRun) -> tuple[Tensor, Tensor]:
     return (
         run.destination.as_strided((run.numel,), (1,), run.destination.storage_offset()),
         run.source.as_strided((run.numel,), (1,), run.source.storage_offset()),

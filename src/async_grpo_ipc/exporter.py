@@ -15,8 +15,8 @@ from async_grpo_ipc import memory
 from async_grpo_ipc.control import MAX_SLOTS, Control, SlotState, new_generation
 from async_grpo_ipc.copies import CopyPlan, allow_merging_over_padding
 from async_grpo_ipc.handle import (
-    Handle,
     VersionFile,
+    WeightsHandle,
     boot_id,
     handle_path,
     pid_namespace,
@@ -335,8 +335,8 @@ class WeightExporter:
             torch.cuda.empty_cache()  # what they had, where it was a GPU's
         return bool(same)
 
-    def _handle(self) -> Handle:
-        return Handle(
+    def _handle(self) -> WeightsHandle:
+        return WeightsHandle(
             generation=self.generation,
             pid=os.getpid(),
             pid_namespace=pid_namespace(),

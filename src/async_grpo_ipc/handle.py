@@ -41,7 +41,7 @@ VERSION_FILE_BYTES = 160  # padded with spaces: every version is one write of th
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Handle:
+class WeightsHandle:
     """Everything a reader needs to know about one generation, that is one life of an exporter."""
 
     generation: str  # 32 hex digits
@@ -82,7 +82,7 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
-def write_handle(path: Path, handle: Handle) -> None:
+def write_handle(path: Path, handle: WeightsHandle) -> None:
     from async_grpo_ipc.layout import described
 
     body = {
@@ -121,7 +121,7 @@ def replace_whole(path: Path, payload: bytes) -> None:
         raise
 
 
-def read_handle(path: Path) -> Handle:
+def read_handle(path: Path) -> WeightsHandle:
     """Read and check the file. Raises `HandleFileError` that says what is wrong with it."""
     with _sensible(path):
         return _handle_from_json(read_body(path))
@@ -189,10 +189,10 @@ def crc32(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode("ascii"))
 
 
-def _handle_from_json(body: dict[str, Any]) -> Handle:
+def _handle_from_json(body: dict[str, Any]) -> WeightsHandle:
     from async_grpo_ipc.layout import read_layout
 
-    handle = Handle(
+    handle = WeightsHandle(
         **fields.head(body)._asdict(),
         pid_namespace=fields.text(body["pid_namespace"]),
         boot_id=fields.text(body["boot_id"]),

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from async_grpo_ipc.copies import CopyPlan, allow_merging_over_padding
 from async_grpo_ipc.errors import MismatchError
-from async_grpo_ipc.handle import Handle
+from async_grpo_ipc.handle import WeightsHandle
 from async_grpo_ipc.layout import TensorSpec, plan_layout, views
 from async_grpo_ipc.memory import AttachedMemory
 
 
 @dataclass(slots=True)
-class Place:
+class TensorPlace:
     """Where a module holds a parameter or buffer."""
 
     holder: dict[str, Any]
@@ -33,7 +33,7 @@ class ModelTensor:
 
     is_parameter: bool
     names: list[str] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
+    places: list[TensorPlace] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -108,7 +108,7 @@ def model_tensors(model: nn.Module, *, buffers: bool) -> list[ModelTensor]:
     for name, holder, key, tensor, is_parameter in _walk(model, buffers):
         entry = found.setdefault(identity(tensor), ModelTensor(is_parameter))
         entry.names.append(name)
-        entry.places.append(Place(holder, key, tensor))
+        entry.places.append(TensorPlace(holder, key, tensor))
     return list(found.values())
 
 
@@ -160,7 +160,7 @@ def identity(tensor: Tensor) -> Any:
 class Binding:
     """The tensors of one model and their places in one generation's memory."""
 
-    def __init__(self, model: nn.Module, handle: Handle, memory: AttachedMemory, where: str) -> None:
+    def __init__(self, model: nn.Module, handle: WeightsHandle, memory: AttachedMemory, where: str) -> None:
         matched = match(model, handle, where)
         static = {spec.name for spec in handle.static.tensors}
         self._generation = handle.generation
@@ -173,7 +173,7 @@ class Binding:
         self._static_is_here = False
         self._moves: list[list[tuple[Tensor, Tensor]]] = []  # for each slot: parameter, its view there
 
-    def fits(self, handle: Handle) -> bool:
+    def fits(self, handle: WeightsHandle) -> bool:
         """Whether this is the handle that was matched, and the model still holds the parameters that it held then."""
         return self._generation == handle.generation and self._places.first_replaced() is None
 
@@ -247,7 +247,7 @@ class Binding:
         return [by_name[spec.name] for _, spec in pairs]
 
 
-def match(model: nn.Module, handle: Handle, where: str) -> list[tuple[ModelTensor, TensorSpec]]:
+def match(model: nn.Module, handle: WeightsHandle, where: str) -> list[tuple[ModelTensor, TensorSpec]]:
     """Pair the model's tensors with the published ones. Raises `MismatchError` that says what to do, before
     anything is touched.
     """
@@ -282,7 +282,7 @@ def match(model: nn.Module, handle: Handle, where: str) -> list[tuple[ModelTenso
     return pairs
 
 
-def _require_incomplete(entry: ModelTensor, handle: Handle, where: str) -> None:
+def _require_incomplete(entry: ModelTensor, handle: WeightsHandle, where: str) -> None:
     if handle.complete:
         raise MismatchError(
             f"Tensor {entry.name} of this model is not published at {where}, which has all of the "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from async_grpo_ipc.control import Control, SlotState
 from async_grpo_ipc.errors import ExporterDiedError
-from async_grpo_ipc.handle import Handle, handle_path, read_handle, read_head
+from async_grpo_ipc.handle import WeightsHandle, handle_path, read_handle, read_head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,7 +118,7 @@ def _describe_layout(title: str, layout: "Layout") -> list[str]:
     return lines
 
 
-def _describe_slots(handle: Handle, where: Path) -> list[str]:
+def _describe_slots(handle: WeightsHandle, where: Path) -> list[str]:
     fd, inode = handle.control_fd, handle.control_inode
     try:
         control = Control.attach(handle.pid, fd, inode, handle.generation, handle.slots, str(where), reader=False)
@@ -140,7 +140,7 @@ def _describe_slot(slot: Slot) -> str:
     return f"slot {slot.number}: {slot.state}{version}{' (newest)' if slot.newest else ''}{held}"
 
 
-def _describe_tensors(handle: Handle) -> Iterator[str]:
+def _describe_tensors(handle: WeightsHandle) -> Iterator[str]:
     for spec in (*handle.static.tensors, *handle.slot.tensors):
         dtype = str(spec.dtype).removeprefix("torch.")
         yield f"{spec.offset:>14}  {dtype:<10} {list(spec.shape)!s:<20} {spec.name}"
@@ -168,7 +168,7 @@ def _ways_to_read(attachment: "Attachment") -> str:
     return f"a model on {device} can alias it, others pull" if device is not None else "every model has to pull it"
 
 
-def _on(handle: Handle) -> str:
+def _on(handle: WeightsHandle) -> str:
     return (
         f" on {handle.memory['device_name']} ({handle.memory['device_uuid']})"
         if handle.memory["kind"] == "cuda"

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from async_grpo.deltas.chain import Chain
 from async_grpo.deltas.checkpoint import write_checkpoint
 from async_grpo.deltas.places import chain_folder
-from async_grpo.deltas.recorder import Recorder
+from async_grpo.deltas.recorder import DeltaRecorder
 from async_grpo.errors import UsageError
 from async_grpo.roles.checkpoint_weights import load_weights
 from async_grpo.settings import TrainingSettings
@@ -38,7 +38,7 @@ def keep(model: Any, folder: Path, dtype: torch.dtype | None = None) -> dict[str
     handle = folder / "handle.json"
     settings = TrainingSettings(delta_every=1, full_every=0)
     trainer: Any = SimpleNamespace(model=model, processing_class=build_tokenizer())
-    recorder = Recorder(trainer, handle, folder / "deltas", "r", settings)
+    recorder = DeltaRecorder(trainer, handle, folder / "deltas", "r", settings)
     with WeightExporter.from_model(model, handle, slots=4, dtype=dtype) as exporter:
         for version in (0, 1):
             if version:

@@ -14,7 +14,7 @@ import numpy as np
 
 from async_grpo.archive import rollout_state
 from async_grpo.archive.groups import done_files, paths_of_jobs
-from async_grpo.archive.history import Process, read_record
+from async_grpo.archive.history import ServerProcess, read_record
 from async_grpo.archive.rollout_state import RolloutState
 from async_grpo.errors import BadFileError
 from async_grpo.formatting import counted
@@ -42,7 +42,7 @@ class TurnRewards:
     total: float  # of these rewards
 
 
-class Stored(NamedTuple):
+class StoredGroup(NamedTuple):
     """What the file of a finished group says."""
 
     name: JobName
@@ -58,23 +58,23 @@ class Evidence:
 
     waiting: dict[int, list[JobName]] = field(default_factory=dict)  # files in queue/
     done: dict[int, list[JobName]] = field(default_factory=dict)  # finished groups, and second results
-    stored: dict[JobName, Stored] = field(default_factory=dict)  # of every finished group that is sound
+    stored: dict[JobName, StoredGroup] = field(default_factory=dict)  # of every finished group that is sound
     failed: dict[int, int] = field(default_factory=dict)  # jobs given up -> their last attempt
     broken: dict[int, int] = field(default_factory=dict)  # jobs of which a broken file was set aside -> its attempt
     broken_files: int = 0  # set aside
     without_reason: list[str] = field(default_factory=list)
     checkpoints: list[RolloutState] = field(default_factory=list)  # complete ones of this run, oldest first
-    processes: list[Process] = field(default_factory=list)
+    processes: list[ServerProcess] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)  # groups that a process did not use
     unusable: list[str] = field(default_factory=list)  # a sentence for each file or line that cannot be read
 
 
-class Reader:
+class EvidenceReader:
     """Takes snapshots of one run; a file that was found sound is not read a second time."""
 
     def __init__(self, run: RunDir, state: RunState) -> None:
         self._run, self._state = run, state
-        self._sound: dict[str, Stored | None] = {}
+        self._sound: dict[str, StoredGroup | None] = {}
 
     def look(self) -> Evidence:
         found = Evidence()
@@ -139,13 +139,13 @@ class Reader:
         found.checkpoints.sort(key=lambda state: state.step)
 
 
-def _stored(data: bytearray, name: JobName, run_id: str) -> Stored | None:
+def _stored(data: bytearray, name: JobName, run_id: str) -> StoredGroup | None:
     """What a finished group's file says, or None for a job's; `BadFileError` for any other."""
     if name.state not in (COMPLETE, DUPLICATE):
         decode_job(data, name, run_id)
         return None
     group = decode_group(data, name, run_id)
-    return Stored(name, group.worker, group.policy_version, _turn_rewards(group), _wrong_turns(group))
+    return StoredGroup(name, group.worker, group.policy_version, _turn_rewards(group), _wrong_turns(group))
 
 
 def _turn_rewards(group: RolloutGroup) -> TurnRewards | None:

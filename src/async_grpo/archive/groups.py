@@ -27,7 +27,7 @@ from async_grpo.rundir.reading import LineReader, read_object
 WAITING, USED, DROPPED, EVALUATED = "waiting", "used", "dropped", "evaluated"
 
 
-class Fate(NamedTuple):
+class GroupFate(NamedTuple):
     """What the trainer did with a group."""
 
     state: str  # waiting (finished, not used yet), used, dropped, evaluated (never for the trainer)
@@ -43,7 +43,7 @@ class FinishedGroup:
     """A generated and scored group, with its fate. G completions."""
 
     group: RolloutGroup
-    fate: Fate
+    fate: GroupFate
     totals: Floats  # [G], weighted rewards; NaN where there was none
     finished_at: float  # wall clock, seconds since 1970: for people, nothing relies on it
 
@@ -64,7 +64,7 @@ class UsedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class RunResumed:
     """From here on another process trains, from this step on: what the record has of later steps has not happened."""
 
     from_step: int
@@ -89,7 +89,7 @@ class FinishedGroups:
         """The run's state: running, finished, stopped, failed, or interrupted, which no process could write down."""
         return "interrupted" if self.state.state == RUNNING and not server_alive(self.run.root) else self.state.state
 
-    def news(self) -> Iterator[UsedStep | Resumed | Dropped]:
+    def news(self) -> Iterator[UsedStep | RunResumed | Dropped]:
         """What the trainer did since the last call, in its order, with the groups that it used."""
         begins = self._record.position == 0
         self._read_hyperparameters()
@@ -100,15 +100,15 @@ class FinishedGroups:
                 elif isinstance(entry, Dropped):
                     yield entry
                 elif not begins:
-                    yield Resumed(entry.resumed_from or 0)
+                    yield RunResumed(entry.resumed_from or 0)
                 begins = False
 
-    def all(self, fates: Mapping[int, Fate], *, only: Container[int] | None = None) -> Iterator[FinishedGroup]:
+    def all(self, fates: Mapping[int, GroupFate], *, only: Container[int] | None = None) -> Iterator[FinishedGroup]:
         """Every finished group that is there now, or `only` these jobs', the newest job first."""
         with closing(OsFiles(self.run.root)) as files:
             for path, name in reversed([*done_files(files), *paths_of_jobs(files, "queue")]):
                 if name.state == COMPLETE and (only is None or name.seq in only):
-                    found = self._read(files, path, name, fates.get(name.seq, Fate(WAITING)))
+                    found = self._read(files, path, name, fates.get(name.seq, GroupFate(WAITING)))
                     if found is not None:
                         yield found
 
@@ -117,18 +117,18 @@ class FinishedGroups:
         with closing(OsFiles(self.run.root)) as files:
             everything = [*done_files(files, trains=False), *paths_of_jobs(files, "queue", trains=False)]
             for path, name in reversed(everything):
-                found = self._read(files, path, name, Fate(EVALUATED)) if name.state == COMPLETE else None
+                found = self._read(files, path, name, GroupFate(EVALUATED)) if name.state == COMPLETE else None
                 if found is not None:
                     yield found
 
-    def fates(self) -> dict[int, Fate]:
+    def fates(self) -> dict[int, GroupFate]:
         """What became of each group, by sequence number: what the weights of the last step were trained on."""
         processes, broken = read_record(self.run.consumption, self.state.run_id)
         self.skipped |= {sentence: sentence for sentence in broken}
-        found = {seq: Fate(DROPPED, reason=reason) for process in processes for seq, reason in process.dropped}
+        found = {seq: GroupFate(DROPPED, reason=reason) for process in processes for seq, reason in process.dropped}
         for number, (_, (step, batch)) in enumerate(final_history(processes)):
             for seq, version in zip(batch.seqs, batch.policy_versions, strict=True):
-                found[seq] = Fate(USED, step, batch.version_used, version, number)
+                found[seq] = GroupFate(USED, step, batch.version_used, version, number)
         return found
 
     def _read_hyperparameters(self) -> None:
@@ -158,7 +158,7 @@ class FinishedGroups:
                     paths.setdefault(name.seq, []).append((path, name))
         groups: list[FinishedGroup] = []
         for seq, version in zip(entry.batch.seqs, entry.batch.policy_versions, strict=True):
-            fate = Fate(USED, entry.step, entry.batch.version_used, version)
+            fate = GroupFate(USED, entry.step, entry.batch.version_used, version)
             read = (self._read(files, path, name, fate) for path, name in paths.get(seq, []))
             groups += [found for found in read if found is not None][:1]
         return UsedStep(
@@ -168,7 +168,7 @@ class FinishedGroups:
             missing=len(entry.batch.seqs) - len(groups),
         )
 
-    def _read(self, files: OsFiles, path: str, name: JobName, fate: Fate) -> FinishedGroup | None:
+    def _read(self, files: OsFiles, path: str, name: JobName, fate: GroupFate) -> FinishedGroup | None:
         """The group in a file; None if it is gone, broken, or not the result that was used."""
         try:
             group = decode_group(files.read(path), name, self.state.run_id)

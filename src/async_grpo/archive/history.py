@@ -123,7 +123,7 @@ def _sound_seqs(seqs: list[int]) -> list[int]:
 
 
 @dataclass(slots=True)
-class Process:
+class ServerProcess:
     """What one parameter server process wrote into the record."""
 
     resumed_from: int | None  # step of its checkpoint
@@ -141,16 +141,16 @@ class Process:
         return {seq for _, batch in self.used for seq in batch.seqs} | {seq for seq, _ in self.dropped}
 
 
-def newest_version(processes: Sequence[Process]) -> int:
+def newest_version(processes: Sequence[ServerProcess]) -> int:
     """The newest version that these processes can have reached."""
     steps = [step for process in processes for step, _ in process.used]
     versions_a_line = max((later - step for step, later in pairwise(steps)), default=1)
     return max((process.last_step for process in processes), default=0) + max(1, versions_a_line)
 
 
-def read_record(path: Path, run_id: str) -> tuple[list[Process], list[str]]:
+def read_record(path: Path, run_id: str) -> tuple[list[ServerProcess], list[str]]:
     """The processes of a run in the order in which they ran, and a sentence for each line that is not valid."""
-    processes: list[Process] = []
+    processes: list[ServerProcess] = []
     broken: list[str] = []
     try:
         for number, line in enumerate(LineReader(path).new_lines(half=True), start=1):
@@ -164,11 +164,11 @@ def read_record(path: Path, run_id: str) -> tuple[list[Process], list[str]]:
     return processes, broken
 
 
-def _add(processes: list[Process], entry: Started | Used | Dropped, run_id: str) -> None:
+def _add(processes: list[ServerProcess], entry: Started | Used | Dropped, run_id: str) -> None:
     if isinstance(entry, Started):
         if entry.run_id != run_id:
             raise BadFileError(f"it is of run {entry.run_id}, this is run {run_id}")
-        processes.append(Process(entry.resumed_from, entry.max_staleness, entry.sampled))
+        processes.append(ServerProcess(entry.resumed_from, entry.max_staleness, entry.sampled))
     elif not processes:
         raise BadFileError("no line before it says which process wrote it")
     elif isinstance(entry, Used):
@@ -177,7 +177,7 @@ def _add(processes: list[Process], entry: Started | Used | Dropped, run_id: str)
         processes[-1].dropped.append(entry)
 
 
-def final_history(processes: Iterable[Process]) -> list[tuple[int, Used]]:
+def final_history(processes: Iterable[ServerProcess]) -> list[tuple[int, Used]]:
     """What the weights of the last step were trained on, in order, each with the index of its process.
 
     A process continues from its checkpoint, so steps of earlier processes after that one do not count.

@@ -47,7 +47,7 @@ class About:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class VersionPlace:
     """What each file says about itself."""
 
     chain: str
@@ -61,8 +61,8 @@ class Entry:
     """A file of the chain, of which the header could be read."""
 
     path: Path
-    place: Place
-    header: file.Header
+    place: VersionPlace
+    header: file.DeltaHeader
 
     @property
     def version(self) -> int:
@@ -92,7 +92,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ChainFault:
     """Why a file cannot be used."""
 
     version: int
@@ -108,7 +108,7 @@ class Verdict:
     """What `verify` found."""
 
     versions: list[int]  # that can be rebuilt
-    problems: list[Problem]
+    problems: list[ChainFault]
 
     @property
     def intact_up_to(self) -> int | None:
@@ -129,12 +129,12 @@ class Chain:
                 "pip install zstandard, and try again."
             )
         self.entries: dict[int, Entry] = {}
-        self.problems: dict[int, Problem] = {}
+        self.problems: dict[int, ChainFault] = {}
         for path, version, kind in _files(folder):
             try:
                 self.entries[version] = self._entry(path, version, kind)
             except DeltaError as error:
-                self.problems[version] = Problem(version, path.name, str(error))
+                self.problems[version] = ChainFault(version, path.name, str(error))
         self._set_aside_other_models()
 
     @property
@@ -177,7 +177,7 @@ class Chain:
             assert entry.place.before is not None  # `_entry` has checked it
             wanted = entry.place.before
 
-    def walk(self, *, problems: list[Problem] | None = None, in_place: bool = True) -> Iterator[Step]:
+    def walk(self, *, problems: list[ChainFault] | None = None, in_place: bool = True) -> Iterator[Step]:
         """Each version that can be rebuilt, in order; what cannot is added to `problems`, or raised without them.
 
         Args:
@@ -185,7 +185,7 @@ class Chain:
         """
         buffers: dict[str, Buffer] | None = None
         last: Entry | None = None  # that `buffers` are of
-        told: list[Problem] = []
+        told: list[ChainFault] = []
         for version in self.versions:
             problem = self.problems.get(version)
             if problem is None:
@@ -201,7 +201,7 @@ class Chain:
                         continue
                     except DeltaError as error:
                         reason = str(error)
-                problem = Problem(version, entry.path.name, reason)
+                problem = ChainFault(version, entry.path.name, reason)
             if problems is None:
                 raise DeltaChainError(f"{self.folder / problem.file} cannot be used: {problem.reason}")
             buffers = last = None
@@ -210,12 +210,12 @@ class Chain:
 
     def verify(self) -> Verdict:
         """Rebuild each version, and say which cannot be."""
-        problems: list[Problem] = []
+        problems: list[ChainFault] = []
         versions = [step.entry.version for step in self.walk(problems=problems)]
         problems += self._missing()
         return Verdict(versions, sorted(problems, key=lambda problem: problem.version))
 
-    def _misplaced(self, entry: Entry, last: Entry | None, told: list[Problem]) -> str | None:
+    def _misplaced(self, entry: Entry, last: Entry | None, told: list[ChainFault]) -> str | None:
         if entry.is_snapshot:
             return None
         before = entry.place.before
@@ -229,23 +229,23 @@ class Chain:
             return f"it starts from version {before}, which cannot be rebuilt{damaged}"
         return None if entry.header.delta.base == last.hash else _other_base(entry, last)
 
-    def _missing(self) -> Iterator[Problem]:
+    def _missing(self) -> Iterator[ChainFault]:
         """Files that others name, where nothing else shows that they are gone."""
         first = max(min(self.versions, default=0), read_oldest(self.folder))
         for entry in self.entries.values():
             before = entry.place.before
             if entry.is_snapshot and before is not None and before > first and before not in self.versions:
-                yield Problem(before, f"{before:06d}.delta", "it is missing: the snapshot after it names it")
+                yield ChainFault(before, f"{before:06d}.delta", "it is missing: the snapshot after it names it")
         newest = read_latest(self.folder)
         if newest is not None and newest not in self.versions:
-            yield Problem(newest, f"{newest:06d}.delta", f"it is missing: the file {LATEST} names it")
+            yield ChainFault(newest, f"{newest:06d}.delta", f"it is missing: the file {LATEST} names it")
 
     def _entry(self, path: Path, version: int, kind: str) -> Entry:
         with _opened(path) as found:
             header = file.read_header(found)
             nbytes = os.fstat(found.fileno()).st_size
         try:
-            entry = Entry(path, shaped(Place, header.about), header)
+            entry = Entry(path, shaped(VersionPlace, header.about), header)
         except BadFileError as error:
             raise DeltaError(f"its header makes no sense ({error})") from error
         if entry.place.chain != self.about.chain:
@@ -266,7 +266,7 @@ class Chain:
         for version in [version for version, found in tensors.items() if found != ours]:
             name, kind = min(tensors[version] - ours or ours - tensors[version])
             reason = f"it has other tensors than the chain's model, such as {name} of {kind}"
-            self.problems[version] = Problem(version, self.entries.pop(version).path.name, reason)
+            self.problems[version] = ChainFault(version, self.entries.pop(version).path.name, reason)
 
     def _nearby(self, version: int) -> str:
         if not self.versions:

@@ -30,7 +30,7 @@ _NAME = re.compile(r"delta_(\d{6,})\.pt")
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class RecordedChange:
     """What became of one tensor."""
 
     indices: Tensor  # [dimensions, changed]
@@ -43,7 +43,7 @@ class OriginalDelta:
     """One file."""
 
     step: int
-    changes: dict[str, Change]
+    changes: dict[str, RecordedChange]
     is_exact: bool  # whether it holds new values, not rounded differences
 
     @property
@@ -106,8 +106,10 @@ def _delta(found: Any) -> OriginalDelta:
     return OriginalDelta(int(found["step"]), changes, about.get("format") == "values")
 
 
-def _change(layer: Mapping[str, Any]) -> Change:
-    change = Change(layer["indices"], layer["values"].reshape(-1), tuple(int(length) for length in layer["shape"]))
+def _change(layer: Mapping[str, Any]) -> RecordedChange:
+    change = RecordedChange(
+        layer["indices"], layer["values"].reshape(-1), tuple(int(length) for length in layer["shape"])
+    )
     if change.indices.is_floating_point() or change.indices.shape != (len(change.shape), change.values.numel()):
         raise ValueError(f"indices {list(change.indices.shape)} for {change.values.numel()} values")
     return change

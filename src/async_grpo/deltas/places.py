@@ -15,7 +15,7 @@ from async_grpo.rundir.paths import RunDir
 _AT = re.compile(r"(.+)@(\d+)")
 
 
-class Named(NamedTuple):
+class NamedVersion(NamedTuple):
     """What `PLACE@VERSION` says."""
 
     folder: Path  # of the chain
@@ -40,12 +40,12 @@ def chain_folder(place: Path) -> Path:
     return folder
 
 
-def named_version(text: str) -> Named | None:
+def named_version(text: str) -> NamedVersion | None:
     """`worker@137` -> the chain and 137; None where `text` names no version. `DeltaChainError` as `chain_folder`."""
     match = _AT.fullmatch(text)
     if match is None or Path(text).exists() or not Path(match[1]).expanduser().is_dir():
         return None
-    return Named(chain_folder(Path(match[1]).expanduser()).absolute(), int(match[2]))
+    return NamedVersion(chain_folder(Path(match[1]).expanduser()).absolute(), int(match[2]))
 
 
 def kept_of(run_dir: Path, versions: Iterable[int]) -> str:
@@ -62,6 +62,6 @@ def kept_of(run_dir: Path, versions: Iterable[int]) -> str:
     return f"sampled by {which} which {verb} kept: async-grpo evaluate {newest} --config SETUP_FILE"
 
 
-def require_version(named: Named) -> None:
+def require_version(named: NamedVersion) -> None:
     """`DeltaChainError` where the version is not there, or the files that lead to it are not."""
     Chain(named.folder).path_to(named.version)

@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 Copy = tuple[int, dict[str, Buffer]]  # a version and its changing tensors
 
 
-def recorder_of(trainer: GRPOTrainer, run: RunDir, state: RunState, settings: TrainingSettings) -> Recorder | None:
+def recorder_of(trainer: GRPOTrainer, run: RunDir, state: RunState, settings: TrainingSettings) -> DeltaRecorder | None:
     """Build what the settings ask for, None where they ask for nothing. `run.json` says where the chain is."""
     if not settings.delta_every:
         return None
     folder = Path(settings.delta_dir or state.delta_dir or f"checkpoints/deltas_{state.run_id}").absolute()
     run.update_state(of=state.run_id, delta_dir=str(folder))
-    return Recorder(trainer, run.weights_handle, folder, state.run_id, settings)
+    return DeltaRecorder(trainer, run.weights_handle, folder, state.run_id, settings)
 
 
-class Recorder:
+class DeltaRecorder:
     """Records in `folder` the versions of what is published at `handle`. Its methods belong to the trainer's thread."""
 
     def __init__(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from async_grpo.deltas.chain import Chain, Problem, Step
+from async_grpo.deltas.chain import Chain, ChainFault, Step
 from async_grpo_ipc.delta import Buffers
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers?|h|blocks?)\.(\d+)\.")
@@ -88,7 +88,7 @@ class _Anchor:
 
 def statistics(chain: Chain, spans: Iterable[int] = DEFAULT_SPANS) -> Statistics:
     """Walk over the chain. Needs memory for the weights twice, and once more for each of `spans`."""
-    problems: list[Problem] = []
+    problems: list[ChainFault] = []
     anchors = [_Anchor(span) for span in spans]
     steps: list[StepFigures] = []
     before: Step | None = None

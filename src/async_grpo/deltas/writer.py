@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 from uuid import uuid4
 
-from async_grpo.deltas.chain import CHAIN_FILE, LATEST, About, Chain, Entry, Place, read_about, read_oldest
+from async_grpo.deltas.chain import CHAIN_FILE, LATEST, About, Chain, Entry, VersionPlace, read_about, read_oldest
 from async_grpo.errors import DeltaChainError, DiskFullError
 from async_grpo.rundir.files import room_for, write_json
 from async_grpo.rundir.folders import make_folder
@@ -114,7 +114,7 @@ class ChainWriter:
         delta = encode(None if snapshot else self._last, buffers, base=self._last_hash)
         before = self._last_version
         span = version - before if before is not None else 1
-        place = Place(chain=self.about.chain, version=version, before=before, span=span)
+        place = VersionPlace(chain=self.about.chain, version=version, before=before, span=span)
         name = f"{version:06d}.{'full' if snapshot else 'delta'}"
         try:
             nbytes = self._write(name, file.pack(delta, asdict(place)))

@@ -71,7 +71,7 @@ def _rules(about: Stored) -> Iterator[tuple[Callable[[Any], bool], str]]:
         yield (lambda text: text in choices), f"is {{!r:.40}}, not one of {', '.join(choices)}"
 
 
-class Values:
+class JsonValues:
     """The JSON values of a record: those in the header of a file, or its texts."""
 
     def __init__(self, record: type, number: int, place: str) -> None:
@@ -84,7 +84,7 @@ class Values:
         self._written = [(name, kind.write) for name, kind in kinds.items() if kind.write]
         self._read = [(name, kind.read) for name, kind in kinds.items() if kind.read]
         self._nested = [
-            (name, Values(about.kind, number, place))
+            (name, JsonValues(about.kind, number, place))
             for name, about in self.columns.items()
             if isinstance(about.kind, type)
         ]
@@ -135,7 +135,7 @@ class Schema:
 
     def __init__(self, record: type, name: str, number: int) -> None:
         self.format = f"async-grpo-{name}/{number}"
-        self.header, self.texts = Values(record, number, "header"), Values(record, number, "texts")
+        self.header, self.texts = JsonValues(record, number, "header"), JsonValues(record, number, "texts")
         self.arrays = {name: about for name, about in columns(record, number).items() if about.place == "tensor"}
         self.dtypes = {name: DTYPES[str(about.kind)] for name, about in self.arrays.items()}
         self.dimensions = {name: len(about.shape) for name, about in self.arrays.items()}

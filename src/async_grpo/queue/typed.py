@@ -19,7 +19,7 @@ from async_grpo.errors import BadFileError
 Place = list[str | int]  # keys and indices that lead to a value
 
 
-class _Kind(NamedTuple):
+class _Codec(NamedTuple):
     """How values of a type are written, as text or as an integer, and read."""
 
     write: Callable[[Any], str | int]
@@ -54,16 +54,16 @@ def _pandas_timedelta(nanoseconds: int) -> Any:
 
 
 _KINDS = {
-    "date": _Kind(date.isoformat, date.fromisoformat),
-    "datetime": _Kind(_with_zone, _datetime),
-    "time": _Kind(time.isoformat, time.fromisoformat),
-    "timedelta": _Kind(
+    "date": _Codec(date.isoformat, date.fromisoformat),
+    "datetime": _Codec(_with_zone, _datetime),
+    "time": _Codec(time.isoformat, time.fromisoformat),
+    "timedelta": _Codec(
         lambda value: value // timedelta(microseconds=1), lambda number: timedelta(microseconds=number), int
     ),
-    "Decimal": _Kind(str, Decimal),
-    "bytes": _Kind(lambda value: b64encode(value).decode(), lambda text: b64decode(text, validate=True)),
-    "pandas.Timestamp": _Kind(_with_zone, _pandas_timestamp),  # of nanoseconds, as pyarrow gives them
-    "pandas.Timedelta": _Kind(lambda value: int(value.value), _pandas_timedelta, int),
+    "Decimal": _Codec(str, Decimal),
+    "bytes": _Codec(lambda value: b64encode(value).decode(), lambda text: b64decode(text, validate=True)),
+    "pandas.Timestamp": _Codec(_with_zone, _pandas_timestamp),  # of nanoseconds, as pyarrow gives them
+    "pandas.Timedelta": _Codec(lambda value: int(value.value), _pandas_timedelta, int),
 }
 _NAMES: dict[type, str] = {kind: kind.__name__ for kind in (date, datetime, time, timedelta, Decimal, bytes)}
 

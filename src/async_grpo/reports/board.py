@@ -30,7 +30,7 @@ from tensorboard.plugins.scalar.summary_v2 import scalar_pb
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from async_grpo.archive.groups import FinishedGroups, Resumed, UsedStep, open_run
+from async_grpo.archive.groups import FinishedGroups, RunResumed, UsedStep, open_run
 from async_grpo.archive.history import Dropped
 from async_grpo.errors import DiskFullError, RunDirError
 from async_grpo.reports import series
@@ -147,7 +147,7 @@ class Board:
         """How many steps were added, and how many of their groups have no file."""
         steps = missing = 0
         for news in self._groups.news():
-            if isinstance(news, Resumed):
+            if isinstance(news, RunResumed):
                 files.restart(news.from_step + 1)
                 self._times = {step: at for step, at in self._times.items() if step <= news.from_step}
             elif isinstance(news, Dropped):

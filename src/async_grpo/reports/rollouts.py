@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any
 
-from async_grpo.archive.groups import WAITING, Fate, FinishedGroup, FinishedGroups
+from async_grpo.archive.groups import WAITING, FinishedGroup, FinishedGroups, GroupFate
 from async_grpo.queue.names import NOT_TRAINED_ON
 from async_grpo.records import RolloutGroup
 
@@ -143,7 +143,7 @@ def _extreme(rollouts: Iterable[Rollout], order: str, limit: int | None) -> list
     return sorted(scored, key=key) if limit is None else heapq.nsmallest(limit, scored, key=key)
 
 
-def _rollouts(groups: FinishedGroups, found: Iterable[FinishedGroup], fates: dict[int, Fate]) -> Iterator[Rollout]:
+def _rollouts(groups: FinishedGroups, found: Iterable[FinishedGroup], fates: dict[int, GroupFate]) -> Iterator[Rollout]:
     if not groups.rule.in_groups:
         for group in found:
             yield from _of_group(group, None)

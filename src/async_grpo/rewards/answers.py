@@ -18,7 +18,7 @@ _END_OF_TEXT = re.compile(r"<\|\w+\|>\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TaggedAnswer:
     """The parts of one completion."""
 
     solution: str | None  # between the last pair of its tags; None: there is none
@@ -39,14 +39,14 @@ def text_of(completion: Any) -> str:
     return str(completion[-1].get("content") or "") if completion else ""
 
 
-def parse(completion: Any) -> Answer:
+def parse(completion: Any) -> TaggedAnswer:
     """The parts of a completion, in either of TRL's forms."""
     text = text_of(completion)
     _, opened, after = text.rpartition(SOLUTION_START)
     inside, closed, rest = after.partition(SOLUTION_END)
     found = bool(opened and closed)
     work, ended, _ = text.partition(WORK_END)
-    return Answer(
+    return TaggedAnswer(
         solution=inside.strip() if found else None,
         strict=_is_strict(text),
         thinks=text.count(WORK_END) == 1 and bool(ended) and bool(work.replace(WORK_START, "").strip()),

@@ -58,7 +58,7 @@ def with_deadline(
         raise ValueError(f"seconds must be positive, got {seconds}.")
 
     def decorate(function: Reward) -> Reward:
-        processes = _Processes(function, seconds, late, prepare)
+        processes = _Forks(function, seconds, late, prepare)
 
         @functools.wraps(function)
         def scored(completions: Sequence[Any], **columns: Any) -> list[float | None]:
@@ -70,14 +70,14 @@ def with_deadline(
     return decorate
 
 
-class _Processes:
+class _Forks:
     """The processes of one function."""
 
     def __init__(
         self, function: Reward, seconds: float, late: float | None, prepare: Callable[[], object] | None
     ) -> None:
         self._function, self._seconds, self._late, self._prepare = function, seconds, late, prepare
-        self._free: LifoQueue[_Process | None] = LifoQueue()  # None: one may be made
+        self._free: LifoQueue[_Fork | None] = LifoQueue()  # None: one may be made
         self._owner = 0
         self._lock = Lock()
         self._said = 0
@@ -126,9 +126,9 @@ class _Processes:
             raise value
         return None if value is None else float(value)
 
-    def _ready_one(self) -> _Process:
+    def _ready_one(self) -> _Fork:
         for _ in range(FORKS):
-            process = _Process(self._function, self._seconds)
+            process = _Fork(self._function, self._seconds)
             if process.is_ready():
                 return process
             process.kill()
@@ -155,7 +155,7 @@ def _name(function: Reward) -> str:
 READY, RETURNED, RAISED, LATE, GONE = "ready", "returned", "raised", "late", "gone"
 
 
-class _Process:
+class _Fork:
     """A fork of this process that calls the function whenever it is asked; it ends with its parent."""
 
     def __init__(self, function: Reward, seconds: float) -> None:

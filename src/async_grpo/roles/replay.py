@@ -14,7 +14,7 @@ from loguru import logger
 from async_grpo.archive.audit import audit
 from async_grpo.archive.checkpoint_folders import Checkpoint, of_run
 from async_grpo.archive.groups import done_files
-from async_grpo.archive.history import Process, Sampler, Used, final_history, read_record
+from async_grpo.archive.history import Sampler, ServerProcess, Used, final_history, read_record
 from async_grpo.errors import AsyncGRPOError, RunDirError, UnsupportedError, UsageError
 from async_grpo.formatting import counted
 from async_grpo.queue.codec import MAX_FILE_BYTES, decode_group
@@ -73,7 +73,7 @@ class _Record:
 
     run: RunDir
     state: RunState
-    processes: list[Process]
+    processes: list[ServerProcess]
     used_by: list[tuple[int, Used]]  # with the index of the process
     files: dict[int, Path]  # of each group
     steps: int  # that the run has done
@@ -170,7 +170,7 @@ def _rule(options: ReplayOptions, state: RunState) -> Rule:
     )
 
 
-def _sampled(processes: Sequence[Process], trainer: Any, state: RunState) -> list[Sampler]:
+def _sampled(processes: Sequence[ServerProcess], trainer: Any, state: RunState) -> list[Sampler]:
     """How each process had its groups sampled. A resume may change that, and run.json says it of the last one only."""
     from async_grpo.training.corrections.checks import sampled_with
 

@@ -32,7 +32,7 @@ _BODY_AT = _START.size + _CRC.size
 _HEX = set("0123456789abcdef")
 
 
-class Header(NamedTuple):
+class DeltaHeader(NamedTuple):
     """What a file says of itself, without its body: of `parts`, the blobs are empty."""
 
     about: dict[str, Any]
@@ -62,7 +62,7 @@ def pack(delta: Delta, about: dict[str, Any]) -> Iterator[bytes]:
         yield part.coded.blob
 
 
-def read_header(file: BinaryIO) -> Header:
+def read_header(file: BinaryIO) -> DeltaHeader:
     """The header alone. Raises `DeltaError` with the reason where it cannot be used."""
     start = file.read(_START.size)
     crc = file.read(_CRC.size)
@@ -102,7 +102,7 @@ def read(file: BinaryIO) -> tuple[Delta, dict[str, Any]]:
     return Delta(header.delta.base, header.delta.result, tuple(parts)), header.about
 
 
-def _header(found: dict[str, Any], start: int) -> Header:
+def _header(found: dict[str, Any], start: int) -> DeltaHeader:
     about, base, result = found["about"], found["base"], found["result"]
     body_bytes, body_crc = map(_natural, found["body"])
     rows = found["tensors"]
@@ -110,7 +110,7 @@ def _header(found: dict[str, Any], start: int) -> Header:
     blobs = tuple(_natural(row[6]) for row in rows)
     if not isinstance(about, dict) or sum(blobs) != body_bytes or len({part.name for part in parts}) != len(parts):
         raise ValueError("parts that contradict each other")
-    return Header(
+    return DeltaHeader(
         about, Delta(None if base is None else _hash(base), _hash(result), parts), body_bytes, body_crc, blobs, start
     )
 

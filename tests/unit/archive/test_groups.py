@@ -14,7 +14,7 @@ import pytest
 from archived_run import ArchivedRun, three_steps
 
 from async_grpo.archive.advantages import AdvantageRule
-from async_grpo.archive.groups import Fate, FinishedGroups, Resumed, UsedStep
+from async_grpo.archive.groups import FinishedGroups, GroupFate, RunResumed, UsedStep
 from async_grpo.archive.history import Dropped
 from async_grpo.errors import RunDirError
 from async_grpo.reports.rollouts import BEST, WORST, select
@@ -45,7 +45,7 @@ def test_a_resumed_run_says_from_which_step_on(tmp_path: Path) -> None:
     run.begin(2)
     run.use(3, [4, 7])
     resumed, step = groups.news()
-    assert resumed == Resumed(2)
+    assert resumed == RunResumed(2)
     assert isinstance(step, UsedStep) and [g.group.job.seq for g in step.groups] == [4, 7]
     fates = FinishedGroups(run.root).fates()
     assert fates[7].step == 3 and 5 not in fates  # group 5 was used by a step that has not happened
@@ -88,7 +88,7 @@ def test_every_group_with_its_fate_the_newest_first(tmp_path: Path) -> None:
     found = list(groups.all(groups.fates()))
     assert [it.group.job.seq for it in found] == [6, 7, 5, 4, 3, 2, 1, 0]  # queue/ first, then done/
     assert [it.fate.state for it in found[:3]] == ["waiting", "dropped", "used"]
-    assert found[1].fate == Fate("dropped", reason="equal rewards")
+    assert found[1].fate == GroupFate("dropped", reason="equal rewards")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from async_grpo.deltas import encoder as encoder_module
 from async_grpo.deltas.chain import Chain
 from async_grpo.deltas.encoder import Encoder
-from async_grpo.deltas.recorder import Recorder
+from async_grpo.deltas.recorder import DeltaRecorder
 from async_grpo.deltas.writer import ChainWriter
 from async_grpo.errors import DeltaChainError, DiskFullError
 from async_grpo.settings import TrainingSettings
@@ -54,7 +54,7 @@ class Run:
         settings = TrainingSettings(**{"delta_every": 1, "full_every": 0, **options})
         handle = tmp_path / "handle.json"
         trainer: Any = SimpleNamespace(model=self.model, processing_class=None)
-        self.recorder = Recorder(trainer, handle, self.folder, "r", settings)
+        self.recorder = DeltaRecorder(trainer, handle, self.folder, "r", settings)
         exporter = WeightExporter.from_model(self.model, handle, slots=4)
         self.publisher = WeightPublisher(lambda: exporter, self.recorder)
         self.saved: Versions = {}
@@ -233,7 +233,7 @@ def test_a_copy_that_fails_holds_no_slot(tmp_path: Path, monkeypatch: pytest.Mon
         assert go.wait(60)
         raise MemoryError("no room for a copy")
 
-    monkeypatch.setattr(Recorder, "_tensors_of", broken)
+    monkeypatch.setattr(DeltaRecorder, "_tensors_of", broken)
     run.step(1)
     run.step(2)
     attachment = run.recorder._attachment
@@ -258,7 +258,7 @@ def test_copies_have_the_priority_of_training_and_encoding_a_lower_one(
 
         monkeypatch.setattr(owner, name, spied)
 
-    spy_on(Recorder, "_copy_of")
+    spy_on(DeltaRecorder, "_copy_of")
     spy_on(Encoder, "_write")
     run = Run(tmp_path)
     run.step(0)

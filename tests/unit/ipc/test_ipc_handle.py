@@ -18,7 +18,7 @@ from async_grpo_ipc import (
     open_remote_memory,
 )
 from async_grpo_ipc.control import HEADER_BYTES, RECORD_BYTES, Header, SlotState
-from async_grpo_ipc.handle import Handle, crc32, read_handle, write_handle
+from async_grpo_ipc.handle import WeightsHandle, crc32, read_handle, write_handle
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def edit(path: Path, change) -> None:
 
 def test_a_handle_is_read_as_it_was_written(published, handle, tmp_path):
     read = read_handle(handle)
-    assert isinstance(read, Handle)
+    assert isinstance(read, WeightsHandle)
     copy = tmp_path / "copy.json"
     write_handle(copy, read)
     assert read_handle(copy) == read

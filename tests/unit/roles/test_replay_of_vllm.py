@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_grpo.archive.history import ConsumptionRecord, Process, Sampler, read_record
+from async_grpo.archive.history import ConsumptionRecord, Sampler, ServerProcess, read_record
 from async_grpo.errors import UnsupportedError
 from async_grpo.roles import replay
 from async_grpo.training.corrections.checks import sampled_with
@@ -31,7 +31,7 @@ def check(
 ) -> None:
     """Of a run whose last process did not record how it sampled, and those `before` a resume."""
     state: Any = SimpleNamespace(generator=generator, correction=run, resolved={"generator": resolved})
-    processes = [Process(None, 4, sampled) for sampled in (*before, None)]
+    processes = [ServerProcess(None, 4, sampled) for sampled in (*before, None)]
     sampled = replay._sampled(processes, trainer_with(top_k), state)
     replay._check_groups_suit(rule(to, None, None, None), sampled)
 
