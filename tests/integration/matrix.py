@@ -6,12 +6,14 @@ models are tiny, of random weights that are large enough to show a difference.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from in_process import build_tokenizer
+from in_process import build_tokenizer, build_trainer
 from peft import (
     AdaLoraConfig,
     BOFTConfig,
@@ -31,6 +33,7 @@ from peft import (
     VeraConfig,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
+from trl import GRPOTrainer
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,
@@ -317,6 +320,15 @@ def build(row: Row) -> Any:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, **({"attn_implementation": attention} if attention else {}))
     return row.build(model) if row.build else model
+
+
+def get_trainer_of(row: Row, output_dir: Path) -> Callable[..., GRPOTrainer]:
+    def get_trainer(arguments: dict[str, Any] | None = None) -> GRPOTrainer:
+        adapter = {} if row.peft is None else {"peft_config": copy.deepcopy(row.peft)}
+        both = {**adapter, **(arguments or {})}
+        return build_trainer(output_dir, model=build(row), arguments=both, **row.config)
+
+    return get_trainer
 
 
 POSITIONS = "TRL passes no position ids, and the model counts the padding before a prompt"

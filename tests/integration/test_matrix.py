@@ -5,16 +5,12 @@ Each is some seconds, so `make test-matrix` runs them, and `make test` does not.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from compared_with_trl import largest_difference
-from in_process import InProcessRun, build_trainer, replay_with_trl, training_logs
-from matrix import ROWS, Row, build
-from trl import GRPOTrainer
+from in_process import InProcessRun, replay_with_trl, training_logs
+from matrix import ROWS, get_trainer_of
 
 from async_grpo.errors import AsyncGRPOError, UnsupportedError
 from async_grpo.training.trl_trainer import refuse_unsupported
@@ -22,15 +18,6 @@ from async_grpo.training.trl_trainer import refuse_unsupported
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 SHOWS = 0.02  # nats: a mean difference of log-probabilities that no rounding of fp32 explains
-
-
-def get_trainer_of(row: Row, output_dir: Path) -> Callable[..., GRPOTrainer]:
-    def get_trainer(arguments: dict[str, Any] | None = None) -> GRPOTrainer:
-        adapter = {} if row.peft is None else {"peft_config": copy.deepcopy(row.peft)}
-        both = {**adapter, **(arguments or {})}
-        return build_trainer(output_dir, model=build(row), arguments=both, **row.config)
-
-    return get_trainer
 
 
 @pytest.mark.parametrize("name", ROWS)
