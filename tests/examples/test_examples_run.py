@@ -29,7 +29,7 @@ def commands(folder: str) -> list[list[str]]:
     return [line.replace("examples/", f"{EXAMPLES}/").split() for line in block[1].splitlines()]
 
 
-@pytest.mark.parametrize("folder", ["custom_reward", "custom_dataset", "images"])
+@pytest.mark.parametrize("folder", ["custom_reward", "custom_dataset", "images", "tasks"])
 def test_the_setup_file_of_its_command_trains_with_the_rollouts_of_a_worker(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,17 +85,25 @@ class Score:
             f'score.using({{"{source.partition("__")[0]}": f}})'
         )
 
-    def require_for(self, *datasets: Any) -> None:
-        """Refuse, before anything is generated, rows that could not be rewarded.
+    def prefixes_in(self, *datasets: Any) -> list[str]:
+        """The prefixes whose rewards these rows need.
 
         Args:
             datasets: with a column `data_source`; None and those without it are left out.
 
         Raises:
+            UsageError: a source has no reward.
+        """
+        return sorted({self.prefix_of(source) for source in sorted(_sources(datasets))})
+
+    def require_for(self, *datasets: Any) -> None:
+        """Refuse, before anything is generated, rows that could not be rewarded on this machine.
+
+        Raises:
             UsageError: a source has no reward, or what its reward needs is not set.
             SandboxError: programs of models may not run, or cannot be isolated here.
         """
-        for prefix in sorted({self.prefix_of(source) for source in _sources(datasets)}):
+        for prefix in self.prefixes_in(*datasets):
             require = getattr(self._rewards[prefix], "require", None)
             if callable(require):
                 require()

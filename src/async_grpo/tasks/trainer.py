@@ -1,0 +1,135 @@
+"""Batches of several tasks, put before a trainer class: `class Trainer(MultiTask, GRPOTrainer)`.
+
+The private names of TRL's trainer that it touches are `HOOKS`, and in this file and in `gradients`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import gather_object
+
+from async_grpo.errors import UsageError
+from async_grpo.tasks.sampler import TaskSampler
+from async_grpo.tasks.scores import Score
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+else:  # the class that it is put before takes this place at run time
+    GRPOTrainer = object
+
+HOOKS = ("_get_train_sampler", "_generate_and_score_completions", "_logs", "_metrics")
+METHODS = ("equal", "proportional")
+
+
+class MultiTask(GRPOTrainer):
+    """Put before `GRPOTrainer`, or a class of it: batches that hold each task of the dataset's column `task`.
+
+    Args:
+        mtl: `equal`: each generation batch has as many groups of each task, a remainder in turn. `proportional`: the
+            order is TRL's own.
+        num_tasks_expected: refuse another number of tasks.
+        ensure_all_tasks_per_step: with workers, a batch waits for its share of each task as long as groups of it are
+            under way. False: it takes the oldest groups, whatever their task.
+
+    Raises:
+        UsageError: the tasks are not those that were expected, a batch cannot hold them all, or a source has no
+            reward.
+    """
+
+    task_quotas: dict[str, int] | None = None  # groups of each task that a batch waits for; None: of any
+
+    def __init__(
+        self,
+        *args: Any,
+        mtl: str = "equal",
+        num_tasks_expected: int | None = None,
+        ensure_all_tasks_per_step: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if mtl not in METHODS:
+            raise UsageError(f"mtl must be one of {', '.join(METHODS)}, got {mtl!r}.")
+        super().__init__(*args, **kwargs)
+        self.mtl = mtl
+        if self.args.remove_unused_columns:
+            raise UsageError("MultiTask needs the column task of each row: leave remove_unused_columns at False.")
+        self.task_names = _names_of(self.train_dataset)
+        if num_tasks_expected is not None and len(self.task_names) != num_tasks_expected:
+            raise UsageError(
+                f"{num_tasks_expected} tasks were expected, and there are {len(self.task_names)}: "
+                f"{', '.join(self.task_names)}"
+            )
+        if mtl != "proportional":
+            groups = self.args.generation_batch_size // self.num_generations
+            _refuse_small_batch(groups, len(self.task_names))
+            if ensure_all_tasks_per_step:
+                self.task_quotas = dict.fromkeys(self.task_names, groups // len(self.task_names))
+        for function in self.reward_funcs:
+            if isinstance(function, Score):
+                function.prefixes_in(self.train_dataset, self.eval_dataset)
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        if self.mtl == "proportional":
+            return super()._get_train_sampler(dataset)
+        return TaskSampler(
+            list(self.train_dataset["task"]),
+            group_size=self.num_generations,
+            groups=self.args.generation_batch_size // self.num_generations,
+            repeats=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+        )
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            self._report_tasks(inputs, output["completion_mask"])
+        return output
+
+    def _report_tasks(self, rows: Sequence[Mapping[str, Any]], mask: torch.Tensor) -> None:
+        """Log the mean reward of each task and source, and the mean length of each task, over all processes."""
+        own = [
+            (row["task"], row.get("data_source"), length)
+            for row, length in zip(rows, mask.sum(dim=1).tolist(), strict=True)
+        ]
+        everything = gather_object(own)
+        rewards = self._rewards_of_batch(len(everything))
+        figures: dict[str, list[float]] = {}
+        for (task, source, length), reward in zip(everything, rewards, strict=True):
+            figures.setdefault(f"{task}/response_length/mean", []).append(float(length))
+            if reward == reward:
+                figures.setdefault(f"{task}/reward", []).append(reward)
+                figures.setdefault(f"{task}/{source}/reward", []).append(reward)
+        for name, values in figures.items():
+            self._metrics["train"][name].append(sum(values) / len(values))
+
+    def _rewards_of_batch(self, size: int) -> list[float]:
+        """Of each completion that TRL has scored last, the weighted sum of its rewards; NaN where it has none."""
+        each = [list(values)[-size:] for values in self._logs["rewards"].values()]
+        rewards = torch.tensor(each, dtype=torch.float64).T * self.reward_weights.double().cpu()
+        total = rewards.nansum(dim=1)
+        total[rewards.isnan().all(dim=1)] = torch.nan
+        return list(total.tolist())
+
+
+def _names_of(dataset: Any) -> list[str]:
+    """The tasks of a dataset, in the order of their first rows."""
+    if "task" not in (getattr(dataset, "column_names", None) or ()) or not hasattr(dataset, "unique"):
+        raise UsageError(
+            "MultiTask needs a train_dataset with a column task, whose rows can be had by their number: "
+            "async_grpo.tasks.load makes one."
+        )
+    names = dataset.unique("task")
+    if not all(isinstance(name, str) and name for name in names):
+        raise UsageError(f"Each row of the train_dataset must name its task, and one has {names[-1]!r}.")
+    return list(names)
+
+
+def _refuse_small_batch(groups: int, tasks: int) -> None:
+    if groups < tasks:
+        raise UsageError(
+            f"A batch of {groups} groups cannot hold {tasks} tasks. Raise per_device_train_batch_size, "
+            'steps_per_generation or gradient_accumulation_steps, or take mtl="proportional".'
+        )

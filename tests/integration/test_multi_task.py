@@ -1,0 +1,156 @@
+"""`MultiTask`: the same in plain TRL and in a run, the same weights for any number of workers, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compared_with_trl import run_as_trl_would, settings
+from datasets import Dataset
+from in_process import GROUP_SIZE, InProcessRun, letters, plain_rows, training_logs
+from runs import ROOT, command, finish, read
+from trl import GRPOTrainer
+from trl_contract import moved
+
+from async_grpo.credit import TurnGRPOTrainer
+from async_grpo.errors import UsageError
+from async_grpo.roles.replay import weights_digest
+from async_grpo.setup.overrides import overridden
+from async_grpo.tasks import MultiTask, score
+from async_grpo.tasks import trainer as hooks
+
+pytestmark = pytest.mark.integration
+
+EXAMPLE = ROOT / "examples" / "tasks" / "my_trainer.py"
+NAMES = ("math", "logic", "math", "code", "math", "math", "logic", "math", "code", "math", "math", "math", "math", "x")
+TASKS = ("math", "logic", "code")
+
+
+class Trainer(MultiTask, GRPOTrainer): ...
+
+
+class TurnTrainer(MultiTask, TurnGRPOTrainer): ...
+
+
+def rows() -> Dataset:
+    """13 rows: 9 of math, 2 of logic, 2 of code; each of a source of its own half of its task."""
+    given = [
+        {**row, "task": task, "data_source": f"{task}__{at % 2}", "ground_truth": json.dumps(at)}
+        for at, (row, task) in enumerate(zip(plain_rows(), NAMES, strict=True))
+    ]
+    return Dataset.from_list(given[:-1])
+
+
+def trainer_of(tmp_path: Path, given: dict[str, Any] | None = None, **changes: Any) -> Callable[..., Any]:
+    settled = {"trainer_class": Trainer, "train_dataset": rows(), "per_device_train_batch_size": 3 * GROUP_SIZE}
+    return settings(tmp_path, given, **{**settled, "max_steps": 6, **changes})
+
+
+def tasks_of(run: InProcessRun) -> list[Counter[str]]:
+    return [Counter(group.job.row["task"] for group in batch) for batch in run.batches]
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, TurnTrainer])
+def test_a_run_is_what_plain_trl_does_and_each_batch_has_each_task(tmp_path: Path, trainer_class: Any) -> None:
+    """Two epochs of 4 batches; all figures are equal, those of the tasks too."""
+    run, plain = run_as_trl_would(trainer_of(tmp_path, trainer_class=trainer_class))
+    assert tasks_of(run) == [Counter(TASKS)] * 6
+    first = training_logs(plain)[0]
+    assert {f"{task}/reward" for task in TASKS} <= first.keys()
+    expected = {}
+    for group in run.batches[0]:
+        task, source = group.job.row["task"], group.job.row["data_source"]
+        expected |= {f"{task}/reward": group.rewards.mean(), f"{task}/{source}/reward": group.rewards.mean()}
+        expected[f"{task}/response_length/mean"] = group.completion_lengths.mean()
+    assert {name: first[name] for name in expected} == pytest.approx(expected)
+    assert first["reward"] == pytest.approx(sum(first[f"{task}/reward"] for task in TASKS) / 3)
+
+
+def test_rewards_are_weighted_and_the_remainder_rotates(tmp_path: Path) -> None:
+    def twice(completions: list[str], **_: Any) -> list[float | None]:
+        return [None] * len(completions)
+
+    get_trainer = trainer_of(
+        tmp_path,
+        reward_funcs=[letters, twice],
+        reward_weights=[2.0, 1.0],
+        per_device_train_batch_size=4 * GROUP_SIZE,
+        max_steps=3,
+    )
+    run, _ = run_as_trl_would(get_trainer)
+    assert [batch.most_common(1)[0][0] for batch in tasks_of(run)] == list(TASKS)
+    assert run.logs[0]["logic/reward"] == pytest.approx(
+        2 * next(group.rewards[:, 0].mean() for group in run.batches[0] if group.job.row["task"] == "logic")
+    )
+
+
+def test_proportional_is_the_order_of_trl(tmp_path: Path) -> None:
+    ours = InProcessRun(trainer_of(tmp_path, {"mtl": "proportional"})).train()
+    theirs = InProcessRun(trainer_of(tmp_path, trainer_class=GRPOTrainer)).train()
+    order = [[group.job.row for group in run.groups] for run in (ours, theirs)]
+    assert order[0] == order[1]
+    assert any(count != Counter(TASKS) for count in tasks_of(ours))
+    assert ours.trainer.task_quotas is None
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "says"),
+    [
+        ({"mtl": "gradvac"}, {}, "mtl must be one of equal, proportional"),
+        ({"num_tasks_expected": 6}, {}, "6 tasks were expected, and there are 3: math, logic, code"),
+        ({}, {"per_device_train_batch_size": 2 * GROUP_SIZE}, "A batch of 2 groups cannot hold 3 tasks"),
+        ({}, {"train_dataset": plain_rows()}, "needs a train_dataset with a column task"),
+        ({}, {"train_dataset": rows().to_iterable_dataset()}, "needs a train_dataset with a column task"),
+        ({}, {"remove_unused_columns": True}, "remove_unused_columns"),
+        ({}, {"reward_funcs": [score]}, "No reward for data_source"),
+        ({"eval_dataset": rows()}, {"reward_funcs": [score.using({"logic": letters})]}, "data_source 'code__0'"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_when_the_trainer_is_built(
+    tmp_path: Path, given: dict[str, Any], changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        trainer_of(tmp_path, given, **changes)()
+
+
+def test_quotas_are_the_floor_and_can_be_left_out(tmp_path: Path) -> None:
+    wide = {"per_device_train_batch_size": 7 * GROUP_SIZE}
+    assert trainer_of(tmp_path, **wide)().task_quotas == dict.fromkeys(TASKS, 2)
+    assert trainer_of(tmp_path, {"ensure_all_tasks_per_step": False}, **wide)().task_quotas is None
+    alone = trainer_of(tmp_path, {"mtl": "proportional"}, per_device_train_batch_size=GROUP_SIZE)
+    assert alone().task_quotas is None
+
+
+def test_the_hooks_of_several_tasks(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)()
+    for name in hooks.HOOKS:
+        assert hasattr(trainer, name), moved(f"GRPOTrainer.{name}", "is gone", "tasks/trainer.py")
+    assert {"_get_train_sampler", "_generate_and_score_completions"} <= set(overridden(trainer))
+    assert list(trainer._logs["rewards"]) == [] and trainer._logs["rewards"]["x"].maxlen is not None
+
+
+def test_any_number_of_workers_gives_the_same_weights_and_so_does_a_replay(tmp_path: Path) -> None:
+    """The example with two tasks; its evaluations have figures for each task."""
+    digests = []
+    for name, workers in (("a", "1"), ("b", "2")):
+        folder = tmp_path / name
+        folder.mkdir()
+        options = ("--steps", "6", "--deterministic", "-n", workers, "--eval-every", "6", "--eval-replicates", "1")
+        finish(folder, *options, setup=EXAMPLE)
+        digests.append(weights_digest(folder / "outputs" / "tasks" / "checkpoint-6"))
+    assert digests[0] == digests[1]
+    lines = (tmp_path / "b" / "worker" / "evaluations.jsonl").read_text().splitlines()
+    assert [set(json.loads(line)["tasks"]) for line in lines] == [{"sums", "sorting"}] * 2
+    logged = [json.loads(line) for line in (tmp_path / "b" / "worker" / "metrics.jsonl").read_text().splitlines()]
+    steps = [entry for entry in logged if "loss" in entry]
+    assert all({"sums/reward", "sorting/reward", "sums/toy__sums/reward"} <= step.keys() for step in steps)
+    assert all(step["async/tasks_missing"] == 0 for step in steps)
+    assert read(tmp_path / "b" / "worker" / "summary.json")["jobs_quarantined"] == 0
+    for check in (("audit", "worker"), ("replay", "worker", "-d", "cpu")):
+        with command(*check, cwd=tmp_path / "b") as run:
+            assert run.wait() == 0, run.output
+    assert f"SHA-256 {digests[0]}" in run.output
