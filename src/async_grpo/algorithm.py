@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +81,6 @@ def trained_besides(trainer: object) -> int:
     return trainer.trained_besides() if isinstance(trainer, Algorithm) else 0
 
 
-def declares(cls: type) -> bool:
+def declares(cls: type) -> TypeGuard[type[Algorithm]]:
     """Return whether this very class declares its algorithm; a user's subclass of one that does need not."""
     return Algorithm in cls.__bases__

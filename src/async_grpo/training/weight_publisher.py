@@ -41,7 +41,7 @@ def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None, reco
 
 
 class VersionKeeper(Protocol):
-    """Keeps versions of the weights on disk, such as `deltas.recorder.Recorder`."""
+    """Keeps versions of the weights on disk, such as `deltas.recorder.DeltaRecorder`."""
 
     def reached(self, version: int, exporter: WeightExporter) -> None:
         """The trainer's weights are `version` now: keep it if it is due."""

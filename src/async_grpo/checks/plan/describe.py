@@ -70,7 +70,7 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
     return asdict(Look(facts=facts))
 
 
-def _distributed(trainer: GRPOTrainer, question: Question, ranks: AccelerateConfig | None) -> dict[str, str]:
+def _distributed(trainer: GRPOTrainer, question: Question, ranks: AccelerateConfig | None) -> dict[str, Any]:
     """Facts that only a distributed run decides. Raises where its start would refuse."""
     from async_grpo.training.before_start import refuse
     from async_grpo.training.sharding import refuse_publish_dtype
@@ -267,7 +267,7 @@ def _tokens(prompt: Any, tokenizer: Any) -> int:
     return len(ids["input_ids"])
 
 
-def _checkpoints(trainer: GRPOTrainer, question: Question, ranks: AccelerateConfig | None) -> dict[str, str]:
+def _checkpoints(trainer: GRPOTrainer, question: Question, ranks: AccelerateConfig | None) -> dict[str, Any]:
     """Where checkpoints go, which one a resume continues from, and what else is there.
 
     Raises:
