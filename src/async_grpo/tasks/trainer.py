@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import gather_object
 
 from async_grpo.errors import UsageError
+from async_grpo.tasks.gradients import TASK, TaskGradients, dealt, require_pcgrad, shares
 from async_grpo.tasks.sampler import TaskSampler
 from async_grpo.tasks.scores import Score
 
@@ -20,8 +21,15 @@ if TYPE_CHECKING:
 else:  # the class that it is put before takes this place at run time
     GRPOTrainer = object
 
-HOOKS = ("_get_train_sampler", "_generate_and_score_completions", "_logs", "_metrics")
-METHODS = ("equal", "proportional")
+HOOKS = (
+    *("_get_train_sampler", "_generate_and_score_completions", "_prepare_inputs"),
+    *("_logs", "_metrics", "_step", "_buffered_inputs"),
+)
+METHODS = ("equal", "proportional", "pcgrad")
+REFUSED = {
+    **dict.fromkeys(("gradvac", "famo"), "keeps a state between steps, which no checkpoint has"),
+    **dict.fromkeys(("upgrad", "dualproj", "cagrad", "nash_mtl"), "needs a solver of another package"),
+}
 
 
 class MultiTask(GRPOTrainer):
@@ -29,7 +37,8 @@ class MultiTask(GRPOTrainer):
 
     Args:
         mtl: `equal`: each generation batch has as many groups of each task, a remainder in turn. `proportional`: the
-            order is TRL's own.
+            order is TRL's own. `pcgrad`: batches as with `equal`, and gradients of tasks that do not conflict
+            (`gradients`).
         num_tasks_expected: refuse another number of tasks.
         ensure_all_tasks_per_step: with workers, a batch waits for its share of each task as long as groups of it are
             under way. False: it takes the oldest groups, whatever their task.
@@ -40,6 +49,7 @@ class MultiTask(GRPOTrainer):
     """
 
     task_quotas: dict[str, int] | None = None  # groups of each task that a batch waits for; None: of any
+    _gradients: TaskGradients | None = None  # of each task; None: TRL's, of all of them
 
     def __init__(
         self,
@@ -50,7 +60,8 @@ class MultiTask(GRPOTrainer):
         **kwargs: Any,
     ) -> None:
         if mtl not in METHODS:
-            raise UsageError(f"mtl must be one of {', '.join(METHODS)}, got {mtl!r}.")
+            why = f", which {REFUSED[mtl]}" if mtl in REFUSED else ""
+            raise UsageError(f"mtl must be one of {', '.join(METHODS)}, got {mtl!r}{why}.")
         super().__init__(*args, **kwargs)
         self.mtl = mtl
         if self.args.remove_unused_columns:
@@ -66,6 +77,9 @@ class MultiTask(GRPOTrainer):
             _refuse_small_batch(groups, len(self.task_names))
             if ensure_all_tasks_per_step:
                 self.task_quotas = dict.fromkeys(self.task_names, groups // len(self.task_names))
+        if mtl == "pcgrad":
+            require_pcgrad(self)
+            self._gradients = TaskGradients(self.accelerator)
         for function in self.reward_funcs:
             if isinstance(function, Score):
                 function.prefixes_in(self.train_dataset, self.eval_dataset)
@@ -86,7 +100,42 @@ class MultiTask(GRPOTrainer):
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if self.model.training:
             self._report_tasks(inputs, output["completion_mask"])
+            if self._gradients is not None:
+                numbers = [self.task_names.index(row["task"]) for row in inputs]
+                output[TASK] = torch.tensor(numbers, device=output["completion_mask"].device)
         return output
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        """As TRL does. With gradients of tasks, each micro-batch has its share of each task."""
+        passes = self.args.steps_per_generation * self.num_iterations
+        is_new = self._step % passes == 0 or self._buffered_inputs is None
+        inputs = super()._prepare_inputs(generation_batch)
+        if self._gradients is None or not self.model.training or self.args.steps_per_generation == 1:
+            return inputs
+        if is_new:
+            self._buffered_inputs = dealt(self._buffered_inputs)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """With gradients of tasks, they are there afterwards, and the loss that is returned has none."""
+        if self._gradients is None or TASK not in inputs:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        total = torch.zeros((), device=inputs[TASK].device)
+        for task, own, factor in shares(inputs, len(self.task_names), self.loss_type, self.accelerator.gather):
+            with self._gradients.of_task(task, model):
+                loss = factor * super().compute_loss(model, own, *args, **kwargs)
+                self._gradients.backward(task, loss)
+            total += loss.detach()
+        return total.requires_grad_()
+
+    def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(model, *args, **kwargs)
+        if self._gradients is not None and self.accelerator.sync_gradients:
+            losses, measured = self._gradients.finish(model, seed=self.args.seed * 1_000_003 + self.state.global_step)
+            named = {f"actor/{self.task_names[task]}_loss": share for task, share in losses.items()}
+            for name, value in {**named, **measured}.items():
+                self._metrics["train"][name].append(value)
+        return loss
 
     def _report_tasks(self, rows: Sequence[Mapping[str, Any]], mask: torch.Tensor) -> None:
         """Log the mean reward of each task and source, and the mean length of each task, over all processes."""
