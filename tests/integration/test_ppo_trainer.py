@@ -34,9 +34,9 @@ from async_grpo.credit import critic as critics
 from async_grpo.errors import UsageError
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.grpo_config.building import check_set, configurations_with
+from async_grpo.training.before_start import refuse
 from async_grpo.training.checkpoints import bytes_needed
 from async_grpo.training.hyperparameters import hyperparameters
-from async_grpo.training.before_start import refuse
 
 pytestmark = pytest.mark.integration
 
