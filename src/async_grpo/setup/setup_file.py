@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import random
 import sys
 import time
@@ -19,12 +20,12 @@ from loguru import logger
 from async_grpo.errors import AsyncGRPOError, SetupFileError
 from async_grpo.setup.grpo_config.building import check_set, configurations_with
 from async_grpo.setup.replaced import note_originals
-from async_grpo.setup.unloadable import sentence_about
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
 _OURS = str(Path(__file__).parent)
+_CHARACTERS = 300  # of the reason why a model cannot be loaded; the log has all
 MODULE_NAME = "async_grpo_setup_file"
 
 
@@ -227,10 +228,31 @@ def _failed(what: str, error: Exception, path: Path) -> str:
 
     Of a model that cannot be loaded only a sentence.
     """
-    if (sentence := sentence_about(error, path)) is not None:
-        return sentence
+    if isinstance(error, OSError) and (name := _not_loaded(error)) is not None:
+        return _cannot_be_loaded(name, error, path)
     frames = traceback.extract_tb(error.__traceback__)
     first = next((i for i, frame in enumerate(frames) if frame.filename == str(path)), 0)
     shown = [frame for frame in frames[first:] if not frame.filename.startswith(_OURS)]
     lines = traceback.format_list(shown) + traceback.format_exception_only(error)
     return f"{what}:\n{''.join(lines).rstrip()}"
+
+
+def _cannot_be_loaded(name: str, error: OSError, path: Path) -> str:
+    """The sentence about a model or tokenizer, in place of twenty frames of transformers, which go to stderr."""
+    traceback.print_exception(error, file=sys.stderr)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    place = f"line {lines[-1]} of {path}" if lines else str(path)
+    return (
+        f"{name} cannot be loaded ({place}): {' '.join(str(error).split())[:_CHARACTERS]}\n"
+        "Give the name of a model of the hub, or a folder with its config.json. Without a network it must have been "
+        "downloaded before; a private or gated one needs HF_TOKEN. The traceback is in the log."
+    )
+
+
+def _not_loaded(error: OSError) -> str | None:
+    """The name that a `from_pretrained` on the way to the error was to load; None where none was."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        wanted = frame.f_locals.get("pretrained_model_name_or_path")
+        if frame.f_code.co_name == "from_pretrained" and isinstance(wanted, (str, os.PathLike)):
+            return str(wanted)
+    return None

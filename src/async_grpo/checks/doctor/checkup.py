@@ -22,7 +22,6 @@ def checks(
     found = gpu.driver()
     every: list[Check] = [
         packages.packages,
-        packages.engines,
         lambda: gpu.presence(found),
         lambda: gpu.modes(found),
         machine.memory,

@@ -50,7 +50,11 @@ def needed(extra: str = "") -> list[Requirement]:
 
 
 def packages(version_of: Installed = installed) -> Iterator[Finding]:
-    """A main package that is missing or out of range is an error, another version than tested a warning."""
+    """A main package that is missing or out of range is an error, another version than tested a warning.
+
+    The optional engines are compared with the versions that our extras ask for. For their own needs there is `pip
+    check`.
+    """
     python = platform.python_version()
     yield ok("async-grpo", f"{__version__} on Python {python}, {platform.system()} {platform.release()}")
     if (minor := python.rpartition(".")[0]) in UNIT_TESTED_PYTHONS:
@@ -65,6 +69,11 @@ def packages(version_of: Installed = installed) -> Iterator[Finding]:
         elif not requirement.specifier.contains(have, prereleases=True):
             yield error(requirement.name, f"{have}, but {requirement} is needed", _INSTALL)
     yield _against_tested(version_of)
+    for name, extra in ENGINES.items():
+        have, wanted = version_of(name), [each for each in needed(extra) if each.name == name]
+        if have is not None and not all(each.specifier.contains(have, prereleases=True) for each in wanted):
+            fix = f"If it fails: pip install 'async-grpo[{extra}]', in an environment of its own."
+            yield warning(name, f"{have} (tested: {', '.join(map(str, wanted))})", fix)
 
 
 def _against_tested(version_of: Installed) -> Finding:
@@ -75,18 +84,3 @@ def _against_tested(version_of: Installed) -> Finding:
         return warning("versions", f"not those that were tested: {', '.join(others)}", f"If it fails: {_INSTALL}")
     shown = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformers", "trl"))
     return ok("versions", f"{len(both)} packages, all in the tested version: {shown}, ...")
-
-
-def engines(version_of: Installed = installed) -> Iterator[Finding]:
-    """The optional engines, against the versions that our extras ask for. For their own needs there is `pip check`."""
-    for name, extra in ENGINES.items():
-        have = version_of(name)
-        wanted = [each for each in needed(extra) if each.name == name]
-        if have is not None and not all(each.specifier.contains(have, prereleases=True) for each in wanted):
-            fix = f"If it fails: pip install 'async-grpo[{extra}]', in an environment of its own."
-            yield warning(name, f"{have} (tested: {', '.join(map(str, wanted))})", fix)
-        elif have is not None:
-            yield ok(name, f"{have}; found, not imported")
-    absent = [name for name in ENGINES if version_of(name) is None]
-    if absent:
-        yield ok("engines", f"not installed, and not needed: {', '.join(absent)}")
