@@ -66,7 +66,6 @@ def facts(**changes: Any) -> TrainerFacts:
         "max_steps": 100,
         "epochs": 1.0,
         "dataset_rows": 64,
-        "columns": ["prompt"],
         "rewards": ["accuracy"],
         "padding_token": "<pad>",
         "end_token": "<eos>",

@@ -134,7 +134,6 @@ def facts(**changes: object) -> TrainerFacts:
         "max_steps": 100,
         "epochs": 1.0,
         "dataset_rows": 1,
-        "columns": [],
         "rewards": [],
         "padding_token": "",
         "end_token": "",

@@ -187,7 +187,6 @@ def _of_data(trainer: GRPOTrainer) -> dict[str, Any]:
     longest, measured = _longest_prompt(trainer, tokenizer)
     return {
         "dataset_rows": rows,
-        "columns": list(dataset.column_names or ()),
         "epoch_rounds": None if rows is None else rows // groups_per_round(trainer),
         "padding_token": tokenizer.pad_token,
         "end_token": tokenizer.eos_token,

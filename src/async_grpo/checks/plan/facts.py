@@ -69,7 +69,6 @@ class TrainerFacts:
     max_steps: int  # 0 or less: `epochs` counts
     epochs: float
     dataset_rows: int | None  # None: streamed
-    columns: list[str]
     rewards: list[str]
     padding_token: str | None
     end_token: str | None
