@@ -202,13 +202,13 @@ class RolloutGroup:
         return own[index % len(own)]
 
     def masks(self) -> list[list[int]]:
-        """Of each completion, 1 for what the model wrote."""
+        """Masks of each completion: 1 for what the model wrote."""
         mask = [1] * len(self.completion_ids) if self.tool_mask is None else self.tool_mask.tolist()
         ends = self.completion_lengths.cumsum().tolist()
         return [mask[end - length : end] for end, length in zip(ends, self.completion_lengths.tolist(), strict=True)]
 
     def rewards_of_turns(self) -> list[list[float]]:
-        """Of each completion, one reward a turn, NaN for none; empty where the group has none."""
+        """One reward a turn of each completion, NaN for none; empty where the group has none."""
         if self.turn_counts is None or self.turn_rewards is None:
             return [[] for _ in range(self.job.num_generations)]
         ends = self.turn_counts.cumsum().tolist()

@@ -157,7 +157,7 @@ class Found:
             os.kill(self._pid(), number)
 
     def _pid(self) -> int:
-        """Of the launcher, which the server's command line names; else of the server, which was started by hand."""
+        """The launcher's pid, which the server's command line names; else that of the server, started by hand."""
         import psutil
 
         server = look(self._run_dir, details=False).server

@@ -29,7 +29,7 @@ class AdvantageRule:
 
     @staticmethod
     def from_record(record: Mapping[str, Any]) -> AdvantageRule:
-        """Of what `hyperparameters.json` says; TRL's defaults for what it does not."""
+        """The rule that `hyperparameters.json` says; TRL's defaults for what it does not."""
         weights = record.get("reward_weights")
         return AdvantageRule(
             reward_weights=tuple(weights) if weights else None,

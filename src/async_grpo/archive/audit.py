@@ -84,7 +84,7 @@ class Audit:
         return dict(sorted(Counter(group.worker for group in self.groups if group.worker is not None).items()))
 
     def turn_rewards(self) -> TurnRewards | None:
-        """Of all groups whose files are left; None: no trainer gave any."""
+        """Rewards by turn of all groups whose files are left; None: no trainer gave any."""
         found = [group.turn_rewards for group in self.groups if group.turn_rewards is not None]
         turns, rewarded = sum(each.turns for each in found), sum(each.rewarded for each in found)
         return TurnRewards(turns, rewarded, sum(each.total for each in found)) if found else None

@@ -35,7 +35,7 @@ from async_grpo.rundir.paths import RunDir, RunState
 
 @dataclass(frozen=True, slots=True)
 class TurnRewards:
-    """Of one group, or of several together."""
+    """Rewards by turn of one group, or of several together."""
 
     turns: int
     rewarded: int  # turns that have a reward

@@ -66,7 +66,7 @@ class Credit:
     original: bool = False
 
     def advantages(self, group: Sequence[Turns]) -> list[Floats]:
-        """Of each turn of each completion; 0 where there was no reward.
+        """Advantages of each turn of each completion; 0 where there was no reward.
 
         Raises:
             RunRefused: under `recursive`, the completions have different numbers of turns.
@@ -225,7 +225,7 @@ def _combined(group: Sequence[Turns]) -> Floats:
 
 
 def _sum(values: Sequence[float]) -> float:
-    """Of those that are known; NaN where none is."""
+    """Sum those that are known; NaN where none is."""
     known = [value for value in values if value == value]
     return float(sum(known)) if known else float("nan")
 

@@ -98,7 +98,7 @@ class TurnGRPOTrainer(Algorithm, GRPOTrainer):
         return rewards
 
     def turn_rewards(self, masks: Sequence[Sequence[int]], part: slice = slice(None)) -> list[list[float]]:
-        """Of each completion that was scored last, one reward a turn: the functions' weighted sum, NaN for none.
+        """One reward a turn of each completion that was scored last: the functions' weighted sum, NaN for none.
 
         Args:
             masks: of these completions, 1 for what the model wrote.
@@ -163,7 +163,7 @@ class TurnGRPOTrainer(Algorithm, GRPOTrainer):
         return torch.stack(rows).to(output["advantages"])
 
     def _advantages(self, turns: list[list[float]], masks: list[list[int]]) -> list[Any]:
-        """Of the turns of each completion of the batch, of all processes."""
+        """Advantages of the turns of each completion of the batch, of all processes."""
         if self.credit.kind in ("turn", "cae") and any(np.count_nonzero(np.nan_to_num(row)) > 1 for row in turns):
             _say_that_there_are_two_levels(self.credit.kind)
         self._report(*self._outcome_and_total(self.batch_rewards), [len(row) for row in turns])

@@ -96,7 +96,7 @@ def names_in_adapter(model: Any) -> dict[str, str]:
 
 
 def _set_dtype(config: Path, buffers: Buffers) -> None:
-    """Of weights that were published in another dtype than they are trained in."""
+    """Name the dtype of weights that were published in another one than they are trained in."""
     if not config.exists():
         return
     sizes: Counter[str] = Counter()

@@ -66,7 +66,7 @@ def _text(final: Any) -> str | None:
 
 
 class Means(NamedTuple):
-    """Of the completions of one problem."""
+    """Means over the completions of one problem."""
 
     success: float
     reward: float

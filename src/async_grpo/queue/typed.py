@@ -89,7 +89,7 @@ def can_be_written(value: Any) -> bool:
 
 
 def _unit(value: Any) -> Any:
-    """Of pandas' types, which show the same for different ones."""
+    """The unit of pandas' types, which show the same for different ones."""
     return getattr(value, "unit", None)
 
 

@@ -127,7 +127,7 @@ def _compare(ours: dict[str, Any], theirs: dict[str, Any], source: str) -> None:
 
 
 def _compare_ties(ours: dict[str, Any], theirs: dict[str, Any], source: str) -> None:
-    """Of weights that are one memory here, and two there, one would be lost."""
+    """Refuse weights that are one memory here and two there: one of them would be lost."""
     import torch
 
     first: dict[tuple[Any, ...], str] = {}

@@ -21,7 +21,7 @@ OVERLAPPING = 4  # calls at a time, where the reward functions allow several and
 
 @dataclass(frozen=True, slots=True)
 class RewardCalls:
-    """Of all reward functions of a trainer together."""
+    """Calls of all reward functions of a trainer together."""
 
     at_a_time: int  # 0: in the caller's thread
     most_completions: int  # of a call with several groups; 0: a call is for one group

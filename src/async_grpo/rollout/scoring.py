@@ -29,7 +29,7 @@ class Scorer(Protocol):
     """Who calls the reward functions."""
 
     def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
-        """Of each group, from one call."""
+        """Score each group, in one call."""
 
     def let_go(self, group: GeneratedGroup) -> None:
         """The group will not be scored again."""

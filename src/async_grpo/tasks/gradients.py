@@ -73,7 +73,7 @@ def rows_of(batch: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
 def shares(
     batch: Mapping[str, Any], tasks_of_run: int, loss_type: str, gather: Any
 ) -> Iterator[tuple[int, dict[str, Any], float]]:
-    """Of each task in the batch: its number, its rows, and the factor that makes their loss its share.
+    """Shares of each task in the batch: its number, its rows, and the factor that makes their loss its share.
 
     TRL's loss compares across processes, so all of them compute the same tasks, with as many rows of each. Where they
     have not as many, each task is computed on all rows, with the tokens of the others masked.

@@ -155,7 +155,7 @@ class MultiTask(GRPOTrainer):
             self._metrics["train"][name].append(sum(values) / len(values))
 
     def _rewards_of_batch(self, size: int) -> list[float]:
-        """Of each completion that TRL has scored last, the weighted sum of its rewards; NaN where it has none."""
+        """The weighted sum of the rewards of each completion that TRL has scored last; NaN where it has none."""
         each = [list(values)[-size:] for values in self._logs["rewards"].values()]
         rewards = torch.tensor(each, dtype=torch.float64).T * self.reward_weights.double().cpu()
         total = rewards.nansum(dim=1)

@@ -176,7 +176,7 @@ class Layout:
 
 
 def layout_of(trainer: Any) -> Layout:
-    """Of the checkpoints that this trainer writes."""
+    """The layout of the checkpoints that this trainer writes."""
     if trainer.is_deepspeed_enabled:
         return Layout(DEEPSPEED, int(trainer.args.world_size))
     return Layout(FSDP if trainer.is_fsdp_enabled else "")

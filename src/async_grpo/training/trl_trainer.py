@@ -213,7 +213,7 @@ def _serving(trainer: Any, groups: Sequence[RolloutGroup], rows: Sequence[dict[s
 
 
 def _ages_and_lengths(trainer: Any, groups: Sequence[RolloutGroup], device: torch.device) -> dict[str, torch.Tensor]:
-    """Of each completion of the batch: the version that sampled it, and whether it is longer than the median."""
+    """The version that sampled each completion of the batch, and whether it is longer than the median."""
     versions = [group.policy_version for group in groups for _ in range(group.job.num_generations)]
     is_long = longer_half([length for group in groups for length in group.completion_lengths.tolist()])
     columns: dict[str, list[Any]] = {"policy_version": [*versions], "is_long": [*is_long]}

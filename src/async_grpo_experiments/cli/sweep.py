@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _settings(args: argparse.Namespace, sweep: Sweep) -> TrainingSettings:
-    """Of the first run, by which the others are judged before anything starts."""
+    """The settings of the first run, by which the others are judged before anything starts."""
     first = sweep.runs[0]
     values = {name: getattr(args, name) for kind, name in _OF_TRAIN if kind is TrainingSettings}
     settings = TrainingSettings(**values, seed=first.seed, set=first.settings())

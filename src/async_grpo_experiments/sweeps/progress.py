@@ -127,7 +127,7 @@ def _end_of(run: Run) -> tuple[str, int]:
 
 
 def steps_left(run: Run) -> int | None:
-    """Of a run that was begun: how much is left. None: unknown."""
+    """Steps that are left of a run that was begun. None: unknown."""
     found = progress_of(run)
     return None if found.total_steps is None else found.total_steps - found.step
 

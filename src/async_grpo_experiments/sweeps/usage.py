@@ -20,7 +20,7 @@ class _Spent(NamedTuple):
 
 
 class Usage:
-    """Of the runs of a sweep. Nothing here waits."""
+    """Cores and GPUs in use by the runs of a sweep. Nothing here waits."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

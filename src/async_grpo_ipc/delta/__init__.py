@@ -36,12 +36,12 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Of the tensor."""
+        """Bytes of the tensor."""
         return self.size * ITEM_BYTES[self.dtype]
 
     @property
     def most_bytes(self) -> int:
-        """That its data may have, compressed: zstandard adds less than a hundredth to what cannot be compressed."""
+        """The most bytes of its compressed data: zstandard adds less than a hundredth to what cannot be compressed."""
         raw = self.coded.changed * (self.coded.width + ITEM_BYTES[self.dtype])
         raw = max(raw, self.nbytes) if self.coded.mode != SPARSE else raw
         return raw + raw // 100 + 1024

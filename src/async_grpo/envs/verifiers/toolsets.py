@@ -19,7 +19,7 @@ _STATE: ContextVar[vf.State] = ContextVar("state of the episode")
 
 
 class Toolsets:
-    """Of one call of a `rollout_func`: those of the taskset are shared by its episodes."""
+    """Toolsets of one call of a `rollout_func`: those of the taskset are shared by its episodes."""
 
     def __init__(self, environment: vf.Env) -> None:
         self._environment = environment

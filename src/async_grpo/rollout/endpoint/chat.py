@@ -97,7 +97,7 @@ class Chat:
         return Said(for_client=message, for_template=parsed)
 
     def texts(self, ids: Sequence[int]) -> list[str]:
-        """Of each token alone."""
+        """The text of each token alone."""
         return [self._tokenizer.decode([token]) for token in ids]
 
     def text(self, ids: Sequence[int]) -> str:

@@ -35,11 +35,11 @@ class VisionInputs:
         return torch.tensor(keys[1:], device=self._device)
 
     def small(self) -> dict[str, Tensor]:
-        """Of all rows, what positions are computed from."""
+        """The tensors of all rows that positions are computed from."""
         return self._merged(self._parts, {name for name in self.names if not name.startswith(_LARGE)}, more_tokens=0)
 
     def of_rows(self, rows: Tensor | None = None, *, more_tokens: int = 0) -> dict[str, Tensor]:
-        """Of these rows, for a forward pass over their prompts and `more_tokens`; all rows where it is None."""
+        """Tensors of these rows, for a forward pass over their prompts and `more_tokens`; all rows where it is None."""
         parts = self._parts if rows is None else [self._parts[row] for row in rows.tolist()]
         return self._merged(parts, self.names, more_tokens)
 

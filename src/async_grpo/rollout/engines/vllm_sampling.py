@@ -26,7 +26,7 @@ FULL_SOFTMAX = (
 
 
 def parameters(options: dict[str, Any], *, every_token: bool) -> SamplingParams:
-    """Of every completion. `UnsupportedError`: vLLM refuses the options."""
+    """Parameters of every completion. `UnsupportedError`: vLLM refuses the options."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

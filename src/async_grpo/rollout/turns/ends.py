@@ -11,7 +11,7 @@ _SAID = "dummy"
 
 
 class MessageEnds:
-    """Of one trainer. Where its tokenizer has no stop tags, every message ends as the model ended it."""
+    """Ends of a trainer's messages. Where its tokenizer has no stop tags, every message ends as the model ended it."""
 
     def __init__(self, trainer: Any) -> None:
         self._tags = stop_tags(trainer)

@@ -27,7 +27,7 @@ class Waiting:
         self._began = time.monotonic()
 
     def seconds_left(self, timeout_s: float) -> float:
-        """Of its time, which begins with the call."""
+        """Seconds that are left of its time, which begins with the call."""
         return timeout_s if self._began is None else self._began + timeout_s - time.monotonic()
 
 

@@ -314,7 +314,7 @@ def readable(result: Any) -> Any:
 
 
 def _text_of(part: Any) -> str | None:
-    """Of a content block; None where it has none."""
+    """The text of a content block; None where it has none."""
     text = part.get("text") if isinstance(part, dict) else None
     return text if isinstance(text, str) else None
 

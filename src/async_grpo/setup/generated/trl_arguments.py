@@ -49,7 +49,7 @@ class TRLArguments:
 
     @classmethod
     def here(cls, config: Path | None, flags: Sequence[str] = ()) -> TRLArguments:
-        """Of a command that is given in this folder.
+        """The arguments of a command that is given in this folder.
 
         Args:
             config: the YAML file; None: without one.
@@ -150,7 +150,7 @@ def environment(path: Path) -> dict[str, str]:
 
 
 def _place_and_problem(error: Any) -> str:
-    """Of yaml's error. Its own text quotes the line, which may have a secret in it (`env`, `hub_token`)."""
+    """Place and problem of yaml's error. Its own text quotes the line, which may have a secret (`env`, `hub_token`)."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
     return _redact(f"{place}{problem or error}")

@@ -23,7 +23,7 @@ class Batch:
 
     @classmethod
     def of(cls, config: Any) -> Batch | None:
-        """Of a `GRPOConfig`; None where it was refused before these numbers were set."""
+        """The numbers of a `GRPOConfig`; None where it was refused before these numbers were set."""
         if not (config.steps_per_generation and config.generation_batch_size):
             return None
         same = {entry.name: getattr(config, entry.name) for entry in fields(cls) if entry.name != "processes"}

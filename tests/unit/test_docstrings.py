@@ -1,0 +1,32 @@
+"""Docstrings begin with a verb or a noun: a fragment whose subject is the name above it is no sentence."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCES = Path(__file__).parents[2] / "src"
+FRAGMENTS = ("Of ", "That ")
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def fragments(source: str) -> Iterator[tuple[str, str]]:
+    """The name and the first line of each docstring that begins with one of these words."""
+    for node in ast.walk(ast.parse(source)):
+        text = ast.get_docstring(node) if isinstance(node, DOCUMENTED) else None
+        if text is not None and text.startswith(FRAGMENTS):
+            yield getattr(node, "name", "the module"), text.splitlines()[0]
+
+
+def test_no_docstring_begins_with_of_or_that() -> None:
+    modules = sorted(SOURCES.rglob("*.py"))
+    found = [(str(path.relative_to(SOURCES)), *found) for path in modules for found in fragments(path.read_text())]
+    assert modules and not found, "begin with a verb or a noun"
+
+
+def test_a_fragment_is_found() -> None:
+    assert list(fragments('class Shares:\n    """Of the last minute.\n\n    Of the workers.\n    """\n')) == [
+        ("Shares", "Of the last minute.")
+    ]
+    assert not list(fragments('"""Offers."""\n\ndef of():\n    """Shares of the last minute."""\n'))
