@@ -16,8 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here: `make test-vllm`
 import qwen3_1m
 from trl import GRPOTrainer
 
-from async_grpo.rollout.engines import vllm, vllm_hooks
-from async_grpo.rollout.engines.continuous import Chunk
+from async_grpo.rollout.engines import Chunk, vllm, vllm_hooks
 from async_grpo.rollout.engines.vllm import VLLMEngine
 from async_grpo.rollout.engines.vllm_sampling import structured
 from async_grpo.rollout.trl_trainer import RolloutTrainer

@@ -21,7 +21,7 @@ import qwen3_1m
 from test_vllm_engine import CLOSE, PROMPTS, change, find_source, published, rollout_trainer
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.engines.continuous import Chunk
+from async_grpo.rollout.engines import Chunk
 from async_grpo.rollout.engines.vllm import VLLMEngine
 from async_grpo.rollout.engines.vllm_sampling import RETURN_KEPT
 from async_grpo.tokens import Tokens

@@ -54,6 +54,15 @@ class SampledGroup:
     error: BaseException | None = None
 
 
+@dataclass(slots=True)
+class Chunk:
+    """New tokens of one request, in the order of sampling, as an engine with continuous batching gives them."""
+
+    request_id: str
+    tokens: Tokens
+    finished: bool
+
+
 Fields = Mapping[str, Any]
 """What a processor of TRL returns besides token ids (`pixel_values`, `mm_token_type_ids`, …), of some prompts: tensors,
 or one list a prompt with a number for each of its tokens."""

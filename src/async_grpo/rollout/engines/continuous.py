@@ -8,12 +8,12 @@ steps, the running requests continue with them, and every token is labelled with
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
 from async_grpo.errors import GeneratorError, PeerDiedError
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup, WeightsLostError
+from async_grpo.rollout.engines import Chunk, PreparedGroup, SampledGroup, WeightsLostError
 from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo.tokens import Tokens
 from async_grpo_ipc import ExporterDiedError
@@ -21,15 +21,6 @@ from async_grpo_ipc import ExporterDiedError
 if TYPE_CHECKING:
     from async_grpo.rollout.engines.vllm import VLLMEngine
     from async_grpo_ipc import RemoteWeights
-
-
-@dataclass(slots=True)
-class Chunk:
-    """New tokens of one request, in the order of sampling."""
-
-    request_id: str
-    tokens: Tokens
-    finished: bool
 
 
 class ContinuousEngine:

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import set_seed
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.engines.continuous import Chunk
+from async_grpo.rollout.engines import Chunk
 from async_grpo.rollout.engines.vllm_hooks import BuildersStream, choose_model_runner
 from async_grpo.rollout.engines.vllm_images import ENGINE_OPTIONS, ImagePrompts, process_with, refuse_adapted_encoder
 from async_grpo.rollout.engines.vllm_options import (
