@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from runs import IN_MID_BATCH, SETUP, command, finish, read, steps_logged
+from several_ranks import EXAMPLES, same_training, same_weights
 from test_determinism import server_of, weights_of
 
 from async_grpo.roles.replay import weights_digest
@@ -44,3 +45,17 @@ def test_a_death_and_any_number_of_workers_give_the_same_policy_and_critic_and_s
         with command(*check, cwd=killed, **env) as run:
             assert run.wait() == 0, run.output
     assert f"SHA-256 {weights_of(one, STEPS)}" in run.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["ddp.yaml"])
+def test_two_ranks_train_the_critic_of_one(example: str, tmp_path: Path) -> None:
+    env = {"TEST_GRPO": json.dumps({**IN_MID_BATCH, "gradient_accumulation_steps": 2, "steps_per_generation": 2})}
+    one, two = tmp_path / "one", tmp_path / "two"
+    options = ("-n", "1", "--deterministic", "--steps", "8", "--accelerate-config")
+    for folder, config in ((one, "none"), (two, str(EXAMPLES / example))):
+        folder.mkdir()
+        finish(folder, *options, config, setup=PPO, **env)
+    same_training(two, one, steps=8, accumulates=True)
+    same_weights(two, one, 8)
+    same_weights(two, one, 8, file="critic/model.safetensors")
