@@ -57,7 +57,7 @@ def ppo_trainer(tmp_path: Path, given: dict[str, Any] | None = None, **more: Any
 
 
 def critic_of(trainer: Any) -> dict[str, Tensor]:
-    return trainer.critic.module.state_dict()
+    return trainer.critic.model.state_dict()
 
 
 def same_critic(one: Any, other: Any, tolerance: float = 0.0) -> bool:

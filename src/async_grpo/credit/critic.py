@@ -18,14 +18,16 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_model, save_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer, PreTrainedConfig
 
 from async_grpo.setup.trl_compat import is_adapter
 
 FOLDER = "critic"
 _WEIGHTS, _OPTIMIZER = "model.safetensors", "optimizer.pt"
+_WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole in the main memory, whatever shards it
 _WHERE = ("revision", "trust_remote_code", "cache_dir", "local_files_only")  # of a policy's `model_init_kwargs`
 
 
@@ -41,12 +43,6 @@ class Critic:
         optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.0)
         self._accelerator, self._max_grad_norm = accelerator, max_grad_norm
         self.model, self.optimizer = accelerator.prepare(model, optimizer)
-
-    @property
-    def module(self) -> nn.Module:
-        """The model itself, without what distributes it."""
-        module: nn.Module = self._accelerator.unwrap_model(self.model)
-        return module
 
     def values(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Compute the value of each token of the completions before it was written, [B, T]."""
@@ -82,11 +78,13 @@ class Critic:
         return float(norm)
 
     def save(self, checkpoint: Path, kl_coef: float) -> None:
-        """Add the critic to a checkpoint."""
-        folder = checkpoint / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        save_model(self.module, str(folder / _WEIGHTS))
-        torch.save({"optimizer": self.optimizer.state_dict(), "kl_coef": kl_coef}, folder / _OPTIMIZER)
+        """Add the critic to a checkpoint. Every process calls it: where the critic is sharded, each has a part."""
+        weights, moments = get_state_dict(self.model, self.optimizer.optimizer, options=_WHOLE)
+        if self._accelerator.is_main_process:
+            folder = checkpoint / FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file({name: tensor.clone() for name, tensor in weights.items()}, folder / _WEIGHTS)
+            torch.save({"optimizer": moments, "kl_coef": kl_coef}, folder / _OPTIMIZER)
 
     def load(self, checkpoint: Path) -> float:
         """Continue as `checkpoint` says, at this start's learning rate; returns its coefficient of KL.
@@ -101,9 +99,14 @@ class Critic:
                 "its model, or resume from a checkpoint that PPOTrainer wrote."
             )
         rate = self.optimizer.param_groups[0]["lr"]
-        load_model(self.module, str(folder / _WEIGHTS), device=str(self._accelerator.device))
-        saved = torch.load(folder / _OPTIMIZER, map_location=self._accelerator.device, weights_only=True)
-        self.optimizer.load_state_dict(saved["optimizer"])
+        weights, saved = load_file(folder / _WEIGHTS), torch.load(folder / _OPTIMIZER, weights_only=True)
+        set_state_dict(
+            self.model,
+            self.optimizer.optimizer,
+            model_state_dict=weights,
+            optim_state_dict=saved["optimizer"],
+            options=_WHOLE,
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return float(saved["kl_coef"])

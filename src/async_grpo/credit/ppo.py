@@ -112,7 +112,7 @@ class PPOTrainer(TurnGRPOTrainer, Algorithm):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        if self.args.should_save and not self.args.save_only_model:
+        if not self.args.save_only_model:
             folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
             self.critic.save(folder, self.kl_coef)
 

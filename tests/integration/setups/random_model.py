@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def get_trainer() -> GRPOTrainer:
     return build(GRPOTrainer, GRPOConfig)
 
 
-def build(trainer_class: type[GRPOTrainer], config_class: type[GRPOConfig], **changes: Any) -> GRPOTrainer:
+def build(trainer_class: type[GRPOTrainer], config_class: Callable[..., GRPOConfig], **changes: Any) -> GRPOTrainer:
     """A trainer of these classes; `changes` are of its configuration."""
     tokenizer = build_tokenizer()
     torch.manual_seed(0)

@@ -12,8 +12,8 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from trl import GRPOConfig, GRPOTrainer
 
 
-def sharding_config(**settings) -> GRPOConfig:
-    args = GRPOConfig(**settings)
+def sharding_config(config_class=GRPOConfig, **settings) -> GRPOConfig:
+    args = config_class(**settings)
     assert args.device.type == "cpu"  # this sets torch.distributed up
     state = Accelerator(cpu=True).state
     state.fsdp_plugin = FullyShardedDataParallelPlugin()
