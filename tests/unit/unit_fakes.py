@@ -166,9 +166,13 @@ def make_job(seq: int, num_generations: int = 2) -> Job:
     )
 
 
-def schedule(B: int = 2, K: int = 4, per_round: int = 1, per_version: int = 1) -> Schedule:
+def schedule(B: int = 2, K: int = 4, per_round: int = 1, per_version: int = 1, G: int = 16) -> Schedule:
     return Schedule(
-        groups_per_round=B, micro_steps_per_round=per_round, micro_steps_per_version=per_version, max_staleness=K
+        groups_per_round=B,
+        num_generations=G,
+        micro_steps_per_round=per_round,
+        micro_steps_per_version=per_version,
+        max_staleness=K,
     )
 
 

@@ -13,11 +13,11 @@ from async_grpo.errors import DiskFullError
 from async_grpo.evals.estimators import Answers
 from async_grpo.evals.report import Evaluated, Judge, evaluated
 from async_grpo.queue import JobSink
-from async_grpo.queue.server import MAX_OPEN
+from async_grpo.queue.server import FOR_EVALUATIONS, MAX_OPEN
 from async_grpo.records import Job, RolloutGroup, seed_from
 
 REASON_CHARACTERS = 300  # so that the line of an evaluation stays one that is read again
-OPEN_AT_A_TIME = MAX_OPEN // 2  # problems; nobody issues more during an optimizer step. The rest is for training
+OPEN_AT_A_TIME = FOR_EVALUATIONS  # problems; nobody issues more during an optimizer step
 
 
 class Problem(NamedTuple):

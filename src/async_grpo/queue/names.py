@@ -69,7 +69,7 @@ class JobName(NamedTuple):
         return JobName(self.seq, attempt, PENDING)
 
 
-@lru_cache(maxsize=1024)  # the same names are listed again and again, and at most 256 jobs are open
+@lru_cache(maxsize=16384)  # the same names are listed again and again, and at most 4,096 jobs are open
 def parse_name(name: str) -> JobName | None:
     """The job that a file of queue/ or done/ belongs to, or None if the name is not exactly one of ours."""
     match = _QUEUE_NAME.fullmatch(name)

@@ -35,7 +35,10 @@ from async_grpo.records import Job, Purpose, RolloutGroup
 from async_grpo.rundir.locks import KernelLock, describe_holder, server_lock
 from async_grpo.rundir.refusal import raise_refusal
 
-MAX_OPEN = 256  # more files than one read of a directory returns, and a listing may miss one
+# A listing of so many files takes milliseconds. It may miss one that is renamed meanwhile: a job counts as missing
+# after several listings in a row, and after a look for its own names.
+MAX_OPEN = 4096
+FOR_EVALUATIONS = 128  # of them
 _LOOKS_BEFORE_MISSING = 3  # a look may miss a file that is renamed meanwhile, and a job has two renames
 
 

@@ -21,7 +21,7 @@ from async_grpo.training import trl_trainer
 from async_grpo.training.corrections.checks import check, describe, describe_noise
 from async_grpo.training.corrections.rule import rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
-from async_grpo.training.schedule import schedule_of
+from async_grpo.training.schedule import LARGEST_ROUND, groups_per_round, schedule_of
 from async_grpo.training.sharding import refuse_publish_dtype, sharding_of
 
 if TYPE_CHECKING:
@@ -44,6 +44,11 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
         raise UsageError(
             f"--filter-zero-variance replaces groups that teach nothing, and {type(trainer).__name__} learns from "
             "equal rewards too. Leave it out."
+        )
+    if (groups := groups_per_round(trainer)) > LARGEST_ROUND:
+        raise UsageError(
+            f"A generation batch of {groups:,} prompt groups is larger than the queue, which holds {LARGEST_ROUND:,}. "
+            "Lower steps_per_generation or per_device_train_batch_size, or raise num_generations."
         )
     settings.check()
     refuse_publish_dtype(settings.publish_dtype, sharded=sharding_of(trainer) is not None)

@@ -22,11 +22,14 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from async_grpo.archive.rollout_state import RolloutState
-from async_grpo.queue.server import MAX_OPEN
+from async_grpo.queue.server import FOR_EVALUATIONS, MAX_OPEN
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
 
+LARGEST_ROUND = MAX_OPEN - FOR_EVALUATIONS  # groups
+_COMPLETIONS_OPEN = 4096  # at a time; groups of few completions may be more than `_GROUPS_OPEN`
+_GROUPS_OPEN = 256
 CALM_BATCHES = 8  # in a row, none of which workers ran dry for, after which a round less is kept under way
 
 
@@ -35,6 +38,7 @@ class Schedule:
     """The arithmetic of rounds and versions, from the trainer's arguments."""
 
     groups_per_round: int  # B, prompt groups in one generation batch
+    num_generations: int  # G, completions in one prompt group
     micro_steps_per_round: int  # steps_per_generation * num_iterations
     micro_steps_per_version: int  # gradient_accumulation_steps
     max_staleness: int  # K, in versions (optimizer steps), when a round starts
@@ -70,7 +74,13 @@ class Schedule:
         """Whether the `position`-th usable job may be issued at `version`: a step uses it, before training ends."""
         used_at = self.version_of_round(position // self.groups_per_round)
         is_used = ends_at is None or used_at < ends_at
-        return is_used and open_jobs < MAX_OPEN and used_at - self.max_staleness <= version
+        return is_used and open_jobs < self.most_open and used_at - self.max_staleness <= version
+
+    @property
+    def most_open(self) -> int:
+        """The most jobs that are open at a time: bounded by their completions, but two rounds where the queue can."""
+        groups = max(_GROUPS_OPEN, _COMPLETIONS_OPEN // self.num_generations, 2 * self.groups_per_round)
+        return min(LARGEST_ROUND, groups)
 
     @property
     def versions_within_round(self) -> int:
@@ -108,6 +118,7 @@ def schedule_of(trainer: GRPOTrainer, max_staleness: int) -> Schedule:
     """Return the arithmetic of this trainer's rounds."""
     return Schedule(
         groups_per_round=groups_per_round(trainer),
+        num_generations=int(trainer.num_generations),
         micro_steps_per_round=trainer.args.steps_per_generation * trainer.num_iterations,
         micro_steps_per_version=trainer.args.gradient_accumulation_steps,
         max_staleness=max_staleness,

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from unit_fakes import Bench, schedule, seqs
 
 from async_grpo.archive.rollout_state import RolloutState
-from async_grpo.queue.server import MAX_OPEN
-from async_grpo.training.schedule import CALM_BATCHES, Lookahead, Schedule
+from async_grpo.training.schedule import CALM_BATCHES, LARGEST_ROUND, Lookahead, Schedule
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def test_nothing_is_used_over_age_or_twice_and_nothing_is_thrown_away(world: Wor
     assert max(run.staleness) <= world.K
     assert len(set(run.used)) == len(run.used) == world.B * world.rounds
     assert run.bench.metrics.dropped == 0
-    assert run.most_open <= MAX_OPEN
+    assert run.most_open <= world.plan.most_open
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -223,7 +222,30 @@ def test_jobs_are_admitted_a_round_at_a_time() -> None:
     plan = schedule(B=3, K=2)
     admitted = [position for position in range(30) if plan.is_admissible(position, version=4, open_jobs=0)]
     assert admitted == list(range(3 * (4 + 2 + 1)))
-    assert not plan.is_admissible(0, version=4, open_jobs=MAX_OPEN)
+    assert plan.is_admissible(0, version=4, open_jobs=255)
+    assert not plan.is_admissible(0, version=4, open_jobs=256)
+
+
+@pytest.mark.parametrize(
+    ("B", "G", "most"),
+    [
+        (8, 16, 256),
+        (8, 64, 256),
+        (8, 8, 512),  # 4,096 completions
+        (64, 1, LARGEST_ROUND),
+        (300, 16, 600),  # two rounds
+        (1024, 8, 2048),
+        (3000, 16, LARGEST_ROUND),
+    ],
+)
+def test_as_many_completions_are_open_whatever_the_size_of_groups(B: int, G: int, most: int) -> None:
+    assert schedule(B=B, G=G).most_open == most
+
+
+def test_a_round_of_many_small_groups_is_issued_whole_and_one_ahead() -> None:
+    bench = Bench(schedule(B=1000, G=1, K=4))
+    bench.source.advance(0)
+    assert len(bench.queue.jobs) == 2000
 
 
 def test_lookahead_grows_only_while_workers_run_dry_and_stays_within_its_bounds() -> None:
