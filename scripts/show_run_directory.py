@@ -83,9 +83,10 @@ def stages(home: Path) -> Iterator[tuple[str, str]]:
 
 
 def record(path: Path) -> str:
-    """The JSON object in a file, with one option in place of all of them."""
+    """The JSON object in a file, with one setting in place of all of them."""
     data = json.loads(path.read_text())
-    data["options"] = {"steps": data["options"]["steps"], "...": "all others"}
+    data["plan"]["training"] = {"steps": data["plan"]["training"]["steps"], "...": "all others"}
+    data["plan"] |= {"work": "the settings of the workers", "launch": "the settings of the launcher"}
     return json.dumps(data, indent=2)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Collection, Mapping
@@ -66,6 +67,8 @@ DEFAULT_KS = (1, 5, 10)
 SEEDS = range(2**32)
 GENERATORS = ("hf", "vllm", "vllm-server")
 CORRECTIONS = ("bypass", "decoupled", "tis", "icepop", "trl", "none")
+CPU = "cpu"  # as a device
+Way = Literal["auto", "ipc", "host"]  # of publishing weights
 OFF = "off"
 STEP_SCALINGS = (OFF, "ess", "ess-token")
 CORRECTION_LEVELS = ("token", "sequence", "geometric")
@@ -105,7 +108,7 @@ def absolute(folder: str) -> str:
 
 
 def file_or_none(text: str) -> Path | None:
-    return None if text == "none" else Path(text)
+    return None if text == "none" else Path(text).absolute()
 
 
 def comma_separated(text: str) -> tuple[int, ...]:
@@ -186,7 +189,7 @@ class TrainingSettings:
 
     steps: int | None = setting(None, "optimizer steps; overrides max_steps of the setup file", type=positive)
     seed: int | None = setting(None, "overrides the seed of the setup file", type=seed_number)
-    set: Mapping[str, str] | None = setting(
+    set: dict[str, str] | None = setting(  # noqa: RUF009, it is frozen
         None,
         "a field of the setup file's GRPOConfig, such as learning_rate=1e-5; may be given several times",
         action=Assign,
@@ -238,7 +241,7 @@ class TrainingSettings:
         False, "train on, with a warning, where trainer and sampler disagree on rollouts of the same weights"
     )
     filter_zero_variance: bool = setting(False, "replace groups whose rewards are all equal by new ones (DAPO)")
-    weights: Literal["auto", "ipc", "host"] = setting(
+    weights: Way = setting(  # noqa: RUF009, it is frozen
         "auto",
         "memory that a server on a GPU publishes its weights in: its GPU's (ipc), or the host's, for workers whose GPU "
         "cannot reach it (default: auto, the GPU's where all workers can reach it)",
@@ -419,6 +422,14 @@ class LaunchSettings:
     quiet: bool = setting(False, "show only warnings, errors and the table at the end")
     overwrite: bool = setting(False, "delete the unfinished run in --run-dir (checkpoints stay)")
     log_level: str | None = setting(None, "default: $LOG_LEVEL, else INFO", type=str.upper, choices=LOG_LEVELS)
+
+
+def log_level(given: str | None) -> str:
+    """The level from the option, else from `LOG_LEVEL`, else INFO."""
+    level = (given or os.environ.get("LOG_LEVEL") or "INFO").upper()
+    if level not in LOG_LEVELS:
+        raise UsageError(f"LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, got {level!r}.")
+    return level
 
 
 DECLARED = {entry.name: entry for kind in (TrainingSettings, WorkerSettings, LaunchSettings) for entry in fields(kind)}

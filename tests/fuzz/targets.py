@@ -28,6 +28,8 @@ from async_grpo.queue.names import parse_name, parse_set_aside
 from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.rundir.locks import _parse_owner, describe_holder
 from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.shape import as_json
 from async_grpo.telemetry import entries
 from async_grpo.telemetry.activity import ActivityRecord, activity_file, read_activity
 from async_grpo.telemetry.run_log import RunLog, last_steps, rates
@@ -173,7 +175,9 @@ def _read_group(data: bytes, folder: Path) -> object:
 # Files of JSON
 
 STATE = RolloutState(run_id=RUN, step=3, next_seq=9, rounds=3, unusable=[2], consumed_below=4, consumed=[6])
-RUN_STATE = RunState(run_id=RUN, state="running", config="/setup.py", started="now", output_dir="/out")
+RUN_STATE = RunState(
+    run_id=RUN, state="running", plan=RunPlan(config=Path("/setup.py")), started="now", output_dir="/out"
+)
 LAYOUT = {
     "nbytes": 4608,
     "buckets": [{"dtype": "float32", "offset": 4096, "nbytes": 512}],
@@ -338,7 +342,7 @@ TARGETS = [
     Target("handle", files_like(changed(HANDLE).map(_handle_file)), _read_handle, (IPCError,)),
     Target("shared header", damaged(st.just(_header())), _read_header, (IPCError,)),
     Target("rollout state", files_like(json_bytes(asdict(STATE))), _read_state, (BadFileError,)),
-    Target("run state", files_like(json_bytes(asdict(RUN_STATE))), _read_run, (RunDirError,)),
+    Target("run state", files_like(json_bytes(as_json(RUN_STATE))), _read_run, (RunDirError,)),
     Target(
         "lines",
         files_like(st.lists(st.one_of(list(map(json_bytes, LINES))), max_size=5).map(b"\n".join)).map(

@@ -26,6 +26,7 @@ from async_grpo.rundir.paths import RunDir
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest
 from async_grpo.training.corrections.fresh_batch import EXACT, ROUNDED, Bound, bound_of
+from plans import planned
 
 pytestmark = pytest.mark.integration
 
@@ -245,7 +246,7 @@ def test_what_only_warns_in_a_run(
     options: dict[str, Any], changes: dict[str, Any], stops: bool, tmp_path: Path
 ) -> None:
     run = RunDir(tmp_path / "worker")
-    state = prepare(run.root, config=Path("my_trainer.py"), num_workers=1)
+    state = prepare(run.root, planned(Path("my_trainer.py"), workers=1))
     trainer = settings(tmp_path / "outputs", **changes)()
     training = TrainingSettings(**options)
     with training_of(trainer, run, state, training, StopRequest()):

@@ -18,6 +18,7 @@ from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest, write_stacks_on_signal
 from async_grpo.telemetry.activity import LOADING, activity
+from plans import planned
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -49,7 +50,7 @@ def begin_training(run: RunDir, state: RunState) -> None:
 def test_an_obstacle_is_named_or_overcome(tmp_path: Path, entry: str, obstacle: str) -> None:
     (victim := tmp_path / "victim").write_text("mine")
     run = RunDir(tmp_path / "worker")
-    state = prepare(run.root, config=Path("my_trainer.py"))
+    state = prepare(run.root, planned(Path("my_trainer.py")))
     for folder in ("alive", "tmp"):
         (run.root / folder).mkdir(mode=0o700, exist_ok=True)
     place = run.root / entry
@@ -62,7 +63,7 @@ def test_an_obstacle_is_named_or_overcome(tmp_path: Path, entry: str, obstacle: 
         OBSTACLES[obstacle](place)
     steps: list[Callable[[], object]] = [lambda: begin_training(run, state)]
     steps += [lambda name=name: main([name, str(run.root)]) for name in ("audit", "status", "rollouts")]
-    steps += [lambda: summary.show(run), lambda: prepare(run.root, config=Path("my_trainer.py"), resume=True)]
+    steps += [lambda: summary.show(run), lambda: prepare(run.root, planned(Path("my_trainer.py"), resume=True))]
     for step in steps:
         try:
             step()

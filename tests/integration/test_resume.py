@@ -17,6 +17,7 @@ from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.training.checkpoints import CheckpointFolder, resume
 from async_grpo.training.hyperparameters import configuration
+from plans import planned
 
 pytestmark = pytest.mark.integration
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.integration
 def begun(tmp_path: Path) -> RunState:
     """A run in `worker` that has a checkpoint in `outputs`."""
     run = RunDir(tmp_path / "worker")
-    state = prepare(run.root, config=Path("my_trainer.py"))
+    state = prepare(run.root, planned(Path("my_trainer.py")))
     folder = CheckpointFolder(build_trainer(tmp_path / "outputs"), run, state)
     checkpoint_folders.start_saving(folder.staging)
     written = folder.staging / "checkpoint-4"

@@ -15,6 +15,7 @@ from async_grpo.queue import ServerQueue
 from async_grpo.queue.codec import encode_group
 from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.rundir.paths import RunDir, RunState
+from plans import planned
 
 RUN = "0123456789ab"
 HOSTILE = (
@@ -30,7 +31,7 @@ class ArchivedRun:
         self.root = root / "worker"
         ServerQueue.open(self.root, RUN, watch_workers=False).close()
         self.run = RunDir(self.root)
-        self.run.write_state(RunState(run_id=RUN, state=state, config="c.py", started="", **more))
+        self.run.write_state(RunState(run_id=RUN, state=state, plan=planned(), started="", **more))
         self.begin(None)
 
     def begin(self, resumed_from: int | None, max_staleness: int = 4) -> None:

@@ -77,7 +77,7 @@ class Handle:
         with suppress(AsyncGRPOError, OSError):
             state = RunDir(self.run_dir).read_state()
             if state is not None:
-                return state.stop_grace_s
+                return state.plan.launch.stop_grace
         return STOP_GRACE_S
 
     def __enter__(self) -> Self:

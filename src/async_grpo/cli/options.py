@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from async_grpo.cli.parser import Parser
-from async_grpo.errors import UsageError
 from async_grpo.formatting import printable
 from async_grpo.rundir import run_options
 from async_grpo.rundir.paths import FINISHED, RunDir, RunState
-from async_grpo.settings import LOG_LEVELS, LaunchSettings, TrainingSettings, WorkerSettings, flag_name, memory_size
+from async_grpo.rundir.plan import RunPlan
+from async_grpo.settings import LaunchSettings, TrainingSettings, WorkerSettings, flag_name, log_level, memory_size
 from async_grpo.setup.devices import CPU, hold_to_device, threads_per_process
 from async_grpo.setup.generated.trl_arguments import TRLArguments, set_environment, setup_file_of_run
 
@@ -24,10 +24,6 @@ DEFAULT_RUN_DIR = Path("worker")
 SHORT_FLAGS = {"steps": ("-s",), "num_workers": ("-n",), "quiet": ("-q",)}
 PROCESSES = ("num_workers", "master_device_id", "worker_device_ids")
 LEFT_OUT_SHOWN = 3
-_NOT_KEPT = (
-    *("given", "trl_arguments", "config", "run_dir", "resume", "overwrite"),
-    *("dry_run", "distributed", "launched_by"),
-)
 _OF_EVERY_TRAINING = ("steps", "seed", "set", "run_name", "run_group", "run_tags")  # in one process, too
 T = TypeVar("T")
 
@@ -41,7 +37,7 @@ def parser(command: str, description: str, examples: str, kind: type[Parser] = P
     )
 
 
-def resumed(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
+def resumed(args: argparse.Namespace) -> argparse.Namespace:
     """The arguments of `--resume`: what the command line leaves out is as the run in --run-dir was begun.
 
     Says what it gives otherwise. Without a run there is nothing to recall: `prepare` refuses.
@@ -49,12 +45,17 @@ def resumed(parser: Parser, args: argparse.Namespace) -> argparse.Namespace:
     state = RunDir(args.run_dir).read_state(accepted=True)
     if state is None:
         return args
-    given = {name: getattr(args, name) for name in args.given}
-    recalled = run_options.recall(state, given, parser.read)
-    config = args.config if "config" in given else _begun_with(state)
-    for change in [*run_options.config_change(state, config), *recalled.changes]:
+    recalled = run_options.recall(state, given(args))
+    begun = {} if "config" in args.given else {"config": _begun_with(state), "trl": state.plan.trl}
+    found = argparse.Namespace(**{**vars(args), **recalled.options, **begun})
+    for change in [*run_options.config_change(state, found.config), *recalled.changes]:
         print(printable(f"resuming run {state.run_id}: {change}"))
-    return argparse.Namespace(**{**vars(args), **recalled.options, "config": config})
+    return found
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """What the command line gave, by name."""
+    return {name: getattr(args, name) for name in args.given}
 
 
 def _begun_with(state: RunState) -> Path:
@@ -76,9 +77,16 @@ def nothing_to_do(args: argparse.Namespace) -> bool:
     return True
 
 
-def kept(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that a later `--resume` continues with."""
-    return run_options.to_json({name: value for name, value in vars(args).items() if name not in _NOT_KEPT})
+def planned(args: argparse.Namespace, **came_to: Any) -> RunPlan:
+    """The plan of the run that a command line asks for, with what its options came to."""
+    return RunPlan(
+        config=args.config.absolute(),
+        training=gathered(TrainingSettings, args),
+        work=gathered(WorkerSettings, args),
+        launch=gathered(LaunchSettings, args),
+        trl=getattr(args, "trl", None),
+        **came_to,
+    )
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -156,16 +164,8 @@ def add_worker_options(parser: argparse._ActionsContainer) -> None:
 
 
 def gathered(kind: type[T], args: argparse.Namespace) -> T:
-    """A dataclass whose fields are options of the command."""
-    return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})  # type: ignore[arg-type]
-
-
-def log_level(args: argparse.Namespace) -> str:
-    """The level from the flag, else from `LOG_LEVEL`, else INFO."""
-    level = (args.log_level or os.environ.get("LOG_LEVEL") or "INFO").upper()
-    if level not in LOG_LEVELS:
-        raise UsageError(f"LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, got {level!r}.")
-    return level
+    """A dataclass whose fields are options of the command, or have their defaults."""
+    return kind(**{field.name: getattr(args, field.name, field.default) for field in fields(kind)})  # type: ignore[arg-type]
 
 
 def print_left_out(skipped: Mapping[str, str]) -> None:
@@ -211,7 +211,7 @@ def become_role(args: argparse.Namespace, device: str, *, fast_inference: str, o
 
     ignore_stacks_signal()
     rank, ranks = rank_of_launch(os.environ)
-    set_up_log(log_level(args), rank=rank)
+    set_up_log(log_level(args.log_level), rank=rank)
     if args.launched_by is not None:  # ranks end in good order with rank 0: with their parent, only all at once
         end_with_parent(args.launched_by, signal.SIGTERM if ranks == 1 else signal.SIGKILL)
         log_prints()

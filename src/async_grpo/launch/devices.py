@@ -5,30 +5,27 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 from async_grpo.errors import UsageError
-from async_grpo.settings import TrainingSettings
+from async_grpo.settings import Way
 from async_grpo.setup import devices
 from async_grpo.setup.devices import CPU, choose_device, parse_device, why_unreachable
 
 
-def choose_weights(
-    training: TrainingSettings, server: str, workers: Sequence[str], served: str | None = None
-) -> TrainingSettings:
-    """Publish through host memory where a reader's GPU cannot map the server's, unless the user has chosen.
+def choose_weights(asked: Way, server: str, workers: Sequence[str], served: str | None = None) -> Way:
+    """The memory to publish in: the host's where a reader's GPU cannot map the server's, unless the user has chosen.
 
     Args:
         served: `--server-devices`, whose vLLM server maps the weights by itself.
     """
-    if training.weights != "auto":
-        return training
+    if asked != "auto":
+        return asked
     names = [name.strip() for name in (served or "").split(",") if name.strip()]
     why = why_unreachable(server, workers, os.environ, served=names)
     if why is None:
-        return training
+        return asked
     print(f"weights go through host memory, which is slower (--weights host): {why}", file=sys.stderr)
-    return replace(training, weights="host")
+    return "host"
 
 
 def plan_devices(master: str | None, workers: str | None, count: int | None) -> tuple[str, tuple[str, ...]]:

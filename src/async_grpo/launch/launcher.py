@@ -1,4 +1,4 @@
-"""One run on this machine: the command lines of its parameter server and workers, and what their exits mean.
+"""One run on this machine: the processes of its parameter server and workers, and what their exits mean.
 
 If a worker rejects its setup at its first start, the run ends: every other start would fail as well. The exit code of
 the parameter server is that of the run.
@@ -10,11 +10,9 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from async_grpo.archive import checkpoint_folders
 from async_grpo.errors import MOST_OF_A_REASON, AsyncGRPOError, BadFileError, DiskFullError, RunDirError
@@ -30,9 +28,9 @@ from async_grpo.rundir import summary
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import SERVER, RunDir
 from async_grpo.rundir.place import Place
+from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.refusal import read_refusal
-from async_grpo.settings import STOP_GRACE_S, TrainingSettings, WorkerSettings, as_flags
-from async_grpo.setup.accelerate_config import AccelerateConfig
+from async_grpo.settings import STOP_GRACE_S, log_level
 from async_grpo.setup.devices import CPU, threads_per_process
 from async_grpo.setup.generated import sent_function
 from async_grpo.setup.output import survive_lost_output
@@ -43,43 +41,7 @@ NOTHING_TRAINED = 130  # a stop before the first step; what a shell shows for a 
 REFUSED = AsyncGRPOError.exit_code  # of a process that cannot use its options, its setup file or what is installed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchOptions:
-    """What the command line decides about a distributed run."""
-
-    config: Path
-    run_dir: Path
-    master_device: str
-    worker_devices: Sequence[str]
-    training: TrainingSettings
-    work: WorkerSettings
-    accelerate_config: Path | None = None  # the server is several processes, as this file says
-    overwrite: bool = False
-    worker_timeout_s: float = 600.0
-    stop_grace_s: float = STOP_GRACE_S  # for the server's last checkpoint
-    log_level: str = "INFO"
-    evaluates: tuple[str, ...] = ()  # models to evaluate; the server trains nothing then
-    kept: Mapping[str, Any] = field(default_factory=dict)  # the options for `run.json`
-    quiet: bool = False  # only warnings, errors and the table at the end
-
-    @property
-    def workers_sharing(self) -> int:
-        """How many workers are on the server's device, and read its weights in place."""
-        if self.training.weights == "host" and self.master_device != CPU:
-            return 0
-        return sum(device == self.master_device for device in self.worker_devices)
-
-    def threads(self, env: Mapping[str, str]) -> str | None:
-        """`OMP_NUM_THREADS` of each process; None: left to torch, which takes a thread for each core."""
-        if self.training.deterministic:
-            return "1"
-        on_cpu = [device for device in (self.master_device, *self.worker_devices) if device == CPU]
-        if on_cpu and "OMP_NUM_THREADS" not in env:
-            return str(threads_per_process(len(on_cpu)))
-        return env.get("OMP_NUM_THREADS")
-
-
-def launch(options: LaunchOptions) -> int:
+def launch(root: Path, plan: RunPlan) -> int:
     """Run to the end; returns 0 for a run that finished or was asked to stop, the server's exit code otherwise.
 
     A run that was asked to stop before its first step is `NOTHING_TRAINED`.
@@ -88,28 +50,11 @@ def launch(options: LaunchOptions) -> int:
     stop.defer()
     ignore_stacks_signal()
     survive_lost_output()
-    require_room(len(options.worker_devices))
-    state = prepare(
-        options.run_dir,
-        config=options.config,
-        resume=options.training.resume,
-        overwrite=options.overwrite,
-        num_workers=len(options.worker_devices),
-        workers_sharing=options.workers_sharing,
-        deterministic=options.training.deterministic,
-        correction=options.training.correction,
-        generator=options.work.generator,
-        ranks=AccelerateConfig.read(options.accelerate_config).processes
-        if options.accelerate_config is not None
-        else 1,
-        config_values=options.training.set,
-        options=options.kept,
-        resolved={"master_device": options.master_device, "worker_devices": list(options.worker_devices)},
-        say=lambda text: print(f"[launcher] {text}", flush=True),
-    )
-    run = RunDir(options.run_dir)
+    require_room(plan.num_workers)
+    state = prepare(root, plan, say=lambda text: print(f"[launcher] {text}", flush=True))
+    run = RunDir(root)
     try:
-        return _Launch(options, run, state.run_id).run(stop)
+        return _Launch(plan, run, state.run_id).run(stop)
     except AsyncGRPOError:
         with suppress(AsyncGRPOError, OSError):  # the first error is the one to be told
             run.take_back_resume(state.run_id)
@@ -119,18 +64,19 @@ def launch(options: LaunchOptions) -> int:
 class _Launch:
     """One run, from the start of its processes to its exit code."""
 
-    def __init__(self, options: LaunchOptions, run: RunDir, run_id: str) -> None:
-        self._options, self._run, self._run_id = options, run, run_id
+    def __init__(self, plan: RunPlan, run: RunDir, run_id: str) -> None:
+        self._plan, self._run, self._run_id = plan, run, run_id
         self._place, self._memory = Place(run.root), MemoryWatch()
         needed = self._needs_workers
-        workers = [
-            worker_child(options, run, number, at, needed) for number, at in enumerate(options.worker_devices, 1)
-        ]
-        children = [_server(options, run), *workers]
+        workers = [_worker(plan, run, number, needed) for number in range(1, plan.num_workers + 1)]
+        children = [_server(plan, run), *workers]
         self._workers = [worker.name for worker in workers]
         self._logs = {child.name: LogTail(child.log, child.name) for child in children}
         self._screen = open_screen(
-            run.root, [*self._logs.values()], quiet=options.quiet, verbose=options.log_level == "DEBUG"
+            run.root,
+            [*self._logs.values()],
+            quiet=plan.launch.quiet,
+            verbose=log_level(plan.launch.log_level) == "DEBUG",
         )
         self._supervisor = Supervisor(children, say=self._screen.warn, look=self._screen.refresh)
 
@@ -139,9 +85,9 @@ class _Launch:
             signal.signal(number, self._supervisor.stop)
         if asked_to_stop.requested:
             self._supervisor.stop()
-        devices = self._options.worker_devices
+        devices = self._plan.worker_devices
         self._screen.say(
-            f"run {self._run.root}: server on {self._options.master_device}, {counted(len(devices), 'worker')} on "
+            f"run {self._run.root}: server on {self._plan.master_device}, {counted(len(devices), 'worker')} on "
             f"{', '.join(dict.fromkeys(devices))}; logs in the same directory"
         )
         if crowd := crowding(len(devices)):
@@ -156,7 +102,7 @@ class _Launch:
             finished = SERVER in exits and exits[SERVER].code == 0 and not supervisor.stopping
             # The workers of a finished run read in run.json that it has ended. Those of a deterministic one that is
             # stopped finish the groups that only this version of the weights may sample.
-            first = (SERVER,) if supervisor.stopping and self._options.training.deterministic else ()
+            first = (SERVER,) if supervisor.stopping and self._plan.training.deterministic else ()
             supervisor.end(ask=not finished, first=first)
         server = supervisor.exits[SERVER]
         restarts = sum(exit.starts - 1 for exit in supervisor.exits.values())
@@ -198,13 +144,13 @@ class _Launch:
             return self._fail(f"gave up: {why}. {said}", first, why=f"{why}: ")
         if stopping and server.code == -signal.SIGKILL:
             self._screen.warn(
-                f"the parameter server did not end in {self._options.stop_grace_s:g} s (--stop-grace) and was killed: "
-                "--resume continues from a checkpoint"
+                f"the parameter server did not end in {self._plan.launch.stop_grace:g} s (--stop-grace) and was "
+                "killed: --resume continues from a checkpoint"
             )
             return 0
         if server.code != 0 and not (stopping and state is not None and state.state != runs.FAILED):
             return self._server_failed(server)
-        if self._options.evaluates:
+        if self._plan.models:
             return 0
         if stopping and state is not None and state.state == runs.STOPPED and state.step == 0:
             self._screen.warn("stopped, nothing was trained")
@@ -229,7 +175,7 @@ class _Launch:
             if server.code == REFUSED and (refusal := read_refusal(self._run.root)) is not None:
                 said = f"{refusal.worker} cannot do what the setup file asks for, so the run ends"
         code = self._fail(said, SERVER, max(server.code, 1), was_killed=server.code < 0)
-        if self._has_checkpoint() and not self._options.evaluates:
+        if self._has_checkpoint() and not self._plan.models:
             self._screen.warn(f"to continue the run: {summary.next_command(runs.STOPPED, self._run)}")
         return code
 
@@ -259,48 +205,51 @@ class _Launch:
         return code
 
 
-def _server(options: LaunchOptions, run: RunDir) -> Child:
-    arguments = ["server", "--config", str(options.config), "--device", options.master_device]
-    arguments += [*as_flags(options.training), *_common(options)]
-    arguments += [text for model in options.evaluates for text in ("--evaluate", model)]
-    env = _environment(options)
-    if options.accelerate_config is None:
-        command = _command(arguments)
-    else:
-        entry = "async_grpo.launch.accelerate_entry"
-        command = [sys.executable, "-m", entry, str(os.getpid()), str(options.accelerate_config), *arguments]
-        env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(options.stop_grace_s))  # else it kills ranks after 30 s
-    return Child(name=SERVER, command=command, env=env, log=run.server_log, grace_s=options.stop_grace_s)
+def _server(plan: RunPlan, run: RunDir) -> Child:
+    grace_s, env = plan.launch.stop_grace, _environment(plan)
+    command = _command("server", run)
+    if plan.launch.accelerate_config is not None:
+        entry = [sys.executable, "-m", "async_grpo.launch.accelerate_entry"]
+        command = [*entry, str(os.getpid()), str(plan.launch.accelerate_config), "server", "--run-dir", str(run.root)]
+        env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(grace_s))  # else it kills ranks after 30 s
+    return Child(name=SERVER, command=command, env=env, log=run.server_log, grace_s=grace_s)
 
 
-def worker_child(options: LaunchOptions, run: RunDir, number: int, device: str, needed: Callable[[], bool]) -> Child:
+def _worker(plan: RunPlan, run: RunDir, number: int, needed: Callable[[], bool]) -> Child:
     """The process of worker `number`. `needed`: whether it is to be started again when it has ended."""
     worker = WorkerId(number)
-    arguments = ["worker", "--config", str(options.config), "--device", device, "--id", str(number)]
     return Child(
         name=f"worker {number}",
-        command=_command([*arguments, *as_flags(options.work), *_common(options)]),
-        env=_environment(options),
+        command=[*_command("worker", run), "--id", str(number)],
+        env=_environment(plan),
         log=run.worker_log(worker),
-        grace_s=min(STOP_GRACE_S, options.stop_grace_s),
+        grace_s=min(STOP_GRACE_S, plan.launch.stop_grace),
         restart=Restart(unless_first_exit=REFUSED, while_needed=needed),
-        health=HangDetector(run.root, worker, options.worker_timeout_s, tool_timeout_s=options.work.tool_timeout),
+        health=HangDetector(run.root, worker, plan.launch.worker_timeout, tool_timeout_s=plan.work.tool_timeout),
     )
 
 
-def _common(options: LaunchOptions) -> list[str]:
-    return ["--run-dir", str(options.run_dir), "--log-level", options.log_level]
+def _command(role: str, run: RunDir) -> list[str]:
+    """Start a process of the run, which reads in the run directory what it is to do."""
+    command = [sys.executable, "-m", "async_grpo.cli", role, "--run-dir", str(run.root)]
+    return [*command, "--launched-by", str(os.getpid())]
 
 
-def _command(arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", "async_grpo.cli", *arguments, "--launched-by", str(os.getpid())]
-
-
-def _environment(options: LaunchOptions) -> dict[str, str]:
+def _environment(plan: RunPlan) -> dict[str, str]:
     env = dict(os.environ)
     env["PYTHONPATH"] = path_to_us(env)
     env["PYTHONUNBUFFERED"] = "1"
     env.setdefault("TQDM_DISABLE", "1")
     sent_function.pass_on(env)
-    threads = options.threads(env)
-    return env if threads is None else {**env, "OMP_NUM_THREADS": threads}
+    count = threads(plan, env)
+    return env if count is None else {**env, "OMP_NUM_THREADS": count}
+
+
+def threads(plan: RunPlan, env: Mapping[str, str]) -> str | None:
+    """`OMP_NUM_THREADS` of each process; None: left to torch, which takes a thread for each core."""
+    if plan.training.deterministic:
+        return "1"
+    on_cpu = (plan.master_device, *plan.worker_devices).count(CPU)
+    if on_cpu and "OMP_NUM_THREADS" not in env:
+        return str(threads_per_process(on_cpu))
+    return env.get("OMP_NUM_THREADS")

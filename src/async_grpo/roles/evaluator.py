@@ -29,7 +29,7 @@ from async_grpo.rundir.files import write_json
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.rundir.reading import read_object
-from async_grpo.settings import TrainingSettings
+from async_grpo.settings import Way
 from async_grpo.setup.devices import check_torch_sees
 from async_grpo.setup.needs import check_needs
 from async_grpo.setup.process import StopRequest, gc_paused, own_compile_cache, write_stacks_on_signal
@@ -51,26 +51,26 @@ WAKE_S = 0.5
 def run_evaluator(options: ServerOptions) -> None:
     """Evaluate each model in a prepared run directory; the results are in its `evaluations.jsonl`.
 
-    A model's place in `options.models` is its version there. Finished groups of an earlier process are used again.
+    A model's place in the plan's `models` is its version there. Finished groups of an earlier process are used again.
 
     Raises:
         AsyncGRPOError: with a text for the user. `run.json` then says `failed`.
     """
     stop = StopRequest().install()
-    run = RunDir(options.run_dir)
+    run, plan = RunDir(options.run_dir), options.plan
     write_stacks_on_signal(run.stacks(SERVER))
     with server_of(run, "evaluation") as (lock, state), _telling_how_it_ended(run):
-        activity.publish(run.root, SERVER, device=options.device, run_id=state.run_id, state=LOADING)
-        StallReporter(activity, run.root, options.settings.stall_warning).start()
+        activity.publish(run.root, SERVER, device=plan.master_device, run_id=state.run_id, state=LOADING)
+        StallReporter(activity, run.root, plan.training.stall_warning).start()
         own_compile_cache("parameter_server", os.environ)
-        check_torch_sees(options.device)
+        check_torch_sees(plan.master_device)
         with gc_paused():
-            seed, values = options.settings.seed, options.settings.set
-            trainer = load_trainer(options.config, engine_here=False, seed=seed, config_values=values)
-        if state.num_workers:  # those that are started by hand may have another environment
+            seed, values = plan.training.seed, plan.training.set
+            trainer = load_trainer(plan.config, engine_here=False, seed=seed, config_values=values)
+        if plan.num_workers:  # those that are started by hand may have another environment
             check_needs(trainer)
         stop.defer()
-        run.update_state(of=state.run_id, undo={})  # a resume is accepted
+        run.update_state(of=state.run_id, undo=None)  # a resume is accepted
         done = _evaluate_all(options, run, state, trainer, stop, lock)
         activity.doing(ENDING)
         result = runs.FINISHED if done else runs.STOPPED
@@ -92,13 +92,13 @@ def _evaluate_all(
     options: ServerOptions, run: RunDir, state: RunState, trainer: GRPOTrainer, stop: StopRequest, lock: KernelLock
 ) -> bool:
     """Evaluate the models one after the other; False if the process was asked to stop."""
-    settings = options.settings
+    settings = options.plan.training
     begin = _beginning(options, run, state, trainer)
     ledger = Ledger(run.evaluations, state.run_id, resumed_from=-1)  # every figure is made anew of the groups
     evaluations: list[Evaluation] = []
     open_queue = partial(ServerQueue.open, run.root, state.run_id, max_attempts=settings.max_attempts, lock=lock)
-    with closing(open_queue()) as queue, closing(ledger), _Weights(trainer, run, settings) as weights:
-        for version, model in enumerate(options.models):
+    with closing(open_queue()) as queue, closing(ledger), _Weights(trainer, run, options.plan.weights) as weights:
+        for version, model in enumerate(options.plan.models):
             weights.publish(version, model)
             evaluation = begin(queue, version)
             logger.info("evaluating {} on {}", model, counted(evaluation.total, "problem"))
@@ -128,10 +128,10 @@ def _beginning(
     from async_grpo.roles.evaluations import problems_of
     from async_grpo.training.hyperparameters import hyperparameters
 
-    settings = options.settings
+    settings = options.plan.training
     problems = problems_of(trainer)
     if not problems:
-        raise UsageError(f"The trainer of {options.config} has no eval_dataset. Give it one to evaluate on.")
+        raise UsageError(f"The trainer of {options.plan.config} has no eval_dataset. Give it one to evaluate on.")
     warn_of_duplicates(problems)
     record = hyperparameters(trainer, settings)
     write_json(run.hyperparameters, record)
@@ -154,8 +154,8 @@ def _beginning(
 class _Weights:
     """Publishes one model's weights after another's."""
 
-    def __init__(self, trainer: GRPOTrainer, run: RunDir, settings: TrainingSettings) -> None:
-        self._trainer, self._run, self._settings = trainer, run, settings
+    def __init__(self, trainer: GRPOTrainer, run: RunDir, way: Way) -> None:
+        self._trainer, self._run, self._way = trainer, run, way
         self._exporter: WeightExporter | None = None
 
     def __enter__(self) -> _Weights:
@@ -179,7 +179,7 @@ class _Weights:
                 slots=2,
                 # Of adapters the base stays. Another model has other weights also where the setup file freezes them.
                 frozen="static" if hasattr(policy, "peft_config") else "changing",
-                way=self._settings.weights,
+                way=self._way,
             )
         publish = self._exporter.publish
         wait_until(lambda: publish(version) or None, what="a free slot for the weights", timeout_s=PATIENCE_S)

@@ -22,6 +22,7 @@ from async_grpo.rundir.lifecycle import in_use
 from async_grpo.rundir.locks import KernelLock, server_lock
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
 from async_grpo.rundir.place import Place
+from async_grpo.rundir.plan import RunPlan
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import check_torch_sees
 from async_grpo.setup.library_warnings import show_library_warnings
@@ -47,15 +48,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What the command line decides about the parameter server, or about the server of an evaluation."""
+    """What a parameter server, or the server of an evaluation, is started with. It sees the plan's device only."""
 
-    config: Path
     run_dir: Path
-    device: str  # "cpu" or a GPU index; the process already sees only this one
-    settings: TrainingSettings
+    plan: RunPlan
     log_level: str | None = None  # of the log file in the run directory; None: a launcher keeps it
     rank: int = 0  # of the trainer's processes; rank 0 is the parameter server
-    models: tuple[str, ...] = ()  # to evaluate, the first against the second where there are two; trains nothing then
 
 
 def run_parameter_server(options: ServerOptions) -> str:
@@ -113,10 +111,10 @@ def _train(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
     started = time.monotonic()
     if options.log_level is not None:
         log_to(run.server_log, options.log_level)
-    stall_s = options.settings.stall_warning
-    activity.publish(run.root, SERVER, device=options.device, run_id=state.run_id, state=LOADING, stall_after_s=stall_s)
+    device, stall_s = options.plan.master_device, options.plan.training.stall_warning
+    activity.publish(run.root, SERVER, device=device, run_id=state.run_id, state=LOADING, stall_after_s=stall_s)
     StallReporter(activity, run.root, stall_s).start()
-    logger.info("parameter server on {}: loading {}", options.device, options.config)
+    logger.info("parameter server on {}: loading {}", device, options.plan.config)
     show_library_warnings()
     with gc_paused():
         trainer = _load(options)
@@ -126,7 +124,7 @@ def _train(options: ServerOptions, run: RunDir, state: RunState, stop: StopReque
 
     ranks = _ranks(trainer)
     try:
-        training = training_of(trainer, run, state, options.settings, stop, ranks=ranks, lock=lock)
+        training = training_of(trainer, run, state, options.plan.training, stop, ranks=ranks, lock=lock)
     except AsyncGRPOError:
         if ranks is not None:
             ranks.refused()
@@ -194,25 +192,25 @@ def _follow(options: ServerOptions) -> str:
     ranks = _ranks(trainer)
     if ranks is None:
         raise UsageError(
-            f"This process is rank {options.rank} of a distributed launch, but the trainer in {options.config} spans "
-            "one process only. Start it without `accelerate launch`."
+            f"This process is rank {options.rank} of a distributed launch, but the trainer in {options.plan.config} "
+            "spans one process only. Start it without `accelerate launch`."
         )
     keep_last_weights(trainer, RunDir(options.run_dir))
     with suppress(StopTraining):  # rank 0 refuses to train, and says why
-        Follower(trainer, ranks, options.settings).train()
+        Follower(trainer, ranks, options.plan.training).train()
         ranks.wait_for_all()
     return runs.FINISHED
 
 
 def _load(options: ServerOptions) -> GRPOTrainer:
     own_compile_cache("parameter_server", os.environ)
-    check_torch_sees(options.device)
-    if options.settings.deterministic:
+    check_torch_sees(options.plan.master_device)
+    settings = options.plan.training
+    if settings.deterministic:
         make_deterministic()
-    settings = options.settings
     name_for_wandb(settings, os.environ)
     trainer = load_trainer(
-        options.config, engine_here=False, steps=settings.steps, seed=settings.seed, config_values=settings.set
+        options.plan.config, engine_here=False, steps=settings.steps, seed=settings.seed, config_values=settings.set
     )
     name_run(trainer, settings)
     return trainer

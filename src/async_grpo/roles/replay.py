@@ -24,6 +24,7 @@ from async_grpo.records import RolloutGroup
 from async_grpo.roles.replay_folder import made
 from async_grpo.rundir.paths import RunDir, RunState, no_run
 from async_grpo.rundir.reading import naming, read_file
+from async_grpo.settings import TrainingSettings
 from async_grpo.setup.generated.trl_arguments import setup_file_of_run
 from async_grpo.setup.process import gc_paused, make_deterministic
 from async_grpo.setup.sampling import WITHOUT_SAMPLER
@@ -128,21 +129,21 @@ def _require_clean(run: RunDir) -> None:
 
 
 def _replay(options: ReplayOptions, record: _Record, output_dir: Path) -> Replayed:
-    state = record.state
+    state, training = record.state, record.state.plan.training
     make_deterministic()
     with gc_paused():
         trainer = load_trainer(
             setup_file_of_run(state),
             engine_here=False,
             steps=options.steps or record.steps,
-            seed=state.seed,
-            config_values=state.config_values,
+            seed=training.seed,
+            config_values=training.set,
         )
     trainer.args.output_dir = str(output_dir)
     trainer.args.save_strategy, trainer.args.push_to_hub = "no", False
     if options.loss_type is not None:
         trainer.args.loss_type = trainer.loss_type = options.loss_type
-    correction = _rule(options, state)
+    correction = _rule(options, training)
     _check_groups_suit(correction, _sampled(record.processes, trainer, state)[: record.used_by[-1][0] + 1])
     steps = counted(options.steps or record.steps, "step")
     logger.info("replaying {} of run {} with {} / {}", steps, state.run_id, trainer.args.loss_type, correction)
@@ -151,7 +152,7 @@ def _replay(options: ReplayOptions, record: _Record, output_dir: Path) -> Replay
     return _outcome(trainer, output_dir, of_run(Path(state.output_dir), state.run_id), sampled_by)
 
 
-def _rule(options: ReplayOptions, state: RunState) -> Rule:
+def _rule(options: ReplayOptions, run: TrainingSettings) -> Rule:
     """What the command line asks for; what it leaves open as in the run, unless it names another correction."""
     if options.correction is not None:
         return rule(
@@ -159,14 +160,14 @@ def _rule(options: ReplayOptions, state: RunState) -> Rule:
             options.correction_level,
             options.correction_min,
             options.correction_max,
-            step_scaling=state.step_scaling,
+            step_scaling=run.step_scaling,
         )
     return rule(
-        state.correction,
-        options.correction_level or state.correction_level,
-        state.correction_min if options.correction_min is None else options.correction_min,
-        state.correction_max if options.correction_max is None else options.correction_max,
-        step_scaling=state.step_scaling,
+        run.correction,
+        options.correction_level or run.correction_level,
+        run.correction_min if options.correction_min is None else options.correction_min,
+        run.correction_max if options.correction_max is None else options.correction_max,
+        step_scaling=run.step_scaling,
     )
 
 
@@ -174,8 +175,8 @@ def _sampled(processes: Sequence[ServerProcess], trainer: Any, state: RunState) 
     """How each process had its groups sampled. A resume may change that, and run.json says it of the last one only."""
     from async_grpo.training.corrections.checks import sampled_with
 
-    generator = state.resolved.get("generator") or state.generator
-    of_run = sampled_with(trainer, state.correction, generator)
+    generator = state.generator or state.plan.work.generator
+    of_run = sampled_with(trainer, state.plan.training.correction, generator)
     return [process.sampled or of_run for process in processes]
 
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
-    """What the command line decides about a worker."""
+    """What a worker is started with."""
 
     run_dir: Path
     device: str  # "cpu" or a GPU index; the process already sees only this one
@@ -123,29 +123,29 @@ def _begin(options: WorkerOptions, run: RunDir, state: RunState, queue: WorkerQu
     show_library_warnings()
     logger.info("worker {} on {} serves run {} in {}", queue.name, options.device, state.run_id, run.root)
     check_torch_sees(options.device)
-    if state.deterministic:
+    if state.plan.training.deterministic:
         make_deterministic()
 
 
 def _shares_gpu(options: WorkerOptions, state: RunState) -> bool:
     """Whether the launcher has put the worker on the server's GPU."""
-    return options.device != CPU and options.device == state.resolved.get("master_device")
+    return options.device != CPU and options.device == state.plan.master_device
 
 
 def _load(options: WorkerOptions, run: RunDir, state: RunState) -> RolloutTrainer:
-    shares_gpu = _shares_gpu(options, state)
+    shares_gpu, training = _shares_gpu(options, state), state.plan.training
     has_engine = os.environ.get("FAST_INFERENCE") == "1"  # Unsloth starts one while it loads the model
     if shares_gpu and has_engine:
         _wait_for_weights(run)
     trainer = load_trainer(
         options.config or setup_file_of_run(state),
         engine_here=False,
-        worker_of=state.ranks,
+        worker_of=state.plan.ranks,
         policy_on_cpu=shares_gpu,
         alone=alone_on_the_gpu(run, os.environ) if shares_gpu or has_engine else None,
-        steps=state.options.get("steps"),
-        seed=state.seed,
-        config_values=state.config_values,
+        steps=training.steps,
+        seed=training.seed,
+        config_values=training.set,
     )
     from async_grpo.rollout.policy import cast_parameters, without_weights
     from async_grpo.rollout.trl_trainer import RolloutTrainer
@@ -153,7 +153,7 @@ def _load(options: WorkerOptions, run: RunDir, state: RunState) -> RolloutTraine
     check_overrides(trainer)  # of its own file, where it has one
     if shares_gpu:
         without_weights(trainer.model, trainer.accelerator.device)
-    if state.options.get("publish_dtype") == "bf16":
+    if training.publish_dtype == "bf16":
         cast_parameters(trainer.model)
     return RolloutTrainer(trainer, StateReader(run.trainer_states), partial(_wait_for_step, run))
 
@@ -186,7 +186,7 @@ def _serve(
                 run=run,
                 should_stop=partial(_should_stop, options, run, state, stop),
                 settings=options.settings,
-                deterministic=state.deterministic,
+                deterministic=state.plan.training.deterministic,
                 check_run=partial(require_same_trainer, state, own_file=options.config is not None),
             )
             main_thread.serve_while(partial(_run_worker, context, engine, queue))
@@ -213,7 +213,7 @@ def _should_stop(options: WorkerOptions, run: RunDir, state: RunState, stop: Sto
     if not stop.requested:
         return False
     is_orphan = options.launched_by is not None and os.getppid() != options.launched_by
-    return not (state.deterministic and is_orphan and server_alive(run.root))
+    return not (state.plan.training.deterministic and is_orphan and server_alive(run.root))
 
 
 def require_same_trainer(built_for: RunState, now: RunState, *, own_file: bool) -> None:
@@ -222,10 +222,10 @@ def require_same_trainer(built_for: RunState, now: RunState, *, own_file: bool) 
     Args:
         own_file: the worker's setup file is not the run's.
     """
-    if now.undo:  # no server has accepted it yet
+    if now.undo is not None:  # no server has accepted it yet
         return
-    before, after = ((state.config_values, state.options.get("publish_dtype")) for state in (built_for, now))
-    if before != after or not (own_file or now.config == built_for.config):
+    before, after = ((plan.training.set, plan.training.publish_dtype) for plan in (built_for.plan, now.plan))
+    if before != after or not (own_file or now.plan.config == built_for.plan.config):
         raise UnsupportedError(
             f"Run {now.run_id} was resumed with another setup file, or other values of --set or --publish-dtype, than "
             "this worker has loaded. Start the worker again."

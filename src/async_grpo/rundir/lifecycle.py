@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 from async_grpo.errors import RunDirError
@@ -25,38 +25,23 @@ from async_grpo.rundir.paths import (
     RUNNING,
     SERVER,
     SERVER_LOCK,
+    Accepted,
     RunDir,
     RunState,
     activity_file,
 )
+from async_grpo.rundir.plan import RunPlan
 
 _BEFORE_A_RUN = re.compile(rf"{re.escape(SERVER_LOCK)}|\.run\.json\.[0-9a-f]{{32}}")  # what a killed `prepare` leaves
 
 
-def prepare(
-    root: Path,
-    *,
-    config: Path,
-    resume: bool = False,
-    overwrite: bool = False,
-    num_workers: int = 0,
-    workers_sharing: int = 0,
-    deterministic: bool = False,
-    correction: str = "bypass",
-    generator: str | None = None,
-    ranks: int = 1,
-    config_values: Mapping[str, str] | None = None,
-    options: Mapping[str, Any] | None = None,
-    resolved: Mapping[str, Any] | None = None,
-    say: Callable[[str], None] = lambda text: None,
-) -> RunState:
-    """Make `root` ready for a run and return its state, which is the old one's under `resume`.
+def prepare(root: Path, plan: RunPlan, *, say: Callable[[str], None] = lambda text: None) -> RunState:
+    """Make `root` ready for a run and return its state, which is the old one's with another plan under `resume`.
 
     A finished run, or one that ended before its first step, is moved aside. An unfinished one is never touched
-    unless the caller says how. A resume that the server refuses leaves the run as it was (`RunState.undo`).
+    unless the plan says how. A resume that the server refuses leaves the run as it was (`RunState.undo`).
 
     Args:
-        options, resolved: for people, and for a later `--resume` (`run_options`).
         say: takes a sentence about where an earlier run is now.
 
     Raises:
@@ -64,28 +49,16 @@ def prepare(
     """
     run = RunDir(root)
     check_place(run.root)
-    settings: dict[str, Any] = {
-        "state": RUNNING,
-        "config": str(config.absolute()),
-        "num_workers": num_workers,
-        "workers_sharing": workers_sharing,
-        "deterministic": deterministic,
-        "correction": correction,
-        "generator": generator,
-        "ranks": ranks,
-        "config_values": dict(config_values or {}),
-    }
-    record = {"options": dict(options or {}), "resolved": dict(resolved or {})}
     if not run.root.exists():
-        _fate(run, resume=resume, overwrite=overwrite)
-        return _begin(run, settings, record)
+        _fate(run, resume=plan.training.resume, overwrite=plan.launch.overwrite)
+        return _begin(run, plan)
     _refuse_foreign(run)
     with _not_in_use(run):
-        fate = _fate(run, resume=resume, overwrite=overwrite)
+        fate = _fate(run, resume=plan.training.resume, overwrite=plan.launch.overwrite)
         if fate is Fate.RESUMED:
-            return _resume(run, settings, record)
+            return _resume(run, plan)
         _clear(run, fate, say)
-    return _begin(run, settings, record)
+    return _begin(run, plan)
 
 
 def _clear(run: RunDir, fate: Fate, say: Callable[[str], None]) -> None:
@@ -97,24 +70,24 @@ def _clear(run: RunDir, fate: Fate, say: Callable[[str], None]) -> None:
         _delete_run(run)
 
 
-def _begin(run: RunDir, settings: Mapping[str, Any], record: Mapping[str, Any]) -> RunState:
+def _begin(run: RunDir, plan: RunPlan) -> RunState:
     make_folder(run.root)
-    started: dict[str, Any] = {"started": time.strftime("%Y-%m-%d %H:%M:%S"), **run.where_it_is()}
-    state = RunState(run_id=uuid4().hex[:12], **started, **settings, **record)
+    now = time.strftime("%Y-%m-%d %H:%M:%S")
+    state = RunState(run_id=uuid4().hex[:12], state=RUNNING, started=now, plan=plan, **run.where_it_is())
     run.write_state(state)
     return state
 
 
-def _resume(run: RunDir, settings: Mapping[str, Any], record: Mapping[str, Any]) -> RunState:
+def _resume(run: RunDir, plan: RunPlan) -> RunState:
     # Out of date: by it `status` would call the run dead until the next server starts.
     with suppress(IsADirectoryError, NotADirectoryError):  # the server will refuse it, and name it
         activity_file(run.root, SERVER).unlink(missing_ok=True)
         (run.root / refusal.FILE).unlink(missing_ok=True)
     old = run.read_state(accepted=True)
     assert old is not None, "it was there a moment ago, and nobody else may change it"
-    merged = {name: {**getattr(old, name), **values} for name, values in record.items()}  # it may have fewer options
-    changes = {**settings, **merged}
-    return run.update_state(of=old.run_id, **changes, why="", undo={name: getattr(old, name) for name in changes})
+    now = replace(old, state=RUNNING, plan=plan, why="", undo=Accepted(old.state, old.plan))
+    run.write_state(now)
+    return now
 
 
 class Fate(Enum):

@@ -1,7 +1,7 @@
 """Every path of a run directory, and what `run.json` says.
 
 worker/
-  run.json                      run id, state, setup file; written by the parameter server
+  run.json                      the plan of the run, and its state; written by the launcher and the server
   server.lock                   kernel lock: one parameter server at a time
   generator.lock                kernel lock: one worker that feeds a vLLM server, where there is one
   refused.json                  why a worker has ended the run, if one has
@@ -19,19 +19,19 @@ worker/
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from async_grpo.errors import BadFileError, RunDirError
 from async_grpo.records import WorkerId
 from async_grpo.rundir.files import write_json
+from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.reading import read_object
-from async_grpo.rundir.shape import is_number, shaped
-from async_grpo.settings import STOP_GRACE_S
+from async_grpo.rundir.shape import as_json, shaped
 
 SERVER = "server"  # the parameter server, as a process of the run
-FORMAT = 1
+FORMAT = 2
 RUNNING, FINISHED, STOPPED, FAILED = "running", "finished", "stopped", "failed"
 SERVER_LOCK = "server.lock"
 KEEP_LAST_WEIGHTS = "ASYNC_GRPO_KEEP_LAST_WEIGHTS"  # of the environment: the run was started from Python
@@ -43,45 +43,34 @@ ENTRIES = (  # of a run directory, apart from logs
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What a resume has changed, as it was."""
+
+    state: str
+    plan: RunPlan
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunState:
-    """What `run.json` holds. Wall-clock times are for people; nothing compares them."""
+    """What `run.json` holds: the plan of the run, and how far it is. Wall-clock times are for people."""
 
     run_id: str
     state: str  # running, finished, stopped, failed
-    config: str  # the setup file, absolute
     started: str  # when, for people
+    plan: RunPlan
     step: int = 0  # optimizer steps done when the state was written
     why: str = ""  # the newest process failed, in one line
     run_dir: str = ""  # where the run directory was when a server last started in it, absolute
     started_in: str = ""  # the current folder then: a relative output_dir is relative to it
     output_dir: str = ""  # where the checkpoints are, absolute; empty until the trainer is built
     delta_dir: str = ""  # where the chain of deltas is, absolute; empty where there is none
-    deterministic: bool = False
-    correction: str = "bypass"  # of the process that trained last
-    correction_level: str | None = None  # and its options, where the command line gave them
-    correction_min: float | None = None
-    correction_max: float | None = None
-    step_scaling: str = "off"
-    ranks: int = 1  # processes of the trainer
-    generator: str | None = None  # that the command line named for the launcher's workers, if it named one
-    seed: int | None = None  # that the command line gave, if it gave one
-    config_values: dict[str, str] = field(default_factory=dict)  # of --set, for the GRPOConfig of the setup file
+    generator: str | None = None  # what the launcher's workers sample with, as the server found; None: unknown
     model: str = ""  # that is trained, and
     data: str = ""  # on what, as `setup.fingerprints` describes them
-    options: dict[str, Any] = field(default_factory=dict)  # of the command that began the run, defaults included
-    resolved: dict[str, Any] = field(default_factory=dict)  # what they and the setup file came to
-    num_workers: int = 0  # how many workers the launcher starts; 0 when started by hand
-    workers_sharing: int = 0  # of them, those on the server's device: they read its weights in place
     tips: str = ""  # the warning that the policy runs away from its rollouts, if it was given
-    undo: dict[str, Any] = field(default_factory=dict)  # what a resume has changed, as it was, until it is accepted
+    undo: Accepted | None = None  # until a server accepts the resume
     format: int = FORMAT
-
-    @property
-    def stop_grace_s(self) -> float:
-        """How long the server may take to end; that of a run by hand, which nobody kills, is the default."""
-        given = self.options.get("stop_grace")
-        return float(given) if is_number(given) else STOP_GRACE_S
 
 
 def no_run(root: Path) -> str:
@@ -149,7 +138,7 @@ class RunDir:
         """Output of the vLLM server that a worker has started."""
         return self.root / f"log_worker_{worker.number}_vllm_server.txt"
 
-    def where_it_is(self) -> dict[str, str]:
+    def where_it_is(self) -> dict[str, Any]:
         """Fields of the state: where directory and process are."""
         return {"run_dir": str(self.root.resolve()), "started_in": str(Path.cwd())}
 
@@ -172,14 +161,15 @@ class RunDir:
                 f"{self.state_file} was written by another version of Async-GRPO. "
                 "Use that version for it, or choose another run directory."
             )
-        if accepted and isinstance(data.get("undo"), dict):
-            data = {**data, **data["undo"], "undo": {}}
         try:
-            return shaped(RunState, data)
+            state = shaped(RunState, data)
         except BadFileError as error:
             raise RunDirError(
                 f"{self.state_file} is not the record of a run ({error}). Choose another run directory."
             ) from error
+        if accepted and state.undo is not None:
+            return replace(state, state=state.undo.state, plan=state.undo.plan, undo=None)
+        return state
 
     def has_ended(self) -> bool:
         """Whether the parameter server has written that the run is over."""
@@ -196,7 +186,7 @@ class RunDir:
         return state
 
     def write_state(self, state: RunState) -> None:
-        write_json(self.state_file, asdict(state))
+        write_json(self.state_file, as_json(state))
 
     def update_state(self, *, of: str | None = None, **changes: object) -> RunState:
         """Change some fields of `run.json`; returns what is there now.

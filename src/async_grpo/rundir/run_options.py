@@ -1,20 +1,20 @@
-"""The options that a run was begun with: `run.json` keeps them, and `--resume` continues with them."""
+"""The options that a run was begun with, and that `--resume` continues with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from async_grpo.errors import RunDirError, UsageError
+from async_grpo.errors import UsageError
 from async_grpo.rundir.paths import RunState
 from async_grpo.settings import flag_name
 
-OF_THE_LOSS = ("correction", "correction_level", "correction_min", "correction_max", "step_scaling")
+_OF_THE_LOSS = ("correction", "correction_level", "correction_min", "correction_max", "step_scaling")
 FIXED = {
     "seed": "it decides the order of the prompts and what is sampled",
     "deterministic": "the run would not be the same bit for bit",
-    **dict.fromkeys(OF_THE_LOSS, "it is part of the loss that the run minimises"),
+    **dict.fromkeys(_OF_THE_LOSS, "it is part of the loss that the run minimises"),
     "filter_zero_variance": "it decides which groups are trained on",
 }
 """What cannot change when a run is resumed, and why."""
@@ -28,46 +28,27 @@ class Recalled(NamedTuple):
     changes: list[str]  # a sentence for each that it gave otherwise
 
 
-def to_json(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as `run.json` keeps them: JSON values, everything else as the text of its flag."""
-    return {name: _json_value(value) for name, value in options.items()}
-
-
-def _json_value(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    if isinstance(value, Path):  # a resume may be started in another folder
-        return str(value.absolute())
-    return value if isinstance(value, (bool, int, float, dict, type(None))) else str(value)
-
-
-def recall(state: RunState, given: Mapping[str, Any], read: Callable[[str, Any], Any]) -> Recalled:
+def recall(state: RunState, given: Mapping[str, Any], only: Collection[str] | None = None) -> Recalled:
     """The options of the run in `state`, where the command line gave none.
 
     Args:
         given: the options of the command line, without its defaults.
-        read: makes a value of what `run.json` has for a name; `ValueError` if it is none. `KeyError`: the command has
-            no such option.
+        only: names of those to recall.
 
     Raises:
         UsageError: an option that cannot change was given otherwise.
-        RunDirError: `run.json` has a value that is none.
     """
     recalled = Recalled({}, [])
     replaced = {other for group in _EXCLUSIVE if group & given.keys() for other in group - given.keys()}
-    for name, kept in state.options.items():
-        try:
-            value = read(name, kept)
-        except KeyError:
+    for name, value in state.plan.options().items():
+        if only is not None and name not in only:
             continue
-        except ValueError as error:
-            raise RunDirError(f"run.json has {kept!r} for {flag_name(name)}, which is none: {error}") from error
         if name not in given:
             recalled.options[name] = None if name in replaced else value
         elif isinstance(given[name], dict):
             recalled.options[name] = {**(value or {}), **given[name]}
             recalled.changes.extend(_changed_values(name, given[name], value or {}))
-        elif to_json({name: given[name]}) != to_json({name: value}):
+        elif given[name] != value:
             recalled.changes.append(_changed(state, name, given[name], value))
     return recalled
 
@@ -96,10 +77,11 @@ def _how(flag: str) -> str:
 def _spelled(name: str, value: Any) -> str:
     if value is None or value is False:
         return ""
-    return flag_name(name) if value is True else f"{flag_name(name)} {value}"
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    return flag_name(name) if value is True else f"{flag_name(name)} {text}"
 
 
 def config_change(state: RunState, config: Path) -> list[str]:
     """A sentence where the setup file is another than the run was begun with."""
-    before = Path(state.config)
+    before = state.plan.config
     return [] if config.absolute() == before else [f"the setup file is {config} from now on; it was {before}"]

@@ -8,11 +8,26 @@ import os
 import types
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import lru_cache
-from typing import Any, NoReturn, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NoReturn,
+    TypeGuard,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from async_grpo.errors import BadFileError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _INTEGERS = range(-(1 << 63), 1 << 63)  # what torch, numpy and other languages hold; a range is compared, not listed
 _Shape = TypeVar("_Shape")
@@ -21,11 +36,16 @@ _Shape = TypeVar("_Shape")
 def shaped(kind: type[_Shape], value: object, name: str = "it") -> _Shape:
     """The value that JSON gave, as `kind` declares it. `BadFileError` names the first field that does not fit.
 
-    `kind` may be made of dataclasses, named tuples, lists, tuples, dictionaries with text keys, unions, text, booleans,
-    integers of 64 bits, finite numbers, None, and Any.
+    `kind` may be made of dataclasses, named tuples, lists, tuples, dictionaries with text keys, unions, literals, text,
+    paths, booleans, integers of 64 bits, finite numbers, None, and Any.
     """
     fitted: _Shape = _fit(kind, value, name)
     return fitted
+
+
+def as_json(value: DataclassInstance) -> dict[str, Any]:
+    """The JSON object that `shaped` makes the same dataclass of."""
+    return asdict(value, dict_factory=lambda items: {k: str(v) if isinstance(v, Path) else v for k, v in items})
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -45,6 +65,8 @@ def _fit(kind: Any, value: Any, name: str) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _fit_one_of(arguments, value, name)
+    if origin is Literal:
+        return value if value in arguments else _misfit(value, name, f"one of {', '.join(map(str, arguments))}")
     if is_dataclass(kind):
         return _fit_dataclass(kind, value, name)
     if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
@@ -118,6 +140,7 @@ _PLAIN: dict[Any, Callable[[Any, str], Any]] = {
     int: _integer,
     float: _number,
     str: _text,
+    Path: lambda value, name: Path(_text(value, name)),
     bool: _exactly(bool, "true or false"),
     types.NoneType: _exactly(types.NoneType, "null"),
 }

@@ -159,9 +159,9 @@ def next_command(state_of_run: str, run: RunDir) -> str:
     if state_of_run == runs.FINISHED:
         return f"{command} {shlex.join(['board', _shortest(run.root), '--serve'])}"
     state = run.read_state()
-    config = _shortest(Path(state.config)) if state else "SETUP_FILE"
-    by_hand = state is not None and not state.num_workers
-    if state is not None and state.options.get("trl"):  # `--resume` knows the arguments of TRL
+    config = _shortest(state.plan.config) if state else "SETUP_FILE"
+    by_hand = state is not None and not state.plan.num_workers
+    if state is not None and state.plan.trl:  # `--resume` knows the arguments of TRL
         start = ["server" if by_hand else "train"]
     else:
         start = ["server", "--config", config] if by_hand else ["train", config, "--distributed"]

@@ -13,8 +13,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from async_grpo.errors import UsageError
+from async_grpo.settings import CPU as CPU
 
-CPU = "cpu"
 DRIVER_WAIT_S = 60.0  # the first process of a large machine that uses CUDA takes its time
 
 

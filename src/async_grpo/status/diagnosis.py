@@ -71,7 +71,7 @@ def sentence(word: str, state: RunState, processes: Processes, run: RunDir) -> s
     at_work = "the run is training." if workers else "the run has no live worker: start one with `async-grpo worker`."
     return {
         STARTING: "the run is starting: no parameter server is alive yet. If none comes, start the run again.",
-        LOADING: f"the parameter server is loading {Path(state.config).name}; workers load meanwhile, or wait for "
+        LOADING: f"the parameter server is loading {state.plan.config.name}; workers load meanwhile, or wait for "
         "weights.",
         TRAINING: at_work,
         EVALUATING: at_work.replace("training", "evaluating a checkpoint"),

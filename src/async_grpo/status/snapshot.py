@@ -115,15 +115,15 @@ def _look(run: RunDir, *, details: bool) -> RunView:
     summary = _read_summary(run) if state.state != RUNNING else None
     step = summary.get("steps", state.step) if summary else state.step if server.step is None else server.step
     rates = run_log.rates(run_log.last_steps(run.metrics, now, server.began_s), now) if training else None
-    shares = diagnosis.measure(processes, by_hand=not state.num_workers) if training else None
+    shares = diagnosis.measure(processes, by_hand=not state.plan.num_workers) if training else None
     return RunView(
         run_dir=str(run.root),
         run_id=state.run_id,
         state=condition,
         sentence=diagnosis.sentence(condition, state, processes, run),
-        config=state.config,
+        config=str(state.plan.config),
         started=state.started,
-        num_workers=state.num_workers,
+        num_workers=state.plan.num_workers,
         step=step,
         total_steps=server.total_steps,
         eta_s=server.answered_eta_s if server.problems else _eta_s(step, server.total_steps, rates),

@@ -14,7 +14,6 @@ from async_grpo.rundir.files import write_json
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir, RunState
-from async_grpo.rundir.run_options import OF_THE_LOSS
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest
 from async_grpo.telemetry.run_log import RunLog
@@ -75,7 +74,7 @@ class Parts:
         self.metrics = RolloutMetrics(partial(trl_trainer.append_metric, trainer))
         self.resumed = checkpoints.resume(trainer, run, state) if settings.resume else None
         self.folder = CheckpointFolder(trainer, run, state)
-        self._accept()
+        self._accept(generator)
         used = self.resumed.state if self.resumed else None
         if used is not None:
             self.metrics.resumes(step=used.step, rollouts=used.consumed_groups * trainer.num_generations)
@@ -88,12 +87,11 @@ class Parts:
         watch = Watch(trainer, generator=generator, max_staleness=settings.max_staleness)
         self.rollouts = self._rollout_source(state, used, watch)
 
-    def _accept(self) -> None:
+    def _accept(self, generator: str | None) -> None:
         """Write into `run.json` what this start decides; from here on a resume is not undone."""
         found_in = self.resumed.path.parent if self.resumed else self.folder.path
         at = {**self.folder.record, "output_dir": str(found_in)}
-        loss = {name: getattr(self.settings, name) for name in OF_THE_LOSS}
-        self.run.update_state(of=self.run_id, seed=self.settings.seed, **loss, **at, undo={}, tips="")
+        self.run.update_state(of=self.run_id, **at, generator=generator, undo=None, tips="")
 
     def _open_queue(self, used: RolloutState | None, lock: KernelLock | None) -> None:
         run, settings = self.run, self.settings
@@ -140,7 +138,7 @@ class Parts:
             is_uniform=trl_trainer.uniform_rewards(trainer) if settings.filter_zero_variance else None,
             evaluations=self.evaluations,
             resume_from=used,
-            finish_s=state.stop_grace_s / 2,  # the other half is for the checkpoint
+            finish_s=state.plan.launch.stop_grace / 2,  # the other half is for the checkpoint
         )
 
     def give_trainer_to(self, events: TrainingEvents) -> Callable[[], Path]:

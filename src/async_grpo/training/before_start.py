@@ -68,7 +68,7 @@ def refuse(trainer: GRPOTrainer, settings: TrainingSettings, generator: str | No
 def generator_of(trainer: GRPOTrainer, state: RunState) -> str | None:
     """Return what the launcher's workers sample with; None for workers that are started by hand."""
     on_gpu = trainer.accelerator.device.type != "cpu"
-    return choose_generator(state.generator, trainer, on_gpu=on_gpu) if state.num_workers else None
+    return choose_generator(state.plan.work.generator, trainer, on_gpu=on_gpu) if state.plan.num_workers else None
 
 
 def say_what_is_trained(trainer: GRPOTrainer, settings: TrainingSettings) -> None:

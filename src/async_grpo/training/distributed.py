@@ -274,17 +274,18 @@ def exporter_of(
 ) -> Callable[[], WeightExporter]:
     """Makes the exporter, once the model is where it trains."""
     model = trainer.model
-    sharing = state.workers_sharing if state.num_workers else None
+    plan = state.plan
+    sharing = plan.workers_sharing if plan.num_workers else None
     slots = slots_for(model, max_staleness=settings.max_staleness, sharing=sharing, recorded=settings.delta_every > 0)
     dtype = torch.bfloat16 if settings.publish_dtype == "bf16" else None
     if (sharding := sharding_of(trainer)) is None:
         return lambda: WeightExporter.from_model(
-            model, run.weights_handle, slots=slots, way=settings.weights, share_frozen=True, dtype=dtype
+            model, run.weights_handle, slots=slots, way=plan.weights, share_frozen=True, dtype=dtype
         )
     blueprint = sharding.blueprint(model)
     device = trainer.accelerator.device
     return lambda: WeightExporter.from_blueprint(
-        blueprint, leader.gather, run.weights_handle, device=device, slots=slots, way=settings.weights
+        blueprint, leader.gather, run.weights_handle, device=device, slots=slots, way=plan.weights
     )
 
 

@@ -14,17 +14,14 @@ TRL's trainer calls these methods of `AsyncTraining` by way of `trl_trainer`. `a
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 from async_grpo.archive import checkpoint_folders, room
-from async_grpo.errors import DiskFullError
 from async_grpo.records import RolloutGroup
 from async_grpo.telemetry.activity import PUBLISHING, SAVING, TRAINING, activity
 from async_grpo.training import checkpoints, trl_trainer
 from async_grpo.training.assembly import Parts
-from async_grpo.training.before_start import generator_of
 from async_grpo.training.reporting import append_queue
 from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.trl_trainer import TrainingEvents
@@ -81,19 +78,10 @@ class AsyncTraining(TrainingEvents):
         if self._resumed is not None and self._resumed.batch is not None:
             trl_trainer.go_on_with(self._trainer, self._resumed.batch)
         self._rollouts.ends_at = self.total_steps
-        self._note_what_the_options_came_to()
         self._show_progress()
         self._publish_and_issue()
         self._leader.go()
         self.metrics.training_begins()
-
-    def _note_what_the_options_came_to(self) -> None:
-        run, run_id = self._parts.run, self._parts.run_id
-        state = run.state_of(run_id)
-        came_to = {"steps": self.total_steps, "seed": self._trainer.args.seed}
-        came_to |= {"generator": generator_of(self._trainer, state)}
-        with suppress(DiskFullError):  # for people, and for a replay
-            run.update_state(of=run_id, resolved={**state.resolved, **came_to})
 
     def take_groups(self, version: int) -> list[RolloutGroup]:
         groups = self._rollouts.take(version)

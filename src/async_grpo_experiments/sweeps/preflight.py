@@ -12,8 +12,9 @@ from pathlib import Path
 from async_grpo.checks.plan.facts import Question, TrainerFacts, facts_or_refusal, look_at_trainer
 from async_grpo.errors import UsageError
 from async_grpo.formatting import counted, size
+from async_grpo.rundir.plan import RunPlan
 from async_grpo.serving.vllm_server import is_free
-from async_grpo.settings import TrainingSettings
+from async_grpo.settings import TrainingSettings, WorkerSettings
 from async_grpo.setup.devices import CPU, visible_gpus
 from async_grpo.setup.generator_choice import STARTED_SERVER, VLLM_SERVER
 from async_grpo_experiments.slots.places import Place, core_places, gpu_places
@@ -111,16 +112,14 @@ def _facts(sweep: Sweep, settings: TrainingSettings, place: Place) -> TrainerFac
     if sweep.dataset is not None:
         os.environ["DATASET"] = sweep.dataset
     try:
-        question = Question(
-            config=Path(sweep.setup),
-            device=device,
-            settings=settings,
-            distributed=sweep.mode == ASYNC,
+        work = WorkerSettings(
             generator=sweep.option("--generator"),
             server_devices=sweep.option("--server-devices"),
-            in_flight_update=sweep.option("--in-flight-update") == "on",
-            eval_every=int(sweep.option("--eval-every") or 0),
+            in_flight_update=sweep.option("--in-flight-update") or "off",
         )
+        plan = RunPlan(config=Path(sweep.setup), training=settings, work=work, master_device=device)
+        evaluates = int(sweep.option("--eval-every") or 0)
+        question = Question(plan=plan, distributed=sweep.mode == ASYNC, eval_every=evaluates)
         return facts_or_refusal(look_at_trainer(question))
     finally:
         if sweep.dataset is not None:

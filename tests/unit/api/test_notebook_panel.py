@@ -17,6 +17,7 @@ from async_grpo.api.notebook import POINTS, Panel, in_notebook, plot
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import FINISHED, RunDir
 from async_grpo.status.snapshot import look
+from plans import planned
 
 
 class Display:
@@ -54,7 +55,7 @@ class Ended:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    prepare(tmp_path / "my run", config=tmp_path / "my_trainer.py")
+    prepare(tmp_path / "my run", planned(tmp_path / "my_trainer.py"))
     return tmp_path / "my run"
 
 

@@ -24,6 +24,7 @@ from async_grpo.queue.codec import encode_group, encode_job
 from async_grpo.queue.filesystem import OsFiles
 from async_grpo.records import Job, RolloutGroup
 from async_grpo.rundir.paths import RunDir, RunState
+from plans import planned
 
 
 class FakeRun(ArchivedRun):
@@ -322,7 +323,7 @@ def test_what_is_no_run_directory_is_an_error(tmp_path: Path, content: str | Non
 
 
 def test_a_run_that_has_not_begun_is_clean(tmp_path: Path) -> None:
-    RunDir(tmp_path).write_state(RunState(run_id=RUN, state="running", config="c.py", started=""))
+    RunDir(tmp_path).write_state(RunState(run_id=RUN, state="running", plan=planned(), started=""))
     assert audit(tmp_path).clean
 
 

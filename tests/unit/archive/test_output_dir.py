@@ -18,13 +18,14 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.locks import server_lock
 from async_grpo.rundir.paths import RunDir, RunState
+from plans import planned
 
 CONFIG = Path("my_trainer.py")
 
 
 def begun(root: Path, outputs: Path, **changes: object) -> RunState:
     """A run in `root` that has claimed `outputs`."""
-    state = prepare(root, config=CONFIG)
+    state = prepare(root, planned(CONFIG))
     output_dir.claim(outputs, state.run_id, root)
     return RunDir(root).update_state(output_dir=str(outputs), **changes)
 
@@ -163,7 +164,7 @@ def test_a_run_that_is_over_keeps_nobody_out_and_its_checkpoints_stay(tmp_path: 
     if fate == "deleted":
         (root / "run.json").unlink()
     elif fate == "moved aside":
-        prepare(root, config=CONFIG)
+        prepare(root, planned(CONFIG))
     output_dir.refuse_another_runs(outputs, "second", tmp_path / "two")
     assert "has 1 checkpoint that this run did not write. It stays:" in output_dir.what_stays(outputs, "second")
     assert output_dir.what_stays(outputs, first.run_id) == ""

@@ -21,6 +21,7 @@ from async_grpo.cli import main
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
 from patience import until
+from plans import planned
 
 DEADLINE_S = 60.0
 SERVER = """
@@ -68,7 +69,7 @@ def texts(archive: Path) -> dict[str, str]:
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(dump, "_own_findings", lambda root: "checked\n")
     monkeypatch.chdir(tmp_path)
-    prepare(tmp_path / "worker", config=Path("my_trainer.py"))
+    prepare(tmp_path / "worker", planned(Path("my_trainer.py")))
     return tmp_path / "worker"
 
 

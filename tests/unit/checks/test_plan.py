@@ -19,10 +19,12 @@ from async_grpo.checks.plan.facts import Look, Parameters, Question, TrainerFact
 from async_grpo.checks.plan.memory import estimate
 from async_grpo.errors import RunDirError, UsageError
 from async_grpo.formatting import size
-from async_grpo.launch.launcher import LaunchOptions
 from async_grpo.rundir.folders import check_place, nearest_existing
-from async_grpo.settings import TrainingSettings, WorkerSettings
+from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.shape import as_json, shaped
+from async_grpo.settings import ArchiveLimit
 from async_grpo.setup.grpo_config.batch import Batch, misfit, what_to_set
+from plans import planned
 
 MILLION = 1_000_000
 
@@ -220,12 +222,13 @@ def test_sizes_are_readable() -> None:
 
 
 def question(config: Path, **changes: Any) -> Question:
-    return Question(config=config, device="cpu", settings=TrainingSettings(**changes))
+    return Question(plan=planned(config, **changes))
 
 
 def test_a_question_survives_json(tmp_path: Path) -> None:
-    asked = replace(question(tmp_path / "setup.py", steps=3, correction="tis"), run_dir=tmp_path, sharing=2)
-    assert Question.from_json(json.loads(json.dumps(asked.as_json()))) == asked
+    asked = question(tmp_path / "setup.py", steps=3, keep_done=ArchiveLimit(5), accelerate_config=tmp_path, workers=2)
+    asked = replace(asked, run_dir=tmp_path, eval_every=3)
+    assert shaped(Question, json.loads(json.dumps(as_json(asked)))) == asked
 
 
 def test_a_setup_file_that_kills_its_process_is_a_sentence(tmp_path: Path) -> None:
@@ -281,21 +284,13 @@ def lives(pid: str) -> bool:
 # --- the plan
 
 
-def options(root: Path, **changes: Any) -> LaunchOptions:
-    values: dict[str, Any] = {
-        "config": root / "setup.py",
-        "run_dir": root / "worker",
-        "master_device": "0",
-        "worker_devices": ("0", "1", "1"),
-        "training": TrainingSettings(),
-        "work": WorkerSettings(),
-    }
-    return LaunchOptions(**{**values, **changes})
+def of_gpus(root: Path, **changes: Any) -> RunPlan:
+    return planned(root / "setup.py", **{"master_device": "0", "worker_devices": ("0", "1", "1"), **changes})
 
 
 def test_the_plan_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(dry_run, "look_at_trainer", lambda *_, **__: Look(facts=facts()))
-    dry_run.plan_distributed(options(tmp_path))
+    dry_run.plan_distributed(tmp_path / "worker", of_gpus(tmp_path))
     text = capsys.readouterr().out
     for expected in (
         "1 parameter server and 3 workers",
@@ -320,10 +315,10 @@ def test_workers_that_have_no_room_are_refused_and_many_for_few_cores_are_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UsageError, match=r"There is room for .* at most"):
-        dry_run.plan_distributed(options(tmp_path, worker_devices=("1",) * 10**6))
+        dry_run.plan_distributed(tmp_path / "worker", of_gpus(tmp_path, worker_devices=("1",) * 10**6))
     monkeypatch.setattr(dry_run, "look_at_trainer", lambda *_, **__: Look(facts=facts()))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    dry_run.plan_distributed(options(tmp_path))
+    dry_run.plan_distributed(tmp_path / "worker", of_gpus(tmp_path))
     assert "3 workers and the server share 2 cores, so each has less than one" in capsys.readouterr().out
 
 
@@ -333,5 +328,5 @@ def test_a_place_where_no_queue_can_be_is_refused_as_at_the_start(tmp_path: Path
     root.mkdir(mode=0o700)
     root.chmod(0o777)
     with pytest.raises(RunDirError, match="can be written by others"):
-        dry_run.plan_distributed(options(tmp_path))
+        dry_run.plan_distributed(tmp_path / "worker", of_gpus(tmp_path))
     assert nearest_existing(tmp_path / "a" / "b") == tmp_path

@@ -13,9 +13,9 @@ from async_grpo.checks.plan import describe
 from async_grpo.checks.plan.facts import Question
 from async_grpo.errors import UnsupportedError
 from async_grpo.rundir.paths import STOPPED, RunDir, RunState
-from async_grpo.settings import TrainingSettings
 from async_grpo.setup.accelerate_config import AccelerateConfig
 from async_grpo.training import checkpoints
+from plans import planned
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "accelerate"
 FILES = {
@@ -57,13 +57,11 @@ def test_a_resume_of_another_kind_of_sharding_is_refused(
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / name).touch()
     (tmp_path / "run").mkdir()
-    RunDir(tmp_path / "run").write_state(RunState(run_id="r", state=STOPPED, config="c.py", started=""))
+    RunDir(tmp_path / "run").write_state(RunState(run_id="r", state=STOPPED, plan=planned(), started=""))
     found = SimpleNamespace(path=checkpoint, state=SimpleNamespace(passes_done=0))
     monkeypatch.setattr(output_dir, "find_checkpoint", lambda *given: found)
     monkeypatch.setattr(checkpoints, "refuse_another_model", lambda *given: None)
-    question = Question(
-        config=tmp_path / "c.py", device="cpu", settings=TrainingSettings(resume=True), run_dir=tmp_path / "run"
-    )
+    question = Question(plan=planned(tmp_path / "c.py", resume=True), run_dir=tmp_path / "run")
     if sentence is None:
         assert describe._checkpoints(trainer(), question, ranks(now))["resumes_from"] == str(checkpoint)
         return

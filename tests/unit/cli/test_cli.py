@@ -16,13 +16,14 @@ from unittest.mock import Mock
 import pytest
 from archived_run import ArchivedRun
 
-from async_grpo import cli
-from async_grpo.cli import COMMANDS, main, options
+from async_grpo import cli, settings
+from async_grpo.cli import COMMANDS, main
 from async_grpo.cli.compute import train as train_command
 from async_grpo.cli.inspect import queue
 from async_grpo.errors import UsageError
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.setup import devices, process
+from plans import planned
 
 SRC = Path(__file__).parents[3] / "src"
 HEAVY = {"torch", "numpy", "transformers", "trl", "datasets", "rich", "cupy", "vllm"}
@@ -85,7 +86,7 @@ def test_python_m_is_the_command_too(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path) -> None:
-    prepare(tmp_path / "worker", config=tmp_path / "my_trainer.py")
+    prepare(tmp_path / "worker", planned(tmp_path / "my_trainer.py"))
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "async_grpo.cli", "status", str(tmp_path / "worker"), "--json"]
@@ -139,7 +140,7 @@ def test_a_training_that_ends_because_its_output_is_closed_is_not_done(tmp_path:
 
 @pytest.mark.parametrize("arguments", [["audit", "worker"], ["train", "--help"], ["--help"], ["--version"]])
 def test_an_output_on_a_full_disk_is_one_sentence(arguments: list[str], tmp_path: Path) -> None:
-    prepare(tmp_path / "worker", config=tmp_path / "my_trainer.py")
+    prepare(tmp_path / "worker", planned(tmp_path / "my_trainer.py"))
     command = [sys.executable, "-m", "async_grpo.cli", *arguments]
     env = {**os.environ, "PYTHONPATH": str(SRC)}
     with Path("/dev/full").open("w") as full:
@@ -220,7 +221,7 @@ def test_abbreviations_and_impossible_seeds_are_refused(
 
 
 def test_a_closed_output_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare(tmp_path / "worker", config=tmp_path / "my_trainer.py")
+    prepare(tmp_path / "worker", planned(tmp_path / "my_trainer.py"))
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)  # what Python makes of `>&-`
     assert main(["status", str(tmp_path / "worker"), "--json"]) == 0
@@ -228,7 +229,7 @@ def test_a_closed_output_is_no_failure(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_another_version_wrote_names_a_way_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prepare(tmp_path / "worker", config=tmp_path / "my_trainer.py")
+    prepare(tmp_path / "worker", planned(tmp_path / "my_trainer.py"))
     record = tmp_path / "worker" / "run.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "format": 99}))
     assert main(["status", str(tmp_path / "worker")]) == 2  # which has no option --run-dir
@@ -432,10 +433,10 @@ def test_log_level(flag: str | None, environment: str | None, level: str, monkey
     monkeypatch.delenv("LOG_LEVEL", raising=False)
     if environment is not None:
         monkeypatch.setenv("LOG_LEVEL", environment)
-    assert options.log_level(argparse.Namespace(log_level=flag)) == level
+    assert settings.log_level(flag) == level
 
 
 def test_a_log_level_of_the_environment_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOG_LEVEL", "loud")
     with pytest.raises(UsageError, match="LOG_LEVEL must be one of DEBUG, INFO, WARNING, ERROR, got 'LOUD'"):
-        options.log_level(argparse.Namespace(log_level=None))
+        settings.log_level(None)

@@ -137,7 +137,7 @@ def test_a_worker_has_fast_inference_where_unsloth_can_generate_with_vllm(
     monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], device: str, generator: str | None, expected: str
 ) -> None:
     monkeypatch.setattr(worker_command, "installed", lambda package: package in installed)
-    assert worker_command._fast_inference(argparse.Namespace(generator=generator), device) == expected
+    assert worker_command._fast_inference(generator, device) == expected
 
 
 @pytest.mark.parametrize(("given", "worker"), [(None, "0"), ("0", "0"), ("1", "1")])

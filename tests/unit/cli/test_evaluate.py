@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from async_grpo.evals.report import evaluated
 from async_grpo.launch import launcher
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.plan import RunPlan
 from async_grpo.setup import devices
+from plans import planned
 
 
 @pytest.mark.parametrize("how", ["--resume", "--overwrite"])
@@ -36,10 +39,10 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """An evaluation that was begun with `--set max_completion_length=8`, asked for again. Nothing may start."""
     setup = tmp_path / "setup.py"
     setup.write_text("def get_trainer():\n    raise AssertionError\n")
-    prepare(tmp_path / "evaluation", config=setup, config_values={"max_completion_length": "8"})
+    prepare(tmp_path / "evaluation", planned(setup, set={"max_completion_length": "8"}))
     monkeypatch.setattr(devices, "visible_gpus", lambda: 0)
 
-    def launch(options: launcher.LaunchOptions) -> int:
+    def launch(root: Path, plan: RunPlan) -> int:
         raise AssertionError
 
     monkeypatch.setattr(launcher, "launch", launch)
@@ -62,15 +65,15 @@ def test_the_same_values_continue_it(asked: list[str]) -> None:
 def test_a_resume_samples_as_the_evaluation_was_begun_where_it_says_nothing(
     asked: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    launched: list[launcher.LaunchOptions] = []
-    monkeypatch.setattr(launcher, "launch", lambda options: launched.append(options) or 1)
-    sampled = {"seed": None, "eval_replicates": 5, "eval_k": "1,5", "eval_temperature": 0.0}
-    sampled |= {"eval_top_p": 0.95, "eval_top_k": 20}
-    RunDir(tmp_path / "evaluation").update_state(options=sampled)
+    launched: list[RunPlan] = []
+    monkeypatch.setattr(launcher, "launch", lambda root, plan: launched.append(plan) or 1)
+    run = RunDir(tmp_path / "evaluation")
+    values = {"max_completion_length": "8"}
+    begun = planned(tmp_path / "setup.py", set=values, eval_k=(1, 5), eval_temperature=0.0, stop_grace=7.0)
+    run.update_state(plan=begun)
     assert main([*asked, "--set", "max_completion_length=8", "--eval-top-k", "3"]) == 1
-    (options,) = launched
-    assert (options.training.eval_temperature, options.training.eval_k, options.training.eval_top_k) == (0.0, (1, 5), 3)
-    assert options.kept == {**sampled, "eval_top_k": 3}
+    (plan,) = launched
+    assert plan.training == replace(begun.training, eval_top_k=3, resume=True)
     assert "--eval-top-k 3 from now on; the run was begun with --eval-top-k 20" in capsys.readouterr().out
 
 

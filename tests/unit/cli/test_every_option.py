@@ -15,7 +15,7 @@ import pytest
 from async_grpo.checks.plan.facts import Question
 from async_grpo.cli import main
 from async_grpo.cli.compute import train as train_command
-from async_grpo.launch.launcher import LaunchOptions
+from async_grpo.rundir.plan import RunPlan
 from async_grpo.setup import process
 from async_grpo.setup.devices import CPU
 
@@ -24,35 +24,35 @@ HERE = Path("/") / "here"
 
 ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     # dest: arguments; in one process: what is seen of it; distributed: the attribute, and its value
-    "config": ([], ("config", "setup.py"), "config.name", "setup.py"),
+    "config": ([], ("config", "setup.py"), "plan.config.name", "setup.py"),
     "device": (["--device", "cpu"], ("device", CPU), REFUSED, "--device is for one process"),
     "dry_run": (["--dry-run"], ("planned", True), "planned", True),
     "gpu_memory": (["--dry-run", "--gpu-memory", "40GB"], ("gpu_memory", 40 * 10**9), "gpu_memory", 40 * 10**9),
-    "steps": (["--steps", "5"], ("steps", 5), "training.steps", 5),
-    "seed": (["--seed", "7"], ("seed", 7), "training.seed", 7),
-    "set": (["--set", "beta=0.1"], ("config_values", {"beta": "0.1"}), "training.set", {"beta": "0.1"}),
-    "run_name": (["--run-name", "a"], ("run_name", "a"), "training.run_name", "a"),
-    "run_group": (["--run-group", "b"], ("run_group", "b"), "training.run_group", "b"),
-    "run_tags": (["--run-tags", "c,d"], ("run_tags", ("c", "d")), "training.run_tags", ("c", "d")),
+    "steps": (["--steps", "5"], ("steps", 5), "plan.training.steps", 5),
+    "seed": (["--seed", "7"], ("seed", 7), "plan.training.seed", 7),
+    "set": (["--set", "beta=0.1"], ("config_values", {"beta": "0.1"}), "plan.training.set", {"beta": "0.1"}),
+    "run_name": (["--run-name", "a"], ("run_name", "a"), "plan.training.run_name", "a"),
+    "run_group": (["--run-group", "b"], ("run_group", "b"), "plan.training.run_group", "b"),
+    "run_tags": (["--run-tags", "c,d"], ("run_tags", ("c", "d")), "plan.training.run_tags", ("c", "d")),
     "run_dir": (["--run-dir", str(HERE)], ("run_dir", HERE), "run_dir", HERE),
-    "log_level": (["--log-level", "debug"], ("log_level", "DEBUG"), "log_level", "DEBUG"),
-    "eval_every": (["--eval-every", "3"], ("eval_every", 3), "training.eval_every", 3),
+    "log_level": (["--log-level", "debug"], ("log_level", "DEBUG"), "plan.launch.log_level", "DEBUG"),
+    "eval_every": (["--eval-every", "3"], ("eval_every", 3), "plan.training.eval_every", 3),
     "generator": (
         ["--generator", "vllm-server", "--run-dir", str(HERE)],
         ("server", (HERE, None)),
-        "work.generator",
+        "plan.work.generator",
         "vllm-server",
     ),
     "server_devices": (
         ["--server-devices", "1,2", "--generator", "vllm-server", "--run-dir", str(HERE)],
         ("server", (HERE, "1,2")),
-        "work.server_devices",
+        "plan.work.server_devices",
         "1,2",
     ),
     "server_timeout": (
         ["--server-timeout", "60", "--generator", "vllm-server", "--run-dir", str(HERE)],
         ("server_timeout", 60.0),
-        "work.server_timeout",
+        "plan.work.server_timeout",
         60.0,
     ),
     # of a distributed run alone
@@ -61,39 +61,39 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     "master_device_id": (["--master-device-id", "cpu"], None, "master_device", CPU),
     "worker_device_ids": (["--worker-device-ids", "cpu"], None, "worker_devices", (CPU,)),
     "accelerate_config": (["--accelerate-config", "none"], None, "accelerate_config", None),
-    "resume": (["--resume"], None, "training.resume", True),
+    "resume": (["--resume"], None, "plan.training.resume", True),
     "overwrite": (["--overwrite"], REFUSED, "overwrite", True),
     "worker_timeout": (["--worker-timeout", "9"], REFUSED, "worker_timeout_s", 9.0),
     "stop_grace": (["--stop-grace", "8"], REFUSED, "stop_grace_s", 8.0),
     "quiet": (["--quiet"], REFUSED, "quiet", True),
-    "max_staleness": (["--max-staleness", "0"], REFUSED, "training.max_staleness", 0),
-    "correction": (["--correction", "tis"], REFUSED, "training.correction", "tis"),
-    "correction_level": (["--correction-level", "token"], REFUSED, "training.correction_level", "token"),
-    "correction_min": (["--correction-min", "0.5"], REFUSED, "training.correction_min", 0.5),
-    "correction_max": (["--correction-max", "4"], REFUSED, "training.correction_max", 4.0),
-    "step_scaling": (["--step-scaling", "ess"], REFUSED, "training.step_scaling", "ess"),
-    "accept_mismatch": (["--accept-mismatch"], REFUSED, "training.accept_mismatch", True),
-    "filter_zero_variance": (["--filter-zero-variance"], REFUSED, "training.filter_zero_variance", True),
-    "weights": (["--weights", "auto"], REFUSED, "training.weights", "auto"),
-    "deterministic": (["--deterministic"], REFUSED, "training.deterministic", True),
-    "max_attempts": (["--max-attempts", "2"], REFUSED, "training.max_attempts", 2),
-    "keep_done": (["--keep-done", "50"], REFUSED, "training.keep_done.amount", 50),
-    "eval_replicates": (["--eval-replicates", "2"], REFUSED, "training.eval_replicates", 2),
-    "eval_k": (["--eval-k", "1"], REFUSED, "training.eval_k", (1,)),
-    "eval_temperature": (["--eval-temperature", "0"], REFUSED, "training.eval_temperature", 0.0),
-    "eval_top_p": (["--eval-top-p", "1"], REFUSED, "training.eval_top_p", 1.0),
-    "eval_top_k": (["--eval-top-k", "0"], REFUSED, "training.eval_top_k", 0),
-    "publish_dtype": (["--publish-dtype", "bf16"], REFUSED, "training.publish_dtype", "bf16"),
-    "delta_every": (["--delta-every", "2"], ("delta_every", 2), "training.delta_every", 2),
-    "full_every": (["--full-every", "3", "--delta-every", "1"], ("full_every", 3), "training.full_every", 3),
-    "delta_keep": (["--delta-keep", "4", "--delta-every", "1"], ("delta_keep", 4), "training.delta_keep", 4),
-    "delta_dir": (["--delta-dir", "/d", "--delta-every", "1"], ("delta_dir", "/d"), "training.delta_dir", "/d"),
-    "stall_warning": (["--stall-warning", "6"], REFUSED, "training.stall_warning", 6.0),
-    "groups_per_claim": (["--groups-per-claim", "2"], REFUSED, "work.groups_per_claim", 2),
-    "score_concurrency": (["--score-concurrency", "2"], REFUSED, "work.score_concurrency", 2),
-    "score_alone": (["--score-alone"], REFUSED, "work.score_alone", True),
-    "tool_timeout": (["--tool-timeout", "2"], REFUSED, "work.tool_timeout", 2.0),
-    "in_flight_update": (["--in-flight-update", "on"], REFUSED, "work.in_flight_update", "on"),
+    "max_staleness": (["--max-staleness", "0"], REFUSED, "plan.training.max_staleness", 0),
+    "correction": (["--correction", "tis"], REFUSED, "plan.training.correction", "tis"),
+    "correction_level": (["--correction-level", "token"], REFUSED, "plan.training.correction_level", "token"),
+    "correction_min": (["--correction-min", "0.5"], REFUSED, "plan.training.correction_min", 0.5),
+    "correction_max": (["--correction-max", "4"], REFUSED, "plan.training.correction_max", 4.0),
+    "step_scaling": (["--step-scaling", "ess"], REFUSED, "plan.training.step_scaling", "ess"),
+    "accept_mismatch": (["--accept-mismatch"], REFUSED, "plan.training.accept_mismatch", True),
+    "filter_zero_variance": (["--filter-zero-variance"], REFUSED, "plan.training.filter_zero_variance", True),
+    "weights": (["--weights", "auto"], REFUSED, "plan.training.weights", "auto"),
+    "deterministic": (["--deterministic"], REFUSED, "plan.training.deterministic", True),
+    "max_attempts": (["--max-attempts", "2"], REFUSED, "plan.training.max_attempts", 2),
+    "keep_done": (["--keep-done", "50"], REFUSED, "plan.training.keep_done.amount", 50),
+    "eval_replicates": (["--eval-replicates", "2"], REFUSED, "plan.training.eval_replicates", 2),
+    "eval_k": (["--eval-k", "1"], REFUSED, "plan.training.eval_k", (1,)),
+    "eval_temperature": (["--eval-temperature", "0"], REFUSED, "plan.training.eval_temperature", 0.0),
+    "eval_top_p": (["--eval-top-p", "1"], REFUSED, "plan.training.eval_top_p", 1.0),
+    "eval_top_k": (["--eval-top-k", "0"], REFUSED, "plan.training.eval_top_k", 0),
+    "publish_dtype": (["--publish-dtype", "bf16"], REFUSED, "plan.training.publish_dtype", "bf16"),
+    "delta_every": (["--delta-every", "2"], ("delta_every", 2), "plan.training.delta_every", 2),
+    "full_every": (["--full-every", "3", "--delta-every", "1"], ("full_every", 3), "plan.training.full_every", 3),
+    "delta_keep": (["--delta-keep", "4", "--delta-every", "1"], ("delta_keep", 4), "plan.training.delta_keep", 4),
+    "delta_dir": (["--delta-dir", "/d", "--delta-every", "1"], ("delta_dir", "/d"), "plan.training.delta_dir", "/d"),
+    "stall_warning": (["--stall-warning", "6"], REFUSED, "plan.training.stall_warning", 6.0),
+    "groups_per_claim": (["--groups-per-claim", "2"], REFUSED, "plan.work.groups_per_claim", 2),
+    "score_concurrency": (["--score-concurrency", "2"], REFUSED, "plan.work.score_concurrency", 2),
+    "score_alone": (["--score-alone"], REFUSED, "plan.work.score_alone", True),
+    "tool_timeout": (["--tool-timeout", "2"], REFUSED, "plan.work.tool_timeout", 2.0),
+    "in_flight_update": (["--in-flight-update", "on"], REFUSED, "plan.work.in_flight_update", "on"),
 }
 
 
@@ -161,10 +161,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The distributed runs that were launched or planned."""
     runs: list[Any] = []
 
-    def plan(options: LaunchOptions, gpu_memory: int | None) -> None:
+    def plan(root: Path, plan: RunPlan, gpu_memory: int | None) -> None:
         runs.append(SimpleNamespace(planned=True, gpu_memory=gpu_memory))
 
-    monkeypatch.setattr("async_grpo.launch.launcher.launch", lambda options: runs.append(options) or 0)
+    monkeypatch.setattr(
+        "async_grpo.launch.launcher.launch",
+        lambda root, plan: runs.append(SimpleNamespace(run_dir=root, plan=plan)) or 0,
+    )
     monkeypatch.setattr("async_grpo.checks.plan.dry_run.plan_distributed", plan)
     return runs
 

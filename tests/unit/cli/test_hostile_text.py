@@ -17,6 +17,7 @@ from async_grpo.records import Job
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.paths import RunState
 from async_grpo.setup.process import set_up_log
+from plans import planned
 
 CONTROLS = "\x1b]0;owned\x07\x1b[2J\u202e[/bold]"
 COMMANDS = (
@@ -42,7 +43,9 @@ def hostile(tmp_path: Path) -> ArchivedRun:
     server.close()
     (made.root / f"queue/{CONTROLS.replace('/', '')}").write_text("")
     made.run.write_state(
-        RunState(run_id=RUN, state="failed", config=f"{CONTROLS}.py", started=CONTROLS, run_dir=f"/x{CONTROLS}")
+        RunState(
+            run_id=RUN, state="failed", plan=planned(Path(f"{CONTROLS}.py")), started=CONTROLS, run_dir=f"/x{CONTROLS}"
+        )
     )
     write_json(made.root / "alive" / "server.status", {"device": CONTROLS, "state": CONTROLS, "text": CONTROLS})
     return made

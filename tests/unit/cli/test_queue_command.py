@@ -13,6 +13,7 @@ from async_grpo.cli import main
 from async_grpo.queue import ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup
 from async_grpo.rundir.paths import RunDir, RunState
+from plans import planned
 
 RUN = "0123456789ab"
 Command = Callable[..., tuple[int, str, str]]
@@ -22,7 +23,7 @@ Command = Callable[..., tuple[int, str, str]]
 def root(tmp_path: Path) -> Path:
     run = RunDir(tmp_path / "worker")
     run.root.mkdir(mode=0o700)
-    run.write_state(RunState(run_id=RUN, state="running", config="c.py", started=""))
+    run.write_state(RunState(run_id=RUN, state="running", plan=planned(), started=""))
     return run.root
 
 

@@ -7,21 +7,26 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 import async_grpo.launch.launcher as launcher
 from async_grpo.cli import main
 from async_grpo.errors import UsageError
-from async_grpo.launch.launcher import LaunchOptions
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import STOPPED, RunDir
+from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.summary import next_command
 from async_grpo.setup.generated.trl_arguments import TRLArguments, setup_file_of_run
 from async_grpo.setup.generated.trl_flags import split
 
 YAML = "model_name_or_path: my/model\nlearning_rate: 1e-5\nenv: {OF_A_FILE: 3}\n"
+
+
+class Launched(NamedTuple):
+    run_dir: Path
+    plan: RunPlan
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +41,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[LaunchOptions]:
-    runs: list[LaunchOptions] = []
-    monkeypatch.setattr(launcher, "launch", lambda options: runs.append(options) or 0)
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
+    runs: list[Launched] = []
+    monkeypatch.setattr(launcher, "launch", lambda root, plan: runs.append(Launched(root, plan)) or 0)
     return runs
 
 
@@ -47,24 +52,24 @@ def command_in(file: Path) -> Any:
     return runpy.run_path(str(file))["get_trainer"].__self__
 
 
-def begun(launched: LaunchOptions) -> RunDir:
+def begun(launched: Launched) -> RunDir:
     """A run directory with a stopped run of these options."""
-    state = prepare(launched.run_dir, config=launched.config, num_workers=2, options=launched.kept)
+    state = prepare(*launched)
     run = RunDir(launched.run_dir)
     run.update_state(of=state.run_id, state=STOPPED, step=1)
     return run
 
 
 def test_a_yaml_file_with_flags_of_both(
-    launched: list[LaunchOptions], folder: Path, monkeypatch: pytest.MonkeyPatch
+    launched: list[Launched], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--reward_funcs", "accuracy_reward", "a.b", "--bf16", "false"]
     assert main(["train", "-n", "3", "--lora-r", "4", "grpo.yaml", *flags, "--seed", "5", "--max_staleness", "0"]) == 0
-    (run,) = launched
+    run = launched[0].plan
     assert (run.training.seed, run.training.max_staleness, len(run.worker_devices)) == (5, 0, 3)
     assert os.environ["OF_A_FILE"] == "3", "set before anything is started"
     arguments = ["--config", str(folder / "grpo.yaml"), "--lora-r", "4", *flags]
-    assert run.kept["trl"] == {"arguments": arguments, "directory": str(folder)}
+    assert run.trl == TRLArguments(arguments, str(folder))
     assert run.config.stem.startswith("trl_grpo_")
     monkeypatch.setenv("OF_A_FILE", "of this process")
     command = vars(command_in(run.config))
@@ -72,30 +77,34 @@ def test_a_yaml_file_with_flags_of_both(
     assert os.environ["OF_A_FILE"] == "of this process", "the launcher decides about devices, for one"
 
 
-def test_flags_alone_and_the_file_as_trl_names_it(launched: list[LaunchOptions], folder: Path) -> None:
+def test_flags_alone_and_the_file_as_trl_names_it(launched: list[Launched], folder: Path) -> None:
     assert main(["train", "--model_name_or_path", "m", "--use_peft", "--distributed"]) == 0
-    assert launched[0].kept["trl"]["arguments"] == ["--model_name_or_path", "m", "--use_peft"]
+    assert launched[0].plan.trl.arguments == ["--model_name_or_path", "m", "--use_peft"]
     assert main(["train", "--config", "grpo.yaml", "-n", "2"]) == main(["train", "grpo.yaml", "-n", "2"]) == 0
-    assert launched[1].config == launched[2].config
+    assert launched[1].plan.config == launched[2].plan.config
 
 
-def test_importing_the_written_file_imports_nothing_heavy(launched: list[LaunchOptions]) -> None:
+def test_importing_the_written_file_imports_nothing_heavy(launched: list[Launched]) -> None:
     main(["train", "grpo.yaml", "-n", "2"])
     code = (
         "import runpy, sys; runpy.run_path(sys.argv[1]); print({'torch', 'trl', 'transformers'} & sys.modules.keys())"
     )
     said = subprocess.run(
-        [sys.executable, "-c", code, str(launched[0].config)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, str(launched[0].plan.config)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert said.stdout == "set()\n"
 
 
 def test_a_resume_has_the_arguments_that_the_run_was_begun_with(
-    launched: list[LaunchOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    launched: list[Launched], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main(["train", "grpo.yaml", "--learning_rate", "3", "-n", "2"])
     run = begun(launched[0])
-    launched[0].config.unlink()  # the user has emptied the cache
+    launched[0].plan.config.unlink()  # the user has emptied the cache
     monkeypatch.setenv("OF_A_FILE", "")
     assert main(["train", "grpo.yaml", "--resume"]) == 0, "the file alone means the flags, too"
     assert os.environ["OF_A_FILE"] == "3"
@@ -103,12 +112,12 @@ def test_a_resume_has_the_arguments_that_the_run_was_begun_with(
     monkeypatch.setenv("OF_A_FILE", "")
     assert main(["train", "--resume", "--run-dir", str(run.root)]) == 0
     assert os.environ["OF_A_FILE"] == "3"
-    assert launched[0].config == launched[1].config == launched[2].config
+    assert launched[0].plan.config == launched[1].plan.config == launched[2].plan.config
     assert " train --run-dir " in next_command(STOPPED, run), "not the file in the cache"
-    assert launched[0].config.is_file(), "written again"
+    assert launched[0].plan.config.is_file(), "written again"
     state = run.read_state()
-    assert state is not None and setup_file_of_run(state) == launched[0].config
-    assert launched[1].kept["trl"] == launched[0].kept["trl"]
+    assert state is not None and setup_file_of_run(state) == launched[0].plan.config
+    assert launched[1].plan.trl == launched[0].plan.trl
 
 
 @pytest.mark.parametrize(
@@ -128,7 +137,7 @@ def test_a_resume_has_the_arguments_that_the_run_was_begun_with(
     ],
 )
 def test_refusals(
-    given: list[str], said: str, launched: list[LaunchOptions], folder: Path, capsys: pytest.CaptureFixture[str]
+    given: list[str], said: str, launched: list[Launched], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "mine.py").write_text("def get_trainer(): ...")
     try:
@@ -185,39 +194,38 @@ def test_every_command_with_a_setup_file_reads_a_yaml_file(command: str, folder:
     assert "Did you mean learning_rate?" in capsys.readouterr().err
 
 
-def test_the_file_of_the_run_in_another_spelling_means_its_flags(launched: list[LaunchOptions], folder: Path) -> None:
+def test_the_file_of_the_run_in_another_spelling_means_its_flags(launched: list[Launched], folder: Path) -> None:
     main(["train", "grpo.yaml", "--learning_rate", "3", "-n", "2"])
     begun(launched[0])
     (folder / "link.yaml").symlink_to("grpo.yaml")
     for spelled in ("../work/grpo.yaml", "link.yaml"):
         assert main(["train", spelled, "--resume"]) == 0
-    assert launched[0].config == launched[1].config == launched[2].config
+    assert launched[0].plan.config == launched[1].plan.config == launched[2].plan.config
 
 
 def test_a_run_that_goes_on_with_a_python_file_forgets_the_yaml_file(
-    launched: list[LaunchOptions], folder: Path, monkeypatch: pytest.MonkeyPatch
+    launched: list[Launched], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     main(["train", "grpo.yaml", "-n", "2"])
     run = begun(launched[0])
     (folder / "mine.py").write_text("def get_trainer(): ...")
     assert main(["train", "mine.py", "--resume"]) == 0
-    state = prepare(run.root, config=launched[1].config, resume=True, options=launched[1].kept)
-    run.update_state(of=state.run_id, undo={})  # a server has accepted it
+    state = prepare(run.root, launched[1].plan)
+    run.update_state(of=state.run_id, undo=None)  # a server has accepted it
     (folder / "grpo.yaml").unlink()
     monkeypatch.setenv("OF_A_FILE", "")
     assert main(["train", "--resume"]) == 0
-    assert launched[2].config == folder / "mine.py" and os.environ["OF_A_FILE"] == ""
+    assert launched[2].plan.config == folder / "mine.py" and os.environ["OF_A_FILE"] == ""
 
 
 def test_a_server_by_hand_keeps_the_arguments(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from async_grpo.cli.compute import server
 
     prepared: list[Any] = []
-    monkeypatch.setattr(server, "_prepare", lambda args, *_: prepared.append(args) or sys.exit(0))
+    monkeypatch.setattr(server, "_prepare", lambda args, plan: prepared.append(plan) or sys.exit(0))
     with pytest.raises(SystemExit):
         main(["server", "--config", "grpo.yaml"])
-    kept = server.options.kept(prepared[0])
-    assert kept["trl"] == {"arguments": ["--config", str(folder / "grpo.yaml")], "directory": str(folder)}
+    assert prepared[0].trl == TRLArguments(["--config", str(folder / "grpo.yaml")], str(folder))
 
 
 def test_a_cache_that_cannot_be_written_is_named(

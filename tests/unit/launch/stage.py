@@ -9,14 +9,14 @@ from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
 
-from async_grpo.launch.launcher import LaunchOptions
 from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.reading import LineReader
-from async_grpo.settings import TrainingSettings, WorkerSettings
+from plans import planned
 
 REAL_PYTHON = sys.executable
 
-# Takes the place of the interpreter: it is called as `PYTHON -m async_grpo.cli server --config …`.
+# Takes the place of the interpreter: it is called as `PYTHON -m async_grpo.cli server --run-dir …`.
 FAKE_PYTHON = """\
 #!{python} {flags}
 import json, os, signal, sys, time
@@ -63,14 +63,17 @@ from stage import Stage
 from async_grpo.launch.launcher import launch
 stage = Stage(Path(sys.argv[1]))
 sys.executable = str(stage.python)
-launch(stage.options())
+launch(stage.run.root, stage.plan())
 """
 
 
 def launch_env() -> dict[str, str]:
     """So that `LAUNCH` finds this module and the package under test."""
     here = Path(__file__).parent
-    return {**os.environ, "PYTHONPATH": os.pathsep.join((str(here.parents[2] / "src"), str(here)))}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(here.parents[2] / "src"), str(here), str(here.parents[1]))),
+    }
 
 
 class Stage:
@@ -86,16 +89,8 @@ class Stage:
         self.python.write_text(FAKE_PYTHON.format(python=REAL_PYTHON, flags=flags, **bodies))
         self.python.chmod(0o755)
 
-    def options(self, **changes: Any) -> LaunchOptions:
-        fields: dict[str, Any] = {
-            "config": self.folder / "my_trainer.py",
-            "run_dir": self.run.root,
-            "master_device": "cpu",
-            "worker_devices": ("cpu", "cpu"),
-            "training": TrainingSettings(),
-            "work": WorkerSettings(),
-        }
-        return LaunchOptions(**{**fields, **changes})
+    def plan(self, **changes: Any) -> RunPlan:
+        return planned(self.folder / "my_trainer.py", workers=2, **changes)
 
     def starts(self, role: str) -> list[tuple[int, list[str], dict[str, str]]]:
         """What has started in that role so far; a child may be writing its line just now."""

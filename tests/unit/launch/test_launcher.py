@@ -30,19 +30,20 @@ from async_grpo.launch import launcher
 from async_grpo.launch.launcher import NOTHING_TRAINED, launch
 from async_grpo.records import WorkerId
 from async_grpo.rundir import paths as runs
-from async_grpo.settings import TrainingSettings
+from async_grpo.settings import ArchiveLimit
 from async_grpo.status.snapshot import look
 from patience import is_gone, until
+from plans import planned
 
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n(HERE / ('deaf' + ROLE)).touch()\nuntil(lambda: False)"
 
 
 def test_a_run_that_finishes(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     stage.children_are(server=FINISH_WHEN_ALL_ARE_THERE, worker=FOLLOW_THE_RUN)
-    assert launch(stage.options()) == 0
+    assert launch(stage.run.root, stage.plan()) == 0
     assert [len(stage.starts(role)) for role in ("server", "worker1", "worker2")] == [1, 1, 1]
     state = stage.run.read_state()
-    assert state is not None and state.state == runs.FINISHED and state.num_workers == 2
+    assert state is not None and state.state == runs.FINISHED and state.plan.num_workers == 2
     assert "server on cpu, 2 workers on cpu; logs" in capsys.readouterr().out
 
 
@@ -55,7 +56,7 @@ def test_the_children_s_own_lines_are_shown_with_their_names(stage: Stage, capsy
             {FOLLOW_THE_RUN}
         """,
     )
-    launch(stage.options(worker_devices=("cpu", "cpu")))
+    launch(stage.run.root, stage.plan(worker_devices=("cpu", "cpu")))
     shown = capsys.readouterr().out.splitlines()
     assert "[server] 12:00:00 INFO    at work" in shown
     assert "[server] 12:00:01 INFO    bye" in shown
@@ -72,26 +73,22 @@ def test_quiet_shows_warnings_and_what_the_launcher_has_to_decide(
         server=f'print("12:00:00 INFO    at work"); print("12:00:00 ERROR   no"); {FINISH_WHEN_ALL_ARE_THERE}',
         worker=FOLLOW_THE_RUN,
     )
-    launch(stage.options(quiet=True))
+    launch(stage.run.root, stage.plan(quiet=True))
     assert capsys.readouterr().out == "[server] 12:00:00 ERROR   no\n"
 
 
-def test_the_options_reach_the_children(stage: Stage) -> None:
+def test_the_plan_reaches_the_children_in_the_run_directory(stage: Stage) -> None:
     stage.children_are(server=FINISH_WHEN_ALL_ARE_THERE, worker=FOLLOW_THE_RUN)
-    options = stage.options(
-        training=TrainingSettings(steps=7, seed=0, max_staleness=2, max_attempts=5), log_level="DEBUG"
-    )
-    launch(options)
+    plan = stage.plan(steps=7, seed=0, max_staleness=2, keep_done=ArchiveLimit(5), log_level="DEBUG")
+    launch(stage.run.root, plan)
+    assert stage.run.state_of(None).plan == plan
     [(_, server, env)] = stage.starts("server")
-    args = server_command.build_parser().parse_args(server[1:])
-    assert (args.steps, args.seed, args.max_staleness, args.max_attempts) == (7, 0, 2, 5)
-    assert (args.device, args.config, args.log_level) == ("cpu", options.config, "DEBUG")
-    assert args.launched_by == os.getpid()
+    assert server == ["server", "--run-dir", str(stage.run.root), "--launched-by", str(os.getpid())]
+    server_command.build_parser().parse_args(server[1:])
     for number in (1, 2):
         [(_, worker, _)] = stage.starts(f"worker{number}")
-        args = worker_command.build_parser().parse_args(worker[1:])
-        assert (args.id, args.device, args.run_dir) == (number, "cpu", stage.run.root)
-        assert args.launched_by == os.getpid()
+        assert worker == ["worker", *server[1:], "--id", str(number)]
+        assert worker_command.build_parser().parse_args(worker[1:]).launched_by == os.getpid()
     assert int(env["OMP_NUM_THREADS"]) >= 1, "so that the processes do not fight over cores"
 
 
@@ -107,7 +104,7 @@ def test_a_server_that_fails_ends_everything_with_its_code_and_its_last_words(
         """,
         worker=FOR_EVER,
     )
-    assert launch(stage.options()) == 3
+    assert launch(stage.run.root, stage.plan()) == 3
     captured = capsys.readouterr()
     why = "[launcher] the parameter server failed (exit code 3). Its last words:"
     assert captured.err == f"{why}\nerror: no memory\n", "AsyncGRPO raises it, and has no other words"
@@ -137,7 +134,7 @@ def test_a_server_that_is_killed_is_a_failure_that_names_the_signal(
         (stage.folder / "saved").touch()
 
     threading.Thread(target=saves, daemon=True).start()
-    assert launch(stage.options()) == 1
+    assert launch(stage.run.root, stage.plan()) == 1
     said = capsys.readouterr()
     state = stage.run.read_state()
     assert state is not None and state.why.startswith("the parameter server was killed by SIGKILL, ")
@@ -169,7 +166,7 @@ def test_a_stop_is_passed_on_and_everybody_has_time_for_it(stage: Stage, capsys:
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=user, daemon=True).start()
-    assert launch(stage.options()) == 0
+    assert launch(stage.run.root, stage.plan()) == 0
     assert (stage.run.root / "checkpoint").exists()
     assert "stopping: a checkpoint is written" in capsys.readouterr().out
 
@@ -185,7 +182,9 @@ def test_a_child_that_ignores_the_stop_is_killed(stage: Stage) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=user, daemon=True).start()
-    assert launch(stage.options(stop_grace_s=0.3)) == 0  # and the stage looks for children that were left behind
+    assert (
+        launch(stage.run.root, stage.plan(stop_grace=0.3)) == 0
+    )  # and the stage looks for children that were left behind
 
 
 def test_the_server_has_the_whole_stop_grace_and_deaf_workers_are_not_waited_for_that_long(
@@ -208,7 +207,7 @@ def test_the_server_has_the_whole_stop_grace_and_deaf_workers_are_not_waited_for
         """,
         worker=DEAF,
     )
-    assert launch(stage.options(stop_grace_s=60.0)) == 0
+    assert launch(stage.run.root, stage.plan(stop_grace=60.0)) == 0
     assert (stage.run.root / "checkpoint").exists()
 
 
@@ -223,7 +222,7 @@ def test_a_server_that_is_killed_after_the_stop_grace_is_told_with_what_to_do(
         """,
         worker=FOR_EVER,
     )
-    assert launch(stage.options(stop_grace_s=0.1)) == 0
+    assert launch(stage.run.root, stage.plan(stop_grace=0.1)) == 0
     out = capsys.readouterr().out
     assert "the parameter server did not end in 0.1 s (--stop-grace) and was killed: --resume" in out
 
@@ -234,15 +233,15 @@ def test_the_stop_grace_is_an_option(
 ) -> None:
     launched = []
     monkeypatch.setattr("async_grpo.setup.devices._compute_modes", lambda visible: [])
-    monkeypatch.setattr(launcher, "launch", lambda options: launched.append(options) or 0)
+    monkeypatch.setattr(launcher, "launch", lambda root, plan: launched.append(plan) or 0)
     setup = stage.folder / "my_trainer.py"
     setup.write_text("def get_trainer(): ...\n")
     assert main(["train", str(setup), "-n", "1", "--run-dir", str(stage.run.root), *flags]) == 0
-    assert [options.stop_grace_s for options in launched] == [seconds]
+    assert [plan.launch.stop_grace for plan in launched] == [seconds]
 
 
 def test_accelerate_leaves_its_ranks_the_stop_grace(stage: Stage) -> None:
-    options = stage.options(accelerate_config=Path("fsdp.yaml"), stop_grace_s=120.5)
+    options = stage.plan(accelerate_config=Path("fsdp.yaml"), stop_grace=120.5)
     child = launcher._server(options, stage.run)
     assert child.command[2] == "async_grpo.launch.accelerate_entry"
     assert (child.env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"], child.grace_s) == ("121", 120.5)
@@ -254,7 +253,7 @@ def test_a_second_run_that_lost_leaves_the_summary_of_the_first_alone(stage: Sta
     stage.children_are(
         server=f"(RUN / 'summary.json').write_text({of_the_first!r})\nsys.exit('error: in use')", worker=FOLLOW_THE_RUN
     )
-    assert launch(stage.options()) == 1
+    assert launch(stage.run.root, stage.plan()) == 1
     assert stage.run.summary.read_text() == of_the_first
 
 
@@ -286,7 +285,7 @@ def test_a_stop_before_the_processes_are_there_is_not_lost(stage: Stage, monkeyp
 
     monkeypatch.setattr(launcher, "prepare", stopped_while_preparing)
     stage.children_are(server=FOR_EVER, worker=FOR_EVER)
-    assert launch(stage.options()) == NOTHING_TRAINED == 130
+    assert launch(stage.run.root, stage.plan()) == NOTHING_TRAINED == 130
     state = stage.run.read_state()
     assert state is not None and state.state == runs.STOPPED
 
@@ -297,7 +296,7 @@ def test_a_stop_before_the_first_step_says_that_nothing_was_trained(
 ) -> None:
     """Also where the server ends without a word: else the run would be starting for ever."""
     stage.children_are(server=f"{handler}\nos.kill(os.getppid(), signal.SIGINT)\n{FOR_EVER}", worker=FOR_EVER)
-    assert launch(stage.options()) == NOTHING_TRAINED
+    assert launch(stage.run.root, stage.plan()) == NOTHING_TRAINED
     said = capsys.readouterr().out.splitlines()
     assert said[-2:] == ["[launcher] stopping: everything ends", "[launcher] stopped, nothing was trained"]
     assert look(stage.run.root, details=False).state == runs.STOPPED
@@ -305,9 +304,9 @@ def test_a_stop_before_the_first_step_says_that_nothing_was_trained(
 
 def test_a_run_that_is_moved_aside_is_said(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     stage.children_are(server=FINISH_WHEN_ALL_ARE_THERE, worker=FOLLOW_THE_RUN)
-    assert launch(stage.options()) == 0
+    assert launch(stage.run.root, stage.plan()) == 0
     assert "is now in" not in capsys.readouterr().out
-    assert launch(stage.options()) == 0
+    assert launch(stage.run.root, stage.plan()) == 0
     [aside] = stage.run.root.parent.glob("run-*")
     assert f"[launcher] the run that was in {stage.run.root} is now in {aside}\n" in capsys.readouterr().out
 
@@ -317,14 +316,14 @@ def test_the_signal_for_stacks_ends_no_process_that_is_just_starting(stage: Stag
         server="os.kill(os.getpid(), signal.SIGUSR1)\n" + FINISH_WHEN_ALL_ARE_THERE,
         worker="os.kill(os.getpid(), signal.SIGUSR1)\n" + FOLLOW_THE_RUN,
     )
-    assert launch(stage.options()) == 0
+    assert launch(stage.run.root, stage.plan()) == 0
     assert len(stage.pids()) == 3
 
 
 def test_more_workers_than_memory_are_refused_before_anything_is_changed(stage: Stage) -> None:
     stage.children_are(server=FOR_EVER, worker=FOR_EVER)
     with pytest.raises(UsageError, match=r"1,000,000 workers need 400000.0 GB of memory .*room for [\d,]+ at most"):
-        launch(stage.options(worker_devices=("cpu",) * 10**6))
+        launch(stage.run.root, stage.plan(worker_devices=("cpu",) * 10**6))
     assert not stage.run.root.exists() and stage.pids() == []
 
 
@@ -333,25 +332,25 @@ def test_more_workers_than_cores_are_warned_of(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     stage.children_are(server=FINISH_WHEN_ALL_ARE_THERE, worker=FOLLOW_THE_RUN)
-    assert launch(stage.options()) == 0
+    assert launch(stage.run.root, stage.plan()) == 0
     assert "2 workers and the server share 1 core, so each" in capsys.readouterr().out
 
 
 def test_a_resume_that_cannot_even_be_launched_changes_nothing(stage: Stage) -> None:
     stage.children_are(server=FOR_EVER, worker=FOR_EVER)
-    launcher.prepare(stage.run.root, config=Path("my_trainer.py"))
+    launcher.prepare(stage.run.root, planned(Path("my_trainer.py")))
     stage.run.update_state(state=runs.STOPPED, step=3)
     before = stage.run.state_file.read_bytes()
     stage.run.server_log.symlink_to(stage.folder / "elsewhere")
     with pytest.raises(BadFileError, match="links are not followed"):
-        launch(stage.options(training=TrainingSettings(resume=True)))
+        launch(stage.run.root, stage.plan(resume=True))
     assert stage.run.state_file.read_bytes() == before
 
 
 def test_a_resume_that_is_stopped_while_the_server_loads_changes_nothing(stage: Stage) -> None:
     stage.children_are(server="os.kill(int(sys.argv[-1]), signal.SIGINT)\nuntil(lambda: False)", worker=FOR_EVER)
-    launcher.prepare(stage.run.root, config=Path("my_trainer.py"))
+    launcher.prepare(stage.run.root, planned(Path("my_trainer.py")))
     stage.run.update_state(state=runs.FINISHED, step=3)
     before = stage.run.state_file.read_bytes()
-    assert launch(stage.options(training=TrainingSettings(resume=True))) == 0
+    assert launch(stage.run.root, stage.plan(resume=True)) == 0
     assert stage.run.state_file.read_bytes() == before

@@ -19,6 +19,7 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.setup.library_warnings import SAID_BY
 from async_grpo.status import snapshot
+from plans import planned
 from pseudo_terminal import HIDE_CURSOR, PseudoTerminal, plain
 
 
@@ -73,7 +74,7 @@ def test_without_a_terminal_a_run_that_loads_long_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(screen_module, "LOADING_EVERY_S", 0.0)
-    prepare(tmp_path / "worker", config=tmp_path / "x.py")
+    prepare(tmp_path / "worker", planned(tmp_path / "x.py"))
     with Screen(tmp_path / "worker") as screen:
         screen.refresh()
         assert "[launcher] the run is loading, 0.0 s so far: processes start\n" in capsys.readouterr().out
@@ -89,7 +90,7 @@ def test_without_a_terminal_a_run_that_loads_long_says_so(
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_panel_stays_under_lines_that_scroll(tmp_path: Path, width: int) -> None:
-    prepare(tmp_path / "worker", config=tmp_path / "x.py")
+    prepare(tmp_path / "worker", planned(tmp_path / "x.py"))
     console = Console(file=StringIO(), width=width, force_terminal=True, highlight=False)
     log = tmp_path / "log.txt"
     with PanelScreen(tmp_path / "worker", [LogTail(log, "server")], console=console) as screen:
@@ -105,7 +106,7 @@ def test_the_panel_stays_under_lines_that_scroll(tmp_path: Path, width: int) -> 
 
 def test_the_panel_asks_for_no_worker_while_the_run_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = "no worker is alive: start one"
-    prepare(tmp_path / "worker", config=tmp_path / "x.py")
+    prepare(tmp_path / "worker", planned(tmp_path / "x.py"))
     view = replace(snapshot.look(tmp_path / "worker", details=False), bottleneck=lost)
     monkeypatch.setattr(snapshot, "look", lambda *_, **__: view)
     monkeypatch.setattr(screen_module, "PANEL_EVERY_S", 0.0)

@@ -30,7 +30,7 @@ def test_a_worker_that_dies_is_started_again_while_the_run_goes_on(
             {FOLLOW_THE_RUN}
         """,
     )
-    assert launch(stage.options()) == 0
+    assert launch(stage.run.root, stage.plan()) == 0
     assert len(stage.starts("worker2")) == 1
     assert capsys.readouterr().out.count("worker 1 ended (killed by SIGKILL); starting it again") == 2
     assert '"worker_restarts": 2' in stage.run.summary.read_text()
@@ -40,7 +40,7 @@ def test_workers_that_keep_dying_are_given_up_after_five_restarts_with_their_las
     stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stage.children_are(server=FOR_EVER, worker='sys.exit("error: no model")')
-    assert launch(stage.options()) == 1
+    assert launch(stage.run.root, stage.plan()) == 1
     assert len(stage.starts("worker1")) == len(stage.starts("worker2")) == 1 + 5
     captured = capsys.readouterr()
     why = "[launcher] gave up: every worker failed 6 times in a row. The last words of log_worker_1.txt:"
@@ -62,7 +62,7 @@ def test_a_worker_that_dies_at_the_end_is_in_the_summary(stage: Stage) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
         """,
     )
-    assert launch(stage.options()) == 0
+    assert launch(stage.run.root, stage.plan()) == 0
     assert json.loads(stage.run.summary.read_text())["workers_lost"] == ["worker 2 (killed by SIGKILL)"]
 
 
@@ -86,7 +86,7 @@ def test_a_worker_that_refuses_its_setup_ends_the_run_at_once_with_its_words_and
             sys.exit(2)
         """,
     )
-    assert launch(stage.options()) == 2
+    assert launch(stage.run.root, stage.plan()) == 2
     assert (stage.run.root / "checkpoint").exists()
     assert len(stage.starts("worker2")) == 1, "it would say the same again"
     captured = capsys.readouterr()
@@ -110,7 +110,7 @@ def test_a_refusal_before_training_is_told_to_start_again(stage: Stage, capsys: 
         """,
         worker='until((HERE / "ready").exists)\nsys.exit(2)',
     )
-    assert launch(stage.options()) == 2
+    assert launch(stage.run.root, stage.plan()) == 2
     assert ", then start again\n" in capsys.readouterr().out
 
 
@@ -126,7 +126,7 @@ def test_what_a_worker_minds_that_has_run_before_may_pass(stage: Stage) -> None:
             {FOLLOW_THE_RUN}
         """,
     )
-    assert launch(stage.options()) == 0
+    assert launch(stage.run.root, stage.plan()) == 0
     assert len(stage.starts("worker1")) == 3
 
 
@@ -135,7 +135,7 @@ def test_one_worker_that_is_given_up_does_not_end_the_run_of_the_others(stage: S
         server='until(lambda: started("worker1") == 6); time.sleep(0.2); end_run("finished")',
         worker=f'if ROLE == "worker1": sys.exit(1)\n{FOLLOW_THE_RUN}',
     )
-    assert launch(stage.options()) == 0
+    assert launch(stage.run.root, stage.plan()) == 0
     assert len(stage.starts("worker1")) == 6
 
 
@@ -154,7 +154,7 @@ def test_a_worker_that_hangs_on_a_job_is_killed_and_started_again(
         """,
         flags="",
     )
-    assert launch(stage.options(worker_devices=("cpu",), worker_timeout_s=0.2)) == 0
+    assert launch(stage.run.root, stage.plan(worker_devices=("cpu",), worker_timeout=0.2)) == 0
     out = capsys.readouterr().out
     assert "killing worker 1: no progress for 0.2 s; it was generating group 1 for " in out
     assert "worker 1 ended (killed by SIGKILL); starting it again" in out
@@ -173,12 +173,12 @@ def test_no_worker_is_started_again_when_the_server_has_said_that_the_run_is_ove
         """,
         worker='until((HERE / "said").exists); sys.exit(1)',
     )
-    assert launch(stage.options()) == 0
+    assert launch(stage.run.root, stage.plan()) == 0
     assert len(stage.starts("worker1")) == len(stage.starts("worker2")) == 1
 
 
 def test_where_server_and_workers_refuse_the_same_setup_the_server_s_words_count(stage: Stage) -> None:
-    run = launcher._Launch(stage.options(), stage.run, "any")
+    run = launcher._Launch(stage.plan(), stage.run, "any")
     refusals = {name: Exit(launcher.REFUSED, 4711, starts=1) for name in ("server", "worker 1", "worker 2")}
     assert run._is_over(refusals)
     assert not run._refused(refusals) and not run._all_gave_up(refusals)
@@ -199,7 +199,7 @@ def test_a_worker_that_ends_the_run_later_is_named_with_the_sentence_of_both(
         """,
         worker=FOLLOW_THE_RUN,
     )
-    assert launch(stage.options()) == 2
+    assert launch(stage.run.root, stage.plan()) == 2
     captured = capsys.readouterr()
     assert "dev1 cannot do what the setup file asks for, so the run ends" in captured.out
     assert captured.err == "error: no optimizer\n"

@@ -19,9 +19,9 @@ from async_grpo.roles.checkpoint_weights import load_weights
 from async_grpo.roles.parameter_server import ServerOptions
 from async_grpo.rundir.locks import server_lock
 from async_grpo.rundir.paths import RunDir
-from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest
 from async_grpo_ipc import open_remote_memory
+from plans import planned
 
 
 def test_of_two_models_the_frozen_weights_are_each_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,8 +34,7 @@ def test_of_two_models_the_frozen_weights_are_each_models_own(tmp_path: Path, mo
 
     monkeypatch.setattr(evaluator, "load_weights", load)
     run = RunDir(tmp_path)
-    settings = TrainingSettings(weights="host")
-    with evaluator._Weights(SimpleNamespace(model=model), run, settings) as weights:  # type: ignore[arg-type]
+    with evaluator._Weights(SimpleNamespace(model=model), run, "host") as weights:  # type: ignore[arg-type]
         for version in range(2):
             weights.publish(version, str(version))
             with open_remote_memory(run.weights_handle) as worker, worker.lease() as seen:
@@ -92,9 +91,7 @@ def test_a_resumed_evaluation_tells_what_it_found_now_and_needs_no_common_proble
         monkeypatch.setattr(
             evaluator, "_beginning", lambda *_: lambda queue, version: Answered(version, replicates, problem=version)
         )
-        options = ServerOptions(
-            config=tmp_path, run_dir=run.root, device="cpu", settings=TrainingSettings(), models=("a", "b")
-        )
+        options = ServerOptions(run_dir=run.root, plan=planned(tmp_path, models=("a", "b")))
         state: Any = SimpleNamespace(run_id="run-1")
         trainer: Any = None
         assert evaluator._evaluate_all(options, run, state, trainer, StopRequest(), server_lock(run.root))

@@ -16,7 +16,7 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.locks import KernelLock
 from async_grpo.rundir.paths import RunDir
-from async_grpo.settings import TrainingSettings
+from plans import planned
 
 
 @pytest.fixture
@@ -24,10 +24,8 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable
     """Run a server in `tmp_path/worker` that trains as the function given to it does."""
     monkeypatch.setattr(parameter_server, "StopRequest", type("S", (), {"install": lambda self: self}))
     monkeypatch.setattr(parameter_server, "write_stacks_on_signal", lambda path: None)
-    options = ServerOptions(
-        config=tmp_path / "setup.py", run_dir=tmp_path / "worker", device="cpu", settings=TrainingSettings()
-    )
-    prepare(options.run_dir, config=options.config)
+    options = ServerOptions(run_dir=tmp_path / "worker", plan=planned(tmp_path / "setup.py", steps=30))
+    prepare(options.run_dir, options.plan)
 
     def serve(train: Callable[..., Any]) -> str:
         monkeypatch.setattr(parameter_server, "_train", train)
@@ -66,14 +64,14 @@ def test_a_resume_that_is_refused_or_stopped_while_it_loads_changes_nothing(
     tmp_path: Path, serve: Callable[[Callable[..., Any]], str], reason: BaseException
 ) -> None:
     def refuse(*_: object) -> None:
-        assert RunDir(tmp_path / "worker").state_of(None).num_workers == 7, "what the refused run would have"
+        assert RunDir(tmp_path / "worker").state_of(None).plan.num_workers == 7, "what the refused run would have"
         raise reason
 
     run = RunDir(tmp_path / "worker")
-    run.update_state(state=runs.FINISHED, step=30, options={"steps": 30})
+    run.update_state(state=runs.FINISHED, step=30)
     run.summary.write_text("of the training")
     before = run.state_file.read_bytes()
-    prepare(run.root, config=Path("other.py"), resume=True, num_workers=7, options={"steps": 50})
+    prepare(run.root, planned(Path("other.py"), resume=True, workers=7, steps=50))
     with pytest.raises(type(reason)):
         serve(refuse)
     assert run.state_file.read_bytes() == before

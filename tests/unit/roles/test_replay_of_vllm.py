@@ -11,8 +11,10 @@ import pytest
 from async_grpo.archive.history import ConsumptionRecord, Sampler, ServerProcess, read_record
 from async_grpo.errors import UnsupportedError
 from async_grpo.roles import replay
+from async_grpo.rundir.paths import FINISHED, RunState
 from async_grpo.training.corrections.checks import sampled_with
 from async_grpo.training.corrections.rule import rule
+from plans import planned
 
 
 def trainer_with(top_k: int = 20) -> Any:
@@ -30,7 +32,8 @@ def check(
     before: tuple[Sampler | None, ...] = (),
 ) -> None:
     """Of a run whose last process did not record how it sampled, and those `before` a resume."""
-    state: Any = SimpleNamespace(generator=generator, correction=run, resolved={"generator": resolved})
+    plan = planned(generator=generator, correction=run)
+    state = RunState(run_id="r", state=FINISHED, started="", plan=plan, generator=resolved)
     processes = [ServerProcess(None, 4, sampled) for sampled in (*before, None)]
     sampled = replay._sampled(processes, trainer_with(top_k), state)
     replay._check_groups_suit(rule(to, None, None, None), sampled)

@@ -23,9 +23,10 @@ from async_grpo.roles.rollout_worker import WorkerOptions, require_same_trainer
 from async_grpo.rollout import trl_trainer
 from async_grpo.rollout.engines import choice
 from async_grpo.rundir.locks import server_lock
-from async_grpo.rundir.paths import RUNNING, RunDir, RunState
+from async_grpo.rundir.paths import RUNNING, STOPPED, Accepted, RunDir, RunState
 from async_grpo.settings import WorkerSettings
 from async_grpo_ipc import AttachError, MismatchError, NoRoomError
+from plans import planned
 
 RUN = "f" * 32
 
@@ -82,9 +83,6 @@ def test_a_worker_that_found_no_room_is_started_again_and_one_that_can_never_map
         rollout_worker._work(worker_on("0", tmp_path), None)  # type: ignore[arg-type]
 
 
-SHARED = {"master_device": "0"}
-
-
 def worker_on(gpu: str, run: Path, **settings: Any) -> WorkerOptions:
     return WorkerOptions(run_dir=run, device=gpu, config=run / "setup.py", settings=WorkerSettings(**settings))
 
@@ -111,7 +109,7 @@ def test_an_engine_on_the_servers_gpu_starts_once_the_server_has_its_share(
     monkeypatch.setattr(rollout_worker, "wait_until", lambda ready, **_: done.append("weights"))
     monkeypatch.setattr(choice, "make_engine", start)
     with pytest.raises(KeyError):
-        given = (worker_on(gpu, tmp_path, **settings), RunDir(tmp_path), replace(LOADED, resolved=SHARED))
+        given = (worker_on(gpu, tmp_path, **settings), RunDir(tmp_path), ON_GPU_0)
         rollout_worker._serve(None, *given, SimpleNamespace(id=1), None)  # type: ignore[arg-type]
     assert done == order
 
@@ -149,27 +147,32 @@ def test_workers_of_one_gpu_load_one_after_the_other_where_room_is_short(
     monkeypatch.setattr(rollout_worker, "load_trainer", load)
     monkeypatch.setattr(rollout_worker, "check_overrides", lambda trainer: None)
     monkeypatch.setattr(trl_trainer, "RolloutTrainer", lambda trainer, *states: trainer)
-    loaded = rollout_worker._load(worker_on(gpu, tmp_path), RunDir(tmp_path), replace(LOADED, resolved=SHARED))
+    loaded = rollout_worker._load(worker_on(gpu, tmp_path), RunDir(tmp_path), ON_GPU_0)
     assert done == order
     assert loaded.model.weight.is_meta == (gpu == "0")  # type: ignore[attr-defined]
 
 
-LOADED = RunState(run_id=RUN, state=RUNNING, config="/my_trainer.py", started="", config_values={"top_k": "3"})
+LOADED = RunState(run_id=RUN, state=RUNNING, started="", plan=planned(Path("/my_trainer.py"), set={"top_k": "3"}))
+ON_GPU_0 = replace(LOADED, plan=planned(Path("/my_trainer.py"), master_device="0"))
 
 
-@pytest.mark.parametrize(
-    "change", [{"config_values": {}}, {"config": "/other.py"}, {"options": {"publish_dtype": "bf16"}}]
-)
+def resumed_with(config: str = "/my_trainer.py", **options: Any) -> RunState:
+    return replace(LOADED, step=9, plan=planned(Path(config), **{"set": {"top_k": "3"}, **options}))
+
+
+@pytest.mark.parametrize("change", [{"set": {}}, {"config": "/other.py"}, {"publish_dtype": "bf16"}])
 def test_a_worker_of_before_does_not_serve_a_run_that_was_resumed_with_another_trainer(change: dict[str, Any]) -> None:
-    resumed = replace(LOADED, **change)
+    resumed = resumed_with(**change)
     with pytest.raises(UnsupportedError, match=r"was resumed with another setup file.*Start the worker again"):
         require_same_trainer(LOADED, resumed, own_file=False)
-    require_same_trainer(LOADED, replace(resumed, undo={"step": 3}), own_file=False)  # it may still be refused
+    require_same_trainer(
+        LOADED, replace(resumed, undo=Accepted(STOPPED, LOADED.plan)), own_file=False
+    )  # it may still be refused
 
 
 def test_it_serves_one_that_was_resumed_as_it_was() -> None:
-    require_same_trainer(LOADED, replace(LOADED, step=9, options={"steps": 50}), own_file=False)
-    require_same_trainer(LOADED, replace(LOADED, config="/other.py"), own_file=True)
+    require_same_trainer(LOADED, resumed_with(steps=50), own_file=False)
+    require_same_trainer(LOADED, resumed_with("/other.py"), own_file=True)
 
 
 LAUNCHERS = {"alive": os.getppid(), "dead": os.getpid(), "none": None}  # the pid that a worker is given
@@ -189,7 +192,7 @@ def test_a_worker_that_is_asked_to_end_does_so_unless_a_deterministic_run_lost_i
     tmp_path: Path, launcher: str, deterministic: bool, served: bool, ends: bool
 ) -> None:
     options = WorkerOptions(run_dir=tmp_path, device="cpu", settings=WorkerSettings(), launched_by=LAUNCHERS[launcher])
-    state: Any = SimpleNamespace(deterministic=deterministic)
+    state = resumed_with(deterministic=deterministic)
     lock = server_lock(tmp_path)
     if served:
         assert lock.try_acquire({})

@@ -21,10 +21,11 @@ from async_grpo.rundir.lifecycle import prepare, preview
 from async_grpo.rundir.paths import FINISHED, RunDir
 from async_grpo.setup.process import log_to, write_stacks_on_signal
 from async_grpo.telemetry.activity import Activity
+from plans import planned
 
 CONFIG = Path("my_trainer.py")
 STARTS: list[Callable[[Path], object]] = [
-    lambda root: prepare(root, config=CONFIG),
+    lambda root: prepare(root, planned(CONFIG)),
     preview,
     prepare_root,
 ]
@@ -108,13 +109,13 @@ def test_a_link_in_its_place_is_refused(tmp_path: Path, start: Callable[[Path], 
 def test_a_link_above_it_is_followed_as_everywhere(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "home").symlink_to(tmp_path / "disk")
-    prepare(tmp_path / "home" / "worker", config=CONFIG)
+    prepare(tmp_path / "home" / "worker", planned(CONFIG))
     assert (tmp_path / "disk" / "worker" / "run.json").exists()
 
 
 def test_a_directory_that_only_others_can_read_becomes_private(tmp_path: Path) -> None:
     (tmp_path / "worker").mkdir(mode=0o755)
-    prepare(tmp_path / "worker", config=CONFIG)
+    prepare(tmp_path / "worker", planned(CONFIG))
     assert (tmp_path / "worker").stat().st_mode & 0o777 == 0o700
 
 
@@ -169,7 +170,7 @@ WHO = {"device": "cpu", "run_id": "run", "state": "loading"}
 @pytest.mark.parametrize("folder", ["board", "board/run", "alive"])
 def test_nothing_is_made_or_emptied_in_a_folder_that_is_a_link(tmp_path: Path, folder: str) -> None:
     root, victim = tmp_path / "worker", tmp_path / "victim"
-    prepare(root, config=CONFIG)
+    prepare(root, planned(CONFIG))
     RunDir(root).update_state(state=FINISHED)
     events = (
         victim / "run" / "events.out.tfevents.1.async-grpo"
@@ -194,11 +195,11 @@ def test_nothing_is_made_or_emptied_in_a_folder_that_is_a_link(tmp_path: Path, f
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_what_lies_in_the_place_of_the_lock_or_of_the_state_is_named(tmp_path: Path, name: str, kind: str) -> None:
     root, victim = tmp_path / "worker", tmp_path / "victim"
-    prepare(root, config=CONFIG)
+    prepare(root, planned(CONFIG))
     victim.write_text("mine")
     (root / name).unlink(missing_ok=True)
     {"link": lambda path: path.symlink_to(victim), "pipe": os.mkfifo, "folder": Path.mkdir}[kind](root / name)
     for start in (prepare, preview):
         with pytest.raises(AsyncGRPOError, match=f"{root / name} cannot be used: it "):
-            start(root, **({"config": CONFIG} if start is prepare else {}))
+            start(root, **({"plan": planned()} if start is prepare else {}))
     assert victim.read_text() == "mine"

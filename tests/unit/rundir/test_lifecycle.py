@@ -19,7 +19,8 @@ from async_grpo.rundir import lifecycle
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.lifecycle import Fate, prepare, preview
 from async_grpo.rundir.locks import KernelLock
-from async_grpo.rundir.paths import RunDir, RunState
+from async_grpo.rundir.paths import FORMAT, RunDir, RunState
+from plans import planned
 
 CONFIG = Path("my_trainer.py")
 HOLD_LOCK = """
@@ -39,7 +40,7 @@ def root(tmp_path: Path) -> Path:
 
 def old_run(root: Path, **changes: Any) -> RunState:
     """A run that left something of every kind, next to checkpoints of the user's own naming."""
-    state = prepare(root, config=CONFIG)
+    state = prepare(root, planned(CONFIG))
     run = RunDir(root)
     for name in ("queue", "done", "quarantine", "tmp", "alive", "tensorboard"):
         (root / name).mkdir()
@@ -68,21 +69,21 @@ def live_server(root: Path) -> Iterator[int]:
 
 
 def test_a_fresh_directory(root: Path) -> None:
-    state = prepare(root / "deep", config=CONFIG, num_workers=3, workers_sharing=2)
+    state = prepare(root / "deep", planned(CONFIG, master_device="1", worker_devices=("1", "1", "2")))
     assert RunDir(root / "deep").read_state() == state
     assert state.state == runs.RUNNING
-    assert state.config == str(CONFIG.absolute())
-    assert (state.num_workers, state.workers_sharing) == (3, 2)
+    assert state.plan.config == CONFIG.absolute()
+    assert (state.plan.num_workers, state.plan.workers_sharing) == (3, 2)
     assert (root / "deep").stat().st_mode & 0o777 == 0o700, "prompts and completions are nobody else's business"
 
 
 def test_an_empty_directory_is_as_good_as_none(root: Path) -> None:
     root.mkdir()
-    assert prepare(root, config=CONFIG).state == runs.RUNNING
+    assert prepare(root, planned(CONFIG)).state == runs.RUNNING
 
 
 def test_every_run_has_its_own_id(tmp_path: Path) -> None:
-    assert prepare(tmp_path / "a", config=CONFIG).run_id != prepare(tmp_path / "b", config=CONFIG).run_id
+    assert prepare(tmp_path / "a", planned(CONFIG)).run_id != prepare(tmp_path / "b", planned(CONFIG)).run_id
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_every_run_has_its_own_id(tmp_path: Path) -> None:
 def test_a_run_that_is_over_is_moved_aside_and_nothing_of_it_is_lost(root: Path, ended: dict[str, Any]) -> None:
     old = old_run(root, **ended)
     before = everything(root)
-    new = prepare(root, config=CONFIG)
+    new = prepare(root, planned(CONFIG))
     assert new.run_id != old.run_id
     [aside] = [path for path in root.parent.iterdir() if path != root]
     assert aside.name.startswith("worker-2")
@@ -106,11 +107,11 @@ def test_a_run_that_is_over_is_moved_aside_and_nothing_of_it_is_lost(root: Path,
 
 def test_runs_that_finish_in_the_same_second_get_different_names(root: Path) -> None:
     for _ in range(4):
-        prepare(root, config=CONFIG)
+        prepare(root, planned(CONFIG))
         RunDir(root).update_state(state=runs.FINISHED)
         run_json = RunDir(root).state_file
         runs.os.utime(run_json, (1_700_000_000, 1_700_000_000))
-    prepare(root, config=CONFIG)
+    prepare(root, planned(CONFIG))
     names = sorted(path.name for path in root.parent.iterdir() if path != root)
     stem = names[0]
     assert names == [stem, f"{stem}-2", f"{stem}-3", f"{stem}-4"]
@@ -131,7 +132,7 @@ def test_an_unfinished_run_is_refused_with_three_ways_out_and_not_touched(
     old = old_run(root, **unfinished)
     before = everything(root)
     with pytest.raises(RunDirError) as refusal:
-        prepare(root, config=CONFIG)
+        prepare(root, planned(CONFIG))
     text = str(refusal.value)
     assert f"{root} holds an unfinished run ({old.run_id}, {old.state}, step {old.step}, started {old.started})" in text
     assert all(way in text for way in ("--resume", "--run-dir OTHER", "--overwrite"))
@@ -142,9 +143,9 @@ def test_an_unfinished_run_is_refused_with_three_ways_out_and_not_touched(
 def test_resuming_keeps_the_run_and_everything_in_it(root: Path, state: str) -> None:
     old = old_run(root, state=state, step=7)
     before = everything(root)
-    resumed = prepare(root, config=CONFIG, resume=True, num_workers=4, workers_sharing=1)
+    resumed = prepare(root, planned(CONFIG, resume=True, workers=4))
     assert (resumed.run_id, resumed.step, resumed.state) == (old.run_id, 7, runs.RUNNING)
-    assert (resumed.num_workers, resumed.workers_sharing) == (4, 1)
+    assert resumed.plan.num_workers == 4
     after = everything(root)
     assert {name for name in before if before[name] != after[name]} <= {"run.json", "server.lock"}
 
@@ -152,7 +153,7 @@ def test_resuming_keeps_the_run_and_everything_in_it(root: Path, state: str) -> 
 def test_a_folder_in_the_place_of_the_servers_status_is_left_to_the_server(root: Path) -> None:
     old_run(root, state=runs.STOPPED, step=7)
     (root / "alive" / "server.status").mkdir()
-    assert prepare(root, config=CONFIG, resume=True).step == 7
+    assert prepare(root, planned(CONFIG, resume=True)).step == 7
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -162,14 +163,14 @@ def test_there_is_nothing_to_resume(root: Path, exists: bool) -> None:
     with pytest.raises(
         RunDirError, match=r"Nothing to resume: .* (holds no run|does not exist)\. .* start without --resume"
     ):
-        prepare(root, config=CONFIG, resume=True)
+        prepare(root, planned(CONFIG, resume=True))
 
 
 def test_overwriting_deletes_the_run_but_no_checkpoint_and_nothing_that_is_not_ours(root: Path) -> None:
     old = old_run(root, state=runs.STOPPED, step=7)
     for name in ("notes.txt", "log_of_my_thesis.txt"):
         (root / name).write_text("mine")
-    new = prepare(root, config=CONFIG, overwrite=True)
+    new = prepare(root, planned(CONFIG, overwrite=True))
     assert new.run_id != old.run_id
     assert set(everything(root)) - {"server.lock"} == {
         "run.json",
@@ -185,9 +186,9 @@ def test_overwriting_does_not_follow_links_out_of_the_directory(root: Path, tmp_
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "precious").write_text("data")
-    prepare(root, config=CONFIG)
+    prepare(root, planned(CONFIG))
     (root / "tensorboard").symlink_to(elsewhere)
-    prepare(root, config=CONFIG, overwrite=True)
+    prepare(root, planned(CONFIG, overwrite=True))
     assert everything(elsewhere) == {"precious": b"data"}
 
 
@@ -196,7 +197,7 @@ def test_a_directory_that_is_no_run_directory_is_refused_even_with_overwrite(roo
     (root / "thesis.tex").write_text("years of work")
     for overwrite in (False, True):
         with pytest.raises(RunDirError, match=r"is not a run directory: it holds 'thesis\.tex' and no run\.json"):
-            prepare(root, config=CONFIG, overwrite=overwrite)
+            prepare(root, planned(CONFIG, overwrite=overwrite))
     assert everything(root) == {"thesis.tex": b"years of work"}
 
 
@@ -207,7 +208,7 @@ def test_a_folder_of_a_user_whose_files_are_named_like_ours_is_refused_and_not_t
     root.chmod(0o755)
     for how in ({}, {"overwrite": True}, {"resume": True}):
         with pytest.raises(RunDirError, match=r"is not a run directory: it holds .* and no run\.json"):
-            prepare(root, config=CONFIG, **how)
+            prepare(root, planned(CONFIG, **how))
     assert everything(root) == {name: b"mine"}
     assert root.stat().st_mode & 0o777 == 0o755
 
@@ -216,7 +217,7 @@ def test_what_a_killed_start_leaves_is_no_obstacle(root: Path) -> None:
     root.mkdir()
     (root / "server.lock").write_text("{}")
     (root / f".run.json.{'a' * 32}").write_text("{")
-    assert prepare(root, config=CONFIG).state == runs.RUNNING
+    assert prepare(root, planned(CONFIG)).state == runs.RUNNING
 
 
 def test_an_overwriting_that_is_killed_leaves_a_run_directory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,10 +225,10 @@ def test_an_overwriting_that_is_killed_leaves_a_run_directory(root: Path, monkey
     deleted: list[Path] = []
     monkeypatch.setattr(lifecycle.shutil, "rmtree", lambda path: deleted.append(path) or _killed(deleted))
     with pytest.raises(KeyboardInterrupt):
-        prepare(root, config=CONFIG, overwrite=True)
+        prepare(root, planned(CONFIG, overwrite=True))
     assert (root / "run.json").exists()
     monkeypatch.undo()
-    assert prepare(root, config=CONFIG, overwrite=True).step == 0
+    assert prepare(root, planned(CONFIG, overwrite=True)).step == 0
 
 
 def _killed(deleted: list[Path]) -> None:
@@ -243,7 +244,7 @@ def test_a_root_that_is_no_plain_directory(root: Path, tmp_path: Path, kind: str
         (tmp_path / "target").mkdir()
         root.symlink_to(tmp_path / "target")
     with pytest.raises(RunDirError, match="is not a directory"):
-        prepare(root, config=CONFIG)
+        prepare(root, planned(CONFIG))
 
 
 @pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}])
@@ -252,7 +253,7 @@ def test_a_directory_in_use_names_who_uses_it_whatever_is_asked(root: Path, how:
     with live_server(root) as pid:
         before = everything(root)
         with pytest.raises(RunDirError) as refusal:
-            prepare(root, config=CONFIG, **how)
+            prepare(root, planned(CONFIG, **how))
         text = str(refusal.value)
         assert f"{root} is in use by a live parameter server (pid {pid}, host {socket.gethostname()}, since 2" in text
         assert "choose another --run-dir" in text
@@ -263,13 +264,13 @@ def test_a_killed_server_leaves_no_stale_lock(root: Path) -> None:
     old_run(root, state=runs.FINISHED, step=7)
     with live_server(root):
         pass
-    assert prepare(root, config=CONFIG).state == runs.RUNNING
+    assert prepare(root, planned(CONFIG)).state == runs.RUNNING
 
 
 def test_preparing_leaves_the_lock_free_for_the_server(root: Path) -> None:
-    prepare(root, config=CONFIG)
+    prepare(root, planned(CONFIG))
     with pytest.raises(RunDirError):
-        prepare(root, config=CONFIG)
+        prepare(root, planned(CONFIG))
     assert not KernelLock(root / "server.lock").is_held()
 
 
@@ -282,7 +283,7 @@ def test_a_state_of_another_version(root: Path, content: object) -> None:
             RunDirError,
             match=r"run\.json .*(another version|not an object).* another run directory",
         ):
-            prepare(root, config=CONFIG, **how)
+            prepare(root, planned(CONFIG, **how))
     assert json.loads((root / "run.json").read_text()) == content
 
 
@@ -291,25 +292,27 @@ def test_a_state_that_is_no_json(root: Path, content: bytes) -> None:
     root.mkdir()
     (root / "run.json").write_bytes(content)
     with pytest.raises(RunDirError, match=r"run\.json cannot be used: it is not valid JSON .* another run directory"):
-        prepare(root, config=CONFIG)
+        prepare(root, planned(CONFIG))
 
 
 def test_a_state_with_the_wrong_fields(root: Path) -> None:
     root.mkdir()
-    (root / "run.json").write_text(json.dumps({"format": 1, "colour": "red"}))
+    (root / "run.json").write_text(json.dumps({"format": FORMAT, "colour": "red"}))
     with pytest.raises(RunDirError, match=r"run\.json .*unknown field 'colour'"):
-        prepare(root, config=CONFIG)
+        prepare(root, planned(CONFIG))
 
 
-@pytest.mark.parametrize("undo", [{"nonsense": 1}, {"num_workers": "two"}, {"format": 1, "run_id": None}])
-def test_a_state_whose_undo_is_none(root: Path, undo: dict[str, Any]) -> None:
-    RunDir(root).update_state(of=prepare(root, config=CONFIG).run_id, undo=undo)
+@pytest.mark.parametrize("undo", [{"nonsense": 1}, {"state": "finished"}, {"state": 1, "plan": {"config": "a.py"}}, []])
+def test_a_state_whose_undo_is_none(root: Path, undo: Any) -> None:
+    prepare(root, planned(CONFIG))
+    file = RunDir(root).state_file
+    file.write_text(json.dumps({**json.loads(file.read_text()), "undo": undo}))
     with pytest.raises(RunDirError, match="is not the record of a run"):
-        prepare(root, config=CONFIG, resume=True)
+        prepare(root, planned(CONFIG, resume=True))
 
 
 def test_a_state_that_vanishes_during_the_run_is_noticed(root: Path) -> None:
-    prepare(root, config=CONFIG)
+    prepare(root, planned(CONFIG))
     run = RunDir(root)
     run.state_file.unlink()
     with pytest.raises(RunDirError, match="has vanished"):
@@ -344,19 +347,19 @@ def test_a_preview_says_what_a_start_would_do_and_does_nothing(
 ) -> None:
     root = tmp_path / "worker"
     if state is not None:
-        prepare(root, config=CONFIG)
+        prepare(root, planned(CONFIG))
         RunDir(root).update_state(state=state, step=step)
     before = snapshot(tmp_path)
     if isinstance(fate, str):
         with pytest.raises(RunDirError, match=fate) as foretold:
             preview(root, **flags)
         with pytest.raises(RunDirError) as real:
-            prepare(root, config=CONFIG, **flags)
+            prepare(root, planned(CONFIG, **flags))
         assert str(foretold.value) == str(real.value)
         return
     found, place = preview(root, **flags)
     assert found is fate
     assert snapshot(tmp_path) == before
-    prepare(root, config=CONFIG, **flags)
+    prepare(root, planned(CONFIG, **flags))
     assert place.is_dir()
     assert (place != root) == (fate is Fate.MOVED_ASIDE)

@@ -11,6 +11,7 @@ from async_grpo.queue import ServerQueue
 from async_grpo.rundir import refusal
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
+from plans import planned
 
 
 def test_the_server_ends_with_the_sentence_of_the_first_worker_that_refuses(tmp_path: Path) -> None:
@@ -26,11 +27,11 @@ def test_the_server_ends_with_the_sentence_of_the_first_worker_that_refuses(tmp_
 
 def test_a_resume_asks_the_workers_again(tmp_path: Path) -> None:
     root, config = tmp_path / "worker", tmp_path / "my_trainer.py"
-    state = prepare(root, config=config)
+    state = prepare(root, planned(config))
     RunDir(root).update_state(of=state.run_id, state="failed", step=3)
     refusal.write_refusal(root, "dev1", RunRefused("no"))
     assert refusal.read_refusal(root) == refusal.Refusal("dev1", "no")
-    prepare(root, config=config, resume=True)
+    prepare(root, planned(config, resume=True))
     assert refusal.read_refusal(root) is None
 
 

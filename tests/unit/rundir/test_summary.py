@@ -15,6 +15,7 @@ from async_grpo.rundir import summary
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import RunDir
+from plans import planned
 
 FIGURES: dict[str, Any] = {
     "state": runs.FINISHED,
@@ -44,7 +45,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(shutil, "which", lambda name: name)  # as after an installation
-    prepare(Path("worker"), config=Path("my_trainer.py"), num_workers=1)
+    prepare(Path("worker"), planned(Path("my_trainer.py"), workers=1))
     return RunDir(Path("worker"))
 
 

@@ -14,8 +14,7 @@ import pytest
 from async_grpo.cli import main
 from async_grpo.errors import UsageError
 from async_grpo.launch.devices import choose_weights
-from async_grpo.launch.launcher import LaunchOptions
-from async_grpo.settings import TrainingSettings
+from async_grpo.rundir.plan import RunPlan
 from async_grpo.setup import devices
 
 HERE = Path(__file__).parent
@@ -96,12 +95,12 @@ def test_the_servers_own_gpu_is_tried_where_a_worker_is_on_it(
     """A handle can be had, and no other process can open it: the worker would refuse, and the run would end."""
     for name, value in {**environment, "CUDA_VISIBLE_DEVICES": "4,5", "STUB_NO_OPEN": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert choose_weights(TrainingSettings(), "0", ("0", "0")).weights == "host"
+    assert choose_weights("auto", "0", ("0", "0")) == "host"
     why = "another process on GPU 0 cannot map memory of GPU 0 (cuIpcOpenMemHandle_v2: CUDA_ERROR_INVALID_CONTEXT)"
     assert why in capsys.readouterr().err
     assert [line.split()[1] for line in Path(environment["STUB_LOG"]).read_text().splitlines()] == ["4", "4"]
     monkeypatch.delenv("STUB_NO_OPEN")
-    assert choose_weights(TrainingSettings(), "0", ("0", "0")).weights == "auto"
+    assert choose_weights("auto", "0", ("0", "0")) == "auto"
 
 
 def test_a_run_whose_workers_cannot_reach_the_server_publishes_in_host_memory(
@@ -109,14 +108,14 @@ def test_a_run_whose_workers_cannot_reach_the_server_publishes_in_host_memory(
 ) -> None:
     for name, value in {**environment, "STUB_NO_PEER": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert choose_weights(TrainingSettings(), "0", ("1", "2")).weights == "host"
+    assert choose_weights("auto", "0", ("1", "2")) == "host"
     assert "GPU 1 cannot map memory of GPU 0" in capsys.readouterr().err
-    assert choose_weights(TrainingSettings(), "0", ("0",)).weights == "auto"
-    assert choose_weights(TrainingSettings(), "0", ("0",), "2,3").weights == "host", "the vLLM server reads there"
+    assert choose_weights("auto", "0", ("0",)) == "auto"
+    assert choose_weights("auto", "0", ("0",), "2,3") == "host", "the vLLM server reads there"
     assert "the vLLM server's GPU 3 cannot map memory of GPU 0" in capsys.readouterr().err
-    assert choose_weights(TrainingSettings(weights="ipc"), "0", ("1",)).weights == "ipc", "as the user says"
+    assert choose_weights("ipc", "0", ("1",)) == "ipc", "as the user says"
     monkeypatch.delenv("STUB_NO_PEER")
-    assert choose_weights(TrainingSettings(), "0", ("1", "2")).weights == "auto"
+    assert choose_weights("auto", "0", ("1", "2")) == "auto"
 
 
 def test_the_gpus_of_a_vllm_server_are_tried_as_well(
@@ -126,14 +125,14 @@ def test_the_gpus_of_a_vllm_server_are_tried_as_well(
     for name, value in {**environment, "STUB_NO_PEER": "1"}.items():
         monkeypatch.setenv(name, value)
     devices._compute_modes.cache_clear()
-    launched: list[LaunchOptions] = []
-    monkeypatch.setattr("async_grpo.launch.launcher.launch", lambda options: launched.append(options) or 0)
+    launched: list[RunPlan] = []
+    monkeypatch.setattr("async_grpo.launch.launcher.launch", lambda root, plan: launched.append(plan) or 0)
     monkeypatch.setattr("async_grpo.cli.compute.train.choose_generator", lambda *_, **__: "vllm-server")
     (tmp_path / "setup.py").write_text("def get_trainer(): ...")
     of_server = ["--generator", "vllm-server", "--server-devices", "2,3", "--worker-device-ids", "0"]
     main(["train", str(tmp_path / "setup.py"), "--run-dir", str(tmp_path / "run"), *of_server])
     devices._compute_modes.cache_clear()
-    assert [options.training.weights for options in launched] == ["host"]
+    assert [plan.weights for plan in launched] == ["host"]
 
 
 def test_ipc_is_refused_for_a_server_on_the_cpu() -> None:

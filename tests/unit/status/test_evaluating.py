@@ -17,6 +17,7 @@ from async_grpo.rundir.locks import server_lock
 from async_grpo.status.render import panel
 from async_grpo.status.snapshot import look
 from async_grpo.telemetry.activity import EVALUATING, LOADING, Activity
+from plans import planned
 
 
 def shown(root: Path) -> str:
@@ -26,7 +27,7 @@ def shown(root: Path) -> str:
 
 
 def test_an_evaluation_without_training_has_a_bar_of_problems(tmp_path: Path) -> None:
-    run_id = prepare(tmp_path / "evaluation", config=tmp_path / "x.py").run_id
+    run_id = prepare(tmp_path / "evaluation", planned(tmp_path / "x.py")).run_id
     root, lock, server = tmp_path / "evaluation", server_lock(tmp_path / "evaluation"), Activity()
     assert lock.try_acquire({"role": "evaluation"})
     server.publish(root, "server", device="cpu", run_id=run_id, state=LOADING)

@@ -32,6 +32,7 @@ from async_grpo.status.render import panel, report
 from async_grpo.status.snapshot import look
 from async_grpo.telemetry import run_log
 from async_grpo.telemetry.activity import ENDING, GENERATING, LOADING, STARTING, TRAINING
+from plans import planned
 
 SRC = Path(__file__).parents[3] / "src"
 
@@ -61,7 +62,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    prepare(tmp_path / "worker", config=tmp_path / "my_trainer.py", num_workers=2)
+    prepare(tmp_path / "worker", planned(tmp_path / "my_trainer.py", workers=2))
     return RunDir(tmp_path / "worker")
 
 
@@ -211,7 +212,7 @@ def test_a_run_that_is_resumed_starts_and_is_not_dead(run: RunDir, start: Callab
         earlier.kill()
         earlier.wait()
     assert look(run.root).state == DEAD
-    prepare(run.root, config=Path("my_trainer.py"), resume=True)
+    prepare(run.root, planned(Path("my_trainer.py"), resume=True))
     view = look(run.root)
     assert (view.state, view.live, view.workers) == (STARTING, True, ())
 
@@ -231,11 +232,11 @@ def test_what_is_no_run_is_refused_with_a_sentence_and_exit_code_2(tmp_path: Pat
     assert "does not exist, so no run has begun there (yet)" in refusal(tmp_path / "nowhere")
     assert "is a file" in refusal(tmp_path / "file")
     assert "no run.json" in refusal(tmp_path / "folder")
-    (tmp_path / "folder" / "run.json").write_text('{"format": 1, "run_')
+    (tmp_path / "folder" / "run.json").write_text('{"format": 2, "run_')
     assert "is not valid JSON" in refusal(tmp_path / "folder")
     (tmp_path / "folder" / "run.json").write_text('{"format": 99}')
     assert "another version" in refusal(tmp_path / "folder")
-    (tmp_path / "folder" / "run.json").write_text('{"format": 1, "surprise": 2}')
+    (tmp_path / "folder" / "run.json").write_text('{"format": 2, "surprise": 2}')
     assert "not the record of a run" in refusal(tmp_path / "folder")
 
 

@@ -176,7 +176,7 @@ def test_a_generator_of_the_command_line_is_what_the_setup_file_is_judged_by(
     monkeypatch.setattr(preflight, "look_at_trainer", lambda question: asked.append(question) or Look(facts=facts()))
     sweep = Sweep(setup=str(setup), seeds=(1, 2), name="mine", arguments=("--generator", "vllm-server"))
     preflight._facts(sweep, TrainingSettings(), preflight.core_places(1, [0])[0])
-    assert [question.generator for question in asked] == ["vllm-server"]
+    assert [question.plan.work.generator for question in asked] == ["vllm-server"]
 
 
 @pytest.fixture

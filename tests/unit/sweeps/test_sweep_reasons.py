@@ -10,6 +10,7 @@ from sweep_yard import SweepYard
 
 from async_grpo.rundir.paths import FAILED, RunDir, RunState
 from async_grpo_experiments.sweeps.progress import Reason
+from plans import planned
 
 
 @pytest.mark.parametrize("mode", ["async", "trl"])
@@ -19,7 +20,7 @@ def test_the_reason_is_the_run_s_own_and_of_this_start(yard: SweepYard, mode: st
 
     def fails(why: str) -> None:
         if mode == "async":
-            RunDir(run.run_dir).write_state(RunState(run_id="r", state=FAILED, config="c.py", started="", why=why))
+            RunDir(run.run_dir).write_state(RunState(run_id="r", state=FAILED, plan=planned(), started="", why=why))
         else:
             progress: dict[str, Any] = {"state": "running", "step": 1, "total_steps": 5, "saved": 0, "why": why}
             (run.run_dir / "plain_trl.json").write_text(json.dumps(progress))

@@ -60,7 +60,7 @@ def test_a_second_start_of_the_parallel_one_writes_below_run2(monkeypatch: pytes
     for base in ("outputs", "run2/outputs", "run3/outputs"):
         command = parallel.command(given)
         assert command[-2:] == ["--output-base", base]
-        sweep = _sweep(build_parser().parse_args(command[1:]), {})
+        sweep = _sweep(build_parser().parse_args(command[1:]))
         assert (str(sweep.log_folder), str(sweep.kept_folder)) == (
             str(Path(base).parent / "logs" / "parallel_training"),
             str(Path(base).parent / "checkpoints"),

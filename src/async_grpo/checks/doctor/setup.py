@@ -10,6 +10,7 @@ from async_grpo.checks.plan.facts import Look, Question, TrainerFacts, look_at_t
 from async_grpo.checks.plan.memory import best_change, best_generation_change, estimate, trainer_fit, worker_fit
 from async_grpo.errors import SetupFileError
 from async_grpo.formatting import counted, size
+from async_grpo.rundir.plan import RunPlan
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU
 from async_grpo.setup.grpo_config.batch import Batch, misfit, possible_generations, what_to_set
@@ -40,12 +41,13 @@ def setup_file(
     except SetupFileError as refusal:
         yield error("setup file", str(refusal).splitlines()[0], "Give a Python file with get_trainer().")
         return
-    question = Question(
-        config=config,
-        device="0" if gpus else CPU,
-        settings=TrainingSettings(set=config_values),
-        sharing=int(gpus == 1) if gpus else 2,  # the workers of `train --distributed` on the server's device
+    plan = RunPlan(
+        config=config.absolute(),
+        training=TrainingSettings(set=dict(config_values or {})),
+        master_device="0" if gpus else CPU,
+        worker_devices=(CPU, CPU) if not gpus else ("0",) if gpus == 1 else ("1",),  # as `train --distributed` has them
     )
+    question = Question(plan=plan)
     yield from judge(look_at_trainer(question, TIMEOUT_S), gpus, memory, gpu_memory)
 
 

@@ -15,7 +15,8 @@ from async_grpo.errors import AsyncGRPOError
 from async_grpo.redaction import Redactor
 from async_grpo.roles.plain_trl import require_problems
 from async_grpo.rundir.paths import RunDir
-from async_grpo.settings import TrainingSettings
+from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.shape import shaped
 from async_grpo.setup.accelerate_config import DEEPSPEED, FSDP, AccelerateConfig
 from async_grpo.setup.devices import CPU, check_torch_sees
 from async_grpo.setup.generator_choice import (
@@ -42,16 +43,17 @@ _FROM_CONFIG = (
 
 
 def main(data: dict[str, Any]) -> dict[str, Any]:
-    question = Question.from_json(data)
-    settings, facts = question.settings, None
+    question, facts = shaped(Question, data), None
+    plan, settings = question.plan, question.plan.training
     try:
-        check_torch_sees(question.device)
+        check_torch_sees(plan.master_device)
         _make_no_folder()
-        ranks = None if question.accelerate_config is None else AccelerateConfig.read(question.accelerate_config)
+        file = plan.launch.accelerate_config
+        ranks = None if file is None else AccelerateConfig.read(file)
         if ranks is not None:
             _count_batches_as(ranks)
         trainer = load_trainer(
-            question.config,
+            plan.config,
             engine_here=False,
             hub_here=False,
             steps=settings.steps,
@@ -59,7 +61,7 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
             config_values=settings.set,
         )
         sharded_over = ranks.sharded_over if ranks is not None else 1
-        facts = replace(describe(trainer, settings, question.sharing), sharded_over=sharded_over)
+        facts = replace(describe(trainer, plan, question.sharing), sharded_over=sharded_over)
         if question.distributed:
             facts = replace(facts, **_distributed(trainer, question, ranks))
         else:
@@ -75,18 +77,18 @@ def _distributed(trainer: GRPOTrainer, question: Question, ranks: AccelerateConf
     from async_grpo.training.before_start import refuse
     from async_grpo.training.sharding import refuse_publish_dtype
 
-    settings = question.settings
-    generator = choose_generator(question.generator, trainer, on_gpu=question.device != CPU)
+    plan, settings = question.plan, question.plan.training
+    generator = choose_generator(plan.work.generator, trainer, on_gpu=plan.master_device != CPU)
     if ranks is not None:
         _refuse_first_fsdp(ranks, trainer)
         refuse_publish_dtype(settings.publish_dtype, sharded=ranks.shares_weights)
     refuse(trainer, settings, generator)
     check_generator_options(
         generator,
-        server_devices=question.server_devices,
-        in_flight_update=question.in_flight_update,
+        server_devices=plan.work.server_devices,
+        in_flight_update=plan.work.in_flight_update == "on",
         deterministic=settings.deterministic,
-        workers=question.workers,
+        workers=plan.num_workers,
     )
     found = _checkpoints(trainer, question, ranks) if question.run_dir is not None else {}
     return {"generator": generator, **found}
@@ -133,7 +135,7 @@ def _refuse_first_fsdp(ranks: AccelerateConfig, trainer: GRPOTrainer) -> None:
         raise fsdp_of_version_1()
 
 
-def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | None = None) -> TrainerFacts:
+def describe(trainer: GRPOTrainer, plan: RunPlan, sharing: int | None = None) -> TrainerFacts:
     """The facts of a built trainer. Changes nothing about it.
 
     Args:
@@ -146,7 +148,7 @@ def describe(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | No
         **{name: getattr(args, name) for name in _FROM_CONFIG},
         **_of_model(trainer),
         **_of_data(trainer),
-        **_of_publishing(trainer, settings, sharing),
+        **_of_publishing(trainer, plan, sharing),
         trainer=type(trainer).__name__,
         rewards=list(trainer.reward_func_names),
         batch=batch,
@@ -195,11 +197,12 @@ def _of_data(trainer: GRPOTrainer) -> dict[str, Any]:
     }
 
 
-def _of_publishing(trainer: GRPOTrainer, settings: TrainingSettings, sharing: int | None) -> dict[str, Any]:
+def _of_publishing(trainer: GRPOTrainer, plan: RunPlan, sharing: int | None) -> dict[str, Any]:
     """How many versions and groups there will be at a time, and how versions are published."""
     from async_grpo.training.schedule import Lookahead, schedule_of
     from async_grpo.training.weight_publisher import slots_for
 
+    settings = plan.training
     staleness, recorded = settings.max_staleness, settings.delta_every > 0
     schedule = schedule_of(trainer, staleness)
     return {
@@ -208,7 +211,7 @@ def _of_publishing(trainer: GRPOTrainer, settings: TrainingSettings, sharing: in
         "first_groups": Lookahead(schedule.groups_per_round, schedule.groups_ahead).groups,
         "versions_within_round": schedule.versions_within_round,
         "published_in_bf16": settings.publish_dtype == "bf16",
-        "published_in_host_memory": settings.weights == "host",
+        "published_in_host_memory": plan.weights == "host",
     }
 
 
@@ -277,7 +280,7 @@ def _checkpoints(trainer: GRPOTrainer, question: Question, ranks: AccelerateConf
 
     assert question.run_dir is not None
     setting, state = trainer.args.output_dir, None
-    if question.settings.resume:
+    if question.plan.training.resume:
         state = RunDir(question.run_dir).read_state()
     found = output_dir.find_checkpoint(setting, state, question.run_dir) if state is not None else None
     if found and state is not None:

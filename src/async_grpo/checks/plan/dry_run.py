@@ -19,11 +19,12 @@ from async_grpo.checks.plan.memory import (
     version_bytes,
 )
 from async_grpo.formatting import counted, size
-from async_grpo.launch.launcher import LaunchOptions
+from async_grpo.launch.launcher import threads as threads_of
 from async_grpo.launch.room import crowding, require_room
 from async_grpo.roles.plain_trl import has_begun
 from async_grpo.rundir.folders import require_writable
 from async_grpo.rundir.lifecycle import Fate, preview
+from async_grpo.rundir.plan import RunPlan
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.devices import CPU
 from async_grpo.setup.generator_choice import HF, STARTED_SERVER, VLLM, VLLM_SERVER
@@ -41,39 +42,28 @@ _ENGINES = {
 }
 
 
-def plan_distributed(options: LaunchOptions, gpu_memory: int | None = None) -> None:
-    """Print what `launch(options)` would do, and what of it fits GPUs of `gpu_memory` bytes.
+def plan_distributed(root: Path, plan: RunPlan, gpu_memory: int | None = None) -> None:
+    """Print what `launch(root, plan)` would do, and what of it fits GPUs of `gpu_memory` bytes.
 
     Raises:
         AsyncGRPOError: where `launch` would refuse, or its server would, with the same text and exit code.
     """
-    training = options.training
-    require_room(len(options.worker_devices))
-    fate, place = preview(options.run_dir, resume=training.resume, overwrite=options.overwrite)
-    question = Question(
-        config=options.config,
-        device=options.master_device,
-        settings=training,
-        run_dir=options.run_dir,
-        accelerate_config=options.accelerate_config,
-        generator=options.work.generator,
-        workers=len(options.worker_devices),
-        sharing=options.workers_sharing,
-        server_devices=options.work.server_devices,
-        in_flight_update=options.work.in_flight_update == "on",
-    )
+    training = plan.training
+    require_room(plan.num_workers)
+    fate, place = preview(root, resume=training.resume, overwrite=plan.launch.overwrite)
+    question = Question(plan=plan, run_dir=root)
     facts = _look(question)
     _print(
-        *_trainer_rows(options.config, facts),
-        ("run directory", _fate(options.run_dir, fate, place)),
+        *_trainer_rows(plan.config, facts),
+        ("run directory", _fate(root, fate, place)),
         ("checkpoints", _checkpoints(facts, training)),
         *([("", facts.other_checkpoints)] if facts.other_checkpoints else []),
-        *_process_rows(options, facts.batch.processes),
+        *_process_rows(plan, facts.batch.processes),
         ("generator", f"{_ENGINES[facts.generator]}; {_sampling(facts)}"),
         *_batch_rows(facts),
         *_staleness_rows(facts, training),
-        *_memory_rows(facts, options),
-        *(_fit_rows(facts, options, gpu_memory) if gpu_memory is not None else ()),
+        *_memory_rows(facts, plan),
+        *(_fit_rows(facts, plan, gpu_memory) if gpu_memory is not None else ()),
     )
 
 
@@ -85,19 +75,19 @@ def plan_single(question: Question, run_dir: Path | None, gpu_memory: int | None
         does = "continues the run" if has_begun(run_dir) else "begins a run"
         run_directory = [("run directory", f"{run_dir}: {does} in it")]
     facts = _look(question)
-    memory, on = estimate(facts), _device(question.device)
+    memory, on = estimate(facts), _device(question.plan.master_device)
     engine = "vLLM" if facts.use_vllm else "transformers"
     generator = "a vLLM server that this run starts" if question.serves else f"{engine}, in this process"
     _print(
-        *_trainer_rows(question.config, facts),
+        *_trainer_rows(question.plan.config, facts),
         *run_directory,
-        ("checkpoints", _checkpoints(facts, question.settings)),
+        ("checkpoints", _checkpoints(facts, question.plan.training)),
         ("processes", f"this one alone, on {on}: plain TRL"),
         ("generator", f"{generator}; {_sampling(facts)}"),
         *_batch_rows(facts),
         ("memory", f"{size(memory.trainer)} on {on}: {_parts(memory)}"),
         ("", f"  (optimizer state of {memory.optimizer_note})"),
-        *size_rows(facts, on_gpu=question.device != CPU or gpu_memory is not None),
+        *size_rows(facts, on_gpu=question.plan.master_device != CPU or gpu_memory is not None),
         ("", _not_counted(facts)),
         *(fit_rows(facts, gpu_memory, sharing=0, elsewhere=0) if gpu_memory is not None else ()),
     )
@@ -105,7 +95,7 @@ def plan_single(question: Question, run_dir: Path | None, gpu_memory: int | None
 
 def _look(question: Question) -> TrainerFacts:
     loading = "(its get_trainer() may load the model)"
-    print(f"Building the trainer of {question.config} to look at it {loading} ...", file=sys.stderr)
+    print(f"Building the trainer of {question.plan.config} to look at it {loading} ...", file=sys.stderr)
     return facts_or_refusal(look_at_trainer(question))
 
 
@@ -144,14 +134,14 @@ def _checkpoints(facts: TrainerFacts, settings: TrainingSettings) -> str:
     return f"{facts.output_dir}, {often}{f'; resumes from {begins}' if settings.resume else ''}"
 
 
-def _process_rows(options: LaunchOptions, ranks: int) -> Rows:
-    workers, threads = options.worker_devices, options.threads(os.environ)
+def _process_rows(plan: RunPlan, ranks: int) -> Rows:
+    workers, threads = plan.worker_devices, threads_of(plan, os.environ)
     each = f"{threads} CPU thread{'' if threads == '1' else 's'} each" if threads else "CPU threads as torch chooses"
     yield "processes", f"1 parameter server and {counted(len(workers), 'worker')}, {each}"
-    if options.accelerate_config is None:
-        yield "", f"server on {_device(options.master_device)}"
+    if plan.launch.accelerate_config is None:
+        yield "", f"server on {_device(plan.master_device)}"
     else:
-        yield "", f"server in {ranks} processes, on the devices that {options.accelerate_config} names"
+        yield "", f"server in {ranks} processes, on the devices that {plan.launch.accelerate_config} names"
     for number, device in enumerate(workers, start=1):
         yield "", f"worker {number} on {_device(device)}"
     if crowd := crowding(len(workers)):
@@ -192,8 +182,8 @@ def _staleness_rows(facts: TrainerFacts, training: TrainingSettings) -> Rows:
     yield "correction", ", ".join([str(rule_of(training)), *extras])
 
 
-def _memory_rows(facts: TrainerFacts, options: LaunchOptions) -> Rows:
-    master, workers = options.master_device, options.worker_devices
+def _memory_rows(facts: TrainerFacts, plan: RunPlan) -> Rows:
+    master, workers = plan.master_device, plan.worker_devices
     if master == CPU:  # its memory is the host's
         facts = replace(facts, published_in_host_memory=False)
     memory = estimate(facts)
@@ -201,7 +191,7 @@ def _memory_rows(facts: TrainerFacts, options: LaunchOptions) -> Rows:
     yield "memory", f"server, on {_device(master)}: {size(memory.server)}"
     yield "", f"  {_parts(memory)}, published for the workers{place} {size(memory.published)} ({_slots(facts)})"
     yield "", f"  (optimizer state of {memory.optimizer_note})"
-    if sharing := options.workers_sharing:
+    if sharing := plan.workers_sharing:
         starting = f"no weights of their own, but {size(memory.worker_own)} each while they start"
         yield "", f"{counted(sharing, 'worker')} on {_device(master)}: {starting}"
     for device in sorted({device for device in workers if device != master}):
@@ -214,13 +204,13 @@ def _memory_rows(facts: TrainerFacts, options: LaunchOptions) -> Rows:
         yield "", f"{whole}: with FSDP or ZeRO-3 {share}"
 
 
-def _fit_rows(facts: TrainerFacts, options: LaunchOptions, gpu_memory: int) -> Rows:
+def _fit_rows(facts: TrainerFacts, plan: RunPlan, gpu_memory: int) -> Rows:
     """Devices of a CPU stand for the GPUs of another machine: the workers would be on GPUs of their own."""
-    workers, master = options.worker_devices, options.master_device
+    workers, master = plan.worker_devices, plan.master_device
     if master == CPU:
         return fit_rows(facts, gpu_memory, sharing=0, elsewhere=1)
     others = [workers.count(device) for device in set(workers) if device != master]
-    return fit_rows(facts, gpu_memory, sharing=options.workers_sharing, elsewhere=max(others, default=0))
+    return fit_rows(facts, gpu_memory, sharing=plan.workers_sharing, elsewhere=max(others, default=0))
 
 
 def _not_counted(facts: TrainerFacts) -> str:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from async_grpo.checks import probe
 from async_grpo.errors import AsyncGRPOError
-from async_grpo.rundir.shape import shaped
-from async_grpo.settings import TrainingSettings
+from async_grpo.rundir.plan import RunPlan
+from async_grpo.rundir.shape import as_json, shaped
 from async_grpo.setup.devices import CPU, hold_to_device
 from async_grpo.setup.grpo_config.batch import Batch
 
@@ -138,46 +137,29 @@ class RefusedError(AsyncGRPOError):
 class Question:
     """Which trainer to look at, and for what run."""
 
-    config: Path
-    device: str  # of the server. The child sees it, but the trainer leaves its model in host memory
-    settings: TrainingSettings
+    plan: RunPlan  # the child sees the server's device, but the trainer leaves its model in host memory
     distributed: bool = True  # what cannot run distributed is an error
-    run_dir: Path | None = None  # whose checkpoints `settings.resume` is about
-    accelerate_config: Path | None = None  # of how many processes the trainer will be; it is built in one
-    generator: str | None = None  # what the command line asks of the workers
-    workers: int = 0  # that will be started; 0: unknown
-    sharing: int | None = None  # how many of them on the server's device; None: unknown
-    server_devices: str | None = None
-    in_flight_update: bool = False
+    run_dir: Path | None = None  # whose checkpoints a resume is about
     eval_every: int | None = None  # in one process; None: as the setup file says
     serves: bool = False  # a vLLM server is started for TRL in one process
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Question:
-        paths = {name: Path(data[name]) for name in _PATHS if data[name] is not None}
-        return cls(**{**data, **paths, "settings": TrainingSettings(**data["settings"])})
-
-    def as_json(self) -> dict[str, Any]:
-        """Without the archive's limit among the settings, which JSON cannot carry and a plan does not need."""
-        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        paths = {name: str(values[name].absolute()) for name in _PATHS if values[name] is not None}
-        settings = {entry.name: getattr(self.settings, entry.name) for entry in fields(self.settings)}
-        del settings["keep_done"]
-        return {**values, **paths, "settings": settings}
-
-
-_PATHS = ("config", "run_dir", "accelerate_config")
+    @property
+    def sharing(self) -> int | None:
+        """Workers on the server's device; None: unknown."""
+        return self.plan.workers_sharing if self.plan.num_workers else None
 
 
 def look_at_trainer(question: Question, timeout_s: float = BUILD_TIMEOUT_S) -> Look:
     """Build the trainer in a child process and describe it."""
-    env = _environment(question.device)
+    env = _environment(question.plan.master_device)
     module = "async_grpo.checks.plan.describe"
     try:
-        found = probe.ask(module, question.as_json(), timeout_s=timeout_s, env=env)
+        found = probe.ask(module, as_json(question), timeout_s=timeout_s, env=env)
     except probe.ChildFailed as failure:
         said = "\n".join(failure.said) or "(none)"
-        error = f"The process that called get_trainer() in {question.config} {failure.how}. Its last words:\n{said}"
+        error = (
+            f"The process that called get_trainer() in {question.plan.config} {failure.how}. Its last words:\n{said}"
+        )
         return Look(error=error, exit_code=2)
     return shaped(Look, found)
 

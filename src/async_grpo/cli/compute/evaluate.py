@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,9 @@ from async_grpo.formatting import counted, printable
 from async_grpo.launch.devices import choose_weights, plan_devices
 from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.reading import read_object
-from async_grpo.rundir.run_options import recall, to_json
+from async_grpo.rundir.run_options import recall
 from async_grpo.rundir.shape import shaped
-from async_grpo.settings import LaunchSettings, TrainingSettings, WorkerSettings, as_sets, positive
+from async_grpo.settings import LaunchSettings, TrainingSettings, as_sets, positive
 from async_grpo.setup.generated.trl_arguments import setup_file
 
 if TYPE_CHECKING:
@@ -66,39 +66,25 @@ def build_parser() -> Parser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from async_grpo.launch.launcher import LaunchOptions, launch
+    from async_grpo.launch.launcher import launch
     from async_grpo.setup.setup_file import check_setup_file
 
     args = _recalled(args)
     args.config = setup_file(args.config)
     check_setup_file(args.config)
-    settings = TrainingSettings(
-        seed=args.seed,
-        set=args.set,
-        max_attempts=args.max_attempts,
-        stall_warning=args.stall_warning,
-        resume=args.resume,
-        **{name: getattr(args, name) for name in EVAL_SETTINGS},
-    )
-    settings.evaluated_ks()
+    options.gathered(TrainingSettings, args).evaluated_ks()
     _check_json(args.json)
     _refuse_training_run(args)
     _refuse_other_values(args)
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
-    code = launch(
-        LaunchOptions(
-            config=args.config.absolute(),
-            run_dir=args.run_dir.absolute(),
-            master_device=master,
-            worker_devices=workers,
-            training=choose_weights(settings, master, workers, args.server_devices),
-            work=options.gathered(WorkerSettings, args),
-            overwrite=args.overwrite,
-            log_level=options.log_level(args),
-            evaluates=tuple(map(_place, (args.model, *([args.against] if args.against else [])))),
-            kept=to_json({name: getattr(args, name) for name in _SAMPLED_WITH}),
-        )
+    plan = options.planned(
+        args,
+        models=tuple(map(_place, (args.model, *([args.against] if args.against else [])))),
+        master_device=master,
+        worker_devices=workers,
+        weights=choose_weights("auto", master, workers, args.server_devices),
     )
+    code = launch(args.run_dir.absolute(), plan)
     return code or _tell(args)
 
 
@@ -118,9 +104,9 @@ def _check_json(file: Path | None) -> None:
 def _refuse_other_values(args: argparse.Namespace) -> None:
     """Answers of an earlier process are used again, so a resume builds the trainer as that one did."""
     state = RunDir(args.run_dir).read_state(accepted=True) if args.resume else None
-    if state is None or state.config_values == (args.set or {}):
+    if state is None or (begun_with := state.plan.training.set or {}) == (args.set or {}):
         return
-    flags = printable(shlex.join(as_sets(state.config_values)))
+    flags = printable(shlex.join(as_sets(begun_with)))
     begun = f"with {flags}" if flags else "without --set"
     raise UsageError(
         f"The evaluation in {args.run_dir} was begun {begun}, and its answers are used again. "
@@ -130,19 +116,13 @@ def _refuse_other_values(args: argparse.Namespace) -> None:
 
 def _recalled(args: argparse.Namespace) -> argparse.Namespace:
     """With `--resume`, how answers are sampled is as the evaluation was begun, where the command line says nothing."""
-    parser = build_parser()
     state = RunDir(args.run_dir).read_state(accepted=True) if args.resume else None
     if state is None:
         return args
-    kept = {name: value for name, value in state.options.items() if name in _SAMPLED_WITH}
-    recalled = (
-        recall(replace(state, options=kept), {name: getattr(args, name) for name in args.given}, parser.read)
-        if kept
-        else None
-    )
-    for change in recalled.changes if recalled is not None else ():
+    recalled = recall(state, options.given(args), _SAMPLED_WITH)
+    for change in recalled.changes:
         print(printable(f"resuming the evaluation in {args.run_dir}: {change}"))
-    return argparse.Namespace(**{**vars(args), **(recalled.options if recalled is not None else {})})
+    return argparse.Namespace(**{**vars(args), **recalled.options})
 
 
 def _place(model: str) -> str:

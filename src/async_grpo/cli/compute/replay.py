@@ -9,7 +9,7 @@ from pathlib import Path
 
 from async_grpo.cli import options
 from async_grpo.formatting import counted
-from async_grpo.settings import CORRECTION_LEVELS, CORRECTIONS, not_negative_number, positive
+from async_grpo.settings import CORRECTION_LEVELS, CORRECTIONS, log_level, not_negative_number, positive
 from async_grpo.setup.devices import check_torch_sees, choose_device, hold_to_device
 
 LOSS_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from async_grpo.setup.process import set_up_log
 
-    set_up_log(options.log_level(args))
+    set_up_log(log_level(args.log_level))
     device = choose_device(args.device)
     hold_to_device(device, os.environ)
     os.environ["OMP_NUM_THREADS"] = "1"

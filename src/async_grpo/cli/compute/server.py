@@ -11,7 +11,8 @@ from async_grpo.cli.compute.trl import use_arguments
 from async_grpo.cli.parser import Parser
 from async_grpo.rundir import summary
 from async_grpo.rundir.paths import RunDir
-from async_grpo.settings import TrainingSettings
+from async_grpo.rundir.plan import RunPlan
+from async_grpo.settings import TrainingSettings, log_level
 from async_grpo.setup.devices import check_weights, choose_device
 
 EXAMPLES = """\
@@ -30,7 +31,6 @@ def build_parser() -> Parser:
     options.add_distributed_options(parser)
     options.add_run_options(parser)
     options.add_launched_option(parser)
-    parser.add_argument("--evaluate", action="append", metavar="MODEL", help=argparse.SUPPRESS)  # of `evaluate`
     return parser
 
 
@@ -41,31 +41,23 @@ def run(args: argparse.Namespace) -> int:
     by_hand = args.launched_by is None
     if by_hand:
         use_arguments(args)
-    if by_hand and args.resume:
-        args = options.resumed(build_parser(), args)
-        if options.nothing_to_do(args):
-            return 0
-    if by_hand:
-        refuse_without_effect(args)
-        options.gathered(TrainingSettings, args).check()
-    device = choose_device(args.device)
-    check_weights(args.weights, device)
-    if by_hand and rank == 0:
-        _prepare(args, device, ranks)
-    options.become_role(args, device, fast_inference="0", one_device=ranks == 1)
+        if args.resume:
+            args = options.resumed(args)
+            if options.nothing_to_do(args):
+                return 0
+        plan = _plan(args, ranks)
+        if rank == 0:
+            _prepare(args, plan)
+    else:
+        plan = RunDir(args.run_dir).state_of(None).plan
+        args.log_level = plan.launch.log_level
+    options.become_role(args, plan.master_device, fast_inference="0", one_device=ranks == 1)
 
     from async_grpo.roles.parameter_server import ServerOptions, run_parameter_server
 
-    server_options = ServerOptions(
-        config=args.config.absolute(),
-        run_dir=args.run_dir,
-        device=device,
-        settings=options.gathered(TrainingSettings, args),
-        log_level=options.log_level(args) if by_hand else None,
-        rank=rank,
-        models=tuple(args.evaluate or ()),
-    )
-    if server_options.models:
+    level = log_level(args.log_level) if by_hand else None
+    server_options = ServerOptions(run_dir=args.run_dir, plan=plan, log_level=level, rank=rank)
+    if plan.models:
         from async_grpo.roles.evaluator import run_evaluator
 
         run_evaluator(server_options)
@@ -76,21 +68,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _prepare(args: argparse.Namespace, device: str, ranks: int) -> None:
+def _plan(args: argparse.Namespace, ranks: int) -> RunPlan:
+    """The plan of a server that was started by hand. Its device is kept where a launcher would look for it."""
+    refuse_without_effect(args)
+    options.gathered(TrainingSettings, args).check()
+    if args.device is not None:
+        args.master_device_id = args.device
+    device = choose_device(getattr(args, "master_device_id", None))
+    check_weights(args.weights, device)
+    return options.planned(args, master_device=device, weights=args.weights, ranks=ranks)
+
+
+def _prepare(args: argparse.Namespace, plan: RunPlan) -> None:
     from async_grpo.rundir.lifecycle import prepare
     from async_grpo.setup.setup_file import check_setup_file
 
     check_setup_file(args.config)
-    prepare(
-        args.run_dir,
-        config=args.config,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        deterministic=args.deterministic,
-        correction=args.correction,
-        ranks=ranks,
-        config_values=args.set,
-        options=options.kept(args),
-        resolved={"master_device": device},
-        say=print,
-    )
+    prepare(args.run_dir, plan, say=print)

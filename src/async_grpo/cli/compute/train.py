@@ -18,7 +18,7 @@ from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.launch.devices import choose_weights, plan_devices
 from async_grpo.rundir.lifecycle import preview
-from async_grpo.settings import LaunchSettings, TrainingSettings, WorkerSettings
+from async_grpo.settings import LaunchSettings, TrainingSettings, log_level
 from async_grpo.setup.accelerate_config import DEEPSPEED, AccelerateConfig
 from async_grpo.setup.devices import CPU, check_torch_sees, check_weights, choose_device, hold_to_device
 from async_grpo.setup.generator_choice import STARTED_SERVER, choose_generator
@@ -78,8 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     use_arguments(args)
     if args.resume:
-        named, args = args.device, options.resumed(build_parser(), args)
-        args.device = named  # a server by hand has an option of this name, which means another thing here
+        args = options.resumed(args)
         if options.nothing_to_do(args):
             return 0
     if args.config == options.DEFAULT_CONFIG and not args.config.is_file():
@@ -111,20 +110,14 @@ def _single(args: argparse.Namespace) -> int:
         from async_grpo.checks.plan.dry_run import plan_single
         from async_grpo.checks.plan.facts import Question
 
-        question = Question(
-            config=args.config.absolute(),
-            device=device,
-            settings=TrainingSettings(steps=args.steps, seed=args.seed, set=args.set),
-            distributed=False,
-            eval_every=eval_every,
-            serves=serves,
-        )
+        plan = options.planned(args, master_device=device)
+        question = Question(plan=plan, distributed=False, eval_every=eval_every, serves=serves)
         plan_single(question, run_dir, args.gpu_memory)
         return 0
     where = "the CPU" if device == CPU else f"GPU {device}"
     how = "add -n 2" if args.device is None else "take -n 2 in place of --device"
     print(f"one process of plain TRL on {where}, without workers: {how} for a server and two of them", flush=True)
-    set_up_log(options.log_level(args))
+    set_up_log(log_level(args.log_level))
     hold_to_device(device, os.environ)
     if device == CPU:
         keep_freed_memory(os.environ)
@@ -199,7 +192,7 @@ def _has_its_own_server(args: argparse.Namespace, run_dir: Path | None, device: 
 
 
 def _distributed(args: argparse.Namespace) -> int:
-    from async_grpo.launch.launcher import LaunchOptions, launch
+    from async_grpo.launch.launcher import launch
 
     if args.device is not None:
         raise UsageError("--device is for one process. Distributed: --master-device-id and --worker-device-ids.")
@@ -208,32 +201,22 @@ def _distributed(args: argparse.Namespace) -> int:
         choose_generator(args.generator, None, on_gpu=False)
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
     check_weights(args.weights, master)
-    settings = options.gathered(TrainingSettings, args)
-    settings.check()
-    training = choose_weights(
-        settings, ranks.gpus[0] if ranks.gpus and master != CPU else master, workers, args.server_devices
-    )
-    launched = LaunchOptions(
-        config=args.config.absolute(),
-        run_dir=args.run_dir.absolute(),
+    options.gathered(TrainingSettings, args).check()
+    exporting = ranks.gpus[0] if ranks.gpus and master != CPU else master
+    plan = options.planned(
+        args,
         master_device=master,
         worker_devices=workers,
-        accelerate_config=args.accelerate_config.absolute() if args.accelerate_config else None,
-        training=training,
-        work=options.gathered(WorkerSettings, args),
-        overwrite=args.overwrite,
-        worker_timeout_s=args.worker_timeout,
-        stop_grace_s=args.stop_grace,
-        log_level=options.log_level(args),
-        kept=options.kept(args),
-        quiet=args.quiet,
+        weights=choose_weights(args.weights, exporting, workers, args.server_devices),
+        ranks=ranks.processes,
     )
+    log_level(args.log_level)
     if args.dry_run:
         from async_grpo.checks.plan.dry_run import plan_distributed
 
-        plan_distributed(launched, args.gpu_memory)
+        plan_distributed(args.run_dir.absolute(), plan, args.gpu_memory)
         return 0
-    return launch(launched)
+    return launch(args.run_dir.absolute(), plan)
 
 
 def _ranks(args: argparse.Namespace) -> AccelerateConfig:

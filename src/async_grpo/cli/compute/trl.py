@@ -50,7 +50,7 @@ def use_arguments(args: argparse.Namespace) -> None:
             args.trl = None  # the run goes on with another trainer
         return
     set_environment(trl.arguments)
-    args.trl, args.config = trl.as_json(), trl.write()
+    args.trl, args.config = trl, trl.write()
 
 
 def _resumed(args: argparse.Namespace, file: Path, given: list[str]) -> TRLArguments | None:

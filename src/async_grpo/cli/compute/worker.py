@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 from async_grpo.cli import options
-from async_grpo.settings import WorkerSettings, positive
+from async_grpo.rundir.paths import RunDir
+from async_grpo.settings import WorkerSettings, log_level, positive
 from async_grpo.setup.devices import CPU, choose_device
 from async_grpo.setup.generated.trl_arguments import setup_file
 from async_grpo.setup.generator_choice import HF, choose_generator, installed
@@ -33,22 +34,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _fast_inference(args: argparse.Namespace, device: str) -> str:
-    """1 where Unsloth can generate with vLLM, for setup files that load their model so."""
-    can = device != CPU and installed("unsloth") and installed("vllm")
-    return "1" if can and args.generator != HF else "0"
-
-
 def run(args: argparse.Namespace) -> int:
-    device = choose_device(args.device or os.environ.get("WORKER_DEVICE"), default_gpu=1)
-    if args.config is not None:
-        from async_grpo.setup.setup_file import check_setup_file
-
-        args.config = setup_file(args.config)
-        check_setup_file(args.config)
-    if args.generator is not None:  # is it installed? What a setup file asks for is known once it is loaded
-        choose_generator(args.generator, None, on_gpu=False)
-    options.become_role(args, device, fast_inference=os.environ.get("FAST_INFERENCE") or _fast_inference(args, device))
+    if args.launched_by is None:
+        device, settings = _by_hand(args)
+    else:
+        plan = RunDir(args.run_dir).state_of(None).plan
+        device, settings, args.log_level = plan.worker_devices[args.id - 1], plan.work, plan.launch.log_level
+    fast = os.environ.get("FAST_INFERENCE") or _fast_inference(settings.generator, device)
+    options.become_role(args, device, fast_inference=fast)
 
     from async_grpo.roles.rollout_worker import WorkerOptions, run_worker
 
@@ -58,9 +51,28 @@ def run(args: argparse.Namespace) -> int:
             device=device,
             worker_id=args.id,
             config=args.config.absolute() if args.config else None,
-            settings=options.gathered(WorkerSettings, args),
-            log_level=options.log_level(args) if args.launched_by is None else None,
+            settings=settings,
+            log_level=log_level(args.log_level) if args.launched_by is None else None,
             launched_by=args.launched_by,
         )
     )
     return 0
+
+
+def _by_hand(args: argparse.Namespace) -> tuple[str, WorkerSettings]:
+    """The device and the settings of a worker that no launcher has started."""
+    device = choose_device(args.device or os.environ.get("WORKER_DEVICE"), default_gpu=1)
+    if args.config is not None:
+        from async_grpo.setup.setup_file import check_setup_file
+
+        args.config = setup_file(args.config)
+        check_setup_file(args.config)
+    if args.generator is not None:  # is it installed? What a setup file asks for is known once it is loaded
+        choose_generator(args.generator, None, on_gpu=False)
+    return device, options.gathered(WorkerSettings, args)
+
+
+def _fast_inference(generator: str | None, device: str) -> str:
+    """1 where Unsloth can generate with vLLM, for setup files that load their model so."""
+    can = device != CPU and installed("unsloth") and installed("vllm")
+    return "1" if can and generator != HF else "0"

@@ -49,18 +49,18 @@ def make_engine(
         UsageError: it cannot be had with the other options.
         UnsupportedError: it does not suit the trainer or the run.
     """
-    chosen = choose_generator(settings.generator, trl.trainer, on_gpu=on_gpu)
+    plan, chosen = state.plan, choose_generator(settings.generator, trl.trainer, on_gpu=on_gpu)
     check_generation(trl.trainer, chosen)
-    check_sampling(trl.trainer, state.correction, chosen)
-    trl.sampled_by(chosen, state.options.get("max_staleness"))
+    check_sampling(trl.trainer, plan.training.correction, chosen)
+    trl.sampled_by(chosen, plan.training.max_staleness)
     in_flight_update = settings.in_flight_update == "on"
     check_generator_options(
         chosen,
         server_devices=settings.server_devices,
         server_timeout=settings.server_timeout,
         in_flight_update=in_flight_update,
-        deterministic=state.deterministic,
-        workers=state.num_workers,
+        deterministic=plan.training.deterministic,
+        workers=plan.num_workers,
     )
     if chosen == HF:
         return transformers_engine(trl)
@@ -73,8 +73,8 @@ def make_engine(
         run,
         worker,
         in_flight_update=in_flight_update,
-        deterministic=state.deterministic,
-        returns_kept=needs_kept_tokens(trl.trainer, state.correction, chosen),
+        deterministic=plan.training.deterministic,
+        returns_kept=needs_kept_tokens(trl.trainer, plan.training.correction, chosen),
     )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from async_grpo.errors import UsageError
 from async_grpo.redaction import Redactor
 from async_grpo.rundir.paths import RunState
-from async_grpo.rundir.shape import shaped
+from async_grpo.rundir.plan import TRLCall
 from async_grpo.setup.generated import write_setup_file
 from async_grpo.setup.generated.trl_flags import argument_types, in_full, what_it_is
 from async_grpo.setup.grpo_config.values import COMMIT
@@ -40,12 +39,10 @@ get_trainer = TRLCommand(
 '''
 
 
-@dataclass(frozen=True, slots=True)
-class TRLArguments:
-    """What `trl grpo` would be called with, and the folder in which: relative paths are relative to it."""
+class TRLArguments(TRLCall):
+    """The setup file for what `trl grpo` would be called with."""
 
-    arguments: list[str]
-    directory: str
+    __slots__ = ()
 
     @classmethod
     def here(cls, config: Path | None, flags: Sequence[str] = ()) -> TRLArguments:
@@ -65,8 +62,7 @@ class TRLArguments:
     @classmethod
     def of_run(cls, state: RunState) -> TRLArguments | None:
         """Those that a run was begun with; None: it has a setup file of its own."""
-        kept = state.options.get("trl")
-        return None if kept is None else shaped(cls, kept, "the arguments of TRL")
+        return None if (kept := state.plan.trl) is None else cls(kept.arguments, kept.directory)
 
     @property
     def config(self) -> Path | None:
@@ -75,9 +71,6 @@ class TRLArguments:
     def names(self, config: Path) -> bool:
         """Whether this is their YAML file, however it is spelled."""
         return self.config is not None and self.config.resolve() == config.resolve()
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def write(self) -> Path:
         """The setup file."""
@@ -104,7 +97,7 @@ def setup_file(path: Path) -> Path:
 
 def setup_file_of_run(state: RunState) -> Path:
     """The setup file of a run, written again if the user's cache has lost it."""
-    path, trl = Path(state.config), TRLArguments.of_run(state)
+    path, trl = state.plan.config, TRLArguments.of_run(state)
     return path if trl is None or path.is_file() else trl.write()
 
 

@@ -1,0 +1,51 @@
+"""What a run is to do. `run.json` keeps it, and every process of the run reads it there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from async_grpo.settings import CPU, LaunchSettings, TrainingSettings, Way, WorkerSettings
+
+OF_ONE_START = ("resume", "overwrite")  # and of no later one
+
+
+@dataclass(frozen=True, slots=True)
+class TRLCall:
+    """What `trl grpo` would be called with, and the folder in which: relative paths are relative to it."""
+
+    arguments: list[str]
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What a command line decides about a run: the settings as they were given, and what they came to here."""
+
+    config: Path  # the setup file, absolute
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    work: WorkerSettings = field(default_factory=WorkerSettings)  # of the workers that the launcher starts
+    launch: LaunchSettings = field(default_factory=LaunchSettings)
+    trl: TRLCall | None = None  # what the setup file was written for
+    models: tuple[str, ...] = ()  # to evaluate, the first against the second where there are two; trains nothing then
+    master_device: str = CPU  # or the index of the server's GPU
+    worker_devices: tuple[str, ...] = ()  # of the workers that the launcher starts; none: they are started by hand
+    weights: Way = "auto"  # what --weights came to
+    ranks: int = 1  # processes of the trainer
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.worker_devices)
+
+    @property
+    def workers_sharing(self) -> int:
+        """How many workers are on the server's device, and read its weights in place."""
+        if self.weights == "host" and self.master_device != CPU:
+            return 0
+        return self.worker_devices.count(self.master_device)
+
+    def options(self) -> dict[str, Any]:
+        """The settings by name, as a later start of the run has them where its command line says nothing."""
+        kinds = (self.training, self.work, self.launch)
+        return {f.name: getattr(kind, f.name) for kind in kinds for f in fields(kind) if f.name not in OF_ONE_START}
