@@ -6,7 +6,7 @@ import math
 import os
 import re
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from itertools import zip_longest
@@ -448,22 +448,13 @@ def read(name: str, text: str) -> Any:
     return value
 
 
-def as_flags(settings: TrainingSettings | WorkerSettings, only: Collection[str] | None = None) -> list[str]:
-    """`TrainingSettings(seed=3, resume=True, …)` -> `["--seed", "3", "--resume", …]`. `only`: these fields."""
-    flags: list[str] = []
-    for setting in fields(settings):
-        if only is not None and setting.name not in only:
-            continue
-        value: Any = getattr(settings, setting.name)
-        if value is True:
-            flags.append(flag_name(setting.name))
-        elif isinstance(value, tuple):
-            flags += [flag_name(setting.name), ",".join(map(str, value))]
-        elif isinstance(value, Mapping):
-            flags += as_sets(value)
-        elif value is not None and value is not False:
-            flags += [flag_name(setting.name), str(value)]
-    return flags
+def as_flags(name: str, value: Any) -> list[str]:
+    """The flags that give a setting a value: `("seed", 3)` -> `["--seed", "3"]`."""
+    if isinstance(value, Mapping):
+        return as_sets(value)
+    if value is None or isinstance(value, bool):
+        return [flag_name(name)] if value else []
+    return [flag_name(name), ",".join(map(str, value)) if isinstance(value, tuple) else str(value)]
 
 
 def as_sets(values: Mapping[str, str]) -> list[str]:

@@ -107,9 +107,10 @@ OTHER_WORK = WorkerSettings(
 
 
 def parsed(settings: TrainingSettings | WorkerSettings) -> TrainingSettings | WorkerSettings:
+    flags = [text for field in fields(settings) for text in as_flags(field.name, getattr(settings, field.name))]
     if isinstance(settings, TrainingSettings):
-        return options.gathered(TrainingSettings, server.build_parser().parse_args(as_flags(settings)))
-    return options.gathered(WorkerSettings, worker.build_parser().parse_args(as_flags(settings)))
+        return options.gathered(TrainingSettings, server.build_parser().parse_args(flags))
+    return options.gathered(WorkerSettings, worker.build_parser().parse_args(flags))
 
 
 @pytest.mark.parametrize("changed", [OTHER_TRAINING, OTHER_WORK])

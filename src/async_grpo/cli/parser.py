@@ -7,8 +7,6 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from async_grpo.errors import AsyncGRPOError
-from async_grpo.rundir.shape import shaped
 from async_grpo.settings import Assign
 
 _UNKNOWN = "unrecognized arguments: "
@@ -28,23 +26,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **more: Any) -> None:
         more.setdefault("allow_abbrev", False)
         super().__init__(*args, **more)
-
-    def read(self, name: str, value: Any) -> Any:
-        """The value of option `name` in `run.json`. `KeyError`: no such option; `ValueError`: no value of it."""
-        action = next((action for action in self._actions if action.dest == name), None)
-        if action is None:
-            raise KeyError(name)
-        if value is None or isinstance(action, argparse._StoreTrueAction):
-            return value
-        try:
-            if isinstance(action, Assign):
-                return shaped(dict[str, str], value)
-            read = action.type(str(value)) if callable(action.type) else str(value)
-        except (argparse.ArgumentTypeError, AsyncGRPOError) as error:
-            raise ValueError(str(error)) from error
-        if action.choices is not None and read not in action.choices:
-            raise ValueError(f"it must be one of {', '.join(action.choices)}")
-        return read
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As in `argparse`, with `--max_staleness` as another spelling of `--max-staleness`.

@@ -132,9 +132,8 @@ def _sweep(args: argparse.Namespace) -> Sweep:
 def _arguments(args: argparse.Namespace) -> list[str]:
     """The options of `train` that the command line gave, as flags again."""
     flags = ["--num-workers", str(args.num_workers)] if "num_workers" in args.given else []
-    for kind, name in _OF_TRAIN:
-        if name in args.given:
-            flags += as_flags(kind(**{name: getattr(args, name)}), only=[name])
+    for _, name in _OF_TRAIN:
+        flags += as_flags(name, getattr(args, name)) if name in args.given else []
     return flags
 
 
