@@ -39,7 +39,7 @@ def measure(case: str) -> dict[str, int]:
 
     from async_grpo.checks.plan.describe import describe
     from async_grpo.checks.plan.memory import activation_bytes, need_of
-    from async_grpo.settings import TrainingSettings
+    from async_grpo.rundir.plan import RunPlan
     from async_grpo.setup.trl_compat import repair_trl
 
     repair_trl()
@@ -85,7 +85,7 @@ def measure(case: str) -> dict[str, int]:
                 generation_kwargs={"min_new_tokens": completion},
             ),
         )
-        facts = describe(trainer, TrainingSettings())
+        facts = describe(trainer, RunPlan(config=Path("setup.py")))
         trainer.train()
     rule = need_of(facts, on_gpu=False, published=False)
     return {"peak": _peak(seen), "rule": rule, "activations": activation_bytes(facts, on_gpu=False) or 0}

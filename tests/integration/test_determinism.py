@@ -73,7 +73,7 @@ def test_any_number_of_workers_and_any_death_give_the_same_weights_and_so_does_a
     assert "whose weights are no more" not in output  # of a group that a later version had to sample
     assert weights_of(tmp_path, 23) == expected
     assert weights_after_a_replay(tmp_path, **env) == expected
-    assert read(tmp_path / "worker" / "run.json")["deterministic"] is True
+    assert read(tmp_path / "worker" / "run.json")["plan"]["training"]["deterministic"] is True
 
 
 @pytest.mark.slow

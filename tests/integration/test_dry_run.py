@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,8 @@ from in_process import PROMPTS, QWEN3_CHAT_TEMPLATE, build_trainer
 from runs import ROOT, SETUP, command
 
 from async_grpo.checks.plan.describe import describe
-from async_grpo.settings import TrainingSettings
+from async_grpo.rundir.paths import FINISHED, RunDir, RunState
+from plans import planned
 
 pytestmark = pytest.mark.integration
 
@@ -31,8 +31,7 @@ def test_a_dry_run_tells_the_plan_and_leaves_everything_byte_for_byte(tmp_path: 
     run_dir = tmp_path / "worker"
     run_dir.mkdir(mode=0o700)
     (run_dir / "log_worker_1.txt").write_text("of an older run\n")
-    state = {"run_id": "0123456789ab", "state": "finished", "config": "x", "started": "then", "step": 3, "format": 1}
-    (run_dir / "run.json").write_text(json.dumps(state))
+    RunDir(run_dir).write_state(RunState(run_id="0123456789ab", state=FINISHED, started="then", plan=planned(), step=3))
     before = everything(tmp_path)
     with command("train", str(setup), "-n", "2", "--steps", "40", "--dry-run", cwd=tmp_path) as run:
         assert run.wait() == 0, run.output
@@ -115,13 +114,13 @@ def test_the_number_of_steps_is_that_of_transformers(arguments: dict[str, float]
     trainer = build_trainer(
         tmp_path, **{"max_steps": -1, "num_train_epochs": 3, "per_device_train_batch_size": 2, **arguments}
     )
-    facts = describe(trainer, TrainingSettings())
+    facts = describe(trainer, planned())
     assert facts.steps == trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())[-1]
     assert facts.parameters.count == sum(p.numel() for p in trainer.model.parameters())
     assert facts.longest_prompt == max(map(len, PROMPTS)) and facts.prompts_measured == len(PROMPTS)
 
 
 def test_prompts_of_messages_are_measured_with_their_template(tmp_path: Path) -> None:
-    facts = describe(build_trainer(tmp_path, chat_template=QWEN3_CHAT_TEMPLATE), TrainingSettings())
+    facts = describe(build_trainer(tmp_path, chat_template=QWEN3_CHAT_TEMPLATE), planned())
     assert facts.prompts_measured == len(PROMPTS)
     assert facts.longest_prompt is not None and facts.longest_prompt > max(map(len, PROMPTS)) + 4

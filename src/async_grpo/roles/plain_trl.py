@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from async_grpo.errors import AsyncGRPOError, BadFileError, DiskFullError, RunDirError, UsageError, reason_of
 from async_grpo.rundir.files import write_json
 from async_grpo.rundir.folders import make_folder
-from async_grpo.rundir.locks import KernelLock, describe_holder
+from async_grpo.rundir.locks import describe_holder, server_lock
 from async_grpo.rundir.paths import FINISHED, RUNNING, STOPPED, RunDir
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.shape import shaped
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
-PROGRESS, LOCK = "plain_trl.json", "plain_trl.lock"  # in the run directory
+PROGRESS = "plain_trl.json"  # in the run directory
 
 
 class Progress(NamedTuple):
@@ -57,7 +57,7 @@ def held(run_dir: Path) -> Iterator[None]:
     """
     has_begun(run_dir)
     make_folder(run_dir)
-    lock = KernelLock(run_dir / LOCK)
+    lock = server_lock(run_dir)
     if not lock.try_acquire({"role": "plain TRL"}):
         raise RunDirError(
             f"Another process trains in {run_dir} ({describe_holder(lock.holder())}). Wait for it, stop it, or choose "
@@ -75,18 +75,16 @@ def train(trainer: GRPOTrainer, run_dir: Path) -> None:
     Raises:
         RunDirError: it holds a run that has finished, or a distributed one.
     """
+    from async_grpo.setup.trl_compat import train_the_rest
+
     begun = read_progress(run_dir) if has_begun(run_dir) else None
     checkpoint = _newest_checkpoint(Path(trainer.args.output_dir), begun) if begun is not None else None
     stop = StopRequest().install()
     stop.defer()
     trainer.add_callback(_reporter(RunDir(run_dir), stop, saved=_step_of(checkpoint) if checkpoint is not None else 0))
     try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    except _AllStepsDone:
-        from async_grpo.setup.trl_compat import take_best_model
-
-        take_best_model(trainer)
-        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+        if not train_the_rest(trainer, checkpoint):
+            trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
     except Exception as error:  # a stop is no failure
         with suppress(AsyncGRPOError, OSError):  # the first error is the one to be told
             _note_why(run_dir, reason_of(error))
@@ -96,9 +94,6 @@ def train(trainer: GRPOTrainer, run_dir: Path) -> None:
 def _note_why(run_dir: Path, why: str) -> None:
     if (progress := read_progress(run_dir)) is not None:
         write_json(run_dir / PROGRESS, progress._replace(why=why)._asdict())
-
-
-class _AllStepsDone(Exception): ...  # no error: the checkpoint is at the last step; transformers would train one more
 
 
 def has_begun(run_dir: Path) -> bool:
@@ -166,6 +161,7 @@ def _reporter(run: RunDir, stop: StopRequest, *, saved: int) -> TrainerCallback:
     """What writes a run's files. `saved`: step of the checkpoint that it continues from; 0: none."""
     from transformers import TrainerCallback
 
+    from async_grpo.setup.trl_compat import AllStepsDone
     from async_grpo.telemetry.run_log import RunLog
 
     log = RunLog(run.metrics)
@@ -178,7 +174,7 @@ def _reporter(run: RunDir, stop: StopRequest, *, saved: int) -> TrainerCallback:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step >= state.max_steps:  # it was killed before it could say that it has finished
-                raise _AllStepsDone
+                raise AllStepsDone
             log.training_begins(state.max_steps, state.global_step)
             self._say(state, RUNNING)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,21 @@ def is_adapter(model: Any) -> bool:
     return hasattr(model, "peft_config")
 
 
-def take_best_model(trainer: Any) -> None:
+class AllStepsDone(Exception):
+    """Ends a training before it begins, where the checkpoint is at the last step: transformers would train one more."""
+
+
+def train_the_rest(trainer: Any, checkpoint: Path | None) -> bool:
+    """Train from a checkpoint on, or from the beginning. False where a callback has raised `AllStepsDone`."""
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    except AllStepsDone:
+        _take_best_model(trainer)
+        return False
+    return True
+
+
+def _take_best_model(trainer: Any) -> None:
     """Where the setup file asks for it, the best model is the one that a training leaves."""
     if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
         trainer._load_best_model()

@@ -25,7 +25,7 @@ from async_grpo.setup.generated.trl_command import end_as_trl_does
 from async_grpo.setup.generator_choice import refuse_late_vllm
 from async_grpo.setup.overrides import HONOURED, own_dataloader, served_once
 from async_grpo.setup.replaced import class_of_trl, original, replaced
-from async_grpo.setup.trl_compat import take_best_model
+from async_grpo.setup.trl_compat import AllStepsDone, train_the_rest
 from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
 from async_grpo.training.checkpoints import BatchInUse, find_best
 from async_grpo.training.corrections.fresh_batch import Bound
@@ -264,7 +264,7 @@ class _EventsCallback(TrainerCallback):
         find_best(state, self.trainer._resumed_from)
         state.compute_steps(args, state.max_steps)  # a checkpoint's state has the intervals of its own settings
         if state.global_step >= state.max_steps:
-            raise _AllStepsDone
+            raise AllStepsDone
 
     def on_epoch_begin(self, *args: Any, **kwargs: Any) -> None:
         self.trainer.random_before_data = torch.random.get_rng_state()
@@ -301,9 +301,6 @@ class _LastCallback(TrainerCallback):
         control.should_log = should_log  # transformers takes it back when an evaluation is logged meanwhile
 
 
-class _AllStepsDone(Exception): ...  # no error: the checkpoint is at the last step; transformers would train one more
-
-
 def fit(trainer: GRPOTrainer, resume_from: Path | None) -> bool:
     """Train to the last step, or until an event raises `StopTraining`: then save a checkpoint and return.
 
@@ -315,12 +312,10 @@ def fit(trainer: GRPOTrainer, resume_from: Path | None) -> bool:
     if trainer.is_deepspeed_enabled:
         read_without_pickle()
     try:
-        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-    except _AllStepsDone:
-        logger.info("nothing to train: {} is at step {}, the last", resume_from, trainer.state.global_step)
-        take_best_model(trainer)
-        end_as_trl_does(trainer)
-        return False
+        if not train_the_rest(trainer, resume_from):
+            logger.info("nothing to train: {} is at step {}, the last", resume_from, trainer.state.global_step)
+            end_as_trl_does(trainer)
+            return False
     except StopTraining:  # raised in the middle of a step, so TRL's own loop saves nothing
         trainer.events.ends_early()
         if trainer.random_before_data is not None:  # a resume opens the epoch's data again, which draws a number
