@@ -17,7 +17,7 @@ from async_grpo.rundir.paths import FINISHED, RunDir, RunState
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.settings import LaunchSettings, TrainingSettings, WorkerSettings, flag_name, log_level, memory_size
 from async_grpo.setup.devices import CPU, hold_to_device, threads_per_process
-from async_grpo.setup.generated.trl_arguments import TRLArguments, set_environment, setup_file_of_run
+from async_grpo.setup.generated.trl_arguments import set_environment, setup_file_of_run
 
 DEFAULT_CONFIG = Path("src/app/trainer_setup_gsmk.py")
 DEFAULT_RUN_DIR = Path("worker")
@@ -37,14 +37,13 @@ def parser(command: str, description: str, examples: str, kind: type[Parser] = P
     )
 
 
-def resumed(args: argparse.Namespace) -> argparse.Namespace:
-    """The arguments of `--resume`: what the command line leaves out is as the run in --run-dir was begun.
+def run_to_resume(args: argparse.Namespace) -> RunState | None:
+    """The run that `--resume` means, as it was begun. Without a run there is nothing to recall: `prepare` refuses."""
+    return RunDir(args.run_dir).read_state(accepted=True) if args.resume else None
 
-    Says what it gives otherwise. Without a run there is nothing to recall: `prepare` refuses.
-    """
-    state = RunDir(args.run_dir).read_state(accepted=True)
-    if state is None:
-        return args
+
+def resumed(args: argparse.Namespace, state: RunState) -> argparse.Namespace:
+    """The arguments of `--resume`: what the command line leaves out is as the run was begun. Says what it changes."""
     recalled = run_options.recall(state, given(args))
     begun = {} if "config" in args.given else {"config": _begun_with(state), "trl": state.plan.trl}
     found = argparse.Namespace(**{**vars(args), **recalled.options, **begun})
@@ -60,15 +59,14 @@ def given(args: argparse.Namespace) -> dict[str, Any]:
 
 def _begun_with(state: RunState) -> Path:
     """The setup file of the run; what it wants in the environment is set."""
-    if (trl := TRLArguments.of_run(state)) is not None:
-        set_environment(trl.arguments)
+    if state.plan.trl is not None:
+        set_environment(state.plan.trl.arguments)
     return setup_file_of_run(state)
 
 
-def nothing_to_do(args: argparse.Namespace) -> bool:
+def nothing_to_do(args: argparse.Namespace, state: RunState) -> bool:
     """Whether the run to be resumed has finished all steps that the command asks for; says so."""
-    state = RunDir(args.run_dir).read_state(accepted=True)
-    if state is None or state.state != FINISHED or args.steps is None or state.step < args.steps:
+    if state.state != FINISHED or args.steps is None or state.step < args.steps:
         return False
     print(
         f"nothing to do: run {state.run_id} in {args.run_dir} is at step {state.step} of {args.steps}. To train on: "

@@ -14,7 +14,7 @@ from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
 from async_grpo.formatting import counted, printable
 from async_grpo.launch.devices import choose_weights, plan_devices
-from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.rundir.reading import read_object
 from async_grpo.rundir.run_options import recall
 from async_grpo.rundir.shape import shaped
@@ -69,13 +69,15 @@ def run(args: argparse.Namespace) -> int:
     from async_grpo.launch.launcher import launch
     from async_grpo.setup.setup_file import check_setup_file
 
-    args = _recalled(args)
+    if (begun := options.run_to_resume(args)) is not None:
+        args = _recalled(args, begun)
     args.config = setup_file(args.config)
     check_setup_file(args.config)
     options.gathered(TrainingSettings, args).evaluated_ks()
     _check_json(args.json)
     _refuse_training_run(args)
-    _refuse_other_values(args)
+    if begun is not None:
+        _refuse_other_values(args, begun)
     master, workers = plan_devices(args.master_device_id, args.worker_device_ids, args.num_workers)
     plan = options.planned(
         args,
@@ -101,10 +103,9 @@ def _check_json(file: Path | None) -> None:
         raise UsageError(f"--json {file} cannot be written: give a file in a folder that exists.")
 
 
-def _refuse_other_values(args: argparse.Namespace) -> None:
+def _refuse_other_values(args: argparse.Namespace, state: RunState) -> None:
     """Answers of an earlier process are used again, so a resume builds the trainer as that one did."""
-    state = RunDir(args.run_dir).read_state(accepted=True) if args.resume else None
-    if state is None or (begun_with := state.plan.training.set or {}) == (args.set or {}):
+    if (begun_with := state.plan.training.set or {}) == (args.set or {}):
         return
     flags = printable(shlex.join(as_sets(begun_with)))
     begun = f"with {flags}" if flags else "without --set"
@@ -114,11 +115,8 @@ def _refuse_other_values(args: argparse.Namespace) -> None:
     )
 
 
-def _recalled(args: argparse.Namespace) -> argparse.Namespace:
+def _recalled(args: argparse.Namespace, state: RunState) -> argparse.Namespace:
     """With `--resume`, how answers are sampled is as the evaluation was begun, where the command line says nothing."""
-    state = RunDir(args.run_dir).read_state(accepted=True) if args.resume else None
-    if state is None:
-        return args
     recalled = recall(state, options.given(args), _SAMPLED_WITH)
     for change in recalled.changes:
         print(printable(f"resuming the evaluation in {args.run_dir}: {change}"))

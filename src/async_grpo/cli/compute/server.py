@@ -40,10 +40,10 @@ def run(args: argparse.Namespace) -> int:
     rank, ranks = rank_of_launch(os.environ)
     by_hand = args.launched_by is None
     if by_hand:
-        use_arguments(args)
-        if args.resume:
-            args = options.resumed(args)
-            if options.nothing_to_do(args):
+        use_arguments(args, begun := options.run_to_resume(args))
+        if begun is not None:
+            args = options.resumed(args, begun)
+            if options.nothing_to_do(args, begun):
                 return 0
         plan = _plan(args, ranks)
         if rank == 0:

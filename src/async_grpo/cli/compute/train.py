@@ -76,10 +76,10 @@ def _add_processes(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     from async_grpo.setup.setup_file import check_setup_file
 
-    use_arguments(args)
-    if args.resume:
-        args = options.resumed(args)
-        if options.nothing_to_do(args):
+    use_arguments(args, begun := options.run_to_resume(args))
+    if begun is not None:
+        args = options.resumed(args, begun)
+        if options.nothing_to_do(args, begun):
             return 0
     if args.config == options.DEFAULT_CONFIG and not args.config.is_file():
         if args.resume:

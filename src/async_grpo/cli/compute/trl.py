@@ -10,7 +10,7 @@ from typing import Any
 
 from async_grpo.cli.parser import Parser
 from async_grpo.errors import UsageError
-from async_grpo.rundir.paths import RunDir
+from async_grpo.rundir.paths import RunState
 from async_grpo.setup.generated.trl_arguments import TRLArguments, is_yaml, set_environment
 from async_grpo.setup.generated.trl_flags import argument_types, split, what_it_is
 
@@ -31,41 +31,26 @@ class TrainParser(Parser):
         return what_it_is(unknown.removeprefix("--").replace("-", "_")) or super().hint(unknown)
 
 
-def use_arguments(args: argparse.Namespace) -> None:
+def use_arguments(args: argparse.Namespace, begun: RunState | None) -> None:
     """Where the command line is TRL's, make `args.config` the setup file for it, and `args.trl` the record of it.
+
+    Args:
+        begun: the run to be resumed, perhaps with the same file and flags.
 
     Raises:
         UsageError: TRL would refuse it, or it does not go with what else is asked for.
     """
-    given: list[str] = getattr(args, "trl_arguments", [])  # `train` alone takes them
+    flags: list[str] = getattr(args, "trl_arguments", [])  # `train` alone takes them
     file: Path | None = args.config if "config" in args.given else None
-    if file is None and given and not args.resume:
-        trl = TRLArguments.here(None, given)
-    elif file is not None and is_yaml(file):
-        trl = _resumed(args, file, given) or TRLArguments.here(file, given)
-    else:
-        if given:
-            raise UsageError(_no_use_for(given[0], args))
-        if file is not None and args.resume and _begun_with(args) is not None:
-            args.trl = None  # the run goes on with another trainer
+    if flags and (args.resume or (file is not None and not is_yaml(file))):
+        raise UsageError(_no_use_for(flags[0], args))
+    if (file is None and not flags) or (file is not None and not is_yaml(file)):
         return
+    trl = None if begun is None else TRLArguments.of_run(begun)
+    if trl is None or file is None or not trl.names(file):
+        trl = TRLArguments.here(file, flags)
     set_environment(trl.arguments)
     args.trl, args.config = trl, trl.write()
-
-
-def _resumed(args: argparse.Namespace, file: Path, given: list[str]) -> TRLArguments | None:
-    """Those of the run to be resumed, where it was begun with this file, perhaps with flags."""
-    if not args.resume:
-        return None
-    if given:
-        raise UsageError(_no_use_for(given[0], args))
-    begun_with = _begun_with(args)
-    return begun_with if begun_with is not None and begun_with.names(file) else None
-
-
-def _begun_with(args: argparse.Namespace) -> TRLArguments | None:
-    state = RunDir(args.run_dir).read_state(accepted=True)
-    return None if state is None else TRLArguments.of_run(state)
 
 
 def _no_use_for(flag: str, args: argparse.Namespace) -> str:
