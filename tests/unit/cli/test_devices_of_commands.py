@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from async_grpo.cli import options
+from async_grpo.cli.compute import server as server_command
 from async_grpo.cli.compute import worker as worker_command
 from async_grpo.errors import UsageError
 from async_grpo.launch.devices import plan_devices
+from async_grpo.roles import parameter_server, rollout_worker
+from async_grpo.rundir.lifecycle import prepare
 from async_grpo.setup import devices, process
+from plans import planned
 
 
 def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -106,6 +112,25 @@ def test_the_worker_s_device(
     with pytest.raises(Begun):
         worker_command.run(worker_command.build_parser().parse_args(arguments))
     assert chosen == [device]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "device"), [(server_command, [], "2"), (worker_command, ["--id", "2"], "0")]
+)
+def test_a_process_of_a_launcher_reads_in_the_run_directory_what_it_is_to_do(
+    command: Any, flags: list[str], device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(master_device="2", worker_devices=("1", "0"), tool_timeout=7.0, steps=3, log_level="DEBUG")
+    prepare(tmp_path / "worker", plan)
+    begun: list[Any] = []
+    monkeypatch.setattr(options, "become_role", lambda args, device, **_: begun.append((args.log_level, device)))
+    monkeypatch.setattr(rollout_worker, "run_worker", begun.append)
+    monkeypatch.setattr(parameter_server, "run_parameter_server", begun.append)
+    given = ["--run-dir", str(tmp_path / "worker"), "--launched-by", "1", *flags]
+    assert command.run(command.build_parser().parse_args(given)) == 0
+    (found, role) = begun
+    assert found == ("DEBUG", device)
+    assert role.plan == plan if command is server_command else (role.worker_id, role.settings) == (2, plan.work)
 
 
 def test_a_role_leaves_what_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_the_gpus_of_a_vllm_server_are_tried_as_well(
     of_server = ["--generator", "vllm-server", "--server-devices", "2,3", "--worker-device-ids", "0"]
     main(["train", str(tmp_path / "setup.py"), "--run-dir", str(tmp_path / "run"), *of_server])
     devices._compute_modes.cache_clear()
-    assert [plan.weights for plan in launched] == ["host"]
+    assert [(plan.weights, plan.training.weights) for plan in launched] == [("host", "auto")], "a resume looks again"
 
 
 def test_ipc_is_refused_for_a_server_on_the_cpu() -> None:
