@@ -108,7 +108,7 @@ def absolute(folder: str) -> str:
 
 
 def file_or_none(text: str) -> Path | None:
-    return None if text == "none" else Path(text).absolute()
+    return None if text == "none" else Path(text)
 
 
 def comma_separated(text: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import argparse
 import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,7 +54,12 @@ def resumed(args: argparse.Namespace, state: RunState) -> argparse.Namespace:
 
 def given(args: argparse.Namespace) -> dict[str, Any]:
     """What the command line gave, by name."""
-    return {name: getattr(args, name) for name in args.given}
+    return {name: _anywhere(getattr(args, name)) for name in args.given}
+
+
+def _anywhere(value: Any) -> Any:
+    """A path as an absolute one: a resume may be started in another folder."""
+    return value.absolute() if isinstance(value, Path) else value
 
 
 def _begun_with(state: RunState) -> Path:
@@ -77,11 +82,12 @@ def nothing_to_do(args: argparse.Namespace, state: RunState) -> bool:
 
 def planned(args: argparse.Namespace, **came_to: Any) -> RunPlan:
     """The plan of the run that a command line asks for, with what its options came to."""
+    launch = gathered(LaunchSettings, args)
     return RunPlan(
         config=args.config.absolute(),
         training=gathered(TrainingSettings, args),
         work=gathered(WorkerSettings, args),
-        launch=gathered(LaunchSettings, args),
+        launch=replace(launch, accelerate_config=_anywhere(launch.accelerate_config)),
         trl=getattr(args, "trl", None),
         **came_to,
     )
