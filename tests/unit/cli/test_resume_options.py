@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,20 @@ def test_a_run_that_a_server_by_hand_began_continues_with_a_launcher(launched: L
     assert main(["train", "--resume"]) == 0
     assert launched[-1].training.steps == 30
     assert main(["train", "--resume", "--device", "cpu"]) == 2, "that is for one process"
+
+
+def test_a_server_by_hand_is_where_it_was_and_says_where_it_goes(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "visible_gpus", lambda: 2)
+    monkeypatch.setattr(server, "_prepare", lambda args, plan: launched.append(plan) or prepare(args.run_dir, plan))
+    monkeypatch.setattr(server.options, "become_role", lambda *_, **__: sys.exit(0))
+    for flags in (["--config", "my trainer.py", "-d", "1"], ["--resume"], ["--resume", "-d", "cpu"]):
+        with pytest.raises(SystemExit):
+            main(["server", *flags])
+        RunDir(Path("worker")).update_state(state=runs.STOPPED, step=5, undo=None)
+    assert [plan.master_device for plan in launched] == ["1", "1", "cpu"]
+    assert "--master-device-id cpu from now on; the run was begun with --master-device-id 1" in capsys.readouterr().out
 
 
 def test_a_trainer_of_several_processes_can_go_on_as_one(

@@ -26,7 +26,8 @@ EXAMPLES = """\
 def build_parser() -> Parser:
     parser = options.parser("server", "Train on what the workers deliver, and publish every new policy.", EXAMPLES)
     options.add_config(parser)
-    options.add_device_option(parser)
+    device = "GPU index or 'cpu' (default: GPU 0 where there is one)"
+    parser.add_argument("--device", "-d", dest="master_device_id", metavar="DEVICE", help=device)
     options.add_training_options(parser)
     options.add_distributed_options(parser)
     options.add_run_options(parser)
@@ -69,12 +70,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, ranks: int) -> RunPlan:
-    """The plan of a server that was started by hand. Its device is kept where a launcher would look for it."""
+    """The plan of a server that was started by hand."""
     refuse_without_effect(args)
     options.gathered(TrainingSettings, args).check()
-    if args.device is not None:
-        args.master_device_id = args.device
-    device = choose_device(getattr(args, "master_device_id", None))
+    device = choose_device(args.master_device_id)
     check_weights(args.weights, device)
     return options.planned(args, master_device=device, weights=args.weights, ranks=ranks)
 
