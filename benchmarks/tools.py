@@ -153,7 +153,8 @@ class Others:
         self._rows = list(chat_rows())
         self._worker, _ = setting(folder, [tool_of(seconds, "plain"), quick], reply, streaming=True)
         if seconds:
-            self._worker.engine.sample(self._worker.prepare(jobs_of(self._rows[:1], group_size=1), 0))
+            self._worker.calls.start(jobs_of(self._rows[:1], group_size=1), 0)
+            self._worker.calls.step()
 
     def group(self, number: int) -> float:
         """Seconds of one group."""
@@ -161,13 +162,13 @@ class Others:
 
         started = time.monotonic()
         (job,) = jobs_of(self._rows[1 + number % 10 : 2 + number % 10], group_size=GROUP)
-        ended = self._worker.engine.sample(self._worker.prepare([job], 0))
-        while not ended:
-            ended = self._worker.engine.sample([])
+        self._worker.calls.start([job], 0)
+        while not self._worker.calls.step():
+            pass
         return time.monotonic() - started
 
     def close(self) -> None:
-        self._worker.engine.close()
+        self._worker.calls.close()
 
 
 def delay_of_others(seconds: float, groups: int) -> float:

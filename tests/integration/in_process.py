@@ -27,9 +27,9 @@ from async_grpo.records import Job, RolloutGroup, Timings
 from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
 from async_grpo.rollout.engines.choice import transformers_engine
-from async_grpo.rollout.trl_group import GeneratedGroup, to_record
+from async_grpo.rollout.generation import Generation, generation
+from async_grpo.rollout.trl_group import GeneratedGroup, GroupOutcome, to_record
 from async_grpo.rollout.trl_trainer import RolloutTrainer
-from async_grpo.rollout.turns.groups import Turns
 from async_grpo.setup.generator_choice import HF
 from async_grpo.setup.replaced import note_originals
 from async_grpo.setup.trl_compat import repair_trl
@@ -193,7 +193,7 @@ QWEN3_CHAT_TEMPLATE = qwen3_chat_template
 
 
 class InProcessWorker:
-    """The four calls of a worker, without its queue and its weights.
+    """What a worker generates and scores with, without its queue and its weights.
 
     Args:
         engine: samples in place of the trainer's own model.
@@ -202,29 +202,27 @@ class InProcessWorker:
 
     def __init__(self, trainer: GRPOTrainer, engine: Engine | None = None, states: StateReader | None = None) -> None:
         self.trl = RolloutTrainer(trainer, states)
-        engine = engine or transformers_engine(self.trl)
-        turns = None if self.trl.samples_whole else Turns(self.trl, engine)
-        self.calls: RolloutTrainer | Turns = turns or self.trl
-        self.engine: Engine = turns or engine
+        self.calls: Generation = generation(self.trl, engine or transformers_engine(self.trl))
 
-    def prepare(self, jobs: Sequence[Job], version: int = 0) -> list[PreparedGroup]:
-        return [self.calls.prepare(job, version) for job in jobs]
-
-    def sample(self, prepared: Sequence[PreparedGroup]) -> list[SampledGroup]:
-        """Step the engine until all groups have ended."""
+    def ended(self, wanted: int, jobs: Sequence[Job] = (), version: int = 0) -> list[GroupOutcome]:
+        """Start the jobs, and step until so many groups have ended, in the order of their jobs."""
         deadline = time.monotonic() + DEADLINE_S
-        sampled = self.engine.sample(prepared)
-        while len(sampled) < len(prepared):
+        self.calls.start(jobs, version)
+        ended = self.calls.step()
+        while len(ended) < wanted:
             assert time.monotonic() < deadline, "the engine does not come to an end"
-            sampled += self.engine.sample([])
-        for group in sampled:
-            if group.error is not None:
-                raise group.error
-        return sorted(sampled, key=lambda group: group.prepared.job.seq)
+            ended += self.calls.step()
+        return sorted(ended, key=lambda outcome: outcome.job.seq)
 
     def generate(self, jobs: Sequence[Job], version: int = 0) -> list[GeneratedGroup]:
         """The groups of the jobs, not scored yet."""
-        return [self.calls.finish(sampled) for sampled in self.sample(self.prepare(jobs, version))]
+        groups = []
+        for outcome in self.ended(len(jobs), jobs, version):
+            if outcome.error is not None:
+                raise outcome.error
+            assert outcome.group is not None
+            groups.append(outcome.group)
+        return groups
 
     def rollouts(self, jobs: Sequence[Job], version: int = 0) -> list[RolloutGroup]:
         return [

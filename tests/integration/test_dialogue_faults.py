@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from in_process import (
 )
 from test_dialogues import Streaming, double, written
 
-from async_grpo.rollout.engines import SampledGroup
+from async_grpo.records import Job
+from async_grpo.rollout.trl_group import GroupOutcome
 
 pytestmark = pytest.mark.integration
 engines = pytest.mark.parametrize("engine_of", [ScriptedEngine, Streaming], ids=["lockstep", "streaming"])
@@ -61,12 +63,8 @@ def worker_of(tmp_path: Path, engine_of: Any, reply: Any = calls, **given: Any) 
     return InProcessWorker(trainer, engine_of(ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), reply)))
 
 
-def ended(worker: InProcessWorker, groups: int, new: Any = ()) -> dict[int, SampledGroup]:
-    deadline, found = time.monotonic() + DEADLINE_S, worker.engine.sample(new)
-    while len(found) < groups:
-        assert time.monotonic() < deadline
-        found += worker.engine.sample([])
-    return {group.prepared.job.seq: group for group in found}
+def ended(worker: InProcessWorker, jobs: Sequence[Job]) -> dict[int, GroupOutcome]:
+    return {outcome.job.seq: outcome for outcome in worker.ended(len(jobs), jobs)}
 
 
 @engines
@@ -87,11 +85,11 @@ def test_an_error_in_a_dialogue_costs_its_group_alone(
 
     spoil = {"once": True}
     monkeypatch.setattr(turns._tools, "run", spoilt)
-    first = ended(worker, 3, worker.prepare(jobs, 0))
+    first = ended(worker, jobs)
     errors = [seq for seq, group in first.items() if group.error is not None]
     assert len(errors) == 1
     assert "the template broke" in str(first[errors[0]].error)
-    again = ended(worker, 1, worker.prepare([jobs[errors[0]]], 0))
+    again = ended(worker, [jobs[errors[0]]])
     assert again[errors[0]].error is None
     assert turns._asks._working == 0
 
@@ -107,12 +105,12 @@ def test_what_is_dropped_between_two_turns_is_begun_again(engine_of: Any, tmp_pa
     worker = worker_of(tmp_path, engine_of, asks, environment_factory=Waiting)
     turns: Any = worker.calls
     before = Waiting.made
-    worker.engine.sample(worker.prepare(jobs_of(chat_rows(1)), 0))
+    worker.calls.start(jobs_of(chat_rows(1)), 0)
     deadline = time.monotonic() + DEADLINE_S
     while not turns._tools.in_time:
         assert time.monotonic() < deadline
-        assert worker.engine.sample([]) == []
-    worker.engine.close()
+        assert worker.calls.step() == []
+    worker.calls.close()
     assert turns._asks._working == 0
     Waiting.goes_on.set()
     (group,) = worker.rollouts(jobs_of(chat_rows(1)))

@@ -227,15 +227,10 @@ def test_a_slow_tool_holds_up_no_other_group(tmp_path: Path) -> None:
         tmp_path, {"tools": [waits, double]}, chat_template=QWEN3_CHAT_TEMPLATE, max_completion_length=400
     )
     worker = InProcessWorker(get_trainer(), Streaming(ScriptedGenerator(build_tokenizer(QWEN3_CHAT_TEMPLATE), slow)))
-    prepared = worker.prepare(jobs_of(chat_rows(3)), 0)
-    ended = worker.engine.sample(prepared)
-    while len(ended) < 2:
-        ended += worker.engine.sample([])
-    assert {group.prepared.job.seq for group in ended} == {1, 2}
+    assert [outcome.job.seq for outcome in worker.ended(2, jobs_of(chat_rows(3)))] == [1, 2]
     others_ended.set()
-    while len(ended) < 3:
-        ended += worker.engine.sample([])
-    assert ended[2].error is None
+    [last] = worker.ended(1)
+    assert last.error is None
 
 
 def test_the_model_reads_what_a_tool_wrote_and_the_loss_does_not(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +12,15 @@ import pytest
 import torch
 from compared_with_trl import largest_difference
 from datasets import Dataset, Features, Image, List, Value
-from in_process import InProcessRun, InProcessWorker, jobs_of, training_logs
+from in_process import InProcessRun, jobs_of, training_logs
 from tiny_vlm import build_vlm_trainer, picture
 from trl import GRPOTrainer
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import encoded
 from async_grpo.records import RolloutGroup
+from async_grpo.rollout.engines import SampledGroup
+from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.tokens import Tokens
 from async_grpo.training.checkpoints import load_batch, save_batch
 from async_grpo.training.corrections.trl_loss import log_pi_old
@@ -123,15 +124,13 @@ def test_images_of_an_evaluation_travel_as_their_files_too() -> None:
 
 
 def test_a_model_that_writes_image_tokens_fails_its_group_alone(tmp_path: Path) -> None:
-    worker = InProcessWorker(settings(tmp_path, train_dataset=one_image())())
-    trainer = worker.trl.trainer
-    mark = trainer.model.config.image_token_id
-    prepared = worker.prepare(jobs_of(map(encoded, one_image(2))), 0)
-    sampled = worker.sample(prepared)
-    written = replace(sampled[1], tokens=[sampled[1].tokens[0], Tokens([5, mark, 5], [-1.0] * 3)])
-    assert worker.calls.finish(sampled[0]).job.seq == 0
+    trl = RolloutTrainer(settings(tmp_path, train_dataset=one_image())())
+    mark = trl.trainer.model.config.image_token_id
+    text, written = Tokens([5, 6], [-1.0] * 2), Tokens([5, mark, 5], [-1.0] * 3)
+    first, second = (trl.prepare(job, 0) for job in jobs_of(map(encoded, one_image(2))))
+    assert trl.finish(SampledGroup(prepared=first, tokens=[text, text])).job.seq == 0
     with pytest.raises(UnsupportedError, match="stands for an image"):
-        worker.calls.finish(written)
+        trl.finish(SampledGroup(prepared=second, tokens=[text, written]))
 
 
 def test_several_images_a_prompt(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_an_error_costs_its_group_alone(tmp_path: Path) -> None:
         posted(endpoint, prompt, **({"n": 2} if prompt[0]["content"] == "a" else {}))
 
     worker = streaming(tmp_path, agent)
-    found = ended(worker, 2, worker.prepare(jobs_of(chat_rows(2)), 0))
+    found = ended(worker, jobs_of(chat_rows(2)))
     assert isinstance(found[0].error, UnsupportedError)
     assert found[1].error is None
 
@@ -264,8 +264,8 @@ def test_too_many_agents_that_hang_end_the_worker(tmp_path: Path) -> None:
     turns: Any = worker.calls
     turns._harness._timeout_s = 0.05
     with pytest.raises(GeneratorError, match="calls of the agent still run"):
-        ended(worker, 1, worker.prepare(jobs_of(chat_rows(1), group_size=MOST_LEFT_BEHIND + 1), 0))
-        worker.engine.sample([])
+        ended(worker, jobs_of(chat_rows(1), group_size=MOST_LEFT_BEHIND + 1))
+        worker.calls.step()
     over.set()
 
 

@@ -12,7 +12,7 @@ from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.engines import SampledGroup
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.tokens import Tokens, ids_and_logprobs
 
@@ -27,14 +27,14 @@ def test_groups_are_those_that_trl_makes_of_the_same_tokens(chat_template: str |
     worker = InProcessWorker(build_trainer(tmp_path, chat_template=chat_template, max_completion_length=TOKENS))
     assert worker.trl.samples_whole
     jobs = jobs_of(rows, GROUP_SIZE)
-    sampled = worker.sample(worker.prepare(jobs, 3))
+    groups = worker.generate(jobs, 3)
 
     def sample(prompt_ids: list[list[int]]) -> Any:
-        assert prompt_ids == [ids for group in sampled for ids in group.prepared.prompt_ids]
-        return ids_and_logprobs(tokens for one in sampled for tokens in one.tokens)
+        assert prompt_ids == [ids for group in groups for ids in group.prompt_ids]
+        return ids_and_logprobs(tokens for group in groups for tokens in group.tokens)
 
     in_trl = worker.trl.fork().generate(jobs, 3, sample)
-    for expected, group in zip(in_trl, map(worker.calls.finish, sampled), strict=True):
+    for expected, group in zip(in_trl, groups, strict=True):
         for field in FIELDS:
             assert getattr(group, field) == getattr(expected, field), field
         assert (group.job, group.version) == (expected.job, 3)
@@ -44,20 +44,20 @@ def test_groups_are_those_that_trl_makes_of_the_same_tokens(chat_template: str |
 
 def test_groups_end_one_by_one(tmp_path: Path) -> None:
     worker = InProcessWorker(build_trainer(tmp_path, max_completion_length=TOKENS))
-    prepared = worker.prepare(jobs_of(plain_rows(), GROUP_SIZE), 0)
-    sampled: list[SampledGroup] = []
-    new: list[PreparedGroup] = prepared
+    jobs = jobs_of(plain_rows(), GROUP_SIZE)
+    worker.calls.start(jobs, 0)
+    done: list[int] = []
     steps, first = 0, 0
-    while len(sampled) < len(prepared):
+    while len(done) < len(jobs):
         steps += 1
-        ended = worker.engine.sample(new)
-        new = []
-        for group in ended:
-            assert max(map(len, group.tokens)) == steps, "with the last token of its last completion"
+        ended = worker.calls.step()
+        for outcome in ended:
+            assert outcome.group is not None
+            assert max(map(len, outcome.group.tokens)) == steps, "with the last token of its last completion"
         first = first or (steps if ended else 0)
-        sampled += ended
+        done += [outcome.job.seq for outcome in ended]
     assert first < steps
-    assert {group.prepared for group in sampled} == set(prepared), "each of them once"
+    assert sorted(done) == [job.seq for job in jobs], "each of them once"
 
 
 class Counting(GRPOTrainer):

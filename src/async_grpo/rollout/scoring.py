@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -20,6 +19,7 @@ from loguru import logger
 from async_grpo.rollout.failures import refusal_in
 from async_grpo.rollout.reward_calls import RewardCalls, together
 from async_grpo.rollout.threads import KeptThreads
+from async_grpo.rollout.trl_group import GroupOutcome
 
 if TYPE_CHECKING:
     from async_grpo.rollout.trl_group import GeneratedGroup, Scores
@@ -33,16 +33,6 @@ class Scorer(Protocol):
 
     def let_go(self, group: GeneratedGroup) -> None:
         """The group will not be scored again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """One group's outcome: scores, or what a reward function raised."""
-
-    group: GeneratedGroup
-    scores: Scores | None
-    error: BaseException | None
-    seconds: float
 
 
 class _Waiting(NamedTuple):
@@ -70,7 +60,7 @@ class Scoring:
         self._called = 0  # calls under way
         self._running = 0  # groups that are in one, or were and are not taken from `finished` yet
         self._threads = KeptThreads()
-        self._done: SimpleQueue[Scored | None] = SimpleQueue()  # None: a call has ended
+        self._done: SimpleQueue[GroupOutcome | None] = SimpleQueue()  # None: a call has ended
 
     @property
     def is_full(self) -> bool:
@@ -97,9 +87,9 @@ class Scoring:
         self._waiting.sort(key=lambda one: one.group.job.seq)
         self._fill()
 
-    def finished(self, timeout_s: float) -> list[Scored]:
+    def finished(self, timeout_s: float) -> list[GroupOutcome]:
         """What is done by now; waits up to `timeout_s` for the first."""
-        outcomes: list[Scored] = []
+        outcomes: list[GroupOutcome] = []
         try:
             while True:
                 outcome = self._done.get(timeout=0 if outcomes else timeout_s)
@@ -133,12 +123,12 @@ class Scoring:
         return [one.group for one in mates]
 
     def _run(self, groups: Sequence[GeneratedGroup]) -> None:
-        for outcome in self._outcomes(groups, spent_s=0.0):
-            self._scorer.let_go(outcome.group)
+        for group, outcome in zip(groups, self._outcomes(groups, spent_s=0.0), strict=True):
+            self._scorer.let_go(group)
             self._done.put(outcome)
         self._done.put(None)
 
-    def _outcomes(self, groups: Sequence[GeneratedGroup], spent_s: float) -> Iterator[Scored]:
+    def _outcomes(self, groups: Sequence[GeneratedGroup], spent_s: float) -> Iterator[GroupOutcome]:
         """Args: spent_s: of each group's time, on a call before this one."""
         started = time.monotonic()
         scores: Sequence[Scores | None] = [None] * len(groups)
@@ -154,4 +144,4 @@ class Scoring:
                 yield from self._outcomes([group], spent_s)
             return
         for group, score in zip(groups, scores, strict=True):
-            yield Scored(group, score, error, spent_s)
+            yield GroupOutcome(job=group.job, group=group, scores=score, error=error, seconds=spent_s)

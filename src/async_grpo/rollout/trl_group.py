@@ -63,8 +63,24 @@ class Scores:
     columns: dict[str, Any] = field(default_factory=dict)  # `Algorithm.group_columns`
 
 
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class GroupOutcome:
+    """What has become of a job: a group, and later its scores; or the error that ended it."""
+
+    job: Job
+    group: GeneratedGroup | None = None
+    scores: Scores | None = None
+    error: BaseException | None = None
+    seconds: float = 0.0  # that the reward functions took
+
+
 def rows_of(job: Job) -> list[dict[str, Any]]:
-    """The job's row, once per completion. `UnsupportedError`: an image cannot be read."""
+    """The job's row, once per completion.
+
+    Raises:
+        UnsupportedError: the job sets what no engine knows, or an image cannot be read.
+    """
+    refuse_unknown_sampling(job)
     row = opened(job.row)
     return [dict(row) for _ in range(job.num_generations)]
 

@@ -202,9 +202,6 @@ class RolloutTrainer:
         """Call the reward functions once, on whole groups of one kind, exactly as TRL would on a batch of them."""
         return self._rewards.call(self._score, groups)
 
-    def let_go(self, group: GeneratedGroup) -> None:
-        """Nothing of a group that was scored is used again here."""
-
     def _score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
         scorer = copy.copy(self.trainer)  # its own environments, so that calls cannot mix
         rows, prompts, completions, ids, scorer.environments = (of_all(groups, name) for name in _GIVEN)

@@ -1,6 +1,6 @@
 """The loop of a rollout worker, the same for every engine.
 
-    claim -> adopt -> prepare -> sample -> finish -> score -> publish
+    claim -> adopt -> start and step -> score -> publish
 
 `Worker.run` has it in this order. One thread does all of it but the reward functions.
 """
@@ -20,7 +20,6 @@ from loguru import logger
 
 from async_grpo.archive.room import RETRY_S, write_with_room
 from async_grpo.errors import (
-    USER_ERRORS,
     BadGroupError,
     DiskFullError,
     PeerDiedError,
@@ -41,9 +40,8 @@ from async_grpo.telemetry.activity import GENERATING, SCORING, activity
 from async_grpo.telemetry.waiting import Reminder
 
 if TYPE_CHECKING:
-    from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
-    from async_grpo.rollout.scoring import Scored
-    from async_grpo.rollout.trl_group import GeneratedGroup
+    from async_grpo.rollout.engines import Engine
+    from async_grpo.rollout.trl_group import GeneratedGroup, GroupOutcome
     from async_grpo.rollout.trl_trainer import RolloutTrainer
     from async_grpo_ipc import RemoteWeights
 
@@ -88,19 +86,17 @@ class Worker:
     """Serves jobs until the run has ended or `should_stop` says so."""
 
     def __init__(self, context: WorkerContext, engine: Engine) -> None:
+        from async_grpo.rollout.generation import generation
         from async_grpo.rollout.reward_calls import reward_calls
         from async_grpo.rollout.scoring import Scoring
-        from async_grpo.rollout.turns.groups import Turns
 
-        turns = None if context.trl.samples_whole else Turns(context.trl, engine, context.settings)
-        self._trl = turns or context.trl
-        self._engine = turns or engine
+        self._generation = generation(context.trl, engine, context.settings)
         self._queue, self._run_dir, self._should_stop = context.queue, context.run, context.should_stop
         self._weights, self._check_run = context.weights, context.check_run
         self._policy = engine.follow(context.weights)
         self._groups_per_claim, self._deterministic = context.settings.groups_per_claim, context.deterministic
         calls = reward_calls(context.trl.trainer, context.settings, deterministic=context.deterministic)
-        self._scoring = Scoring(self._trl, calls)
+        self._scoring = Scoring(self._generation, calls)
         self._held: deque[Claim] = deque()  # claimed, and waiting for weights
         self._held_since = 0.0
         self._started: dict[int, _InFlight] = {}  # by the job's seq, until it is handed back or has failed
@@ -122,22 +118,21 @@ class Worker:
                 if self._time_to_look():
                     self._claim()
                     self._adopt()
-                prepared = self._prepare()
-                sampled = self._sample(prepared)
-                for group in self._finish(sampled):
+                self._start()
+                for group in self._step():
                     self._score(group)
                 self._publish_scored()
                 busy = self._sampling or self._scoring.busy
                 reminder = None if busy else self._wait(reminder)
         finally:
-            self._engine.close()  # the queue hands the jobs back when it is closed
+            self._generation.close()  # the queue hands the jobs back when it is closed
 
     # Jobs and weights: a job is never sampled by weights that are older than the newest when it was claimed
 
     def _time_to_look(self) -> bool:
         """Whether to look for jobs and weights: at every step while nothing is sampled, else now and then."""
         now = time.monotonic()
-        if self._sampling and (not self._engine.joins or now < self._look_at):
+        if self._sampling and (not self._generation.joins or now < self._look_at):
             return False
         self._look_at = now + LOOK_S
         return True
@@ -164,18 +159,18 @@ class Worker:
         """An even share of what is pending or in flight here, as far as the engine has room for it."""
         if self._sampling and self._version is None:  # new weights wait until the engine is empty
             return 0
-        mine, most = len(self._sampling) + len(self._held), self._engine.most_groups
+        mine, most = len(self._sampling) + len(self._held), self._generation.most_groups
         if most and self._deterministic:
             most = 1  # what shares a batch changes the bits
         elif most and self._groups_per_claim:
             most = self._groups_per_claim
-        if mine >= most or (mine and not self._engine.joins):
+        if mine >= most or (mine and not self._generation.joins):
             return 0
-        pending = once_issued(self._queue.pending, 0 if self._engine.joins else most)
-        if not self._engine.joins and self._groups_per_claim:
+        pending = once_issued(self._queue.pending, 0 if self._generation.joins else most)
+        if not self._generation.joins and self._groups_per_claim:
             return most
         share = math.ceil((pending + mine) / max(1, self._queue.alive_workers()))
-        return max(0 if self._engine.joins else 1, min(most, share) - mine)
+        return max(0 if self._generation.joins else 1, min(most, share) - mine)
 
     def _adopt(self) -> None:
         """Take on the newest weights, as far as the groups in flight allow it."""
@@ -198,58 +193,44 @@ class Worker:
             self.statistics.adoption.add(time.monotonic() - started)
             logger.debug("version {} is adopted, after {}", self._version, before)
 
-    # The four calls
+    # Groups
 
-    def _prepare(self) -> list[PreparedGroup]:
+    def _start(self) -> None:
         """Start the claimed jobs that the adopted version may sample."""
-        if not self._held:
-            return []
         version = self._version
         ready = [claim for claim in self._held if version is not None and claim.job.min_version <= version]
-        if not ready or (len(ready) < len(self._held) and not self._engine.joins):  # a batch is not divided
-            self._wait_for_weights(late=[claim for claim in self._held if claim not in ready])
-            return []
+        if not ready or (len(ready) < len(self._held) and not self._generation.joins):  # a batch is not divided
+            if self._held:
+                self._wait_for_weights(late=[claim for claim in self._held if claim not in ready])
+            return
         assert version is not None
         adopt_s, self._adopt_s, now = self._adopt_s / len(ready), 0.0, time.monotonic()
-        prepared = []
         for claim in ready:
             self._held.remove(claim)
             flight = _InFlight(claim, version, adopt_s, started=now, busy_s=-self._busy_clock)
             self._started[claim.job.seq] = self._sampling[claim.job.seq] = flight
-            try:
-                prepared.append(self._trl.prepare(claim.job, version))
-            except USER_ERRORS as error:  # a row or a template that TRL cannot take: it belongs to the job
-                self._failed(claim.job.seq, error)
-        return prepared
+        self._generation.start([claim.job for claim in ready], version)
 
-    def _sample(self, prepared: Sequence[PreparedGroup]) -> list[SampledGroup]:
-        """Have the engine sample one token more of every group; returns the groups that have ended."""
-        sampled: list[SampledGroup] = []
+    def _step(self) -> list[GeneratedGroup]:
+        """Sample one token more of every group; returns the groups that have ended."""
+        ended: list[GroupOutcome] = []
         if self._sampling:
             activity.doing(GENERATING)
             started, groups = time.monotonic(), len(self._sampling)
-            sampled = self._engine.sample(prepared)
-            if not self._weights.intact(wait=bool(sampled)):  # no wait for the GPU at every token
-                return self._hand_back_sampling()
+            ended = self._generation.step()
+            if not self._weights.intact(wait=bool(ended)):  # no wait for the GPU at every token
+                self._hand_back_sampling(ended)
+                return []
             self._busy_clock += (time.monotonic() - started) / groups
-            for group in sampled:
-                flight = self._sampling.pop(group.prepared.job.seq)
+            for outcome in ended:
+                flight = self._sampling.pop(outcome.job.seq)
                 flight.busy_s += self._busy_clock
                 self.statistics.generation.add(time.monotonic() - flight.started)
-                if group.error is not None:
-                    self._failed(flight.claim.job.seq, group.error)
+                if outcome.error is not None:
+                    self._failed(outcome.job.seq, outcome.error)
         if not self._sampling:
             self._weights.release()
-        return [group for group in sampled if group.error is None]
-
-    def _finish(self, sampled: Sequence[SampledGroup]) -> list[GeneratedGroup]:
-        finished = []
-        for group in sampled:
-            try:
-                finished.append(self._trl.finish(group))
-            except USER_ERRORS as error:  # a completion that TRL cannot parse: it belongs to the job
-                self._failed(group.prepared.job.seq, error)
-        return finished
+        return [outcome.group for outcome in ended if outcome.group is not None]
 
     def _score(self, group: GeneratedGroup) -> None:
         activity.has_jobs([group.job.seq], SCORING)
@@ -267,16 +248,16 @@ class Worker:
         for outcome in self._scoring.finished(SCORING_WAKE_S if idle else 0):
             self._publish(outcome)
 
-    def _publish(self, outcome: Scored) -> None:
+    def _publish(self, outcome: GroupOutcome) -> None:
         """Hand a scored group back, or its job where scoring failed."""
         from async_grpo.rollout.trl_group import to_record
 
         activity.progress()
-        if outcome.scores is None:
-            assert outcome.error is not None
-            self._failed(outcome.group.job.seq, outcome.error)
+        if outcome.error is not None:
+            self._failed(outcome.job.seq, outcome.error)
             return
-        started, flight = time.monotonic(), self._started[outcome.group.job.seq]
+        assert outcome.group is not None and outcome.scores is not None
+        started, flight = time.monotonic(), self._started[outcome.job.seq]
         claim = flight.claim
         timings = Timings(
             adopt_s=flight.adopt_s, generate_s=flight.busy_s, score_s=outcome.seconds, queue_s=self._queue_s
@@ -318,16 +299,18 @@ class Worker:
             return False
         return True
 
-    def _hand_back_sampling(self) -> list[SampledGroup]:
+    def _hand_back_sampling(self, ended: Sequence[GroupOutcome] = ()) -> None:
         """The weights were lost while they were read, so what they gave is not believed."""
         logger.warning("the weights were lost with the parameter server; jobs handed back: {}", len(self._sampling))
-        self._engine.close()
+        self._generation.close()
+        for outcome in ended:
+            if outcome.group is not None:
+                self._generation.let_go(outcome.group)
         self._weights.release()
         for seq in [*self._sampling]:
             del self._sampling[seq]
             self._hand_back(self._started.pop(seq).claim)
         self._version, self._check_run_at = None, 0.0
-        return []
 
     def _hand_back(self, claim: Claim) -> None:
         logger.debug("job {} is returned: it needs version {} or newer", claim.job.seq, claim.job.min_version)

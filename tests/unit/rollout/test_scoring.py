@@ -14,7 +14,8 @@ import torch
 
 from async_grpo.errors import RunRefused
 from async_grpo.rollout.reward_calls import OVERLAPPING, RewardCalls, reward_calls
-from async_grpo.rollout.scoring import Scored, Scoring
+from async_grpo.rollout.scoring import Scoring
+from async_grpo.rollout.trl_group import GroupOutcome
 from async_grpo.settings import WorkerSettings
 from patience import until
 
@@ -61,14 +62,14 @@ class Rewards:
         self.released.append(group.job.seq)
 
 
-def wait_for(score: Scoring, wanted: int) -> dict[int, Scored]:
-    outcomes: list[Scored] = []
+def wait_for(score: Scoring, wanted: int) -> dict[int, GroupOutcome]:
+    outcomes: list[GroupOutcome] = []
     while len(outcomes) < wanted:
         found = score.finished(DEADLINE_S)
         assert found, "nothing came back"
         outcomes += found
     assert len(outcomes) == wanted
-    return {outcome.group.job.seq: outcome for outcome in outcomes}
+    return {outcome.job.seq: outcome for outcome in outcomes}
 
 
 def scoring(rewards: Rewards, at_a_time: int = 1, most: int = BATCH) -> Scoring:

@@ -16,6 +16,7 @@ from worker_fakes import made
 
 from async_grpo.records import Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
+from async_grpo.rollout.trl_group import GroupOutcome
 from async_grpo.rollout.turns.groups import Turns
 from async_grpo.rollout.turns.whole import noted
 from async_grpo.tokens import Tokens, as_tokens
@@ -99,25 +100,27 @@ def turns_of(code: Code, engine: PlayedEngine | None = None, **options: bool) ->
     return Turns(FakeTRL(code, **options), engine or PlayedEngine())  # type: ignore[arg-type]
 
 
-def prepared(turns: Turns, rows: Sequence[Any], version: int = 0) -> list[PreparedGroup]:
-    return [turns.prepare(job(seq, row=row), version) for seq, row in enumerate(rows)]
+def started(turns: Turns, rows: Sequence[Any], version: int = 0) -> list[GroupOutcome]:
+    """Start a job for each row; returns what has ended at once."""
+    turns.start([job(seq, row=row) for seq, row in enumerate(rows)], version)
+    return turns.step()
 
 
-def ended(turns: Turns, groups: Sequence[PreparedGroup], wanted: int | None = None) -> dict[Any, SampledGroup]:
-    """Start the groups and return those that have ended, once there are enough, by row."""
-    found = turns.sample(groups)
-    step_until(turns, lambda: len(found) >= (len(groups) if wanted is None else wanted), found)
-    return {group.prepared.job.row: group for group in found}  # type: ignore[misc]
+def ended(turns: Turns, rows: Sequence[Any], wanted: int | None = None) -> dict[Any, Any]:
+    """Start a job for each row and return those that have ended, once there are enough, by row."""
+    found = started(turns, rows)
+    step_until(turns, lambda: len(found) >= (len(rows) if wanted is None else wanted), found)
+    return {outcome.job.row: outcome for outcome in found}  # type: ignore[misc]
 
 
 def step_until(turns: Turns, condition: Callable[[], bool], found: list[SampledGroup]) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline
-        found += turns.sample([])
+        found += turns.step()
 
 
-def text(sampled: SampledGroup) -> str:
+def text(sampled: GroupOutcome) -> str:
     return str(sampled.error)
 
 
@@ -128,15 +131,15 @@ both = pytest.mark.parametrize("joins", [True, False], ids=["a thread each", "on
 def test_a_group_waits_for_its_tokens_and_gets_them(joins: bool) -> None:
     engine = PlayedEngine(joins=joins, at_once=False)
     turns = turns_of(one_turn, engine)
-    found = turns.sample(prepared(turns, [10], version=3))
+    found = started(turns, [10], version=3)
     step_until(turns, lambda: len(engine.turns) == 1, found)
     assert engine.turns[0].prompt_ids == [[10], [11]]
     assert (engine.turns[0].version, engine.turns[0].turn) == (3, 0)
-    assert found == turns.sample([]) == []
+    assert found == turns.step() == []
     engine.complete(engine.turns[0])
     step_until(turns, lambda: len(found) == 1, found)
-    [group] = map(turns.finish, found)
-    assert group.tokens == ([[110], [111]], [[-1.0], [-1.0]])  # type: ignore[attr-defined]
+    [outcome] = found
+    assert outcome.group.tokens == ([[110], [111]], [[-1.0], [-1.0]])  # type: ignore[union-attr, comparison-overlap]
 
 
 def test_turns_are_numbered_and_seeded_each(joins: bool = True) -> None:
@@ -145,7 +148,7 @@ def test_turns_are_numbered_and_seeded_each(joins: bool = True) -> None:
 
     engine = PlayedEngine()
     turns = turns_of(three, engine)
-    ended(turns, prepared(turns, [10]))
+    ended(turns, [10])
     assert [turn.turn for turn in engine.seen] == [0, 1, 2]
     assert len({turn.seed for turn in engine.seen}) == 3
 
@@ -154,14 +157,14 @@ def test_groups_wait_side_by_side_and_copies_are_used_again() -> None:
     engine = PlayedEngine(at_once=False)
     turns = turns_of(one_turn, engine)
     trl: Any = turns._trl
-    found = turns.sample(prepared(turns, [10, 20]))
+    found = started(turns, [10, 20])
     step_until(turns, lambda: len(engine.turns) == 2, found)
     assert trl.forks == 1
     for turn in list(engine.turns):
         engine.complete(turn)
     step_until(turns, lambda: len(found) == 2, found)
     engine.at_once = True
-    ended(turns, prepared(turns, [30]))
+    ended(turns, [30])
     assert trl.forks == 1
 
 
@@ -175,7 +178,7 @@ def test_code_that_wants_to_end_the_process_costs_one_group(error: BaseException
         raise error
 
     trl.fork = fork
-    groups = ended(turns, prepared(turns, [10, 20]))
+    groups = ended(turns, [10, 20])
     assert text(groups[20]) == f"{type(error).__name__}: {error}"
     assert groups[10].error is None
 
@@ -186,9 +189,9 @@ def test_groups_of_a_batch_engine_go_through_trl_together() -> None:
     trl: Any = turns._trl
     generate = trl.generate
     trl.generate = lambda jobs, *rest: calls.append(len(jobs)) or generate(jobs, *rest)
-    groups = ended(turns, prepared(turns, [10, 20, 30]))
+    groups = ended(turns, [10, 20, 30])
     assert calls == [3]
-    made = [turns.finish(groups[row]) for row in (10, 20, 30)]
+    made = [groups[row].group for row in (10, 20, 30)]
     assert [group.tokens[0] for group in made] == [[[row + 100], [row + 101]] for row in (10, 20, 30)]  # type: ignore[attr-defined]
 
 
@@ -204,7 +207,7 @@ def test_an_error_costs_one_group_of_those_that_go_together(joins: bool, place: 
         return made
 
     turns = turns_of(code, PlayedEngine(joins=joins))
-    groups = ended(turns, prepared(turns, [10, 20, 30]))
+    groups = ended(turns, [10, 20, 30])
     assert {row: group.error is None for row, group in groups.items()} == {10: True, 20: False, 30: True}
     assert "the tool broke" in text(groups[20])
 
@@ -222,7 +225,7 @@ def test_only_one_group_runs_code_at_a_time() -> None:
         return sample([[row]])
 
     turns = turns_of(code)
-    ended(turns, prepared(turns, list(range(4))))
+    ended(turns, list(range(4)))
     assert max(most) == 1
 
 
@@ -230,7 +233,7 @@ def test_only_one_group_runs_code_at_a_time() -> None:
 def test_an_error_of_the_engine_reaches_the_group(joins: bool) -> None:
     engine = PlayedEngine(joins=joins, at_once=False)
     turns = turns_of(one_turn, engine)
-    found = turns.sample(prepared(turns, [1]))
+    found = started(turns, [1])
     step_until(turns, lambda: len(engine.turns) == 1, found)
     engine.complete(engine.turns[0], error=ValueError("the prompt is too long"))
     step_until(turns, lambda: len(found) == 1, found)
@@ -240,14 +243,14 @@ def test_an_error_of_the_engine_reaches_the_group(joins: bool) -> None:
 def test_environments_are_used_again_once_their_group_is_scored() -> None:
     turns = turns_of(one_turn, environments=True)
     trl: Any = turns._trl
-    first = ended(turns, prepared(turns, [10]))
-    second = ended(turns, prepared(turns, [20]))
+    first = ended(turns, [10])
+    second = ended(turns, [20])
     assert trl.forks == 2, "the first group's environments are still in use"
-    made = [turns.finish(first[10]), turns.finish(second[20])]
+    made = [first[10].group, second[20].group]
     assert [turns.score([group])[0][0][0] for group in made] == [[110], [120]]  # type: ignore[index]
     for group in made:
         turns.let_go(group)
-    ended(turns, prepared(turns, [30]))
+    ended(turns, [30])
     assert trl.forks == 2
 
 
@@ -273,7 +276,7 @@ def test_closing_ends_what_waits_for_tokens() -> None:
             raise
 
     turns = turns_of(code, engine)
-    step_until(turns, lambda: len(engine.turns) == 2, turns.sample(prepared(turns, [10, 20])))
+    step_until(turns, lambda: len(engine.turns) == 2, started(turns, [10, 20]))
     turns.close()
     assert engine.closed
     assert outcomes == ["Nobody waits for this group any more."] * 2
@@ -281,39 +284,41 @@ def test_closing_ends_what_waits_for_tokens() -> None:
 
 def test_closing_starts_no_code_again() -> None:
     """Groups that go together are tried alone after an error, but the end of the worker is none of theirs."""
-    started: list[int] = []
+    begun: list[int] = []
     engine = PlayedEngine(joins=False, at_once=False)
 
     def code(sample: Any, row: int) -> Any:
-        started.append(row)
+        begun.append(row)
         return one_turn(sample, row)
 
     turns = turns_of(code, engine)
-    step_until(turns, lambda: len(engine.turns) == 1, turns.sample(prepared(turns, [10, 20])))
+    step_until(turns, lambda: len(engine.turns) == 1, started(turns, [10, 20]))
     turns.close()
-    assert started == [10]
+    assert begun == [10]
 
 
 def test_what_was_dropped_costs_nothing_and_the_next_groups_are_sampled() -> None:
     """As when the weights of the groups in flight were lost: the worker hands their jobs back and goes on."""
     engine = PlayedEngine(at_once=False)
     turns = turns_of(one_turn, engine)
-    step_until(turns, lambda: len(engine.turns) == 2, turns.sample(prepared(turns, [10, 20])))
+    step_until(turns, lambda: len(engine.turns) == 2, started(turns, [10, 20]))
     turns.close()
     engine.turns.clear()
     engine.at_once = True
-    assert set(ended(turns, prepared(turns, [30]))) == {30}
-    assert turns.sample([]) == []
+    assert set(ended(turns, [30])) == {30}
+    assert turns.step() == []
 
 
 def test_environments_of_groups_that_are_dropped_when_they_have_just_ended_are_free_again() -> None:
     """They will not be scored; an engine that samples nothing beside them would never get another group."""
     turns = turns_of(one_turn, PlayedEngine(joins=False), environments=True)
-    ended(turns, prepared(turns, [10, 20]))
+    dropped = ended(turns, [10, 20])
     assert turns.most_groups == 0
     turns.close()
+    for outcome in dropped.values():
+        turns.let_go(outcome.group)
     assert turns.most_groups == PlayedEngine.most_groups
-    assert set(ended(turns, prepared(turns, [30]))) == {30}
+    assert set(ended(turns, [30])) == {30}
     assert turns._trl.forks == 1, "the copies are used again"  # type: ignore[attr-defined]
 
 
@@ -342,5 +347,5 @@ def test_a_group_that_waits_says_who_died(monkeypatch: pytest.MonkeyPatch) -> No
     gone.start()
     gone.join()
     turns._whole._worker_thread = gone
-    groups = ended(turns, prepared(turns, [1]))
+    groups = ended(turns, [1])
     assert "worker's thread has ended" in text(groups[1])

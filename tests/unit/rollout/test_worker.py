@@ -18,9 +18,8 @@ from async_grpo.queue import Claim
 from async_grpo.queue.codec import encode_group
 from async_grpo.records import RolloutGroup
 from async_grpo.rollout.engines import SampledGroup
-from async_grpo.rollout.trl_group import GeneratedGroup, Scores
+from async_grpo.rollout.trl_group import GeneratedGroup, Scores, rows_of
 from async_grpo.rollout.trl_trainer import RolloutTrainer
-from async_grpo.rollout.turns.groups import Turns
 from async_grpo.telemetry.activity import activity
 from async_grpo_ipc import ExporterDiedError
 
@@ -225,7 +224,7 @@ def test_a_tool_that_hangs_is_no_progress(tmp_path: Path, monkeypatch: pytest.Mo
         pytest.skip("no code of the user's runs between the tokens")
     go_on = threading.Event()
     monkeypatch.setattr(setting.trl, "generate", lambda jobs, version, sample: go_on.wait(60.0))
-    monkeypatch.setattr(setting.worker._trl, "_idle", [setting.trl])
+    monkeypatch.setattr(setting.worker._generation._copies, "_idle", [setting.trl])  # type: ignore[attr-defined]
     moments: list[str] = []
     monkeypatch.setattr(activity, "progress", lambda: moments.append("progress"))
     assert setting.run() == {}
@@ -366,9 +365,10 @@ def test_rewards_that_cannot_be_written_cost_their_own_group(tmp_path: Path) -> 
 
 def test_sampling_settings_that_no_engine_knows_are_not_ignored() -> None:
     unknown = replace(job(3), sampling={"temperature": 0.0, "typical_p": 0.5})
-    for calls in (object.__new__(RolloutTrainer), object.__new__(Turns)):
+    trl = object.__new__(RolloutTrainer)
+    for make in (lambda: trl.prepare(unknown, 0), lambda: rows_of(unknown)):
         with pytest.raises(UnsupportedError, match=r"Job 3 sets typical_p. A job may set temperature, top_p, top_k"):
-            calls.prepare(unknown, 0)
+            make()
 
 
 def test_a_run_that_asks_for_another_trainer_ends_the_worker_before_it_claims(tmp_path: Path) -> None:

@@ -190,7 +190,10 @@ def test_what_was_sampled_from_lost_weights_is_not_handed_over(tmp_path: Path) -
 
     engine.after_step = step
     setting.queue.hand_back = hand_back  # type: ignore[method-assign]
+    let_go: list[int] = []
+    setting.worker._generation.let_go = lambda group: let_go.append(group.version)  # type: ignore[method-assign]
     groups = setting.run()
+    assert let_go == [0, 5, 5, 5], "what environments the dropped group has are free again"
     assert setting.queue.handed_back == [0, 1, 2]
     assert setting.queue.failed == []
     assert {seq: group.policy_version for seq, group in groups.items()} == {0: 5, 1: 5, 2: 5}

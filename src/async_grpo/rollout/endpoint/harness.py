@@ -29,8 +29,9 @@ from async_grpo.transcript import TokenLimits
 
 if TYPE_CHECKING:
     from async_grpo.records import Job
-    from async_grpo.rollout.engines import Engine, PreparedGroup
+    from async_grpo.rollout.engines import Engine
     from async_grpo.rollout.trl_trainer import RolloutTrainer
+    from async_grpo.rollout.trl_view import Call as ViewCall
     from async_grpo.rollout.turns.asks import Asks
     from async_grpo.rollout.turns.calls import Outcome
     from async_grpo.tokens import Tokens
@@ -86,33 +87,30 @@ class Harness:
         """Raise `GeneratorError` if too many calls of the agent will not end."""
         self._agents.check(self._timeout_s)
 
-    async def play(self, group: PreparedGroup) -> GeneratedGroup:
+    async def play(self, job: Job, version: int) -> GeneratedGroup:
         """The group of G episodes. Raises what is the fault of the agent, or of a prompt."""
-        rows = rows_of(group.job)
+        rows = rows_of(job)
         prompts = [prompt_of(row) for row in rows]
         if any(map(images_in, prompts)):
             raise UnsupportedError("OpenAIHarness takes prompts of text, and this dataset has images in them.")
-        episodes = [self._episode(group, place) for place in range(len(rows))]
-        with self._asks.working():
-            tasks = [asyncio.create_task(self._play(*each)) for each in zip(episodes, prompts, strict=True)]
-            await asyncio.sleep(0)  # now each of them is working
-        try:
-            played = await asyncio.gather(*tasks)
-        except BaseException as error:
-            for episode, task in zip(episodes, tasks, strict=True):  # an error of one ends the others
-                episode.cause = reason_of(error)
-                task.cancel()
-            await asyncio.wait(tasks)
-            raise
-        return self._group(group, rows, prompts, episodes, played)
+        episodes = [self._episode(job, version, place) for place in range(len(rows))]
 
-    def _episode(self, group: PreparedGroup, place: int) -> Episode:
-        args, job = self._trl.trainer.args, group.job
+        def note(error: BaseException) -> None:
+            for episode in episodes:
+                episode.cause = reason_of(error)
+
+        works = [self._play(*each) for each in zip(episodes, prompts, strict=True)]
+        with self._trl.view.during(job, version) as call:
+            played = await self._asks.side_by_side(works, note)
+            return self._group(job, version, rows, prompts, episodes, played, call)
+
+    def _episode(self, job: Job, version: int, place: int) -> Episode:
+        args = self._trl.trainer.args
         config = self._trl.trainer.model.config
         sequence = getattr(config, "text_config", config).max_position_embeddings
 
         async def sample(prompt_ids: list[int], turn: int) -> Tokens:
-            ask = Ask(job=job, version=group.version, turn=turn, prompt_ids=[prompt_ids], place=place)
+            ask = Ask(job=job, version=version, turn=turn, prompt_ids=[prompt_ids], place=place)
             return await self._asks.continued(ask)
 
         return Episode(
@@ -185,19 +183,21 @@ class Harness:
 
     def _group(
         self,
-        group: PreparedGroup,
+        job: Job,
+        version: int,
         rows: list[dict[str, Any]],
         prompts: list[Any],
         episodes: Sequence[Episode],
         played: Sequence[_Played],
+        call: ViewCall,
     ) -> GeneratedGroup:
         names = dict.fromkeys(chain.from_iterable(each.columns for each in played))
         columns = {name: [each.columns.get(name) for each in played] for name in names}
         merge_extra_fields(rows, {**columns, ERROR_COLUMN: [each.error for each in played]})
         transcripts = [episode.transcript for episode in episodes]
         return GeneratedGroup(
-            job=group.job,
-            begun_by=group.version,
+            job=job,
+            begun_by=version,
             rows=rows,
             prompts=prompts,
             completions=[_completion(self._chat, each, prompt) for each, prompt in zip(episodes, prompts, strict=True)],
@@ -208,7 +208,9 @@ class Harness:
             metrics={
                 "agent/turns": [sum(transcript.turns for transcript in transcripts) / len(transcripts)],
                 "agent/failure_frequency": [sum(each.error is not None for each in played) / len(played)],
-            },
+            }
+            | call.counted(),
+            added=call.taken(),
         )
 
 

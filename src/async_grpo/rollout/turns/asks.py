@@ -7,17 +7,19 @@ dialogues go in lockstep: it gets the prompts once none of them has anything lef
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 from async_grpo.errors import UserCodeExit
 from async_grpo.records import Job
 from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
 from async_grpo.rollout.trl_trainer import Images
 from async_grpo.tokens import Tokens
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -57,6 +59,22 @@ class Asks:
         finally:
             self._working -= 1
             self.happened.set()
+
+    async def side_by_side(
+        self, works: Sequence[Coroutine[Any, Any, T]], on_error: Callable[[BaseException], None] = lambda error: None
+    ) -> list[T]:
+        """What the recorders of a group's completions return. An error of one ends the others, after `on_error`."""
+        with self.working():
+            tasks = [asyncio.create_task(work) for work in works]
+            await asyncio.sleep(0)  # now each of them is working
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException as error:
+            on_error(error)
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            raise
 
     async def sampled(self, ask: Ask) -> SampledGroup:
         """Called by what is `working`, and is not while it waits."""

@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import PeerDiedError, WaitTimeoutError
-from async_grpo.rollout.engines import Fields, PreparedGroup, SampledGroup
+from async_grpo.rollout.engines import Fields, SampledGroup
 from async_grpo.rollout.threads import KeptThreads, refusing_signals
 from async_grpo.rollout.turns.asks import Ask, Asks, as_exception
 from async_grpo.tokens import ids_and_logprobs
 
 if TYPE_CHECKING:
+    from async_grpo.records import Job
     from async_grpo.rollout.trl_group import GeneratedGroup
     from async_grpo.rollout.trl_trainer import Images, RolloutTrainer, Sampled
 
@@ -67,34 +67,32 @@ class WholeGenerations:
         self._worker_thread = worker_thread
         self._alone = threading.Lock()
 
-    async def run(self, trl: RolloutTrainer, groups: Sequence[PreparedGroup]) -> list[GeneratedGroup]:
-        """The groups, generated together."""
+    async def run(self, trl: RolloutTrainer, jobs: Sequence[Job], version: int) -> list[GeneratedGroup]:
+        """The groups of the jobs, generated together."""
         turns: list[SampledGroup] = []
         made: list[GeneratedGroup] = []
         loop = asyncio.get_running_loop()
 
         def sample(prompt_ids: list[list[int]], images: Images = None, fields: Fields | None = None) -> Sampled:
-            job = replace(groups[0].job, sampling=trl.sampling_of(groups[0].job))
-            ask = partial(self._sampled, replace(groups[0], job=job), len(turns), prompt_ids, images, fields)
+            job = replace(jobs[0], sampling=trl.sampling_of(jobs[0]))
+            asked = {"prompt_ids": prompt_ids, "images": images, "fields": fields}
             self._alone.release()
             try:
-                turns.append(self._wait(asyncio.run_coroutine_threadsafe(ask(), loop)))
+                sampled = self._sampled(job=job, version=version, turn=len(turns), **asked)
+                turns.append(self._wait(asyncio.run_coroutine_threadsafe(sampled, loop)))
             finally:
                 self._alone.acquire()
             return ids_and_logprobs(turns[-1].tokens)
 
         def work() -> None:
             with self._alone, refusing_signals():
-                made.extend(trl.generate([group.job for group in groups], groups[0].version, sample))
+                made.extend(trl.generate(jobs, version, sample))
 
-        await self._threads.run(work, name=f"group {groups[0].job.seq}")
+        await self._threads.run(work, name=f"group {jobs[0].seq}")
         return [noted(group, turns) for group in made]
 
-    async def _sampled(
-        self, group: PreparedGroup, turn: int, prompt_ids: list[list[int]], images: Images, fields: Fields | None
-    ) -> SampledGroup:
-        ask = Ask(job=group.job, version=group.version, turn=turn, prompt_ids=prompt_ids, images=images, fields=fields)
-        return await self._asks.sampled(ask)
+    async def _sampled(self, **asked: Any) -> SampledGroup:
+        return await self._asks.sampled(Ask(**asked))  # made on the event loop
 
     def _wait(self, sampled: Future[SampledGroup]) -> SampledGroup:
         deadline = time.monotonic() + TURN_WAIT_S
