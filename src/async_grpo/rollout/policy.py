@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,14 +22,31 @@ if TYPE_CHECKING:
     from async_grpo_ipc import RemoteWeights
 
 
-class Policy(Protocol):
-    """How an engine gets the newest policy version."""
+class Policy(ABC):
+    """How an engine gets the newest policy version: the worker's only way to the weights."""
 
+    _weights: RemoteWeights
+
+    @property
+    def is_published(self) -> bool:
+        """Whether there is a version to adopt."""
+        return self._weights.version is not None
+
+    def intact(self, *, wait: bool) -> bool:
+        """Whether what the engine has read in place is what was published. Ask before its tokens are used.
+
+        Args:
+            wait: for what the GPU is computing.
+        """
+        return self._weights.intact(wait=wait)
+
+    def release(self) -> None:
+        """Hold no version any more: no group is being sampled."""
+        self._weights.release()
+
+    @abstractmethod
     def adopt(self, in_use: Collection[int] = ()) -> int | None:
         """Take on the newest version and return it: it samples the groups that start now.
-
-        What the engine reads in place is held by the worker's `RemoteWeights`. The worker asks it whether that is
-        intact when groups have ended, before it uses them, and releases it when no group is being sampled.
 
         Args:
             in_use: versions of the groups that are being sampled.
@@ -40,10 +58,9 @@ class Policy(Protocol):
             PeerDiedError: nothing is published, and the exporter has died; the groups in use go on.
             WeightsLostError: it died in the middle, and they do not.
         """
-        ...
 
 
-class PolicyWeights:
+class PolicyWeights(Policy):
     """The published weights, adopted by one model: as views where they lie on its device, else as a copy.
 
     Args:
@@ -54,7 +71,7 @@ class PolicyWeights:
     """
 
     def __init__(self, remote: RemoteWeights, model: nn.Module, device: torch.device | None = None) -> None:
-        self._remote = remote
+        self._weights = remote
         self._device = device if device is None else torch.empty(0, device=device).device  # "cuda" has a number then
         self._model = model
         keep_layout(model)
@@ -68,13 +85,13 @@ class PolicyWeights:
         activity.doing(ADOPTING)
         try:
             if not self._checked:
-                check_same_base(self._model, self._remote, WEIGHTS_WAIT_S)
+                check_same_base(self._model, self._weights, WEIGHTS_WAIT_S)
                 self._checked = True
             if self._aliased:
-                return self._remote.refresh(WEIGHTS_WAIT_S)
-            if not self._remote.can_alias(self._model, self._device):
+                return self._weights.refresh(WEIGHTS_WAIT_S)
+            if not self._weights.can_alias(self._model, self._device):
                 return self._pull()
-            version = self._remote.alias(self._model, WEIGHTS_WAIT_S)
+            version = self._weights.alias(self._model, WEIGHTS_WAIT_S)
             self._aliased = True
             torch.cuda.empty_cache()  # the model's own weights, which nothing refers to any more
             return version
@@ -82,11 +99,11 @@ class PolicyWeights:
             raise PeerDiedError(str(error)) from error
 
     def _pull(self) -> int:
-        if self._pulled is None or self._pulled != self._remote.newest:
+        if self._pulled is None or self._pulled != self._weights.newest:
             if self._device is not None and any(parameter.is_meta for parameter in self._model.parameters()):
                 replace_memory(self._model, self._device)
-            version = self._remote.pull(self._model, WEIGHTS_WAIT_S)
-            self._pulled = (self._remote.generation, version)
+            version = self._weights.pull(self._model, WEIGHTS_WAIT_S)
+            self._pulled = (self._weights.generation, version)
         return self._pulled[1]
 
 

@@ -17,7 +17,7 @@ from async_grpo.records import Job
 from async_grpo.rollout import worker as worker_module
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine, Decoding
-from async_grpo.rollout.policy import PolicyWeights
+from async_grpo.rollout.policy import Policy, PolicyWeights
 from async_grpo.rollout.worker import once_issued
 from async_grpo.tokens import Tokens
 from async_grpo_ipc import WeightExporter, open_remote_memory
@@ -35,7 +35,7 @@ class FakeBatchEngine(BatchEngine):
         self.after_step: Callable[[], None] = lambda: None
 
     def follow(self, weights: Any) -> FakePolicy:
-        self.policy.weights = weights
+        self.policy._weights = weights
         return self.policy
 
     def _decode(self, groups: Sequence[PreparedGroup]) -> Decoding:
@@ -43,7 +43,7 @@ class FakeBatchEngine(BatchEngine):
         if any(group.job.seq == self.breaks for group in groups):
             raise RuntimeError("a token that there is not")
         for step in range(1, 1 + max(self.lengths[group.job.seq] for group in groups)):
-            assert self.policy.weights.held, "the weights are read"
+            assert self.policy._weights.held, "the weights are read"
             self.after_step()
             ended = [group for group in groups if self.lengths[group.job.seq] == step]
             yield [
@@ -52,15 +52,15 @@ class FakeBatchEngine(BatchEngine):
             ]
 
 
-class FakePolicy:
-    weights: Any = None
+class FakePolicy(Policy):
+    _weights: Any = None
     adopted = 0
 
     def adopt(self, in_use: Any = ()) -> int | None:
         assert not in_use, "a batch is sampled by one version"
-        self.weights.held = True
+        self._weights.held = True
         self.adopted += 1
-        return self.weights.version
+        return self._weights.version
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +204,7 @@ class ReadsInPlace(FakeBatchEngine):
     """Its model's parameters are views of the published weights."""
 
     def follow(self, weights: Any) -> Any:
-        self.policy.weights = SimpleNamespace(held=True)
+        self.policy._weights = SimpleNamespace(held=True)
         return PolicyWeights(weights, nn.Linear(3, 2))
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from async_grpo.errors import GeneratorError, PeerDiedError
 from async_grpo.rollout.engines import Chunk, PreparedGroup, SampledGroup, WeightsLostError
+from async_grpo.rollout.policy import Policy
 from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo.tokens import Tokens
 from async_grpo_ipc import ExporterDiedError
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from async_grpo_ipc import RemoteWeights
 
 
-class ContinuousEngine:
+class ContinuousEngine(Policy):
     """Samples groups as requests of `engine`, which has memory of its own for the weights.
 
     Args:
@@ -41,7 +42,6 @@ class ContinuousEngine:
         self._deterministic = deterministic
         self._requests: dict[str, tuple[_Sampling, int]] = {}  # request -> its group and its place there
         self._request_ids = map(str, count())
-        self._weights: RemoteWeights | None = None
         self._adopted: tuple[str, int] | None = None  # generation and version of the engine's weights
         self._version = -1
 
@@ -71,7 +71,6 @@ class ContinuousEngine:
         return self
 
     def adopt(self, in_use: Collection[int] = ()) -> int | None:
-        assert self._weights is not None
         newest = self._weights.newest
         if newest is None or newest == self._adopted:
             return self._version

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from async_grpo.errors import PeerDiedError, UnsupportedError
 from async_grpo.rollout.engines.served.client import WEIGHTS_S, Client, ServerEngine
 from async_grpo.rollout.engines.vllm_options import adapter_of
-from async_grpo.rollout.policy import PolicyWeights
+from async_grpo.rollout.policy import Policy, PolicyWeights
 from async_grpo_ipc import RemoteWeights
 
 
@@ -70,11 +70,11 @@ class VLLMServer(ServerEngine):
         self._drop_prefixes()
 
 
-class ServedPolicy:
+class ServedPolicy(Policy):
     """Keeps a server at the newest policy version, as `PolicyWeights` keeps a model."""
 
     def __init__(self, remote: RemoteWeights, policy: PolicyWeights, server: VLLMServer) -> None:
-        self._remote = remote
+        self._weights = remote
         self._policy = policy
         self._server = server
         self._sent: tuple[str, int] | None = None  # generation and version that the server has
@@ -84,15 +84,15 @@ class ServedPolicy:
         if version is None:
             return None
         try:
-            newest = (self._remote.generation, version)
+            newest = (self._weights.generation, version)
             if newest != self._sent:
                 self._sent = None
                 self._server.load()
-                if not self._remote.intact():
+                if not self._weights.intact():
                     raise PeerDiedError("The parameter server died while its weights were sent to the vLLM server.")
                 self._sent = newest
         finally:
-            self._remote.release()
+            self._weights.release()
         return version
 
 

@@ -22,7 +22,7 @@ from async_grpo.rollout import WEIGHTS_WAIT_S
 from async_grpo.rollout.engines import SampledGroup
 from async_grpo.rollout.engines.served.client import WEIGHTS_S, Client, ServerEngine
 from async_grpo.rollout.engines.vllm_options import adapter_of, describe_model, engine_options
-from async_grpo.rollout.policy import free_memory
+from async_grpo.rollout.policy import Policy, free_memory
 from async_grpo.serving.vllm_server import END_S, READY_S, ServerPlan, VLLMServerProcess, flags
 from async_grpo.telemetry.activity import ADOPTING, activity
 from async_grpo_ipc import ExporterDiedError, RemoteWeights
@@ -138,23 +138,23 @@ class StartedServer(ServerEngine):
         self._client._post(f"{self._client.base_url}/{request}", json=body)
 
 
-class FedPolicy:
+class FedPolicy(Policy):
     """Keeps the server at the newest version, and holds a lease on what it has while groups are sampled."""
 
     def __init__(self, remote: RemoteWeights, server: StartedServer) -> None:
-        self._remote, self._server = remote, server
+        self._weights, self._server = remote, server
 
     def adopt(self, in_use: Collection[int] = ()) -> int | None:
         if in_use:
             return None
         activity.doing(ADOPTING)
         try:
-            version = self._remote.refresh(WEIGHTS_WAIT_S)
-            self._server.take(self._remote.generation, version)
+            version = self._weights.refresh(WEIGHTS_WAIT_S)
+            self._server.take(self._weights.generation, version)
         except ExporterDiedError as error:
             raise PeerDiedError(str(error)) from error
         except GeneratorError as error:
-            if not self._remote.exporter_alive():
+            if not self._weights.exporter_alive():
                 raise PeerDiedError("The parameter server died while the vLLM server took its weights.") from error
             raise
         return version
