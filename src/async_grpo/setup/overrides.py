@@ -7,7 +7,6 @@ on a distributed run nobody has looked at: `check_overrides` refuses an override
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError
@@ -154,22 +153,6 @@ def _replaces(trainer: GRPOTrainer, name: str) -> str:
     if name in patched(trainer):
         return f"{name} was patched in {class_of_trl(trainer).__name__} or a class below it"
     return f"{users_class(trainer)} overrides {name}"
-
-
-def served_once(completions: dict[str, list[Any]]) -> Callable[[list[Any], GRPOTrainer], dict[str, list[Any]]]:
-    """A `rollout_func` for one batch. A class that samples again while it is assembled would get the same ones."""
-    left = [completions]
-
-    def rollout_func(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
-        if not left:
-            raise UnsupportedError(
-                f"{users_class(trainer)} makes completions twice for one generation batch, and "
-                "the workers have made them once. Call _generate_and_score_completions again in _prepare_inputs, where "
-                "each call gets another batch, or train in one process (without --distributed)."
-            )
-        return left.pop()
-
-    return rollout_func
 
 
 def own_dataloader(trainer: GRPOTrainer) -> str | None:

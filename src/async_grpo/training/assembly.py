@@ -25,7 +25,7 @@ from async_grpo.training.corrections.checks import describe_noise, sampled_with
 from async_grpo.training.corrections.fresh_batch import bound_of
 from async_grpo.training.corrections.rule import rule_of
 from async_grpo.training.corrections.tipping import TippingCallback, what_helps
-from async_grpo.training.distributed import Leader, Ranks, exporter_of
+from async_grpo.training.distributed import Leader, Ranks
 from async_grpo.training.groups import refuser_of
 from async_grpo.training.hyperparameters import hyperparameters
 from async_grpo.training.job_issuer import JobIssuer, state_for_rewards
@@ -36,7 +36,7 @@ from async_grpo.training.rollout_source import RolloutSource
 from async_grpo.training.schedule import schedule_of
 from async_grpo.training.trl_trainer import TrainingEvents
 from async_grpo.training.watch import Watch
-from async_grpo.training.weight_publisher import WeightPublisher
+from async_grpo.training.weight_publisher import WeightPublisher, exporter_of
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -81,7 +81,7 @@ class Parts:
         self._sampled = sampled_with(trainer, rule_of(settings).name, generator)
         self._open_queue(used, lock)
         self.archive = UsedGroups(self.queue, run.root / "done", settings.keep_done, used)
-        exporter = exporter_of(trainer, self.leader, run, state, settings)
+        exporter = exporter_of(trainer, run, state, settings, self.leader.gather)
         self.publisher = WeightPublisher(exporter, companions.version_keeper())
         self.evaluations = companions.evaluations(self.queue, self.publisher, used.step if used else 0)
         watch = Watch(trainer, generator=generator, max_staleness=settings.max_staleness)

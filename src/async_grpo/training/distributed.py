@@ -33,7 +33,6 @@ import torch.distributed as dist
 from async_grpo.errors import PeerDiedError
 from async_grpo.queue.codec import decode_group, encode_group
 from async_grpo.records import RolloutGroup
-from async_grpo.rundir.paths import RunDir, RunState
 from async_grpo.settings import TrainingSettings
 from async_grpo.setup.process import StopRequest, is_alive
 from async_grpo.setup.sampling import check_sampling
@@ -47,8 +46,6 @@ from async_grpo.training.rollout_source import StopTraining
 from async_grpo.training.schedule import groups_per_round
 from async_grpo.training.sharding import sharding_of
 from async_grpo.training.trl_trainer import TrainingEvents
-from async_grpo.training.weight_publisher import slots_for
-from async_grpo_ipc import WeightExporter
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -267,26 +264,6 @@ class Follower(TrainingEvents):
                 continue
             assert message is Message.GATHER, f"rank 0 sent {message.name}, expected {awaited.name}"
             give_shards(self._trainer, set(json.loads(payload)))
-
-
-def exporter_of(
-    trainer: GRPOTrainer, leader: Leader, run: RunDir, state: RunState, settings: TrainingSettings
-) -> Callable[[], WeightExporter]:
-    """Makes the exporter, once the model is where it trains."""
-    model = trainer.model
-    plan = state.plan
-    sharing = plan.workers_sharing if plan.num_workers else None
-    slots = slots_for(model, max_staleness=settings.max_staleness, sharing=sharing, recorded=settings.delta_every > 0)
-    dtype = torch.bfloat16 if settings.publish_dtype == "bf16" else None
-    if (sharding := sharding_of(trainer)) is None:
-        return lambda: WeightExporter.from_model(
-            model, run.weights_handle, slots=slots, way=plan.weights, share_frozen=True, dtype=dtype
-        )
-    blueprint = sharding.blueprint(model)
-    device = trainer.accelerator.device
-    return lambda: WeightExporter.from_blueprint(
-        blueprint, leader.gather, run.weights_handle, device=device, slots=slots, way=plan.weights
-    )
 
 
 def give_shards(trainer: GRPOTrainer, names: Collection[str], into: Mapping[str, torch.Tensor] | None = None) -> None:

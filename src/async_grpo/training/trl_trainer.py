@@ -23,8 +23,8 @@ from async_grpo.errors import UnsupportedError
 from async_grpo.images import images_in, opened
 from async_grpo.setup.generated.trl_command import end_as_trl_does
 from async_grpo.setup.generator_choice import refuse_late_vllm
-from async_grpo.setup.overrides import HONOURED, own_dataloader, served_once
-from async_grpo.setup.replaced import class_of_trl, original, replaced
+from async_grpo.setup.overrides import HONOURED, own_dataloader
+from async_grpo.setup.replaced import class_of_trl, original, replaced, users_class
 from async_grpo.setup.trl_compat import AllStepsDone, train_the_rest
 from async_grpo.telemetry.activity import EVALUATING, TRAINING, activity
 from async_grpo.training.checkpoints import BatchInUse, find_best
@@ -200,7 +200,7 @@ def _serving(trainer: Any, groups: Sequence[RolloutGroup], rows: Sequence[dict[s
     if trainer.environment_factories is not None:
         trainer._batch_environments = [row.get("environment") if trainer._multi_environment else None for row in rows]
     output = {name: own_share(trainer, values) for name, values in rollout_output(groups).items()}
-    trainer.rollout_func = served_once(output)
+    trainer.rollout_func = _served_once(output)
     trainer.tools, trainer.environment_factories, trainer.environments = [], None, None
     kept = rows_of(groups)
     trainer.begin_batch(None if kept is None else own_share(trainer, kept))
@@ -210,6 +210,22 @@ def _serving(trainer: Any, groups: Sequence[RolloutGroup], rows: Sequence[dict[s
         trainer.end_batch()
         trainer.rollout_func, trainer.tools, trainer.environment_factories, trainer.environments = saved
         trainer._serving = None
+
+
+def _served_once(completions: dict[str, list[Any]]) -> Callable[[list[Any], GRPOTrainer], dict[str, list[Any]]]:
+    """A `rollout_func` for one batch. A class that samples again while it is assembled would get the same ones."""
+    left = [completions]
+
+    def rollout_func(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+        if not left:
+            raise UnsupportedError(
+                f"{users_class(trainer)} makes completions twice for one generation batch, and "
+                "the workers have made them once. Call _generate_and_score_completions again in _prepare_inputs, where "
+                "each call gets another batch, or train in one process (without --distributed)."
+            )
+        return left.pop()
+
+    return rollout_func
 
 
 def _ages_and_lengths(trainer: Any, groups: Sequence[RolloutGroup], device: torch.device) -> dict[str, torch.Tensor]:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from loguru import logger
 
 from async_grpo.errors import RunRefused, WeightsError
 from async_grpo.formatting import for_people
 from async_grpo.setup.fingerprints import count
+from async_grpo.training.sharding import sharding_of
 from async_grpo_ipc import IPCError, WeightExporter
 from async_grpo_ipc.control import MAX_SLOTS
 from async_grpo_ipc.errors import MismatchError
 
 if TYPE_CHECKING:
     from torch import nn
+    from trl import GRPOTrainer
 
+    from async_grpo.rundir.paths import RunDir, RunState
+    from async_grpo.settings import TrainingSettings
+
+Gather = Callable[[Mapping[str, torch.Tensor]], None]
 SAY_AFTER_S = 10.0  # warn when workers see no new version for this long, and again as often
 MIN_SLOTS = 3  # one that is being read, the newest, and one to write into
 EXTRA_BYTES = 256 * 2**20  # that further slots may take
@@ -38,6 +45,29 @@ def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None, reco
     slot_bytes = sum(count(p) * p.element_size() for p in model.parameters() if p.requires_grad)
     extra = min(held - 1, EXTRA_BYTES // max(1, slot_bytes))
     return min(MIN_SLOTS + max(0, extra) + recorded, MAX_SLOTS)
+
+
+def exporter_of(
+    trainer: GRPOTrainer, run: RunDir, state: RunState, settings: TrainingSettings, gather: Gather
+) -> Callable[[], WeightExporter]:
+    """What makes the exporter, once the model is where it trains.
+
+    Args:
+        gather: copies whole tensors into these, where each rank has a part of the model.
+    """
+    model = trainer.model
+    sharing = state.workers_sharing if state.num_workers else None
+    slots = slots_for(model, max_staleness=settings.max_staleness, sharing=sharing, recorded=settings.delta_every > 0)
+    dtype = torch.bfloat16 if settings.publish_dtype == "bf16" else None
+    if (sharding := sharding_of(trainer)) is None:
+        return lambda: WeightExporter.from_model(
+            model, run.weights_handle, slots=slots, way=settings.weights, share_frozen=True, dtype=dtype
+        )
+    blueprint = sharding.blueprint(model)
+    device = trainer.accelerator.device
+    return lambda: WeightExporter.from_blueprint(
+        blueprint, gather, run.weights_handle, device=device, slots=slots, way=settings.weights
+    )
 
 
 class VersionKeeper(Protocol):
