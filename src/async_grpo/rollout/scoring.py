@@ -1,8 +1,9 @@
 """Scores groups in threads of their own, so that a slow reward (a judge, a sandbox) does not stall the engine.
 
-Reward functions share objects between their calls, and TRL calls them one at a time. So does a worker, unless they
-allow more (`reward_calls`). The groups that wait meanwhile are handed over in one call, as TRL hands over a batch: what
-a call costs, however many completions it gets, is paid once.
+Reward functions share objects between their calls, and TRL calls them one at a time, with a batch. So does a worker,
+unless they say by attributes what else they take: `thread_safe = True`, several calls at a time; `joint = False`, no
+call with more than one prompt group. An override of TRL's scoring calls them, and is asked as well. The groups that
+wait meanwhile are handed over in one call: what a call costs, however many completions it gets, is paid once.
 """
 
 from __future__ import annotations
@@ -10,19 +11,65 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from loguru import logger
+from trl.trainer.utils import is_async_callable
 
 from async_grpo.rollout.failures import refusal_in
-from async_grpo.rollout.reward_calls import RewardCalls, together
 from async_grpo.rollout.threads import KeptThreads
 from async_grpo.rollout.trl_group import GroupOutcome
+from async_grpo.settings import WorkerSettings
 
 if TYPE_CHECKING:
     from async_grpo.rollout.trl_group import GeneratedGroup, Scores
+
+
+OVERLAPPING = 4  # calls at a time, where the reward functions allow several and no option says how many
+
+
+@dataclass(frozen=True, slots=True)
+class RewardCalls:
+    """Calls of all reward functions of a trainer together."""
+
+    at_a_time: int  # 0: in the caller's thread
+    most_completions: int  # of a call with several groups; 0: a call is for one group
+
+
+def reward_calls(trainer: Any, settings: WorkerSettings, *, deterministic: bool) -> RewardCalls:
+    """As the functions and the options say. Rewards in another order may draw other random numbers."""
+    functions = [*trainer.reward_funcs, *_own_scoring(trainer)]
+    overlap = all(is_async_callable(function) or _says(function, "thread_safe", False) for function in functions)
+    at_a_time = settings.score_concurrency or (OVERLAPPING if overlap else 1)
+    joint = not settings.score_alone and all(_says(function, "joint", True) for function in functions)
+    batch = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+    return RewardCalls(0 if deterministic else at_a_time, batch if joint else 0)
+
+
+def _own_scoring(trainer: Any) -> list[Any]:
+    """The user's override of `_calculate_rewards`, if there is one."""
+    scoring = getattr(trainer, "_calculate_rewards", None)
+    return [] if scoring is None or scoring.__module__.startswith(("trl.", "async_grpo.")) else [scoring]
+
+
+def _says(function: Any, name: str, default: bool) -> bool:
+    while isinstance(function, partial) and name not in vars(function):
+        function = function.func
+    return bool(getattr(function, name, default))
+
+
+def together(sizes: Sequence[int], most: int) -> int:
+    """How many of the first groups, with so many completions each, one call takes: one at least."""
+    taken, completions = 0, 0
+    for size in sizes:
+        completions += size
+        if taken and completions > most:
+            break
+        taken += 1
+    return taken
 
 
 class Scorer(Protocol):

@@ -13,7 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from loguru import logger
@@ -31,7 +31,6 @@ from async_grpo.records import Timings
 from async_grpo.rollout import WEIGHTS_WAIT_S
 from async_grpo.rollout.engines import WeightsLostError
 from async_grpo.rollout.failures import Failures, refusal_in
-from async_grpo.rollout.statistics import WorkerStatistics
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
@@ -72,6 +71,46 @@ class WorkerContext:
 
 
 @dataclass(slots=True)
+class Spread:
+    """Minimum, mean and maximum of what was added, in constant memory: a worker may run for weeks."""
+
+    count: int = 0
+    total: float = 0.0
+    min: float = float("inf")
+    max: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self.min = min(self.min, value)
+        self.max = max(self.max, value)
+
+    def __str__(self) -> str:
+        return f"{self.min:.4f}/{self.total / self.count:.4f}/{self.max:.4f}"
+
+
+@dataclass(slots=True)
+class WorkerStatistics:
+    """Counts jobs and keeps the spread of each phase, in seconds."""
+
+    jobs: int = 0
+    failed: int = 0
+    generation: Spread = field(default_factory=Spread)  # of groups
+    scoring: Spread = field(default_factory=Spread)
+    adoption: Spread = field(default_factory=Spread)  # of new weights
+    _started: float = field(default_factory=time.monotonic)
+
+    def report(self) -> str:
+        """`42 jobs (1 failed), 3.1 jobs/s; generation 0.10/0.12/0.31 s, … (min/mean/max)`."""
+        elapsed = max(time.monotonic() - self._started, 1e-9)
+        failed = f" ({self.failed} failed)" if self.failed else ""
+        phases = {"generation": self.generation, "scoring": self.scoring, "weight adoption": self.adoption}
+        spreads = [f"{name} {spread} s" for name, spread in phases.items() if spread.count]
+        tail = f"; {', '.join(spreads)} (min/mean/max)" if spreads else ""
+        return f"{self.jobs} jobs{failed}, {self.jobs / elapsed:.2f} jobs/s{tail}"
+
+
+@dataclass(slots=True)
 class _InFlight:
     """A claimed job that is being sampled or scored."""
 
@@ -87,8 +126,7 @@ class Worker:
 
     def __init__(self, context: WorkerContext, engine: Engine) -> None:
         from async_grpo.rollout.generation import generation
-        from async_grpo.rollout.reward_calls import reward_calls
-        from async_grpo.rollout.scoring import Scoring
+        from async_grpo.rollout.scoring import Scoring, reward_calls
 
         self._generation = generation(context.trl, engine, context.settings)
         self._queue, self._run_dir, self._should_stop = context.queue, context.run, context.should_stop

@@ -50,23 +50,24 @@ def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None, reco
 def exporter_of(
     trainer: GRPOTrainer, run: RunDir, state: RunState, settings: TrainingSettings, gather: Gather
 ) -> Callable[[], WeightExporter]:
-    """What makes the exporter, once the model is where it trains.
+    """Return what makes the exporter, once the model is where it trains.
 
     Args:
         gather: copies whole tensors into these, where each rank has a part of the model.
     """
     model = trainer.model
-    sharing = state.workers_sharing if state.num_workers else None
+    plan = state.plan
+    sharing = plan.workers_sharing if plan.num_workers else None
     slots = slots_for(model, max_staleness=settings.max_staleness, sharing=sharing, recorded=settings.delta_every > 0)
     dtype = torch.bfloat16 if settings.publish_dtype == "bf16" else None
     if (sharding := sharding_of(trainer)) is None:
         return lambda: WeightExporter.from_model(
-            model, run.weights_handle, slots=slots, way=settings.weights, share_frozen=True, dtype=dtype
+            model, run.weights_handle, slots=slots, way=plan.weights, share_frozen=True, dtype=dtype
         )
     blueprint = sharding.blueprint(model)
     device = trainer.accelerator.device
     return lambda: WeightExporter.from_blueprint(
-        blueprint, gather, run.weights_handle, device=device, slots=slots, way=settings.weights
+        blueprint, gather, run.weights_handle, device=device, slots=slots, way=plan.weights
     )
 
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from async_grpo.errors import RunRefused
-from async_grpo.rollout.reward_calls import OVERLAPPING, RewardCalls, reward_calls
-from async_grpo.rollout.scoring import Scoring
+from async_grpo.rollout.scoring import OVERLAPPING, RewardCalls, Scoring, reward_calls
 from async_grpo.rollout.trl_group import GroupOutcome
 from async_grpo.settings import WorkerSettings
 from patience import until

@@ -13,7 +13,7 @@ from transformers import TrainerState
 from unit_fakes import make_group, make_job
 
 from async_grpo.records import Timings
-from async_grpo.rollout.statistics import WorkerStatistics
+from async_grpo.rollout.worker import WorkerStatistics
 from async_grpo.telemetry import run_log as metrics_module
 from async_grpo.telemetry.run_log import LEGEND, REPLAY_LINE, RunLog
 from async_grpo.training import rollout_metrics as rollout_metrics_module

@@ -13,7 +13,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from aiohttp import ServerDisconnectedError
+
 from async_grpo.errors import GeneratorError
+from async_grpo.rollout.failures import causes_of
 from async_grpo.rollout.threads import KeptThreads, refusing_signals
 from async_grpo.rollout.turns.asks import as_exception
 from async_grpo.rollout.turns.calls import Outcome
@@ -21,6 +24,7 @@ from async_grpo.rollout.turns.calls import Outcome
 if TYPE_CHECKING:
     from async_grpo.setup.openai_harness import Agent, Endpoint
 
+_HTTPX_DISCONNECTED = "RemoteProtocolError"  # httpx is installed with `openai` only
 MOST_LEFT_BEHIND = 16  # calls that did not end in time and still run; one more ends the worker
 
 
@@ -90,3 +94,26 @@ class Agents:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
         return self._loop
+
+
+def is_lost_connection(error: BaseException, base_url: str) -> bool:
+    """Whether an agent's error is that its connection to the endpoint broke.
+
+    An error that names another address, such as that of a search engine, is not. Where a client waited for too long, it
+    hung up itself.
+    """
+    causes = causes_of(error)
+    if any(not url.startswith(base_url) for url in filter(None, map(_url, causes))):
+        return False
+    return any(
+        isinstance(cause, (ConnectionError, ServerDisconnectedError)) or type(cause).__name__ == _HTTPX_DISCONNECTED
+        for cause in causes
+    )
+
+
+def _url(error: BaseException) -> str | None:
+    """The address of the request that failed, as `openai`, httpx and requests note it."""
+    try:
+        return str(error.request.url)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):  # httpx: it was not noted
+        return None

@@ -1,4 +1,4 @@
-"""Groups with tools, environments or code of the user's between their tokens, behind a worker's four calls.
+"""Groups with tools, environments or code of the user's between their tokens: a worker's other `Generation`.
 
 The unit that runs is the dialogue: one completion, its turns, its tools (`dialogue`). An event loop steps all dialogues
 of a worker (`groups`): each waits for tokens or for its own tools (`tools`), and the engine batches across all that
@@ -6,6 +6,6 @@ want tokens. A `rollout_func`, or an override of TRL's generation, is one functi
 cannot be stepped: it runs in a thread (`whole`). An agent that asks for its tokens over HTTP is stepped on the same
 loop, by `rollout.endpoint`.
 
-Start with `Turns` in `groups`. What TRL itself does in a turn is in `dialogue`; a message that a tag ended is ended in
-`ends`.
+Start with `Turns` in `groups`. What TRL itself does in a turn is in `dialogue`. A dialogue, and an agent's episode,
+records its completion in a `Transcript`.
 """

@@ -22,9 +22,11 @@ from async_grpo.rollout.threads import refusing_signals
 from async_grpo.rollout.trl_group import GeneratedGroup, rows_of
 from async_grpo.rollout.trl_trainer import Batch, Images, RolloutTrainer
 from async_grpo.rollout.turns.calls import Call, Outcome, giving, giving_later, noting, starting
-from async_grpo.rollout.turns.ends import MessageEnds
+from async_grpo.setup.sampling import stop_tags
 from async_grpo.tokens import Tokens, ids_and_logprobs
 from async_grpo.transcript import Transcript
+
+_DUMMY = "dummy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +174,38 @@ class Dialogue:
         now, waited_for = self._tools
         self._trainer._sync_tool_dicts = [{name: sync(name, tool) for name, tool in now.items()}]
         self._trainer._async_tool_dicts = [{name: later(name, tool) for name, tool in waited_for.items()}]
+
+
+class MessageEnds:
+    """How messages end that a tag ends (`</tool>`): as the chat template ends them, by tokens that no model sampled.
+
+    Where the tokenizer has no stop tags, every message ends as the model ended it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._tags = stop_tags(trainer)
+        self._tokenizer = trainer.processing_class
+        self._eos = set(trainer.eos_token_ids) if self._tags else set()
+        self._ids = self._written() if self._tags else []
+
+    def missing_after(self, ids: Sequence[int]) -> list[int]:
+        """The tokens that the chat template writes after these, where a tag ended the message and not the model."""
+        if not self._tags or not ids or ids[-1] in self._eos:
+            return []
+        tail = self._tokenizer.decode(ids[-max(map(len, self._tags)) :])
+        return list(self._ids) if any(tag in tail for tag in self._tags) else []
+
+    def last_missing_after(self, ids: Sequence[int]) -> list[int]:
+        """Those of them up to the end token, by which TRL sees that a completion was not cut."""
+        missing = self.missing_after(ids)
+        ends = [index for index, token in enumerate(missing) if token in self._eos]
+        return missing[: ends[0] + 1] if ends else []
+
+    def _written(self) -> list[int]:
+        tokenizer = self._tokenizer
+        dialogue = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _DUMMY}]
+        text = tokenizer.apply_chat_template(dialogue, tokenize=False).rpartition(_DUMMY)[2]
+        before, eos, _ = text.partition(tokenizer.eos_token)  # as TRL's loop, which aligns at the end token
+        return list(tokenizer(before + eos, add_special_tokens=False)["input_ids"])
 
 
 class ToolResults:
