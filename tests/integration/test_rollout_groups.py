@@ -29,7 +29,7 @@ def test_groups_are_those_that_trl_makes_of_the_same_tokens(chat_template: str |
     jobs = jobs_of(rows, GROUP_SIZE)
     groups = worker.generate(jobs, 3)
 
-    def sample(prompt_ids: list[list[int]]) -> Any:
+    def sample(prompt_ids: list[list[int]], *_: Any) -> Any:
         assert prompt_ids == [ids for group in groups for ids in group.prompt_ids]
         return ids_and_logprobs(tokens for group in groups for tokens in group.tokens)
 

@@ -6,11 +6,11 @@ Tools, environments, agents and the user's own generation run between the tokens
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from async_grpo.errors import USER_ERRORS
-from async_grpo.rollout.scoring import Scorer
 from async_grpo.rollout.trl_group import GroupOutcome
 
 if TYPE_CHECKING:
@@ -21,30 +21,40 @@ if TYPE_CHECKING:
     from async_grpo.settings import WorkerSettings
 
 
-class Generation(Scorer, Protocol):
-    """Makes groups of jobs, and scores them. Every method but those of a scorer is called by the worker's thread."""
+class Generation(ABC):
+    """Makes groups of jobs, and scores them. Made and used by the worker's thread; it scores in others."""
+
+    def __init__(self, trl: RolloutTrainer, engine: Engine) -> None:
+        self._trl, self._engine = trl, engine
 
     @property
     def joins(self) -> bool:
         """Whether jobs can be started while others are generated."""
-        ...
+        return self._engine.joins
 
     @property
     def most_groups(self) -> int:
         """How many groups may be generated together."""
-        ...
+        return self._engine.most_groups
 
+    @abstractmethod
     def start(self, jobs: Sequence[Job], version: int) -> None:
         """Take in jobs that this policy version is to generate."""
-        ...
 
+    @abstractmethod
     def step(self) -> list[GroupOutcome]:
         """Have the engine sample one token more of all groups; returns those that have ended."""
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Drop the groups that have not ended. It can be used again."""
-        ...
+
+    def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
+        """The scores of each group, from one call of the reward functions."""
+        return self._trl.score(groups)
+
+    def let_go(self, group: GeneratedGroup) -> None:  # noqa: B027  # a subclass may keep something of it
+        """The group will not be scored again."""
 
 
 def generation(trl: RolloutTrainer, engine: Engine, settings: WorkerSettings | None = None) -> Generation:
@@ -54,21 +64,13 @@ def generation(trl: RolloutTrainer, engine: Engine, settings: WorkerSettings | N
     return Direct(trl, engine) if trl.samples_whole else Turns(trl, engine, settings)
 
 
-class Direct:
+class Direct(Generation):
     """TRL makes the prompts, the engine samples, and TRL makes completions of what was sampled."""
 
     def __init__(self, trl: RolloutTrainer, engine: Engine) -> None:
-        self._trl, self._engine = trl, engine
+        super().__init__(trl, engine)
         self._prepared: list[PreparedGroup] = []
         self._failed: list[GroupOutcome] = []  # before they had a prompt
-
-    @property
-    def joins(self) -> bool:
-        return self._engine.joins
-
-    @property
-    def most_groups(self) -> int:
-        return self._engine.most_groups
 
     def start(self, jobs: Sequence[Job], version: int) -> None:
         for job in jobs:
@@ -81,12 +83,6 @@ class Direct:
         prepared, self._prepared = self._prepared, []
         failed, self._failed = self._failed, []
         return [*failed, *map(self._outcome, self._engine.sample(prepared))]
-
-    def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
-        return self._trl.score(groups)
-
-    def let_go(self, group: GeneratedGroup) -> None:
-        """Nothing of a group is used by another."""
 
     def close(self) -> None:
         self._prepared.clear()

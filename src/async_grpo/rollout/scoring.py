@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from loguru import logger
 from trl.trainer.utils import is_async_callable
@@ -25,6 +25,7 @@ from async_grpo.rollout.trl_group import GroupOutcome
 from async_grpo.settings import WorkerSettings
 
 if TYPE_CHECKING:
+    from async_grpo.rollout.generation import Generation
     from async_grpo.rollout.trl_group import GeneratedGroup, Scores
 
 
@@ -72,16 +73,6 @@ def together(sizes: Sequence[int], most: int) -> int:
     return taken
 
 
-class Scorer(Protocol):
-    """Who calls the reward functions."""
-
-    def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
-        """Score each group, in one call."""
-
-    def let_go(self, group: GeneratedGroup) -> None:
-        """The group will not be scored again."""
-
-
 class _Waiting(NamedTuple):
     group: GeneratedGroup
     alone: bool  # it is not to share a call
@@ -101,7 +92,7 @@ class Scoring:
     all calls share TRL's one event loop.
     """
 
-    def __init__(self, scorer: Scorer, calls: RewardCalls) -> None:
+    def __init__(self, scorer: Generation, calls: RewardCalls) -> None:
         self._scorer, self._calls = scorer, calls
         self._waiting: list[_Waiting] = []
         self._called = 0  # calls under way

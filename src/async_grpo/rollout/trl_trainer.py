@@ -258,7 +258,7 @@ class RolloutTrainer:
 
         trainer._generate = generate_and_leave  # padding, masks and advantages are the training side's
         below = "_sampled_below" if self._turns_of_users else "_generate_single_turn"
-        setattr(trainer, below, partial(self.single_turn, sample))
+        setattr(trainer, below, lambda *asked, **more: sample(*self.turn_asked(*asked, **more)))
         rows = [row for job in jobs for row in rows_of(job)]
         with self.view.during(jobs[0], version) as call:
             generated = left(trainer._generate_and_score_completions, rows)
@@ -276,24 +276,23 @@ class RolloutTrainer:
     def _where_they_can_run(self, tools: dict[str, Any]) -> dict[str, Any]:
         return {name: partial(self.tools[name].call, tool) for name, tool in tools.items()}
 
-    def single_turn(
+    def turn_asked(
         self,
-        sample: Sample,
         prompt_ids: list[list[int]],
         images: Images = None,
         multimodal_fields: Any = None,
         num_generations: int = 0,
         has_tool_images: bool = False,
-    ) -> Sampled:
-        """`GRPOTrainer._generate_single_turn`, by the worker's engine."""
+    ) -> tuple[list[list[int]], Images, Fields | None]:
+        """What the engine is to continue where TRL calls `_generate_single_turn` so."""
         if images is None or not any(images):
-            return sample(prompt_ids)
+            return prompt_ids, None, None
         fields = dict(as_fields(multimodal_fields))
         if has_tool_images:  # then TRL says by the tokens themselves which are of images
             kinds = {self.trainer._image_pad_token_id: 1, self.trainer._video_pad_token_id: 2}
             name = "mm_token_type_ids" if "image_grid_thw" in fields else "token_type_ids"
             fields[name] = [[kinds.get(token, 0) for token in ids] for ids in prompt_ids]
-        return sample(prompt_ids, images, fields)
+        return prompt_ids, images, fields
 
 
 def _sampling_below(user_class: type[GRPOTrainer], of_trl: Any) -> type[GRPOTrainer]:

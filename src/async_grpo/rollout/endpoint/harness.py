@@ -18,9 +18,9 @@ from async_grpo.rollout.endpoint.chat import Chat
 from async_grpo.rollout.endpoint.episode import Episode
 from async_grpo.rollout.endpoint.protocol import Rules
 from async_grpo.rollout.endpoint.server import Address, EndpointServer
+from async_grpo.rollout.engines import PreparedGroup
 from async_grpo.rollout.engines.transformers import TransformersEngine
 from async_grpo.rollout.trl_group import GeneratedGroup, merge_extra_fields, prompt_of, rows_of
-from async_grpo.rollout.turns.asks import Ask
 from async_grpo.setup.generator_choice import HF, VLLM
 from async_grpo.setup.openai_harness import Endpoint, OpenAIHarness
 from async_grpo.setup.sampling import effective_sampling
@@ -109,8 +109,8 @@ class Harness:
         sequence = getattr(config, "text_config", config).max_position_embeddings
 
         async def sample(prompt_ids: list[int], turn: int) -> Tokens:
-            ask = Ask(job=job, version=version, turn=turn, prompt_ids=[prompt_ids], place=place)
-            return await self._asks.continued(ask)
+            group = PreparedGroup(job=job, version=version, prompt_ids=[prompt_ids], turn=turn, place=place)
+            return await self._asks.continued(group)
 
         return Episode(
             self._chat,

@@ -9,31 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import replace
+from itertools import chain, groupby, islice
 from typing import Any, TypeVar
 
 from async_grpo.errors import UserCodeExit
-from async_grpo.records import Job
 from async_grpo.rollout.engines import Engine, PreparedGroup, SampledGroup
-from async_grpo.rollout.trl_trainer import Images
 from async_grpo.tokens import Tokens
 
 T = TypeVar("T")
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class Ask:
-    """Prompts of one job that want a continuation each."""
-
-    job: Job
-    version: int
-    turn: int
-    prompt_ids: list[list[int]]
-    images: Images = None
-    fields: Any = None  # of all the prompts together
-    place: int | None = None  # of a dialogue's one prompt among the job's completions
-    answer: asyncio.Future[SampledGroup] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+_Ask = tuple[PreparedGroup, "asyncio.Future[SampledGroup]"]  # prompts of one job, and their answer
 
 
 class Asks:
@@ -42,8 +29,8 @@ class Asks:
     def __init__(self, engine: Engine) -> None:
         self.happened = asyncio.Event()  # somebody asks, or has ended
         self._engine = engine
-        self._waiting: list[Ask] = []
-        self._sampling: dict[PreparedGroup, list[Ask]] = {}
+        self._waiting: list[_Ask] = []
+        self._sampling: dict[PreparedGroup, list[_Ask]] = {}
         self._working = 0  # that may still ask
 
     @property
@@ -76,19 +63,20 @@ class Asks:
             await asyncio.wait(tasks)
             raise
 
-    async def sampled(self, ask: Ask) -> SampledGroup:
+    async def sampled(self, group: PreparedGroup) -> SampledGroup:
         """Called by what is `working`, and is not while it waits."""
-        self._waiting.append(ask)
+        answer: asyncio.Future[SampledGroup] = asyncio.get_running_loop().create_future()
+        self._waiting.append((group, answer))
         self._working -= 1
         self.happened.set()
         try:
-            return await ask.answer
+            return await answer
         finally:
             self._working += 1
 
-    async def continued(self, ask: Ask) -> Tokens:
-        """The tokens of an ask with one prompt."""
-        return (await self.sampled(ask)).tokens[0]
+    async def continued(self, group: PreparedGroup) -> Tokens:
+        """The tokens that continue the one prompt of a group."""
+        return (await self.sampled(group)).tokens[0]
 
     def step(self) -> bool:
         """Have the engine sample; returns whether any answers were given."""
@@ -97,57 +85,52 @@ class Asks:
             return False
         ended = self._engine.sample(batch)
         for sampled in ended:
-            for index, ask in enumerate(self._sampling.pop(sampled.prepared)):
-                _answer(ask, sampled, index)
+            left = iter(sampled.tokens)
+            for group, answer in self._sampling.pop(sampled.prepared):
+                _give(answer, replace(sampled, prepared=group, tokens=[*islice(left, len(group.prompt_ids))]))
         return bool(ended)
 
     def refuse(self, error: Exception) -> None:
         """Nobody will sample what is asked for."""
-        for ask in [*self._waiting, *(ask for asks in self._sampling.values() for ask in asks)]:
-            if not ask.answer.done():
-                ask.answer.set_exception(error)
+        for group, answer in [*self._waiting, *chain.from_iterable(self._sampling.values())]:
+            _give(answer, SampledGroup(prepared=group, error=error))
         self._waiting.clear()
         self._sampling.clear()
 
     def _batch(self) -> list[PreparedGroup]:
         if not self._engine.joins and (self._sampling or self._working):
             return []
-        asks, self._waiting = [ask for ask in self._waiting if not ask.answer.done()], []
-        asks.sort(key=lambda ask: (ask.job.seq, ask.place or 0))
-        parts = [[ask] for ask in asks] if self._engine.joins else _together(asks)
-        batch = {_prepared(part): part for part in parts}
+        asks, self._waiting = [ask for ask in self._waiting if not ask[1].done()], []
+        asks.sort(key=lambda ask: (ask[0].job.seq, ask[0].place))
+        parts = [[ask] for ask in asks]
+        if not self._engine.joins:
+            parts = [[*part] for _, part in groupby(asks, lambda ask: (ask[0].job.seq, ask[0].turn))]
+        batch = {_together([group for group, _ in part]): part for part in parts}
         self._sampling.update(batch)
         return list(batch)
 
 
-def _together(asks: Sequence[Ask]) -> list[list[Ask]]:
-    """The dialogues of a job side by side."""
-    return [list(part) for _, part in groupby(asks, lambda ask: (ask.job.seq, ask.turn, ask.place is None))]
-
-
-def _prepared(asks: Sequence[Ask]) -> PreparedGroup:
-    first = asks[0]
-    images = [image for ask in asks for image in ask.images or [None] * len(ask.prompt_ids)]
-    return PreparedGroup(
-        job=first.job,
-        version=first.version,
-        prompt_ids=[list(ids) for ask in asks for ids in ask.prompt_ids],
+def _together(groups: Sequence[PreparedGroup]) -> PreparedGroup:
+    """The prompts of one job side by side."""
+    first, *others = groups
+    if not others:
+        return first
+    images = [image for group in groups for image in group.images or [None] * len(group.prompt_ids)]
+    return replace(
+        first,
+        prompt_ids=[ids for group in groups for ids in group.prompt_ids],
         images=images if any(images) else None,
-        fields=tuple(ask.fields or {} for ask in asks) if any(ask.fields for ask in asks) else (),
-        turn=first.turn,
-        place=first.place or 0,
+        fields=[fields for group in groups for fields in group.fields or [{}]] if any(g.fields for g in groups) else (),
     )
 
 
-def _answer(ask: Ask, sampled: SampledGroup, index: int) -> None:
-    """Give an ask its own of what was sampled for several dialogues, which have one prompt each."""
-    if ask.answer.done():  # nobody waits for it any more
+def _give(answer: asyncio.Future[SampledGroup], sampled: SampledGroup) -> None:
+    if answer.done():  # nobody waits for it any more
         return
     if sampled.error is not None:
-        ask.answer.set_exception(as_exception(sampled.error))
-        return
-    mine = slice(None) if ask.place is None else slice(index, index + 1)
-    ask.answer.set_result(SampledGroup(prepared=sampled.prepared, tokens=sampled.tokens[mine]))
+        answer.set_exception(as_exception(sampled.error))
+    else:
+        answer.set_result(sampled)
 
 
 def as_exception(error: BaseException) -> Exception:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from async_grpo.errors import RunRefused
 from async_grpo.images import images_in
 from async_grpo.records import Job
+from async_grpo.rollout.engines import PreparedGroup
 from async_grpo.rollout.left import Left, leave, left
 from async_grpo.rollout.threads import refusing_signals
 from async_grpo.rollout.trl_group import GeneratedGroup, rows_of
@@ -29,35 +30,32 @@ from async_grpo.transcript import Transcript
 _DUMMY = "dummy"
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """What a dialogue wants to be continued."""
-
-    ids: list[int]
-    images: Images = None
-    fields: Any = None
+Tokenized = tuple[list[int], Images, Any]  # a prompt's tokens, its images, and what a processor made of them
 
 
 class Dialogue:
-    """One completion on its way: `begin`, then `calls`, `prompt_after` and `add` as long as it `wants_tools`."""
+    """One completion on its way: `begin`, then `calls`, `prompt_after` and `add` as long as it `wants_tools`.
+
+    Args:
+        group: the dialogue's, with the message that it begins with, and the place of its completion.
+    """
 
     def __init__(
-        self, trl: RolloutTrainer, place: int, message: Any, prompt: Prompt, ends: MessageEnds, results: ToolResults
+        self, trl: RolloutTrainer, group: PreparedGroup, prompt: Tokenized, ends: MessageEnds, results: ToolResults
     ) -> None:
         self._trl = trl
         self._ends = ends
         self._results = results
         self.tool_images: list[Any] = []
         self._trainer = copy.copy(trl.trainer)
-        self._tools = (_at(trl.trainer, "_sync_tool_dicts", place), _at(trl.trainer, "_async_tool_dicts", place))
-        self._message = message
+        self._tools = [_at(trl.trainer, name, group.place) for name in ("_sync_tool_dicts", "_async_tool_dicts")]
+        self._group = group
         self._most_turns = self._trainer.max_tool_calling_iterations
         self._trainer.max_tool_calling_iterations = 1
         self._trainer.environments = None
-        self.place = place
-        self.prompt = self._asked([prompt.ids], prompt.images, prompt.fields)  # the first one
-        self.transcript = Transcript(self.prompt.ids)
-        self._images, self._fields = prompt.images, prompt.fields
+        ids, self._images, self._fields = prompt
+        self.transcript = Transcript(ids)
+        self.prompt = self._asked([ids], self._images, self._fields)  # the first one
         self.messages: Any = None  # the completion, as TRL has it
         self._suffix: list[int] | None = None  # what the tools of this turn add to the prompt
         self.call_count = self.failure_count = 0
@@ -67,10 +65,11 @@ class Dialogue:
         self.transcript.write(first)
         if not self._trainer.tools:
             return
-        self._trainer._tokenize_prompts = lambda prompts: ([self.prompt.ids], self._images, self._fields or {})
+        tokenized = [self.transcript.prompt_ids], self._images, self._fields or {}
+        self._trainer._tokenize_prompts = lambda prompts: tokenized
         self._trainer._generate_single_turn = lambda *_, **__: ids_and_logprobs([first])
         self._trainer._tool_call_loop = leave
-        place = _left(type(self._trainer)._generate, self._trainer, [self._message])
+        place = _left(type(self._trainer)._generate, self._trainer, [self._group.prompt])
         self.messages = place.arguments[3][0]
         del self._trainer._tool_call_loop
 
@@ -86,7 +85,7 @@ class Dialogue:
         _left(self._turn)
         return noted
 
-    def prompt_after(self, outcomes: Sequence[Outcome]) -> Prompt | None:
+    def prompt_after(self, outcomes: Sequence[Outcome]) -> PreparedGroup | None:
         """What the model is to continue now; None: there is no room, the completion stays as it is."""
         self._suffix = None
         self._answer_with(outcomes)
@@ -143,20 +142,15 @@ class Dialogue:
         fields: Any = None,
         num_generations: int = 1,
         has_tool_images: bool = False,
-    ) -> Prompt:
+    ) -> PreparedGroup:
         if self.tool_images and not has_tool_images:  # of an earlier turn; TRL's loop sees all of its turns at once
             assert self._images is not None
             processor = self._trainer.processing_class.image_processor
             images, has_tool_images = self._images, True
             fields = dict(processor(images=self._images[0], return_tensors="pt"))
-        asked: list[Prompt] = []
-
-        def note(prompt_ids: list[list[int]], images: Images = None, fields: Any = None) -> Any:
-            asked.append(Prompt(prompt_ids[0], images, fields))
-            return [], []
-
-        self._trl.single_turn(note, ids, images, fields, num_generations, has_tool_images)
-        return asked[0]
+        ids, images, fields = self._trl.turn_asked(ids, images, fields, num_generations, has_tool_images)
+        made = (fields,) if fields else ()
+        return replace(self._group, prompt_ids=ids, images=images, fields=made, turn=self.transcript.turns)
 
     def _answer_with(self, outcomes: Sequence[Outcome]) -> None:
         left = iter(outcomes)
@@ -261,26 +255,25 @@ class Dialogues:
         with refusing_signals():
             (self._prompts,) = _left(trainer._generate_and_score_completions, self._rows).arguments
         prompts, ends, results = self._first_prompts(trainer), MessageEnds(trainer), ToolResults(trainer)
-        self.all = [
-            Dialogue(self.trl, place, message, prompt, ends, results)
-            for place, (message, prompt) in enumerate(zip(self._prompts, prompts, strict=True))
-        ]
+        for place, (message, prompt) in enumerate(zip(self._prompts, prompts, strict=True)):
+            group = PreparedGroup(job=self.job, version=self.version, prompt_ids=[], prompt=message, place=place)
+            self.all.append(Dialogue(self.trl, group, prompt, ends, results))
 
-    def _first_prompts(self, trainer: Any) -> list[Prompt]:
+    def _first_prompts(self, trainer: Any) -> list[Tokenized]:
         copies = copy.deepcopy(self._prompts)
         if not any(map(images_in, self._prompts)):
             self._tokenized = trainer._tokenize_prompts(copies)
-            return [Prompt(list(ids)) for ids in self._tokenized[0]]
+            return [(list(ids), None, None) for ids in self._tokenized[0]]
         names = getattr(trainer, "_batch_environments", None)
         made = []
         for place, prompt in enumerate(copies):  # each with the fields of its own images
             if names is not None:
                 trainer._batch_environments = [names[place]]
             ids, images, fields = trainer._tokenize_prompts([prompt])
-            made.append(Prompt(list(ids[0]), images, fields))
+            made.append((list(ids[0]), images, fields))
         if names is not None:
             trainer._batch_environments = names
-        self._tokenized = ([prompt.ids for prompt in made], [(prompt.images or [None])[0] for prompt in made], {})
+        self._tokenized = ([ids for ids, *_ in made], [(images or [None])[0] for _, images, _ in made], {})
         return made
 
     def finish(self) -> GeneratedGroup:

@@ -14,9 +14,10 @@ import torch
 
 from async_grpo.errors import PeerDiedError
 from async_grpo.rollout.engines import Engine
+from async_grpo.rollout.generation import Generation
 from async_grpo.rollout.trl_group import GroupOutcome
-from async_grpo.rollout.turns.asks import Ask, Asks, as_exception
-from async_grpo.rollout.turns.dialogue import Dialogue, Dialogues, Prompt
+from async_grpo.rollout.turns.asks import Asks, as_exception
+from async_grpo.rollout.turns.dialogue import Dialogue, Dialogues
 from async_grpo.rollout.turns.tools import Tools
 from async_grpo.rollout.turns.whole import Threads, WholeGenerations
 from async_grpo.settings import WorkerSettings
@@ -26,7 +27,7 @@ from async_grpo.telemetry.activity import activity
 if TYPE_CHECKING:
     from async_grpo.records import Job
     from async_grpo.rollout.endpoint.harness import Harness
-    from async_grpo.rollout.trl_group import GeneratedGroup, Scores
+    from async_grpo.rollout.trl_group import GeneratedGroup
     from async_grpo.rollout.trl_trainer import RolloutTrainer
 
 WAKE_S = 0.02  # a worker whose engine is idle waits this long for its dialogues before it looks around
@@ -34,14 +35,12 @@ ROUNDS = 6  # of the event loop between two steps of the engine: what woke up ge
 CLOSE_S = 2.0  # that code which waits for tokens gets to end
 
 
-class Turns:
-    """Made and used by the worker's thread, which steps the event loop; `score` may be called by others."""
+class Turns(Generation):
+    """Steps an event loop between two steps of the engine."""
 
     def __init__(self, trl: RolloutTrainer, engine: Engine, settings: WorkerSettings | None = None) -> None:
         settings = settings or WorkerSettings()
-        self.joins = engine.joins
-        self._trl = trl
-        self._engine = engine
+        super().__init__(trl, engine)
         self._loop = asyncio.new_event_loop()
         self._asks = Asks(engine)
         self._threads = Threads()
@@ -83,9 +82,6 @@ class Turns:
         if self._asks.step():
             self._loop.run_until_complete(_rounds())
         return self._ended()
-
-    def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
-        return self._trl.score(groups)
 
     def let_go(self, group: GeneratedGroup) -> None:
         """Its environments are used again."""
@@ -146,7 +142,7 @@ class Turns:
             dialogues = Dialogues(copy.trl, job, version)
             with self._asks.working():
                 await self._begin(dialogues)
-            await self._asks.side_by_side([self._converse(each, dialogues, copy) for each in dialogues.all])
+            await self._asks.side_by_side([self._converse(each, copy) for each in dialogues.all])
             return [dialogues.finish()]
 
     async def _begin(self, dialogues: Dialogues) -> None:
@@ -156,15 +152,15 @@ class Turns:
         async with self._beginning:
             await self._threads.run(dialogues.begin, name=f"group {dialogues.job.seq}")
 
-    async def _converse(self, dialogue: Dialogue, of: Dialogues, copy: _Copy) -> None:
+    async def _converse(self, dialogue: Dialogue, copy: _Copy) -> None:
         with self._asks.working():
-            dialogue.begin(await self._asks.continued(_ask(of, dialogue, dialogue.prompt)))
+            dialogue.begin(await self._asks.continued(dialogue.prompt))
             while dialogue.wants_tools:
                 outcomes = await self._tools.run(dialogue.calls(), copy.calls_left)
                 prompt = dialogue.prompt_after(outcomes)
                 if prompt is None:
                     return
-                dialogue.add(outcomes, await self._asks.continued(_ask(of, dialogue, prompt)))
+                dialogue.add(outcomes, await self._asks.continued(prompt))
 
     async def _go_on(self) -> None:
         """Let all go on that can, until the engine has something to do."""
@@ -247,18 +243,6 @@ class _Copies:
         """Use it for other groups, unless a tool that was given up may still use its environments."""
         if not (self.have_environments and self._tools.still_running(copy.calls_left)):
             self._idle.append(copy.trl)
-
-
-def _ask(of: Dialogues, dialogue: Dialogue, prompt: Prompt) -> Ask:
-    return Ask(
-        job=of.job,
-        version=of.version,
-        turn=dialogue.transcript.turns,
-        prompt_ids=[prompt.ids],
-        images=prompt.images,
-        fields=prompt.fields,
-        place=dialogue.place,
-    )
 
 
 async def _rounds() -> None:

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from async_grpo.errors import PeerDiedError, WaitTimeoutError
-from async_grpo.rollout.engines import Fields, SampledGroup
+from async_grpo.rollout.engines import Fields, PreparedGroup, SampledGroup
 from async_grpo.rollout.threads import KeptThreads, refusing_signals
-from async_grpo.rollout.turns.asks import Ask, Asks, as_exception
+from async_grpo.rollout.turns.asks import Asks, as_exception
 from async_grpo.tokens import ids_and_logprobs
 
 if TYPE_CHECKING:
@@ -75,11 +75,17 @@ class WholeGenerations:
 
         def sample(prompt_ids: list[list[int]], images: Images = None, fields: Fields | None = None) -> Sampled:
             job = replace(jobs[0], sampling=trl.sampling_of(jobs[0]))
-            asked = {"prompt_ids": prompt_ids, "images": images, "fields": fields}
+            group = PreparedGroup(
+                job=job,
+                version=version,
+                prompt_ids=[list(ids) for ids in prompt_ids],
+                images=images,
+                fields=(fields,) if fields else (),
+                turn=len(turns),
+            )
             self._alone.release()
             try:
-                sampled = self._sampled(job=job, version=version, turn=len(turns), **asked)
-                turns.append(self._wait(asyncio.run_coroutine_threadsafe(sampled, loop)))
+                turns.append(self._wait(asyncio.run_coroutine_threadsafe(self._asks.sampled(group), loop)))
             finally:
                 self._alone.acquire()
             return ids_and_logprobs(turns[-1].tokens)
@@ -90,9 +96,6 @@ class WholeGenerations:
 
         await self._threads.run(work, name=f"group {jobs[0].seq}")
         return [noted(group, turns) for group in made]
-
-    async def _sampled(self, **asked: Any) -> SampledGroup:
-        return await self._asks.sampled(Ask(**asked))  # made on the event loop
 
     def _wait(self, sampled: Future[SampledGroup]) -> SampledGroup:
         deadline = time.monotonic() + TURN_WAIT_S
