@@ -14,7 +14,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -83,7 +83,7 @@ class Critic:
         if self._accelerator.is_main_process:
             folder = checkpoint / FOLDER
             folder.mkdir(parents=True, exist_ok=True)
-            save_file({name: tensor.clone() for name, tensor in weights.items()}, folder / _WEIGHTS)
+            save_file({name: cast(Tensor, tensor).clone() for name, tensor in weights.items()}, folder / _WEIGHTS)
             torch.save({"optimizer": moments, "kl_coef": kl_coef}, folder / _OPTIMIZER)
 
     def load(self, checkpoint: Path) -> float:
@@ -99,7 +99,8 @@ class Critic:
                 "its model, or resume from a checkpoint that PPOTrainer wrote."
             )
         rate = self.optimizer.param_groups[0]["lr"]
-        weights, saved = load_file(folder / _WEIGHTS), torch.load(folder / _OPTIMIZER, weights_only=True)
+        weights: dict[str, Any] = {**load_file(folder / _WEIGHTS)}
+        saved = torch.load(folder / _OPTIMIZER, weights_only=True)
         set_state_dict(
             self.model,
             self.optimizer.optimizer,

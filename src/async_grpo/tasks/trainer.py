@@ -49,6 +49,7 @@ class MultiTask(GRPOTrainer):
     """
 
     task_quotas: dict[str, int] | None = None  # groups of each task that a batch waits for; None: of any
+    _buffered_inputs: Any  # of TRL
     _gradients: TaskGradients | None = None  # of each task; None: TRL's, of all of them
 
     def __init__(
