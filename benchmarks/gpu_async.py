@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--completion", type=int, default=256)
     parser.add_argument("--workers", default="1,2,4")
+    parser.add_argument("--waiting", action="store_true", help="the first with workers once more, as they waited once")
     parser.add_argument("--json", type=Path, help="write the rows to this file, too")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for each row")
     options = parser.parse_args()
@@ -42,17 +43,19 @@ def main() -> int:
         devices = ",".join([options.device] * count)
         arguments = ["--master-device-id", options.device, "--worker-device-ids", devices]
         rows.append((f"{count} worker{'s' if count > 1 else ''}", arguments))
+    if options.waiting:
+        rows.append((f"{rows[1][0]}, waiting for the GPU at every token", rows[1][1]))
     for name, arguments in rows:
-        row = measure(arguments, options)
+        row = measure(arguments, options, wait="waiting" in name)
         failed += row is None
         if row is not None:
             speeds[name] = row[1]
         print(f"| {name} | {row[0] if row else 'failed: see above | | | |'}", flush=True)
+        if options.json:  # after each row: a machine may be taken away in the middle
+            found = [{"name": name, "value": share} for name, share in shares(speeds).items()]
+            options.json.write_text(json.dumps({"rows": found}, indent=1))
     for name, share in shares(speeds).items():
         print(f"\n{name}: {share:.2f}", flush=True)
-    if options.json:
-        found = [{"name": name, "value": share} for name, share in shares(speeds).items()]
-        options.json.write_text(json.dumps({"rows": found}, indent=1))
     return 1 if failed else 0
 
 
@@ -63,7 +66,7 @@ def shares(speeds: dict[str, float]) -> dict[str, float]:
     return {f"{name} against TRL alone": speed / alone for name, speed in others.items()} if alone else {}
 
 
-def measure(arguments: list[str], options: argparse.Namespace) -> tuple[str, float] | None:
+def measure(arguments: list[str], options: argparse.Namespace, *, wait: bool = False) -> tuple[str, float] | None:
     """One run; its row of the table and tokens a second, None where it made too few steps."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "steps.jsonl"
@@ -74,6 +77,7 @@ def measure(arguments: list[str], options: argparse.Namespace) -> tuple[str, flo
             "COMPLETION": str(options.completion),
             "STEPS": str(options.steps + WARM_UP),
             "STEP_LOG": str(log),
+            "WAIT_AT_EVERY_TOKEN": "1" if wait else "0",
         }
         command = [sys.executable, "-m", "async_grpo.cli", "train", str(SETUP), *arguments]
         with (Path(folder) / "output.txt").open("wb") as output:

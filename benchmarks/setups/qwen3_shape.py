@@ -4,6 +4,7 @@
     COMPLETION      tokens of a completion (256); a random model hardly ever ends by itself
     STEPS           optimizer steps (10)
     SAVE_STEPS      steps from one checkpoint to the next (none)
+    WAIT_AT_EVERY_TOKEN  1: workers wait for the GPU after each token, as they did until November 2026
 
 `python benchmarks/setups/qwen3_shape.py FOLDER` saves model and tokenizer instead, for recipes that load one.
 """
@@ -76,7 +77,17 @@ class StepLog(TrainerCallback):
                 lines.write(json.dumps(line) + "\n")
 
 
+def wait_at_every_token() -> None:
+    """Let workers that read weights in place ask whether these are intact as they once did."""
+    from async_grpo_ipc import RemoteWeights
+
+    intact = RemoteWeights.intact
+    RemoteWeights.intact = lambda self, *, wait=True: intact(self, wait=True)
+
+
 def get_trainer() -> GRPOTrainer:
+    if os.environ.get("WAIT_AT_EVERY_TOKEN") == "1":
+        wait_at_every_token()
     tokenizer = build_tokenizer()
     return GRPOTrainer(
         model=build_model(tokenizer),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,9 +42,9 @@ def test_parts_of_the_report(tmp_path: Path) -> None:
 
 
 def test_a_part_that_fails_is_said_and_the_others_go_on(tmp_path: Path) -> None:
-    code, report = check(tmp_path, "tests", "weights", GSM8K_PATH="", PYTHON="false")
+    code, report = check(tmp_path, "smoke", "weights", GSM8K_PATH="", PYTHON="false")
     assert code == 1
-    for part in ("Doctor", "Tests marked gpu", "Weights"):
+    for part in ("Doctor", "Weights between processes", "Weights"):
         section = report.split(f"## {part}\n")[1].split("\n## ")[0]
         assert "**Failed** with exit code 1" in section
 
@@ -65,6 +66,30 @@ def test_a_report_that_is_killed_has_what_was_said_until_then(tmp_path: Path) ->
     assert "half a figure" in report.read_text()
 
 
+def test_the_plan_has_each_part_in_under_ten_minutes(tmp_path: Path) -> None:
+    code, report = check(tmp_path, "--plan", GSM8K_PATH="data")
+    assert code == 0 and not report, "nothing is run, and nothing is reported"
+    script = [str(ROOT / "scripts" / "gpu_check.sh"), "--plan"]
+    plan = subprocess.run(script, env={**os.environ, "GSM8K_PATH": "data"}, capture_output=True, text=True, timeout=60)
+    limits: dict[str, int] = {}
+    for line in plan.stdout.splitlines():
+        if line.startswith("scripts/gpu_check.sh "):
+            part = line.split()[1]
+            limits[part] = 0
+        elif found := re.search(r"at most (\d+) s", line):
+            limits[part] += int(found[1])
+    assert list(limits) == ["smoke", "tests", "kill", "async", "weights", "deterministic", "gsm8k", "targets"]
+    assert all(seconds < 600 for seconds in limits.values())
+    assert all(limits[part] for part in limits if part != "targets")
+
+
+def test_two_runs_of_one_seed_have_one_hash(tmp_path: Path) -> None:
+    code, report = check(tmp_path, "deterministic")
+    assert code == 0, report
+    first, second = re.findall(r"^([0-9a-f]{64})  .*model.safetensors$", report, re.MULTILINE)
+    assert first == second
+
+
 def test_an_unknown_part(tmp_path: Path) -> None:
     assert check(tmp_path, "everything") == (2, "unknown: everything\n")
 
@@ -73,7 +98,7 @@ def test_an_unknown_part(tmp_path: Path) -> None:
 def test_targets_are_held_against_the_worst_row(tmp_path: Path, value: float, verdict: str) -> None:
     rows = [{"name": "1 worker against TRL alone", "value": 9}, {"name": "2 workers against TRL alone", "value": value}]
     (tmp_path / "gpu_async.json").write_text(json.dumps({"rows": rows}))
-    rows = [{"name": "publish, 1B bf16, flat", "value": 0.9}, {"name": "publish, 10M bf16, flat", "value": 0.5}]
+    rows = [{"name": "publish, 1B fp32, flat", "value": 0.5}, {"name": "publish, 1B bf16, flat", "value": 0.1}]
     (tmp_path / "gpu_weights.json").write_text(json.dumps({"rows": rows}))
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu_targets.py"), str(tmp_path)]
     table = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
