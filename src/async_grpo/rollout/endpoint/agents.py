@@ -9,17 +9,16 @@ import asyncio
 import inspect
 import itertools
 import threading
-from concurrent.futures import Future
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import ServerDisconnectedError
 
 from async_grpo.errors import GeneratorError
 from async_grpo.rollout.failures import causes_of
-from async_grpo.rollout.threads import KeptThreads, refusing_signals
+from async_grpo.rollout.threads import refusing_signals
 from async_grpo.rollout.turns.asks import as_exception
 from async_grpo.rollout.turns.calls import Outcome
+from async_grpo.rollout.turns.whole import Threads
 
 if TYPE_CHECKING:
     from async_grpo.setup.openai_harness import Agent, Endpoint
@@ -34,11 +33,11 @@ class Agents:
     def __init__(self, agent: Agent) -> None:
         self._agent: Any = agent
         self._is_async = any(map(inspect.iscoroutinefunction, (agent, getattr(agent, "__call__", None))))  # noqa: B004
-        self._threads = KeptThreads()
+        self._threads = Threads()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._numbers = itertools.count()
         self._running: set[int] = set()  # calls in threads
-        self._left_behind: set[int] = set()  # those of them that nobody waits for any more
+        self._waited_for: set[int] = set()  # those of them that have time left
 
     def start(self, prompt: Any, endpoint: Endpoint) -> asyncio.Future[Outcome]:
         """What the call comes to. To cancel it ends an async call; a thread is left behind."""
@@ -46,35 +45,32 @@ class Agents:
             return asyncio.wrap_future(
                 asyncio.run_coroutine_threadsafe(self._awaited(prompt, endpoint), self._own_loop())
             )
-        ended: Future[Outcome] = Future()
-        number = next(self._numbers)
-        self._running.add(number)
-
-        def work() -> None:
-            outcome = self._called(prompt, endpoint)
-            self._running.discard(number)
-            self._left_behind.discard(number)
-            with suppress(Exception):  # it was cancelled
-                ended.set_result(outcome)
-
-        self._threads.run(work, name="agent")
-        waited_for = asyncio.wrap_future(ended)
-        waited_for.add_done_callback(lambda _: self._leave(number))
-        return waited_for
+        return asyncio.ensure_future(self._in_thread(prompt, endpoint))
 
     def check(self, timeout_s: float) -> None:
         """Raise `GeneratorError` if too many calls will not end: each keeps a thread, and what it holds."""
-        if len(self._left_behind) > MOST_LEFT_BEHIND:
+        if (left_behind := len(self._running - self._waited_for)) > MOST_LEFT_BEHIND:
             raise GeneratorError(
-                f"{len(self._left_behind)} calls of the agent still run after their {timeout_s:g} s without a request "
+                f"{left_behind} calls of the agent still run after their {timeout_s:g} s without a request "
                 "(--tool-timeout). Python cannot stop a thread, so this worker ends and another takes its place. Give "
                 "what the agent waits for a time-out of its own, or raise --tool-timeout."
             )
 
-    def _leave(self, number: int) -> None:
-        if number in self._running:
-            self._left_behind.add(number)
-        self._left_behind.intersection_update(set(self._running))
+    async def _in_thread(self, prompt: Any, endpoint: Endpoint) -> Outcome:
+        number = next(self._numbers)
+
+        def work() -> Outcome:
+            try:
+                return self._called(prompt, endpoint)
+            finally:
+                self._running.discard(number)
+
+        self._waited_for.add(number)
+        self._running.add(number)
+        try:
+            return await self._threads.run(work, name="agent")
+        finally:
+            self._waited_for.discard(number)
 
     def _called(self, prompt: Any, endpoint: Endpoint) -> Outcome:
         try:

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from async_grpo.errors import PeerDiedError, WaitTimeoutError
 from async_grpo.rollout.engines import Fields, PreparedGroup, SampledGroup
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from async_grpo.rollout.trl_group import GeneratedGroup
     from async_grpo.rollout.trl_trainer import Images, RolloutTrainer, Sampled
 
+T = TypeVar("T")
 TURN_WAIT_S = 4 * 3600.0  # for the completions of one turn; the worker's thread is watched meanwhile
 LOOK_S = 5.0  # waiting code looks this often whether the worker's thread is alive
 
@@ -36,22 +38,21 @@ class Threads:
     def __init__(self) -> None:
         self._threads = KeptThreads()
 
-    async def run(self, work: Callable[[], None], name: str) -> None:
-        """Await `work`. Raises what it raised; `UserCodeExit` for what would end the loop."""
+    async def run(self, work: Callable[[], T], name: str) -> T:
+        """What `work` returns. Raises what it raised; `UserCodeExit` for what would end the loop."""
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
+        ended: asyncio.Future[T] = loop.create_future()
 
         def in_thread() -> None:
-            error: Exception | None = None
             try:
-                work()
+                end = partial(ended.set_result, work())
             except BaseException as raised:  # noqa: BLE001  # of the user's code: it belongs to the job
-                error = as_exception(raised)
+                end = partial(ended.set_exception, as_exception(raised))
             with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
-                loop.call_soon_threadsafe(_end, ended, error)
+                loop.call_soon_threadsafe(lambda: ended.done() or end())
 
         self._threads.run(in_thread, name)
-        await ended
+        return await ended
 
 
 class WholeGenerations:
@@ -70,7 +71,6 @@ class WholeGenerations:
     async def run(self, trl: RolloutTrainer, jobs: Sequence[Job], version: int) -> list[GeneratedGroup]:
         """The groups of the jobs, generated together."""
         turns: list[SampledGroup] = []
-        made: list[GeneratedGroup] = []
         loop = asyncio.get_running_loop()
 
         def sample(prompt_ids: list[list[int]], images: Images = None, fields: Fields | None = None) -> Sampled:
@@ -90,11 +90,11 @@ class WholeGenerations:
                 self._alone.acquire()
             return ids_and_logprobs(turns[-1].tokens)
 
-        def work() -> None:
+        def work() -> list[GeneratedGroup]:
             with self._alone, refusing_signals():
-                made.extend(trl.generate(jobs, version, sample))
+                return trl.generate(jobs, version, sample)
 
-        await self._threads.run(work, name=f"group {jobs[0].seq}")
+        made = await self._threads.run(work, name=f"group {jobs[0].seq}")
         return [noted(group, turns) for group in made]
 
     def _wait(self, sampled: Future[SampledGroup]) -> SampledGroup:
@@ -105,15 +105,6 @@ class WholeGenerations:
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(f"Timed out after {TURN_WAIT_S:.0f} s waiting for the engine's tokens.")
         return sampled.result()
-
-
-def _end(ended: asyncio.Future[None], error: Exception | None) -> None:
-    if ended.done():
-        return
-    if error is None:
-        ended.set_result(None)
-    else:
-        ended.set_exception(error)
 
 
 def noted(group: GeneratedGroup, turns: Sequence[SampledGroup]) -> GeneratedGroup:
