@@ -26,11 +26,7 @@ class Generation(ABC):
 
     def __init__(self, trl: RolloutTrainer, engine: Engine) -> None:
         self._trl, self._engine = trl, engine
-
-    @property
-    def joins(self) -> bool:
-        """Whether jobs can be started while others are generated."""
-        return self._engine.joins
+        self.joins = engine.joins  # jobs can be started while others are generated
 
     @property
     def most_groups(self) -> int:

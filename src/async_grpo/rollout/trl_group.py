@@ -193,7 +193,7 @@ def to_record(group: GeneratedGroup, scores: Scores, *, attempt: int, worker: st
             reward_names=tuple(scores.names),
             prompt_ids=prompt_ids[0] if one_prompt else np.concatenate(prompt_ids),
             prompt_lengths=None if one_prompt else _lengths(prompt_ids),
-            completion_lengths=_lengths(group.tokens),
+            completion_lengths=_lengths(group.completion_ids),
             completion_ids=completion_ids,
             sampling_logprobs=_flat((tokens.logprobs for tokens in group.tokens), np.float32),
             tool_mask=_flat((tokens.mask for tokens in group.tokens), np.uint8) if group.has_masks else None,
