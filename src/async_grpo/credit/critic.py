@@ -79,6 +79,7 @@ class Critic:
 
     def save(self, checkpoint: Path, kl_coef: float) -> None:
         """Add the critic to a checkpoint. Every process calls it: where the critic is sharded, each has a part."""
+        weights: Any
         weights, moments = get_state_dict(self.model, self.optimizer.optimizer, options=_WHOLE)
         if self._accelerator.is_main_process:
             folder = checkpoint / FOLDER
@@ -99,7 +100,7 @@ class Critic:
                 "its model, or resume from a checkpoint that PPOTrainer wrote."
             )
         rate = self.optimizer.param_groups[0]["lr"]
-        weights: dict[str, Any] = {**load_file(folder / _WEIGHTS)}
+        weights: Any = load_file(folder / _WEIGHTS)
         saved = torch.load(folder / _OPTIMIZER, weights_only=True)
         set_state_dict(
             self.model,
