@@ -31,6 +31,7 @@ from async_grpo.credit.gae import (
 )
 from async_grpo.credit.ppo_config import PPOConfig
 from async_grpo.credit.trainer import TurnGRPOTrainer
+from async_grpo.records import RolloutGroup
 from async_grpo.setup.generator_choice import has_images
 
 HOOKS = (
@@ -89,6 +90,9 @@ class PPOTrainer(TurnGRPOTrainer, Algorithm):
     @property
     def _beta_of_loss(self) -> float:
         return 0.0 if self.args.kl_in_reward else float(self.args.beta)
+
+    def teaches_nothing(self, group: RolloutGroup) -> bool:
+        return False
 
     def trained_besides(self) -> int:
         return critics.parameters_of(self.model, self._own_critic, self.args.critic_model, self.args.model_init_kwargs)
