@@ -26,7 +26,6 @@ from recorded_batches import replaying
 from test_turn_trainer import QWEN3_CHAT_TEMPLATE, Script, called, double, reply, says_eight
 from torch import Tensor, nn
 from transformers import Qwen3ForTokenClassification
-from trl import GRPOTrainer
 from trl_contract import moved
 
 from async_grpo.credit import PPOConfig, PPOTrainer, ppo
@@ -94,6 +93,33 @@ def test_the_critic_learns_and_moves_nothing_of_the_policy(tmp_path: Path) -> No
     assert all(torch.equal(tensor, before[name]) for name, tensor in frozen.model.state_dict().items())
     losses = [entry["critic/vf_loss"] for entry in training_logs(frozen)]
     assert sum(losses[-4:]) < 0.5 * sum(losses[:4])
+
+
+class Dealing(PPOTrainer):
+    """Deals the micro-batches of a generation batch anew, as a class that is put before `PPOTrainer` may."""
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        is_new = self._step % self.args.steps_per_generation == 0
+        super()._prepare_inputs(generation_batch)
+        if is_new:
+            self._buffered_inputs = [dict(batch) for batch in reversed(self._buffered_inputs)]
+            self.seen: list[tuple[int, int]] = getattr(self, "seen", [])
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.policys = id(inputs)
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _train_critic(self, batch: Any) -> None:
+        self.seen.append((self.policys, id(batch)))
+        super()._train_critic(batch)
+
+
+def test_the_critic_trains_on_the_micro_batches_of_the_policy(tmp_path: Path) -> None:
+    changes = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 2, "max_steps": 2}
+    trainer = ppo_trainer(tmp_path, trainer_class=Dealing, **changes)()
+    trainer.train()
+    assert len(trainer.seen) == 8 and all(policys == critics_ for policys, critics_ in trainer.seen)
 
 
 def test_values_are_read_before_their_token_and_do_not_depend_on_padding(tmp_path: Path) -> None:
@@ -413,8 +439,8 @@ def test_the_losses_of_trl_are_verls(loss_type: str, mode: str, tmp_path: Path) 
 
 
 def test_the_hooks_of_ppo(tmp_path: Path) -> None:
-    for name in ppo.HOOKS:
-        assert hasattr(GRPOTrainer, name), moved(f"GRPOTrainer.{name}", "is gone", "async_grpo.credit.ppo")
     trainer: Any = ppo_trainer(tmp_path)()
+    for name in ppo.HOOKS:
+        assert hasattr(trainer, name), moved(f"GRPOTrainer.{name}", "is gone", "async_grpo.credit.ppo")
     assert math.isfinite(trainer.beta) and isinstance(trainer._metrics["train"]["x"], list)
     assert own_names({"async/x": 1, "critic/lr": 2}) == {"critic/lr"}

@@ -40,6 +40,7 @@ HOOKS = (
     "_prepare_for_training",
     "_prepare_inputs",
     "_save_checkpoint",
+    *("_buffered_inputs", "_step"),
 )
 
 _OF_GROUPS = ("credit", "turn_advantage_coef", "turn_discount", "no_turn_reward", "original")
@@ -71,7 +72,6 @@ class PPOTrainer(TurnGRPOTrainer, Algorithm):
     args: PPOConfig
     kl_coef: float  # beta, where KL is in the reward
     _critic: Critic | None = None  # from the start of the training
-    _micro_batch: dict[str, Any]  # that the policy was trained on last
 
     def __init__(self, *args: Any, critic: nn.Module | None = None, **kwargs: Any) -> None:
         if of_groups := [name for name in _OF_GROUPS if name in kwargs]:
@@ -215,16 +215,16 @@ class PPOTrainer(TurnGRPOTrainer, Algorithm):
     # Steps
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        self._micro_batch = super()._prepare_inputs(generation_batch)
+        inputs = super()._prepare_inputs(generation_batch)
         self._prepared_at = time.perf_counter()
-        return self._micro_batch
+        return inputs
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """TRL's step on a micro-batch, then the critic's on the same one."""
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self._seconds["update_actor"] += time.perf_counter() - self._prepared_at
         with self._timed("update_critic"):
-            self._train_critic(self._micro_batch)
+            self._train_critic(self._buffered_inputs[(self._step - 1) % self.args.steps_per_generation])
         if self.accelerator.sync_gradients:
             self._log_step()
         return loss
