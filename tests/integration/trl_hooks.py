@@ -90,6 +90,13 @@ HOOKS: dict[str, Hook] = {
     "_load_rng_state": method(CONTRACT + "test_hook_has_its_parameters", "checkpoint"),
     "_load_optimizer_and_scheduler": method(CONTRACT + "test_hook_has_its_parameters", "checkpoint"),
     "_load_best_model": method(CONTRACT + "test_hook_has_its_parameters", ""),
+    "_prepare_inputs": method(
+        I + "test_multi_task.py::test_a_run_is_what_plain_trl_does_and_each_batch_has_each_task", "generation_batch"
+    ),
+    "_prepare_for_training": method(
+        I + "test_ppo_trainer.py::test_a_resumed_training_is_as_one_that_was_never_stopped",
+        "max_steps train_dataloader resume_from_checkpoint",
+    ),
     "_metrics": Hook(GENERATION + "test_metrics_are_averaged_over_a_logging_interval"),
     "_logs": Hook(I + "test_trl_view.py::test_all_that_training_changes_has_a_stand_in"),
     "_step": Hook(CONTRACT + "test_the_types_of_what_we_read"),
