@@ -54,7 +54,7 @@ class Turns(Generation):
         self._by_transcript = trl.goes_by_turns or self._harness is not None
         self._beginning = asyncio.Lock()  # environments are reset group by group
         self._copies = _Copies(trl, self._tools)
-        self._open: dict[asyncio.Task[list[GroupOutcome]], _Started] = {}
+        self._open: dict[asyncio.Task[list[GroupOutcome]], _UnderWay] = {}
 
     @property
     def most_groups(self) -> int:
@@ -69,7 +69,7 @@ class Turns(Generation):
         else:
             parts = [[*part] for _, part in groupby(jobs, lambda job: (job.sampling, job.trainer_state))]
         for part in parts:
-            self._open_task(_Started(part, version))
+            self._open_task(_UnderWay(part, version))
 
     def step(self) -> list[GroupOutcome]:
         if self._open:
@@ -108,10 +108,10 @@ class Turns(Generation):
 
     # Groups, on the event loop
 
-    def _open_task(self, started: _Started) -> None:
+    def _open_task(self, started: _UnderWay) -> None:
         self._open[self._loop.create_task(self._outcomes(started))] = started
 
-    async def _outcomes(self, started: _Started) -> list[GroupOutcome]:
+    async def _outcomes(self, started: _UnderWay) -> list[GroupOutcome]:
         jobs = started.jobs
         try:
             made = await self._made(started)
@@ -124,7 +124,7 @@ class Turns(Generation):
             self._asks.happened.set()
         return [GroupOutcome(job=job, group=group) for job, group in zip(jobs, made, strict=True)]
 
-    async def _made(self, started: _Started) -> list[GeneratedGroup]:
+    async def _made(self, started: _UnderWay) -> list[GeneratedGroup]:
         if self._harness is not None:
             return [await self._harness.play(started.jobs[0], started.version)]
         if self._trl.goes_by_turns:
@@ -133,7 +133,7 @@ class Turns(Generation):
             torch.manual_seed(started.jobs[0].seed)  # a rollout_func may sample with the worker's own model
         return await self._copies.used(lambda copy: self._by_function(started, copy))
 
-    async def _by_function(self, started: _Started, copy: _Copy) -> list[GeneratedGroup]:
+    async def _by_function(self, started: _UnderWay, copy: _Copy) -> list[GeneratedGroup]:
         with self._asks.working():
             return await self._whole.run(copy.trl, started.jobs, started.version)
 
@@ -177,14 +177,14 @@ class Turns(Generation):
             started, outcomes = self._open.pop(task), task.result()
             if len(outcomes) > 1 and outcomes[0].error is not None:  # the error belongs to one of them
                 for job in started.jobs:
-                    self._open_task(_Started([job], started.version))
+                    self._open_task(_UnderWay([job], started.version))
             else:
                 ended += outcomes
         return ended
 
 
 @dataclass(frozen=True, slots=True)
-class _Started:
+class _UnderWay:
     """Jobs that are generated together, or one."""
 
     jobs: Sequence[Job]
