@@ -8,7 +8,6 @@ from pathlib import Path
 
 SRC = Path(__file__).parents[2] / "src"
 KNOWN = {  # to be renamed; the list only gets shorter
-    "AllStepsDone",
     "Batch",
     "Call",
     "Child",
@@ -30,7 +29,6 @@ KNOWN = {  # to be renamed; the list only gets shorter
     "Sample",
     "Sampling",
     "Schedule",
-    "Scored",
     "Screen",
     "Task",
     "Tools",
