@@ -3,8 +3,8 @@ nesting.
 
     python benchmarks/fuzz_groups.py [--seconds 3600] [--run-dir DIR]
 
-A real run of the tiny recipe with two workers, which goes on for the time given. It is stopped, resumed for one step,
-and audited. The exit code is 0 if the server ended as it was asked to, both times, and every group is accounted for.
+A real run of the tiny recipe with two workers, which goes on for the time given. It is stopped and resumed, once with
+changed groups and once without, so that the server reads all that was handed in; then it is audited. The exit code is 0 if the server ended as it was asked to, each time, and every group is accounted for.
 """
 
 from __future__ import annotations
@@ -34,16 +34,21 @@ def main() -> int:
     run = [*PROGRAM, "train", str(SETUP), "--distributed", "--master-device-id", "cpu", "-n", "2"]
     run += ["--run-dir", str(folder), "--steps", "1000000", *output]
     run += ["--accept-mismatch"]  # among what is changed are log-probabilities
-    codes = [stopped_after(run, options.seconds), stopped_after([*run, "--resume"], max(60.0, options.seconds / 20))]
+    again, later_s = [*run, "--resume"], max(60.0, options.seconds / 20)
+    codes = [
+        stopped_after(run, options.seconds),
+        stopped_after(again, later_s),
+        stopped_after(again, later_s, CHANGED_SHARE="0"),
+    ]
     audit = subprocess.run([*PROGRAM, "audit", str(folder)], check=False)
     set_aside = len(list((folder / "quarantine").glob("*.reason")))
     print(f"exit codes {codes}, audit {audit.returncode}, {set_aside} files set aside, in {folder}")
     return int(any(codes) or audit.returncode != 0)
 
 
-def stopped_after(command: list[str], seconds: float) -> int:
+def stopped_after(command: list[str], seconds: float, **more: str) -> int:
     """Ask the run to stop after the time; returns its exit code, which is 0 where it went on until then."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **more}
     with subprocess.Popen(command, env=env) as process:
         try:
             process.wait(seconds)

@@ -18,7 +18,7 @@ from async_grpo.queue.codec import encode_group  # noqa: E402
 from async_grpo.records import RolloutGroup  # noqa: E402
 from changed_groups import changed  # noqa: E402
 
-SHARE = 0.3
+SHARE = float(os.environ.get("CHANGED_SHARE", "0.3"))
 
 
 def get_trainer() -> Any:
