@@ -4,7 +4,8 @@ nesting.
     python benchmarks/fuzz_groups.py [--seconds 3600] [--run-dir DIR]
 
 A real run of the tiny recipe with two workers, which goes on for the time given. It is stopped and resumed, once with
-changed groups and once without, so that the server reads all that was handed in; then it is audited. The exit code is 0 if the server ended as it was asked to, each time, and every group is accounted for.
+changed groups and once without, so that the server reads all that was handed in; then it is audited. The exit code is
+0 if the server ended as it was asked to, each time, and every group is accounted for.
 """
 
 from __future__ import annotations
