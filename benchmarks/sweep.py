@@ -33,7 +33,7 @@ from benchmarks.table import Row, as_text, row, write_json
 
 from async_grpo_experiments.slots.ledger import FINISHED, RUNNING, Ledger, read
 from async_grpo_experiments.slots.places import Place
-from async_grpo_experiments.slots.schedule import Command, Schedule, Task
+from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE = ROOT / "src" / "app" / "trainer_setup_tiny.py"
@@ -201,7 +201,7 @@ def run(ledger: Ledger, folder: Path, name: str, children: int) -> None:
         return Command(["sleep", "0.05"], os.environ, folder / "log")
 
     tasks = [Task(name=f"{name}{number}", command=command) for number in range(children)]
-    Schedule(tasks, [Place(name=str(number)) for number in range(PLACES)], ledger, say=lambda text: None).run()
+    TaskSchedule(tasks, [Place(name=str(number)) for number in range(PLACES)], ledger, say=lambda text: None).run()
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ INSTRUCTION = (
 # --- The datasets ---------------------------------------------------------------------------------
 
 
-class Task(NamedTuple):
+class DatasetTask(NamedTuple):
     """One dataset: where it is, what a row becomes, and what an answer is worth."""
 
     hub: tuple[str, str]  # repository and configuration
@@ -74,20 +74,20 @@ def mbpp_example(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 TASKS = {
-    "gsm8k": Task(("openai/gsm8k", "main"), ("train", "test"), gsm8k_example, gsm8k),
-    "math": Task(("DigitalLearningGmbH/MATH-lighteval", "default"), ("train", "test"), math_example, math),
-    "mbpp": Task(("google-research-datasets/mbpp", "sanitized"), ("train", "test"), mbpp_example, mbpp),
+    "gsm8k": DatasetTask(("openai/gsm8k", "main"), ("train", "test"), gsm8k_example, gsm8k),
+    "math": DatasetTask(("DigitalLearningGmbH/MATH-lighteval", "default"), ("train", "test"), math_example, math),
+    "mbpp": DatasetTask(("google-research-datasets/mbpp", "sanitized"), ("train", "test"), mbpp_example, mbpp),
 }
 
 
-def chosen_task() -> tuple[str, Task]:
+def chosen_task() -> tuple[str, DatasetTask]:
     name = os.environ.get("DATASET", "gsm8k")
     if name not in TASKS:
         raise ValueError(f"DATASET is {name!r}. Choose one of {', '.join(TASKS)}.")
     return name, TASKS[name]
 
 
-def load(name: str, task: Task, split: str, at_most: int | None = None) -> Dataset:
+def load(name: str, task: DatasetTask, split: str, at_most: int | None = None) -> Dataset:
     """Rows of `prompt`, of what the reward needs, and of `task`, the name of the dataset."""
     folder = os.environ.get("DATA_PATH")
     if folder:

@@ -9,31 +9,7 @@ from pathlib import Path
 SRC = Path(__file__).parents[2] / "src"
 KNOWN = {  # to be renamed; the list only gets shorter
     "Batch",
-    "Call",
-    "Child",
-    "Copy",
     "CopyPlan",
-    "Dialogue",
-    "Driver",
-    "Found",
-    "Layout",
-    "Ledger",
-    "Line",
-    "Place",
-    "Played",
-    "Process",
-    "Progress",
-    "Record",
-    "Refusal",
-    "Refused",
-    "Sample",
-    "Sampling",
-    "Schedule",
-    "Screen",
-    "Task",
-    "Tools",
-    "Turns",
-    "Waiting",
 }
 
 

@@ -43,7 +43,7 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-class Child:
+class CommandChild:
     """A command of ours, in a session of its own: Ctrl-C reaches this process alone. Its output is shown here.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Unpack
 
-from async_grpo.api.child import START_TIMEOUT_S, Child, Found
+from async_grpo.api.child import START_TIMEOUT_S, CommandChild, Found
 from async_grpo.api.functions import setup_of
 from async_grpo.api.handle import POLL_S, Handle
 from async_grpo.api.notebook import Panel, in_notebook
@@ -81,7 +81,7 @@ class AsyncGRPO:
         self._started = True
         before = RunDir(self.run_dir).read_state()
         command = ["train", str(self.setup_file), "--distributed", f"--run-dir={self.run_dir}", *self._flags]
-        child = Child(command, self._payload, only_errors=self._has_panel)
+        child = CommandChild(command, self._payload, only_errors=self._has_panel)
         panel = Panel(self.run_dir) if self._has_panel else None
         handle = Handle(self.run_dir, child, panel=panel)
         try:
@@ -97,7 +97,7 @@ class AsyncGRPO:
         path = _folder(run_dir)
         return Handle(path, Found(path), panel=Panel(path) if in_notebook() else None)
 
-    def _await_beginning(self, child: Child, earlier: str) -> None:
+    def _await_beginning(self, child: CommandChild, earlier: str) -> None:
         """Return when the directory is this run's. Raises what ended the launcher before."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while not child.is_over():

@@ -28,7 +28,7 @@ Given = float | Sequence[float | None] | None  # by one function, to one complet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turns:
+class RewardedTurns:
     """One completion of a group."""
 
     outcome: float  # R^O; NaN: no function gave one
@@ -65,13 +65,13 @@ class Credit:
     scaled: bool = True
     original: bool = False
 
-    def advantages(self, group: Sequence[Turns]) -> list[Floats]:
+    def advantages(self, group: Sequence[RewardedTurns]) -> list[Floats]:
         """Advantages of each turn of each completion; 0 where there was no reward.
 
         Raises:
             RunRefused: under `recursive`, the completions have different numbers of turns.
         """
-        rules: dict[str, Callable[[Sequence[Turns]], list[Floats]]] = {
+        rules: dict[str, Callable[[Sequence[RewardedTurns]], list[Floats]]] = {
             "outcome": lambda group: _everywhere(self._compared(_outcomes(group)), group),
             "merged": lambda group: _everywhere(self._compared(_combined(group)), group),
             "turn": self._by_first_result,
@@ -81,7 +81,7 @@ class Credit:
         }
         return [np.nan_to_num(row, nan=0.0) for row in rules[self.kind](group)]
 
-    def _by_first_result(self, group: Sequence[Turns]) -> list[Floats]:
+    def _by_first_result(self, group: Sequence[RewardedTurns]) -> list[Floats]:
         of_outcome, of_turns = self._known(_outcomes(group)), self._known(np.array([one.total for one in group]))
         rows = _everywhere(of_outcome, group)
         merged = self._known(_combined(group))
@@ -92,7 +92,7 @@ class Credit:
                 row[:] = merged[index]
         return rows
 
-    def _cumulative(self, group: Sequence[Turns]) -> list[Floats]:
+    def _cumulative(self, group: Sequence[RewardedTurns]) -> list[Floats]:
         outcomes = _outcomes(group)
         rewards = [_sum([one.total, self.discount * one.outcome]) for one in group]
         of_outcome, of_all = self._known(outcomes), self._known(np.array(rewards))
@@ -102,7 +102,7 @@ class Credit:
                 row[1:] = of_outcome[index]
         return rows
 
-    def _recursive(self, group: Sequence[Turns]) -> list[Floats]:
+    def _recursive(self, group: Sequence[RewardedTurns]) -> list[Floats]:
         counts = sorted({len(one.rewards) for one in group})
         if len(counts) > 1:
             raise RunRefused(
@@ -112,7 +112,7 @@ class Credit:
             )
         return self.compared_by_index(group)
 
-    def compared_by_index(self, group: Sequence[Turns]) -> list[Floats]:
+    def compared_by_index(self, group: Sequence[RewardedTurns]) -> list[Floats]:
         """`recursive`, for any numbers of turns: biased where the policy decides when to stop."""
         most = max(len(one.rewards) for one in group)
         rewards = np.full((len(group), most), np.nan)
@@ -133,7 +133,7 @@ class Credit:
             rows.append(row)
         return rows
 
-    def _reward_to_go(self, group: Sequence[Turns]) -> list[Floats]:
+    def _reward_to_go(self, group: Sequence[RewardedTurns]) -> list[Floats]:
         rows = []
         for one in group:
             row = np.full(len(one.rewards), np.nan)
@@ -216,11 +216,11 @@ def _number(value: float | None) -> float:
     return float("nan") if value is None else float(value)
 
 
-def _outcomes(group: Sequence[Turns]) -> Floats:
+def _outcomes(group: Sequence[RewardedTurns]) -> Floats:
     return np.array([one.outcome for one in group], np.float64)
 
 
-def _combined(group: Sequence[Turns]) -> Floats:
+def _combined(group: Sequence[RewardedTurns]) -> Floats:
     return np.array([_sum([one.outcome, one.total]) for one in group])
 
 
@@ -230,5 +230,5 @@ def _sum(values: Sequence[float]) -> float:
     return float(sum(known)) if known else float("nan")
 
 
-def _everywhere(of_completions: Floats, group: Sequence[Turns]) -> list[Floats]:
+def _everywhere(of_completions: Floats, group: Sequence[RewardedTurns]) -> list[Floats]:
     return [np.full(len(one.rewards), value) for value, one in zip(of_completions, group, strict=True)]

@@ -18,7 +18,16 @@ from trl import GRPOTrainer
 from trl.trainer.utils import get_callable_name, is_async_callable
 
 from async_grpo.algorithm import Algorithm
-from async_grpo.credit.formulas import CREDITS, Credit, Given, Turns, known_sum, of_each_turn, per_token, turn_starts
+from async_grpo.credit.formulas import (
+    CREDITS,
+    Credit,
+    Given,
+    RewardedTurns,
+    known_sum,
+    of_each_turn,
+    per_token,
+    turn_starts,
+)
 from async_grpo.records import RolloutGroup
 
 HOOKS = ("_calculate_rewards", "_generate", "_generate_and_score_completions")
@@ -183,10 +192,10 @@ class TurnGRPOTrainer(Algorithm, GRPOTrainer):
 
     def _completions(
         self, rewards: torch.Tensor, turns: list[list[float]], masks: Sequence[Sequence[int]]
-    ) -> list[Turns]:
+    ) -> list[RewardedTurns]:
         outcome, total = self._outcome_and_total(rewards)
         return [
-            Turns(outcome=one, total=of_turns, rewards=row, has_result=not all(mask))
+            RewardedTurns(outcome=one, total=of_turns, rewards=row, has_result=not all(mask))
             for one, of_turns, row, mask in zip(outcome.tolist(), total.tolist(), turns, masks, strict=True)
         ]
 

@@ -148,7 +148,7 @@ def compare(ours: Mapping[int, Answers], theirs: Mapping[int, Answers], *, ks: S
     return differences([ours[one] for one in both], [theirs[one] for one in both], ks)
 
 
-class Ledger:
+class EvaluationLedger:
     """`evaluations.jsonl`: what was evaluated in a run, each version once.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Protocol
 from loguru import logger
 
 from async_grpo.evals.evaluation import Evaluation
-from async_grpo.evals.report import Evaluated, Ledger
+from async_grpo.evals.report import Evaluated, EvaluationLedger
 from async_grpo.formatting import counted
 
 
@@ -34,7 +34,7 @@ class RunEvaluations:
     def __init__(
         self,
         weights: Holdable,
-        ledger: Ledger,
+        ledger: EvaluationLedger,
         begin: Callable[[int], Evaluation],
         *,
         every: int,

@@ -27,7 +27,7 @@ from async_grpo.rundir import paths as runs
 from async_grpo.rundir import summary
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.paths import SERVER, RunDir
-from async_grpo.rundir.place import Place
+from async_grpo.rundir.place import FolderPlace
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.refusal import read_refusal
 from async_grpo.settings import STOP_GRACE_S, log_level
@@ -66,7 +66,7 @@ class _Launch:
 
     def __init__(self, plan: RunPlan, run: RunDir, run_id: str) -> None:
         self._plan, self._run, self._run_id = plan, run, run_id
-        self._place, self._memory = Place(run.root), MemoryWatch()
+        self._place, self._memory = FolderPlace(run.root), MemoryWatch()
         needed = self._needs_workers
         workers = [_worker(plan, run, number, needed) for number in range(1, plan.num_workers + 1)]
         children = [_server(plan, run), *workers]

@@ -80,7 +80,7 @@ class Supervisor:
     def __init__(
         self, children: Sequence[Child], *, say: Callable[[str], None], look: Callable[[], None] = lambda: None
     ) -> None:
-        self._processes = [_Process(child) for child in children]
+        self._processes = [_RunningChild(child) for child in children]
         self._say, self._look = say, look
         self.stopping = False
         self._hurry = False
@@ -103,7 +103,7 @@ class Supervisor:
 
     def add(self, child: Child) -> int:
         """Start one more child, and watch it from now on; returns its pid. `OSError` if it cannot be started."""
-        process = _Process(child)
+        process = _RunningChild(child)
         process.start()
         self._processes.append(process)
         return process.pid
@@ -146,7 +146,7 @@ class Supervisor:
             if process.starts and not process.running and not process.was_ended and process.exit().code:
                 self.died[process.child.name] = process.exit().code
 
-    def _end(self, processes: Sequence[_Process], *, ask: bool) -> None:
+    def _end(self, processes: Sequence[_RunningChild], *, ask: bool) -> None:
         began = time.monotonic()
         for process in processes:
             if ask:
@@ -159,7 +159,7 @@ class Supervisor:
             self._look()
             time.sleep(POLL_S)
 
-    def _watch(self, process: _Process) -> None:
+    def _watch(self, process: _RunningChild) -> None:
         name, restart = process.child.name, process.child.restart
         if process.running:
             if reason := process.hang():
@@ -174,7 +174,7 @@ class Supervisor:
             process.start()
 
 
-class _Process:
+class _RunningChild:
     """A child, and what became of it so far."""
 
     def __init__(self, child: Child) -> None:

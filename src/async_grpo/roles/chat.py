@@ -57,7 +57,7 @@ def checkpoint_at(place: Path) -> Path:
     )
 
 
-def begin(place: Path, device: str, options: ChatOptions, say: Callable[[str], None]) -> Dialogue:
+def begin(place: Path, device: str, options: ChatOptions, say: Callable[[str], None]) -> ChatDialogue:
     """A dialogue with the checkpoint that `place` means.
 
     A live run deletes old checkpoints, perhaps the one that is being loaded: then its newest one is taken.
@@ -66,7 +66,7 @@ def begin(place: Path, device: str, options: ChatOptions, say: Callable[[str], N
     while True:
         say(f"loading {checkpoint}")
         try:
-            return Dialogue(checkpoint, device, options)
+            return ChatDialogue(checkpoint, device, options)
         except UsageError:
             newest = checkpoint_at(place)
             if newest == checkpoint:
@@ -74,7 +74,7 @@ def begin(place: Path, device: str, options: ChatOptions, say: Callable[[str], N
             checkpoint = newest
 
 
-class Dialogue:
+class ChatDialogue:
     """The model of a checkpoint, and what was said so far.
 
     Where the tokenizer has a chat template, each question is answered in view of the earlier ones. Where it has none,
@@ -210,7 +210,7 @@ def _model_class(base: str) -> Any:
     return getattr(transformers, names[0], AutoModelForCausalLM)
 
 
-def talk(dialogue: Dialogue) -> None:
+def talk(dialogue: ChatDialogue) -> None:
     """Answer each line of standard input until it ends. Ctrl-C ends an answer; where none is given, the dialogue."""
     asks = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):

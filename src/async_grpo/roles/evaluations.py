@@ -10,7 +10,7 @@ from transformers import Trainer
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.evals.evaluation import Evaluation, Problem
 from async_grpo.evals.problems import say_what_is_evaluated
-from async_grpo.evals.report import Evaluated, Judge, Ledger
+from async_grpo.evals.report import Evaluated, EvaluationLedger, Judge
 from async_grpo.evals.schedule import Holdable, RunEvaluations
 from async_grpo.queue import JobSink
 from async_grpo.rundir.paths import RunDir, RunState
@@ -58,7 +58,7 @@ def run_evaluations(
             trainer_state=state_for_rewards(trainer),
         )
 
-    ledger = Ledger(run.evaluations, state.run_id, resumed_from)
+    ledger = EvaluationLedger(run.evaluations, state.run_id, resumed_from)
     every = settings.eval_every if problems else 0
     return RunEvaluations(weights, ledger, begin, every=every, report=partial(log_evaluation, trainer))
 

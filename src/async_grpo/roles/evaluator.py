@@ -19,7 +19,7 @@ from async_grpo.errors import RunDirError, UsageError, WaitTimeoutError
 from async_grpo.evals.estimators import Answers
 from async_grpo.evals.evaluation import Evaluation
 from async_grpo.evals.problems import warn_of_duplicates
-from async_grpo.evals.report import Judge, Ledger, compare
+from async_grpo.evals.report import EvaluationLedger, Judge, compare
 from async_grpo.formatting import counted, eta
 from async_grpo.queue import JobSink, ServerQueue
 from async_grpo.roles.checkpoint_weights import load_weights, model_digest
@@ -94,7 +94,7 @@ def _evaluate_all(
     """Evaluate the models one after the other; False if the process was asked to stop."""
     settings = options.plan.training
     begin = _beginning(options, run, state, trainer)
-    ledger = Ledger(run.evaluations, state.run_id, resumed_from=-1)  # every figure is made anew of the groups
+    ledger = EvaluationLedger(run.evaluations, state.run_id, resumed_from=-1)  # every figure is made anew of the groups
     evaluations: list[Evaluation] = []
     open_queue = partial(ServerQueue.open, run.root, state.run_id, max_attempts=settings.max_attempts, lock=lock)
     with closing(open_queue()) as queue, closing(ledger), _Weights(trainer, run, options.plan.weights) as weights:
@@ -196,7 +196,7 @@ class _Weights:
         write_json(self._run.evaluated, known)
 
 
-def _finish(evaluation: Evaluation, queue: JobSink, ledger: Ledger, stop: StopRequest) -> bool:
+def _finish(evaluation: Evaluation, queue: JobSink, ledger: EvaluationLedger, stop: StopRequest) -> bool:
     """Wait for the result and keep it; False if the process was asked to stop."""
     activity.doing(EVALUATING, version=evaluation.version)
     pace = _Pace(evaluation)

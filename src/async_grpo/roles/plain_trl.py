@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PROGRESS = "plain_trl.json"  # in the run directory
 
 
-class Progress(NamedTuple):
+class PlainProgress(NamedTuple):
     """What `plain_trl.json` says."""
 
     state: str  # running, finished, stopped
@@ -37,11 +37,11 @@ class Progress(NamedTuple):
     why: str = ""  # its newest process failed, in one line
 
 
-def read_progress(run_dir: Path) -> Progress | None:
+def read_progress(run_dir: Path) -> PlainProgress | None:
     """How far the run is; None if it has not begun to train."""
     try:
         found = read_object(run_dir / PROGRESS)
-        return shaped(Progress, [found.get(name, "") for name in Progress._fields], PROGRESS)
+        return shaped(PlainProgress, [found.get(name, "") for name in PlainProgress._fields], PROGRESS)
     except FileNotFoundError:
         return None
     except BadFileError as error:
@@ -106,7 +106,7 @@ def has_begun(run_dir: Path) -> bool:
     return progress is not None
 
 
-def _newest_checkpoint(place: Path, progress: Progress) -> Path | None:
+def _newest_checkpoint(place: Path, progress: PlainProgress) -> Path | None:
     """The run's newest one that is complete: the trainer's state is written last, and a kill may have cut it off.
 
     The folder may have later ones of another run. One of the run's own may be unnoted: a kill can come after it was
@@ -195,7 +195,7 @@ def _reporter(run: RunDir, stop: StopRequest, *, saved: int) -> TrainerCallback:
             log.close()
 
         def _say(self, state: Any, text: str) -> None:
-            progress = Progress(text, state.global_step, state.max_steps, self._saved)
+            progress = PlainProgress(text, state.global_step, state.max_steps, self._saved)
             with suppress(DiskFullError) if text == RUNNING else nullcontext():  # the next step may find room
                 write_json(run.root / PROGRESS, progress._asdict())
 

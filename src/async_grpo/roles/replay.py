@@ -69,7 +69,7 @@ class Replayed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
+class _ReplayRecord:
     """What the run directory says about the training that is to be repeated."""
 
     run: RunDir
@@ -100,7 +100,7 @@ def run_replay(options: ReplayOptions) -> Replayed:
         return _replay(options, record, output_dir)
 
 
-def _recorded(run_dir: Path) -> _Record:
+def _recorded(run_dir: Path) -> _ReplayRecord:
     run = RunDir(run_dir)
     state = run.read_state()
     if state is None:
@@ -115,7 +115,7 @@ def _recorded(run_dir: Path) -> _Record:
         raise RunDirError(f"{run.root} has not finished a training step, so there is nothing to replay.")
     files = archived_files(run, [seq for _, (_, batch) in used_by for seq in batch.seqs])
     done = max(state.step, *(step for _, (step, _) in used_by))  # a batch may serve several steps
-    return _Record(run=run, state=state, processes=processes, used_by=used_by, files=files, steps=done)
+    return _ReplayRecord(run=run, state=state, processes=processes, used_by=used_by, files=files, steps=done)
 
 
 def _require_clean(run: RunDir) -> None:
@@ -128,7 +128,7 @@ def _require_clean(run: RunDir) -> None:
         )
 
 
-def _replay(options: ReplayOptions, record: _Record, output_dir: Path) -> Replayed:
+def _replay(options: ReplayOptions, record: _ReplayRecord, output_dir: Path) -> Replayed:
     state, training = record.state, record.state.plan.training
     make_deterministic()
     with gc_paused():

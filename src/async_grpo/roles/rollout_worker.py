@@ -21,7 +21,7 @@ from async_grpo.rollout.worker import SERVER_WAIT_S, WEIGHTS_POLL_S, Worker, Wor
 from async_grpo.rundir import paths as runs
 from async_grpo.rundir.locks import server_alive
 from async_grpo.rundir.paths import SERVER, RunDir, RunState
-from async_grpo.rundir.place import Place
+from async_grpo.rundir.place import FolderPlace
 from async_grpo.rundir.refusal import write_refusal
 from async_grpo.settings import WorkerSettings
 from async_grpo.setup.devices import CPU, check_torch_sees
@@ -83,7 +83,10 @@ def _work(options: WorkerOptions, stop: StopRequest) -> None:
     run = RunDir(options.run_dir)
     StallReporter(activity, run.root, options.settings.stall_warning).start()
     state = _wait_for_run(run)
-    with Place(run.root).explained(), closing(WorkerQueue.open(run.root, options.worker_id, options.device)) as queue:
+    with (
+        FolderPlace(run.root).explained(),
+        closing(WorkerQueue.open(run.root, options.worker_id, options.device)) as queue,
+    ):
         _begin(options, run, state, queue)
         with gc_paused():
             trl = _load(options, run, state)

@@ -21,7 +21,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from async_grpo.errors import GeneratorError, PeerDiedError, UnsupportedError, UsageError
-from async_grpo.rollout.engines.served.client import WEIGHTS_S, Call, Client
+from async_grpo.rollout.engines.served.client import WEIGHTS_S, Client, ServerCall
 from async_grpo.rollout.engines.vllm_options import describe_model
 from async_grpo.rundir.folders import make_folder
 from async_grpo.rundir.paths import RunDir
@@ -184,7 +184,7 @@ class ServedGeneration(VLLMGeneration):
 
     def _wait_for(self, call: Callable[[], object], what: str) -> None:
         """`PeerDiedError`: the server died, or is stuck, in the middle of NCCL, which waits for it for ever."""
-        running = Call(self.vllm_client, call, what, WEIGHTS_S)
+        running = ServerCall(self.vllm_client, call, what, WEIGHTS_S)
         try:
             while not running.done():
                 pass

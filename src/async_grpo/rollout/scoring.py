@@ -73,7 +73,7 @@ def together(sizes: Sequence[int], most: int) -> int:
     return taken
 
 
-class _Waiting(NamedTuple):
+class _ToScore(NamedTuple):
     group: GeneratedGroup
     alone: bool  # it is not to share a call
 
@@ -94,7 +94,7 @@ class Scoring:
 
     def __init__(self, scorer: Generation, calls: RewardCalls) -> None:
         self._scorer, self._calls = scorer, calls
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_ToScore] = []
         self._called = 0  # calls under way
         self._running = 0  # groups that are in one, or were and are not taken from `finished` yet
         self._threads = KeptThreads()
@@ -121,7 +121,7 @@ class Scoring:
             self._begin([group])
             self._run([group])
             return
-        self._waiting.append(_Waiting(group, alone))
+        self._waiting.append(_ToScore(group, alone))
         self._waiting.sort(key=lambda one: one.group.job.seq)
         self._fill()
 

@@ -114,11 +114,11 @@ def let_threads_share_tokenizers() -> None:
     PreTrainedTokenizerFast._encode_plus = alone
 
 
-class _Refused(threading.local):
+class _RefusedThread(threading.local):
     count = 0  # how often this thread was not allowed to set a handler of a signal
 
 
-_refused = _Refused()
+_refused = _RefusedThread()
 
 _CANNOT_USE_SIGNALS = (
     "A rollout_func, reset() of an environment, or an override of the trainer's generation wanted to use signals (a "

@@ -34,7 +34,7 @@ from async_grpo.rollout.trl_group import (
     refuse_written_images,
     rows_of,
 )
-from async_grpo.rollout.trl_view import Call, TrainerView, Wait
+from async_grpo.rollout.trl_view import ScoringCall, TrainerView, Wait
 from async_grpo.setup.generator_choice import engine_inside, has_images, refuse_late_vllm
 from async_grpo.setup.replaced import class_of_trl, replaced_by_user
 from async_grpo.setup.sampling_changes import SamplingChanges
@@ -195,7 +195,7 @@ class RolloutTrainer:
         trainer._generate_single_turn = lambda *args, **kwargs: ids_and_logprobs(sampled.tokens)
         rows, prompts = [dict(prepared.row) for _ in range(size)], [prepared.prompt] * size
         with self.view.during(prepared.job, prepared.version, users=False) as call:
-            made = Batch(trainer, rows, prompts, trainer._generate(prompts), call, images=self.data_has_images)
+            made = RolloutBatch(trainer, rows, prompts, trainer._generate(prompts), call, images=self.data_has_images)
         return made.group(prepared.job, slice(None), prepared.version, sampled.tokens)
 
     def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
@@ -268,7 +268,7 @@ class RolloutTrainer:
                 "them. Train in one process (without --distributed), or let rollout_func make them."
             )
         prompts, result = generated.arguments  # with what environments have added
-        made = Batch(trainer, rows, prompts, result, call, self.data_has_images)
+        made = RolloutBatch(trainer, rows, prompts, result, call, self.data_has_images)
         merge_extra_fields(rows, result[5])
         parts = parts_of([job.num_generations for job in jobs])
         return [made.group(job, part, version) for job, part in zip(jobs, parts, strict=True)]
@@ -308,14 +308,14 @@ def _sampling_below(user_class: type[GRPOTrainer], of_trl: Any) -> type[GRPOTrai
 
 
 @dataclass(slots=True)
-class Batch:
+class RolloutBatch:
     """A result of `GRPOTrainer._generate`, to be divided into groups."""
 
     trainer: Any
     rows: list[dict[str, Any]]
     prompts: list[Any]
     result: tuple[Any, ...]
-    call: Call  # in which it was made
+    call: ScoringCall  # in which it was made
     images: bool  # whether the training data has any; a prompt or a tool may bring some all the same
 
     def group(self, job: Job, part: slice, version: int, tokens: list[Tokens] | None = None) -> GeneratedGroup:

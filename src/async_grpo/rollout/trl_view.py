@@ -42,13 +42,13 @@ NOT_HERE = {  # of the trainer: why no worker has it, and in a second sentence w
         ("save_model", "save_state", "evaluate"), "only the server's trainer does that. Do it in a callback"
     ),
 }
-_call: ContextVar[Call | None] = ContextVar("the job that code of the user's runs for", default=None)
+_call: ContextVar[ScoringCall | None] = ContextVar("the job that code of the user's runs for", default=None)
 
 Wait = Callable[[Callable[[], StateAt | None], str], StateAt]  # until something is there; of what it is said to be
 Added = dict[str, list[float]]  # by MODE/NAME of `_metrics`
 
 
-class Call:
+class ScoringCall:
     """Code of the user's that runs for a job, or for jobs of one kind."""
 
     def __init__(self, known: Mapping[str, Any], job: Job | None = None, *, scores: bool = False) -> None:
@@ -70,7 +70,7 @@ class Call:
         logged, self.logged = self.logged, defaultdict(list)
         return {name: v for name, v in self.added["train"].items() if name in COUNTED_BY_TRL_ALONE} | logged
 
-    def take_over(self, other: Call) -> None:
+    def take_over(self, other: ScoringCall) -> None:
         """Have what another call added to `_metrics` and logged sent with this one."""
         added, other.added = other.added, _nothing_added()  # other threads add to it meanwhile
         logged, other.logged = other.logged, defaultdict(list)
@@ -114,8 +114,8 @@ class TrainerView:
     ) -> None:
         self._states, self._wait = states, wait or _without_waiting
         self._built_with = dict(vars(trainer.state))
-        self.outside = Call(self._built_with)  # of code that runs in no call: it sees the newest issued
-        self._under_way: list[Call] = []
+        self.outside = ScoringCall(self._built_with)  # of code that runs in no call: it sees the newest issued
+        self._under_way: list[ScoringCall] = []
         self.policy_is_here = False  # the engine samples with the trainer's own model
         trainer.model.register_forward_pre_hook(self._check_policy)
         trainer.state = IssuedState(self)
@@ -132,7 +132,7 @@ class TrainerView:
         vars(trainer).update({name: NotHere(self, f"trainer.{name}", why) for name, why in not_here.items()})
 
     @contextmanager
-    def during(self, job: Job, version: int, *, scores: bool = False, users: bool = True) -> Iterator[Call]:
+    def during(self, job: Job, version: int, *, scores: bool = False, users: bool = True) -> Iterator[ScoringCall]:
         """Run code for `job` in this block. What it refused is raised at its end, where it was caught.
 
         Args:
@@ -141,7 +141,7 @@ class TrainerView:
             users: it may last, so threads that it starts find it.
         """
         sent = job.trainer_state or {"global_step": version}
-        call = Call({name: sent.get(name, self._built_with[name]) for name in WITH_THE_JOB}, job, scores=scores)
+        call = ScoringCall({name: sent.get(name, self._built_with[name]) for name in WITH_THE_JOB}, job, scores=scores)
         if call.known["global_step"] >= self.outside.known["global_step"]:
             self.outside.known, self.outside.job, self.outside.later = call.known, job, None
         token = _call.set(call)
@@ -160,7 +160,7 @@ class TrainerView:
         """By mode and name: what the code that asks has added to `_metrics`."""
         return self.now().added
 
-    def now(self) -> Call:
+    def now(self) -> ScoringCall:
         """The call that this code runs in. Threads of the user's see the one under way, or the newest issued."""
         if (call := _call.get()) is not None:
             return call
@@ -196,7 +196,7 @@ class TrainerView:
         vars(state).update(self.now().later or {})
         return state
 
-    def _later(self, call: Call) -> Mapping[str, Any]:
+    def _later(self, call: ScoringCall) -> Mapping[str, Any]:
         if call.job is None:
             return self._built_with
         found = self._state_at(int(call.known["global_step"]), waits=call.job.purpose == "train")

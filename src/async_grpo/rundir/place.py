@@ -12,7 +12,7 @@ from async_grpo.errors import QueueError, RunDirError
 from async_grpo.rundir.paths import RunDir
 
 
-class Place:
+class FolderPlace:
     """The run directory at `root`, as it is now."""
 
     def __init__(self, root: Path) -> None:

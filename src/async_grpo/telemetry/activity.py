@@ -68,7 +68,7 @@ class ToolCall(NamedTuple):
     since_s: float
 
 
-class Sample(NamedTuple):
+class ActivitySample(NamedTuple):
     """Totals at one moment; the difference of two is a rate."""
 
     at_s: float
@@ -102,7 +102,7 @@ class ActivityRecord:
     answered_eta_s: float | None = None  # seconds to the last of them
     stall_after_s: float = 60.0  # seconds without progress that count as a stall
     spent_s: dict[str, float] = field(default_factory=dict)  # seconds in each state, up to `since_s`
-    minute_ago: Sample = field(default=Sample(0.0, {}))  # as it was SAMPLE_AGE_S ago, or when it began
+    minute_ago: ActivitySample = field(default=ActivitySample(0.0, {}))  # as it was SAMPLE_AGE_S ago, or when it began
     written_s: float = 0.0  # when this was written: once a second as long as the process runs Python at all
     progress_s: float = 0.0
 
@@ -136,7 +136,7 @@ class Activity:
 
     def _begin(self, **fields: Any) -> None:
         now = time.monotonic()
-        self._samples = [Sample(now, {})]
+        self._samples = [ActivitySample(now, {})]
         self._now = ActivityRecord(
             pid=os.getpid(),
             boot_id=boot_id(),
@@ -238,7 +238,7 @@ class Activity:
         now = time.monotonic()
         with self._lock:
             if now - self._samples[-1].at_s >= SAMPLE_EVERY_S:
-                self._samples.append(Sample(now, self._now.spent(now)))
+                self._samples.append(ActivitySample(now, self._now.spent(now)))
             while len(self._samples) > 1 and now - self._samples[1].at_s >= SAMPLE_AGE_S:
                 self._samples.pop(0)
             self._now.minute_ago = self._samples[0]
@@ -250,7 +250,7 @@ class Activity:
             self._now.spent_s = self._now.spent(now)
             if self._now.state == LOADING:  # it was progress, however long it took; rates are about what comes after it
                 self._now.progress_s = now
-                self._samples = [Sample(now, self._now.spent_s)]
+                self._samples = [ActivitySample(now, self._now.spent_s)]
                 self._now.minute_ago = self._samples[0]
             self._now.state, self._now.since_s = state, now
         self._now.waits_for, self._now.waits_on = waits_for, waits_on

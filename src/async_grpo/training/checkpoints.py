@@ -40,7 +40,7 @@ from async_grpo.setup import fingerprints
 from async_grpo.setup.trl_compat import is_adapter
 from async_grpo.training.hyperparameters import configuration
 from async_grpo.training.resumed_settings import check_settings
-from async_grpo.training.sharding import Layout, check_layout, layout_of
+from async_grpo.training.sharding import CheckpointLayout, check_layout, layout_of
 
 if TYPE_CHECKING:
     from transformers import TrainerState
@@ -86,7 +86,9 @@ def resume(trainer: GRPOTrainer, run: RunDir, state: RunState) -> Resumed | None
     return Resumed(path=checkpoint, state=used, batch=batch)
 
 
-def check_checkpoint(trainer: GRPOTrainer, state: RunState, found: Checkpoint, layout: Layout, run: RunDir) -> None:
+def check_checkpoint(
+    trainer: GRPOTrainer, state: RunState, found: Checkpoint, layout: CheckpointLayout, run: RunDir
+) -> None:
     """Raise `RunDirError` or `UnsupportedError` where this trainer, with this layout, cannot continue from `found`."""
     refuse_another_model(trainer, state, found.path)
     check_layout(found.path, layout)

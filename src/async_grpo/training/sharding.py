@@ -164,7 +164,7 @@ def refuse_publish_dtype(dtype: str | None, *, sharded: bool) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CheckpointLayout:
     """How the files of a checkpoint are divided among ranks."""
 
     kind: str  # DEEPSPEED, FSDP or "": one set of files
@@ -175,14 +175,14 @@ class Layout:
         return f"with {self.kind}{over}" if self.kind else "without FSDP or DeepSpeed"
 
 
-def layout_of(trainer: Any) -> Layout:
+def layout_of(trainer: Any) -> CheckpointLayout:
     """The layout of the checkpoints that this trainer writes."""
     if trainer.is_deepspeed_enabled:
-        return Layout(DEEPSPEED, int(trainer.args.world_size))
-    return Layout(FSDP if trainer.is_fsdp_enabled else "")
+        return CheckpointLayout(DEEPSPEED, int(trainer.args.world_size))
+    return CheckpointLayout(FSDP if trainer.is_fsdp_enabled else "")
 
 
-def check_layout(checkpoint: Path, needed: Layout) -> None:
+def check_layout(checkpoint: Path, needed: CheckpointLayout) -> None:
     """Raise `UnsupportedError` unless a trainer that needs `needed` can continue from `checkpoint`.
 
     FSDP2 divides a checkpoint anew for another number of ranks. DeepSpeed does not.
@@ -198,10 +198,10 @@ def check_layout(checkpoint: Path, needed: Layout) -> None:
     )
 
 
-def _layout_of_files(checkpoint: Path) -> Layout:
+def _layout_of_files(checkpoint: Path) -> CheckpointLayout:
     if shards := len(list(checkpoint.glob("global_step*/*_optim_states.pt"))):
-        return Layout(DEEPSPEED, shards)
-    return Layout(FSDP if any(checkpoint.glob("pytorch_model_fsdp*")) else "")
+        return CheckpointLayout(DEEPSPEED, shards)
+    return CheckpointLayout(FSDP if any(checkpoint.glob("pytorch_model_fsdp*")) else "")
 
 
 def _original_name(name: str) -> str:

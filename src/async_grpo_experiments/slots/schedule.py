@@ -40,7 +40,7 @@ class Task:
     reason: Callable[[], str] = lambda: ""  # why it failed, as it has written itself; empty: it has not
 
 
-class Schedule:
+class TaskSchedule:
     """The queue of tasks. What the ledger calls finished is not started again.
 
     >>> Schedule([task], core_places(2), Ledger(path), say=print).run()[task.name].state

@@ -23,7 +23,7 @@ LINE_EVERY_S = 60.0
 COLUMNS = ("seed", "place", "state", "step", "reward", "evaluated reward", "rollouts/s", "use", "ETA")
 
 
-class Screen:
+class SweepScreen:
     """Plain lines, for logs and pipes. `look` is called often."""
 
     every_s = LINE_EVERY_S
@@ -60,7 +60,7 @@ class Screen:
         self.say(" | ".join(_in_words(row) for row in self.rows()))
 
 
-class TableScreen(Screen):
+class TableScreen(SweepScreen):
     """A terminal: lines scroll, and the table stays under them."""
 
     every_s = TABLE_EVERY_S
@@ -88,10 +88,10 @@ class TableScreen(Screen):
         self._live.update(table(self.rows()), refresh=True)
 
 
-def open_screen(sweep: Sweep, records: Mapping[str, Record], places: Sequence[Place]) -> Screen:
+def open_screen(sweep: Sweep, records: Mapping[str, Record], places: Sequence[Place]) -> SweepScreen:
     """A table where standard output is a terminal that can move its cursor, else lines."""
     console = live_console()
-    return Screen(sweep, records, places) if console is None else TableScreen(sweep, records, places, console)
+    return SweepScreen(sweep, records, places) if console is None else TableScreen(sweep, records, places, console)
 
 
 def table(rows: Iterator[tuple[str, ...]]) -> Table:

@@ -17,7 +17,7 @@ from async_grpo.settings import TrainingSettings
 from async_grpo.setup.output import survive_lost_output
 from async_grpo_experiments.slots.ledger import FAILED, FINISHED, Ledger, Record, end_leftovers, read
 from async_grpo_experiments.slots.places import Place
-from async_grpo_experiments.slots.schedule import Command, Schedule, Task
+from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
 from async_grpo_experiments.sweeps import plan
 from async_grpo_experiments.sweeps.agreement import agreement
 from async_grpo_experiments.sweeps.commands import command
@@ -25,7 +25,7 @@ from async_grpo_experiments.sweeps.plan import ASYNC, LEDGER, Run, Sweep
 from async_grpo_experiments.sweeps.preflight import Preflight, preflight
 from async_grpo_experiments.sweeps.progress import Reason, steps_left, unfinished
 from async_grpo_experiments.sweeps.report import headline, write_report
-from async_grpo_experiments.sweeps.screen import Screen, open_screen
+from async_grpo_experiments.sweeps.screen import SweepScreen, open_screen
 
 GRACE_S = 15.0  # a run ends within 10 s
 PLAIN_GRACE_S = 600.0  # plain TRL ends after its optimizer step
@@ -67,7 +67,7 @@ def _run(sweep: Sweep, found: Preflight, ledger: Ledger) -> bool:
     """Run all that has not finished; returns whether a stop was asked for."""
     screen = open_screen(sweep, ledger.records, found.places)
     tasks = [_task(run, found, screen.say, begun=run.name in ledger.records) for run in sweep.runs]
-    schedule = Schedule(tasks, found.places, ledger, say=screen.say, look=screen.look, stagger_s=sweep.stagger_s)
+    schedule = TaskSchedule(tasks, found.places, ledger, say=screen.say, look=screen.look, stagger_s=sweep.stagger_s)
     before = {number: signal.signal(number, schedule.stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         _announce(sweep, found, screen)
@@ -101,7 +101,7 @@ def _grace_s(sweep: Sweep) -> float:
     return GRACE_S if sweep.mode == ASYNC else PLAIN_GRACE_S
 
 
-def _announce(sweep: Sweep, found: Preflight, screen: Screen) -> None:
+def _announce(sweep: Sweep, found: Preflight, screen: SweepScreen) -> None:
     places = ", ".join(place.name for place in found.places)
     screen.say(
         f"{counted(len(sweep.seeds), 'run')} of {sweep.setup} ({sweep.mode}), {len(found.places)} at a time on "

@@ -18,7 +18,7 @@ import pytest
 import async_grpo.api.child as child_module
 import async_grpo.api.handle as handle_module
 from async_grpo.api import AsyncGRPO, Handle
-from async_grpo.api.child import Child
+from async_grpo.api.child import CommandChild
 from async_grpo.errors import AsyncGRPOError, RunDirError, RunFailedError, SetupFileError, UsageError, WaitTimeoutError
 from async_grpo.rundir.lifecycle import prepare, server_lock
 from async_grpo.rundir.paths import FINISHED, RunDir
@@ -146,7 +146,7 @@ def test_an_interrupt_stops_the_run_before_it_is_raised(
 
 def test_a_wait_ends_with_its_time_or_with_the_run(tmp_path: Path, setup_file: Path) -> None:
     prepare(tmp_path / "w", planned(setup_file))
-    goes_on = Child(["status", str(tmp_path / "w"), "--watch"])
+    goes_on = CommandChild(["status", str(tmp_path / "w"), "--watch"])
     handle = Handle(tmp_path / "w", goes_on)
     with handle, pytest.raises(WaitTimeoutError, match=r"Waited 0 s for step 5 of the run in .*w\. "):
         handle.wait(step=5, timeout_s=0)

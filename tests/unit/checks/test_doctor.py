@@ -21,7 +21,7 @@ from test_plan import batch, facts
 from async_grpo.checks import probe
 from async_grpo.checks.doctor import checkup, finding, gpu, machine, packages, setup, weights
 from async_grpo.checks.doctor.finding import Finding, Level, error, ok, warning
-from async_grpo.checks.doctor.gpu import Driver, Gpu, GpuFacts
+from async_grpo.checks.doctor.gpu import DriverReport, Gpu, GpuFacts
 from async_grpo.checks.plan.facts import Look, Question
 from async_grpo.cli import main
 from async_grpo.rundir import folders
@@ -189,7 +189,7 @@ def test_engines_are_optional_but_of_the_tested_version(monkeypatch: pytest.Monk
 # --- GPUs
 
 H100 = Gpu(name="H100", total=80 * GB, free=79 * GB, capability="9.0", supported=True, why_no_ipc=None)
-DRIVER = Driver(version="580.65.06", cuda=13000, visible=2)
+DRIVER = DriverReport(version="580.65.06", cuda=13000, visible=2)
 FACTS = GpuFacts(
     torch="2.13.0+cu128",
     torch_cuda="12.8",
@@ -212,13 +212,18 @@ def test_everything_fits() -> None:
 @pytest.mark.parametrize(
     ("driver", "env", "level", "words"),
     [
-        (Driver(version="", cuda=0, visible=0), {}, Level.OK, "everything runs on the CPU"),
-        (Driver(version="580.65", cuda=13000, visible=0), {"CUDA_VISIBLE_DEVICES": ""}, Level.WARNING, "hides them"),
-        (Driver(version="580.65", cuda=0, visible=0), {}, Level.ERROR, "it shows no GPU"),
+        (DriverReport(version="", cuda=0, visible=0), {}, Level.OK, "everything runs on the CPU"),
+        (
+            DriverReport(version="580.65", cuda=13000, visible=0),
+            {"CUDA_VISIBLE_DEVICES": ""},
+            Level.WARNING,
+            "hides them",
+        ),
+        (DriverReport(version="580.65", cuda=0, visible=0), {}, Level.ERROR, "it shows no GPU"),
         (DRIVER, {"CUDA_VISIBLE_DEVICES": "4,5"}, Level.OK, "CUDA up to 13.0, CUDA_VISIBLE_DEVICES=4,5"),
     ],
 )
-def test_presence(driver: Driver, env: dict[str, str], level: Level, words: str) -> None:
+def test_presence(driver: DriverReport, env: dict[str, str], level: Level, words: str) -> None:
     [finding] = gpu.presence(driver, env)
     assert finding.level is level and words in finding.found
 

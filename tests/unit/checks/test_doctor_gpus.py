@@ -9,12 +9,12 @@ import pytest
 from async_grpo.checks import probe
 from async_grpo.checks.doctor import gpu, weights
 from async_grpo.checks.doctor.finding import Level
-from async_grpo.checks.doctor.gpu import Driver
+from async_grpo.checks.doctor.gpu import DriverReport
 
 
 @pytest.mark.parametrize(("mode", "level"), [(3, Level.WARNING), (2, Level.ERROR)])
 def test_a_gpu_that_does_not_admit_several_processes_is_named(mode: int, level: Level) -> None:
-    driver = Driver(version="580", cuda=13000, visible=2, compute_modes=(0, mode))
+    driver = DriverReport(version="580", cuda=13000, visible=2, compute_modes=(0, mode))
     [found] = gpu.modes(driver, {})
     assert (found.subject, found.level) == ("GPU 1", level)
     assert "nvidia-smi -i 1 -c DEFAULT" in found.fix

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_grpo.credit.formulas import CREDITS, Credit, Turns, of_each_turn, per_token, turn_starts
+from async_grpo.credit.formulas import CREDITS, Credit, RewardedTurns, of_each_turn, per_token, turn_starts
 from async_grpo.errors import RunRefused
 
 # Two completions: the spread of (x, y) is |x - y| / sqrt(2), so that A = ±HALF where they differ by 1.
@@ -21,10 +21,10 @@ def by(difference: float) -> float:
     return (difference / 2) / (difference * sqrt(0.5) + 1e-4)
 
 
-def one(outcome: float, rewards: list[float], has_result: bool | None = None) -> Turns:
+def one(outcome: float, rewards: list[float], has_result: bool | None = None) -> RewardedTurns:
     known = [reward for reward in rewards if reward == reward]
     result = len(rewards) > 1 if has_result is None else has_result
-    return Turns(outcome=outcome, total=sum(known) if known else nan, rewards=rewards, has_result=result)
+    return RewardedTurns(outcome=outcome, total=sum(known) if known else nan, rewards=rewards, has_result=result)
 
 
 ONE_TURN = [one(1, [nan]), one(0, [nan])]
@@ -32,7 +32,7 @@ TWO_TURNS = [one(1, [0, nan]), one(0, [1, nan])]  # the tool helped the one that
 THREE_TURNS = [one(1, [0, 1, nan]), one(0, [1, 0, nan])]
 UNEQUAL = [one(1, [0.5, nan]), one(0, [0.0])]  # the second called no tool
 
-TABLE: list[tuple[str, dict[str, Any], list[Turns], list[list[float]]]] = [
+TABLE: list[tuple[str, dict[str, Any], list[RewardedTurns], list[list[float]]]] = [
     ("outcome", {}, ONE_TURN, [[HALF], [-HALF]]),
     ("outcome", {}, TWO_TURNS, [[HALF, HALF], [-HALF, -HALF]]),
     ("merged", {}, TWO_TURNS, [[0, 0], [0, 0]]),
@@ -65,7 +65,7 @@ TABLE: list[tuple[str, dict[str, Any], list[Turns], list[list[float]]]] = [
 
 @pytest.mark.parametrize(("kind", "options", "group", "right"), TABLE)
 def test_advantages_are_those_of_the_table(
-    kind: str, options: dict[str, Any], group: list[Turns], right: list[list[float]]
+    kind: str, options: dict[str, Any], group: list[RewardedTurns], right: list[list[float]]
 ) -> None:
     found = Credit(kind=kind, **options).advantages(group)
     assert [row.tolist() for row in found] == [pytest.approx(row, abs=1e-9) for row in right]

@@ -16,7 +16,7 @@ from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import DiskFullError
 from async_grpo.evals.evaluation import OPEN_AT_A_TIME, Evaluation, Problem
 from async_grpo.evals.problems import say_what_is_evaluated, warn_of_duplicates
-from async_grpo.evals.report import Evaluated, Judge, Ledger, before_and_after, read
+from async_grpo.evals.report import Evaluated, EvaluationLedger, Judge, before_and_after, read
 from async_grpo.evals.schedule import RunEvaluations
 from async_grpo.queue import Claim, ServerQueue, WorkerQueue
 from async_grpo.records import Job, RolloutGroup
@@ -213,7 +213,7 @@ def test_before_and_after_are_those_of_the_headline_and_an_accuracy_only_where_i
 ) -> None:
     def kept(*rewards: float) -> dict[str, Any]:
         path = tmp_path / f"{rewards}.jsonl"
-        with closing(Ledger(path, RUN, 0)) as ledger:
+        with closing(EvaluationLedger(path, RUN, 0)) as ledger:
             for version, reward in enumerate(rewards):
                 found = {f"{n}+{n}=": [reward, reward] for n in range(2)}
                 ledger.add(finish(begin(server, count=2, version=version), worker, version=version, rewards=found))
@@ -334,7 +334,7 @@ def run_evaluations(
 ) -> RunEvaluations:
     return RunEvaluations(
         weights,
-        Ledger(path, RUN, resumed_from),
+        EvaluationLedger(path, RUN, resumed_from),
         lambda version: begin(server, count=2, version=version),
         every=every,
         report=lambda result: reported.append(result.step),

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from async_grpo.cli import main
 from async_grpo.errors import RunDirError
 from async_grpo.roles import chat
-from async_grpo.roles.chat import ChatOptions, Dialogue, checkpoint_at
+from async_grpo.roles.chat import ChatDialogue, ChatOptions, checkpoint_at
 from async_grpo.rundir.paths import RunDir
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz<>| ."
@@ -55,7 +55,7 @@ def save(folder: Path, template: str | None = None) -> Path:
 class Scripted:
     """A model's `generate` that says each of `answers` in turn, letter by letter, and keeps what it was given."""
 
-    def __init__(self, dialogue: Dialogue, *answers: str, stopped_after: int | None = None) -> None:
+    def __init__(self, dialogue: ChatDialogue, *answers: str, stopped_after: int | None = None) -> None:
         self.seen: list[str] = []
         self._tokenizer, self._answers = dialogue._tokenizer, list(answers)
         self._stopped_after = stopped_after
@@ -77,9 +77,9 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def dialogue(tmp_path: Path) -> Callable[..., Dialogue]:
-    def make(template: str | None = TEMPLATE, **options: Any) -> Dialogue:
-        return Dialogue(save(tmp_path / "saved", template), "cpu", ChatOptions(**options))
+def dialogue(tmp_path: Path) -> Callable[..., ChatDialogue]:
+    def make(template: str | None = TEMPLATE, **options: Any) -> ChatDialogue:
+        return ChatDialogue(save(tmp_path / "saved", template), "cpu", ChatOptions(**options))
 
     return make
 
@@ -156,7 +156,7 @@ def test_an_adapter_without_a_named_base_says_what_to_do(tmp_path: Path, capsys:
     assert "base_model_name_or_path" in capsys.readouterr().err
 
 
-def test_a_dialogue_is_kept(dialogue: Callable[..., Dialogue], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dialogue_is_kept(dialogue: Callable[..., ChatDialogue], capsys: pytest.CaptureFixture[str]) -> None:
     talks = dialogue(system="be brief")
     scripted = Scripted(talks, "yes", "no")
     talks.answer("one")
@@ -167,7 +167,7 @@ def test_a_dialogue_is_kept(dialogue: Callable[..., Dialogue], capsys: pytest.Ca
 
 
 def test_without_a_chat_template_each_text_stands_alone(
-    dialogue: Callable[..., Dialogue], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dialogue: Callable[..., ChatDialogue], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talks = dialogue(None)
     scripted = Scripted(talks, "x", "y")
@@ -179,7 +179,7 @@ def test_without_a_chat_template_each_text_stands_alone(
 
 
 def test_a_line_that_is_no_utf_8_is_answered(
-    dialogue: Callable[..., Dialogue], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dialogue: Callable[..., ChatDialogue], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talks = dialogue(None)
     Scripted(talks, "yes", "no")
@@ -190,7 +190,7 @@ def test_a_line_that_is_no_utf_8_is_answered(
 
 
 def test_ctrl_c_ends_an_answer_which_is_remembered_and_the_end_of_input_the_dialogue(
-    dialogue: Callable[..., Dialogue], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dialogue: Callable[..., ChatDialogue], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talks = dialogue()
     scripted = Scripted(talks, "one two three", "fin", stopped_after=7)
@@ -203,7 +203,7 @@ def test_ctrl_c_ends_an_answer_which_is_remembered_and_the_end_of_input_the_dial
 
 
 def test_what_is_longer_than_the_model_reads_is_refused_and_the_dialogue_goes_on(
-    dialogue: Callable[..., Dialogue], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    dialogue: Callable[..., ChatDialogue], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     talks = dialogue()
     scripted = Scripted(talks, "fin")

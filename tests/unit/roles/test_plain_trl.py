@@ -14,7 +14,7 @@ import pytest
 
 from async_grpo.errors import DiskFullError, RunDirError
 from async_grpo.roles import plain_trl
-from async_grpo.roles.plain_trl import PROGRESS, Progress, _reporter, held, read_progress, train
+from async_grpo.roles.plain_trl import PROGRESS, PlainProgress, _reporter, held, read_progress, train
 from async_grpo.rundir.paths import RunDir
 from async_grpo.setup.process import StopRequest
 
@@ -28,7 +28,7 @@ def write(run_dir: Path, **values: Any) -> None:
 def test_progress_is_what_the_file_says(tmp_path: Path) -> None:
     assert read_progress(tmp_path) is None
     write(tmp_path, state="running", step=3, total_steps=9, saved=0)
-    assert read_progress(tmp_path) == Progress("running", 3, 9, 0)
+    assert read_progress(tmp_path) == PlainProgress("running", 3, 9, 0)
     write(tmp_path, state="running", step="three")
     with pytest.raises(RunDirError, match="Choose another --run-dir"):
         read_progress(tmp_path)
@@ -69,7 +69,7 @@ def test_why_a_run_failed_is_written_down_and_a_stop_is_no_failure(
     (tmp_path / "run").mkdir()
     with pytest.raises(type(error)):
         train(trainer, tmp_path / "run")
-    assert read_progress(tmp_path / "run") == Progress("running", 3, 9, 0, why)
+    assert read_progress(tmp_path / "run") == PlainProgress("running", 3, 9, 0, why)
 
 
 def test_a_checkpoint_that_was_written_and_not_noted_counts_and_a_lost_one_is_said(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_run_that_was_killed_after_its_last_step_only_ends(tmp_path: Path) -> 
     trainer.callback_handler = SimpleNamespace(on_train_end=lambda *given: callbacks[0].on_train_end(*given))
     write(tmp_path, state="running", step=9, total_steps=9, saved=0)
     train(trainer, tmp_path)
-    assert read_progress(tmp_path) == Progress("finished", 9, 9, 0)
+    assert read_progress(tmp_path) == PlainProgress("finished", 9, 9, 0)
 
 
 @pytest.mark.parametrize(("saved", "expected"), [(5, "checkpoint-5"), (0, None)])
@@ -140,7 +140,7 @@ def test_what_it_has_saved_is_written_down_and_a_full_disk_does_not_end_it(
         reporter.on_step_end(None, SimpleNamespace(global_step=5, max_steps=9), control)
         with pytest.raises(DiskFullError):
             reporter.on_train_end(None, SimpleNamespace(global_step=9, max_steps=9), control)
-    assert read_progress(tmp_path) == Progress("running", 4, 9, 4)
+    assert read_progress(tmp_path) == PlainProgress("running", 4, 9, 4)
 
 
 def test_one_process_trains_in_a_run_directory(tmp_path: Path) -> None:

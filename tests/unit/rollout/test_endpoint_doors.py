@@ -26,7 +26,7 @@ from loguru import logger
 
 from async_grpo.envs import Endpoint
 from async_grpo.rollout.endpoint import doors, private_socket
-from async_grpo.rollout.endpoint.protocol import Answer, Refusal, Request, Rules
+from async_grpo.rollout.endpoint.protocol import Answer, Request, RequestRefusal, Rules
 from async_grpo.rollout.endpoint.server import EndpointServer
 from patience import DEADLINE_S, until
 
@@ -37,7 +37,7 @@ class Served:
     """An endpoint with one open episode."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.refused: list[Refusal] = []
+        self.refused: list[RequestRefusal] = []
         server = EndpointServer(loop)
         base_url, path = server.start()
         self.port = int(base_url.rpartition(":")[2].removesuffix("/v1"))

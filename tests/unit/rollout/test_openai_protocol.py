@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from async_grpo.rollout.endpoint.protocol import Answer, Refusal, Rules, chunks, completion, read_message, read_request
+from async_grpo.rollout.endpoint.protocol import (
+    Answer,
+    RequestRefusal,
+    Rules,
+    chunks,
+    completion,
+    read_message,
+    read_request,
+)
 
 RULES = Rules(model="policy", sampling={"temperature": [0.7], "top_p": [1.0], "top_k": [0, -1]})
 USER = {"role": "user", "content": "Hello"}
@@ -57,7 +65,7 @@ def test_what_changes_no_distribution_is_taken(changes: dict[str, Any]) -> None:
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], status: int, code: str, param: str | None) -> None:
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(RequestRefusal) as refused:
         read_request(body(**changes), RULES)
     error = refused.value.body()["error"]
     assert (refused.value.status, error["code"]) == (status, code)
@@ -67,7 +75,7 @@ def test_what_is_refused(changes: dict[str, Any], status: int, code: str, param:
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b'{"model": "policy"', b"[" * 10_000])
 def test_a_body_that_is_no_request(text: bytes) -> None:
-    with pytest.raises(Refusal, match="body"):
+    with pytest.raises(RequestRefusal, match="body"):
         read_request(text, RULES)
 
 

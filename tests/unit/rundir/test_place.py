@@ -12,7 +12,7 @@ import pytest
 
 from async_grpo.errors import RunDirError
 from async_grpo.rundir import place as place_module
-from async_grpo.rundir.place import Place
+from async_grpo.rundir.place import FolderPlace
 
 
 def _rename(root: Path) -> None:
@@ -42,7 +42,7 @@ def test_what_became_of_the_directory_is_said(tmp_path: Path, happens: Callable[
     root = tmp_path / "worker"
     root.mkdir()
     (root / "run.json").write_text("{}")
-    place = Place(root)
+    place = FolderPlace(root)
     assert place.trouble() == ""
     happens(root)
     with pytest.raises(RunDirError, match=said), place.explained():
@@ -51,7 +51,7 @@ def test_what_became_of_the_directory_is_said(tmp_path: Path, happens: Callable[
 
 def test_a_read_only_file_system_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place_module.os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_RDONLY))
-    with pytest.raises(RunDirError, match="has become read-only"), Place(tmp_path).explained():
+    with pytest.raises(RunDirError, match="has become read-only"), FolderPlace(tmp_path).explained():
         raise OSError(30, "Read-only file system")
 
 
@@ -59,12 +59,12 @@ def test_a_file_system_that_only_refuses_to_write_is_named_too(tmp_path: Path, m
     def refuse(path: Path, flags: int, mode: int) -> int:
         raise OSError(30, "Read-only file system")
 
-    place = Place(tmp_path)
+    place = FolderPlace(tmp_path)
     assert place.trouble() == "" and list(tmp_path.iterdir()) == []
     monkeypatch.setattr(place_module.os, "open", refuse)
     assert "has become read-only" in place.trouble()
 
 
 def test_any_other_error_stays_what_it_is(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError), Place(tmp_path).explained():
+    with pytest.raises(FileNotFoundError), FolderPlace(tmp_path).explained():
         (tmp_path / "file").read_bytes()

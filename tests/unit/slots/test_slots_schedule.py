@@ -31,7 +31,7 @@ from async_grpo_experiments.slots.ledger import (
     read,
 )
 from async_grpo_experiments.slots.places import Place, core_places, gpu_places
-from async_grpo_experiments.slots.schedule import Command, Schedule, Task
+from async_grpo_experiments.slots.schedule import Command, Task, TaskSchedule
 from patience import is_gone
 
 DEADLINE_S = 60.0
@@ -59,8 +59,8 @@ class Yard:
 
         return Task(name=name, command=command, **more)
 
-    def schedule(self, *tasks: Task, places: list[Place] | None = None, **more: Any) -> Schedule:
-        return Schedule(tasks, places or TWO_PLACES, self.ledger(), say=self.said.append, **more)
+    def schedule(self, *tasks: Task, places: list[Place] | None = None, **more: Any) -> TaskSchedule:
+        return TaskSchedule(tasks, places or TWO_PLACES, self.ledger(), say=self.said.append, **more)
 
     def ledger(self) -> Ledger:
         return Ledger(self.folder / "slots.jsonl")

@@ -15,7 +15,7 @@ from sweep_yard import SweepYard
 from async_grpo_experiments.slots.ledger import FAILED, RUNNING, Record
 from async_grpo_experiments.slots.places import Place
 from async_grpo_experiments.sweeps import usage
-from async_grpo_experiments.sweeps.screen import Screen, table
+from async_grpo_experiments.sweeps.screen import SweepScreen, table
 
 
 def test_a_table_has_a_row_for_each_run(yard: SweepYard) -> None:
@@ -26,7 +26,7 @@ def test_a_table_has_a_row_for_each_run(yard: SweepYard) -> None:
         names[0]: Record(task=names[0], state=RUNNING, place="core0", pid=os.getpid()),
         names[1]: Record(task=names[1], state=FAILED, place="core1"),
     }
-    screen = Screen(wanted, records, [Place(name="core0", cores=(0,))])
+    screen = SweepScreen(wanted, records, [Place(name="core0", cores=(0,))])
     drawn = io.StringIO()
     Console(file=drawn, width=100).print(table(screen.rows()))
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in drawn.getvalue().splitlines()]
@@ -40,7 +40,7 @@ def test_a_line_a_minute_where_there_is_no_terminal(yard: SweepYard, capsys: pyt
     wanted = yard.sweep(1, 2)
     assert yard.run(yard.sweep(1)) == 0
     name = wanted.runs[0].name
-    screen = Screen(wanted, {name: Record(task=name, state="finished")}, [])
+    screen = SweepScreen(wanted, {name: Record(task=name, state="finished")}, [])
     capsys.readouterr()
     with screen:
         screen.look()

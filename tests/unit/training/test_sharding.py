@@ -13,7 +13,7 @@ from torch import nn
 from async_grpo.errors import UnsupportedError
 from async_grpo.setup import fingerprints
 from async_grpo.training.checkpoints import bytes_needed
-from async_grpo.training.sharding import DEEPSPEED, FSDP, Layout, Zero3, check_layout
+from async_grpo.training.sharding import DEEPSPEED, FSDP, CheckpointLayout, Zero3, check_layout
 from async_grpo.training.weight_publisher import slots_for
 
 
@@ -68,20 +68,25 @@ def checkpoints(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("name", "needed"), [("two", Layout(DEEPSPEED, 2)), ("fsdp", Layout(FSDP)), ("plain", Layout(""))]
+    ("name", "needed"),
+    [("two", CheckpointLayout(DEEPSPEED, 2)), ("fsdp", CheckpointLayout(FSDP)), ("plain", CheckpointLayout(""))],
 )
-def test_a_checkpoint_fits_its_own_kind(name: str, needed: Layout, checkpoints: dict[str, Path]) -> None:
+def test_a_checkpoint_fits_its_own_kind(name: str, needed: CheckpointLayout, checkpoints: dict[str, Path]) -> None:
     check_layout(checkpoints[name], needed)
 
 
 @pytest.mark.parametrize(
     ("name", "needed", "sentence"),
     [
-        ("two", Layout(DEEPSPEED, 4), r"DeepSpeed over 2 ranks.*with DeepSpeed over 4 ranks.*num_processes: 2"),
-        ("two", Layout(""), r"DeepSpeed over 2 ranks.*without FSDP or DeepSpeed"),
-        ("two", Layout(FSDP), r"DeepSpeed over 2 ranks.*trains with FSDP"),
-        ("fsdp", Layout(""), r"with FSDP, and this one trains without"),
-        ("plain", Layout(DEEPSPEED, 2), r"without FSDP or DeepSpeed.*--accelerate-config none"),
+        (
+            "two",
+            CheckpointLayout(DEEPSPEED, 4),
+            r"DeepSpeed over 2 ranks.*with DeepSpeed over 4 ranks.*num_processes: 2",
+        ),
+        ("two", CheckpointLayout(""), r"DeepSpeed over 2 ranks.*without FSDP or DeepSpeed"),
+        ("two", CheckpointLayout(FSDP), r"DeepSpeed over 2 ranks.*trains with FSDP"),
+        ("fsdp", CheckpointLayout(""), r"with FSDP, and this one trains without"),
+        ("plain", CheckpointLayout(DEEPSPEED, 2), r"without FSDP or DeepSpeed.*--accelerate-config none"),
     ],
 )
 def test_a_checkpoint_of_another_kind_is_refused(

@@ -48,7 +48,7 @@ def exit_code(found: Iterable[Finding]) -> int:
     return int(any(finding.level is Level.ERROR for finding in found))
 
 
-def _devices(found: gpu.Driver) -> Iterator[Finding]:
+def _devices(found: gpu.DriverReport) -> Iterator[Finding]:
     """Judge what needs torch: the GPUs, and weights between two processes."""
     names = ["cpu"]
     if found.visible:

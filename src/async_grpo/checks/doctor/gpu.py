@@ -28,7 +28,7 @@ CUPY = {12: "cupy-cuda12x", 13: "cupy-cuda13x"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Driver:
+class DriverReport:
     """Facts from the kernel and libcuda, without torch."""
 
     version: str  # "580.65.06"; empty without the kernel module
@@ -61,14 +61,14 @@ class GpuFacts:
     gpus: list[Gpu] = field(default_factory=list)
 
 
-def driver(module: Path = Path("/proc/driver/nvidia/version")) -> Driver:
+def driver(module: Path = Path("/proc/driver/nvidia/version")) -> DriverReport:
     try:
         found = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", module.read_text())
     except OSError:
         found = None
     modes = tuple(compute_modes())
     version = found[1] if found else ""
-    return Driver(version=version, cuda=_cuda_of_driver(), visible=len(modes), compute_modes=modes)
+    return DriverReport(version=version, cuda=_cuda_of_driver(), visible=len(modes), compute_modes=modes)
 
 
 def _cuda_of_driver() -> int:
@@ -80,7 +80,7 @@ def _cuda_of_driver() -> int:
     return number.value if cuda.cuDriverGetVersion(ctypes.byref(number)) == 0 else 0
 
 
-def presence(found: Driver, env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+def presence(found: DriverReport, env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Judge whether there are GPUs to be seen; torch-free."""
     hidden = env.get("CUDA_VISIBLE_DEVICES")
     if found.visible:
@@ -96,7 +96,7 @@ def presence(found: Driver, env: Mapping[str, str] = os.environ) -> Iterator[Fin
         yield ok("GPU", "none, and no NVIDIA driver: everything runs on the CPU")
 
 
-def modes(found: Driver, env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+def modes(found: DriverReport, env: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Name GPUs that do not admit several processes. `nvidia-smi` does not count within CUDA_VISIBLE_DEVICES."""
     for index, mode in enumerate(found.compute_modes):
         (name,) = physical_gpus([str(index)], env)
@@ -116,13 +116,13 @@ def look() -> GpuFacts:
     return shaped(GpuFacts, probe.ask("async_grpo.checks.doctor.gpu", {}, timeout_s=FACTS_TIMEOUT_S))
 
 
-def fit(found: Driver, facts: GpuFacts, version_of: packages.Installed = packages.installed) -> Iterator[Finding]:
+def fit(found: DriverReport, facts: GpuFacts, version_of: packages.Installed = packages.installed) -> Iterator[Finding]:
     """Judge the driver, torch's CUDA and cupy's."""
     yield _torch(found, facts)
     yield _cupy(found, facts, version_of)
 
 
-def _torch(found: Driver, facts: GpuFacts) -> Finding:
+def _torch(found: DriverReport, facts: GpuFacts) -> Finding:
     runs = f"the driver runs CUDA up to {_cuda(found.cuda)}"
     if facts.torch_cuda is None:
         fix = f"Install a build for CUDA {_cuda(found.cuda)} or older: pytorch.org/get-started has the command."
@@ -136,7 +136,7 @@ def _torch(found: Driver, facts: GpuFacts) -> Finding:
     return ok("torch", f"{facts.torch}, CUDA {facts.torch_cuda}; {runs}")
 
 
-def _cupy(found: Driver, facts: GpuFacts, version_of: packages.Installed) -> Finding:
+def _cupy(found: DriverReport, facts: GpuFacts, version_of: packages.Installed) -> Finding:
     wheels = [name for name in CUPY.values() if version_of(name)]
     wanted = int((facts.torch_cuda or f"{found.cuda // 1000}").split(".")[0])
     command = f"pip install 'async-grpo[cuda{wanted}]'"

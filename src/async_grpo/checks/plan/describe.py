@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
     from trl import GRPOTrainer
 
-    from async_grpo.training.sharding import Layout
+    from async_grpo.training.sharding import CheckpointLayout
 
 PROMPTS_MEASURED = 64
 _FROM_CONFIG = (
@@ -117,14 +117,16 @@ def _count_batches_as(ranks: AccelerateConfig) -> None:
     TrainingArguments.world_size = property(lambda self: ranks.processes)
 
 
-def _layout(ranks: AccelerateConfig | None, trainer: GRPOTrainer) -> Layout:
+def _layout(ranks: AccelerateConfig | None, trainer: GRPOTrainer) -> CheckpointLayout:
     """The layout of the checkpoints that the trainer will write."""
     from async_grpo.training import sharding
 
     if ranks is None or ranks.kind not in (DEEPSPEED, FSDP):
         return sharding.layout_of(trainer)
     return (
-        sharding.Layout(sharding.FSDP) if ranks.kind == FSDP else sharding.Layout(sharding.DEEPSPEED, ranks.processes)
+        sharding.CheckpointLayout(sharding.FSDP)
+        if ranks.kind == FSDP
+        else sharding.CheckpointLayout(sharding.DEEPSPEED, ranks.processes)
     )
 
 

@@ -16,7 +16,7 @@ from verifiers.v1.types import ToolCall, ToolMessage
 from verifiers.v1.utils.decorators import invoke
 
 from async_grpo.envs.conversations import Conversation, Message
-from async_grpo.envs.verifiers.toolsets import Tools, Toolsets
+from async_grpo.envs.verifiers.toolsets import Toolset, Toolsets
 from async_grpo.errors import UnsupportedError
 
 
@@ -96,7 +96,7 @@ class Seat:
 class Exchange:
     """In the place of verifiers' `Interaction`."""
 
-    def __init__(self, trace: vf.Trace, conversation: Conversation, tools: Tools, max_turns: int | None) -> None:
+    def __init__(self, trace: vf.Trace, conversation: Conversation, tools: Toolset, max_turns: int | None) -> None:
         self.trace = trace
         self._conversation, self._tools = conversation, tools
         self._max_turns = max_turns

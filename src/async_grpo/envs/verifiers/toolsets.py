@@ -23,27 +23,27 @@ class Toolsets:
 
     def __init__(self, environment: vf.Env) -> None:
         self._environment = environment
-        self._shared: Tools | None = None
+        self._shared: Toolset | None = None
         self._preparing = asyncio.Lock()
 
-    async def of(self, task: vf.Task, state: vf.State) -> Tools:
+    async def of(self, task: vf.Task, state: vf.State) -> Toolset:
         """The tools of one episode, ready to be called."""
         async with self._preparing:
             if self._shared is None:
                 taskset = self._environment.taskset
-                self._shared = await Tools(taskset.toolsets(taskset.config)).ready(None)
+                self._shared = await Toolset(taskset.toolsets(taskset.config)).ready(None)
         _STATE.set(state)
-        own = await Tools(task.toolsets(task.config)).ready(task.data)
+        own = await Toolset(task.toolsets(task.config)).ready(task.data)
         return own.with_those_of(self._shared)
 
 
-class Tools:
+class Toolset:
     def __init__(self, toolsets: Sequence[vf.Toolset]) -> None:
         self._toolsets = toolsets
         self._servers: dict[str, tuple[MCPServer, str]] = {}  # by the tool's name for the model
         self.schemas: list[dict[str, Any]] = []
 
-    async def ready(self, data: vf.TaskData | None) -> Tools:
+    async def ready(self, data: vf.TaskData | None) -> Toolset:
         """Set the toolsets up, with the task's data where they are the task's."""
         for toolset in self._toolsets:
             refuse_toolset(toolset)
@@ -60,7 +60,7 @@ class Tools:
                 self.schemas.append({"type": "function", "function": function})
         return self
 
-    def with_those_of(self, others: Tools) -> Tools:
+    def with_those_of(self, others: Toolset) -> Toolset:
         self._servers = {**others._servers, **self._servers}
         self.schemas = [*others.schemas, *self.schemas]
         return self

@@ -16,7 +16,7 @@ from trl.chat_template_utils import add_response_schema, parse_response
 from trl.data_utils import prepare_multimodal_messages
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.rollout.endpoint.protocol import Message, Refusal
+from async_grpo.rollout.endpoint.protocol import Message, RequestRefusal
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -54,9 +54,9 @@ class Chat:
         self._parser = _with_tools(self._tokenizer)
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[int]:
-        """Raises `Refusal`."""
+        """Raises `RequestRefusal`."""
         if tools and self._parser is None:
-            raise Refusal(
+            raise RequestRefusal(
                 "The request has tools, and this tokenizer cannot say which tools a model calls: it has no "
                 "response_template, and TRL knows none for its chat template. Describe the tools in a message and "
                 "read the calls from the text, or set response_template.",
@@ -67,13 +67,17 @@ class Chat:
         return self._ids(text)
 
     def after(self, said: Message, new: Sequence[Message], last_id: int) -> list[int]:
-        """What follows the model's message, whose last token is `last_id`, up to its next one. Raises `Refusal`."""
+        """Return what follows the model's message, whose last token is `last_id`, up to its next one.
+
+        Raises:
+            RequestRefusal: the template shows no end of a message of the assistant.
+        """
         dummy = [{"role": "user", "content": "dummy"}, {**said, "content": _MARK}]
         text = self._rendered([*dummy, *new])
         start = text.find(_MARK)
         ends = [at for end in self._ends if (at := text.find(end, start)) >= 0]
         if start < 0 or not ends:
-            raise Refusal(
+            raise RequestRefusal(
                 "The chat template does not show a message of the assistant with its end token behind it, so a later "
                 "turn cannot be put behind the tokens that the model wrote. Use another chat template.",
                 code="unsupported_template",
@@ -113,7 +117,7 @@ class Chat:
                 self._in_parts(messages), tools=tools, add_generation_prompt=True, tokenize=False, **self._settings
             )
         except Exception as error:  # of the template: a role or an order that it does not take
-            raise Refusal(
+            raise RequestRefusal(
                 f"The chat template refuses these messages: {type(error).__name__}: {error}",
                 code="invalid_value",
                 param="messages",

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from async_grpo.errors import UnsupportedError
 from async_grpo.rollout.endpoint.chat import as_template
-from async_grpo.rollout.endpoint.protocol import Answer, Message, Refusal, Request, Rules, no_episode, read_message
+from async_grpo.rollout.endpoint.protocol import (
+    Answer,
+    Message,
+    Request,
+    RequestRefusal,
+    Rules,
+    no_episode,
+    read_message,
+)
 from async_grpo.transcript import TokenLimits, Transcript
 
 if TYPE_CHECKING:
@@ -85,7 +93,7 @@ class Episode:
             self._answering.cancel()
             await asyncio.wait([self._answering])
 
-    def refuse(self, refusal: Refusal) -> None:
+    def refuse(self, refusal: RequestRefusal) -> None:
         """A request was refused. What the agent does without it is not what would be trained, so its group fails."""
         if refusal.ends:
             self.is_full = True
@@ -101,7 +109,7 @@ class Episode:
     def _note(self, answering: asyncio.Task[Answer]) -> None:
         self._active = time.monotonic()
         error = None if answering.cancelled() else answering.exception()
-        if isinstance(error, Refusal):
+        if isinstance(error, RequestRefusal):
             self.refuse(error)
         elif error is not None and not self.failed.done():
             self.failed.set_exception(error)
@@ -159,7 +167,7 @@ class Episode:
             what = f"The completion has come to max_completion_length ({self._limits.completion} tokens), or to the "
         else:
             what = "The prompt is longer than the "
-        raise Refusal(
+        raise RequestRefusal(
             f"{what}{self._limits.sequence} tokens that the engine takes: it has {len(so_far.whole) + len(read)} "
             "before the answer.",
             code="context_length_exceeded",
@@ -192,8 +200,8 @@ def _are_alike(message: Message, earlier: Message) -> bool:
     return message == earlier
 
 
-def _edited(what: str) -> Refusal:
-    return Refusal(
+def _edited(what: str) -> RequestRefusal:
+    return RequestRefusal(
         f"The request does not go on from the last one: {what}. An episode is one completion, so each request must "
         "repeat the messages of the one before and the answer to it, as they were, and add to them. What an agent "
         "drops, shortens or rewrites, and a second dialogue beside the first, cannot be trained as this completion. "

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from async_grpo.records import Job
     from async_grpo.rollout.engines import Engine
     from async_grpo.rollout.trl_trainer import RolloutTrainer
-    from async_grpo.rollout.trl_view import Call as ViewCall
+    from async_grpo.rollout.trl_view import ScoringCall as ViewCall
     from async_grpo.rollout.turns.asks import Asks
     from async_grpo.rollout.turns.calls import Outcome
     from async_grpo.tokens import Tokens
@@ -40,7 +40,7 @@ SAY_AT_MOST = 3  # errors of an agent that are logged
 
 
 @dataclass(frozen=True, slots=True)
-class _Played:
+class _PlayedEpisode:
     """What an episode came to beside its tokens."""
 
     columns: Mapping[str, Any]
@@ -121,7 +121,7 @@ class Harness:
             number=f"{job.seq}_{place}",
         )
 
-    async def _play(self, episode: Episode, prompt: Any) -> _Played:
+    async def _play(self, episode: Episode, prompt: Any) -> _PlayedEpisode:
         if self._address is None:
             self._address = self._server.start()
         key = self._server.open(episode)
@@ -150,7 +150,7 @@ class Harness:
                 return ended.result()
         return None
 
-    def _played(self, episode: Episode, outcome: Outcome | None) -> _Played:
+    def _played(self, episode: Episode, outcome: Outcome | None) -> _PlayedEpisode:
         error = outcome.error if outcome is not None else None
         text = None if error is None else f"{type(error).__name__}: {error}"
         if outcome is None:
@@ -163,12 +163,12 @@ class Harness:
         if not episode.transcript.turns:
             raise UnsupportedError(_said_nothing(text)) from error
         if text is not None and episode.is_full:  # how agents end where there is no room left
-            return _Played({})
+            return _PlayedEpisode({})
         if text is not None:
             self._say(text, error)
-            return _Played({}, text)
+            return _PlayedEpisode({}, text)
         assert outcome is not None
-        return _Played(_columns(outcome.value))
+        return _PlayedEpisode(_columns(outcome.value))
 
     def _say(self, text: str, error: Exception | None) -> None:
         if text not in self._said and len(self._said) < SAY_AT_MOST:
@@ -187,7 +187,7 @@ class Harness:
         rows: list[dict[str, Any]],
         prompts: list[Any],
         episodes: Sequence[Episode],
-        played: Sequence[_Played],
+        played: Sequence[_PlayedEpisode],
         call: ViewCall,
     ) -> GeneratedGroup:
         names = dict.fromkeys(chain.from_iterable(each.columns for each in played))

@@ -36,7 +36,7 @@ _NEUTRAL: dict[str, Any] = {
 _TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error", 503: "server_error"}
 
 
-class Refusal(Exception):
+class RequestRefusal(Exception):
     """A request that is not answered, as OpenAI's API says it.
 
     Args:
@@ -57,12 +57,12 @@ class Refusal(Exception):
 FAILED_WITH_ITS_GROUP = "group_failed"
 
 
-def no_episode(cause: str = "") -> Refusal:
+def no_episode(cause: str = "") -> RequestRefusal:
     """`cause`: why the episode of the key is over, where another call of its group failed."""
     if cause:
         text = f"The episode of this key is over, as its group has failed: {cause}"
-        return Refusal(text, code=FAILED_WITH_ITS_GROUP, status=401)
-    return Refusal(
+        return RequestRefusal(text, code=FAILED_WITH_ITS_GROUP, status=401)
+    return RequestRefusal(
         "The key of this request is of no episode that is open here. Each call of an agent has its own, "
         "endpoint.api_key, and it ends with the call: ask from within the agent, with that key, and let no request "
         "outlive it.",
@@ -101,7 +101,7 @@ class Answer:
 
 
 def read_request(body: bytes, rules: Rules, *, is_retry: bool = False) -> Request:
-    """Raises `Refusal`."""
+    """Raises `RequestRefusal`."""
     given = _parsed(body)
     _check_parameters(given, rules)
     most = [_count(given, name) for name in ("max_completion_tokens", "max_tokens")]
@@ -121,15 +121,15 @@ def _parsed(body: bytes) -> dict[str, Any]:
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Refusal(f"The request's body is not valid JSON: {error}", code="invalid_json") from error
+        raise RequestRefusal(f"The request's body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(given, dict):
-        raise Refusal("The request's body is not a JSON object.", code="invalid_json")
+        raise RequestRefusal("The request's body is not a JSON object.", code="invalid_json")
     return given
 
 
 def _check_parameters(given: Mapping[str, Any], rules: Rules) -> None:
     if given.get("model") != rules.model:
-        raise Refusal(
+        raise RequestRefusal(
             f"This endpoint has one model, {rules.model!r}: the policy that is trained. The request asks for "
             f"{given.get('model')!r}. Ask for endpoint.model, or name the one that the agent asks for: "
             "OpenAIHarness(agent, model=…). What another model says has to come from its own endpoint.",
@@ -148,7 +148,7 @@ def _check_parameters(given: Mapping[str, Any], rules: Rules) -> None:
 
 def _check_sampling(name: str, value: Any, allowed: Sequence[float]) -> None:
     if isinstance(value, bool) or value not in allowed:
-        raise Refusal(
+        raise RequestRefusal(
             f"{name}={_short(value)}, but the run samples with {allowed[0]:g}. Training needs tokens of the "
             f"distribution that it trains, so a request cannot change it. Leave {name} out, or set it in the "
             "GRPOConfig.",
@@ -157,13 +157,13 @@ def _check_sampling(name: str, value: Any, allowed: Sequence[float]) -> None:
         )
 
 
-def _unsupported(name: str, value: Any) -> Refusal:
+def _unsupported(name: str, value: Any) -> RequestRefusal:
     why = {
         "n": "an episode is one completion, and each of its turns has one continuation",
         "stop": "an engine stops where the run says, for all its requests. Set stop_strings in generation_kwargs",
         "seed": "completions of a group have to differ, so the run seeds each of them",
     }.get(name, "what is sampled, and how, is the run's, or its log-probabilities would be of another distribution")
-    return Refusal(
+    return RequestRefusal(
         f"{name}={_short(value)} is not supported here: {why}. Leave it out of the request.",
         code="unsupported_parameter" if name not in _NEUTRAL else "unsupported_value",
         param=name,
@@ -173,9 +173,9 @@ def _unsupported(name: str, value: Any) -> Refusal:
 def _messages(given: Any) -> list[Message]:
     messages = [read_message(message, place) for place, message in enumerate(_list_of_dicts(given, "messages"))]
     if not messages:
-        raise Refusal("messages is empty.", code="invalid_value", param="messages")
+        raise RequestRefusal("messages is empty.", code="invalid_value", param="messages")
     if messages[-1]["role"] == "assistant":
-        raise Refusal(
+        raise RequestRefusal(
             "The last message is the assistant's. The endpoint answers messages; it does not continue one that is "
             "begun, whose beginning the model has not written.",
             code="unsupported_value",
@@ -185,10 +185,12 @@ def _messages(given: Any) -> list[Message]:
 
 
 def read_message(given: Mapping[str, Any], place: int = 0) -> Message:
-    """What of a message a chat template sees, in one form however the client wrote it. Raises `Refusal`."""
+    """What of a message a chat template sees, in one form however the client wrote it. Raises `RequestRefusal`."""
     where, role = f"messages.[{place}]", given.get("role")
     if role not in ROLES:
-        raise Refusal(f"{where}.role must be one of {', '.join(ROLES)}.", code="invalid_value", param=f"{where}.role")
+        raise RequestRefusal(
+            f"{where}.role must be one of {', '.join(ROLES)}.", code="invalid_value", param=f"{where}.role"
+        )
     message: Message = {"role": role, "content": _text(given.get("content"), f"{where}.content")}
     if calls := given.get("tool_calls"):
         message["tool_calls"] = [_call(call, f"{where}.tool_calls") for call in _list_of_dicts(calls, "tool_calls")]
@@ -203,10 +205,10 @@ def _text(content: Any, where: str) -> str:
         return ""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-        raise Refusal(f"{where} must be a text, or a list of parts.", code="invalid_type", param=where)
+        raise RequestRefusal(f"{where} must be a text, or a list of parts.", code="invalid_type", param=where)
     for part in parts:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise Refusal(
+            raise RequestRefusal(
                 f"{where} has a part of the type {part.get('type')!r}. This endpoint takes text alone: images in "
                 "dialogues are those of environments (environment_factory).",
                 code="unsupported_value",
@@ -218,7 +220,7 @@ def _text(content: Any, where: str) -> str:
 def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
     function = call.get("function")
     if not isinstance(function, dict) or not all(isinstance(function.get(x), str) for x in ("name", "arguments")):
-        raise Refusal(
+        raise RequestRefusal(
             f"{where}: a call has a function with a name, and its arguments as a text of JSON.",
             code="invalid_type",
             param=where,
@@ -229,21 +231,21 @@ def _call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _list_of_dicts(given: Any, name: str) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
-        raise Refusal(f"{name} must be a list of objects.", code="invalid_type", param=name)
+        raise RequestRefusal(f"{name} must be a list of objects.", code="invalid_type", param=name)
     return given
 
 
 def _count(given: Mapping[str, Any], name: str) -> int | None:
     value = given.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise Refusal(f"{name} must be a whole number of at least 1.", code="invalid_value", param=name)
+        raise RequestRefusal(f"{name} must be a whole number of at least 1.", code="invalid_value", param=name)
     return value
 
 
 def _flag(given: Mapping[str, Any], name: str) -> bool:
     value = given.get(name)
     if not isinstance(value, bool | None):
-        raise Refusal(f"{name} must be true or false.", code="invalid_type", param=name)
+        raise RequestRefusal(f"{name} must be true or false.", code="invalid_type", param=name)
     return bool(value)
 
 

@@ -26,8 +26,8 @@ from async_grpo.rollout.endpoint.protocol import (
     FAILED_WITH_ITS_GROUP,
     MOST_BYTES,
     Answer,
-    Refusal,
     Request,
+    RequestRefusal,
     chunks,
     completion,
     no_episode,
@@ -116,17 +116,17 @@ class EndpointServer:
         """Every error has OpenAI's form."""
         try:
             return await handler(request)
-        except Refusal as error:
+        except RequestRefusal as error:
             refusal = error
         except web.HTTPException as error:
             asked = one_line(f"{request.method} {request.path}")
             what = f"{asked} is not answered here, only POST /v1/chat/completions: {error.reason}"
-            refusal = Refusal(what, code="unknown_url", status=error.status)
+            refusal = RequestRefusal(what, code="unknown_url", status=error.status)
         except ConnectionError:  # the client has gone
             raise
         except Exception as error:  # noqa: BLE001  # such as a body that is not HTTP
             what = f"The request cannot be answered: {type(error).__name__}: {error}"
-            refusal = Refusal(what, code="server_error", status=500)
+            refusal = RequestRefusal(what, code="server_error", status=500)
         self._say(refusal)
         return web.json_response(refusal.body(), status=refusal.status, headers=_HEADERS)
 
@@ -135,7 +135,7 @@ class EndpointServer:
         self._doors.let_in(http)
         try:
             request = read_request(await _body(http), episode.rules, is_retry=_is_retry(http))
-        except Refusal as refusal:
+        except RequestRefusal as refusal:
             self._loop.call_soon_threadsafe(episode.refuse, refusal)
             raise
         answer = await self._answer(episode, request)
@@ -156,10 +156,10 @@ class EndpointServer:
         except asyncio.CancelledError:
             episode.lost = True
             raise
-        except Refusal:
+        except RequestRefusal:
             raise
         except Exception as error:
-            raise Refusal(
+            raise RequestRefusal(
                 f"No answer could be sampled: {type(error).__name__}: {error}", code="server_error", status=500
             ) from error
 
@@ -170,7 +170,7 @@ class EndpointServer:
             raise no_episode(self._failed.get(_hashed(key.strip()), ""))
         return episode
 
-    def _say(self, refusal: Refusal) -> None:
+    def _say(self, refusal: RequestRefusal) -> None:
         self._said[refusal.code] += 1
         if refusal.code == FAILED_WITH_ITS_GROUP:  # the first error of the group is the one to be told
             logger.debug("the endpoint refused a request ({}): {}", refusal.code, refusal)
@@ -182,7 +182,7 @@ async def _body(http: web.Request) -> bytes:
     try:
         return await http.read()
     except web.HTTPRequestEntityTooLarge as error:
-        raise Refusal(
+        raise RequestRefusal(
             f"The request has more than {MOST_BYTES:,} bytes, and no dialogue is so long. Shorten what goes into its "
             "messages.",
             code="request_too_large",

@@ -40,7 +40,7 @@ class ContinuousEngine(Policy):
         self._engine = engine
         self._in_flight_update = in_flight_update
         self._deterministic = deterministic
-        self._requests: dict[str, tuple[_Sampling, int]] = {}  # request -> its group and its place there
+        self._requests: dict[str, tuple[_SampledRequests, int]] = {}  # request -> its group and its place there
         self._request_ids = map(str, count())
         self._adopted: tuple[str, int] | None = None  # generation and version of the engine's weights
         self._version = -1
@@ -96,7 +96,7 @@ class ContinuousEngine(Policy):
 
     def _submit(self, group: PreparedGroup) -> SampledGroup | None:
         """Make a request of each prompt; returns the group if the engine refuses one of them."""
-        sampling = _Sampling(group, with_versions=self._in_flight_update)
+        sampling = _SampledRequests(group, with_versions=self._in_flight_update)
         requests: list[str] = []
         for place, prompt_ids in enumerate(group.prompt_ids):
             request = next(self._request_ids)
@@ -119,7 +119,7 @@ class ContinuousEngine(Policy):
         return None
 
 
-class _Sampling:
+class _SampledRequests:
     """A group that is being sampled."""
 
     def __init__(self, group: PreparedGroup, *, with_versions: bool) -> None:

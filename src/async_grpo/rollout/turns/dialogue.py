@@ -21,7 +21,7 @@ from async_grpo.rollout.engines import PreparedGroup
 from async_grpo.rollout.left import Left, leave, left
 from async_grpo.rollout.threads import refusing_signals
 from async_grpo.rollout.trl_group import GeneratedGroup, rows_of
-from async_grpo.rollout.trl_trainer import Batch, Images, RolloutTrainer
+from async_grpo.rollout.trl_trainer import Images, RolloutBatch, RolloutTrainer
 from async_grpo.rollout.turns.calls import Call, Outcome, giving, giving_later, noting, starting
 from async_grpo.setup.sampling import stop_tags
 from async_grpo.tokens import Tokens, ids_and_logprobs
@@ -290,7 +290,7 @@ class Dialogues:
         else:
             trainer._generate_single_turn = lambda *_, **__: ids_and_logprobs(tokens)
         result = trainer._generate(self._prompts)
-        batch = Batch(trainer, self._rows, self._prompts, result, self.trl.view.now(), self.trl.data_has_images)
+        batch = RolloutBatch(trainer, self._rows, self._prompts, result, self.trl.view.now(), self.trl.data_has_images)
         return batch.group(self.job, slice(None), self.version, tokens)
 
     def _result(self, tokens: list[Tokens]) -> tuple[Any, ...]:

@@ -133,11 +133,11 @@ class Turns(Generation):
             torch.manual_seed(started.jobs[0].seed)  # a rollout_func may sample with the worker's own model
         return await self._copies.used(lambda copy: self._by_function(started, copy))
 
-    async def _by_function(self, started: _UnderWay, copy: _Copy) -> list[GeneratedGroup]:
+    async def _by_function(self, started: _UnderWay, copy: _CompletionCopy) -> list[GeneratedGroup]:
         with self._asks.working():
             return await self._whole.run(copy.trl, started.jobs, started.version)
 
-    async def _conversed(self, job: Job, version: int, copy: _Copy) -> list[GeneratedGroup]:
+    async def _conversed(self, job: Job, version: int, copy: _CompletionCopy) -> list[GeneratedGroup]:
         with copy.trl.view.during(job, version):
             dialogues = Dialogues(copy.trl, job, version)
             with self._asks.working():
@@ -152,7 +152,7 @@ class Turns(Generation):
         async with self._beginning:
             await self._threads.run(dialogues.begin, name=f"group {dialogues.job.seq}")
 
-    async def _converse(self, dialogue: Dialogue, copy: _Copy) -> None:
+    async def _converse(self, dialogue: Dialogue, copy: _CompletionCopy) -> None:
         with self._asks.working():
             dialogue.begin(await self._asks.continued(dialogue.prompt))
             while dialogue.wants_tools:
@@ -192,7 +192,7 @@ class _UnderWay:
 
 
 @dataclass(slots=True)
-class _Copy:
+class _CompletionCopy:
     """A copy of the worker's trainer that generates some groups, with environments of its own."""
 
     trl: RolloutTrainer
@@ -207,7 +207,7 @@ class _Copies:
         self.have_environments = trl.trainer.environment_factories is not None
         self._trl, self._tools = trl, tools
         self._idle = [] if self.have_environments else [trl]  # the trainer and copies of it that no group uses
-        self._unscored: dict[int, _Copy] = {}  # by id of the group
+        self._unscored: dict[int, _CompletionCopy] = {}  # by id of the group
         self._changing = threading.Lock()  # groups are let go of by the threads that score them
 
     @property
@@ -215,9 +215,11 @@ class _Copies:
         """How many groups still have their environments."""
         return len(self._unscored)
 
-    async def used(self, make: Callable[[_Copy], Coroutine[Any, Any, list[GeneratedGroup]]]) -> list[GeneratedGroup]:
+    async def used(
+        self, make: Callable[[_CompletionCopy], Coroutine[Any, Any, list[GeneratedGroup]]]
+    ) -> list[GeneratedGroup]:
         """The groups that `make` makes with a copy."""
-        copy = _Copy(self._idle.pop() if self._idle else self._trl.fork())
+        copy = _CompletionCopy(self._idle.pop() if self._idle else self._trl.fork())
         try:
             made = await make(copy)
         except BaseException:
@@ -239,7 +241,7 @@ class _Copies:
             if copy.unscored == 0:
                 self._release(copy)
 
-    def _release(self, copy: _Copy) -> None:
+    def _release(self, copy: _CompletionCopy) -> None:
         """Use it for other groups, unless a tool that was given up may still use its environments."""
         if not (self.have_environments and self._tools.still_running(copy.calls_left)):
             self._idle.append(copy.trl)

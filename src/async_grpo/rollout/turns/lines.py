@@ -31,7 +31,7 @@ class Waiting:
         return timeout_s if self._began is None else self._began + timeout_s - time.monotonic()
 
 
-class Line:
+class WaitingLine:
     """The calls of one tool. Used by the event loop, and by the thread that makes them."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from loguru import logger
 from async_grpo.errors import GeneratorError
 from async_grpo.rollout.threads import KeptThreads, UserCode
 from async_grpo.rollout.turns.calls import Call, Outcome, Refused
-from async_grpo.rollout.turns.lines import Line, Waiting
+from async_grpo.rollout.turns.lines import Waiting, WaitingLine
 from async_grpo.telemetry.activity import activity
 
 MOST_TEXT = 65_536  # characters of a tool's result; a longer one becomes an error with its beginning
@@ -54,9 +54,9 @@ class Tools:
         self._room = asyncio.Semaphore(at_once)
         self._users_loop = users_loop
         self._threads = KeptThreads()
-        self._lines: dict[Any, Line] = {}  # by tool
-        self._serving: dict[Line, asyncio.Task[None]] = {}
-        self._thread_free: dict[Line, asyncio.Future[None]] = {}  # of the thread that makes a line's calls now
+        self._lines: dict[Any, WaitingLine] = {}  # by tool
+        self._serving: dict[WaitingLine, asyncio.Task[None]] = {}
+        self._thread_free: dict[WaitingLine, asyncio.Future[None]] = {}  # of the thread that makes a line's calls now
         self._numbers = itertools.count()
         self._running: dict[int, str] = {}  # calls that have not ended, by number: the tool's name
         self._left_behind: set[int] = set()  # those of them that nobody waits for any more
@@ -116,7 +116,9 @@ class Tools:
             return await self._in_its_time(call, number, answer, owner)
 
     async def _in_line(self, call: Call, owner: set[int]) -> Outcome:
-        line = self._lines.setdefault(getattr(call.tool, "__func__", call.tool), Line())  # of all environments one
+        line = self._lines.setdefault(
+            getattr(call.tool, "__func__", call.tool), WaitingLine()
+        )  # of all environments one
         number, answer, work = self._as_work(call)
         waiting = Waiting(work, partial(self._refuse, number, answer))
         line.join(waiting)
@@ -133,7 +135,7 @@ class Tools:
                 self._thread_free[line].set_result(None)  # another thread makes the calls behind it
             self._note_left_behind(number, owner)
 
-    async def _serve(self, line: Line, name: str) -> None:
+    async def _serve(self, line: WaitingLine, name: str) -> None:
         """Have threads make the calls of a line, one thread at a time, until none waits."""
         loop = asyncio.get_running_loop()
         try:
@@ -267,7 +269,7 @@ def _give(answer: asyncio.Future[Any], outcome: Any) -> None:
         answer.set_result(outcome)
 
 
-def _make_calls(line: Line, loop: asyncio.AbstractEventLoop, free: asyncio.Future[None]) -> None:
+def _make_calls(line: WaitingLine, loop: asyncio.AbstractEventLoop, free: asyncio.Future[None]) -> None:
     line.make()
     with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended
         loop.call_soon_threadsafe(_give, free, None)

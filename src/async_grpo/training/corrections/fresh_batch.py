@@ -71,7 +71,7 @@ class Farthest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _Compared:
     """The same on all ranks."""
 
     mean: float  # nats
@@ -193,7 +193,7 @@ class FreshBatch(TrainerCallback):
             self._first = False
             self._sums = None
 
-    def _stop(self, found: _Found, step: int, farthest: Farthest | None, cause: str) -> NoReturn:
+    def _stop(self, found: _Compared, step: int, farthest: Farthest | None, cause: str) -> NoReturn:
         if self.bound.nats == inf:
             raise RunRefused("Trainer and sampler disagree on rollouts of the same weights: rank 0 says how.")
         token = "" if farthest is None else f"{self._first_token(farthest)} "
@@ -201,23 +201,23 @@ class FreshBatch(TrainerCallback):
             f"{self._sentence(found, step)} {token}{_CAUSES[cause]} --accept-mismatch trains all the same."
         )
 
-    def _warn(self, found: _Found, step: int, cause: str) -> None:
+    def _warn(self, found: _Compared, step: int, cause: str) -> None:
         if self._warned or self.bound.nats == inf:  # or rank 0 does
             return
         self._warned = True
         few = "" if found.enough else f" Fewer than {LEAST} tokens do not stop a run."
         logger.warning("{}{} {} This is said once.", self._sentence(found, step), few, _CAUSES[cause])
 
-    def _over_ranks(self, farthest: Farthest | None) -> _Found:
+    def _over_ranks(self, farthest: Farthest | None) -> _Compared:
         own = torch.zeros(2) if self._sums is None else self._sums
         mine = torch.tensor([self.bound.nats, float(self.bound.stops), float(farthest is not None)])
         rows = self._gather(torch.cat([own, mine.to(own.device)])[None])
         apart, tokens = rows[:, :2].sum(0).tolist()
         bound, stops, _ = rows[0, 2:].tolist()
         mean, all_repeat = apart / max(1.0, tokens), bool(rows[:, 4].all())
-        return _Found(mean=mean, tokens=int(tokens), bound=bound, stops=bool(stops), all_repeat=all_repeat)
+        return _Compared(mean=mean, tokens=int(tokens), bound=bound, stops=bool(stops), all_repeat=all_repeat)
 
-    def _sentence(self, found: _Found, step: int) -> str:
+    def _sentence(self, found: _Compared, step: int) -> str:
         most = self.bound.nats if found.mean > self.bound.nats else WARN_FROM * self.bound.nats
         return (
             f"Trainer and sampler disagree on rollouts of the same weights: their log-probabilities are "

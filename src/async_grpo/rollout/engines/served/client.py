@@ -66,7 +66,7 @@ class ServerEngine(BatchEngine):
         yield [SampledGroup(prepared=group, tokens=[*islice(completions, len(group.prompt_ids))]) for group in groups]
 
     def _answer(self, ask: Callable[[], T], what: str) -> Generator[list[SampledGroup], None, T]:
-        request = Call(self._client, ask, what, GENERATION_S)
+        request = ServerCall(self._client, ask, what, GENERATION_S)
         while not request.done():
             yield []
         return request.result()
@@ -75,13 +75,13 @@ class ServerEngine(BatchEngine):
         wait_until(self._client.drops_prefixes, what="the vLLM server to drop cached prefixes", timeout_s=CACHE_S)
 
     def _wait_for(self, call: Callable[[], T], what: str, timeout_s: float) -> T:
-        running = Call(self._client, call, what, timeout_s)
+        running = ServerCall(self._client, call, what, timeout_s)
         while not running.done():
             pass
         return running.result()
 
 
-class Call(Generic[T]):
+class ServerCall(Generic[T]):
     """A call in a thread of its own, as neither HTTP nor NCCL can be interrupted.
 
     When `done` raises, the thread is left behind and the process is to end.
