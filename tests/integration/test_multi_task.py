@@ -18,7 +18,7 @@ from trl_contract import moved
 
 from async_grpo.credit import TurnGRPOTrainer
 from async_grpo.errors import UsageError
-from async_grpo.roles.replay import weights_digest
+from async_grpo.roles.replay import checkpoint_digest
 from async_grpo.setup.overrides import overridden
 from async_grpo.tasks import MultiTask, score
 from async_grpo.tasks import trainer as hooks
@@ -141,7 +141,7 @@ def test_any_number_of_workers_gives_the_same_weights_and_so_does_a_replay(tmp_p
         folder.mkdir()
         options = ("--steps", "6", "--deterministic", "-n", workers, "--eval-every", "6", "--eval-replicates", "1")
         finish(folder, *options, setup=EXAMPLE)
-        digests.append(weights_digest(folder / "outputs" / "tasks" / "checkpoint-6"))
+        digests.append(checkpoint_digest(folder / "outputs" / "tasks" / "checkpoint-6"))
     assert digests[0] == digests[1]
     lines = (tmp_path / "b" / "worker" / "evaluations.jsonl").read_text().splitlines()
     assert [set(json.loads(line)["tasks"]) for line in lines] == [{"sums", "sorting"}] * 2

@@ -10,7 +10,7 @@ from runs import IN_MID_BATCH, SETUP, command, finish, read, steps_logged
 from several_ranks import EXAMPLES, same_training, same_weights
 from test_determinism import server_of, weights_of
 
-from async_grpo.roles.replay import weights_digest
+from async_grpo.roles.replay import checkpoint_digest
 
 pytestmark = pytest.mark.integration
 
@@ -21,7 +21,7 @@ OPTIONS = ("--steps", str(STEPS), "--deterministic")
 
 def digests(folder: Path, step: int = STEPS) -> tuple[str, str]:
     """Of the policy and of the critic."""
-    return weights_of(folder, step), weights_digest(folder / "checkpoints" / f"checkpoint-{step}" / "critic")
+    return weights_of(folder, step), checkpoint_digest(folder / "checkpoints" / f"checkpoint-{step}" / "critic")
 
 
 def test_a_death_and_any_number_of_workers_give_the_same_policy_and_critic_and_so_does_a_replay(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_the_model_is_built_with_its_arguments_on_both_sides(tmp_path: Path, mod
 
 def test_the_cache_that_workers_sample_with(tmp_path: Path) -> None:
     run, _ = run_as_trl_would(settings(tmp_path, cache_implementation="dynamic"))
-    assert run._working.engine._config.cache_implementation == "dynamic"
+    assert run._working.calls._engine._config.cache_implementation == "dynamic"
 
 
 @pytest.mark.parametrize("limit", [1, 3])

@@ -18,8 +18,8 @@ from transformers.integrations import integration_utils
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 
-from async_grpo.launch.accelerate_entry import processes_of
 from async_grpo.rollout.policy import PolicyWeights, without_weights
+from async_grpo.setup.accelerate_config import AccelerateConfig
 from async_grpo.setup.generator_choice import engines_left_to_workers, wants_vllm
 from async_grpo.setup.setup_file import load_trainer
 from async_grpo.setup.worker_build import built_for_a_worker, nothing_on_the_hub
@@ -181,9 +181,9 @@ def test_a_model_that_is_made_for_its_device_is_left_as_it_was_loaded(
 
 @pytest.mark.parametrize("name", ["ddp.yaml", "fsdp2.yaml", "zero3.yaml"])
 def test_the_ranks_of_an_accelerate_configuration(name: str, tmp_path: Path) -> None:
-    assert processes_of(ROOT / "examples" / "accelerate" / name) == 2
+    assert AccelerateConfig.read(ROOT / "examples" / "accelerate" / name).processes == 2
     (tmp_path / "default.json").write_text('{\n  "num_processes": 4,\n  "gpu_ids": "all"\n}')
-    assert processes_of(tmp_path / "default.json") == 4
+    assert AccelerateConfig.read(tmp_path / "default.json").processes == 4
 
 
 def test_a_constructor_that_was_patched_is_given_what_a_worker_needs(
