@@ -58,10 +58,9 @@ PLANTED_CASES = {
     "draws": ("reward draws", "unknown", "random numbers"),
     "batch": ("reward compares", "documented", "compares the completions of a call"),
     "generation_config": ("sampling", "differs", "in the server only"),
-    "patched": ("override _generate_single_turn", "differs", "in the workers"),
     "scoring": ("scores", "documented", "a batch in TRL, a group in a worker"),
     "dropout": ("losses", "documented", "dropout (0.3)"),
-    "collator": ("prompts", "differs", "for that reason"),
+    "collator": ("batches", "differs", "Random numbers were drawn in another order"),
 }
 
 
@@ -73,6 +72,12 @@ def test_a_planted_difference_is_found_and_named(case: str, tmp_path: Path) -> N
     found, _ = check(tmp_path, PLANTED, code=int(status == "differs"), **env)
     line = found[subject][-1]
     assert (line["status"], cause in line["cause"]) == (status, True), line
+
+
+@pytest.mark.slow
+def test_a_method_of_trl_that_is_patched_is_refused_as_by_a_run(tmp_path: Path) -> None:
+    _, output = check(tmp_path, PLANTED, code=2, TEST_CASE="patched", TEST_EXTRA_PATH=str(HERE))
+    assert "cannot be trained as a run" in output and "_generate_single_turn" in output
 
 
 @pytest.mark.slow
