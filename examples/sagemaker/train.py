@@ -18,9 +18,10 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import early_stopping
 import hyperparameters
 from hyperparameters import Hyperparameters, Refused
+
+from async_grpo.evals import early_stopping
 
 HERE = Path(__file__).resolve().parent
 STOP_GRACE_S = 100  # of the 120 that a spot instance has between its SIGTERM and its end

@@ -264,6 +264,7 @@ class TrainingSettings:
         type=not_negative,
         metavar="N",
     )
+    no_eval_first: bool = setting(False, "no evaluation before the first step")
     eval_replicates: int = setting(
         5, "completions of each problem in an evaluation (default: 5)", type=positive, metavar="N"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -20,8 +19,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from transformers import EarlyStoppingCallback
 
+from async_grpo.evals.early_stopping import Best
 from async_grpo.evals.estimators import Estimate
 from async_grpo.evals.report import Evaluated
 
@@ -36,7 +35,7 @@ LAUNCH += ["--role", "arn:aws:iam::123456789012:role/training", "--name", "a-job
 @pytest.fixture(scope="module")
 def example() -> Iterator[SimpleNamespace]:
     """The modules of the folder, which are imported by their bare names there."""
-    names = ("hyperparameters", "metrics", "early_stopping", "train", "launch", "evaluate", "deploy")
+    names = ("hyperparameters", "metrics", "train", "launch", "evaluate", "deploy")
     sys.path.insert(0, str(EXAMPLE))
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     sys.path.remove(str(EXAMPLE))
@@ -357,47 +356,12 @@ def test_the_image_has_what_the_project_pins_and_asks_for_nothing_that_is_not_th
 # --- early stopping
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.3])
-@pytest.mark.parametrize("patience", [1, 2, 4])
-def test_early_stopping_is_that_of_transformers(example: SimpleNamespace, patience: int, threshold: float) -> None:
-    draw = random.Random(patience)
-    for _ in range(50):
-        values = [round(draw.random(), 1) for _ in range(12)]
-        bests = [example.early_stopping.best_of(enumerate(values[: end + 1]), threshold) for end in range(12)]
-        ours = next((end for end, best in enumerate(bests) if best.without >= patience), None)
-        assert ours == stop_of_transformers(values, patience, threshold), values
-        assert bests[-1].step == values.index(max(values))
-
-
-def stop_of_transformers(values: list[float], patience: int, threshold: float) -> int | None:
-    callback = EarlyStoppingCallback(patience, threshold)
-    args = SimpleNamespace(metric_for_best_model="reward", greater_is_better=True)
-    state, control = SimpleNamespace(best_metric=None), SimpleNamespace(should_training_stop=False)
-    for at, value in enumerate(values):
-        callback.on_evaluate(args, state, control, metrics={"eval_reward": value})
-        if control.should_training_stop:
-            return at
-        state.best_metric = value if state.best_metric is None else max(value, state.best_metric)
-    return None
-
-
-def test_a_line_that_is_being_written_is_read_when_it_is_whole(example: SimpleNamespace, tmp_path: Path) -> None:
-    file = tmp_path / "evaluations.jsonl"
-    watch = example.early_stopping.Watch(file, 1, 0.0)
-    assert watch.reason_to_stop() == ""
-    lines = [json.dumps({"step": step, "figures": {"reward_mean": {"value": 0.5}}}) + "\n" for step in (0, 2)]
-    file.write_text(lines[0] + lines[1][:30])
-    assert watch.reason_to_stop() == "" and watch.look().step == 0
-    file.write_text("".join(lines))
-    assert "the best was 0.500 at step 0" in watch.reason_to_stop()
-
-
 def test_the_model_of_the_best_evaluation_is_kept(example: SimpleNamespace, tmp_path: Path) -> None:
     for step in (8, 10, 12):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "config.json").write_text(str(step))
     for best, kept in ((10, "10"), (2, "12"), (None, "12")):
-        found = None if best is None else example.early_stopping.Best(best, 0.5, 1)
+        found = None if best is None else Best(best, 0.5, 1)
         example.train._export(tmp_path, tmp_path / "model", {}, best=found)
         assert (tmp_path / "model" / "config.json").read_text() == kept
 

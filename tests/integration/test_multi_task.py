@@ -14,14 +14,12 @@ from datasets import Dataset
 from in_process import GROUP_SIZE, InProcessRun, letters, plain_rows, training_logs
 from runs import ROOT, command, finish, read
 from trl import GRPOTrainer
-from trl_contract import moved
 
 from async_grpo.credit import TurnGRPOTrainer
 from async_grpo.errors import UsageError
 from async_grpo.roles.replay import checkpoint_digest
 from async_grpo.setup.overrides import overridden
 from async_grpo.tasks import MultiTask, score
-from async_grpo.tasks import trainer as hooks
 
 pytestmark = pytest.mark.integration
 
@@ -125,10 +123,8 @@ def test_quotas_are_the_floor_and_can_be_left_out(tmp_path: Path) -> None:
     assert alone().task_quotas is None
 
 
-def test_the_hooks_of_several_tasks(tmp_path: Path) -> None:
+def test_what_is_replaced_and_where_rewards_are_logged(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path)()
-    for name in hooks.HOOKS:
-        assert hasattr(trainer, name), moved(f"GRPOTrainer.{name}", "is gone", "tasks/trainer.py")
     assert {"_get_train_sampler", "_generate_and_score_completions"} <= set(overridden(trainer))
     assert list(trainer._logs["rewards"]) == [] and trainer._logs["rewards"]["x"].maxlen is not None
 

@@ -26,9 +26,8 @@ from recorded_batches import replaying
 from test_turn_trainer import QWEN3_CHAT_TEMPLATE, Script, called, double, reply, says_eight
 from torch import Tensor, nn
 from transformers import Qwen3ForTokenClassification
-from trl_contract import moved
 
-from async_grpo.credit import PPOConfig, PPOTrainer, ppo
+from async_grpo.credit import PPOConfig, PPOTrainer
 from async_grpo.credit import critic as critics
 from async_grpo.errors import UsageError
 from async_grpo.settings import TrainingSettings
@@ -438,9 +437,7 @@ def test_the_losses_of_trl_are_verls(loss_type: str, mode: str, tmp_path: Path) 
     assert float(trainer._compute_loss(trainer.model, batch)) == pytest.approx(VERL["policy_loss"][mode], abs=1e-6)
 
 
-def test_the_hooks_of_ppo(tmp_path: Path) -> None:
+def test_metrics_of_its_own(tmp_path: Path) -> None:
     trainer: Any = ppo_trainer(tmp_path)()
-    for name in ppo.HOOKS:
-        assert hasattr(trainer, name), moved(f"GRPOTrainer.{name}", "is gone", "async_grpo.credit.ppo")
     assert math.isfinite(trainer.beta) and isinstance(trainer._metrics["train"]["x"], list)
     assert own_names({"async/x": 1, "critic/lr": 2}) == {"critic/lr"}

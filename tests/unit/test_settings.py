@@ -80,6 +80,7 @@ OTHER_TRAINING = TrainingSettings(
     max_attempts=5,
     keep_done=ArchiveLimit(2 * 10**9, in_bytes=True),
     eval_every=7,
+    no_eval_first=True,
     eval_replicates=16,
     eval_k=(2, 16),
     eval_temperature=0.0,

@@ -53,6 +53,7 @@ class Options(TypedDict, total=False):
     max_attempts: int
     keep_done: int | str
     eval_every: int
+    no_eval_first: bool
     eval_replicates: int
     eval_k: Sequence[int] | None
     eval_temperature: float

@@ -1,7 +1,7 @@
 """PPO on top of TRL's trainer: a critic gives the advantages of tokens in place of a comparison within a group.
 
 All else is TRL's: generation, rewards, masks, the clipped loss, the reference model, logging. `gae` has the formulas,
-`critic` the critic. The private names of TRL's and transformers' trainers that are touched are `HOOKS`.
+`critic` the critic.
 """
 
 from __future__ import annotations
@@ -33,15 +33,6 @@ from async_grpo.credit.ppo_config import PPOConfig
 from async_grpo.credit.trainer import TurnGRPOTrainer
 from async_grpo.records import RolloutGroup
 from async_grpo.setup.generator_choice import has_images
-
-HOOKS = (
-    "_generate_and_score_completions",
-    "_get_per_token_logps_and_entropies",
-    "_prepare_for_training",
-    "_prepare_inputs",
-    "_save_checkpoint",
-    *("_buffered_inputs", "_step"),
-)
 
 _OF_GROUPS = ("credit", "turn_advantage_coef", "turn_discount", "no_turn_reward", "original")
 _SAME = {  # verl's name of a figure, and TRL's

@@ -24,6 +24,7 @@ class Answers:
     successes: Sequence[bool]  # [n]
     finals: Sequence[str | None] | None = None  # [n], the final answers, to vote on; None: nobody can tell them
     task: str = ""
+    source: str = ""  # of the row, its `data_source`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,10 @@ def say_what_is_evaluated(problems: Sequence[Problem], settings: TrainingSetting
         return
     if not asked:
         logger.info(
-            "the trainer has an eval_dataset, so the workers answer its {} before the first step, every {} and at the "
-            "end. --eval-every 0 turns this off",
+            "the trainer has an eval_dataset, so the workers answer its {} {}every {} and at the end. --eval-every 0 "
+            "turns this off",
             counted(len(problems), "problem"),
+            "" if settings.no_eval_first else "before the first step, ",
             counted(settings.eval_every, "step"),
         )
     warn_of_duplicates(problems)

@@ -58,7 +58,9 @@ class Judge:
         else:
             successes = [total >= SUCCESS for total in totals]
         finals = None if self.final_answer is None else [_text(self.final_answer(one)) for one in group.completions]
-        return Answers(rewards=totals, successes=successes, finals=finals, task=group.job.task)
+        source = group.job.row.get("data_source")
+        named = {"task": group.job.task, "source": source if isinstance(source, str) else ""}
+        return Answers(rewards=totals, successes=successes, finals=finals, **named)
 
 
 def _text(final: Any) -> str | None:
@@ -84,6 +86,7 @@ class Evaluated:
     first_seq: int  # of its groups, which have consecutive sequence numbers in the order of the problems
     figures: dict[str, Estimate]
     tasks: dict[str, dict[str, Estimate]]  # of each task, where problems have some
+    sources: dict[str, dict[str, Estimate]] = field(default_factory=dict)  # of each TASK/SOURCE, by `data_source`
     failed: dict[str, str]  # problem, by its place in the dataset -> why it has no answers
     by_problem: dict[str, Means] = field(default_factory=dict)
     knows_success: bool = False  # a reward function has a threshold, or all rewards are 0 or 1
@@ -102,7 +105,9 @@ class Evaluated:
         names = of_success if self.knows_success else of_rewards
         shown = [f"{WORDS.get(name, name)} {_shown(self.figures[name])}" for name in names if not name.endswith("@1")]
         first = shown[0].replace("(", "(95% interval ", 1)
-        return ", ".join([first, *shown[1:], f"sampled with {sampling_in_words(self.sampling)}"])
+        of_tasks = ", ".join(f"{task} {figures[names[0]].value:.2f}" for task, figures in self.tasks.items())
+        by_task = [f"by task: {of_tasks}"] if len(self.tasks) > 1 else []
+        return ", ".join([first, *shown[1:], *by_task, f"sampled with {sampling_in_words(self.sampling)}"])
 
 
 def sampling_in_words(sampling: Mapping[str, Any]) -> str:
@@ -120,16 +125,24 @@ def evaluated(
 ) -> Evaluated:
     """Sum up the answers, by problem. `about`: the other fields of `Evaluated`."""
     problems = [answers[index] for index in sorted(answers)]
-    tasks = sorted({one.task for one in problems} - {""})
+    tasks = _apart(problems, lambda one: one.task)
+    sources = _apart(problems, lambda one: one.source and f"{one.task}/{one.source}".lstrip("/"))
     every_reward = (reward for one in problems for reward in one.rewards)
     return Evaluated(
         knows_success=has_threshold or are_right_or_wrong(every_reward),
         figures=estimates(problems, ks) if problems else {},
-        tasks={task: estimates([one for one in problems if one.task == task], ks) for task in tasks},
+        tasks={task: estimates(own, ks) for task, own in tasks.items()},
+        sources={source: estimates(own, ks) for source, own in sources.items()},
         failed={str(problem): reason for problem, reason in failed.items()},
         by_problem={str(problem): _means(answers[problem]) for problem in sorted(answers)},
         **about,
     )
+
+
+def _apart(problems: Sequence[Answers], name_of: Callable[[Answers], str]) -> dict[str, list[Answers]]:
+    """The problems by a name, sorted; those without one are left out."""
+    names = sorted({name_of(one) for one in problems} - {""})
+    return {name: [one for one in problems if name_of(one) == name] for name in names}
 
 
 def _means(answers: Answers) -> Means:

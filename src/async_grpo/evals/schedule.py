@@ -28,6 +28,7 @@ class RunEvaluations:
     Args:
         begin: makes the evaluation of a version.
         every: optimizer steps between two of them; 0: none at all.
+        first: whether there is one before the first step.
         report: called with each result, before the next version is published.
     """
 
@@ -38,12 +39,14 @@ class RunEvaluations:
         begin: Callable[[int], Evaluation],
         *,
         every: int,
+        first: bool = True,
         report: Callable[[Evaluated], None],
     ) -> None:
         self._weights, self._ledger, self._begin = weights, ledger, begin
         self._every, self._report = every, report
         self._current: Evaluation | None = None
-        self._next_at = self._after(max(ledger.steps)) if every and ledger.steps else 0  # a version
+        begun = max(ledger.steps, default=-1 if first else 0)
+        self._next_at = self._after(begun) if every else 0  # a version
         self._skipped = False
         self._done = 0
 

@@ -60,7 +60,14 @@ def run_evaluations(
 
     ledger = EvaluationLedger(run.evaluations, state.run_id, resumed_from)
     every = settings.eval_every if problems else 0
-    return RunEvaluations(weights, ledger, begin, every=every, report=partial(log_evaluation, trainer))
+    return RunEvaluations(
+        weights,
+        ledger,
+        begin,
+        every=every,
+        first=not settings.no_eval_first,
+        report=partial(log_evaluation, trainer),
+    )
 
 
 def problems_of(trainer: GRPOTrainer) -> list[Problem]:
@@ -69,12 +76,12 @@ def problems_of(trainer: GRPOTrainer) -> list[Problem]:
 
 
 def log_evaluation(trainer: GRPOTrainer, result: Evaluated) -> None:
-    """Report an evaluation through `report_to`: as `eval/pass@1`, and `eval/TASK/pass@1` for each task.
+    """Report an evaluation through `report_to`: as `eval/pass@1`, and `eval/TASK/pass@1` for each task and source.
 
     Past TRL's own `log`, which would add the training metrics collected so far.
     """
     figures = {f"eval_{name}": figure.value for name, figure in result.figures.items()}
-    for task, of_task in result.tasks.items():
+    for task, of_task in {**result.tasks, **result.sources}.items():
         figures |= {f"eval_{task}/{name}": figure.value for name, figure in of_task.items()}
     if figures:
         Trainer.log(trainer, {**figures, "eval_version": result.step})

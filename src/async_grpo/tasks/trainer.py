@@ -1,7 +1,4 @@
-"""Batches of several tasks, put before a trainer class: `class Trainer(MultiTask, GRPOTrainer)`.
-
-The private names of TRL's trainer that it touches are `HOOKS`, and in this file and in `gradients`.
-"""
+"""Batches of several tasks, put before a trainer class: `class Trainer(MultiTask, GRPOTrainer)`."""
 
 from __future__ import annotations
 
@@ -21,10 +18,6 @@ if TYPE_CHECKING:
 else:  # the class that it is put before takes this place at run time
     GRPOTrainer = object
 
-HOOKS = (
-    *("_get_train_sampler", "_generate_and_score_completions", "_prepare_inputs"),
-    *("_logs", "_metrics", "_step", "_buffered_inputs"),
-)
 METHODS = ("equal", "proportional", "pcgrad")
 REFUSED = {
     **dict.fromkeys(("gradvac", "famo"), "keeps a state between steps, which no checkpoint has"),

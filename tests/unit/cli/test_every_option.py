@@ -66,6 +66,7 @@ ROWS: dict[str, tuple[list[str], Any, str, Any]] = {
     "worker_timeout": (["--worker-timeout", "9"], REFUSED, "plan.launch.worker_timeout", 9.0),
     "stop_grace": (["--stop-grace", "8"], REFUSED, "plan.launch.stop_grace", 8.0),
     "quiet": (["--quiet"], REFUSED, "plan.launch.quiet", True),
+    "no_eval_first": (["--no-eval-first"], REFUSED, "plan.training.no_eval_first", True),
     "max_staleness": (["--max-staleness", "0"], REFUSED, "plan.training.max_staleness", 0),
     "correction": (["--correction", "tis"], REFUSED, "plan.training.correction", "tis"),
     "correction_level": (["--correction-level", "token"], REFUSED, "plan.training.correction_level", "token"),

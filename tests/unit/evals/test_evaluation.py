@@ -115,7 +115,28 @@ def test_every_problem_is_answered_at_the_version_and_summed_up_by_task(
     assert result.figures["pass@2"].value == pytest.approx(0.75)
     assert result.figures["pass_ordered@1"].value == pytest.approx(0.5)
     assert {task: figures["pass@1"].value for task, figures in result.tasks.items()} == {"even": 0.75, "odd": 0.25}
+    assert result.sources == {} and "by task: even 0.75, odd 0.25" in result.in_words()
     assert server.open_jobs == 0
+
+
+def test_rows_with_a_data_source_are_summed_up_by_it_as_well(server: ServerQueue, worker: WorkerQueue) -> None:
+    rows = [{"prompt": f"{n}", "task": "even", "data_source": f"made__{n % 2}"} for n in range(4)]
+    evaluation = Evaluation(
+        server,
+        Judge(rule=AdvantageRule()),
+        [Problem(row, row["task"]) for row in [*rows, {"prompt": "x", "task": "odd"}]],
+        run_id=RUN,
+        version=7,
+        replicates=2,
+        sampling=GREEDY,
+        ks=(1,),
+        seed=0,
+    )
+    result = finish(evaluation, worker, rewards={"1": [0.0, 0.0], "3": [0.0, 1.0]})
+    found = {
+        source: (figures["pass@1"].value, figures["pass@1"].problems) for source, figures in result.sources.items()
+    }
+    assert found == {"even/made__0": (1.0, 2), "even/made__1": (0.25, 2)}
 
 
 def test_the_trainer_never_gets_a_group_of_an_evaluation(server: ServerQueue, worker: WorkerQueue) -> None:
@@ -330,33 +351,42 @@ class Weights:
 
 
 def run_evaluations(
-    server: ServerQueue, weights: Weights, path: Path, reported: list[int], *, every: int = 4, resumed_from: int = 0
+    server: ServerQueue,
+    weights: Weights,
+    path: Path,
+    reported: list[int],
+    *,
+    every: int = 4,
+    resumed_from: int = 0,
+    first: bool = True,
 ) -> RunEvaluations:
     return RunEvaluations(
         weights,
         EvaluationLedger(path, RUN, resumed_from),
         lambda version: begin(server, count=2, version=version),
         every=every,
+        first=first,
         report=lambda result: reported.append(result.step),
     )
 
 
+@pytest.mark.parametrize(("first", "steps"), [(True, [0, 4, 8, 10]), (False, [4, 8, 10])])
 def test_a_run_evaluates_before_every_n_steps_and_at_the_end_each_version_once(
-    server: ServerQueue, worker: WorkerQueue, tmp_path: Path
+    server: ServerQueue, worker: WorkerQueue, tmp_path: Path, first: bool, steps: list[int]
 ) -> None:
     weights, reported = Weights(), list[int]()
-    evaluations = run_evaluations(server, weights, tmp_path / "evaluations.jsonl", reported)
+    evaluations = run_evaluations(server, weights, tmp_path / "evaluations.jsonl", reported, first=first)
     for version in range(11):
         weights.version = version
         evaluations.published(version, last=version == 10)
-        assert weights.held == (version if version in (0, 4, 8, 10) else None)
+        assert weights.held == (version if version in steps else None)
         serve(worker, version=version)
         evaluations.look()
         assert weights.held is None
     evaluations.published(10, last=True)
     assert not evaluations.busy
-    assert reported == [0, 4, 8, 10]
-    assert [one.step for one in read(tmp_path / "evaluations.jsonl")] == [0, 4, 8, 10]
+    assert reported == steps
+    assert [one.step for one in read(tmp_path / "evaluations.jsonl")] == steps
 
 
 def test_an_evaluation_that_is_due_while_another_goes_on_is_skipped_and_said(

@@ -3,6 +3,8 @@
 The callback itself needs evaluations of the trainer's own, for which training waits; here the workers evaluate.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
