@@ -29,6 +29,9 @@ from async_grpo.setup.process import STACKS_SIGNAL
 ANSWER_S = 10.0  # a process answers in milliseconds, on a busy machine in seconds, or is stopped or in the kernel
 _POLL_S = 0.02
 _QUIET_S = 0.2  # without another line for this long, the writer has ended
+_TORN = "line ???"  # what is written of a frame that changed meanwhile: a thread that runs is not halted for it
+_ROOTS = ("in <module>", "in _run_module_as_main", "...")  # ends of the main thread's stack, which is the last
+_ASKED = 10  # times at most, until no stack is torn
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,8 @@ def _has_open(pid: int, path: Path) -> bool:
 def stacks_of(process: RunProcess, timeout_s: float = ANSWER_S) -> str:
     """Ask for the stacks of all threads; without an answer, a sentence that says why.
 
-    A thread that runs is not halted for it, so a frame of it may be torn ("line ???").
+    A thread that runs is not halted for it, so its stack may be torn: then they are asked for again
+    (`test_torn_stacks_are_asked_for_again`).
     """
     try:
         pidfd = os.pidfd_open(process.pid)
@@ -86,9 +90,12 @@ def stacks_of(process: RunProcess, timeout_s: float = ANSWER_S) -> str:
                 f"{process.name} (pid {process.pid}) has not begun to listen for {STACKS_SIGNAL.name}: it is just "
                 "starting. It was not signalled.\n"
             )
-        before = _length(process.stacks)
-        signal.pidfd_send_signal(pidfd, STACKS_SIGNAL)
-        text = _new_text(process.stacks, before, timeout_s)
+        for _ in range(_ASKED):
+            before = _length(process.stacks)
+            signal.pidfd_send_signal(pidfd, STACKS_SIGNAL)
+            text = _new_text(process.stacks, before, timeout_s)
+            if not text or (_TORN not in text and text.rstrip().endswith(_ROOTS)):
+                break
     except ProcessLookupError:
         return f"{process.name} (pid {process.pid}) ended just now.\n"
     finally:
