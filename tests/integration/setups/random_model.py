@@ -93,7 +93,6 @@ def build(trainer_class: type[GRPOTrainer], config_class: Callable[..., GRPOConf
         args=config_class(
             output_dir="checkpoints",
             max_steps=int(os.environ.get("TEST_STEPS", "12")),
-            per_device_train_batch_size=16 // int(os.environ.get("WORLD_SIZE", "1")),
             max_completion_length=8,
             learning_rate=1e-3,
             save_strategy="steps",
@@ -103,6 +102,7 @@ def build(trainer_class: type[GRPOTrainer], config_class: Callable[..., GRPOConf
             use_cpu=True,
             **{
                 "report_to": "none",
+                "per_device_train_batch_size": 16 // int(os.environ.get("WORLD_SIZE", "1")),
                 "save_steps": 4,
                 "num_generations": 4,
                 **changes,
