@@ -15,7 +15,7 @@ from in_process import GROUP_SIZE, InProcessRun, letters, plain_rows, training_l
 from runs import ROOT, command, finish, read
 from trl import GRPOTrainer
 
-from async_grpo.credit import TurnGRPOTrainer
+from async_grpo.credit import PPOConfig, PPOTrainer, TurnGRPOTrainer
 from async_grpo.errors import UsageError
 from async_grpo.roles.replay import checkpoint_digest
 from async_grpo.setup.overrides import overridden
@@ -32,6 +32,9 @@ class Trainer(MultiTask, GRPOTrainer): ...
 
 
 class TurnTrainer(MultiTask, TurnGRPOTrainer): ...
+
+
+class CriticTrainer(MultiTask, PPOTrainer): ...
 
 
 def rows() -> Dataset:
@@ -66,6 +69,22 @@ def test_a_run_is_what_plain_trl_does_and_each_batch_has_each_task(tmp_path: Pat
         expected[f"{task}/response_length/mean"] = group.completion_lengths.mean()
     assert {name: first[name] for name in expected} == pytest.approx(expected)
     assert first["reward"] == pytest.approx(sum(first[f"{task}/reward"] for task in TASKS) / 3)
+
+
+@pytest.mark.parametrize("mtl", ["equal", "pcgrad"])
+def test_a_critic_and_several_tasks(tmp_path: Path, mtl: str) -> None:
+    """Groups of one completion, two of each task; steps of two micro-batches."""
+    of_ppo = {"config_class": PPOConfig, "num_generations": 1, "critic_learning_rate": 1e-3}
+    batch = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "steps_per_generation": 2}
+    run, plain = run_as_trl_would(
+        trainer_of(
+            tmp_path, {"mtl": mtl}, trainer_class=CriticTrainer, max_steps=4, loss_type="grpo", **of_ppo, **batch
+        )
+    )
+    assert tasks_of(run) == [Counter(dict.fromkeys(TASKS, 2))] * 4
+    assert {f"{task}/reward" for task in TASKS} | {"critic/vf_loss"} <= training_logs(plain)[0].keys()
+    ours, theirs = run.trainer.critic.model.state_dict(), plain.critic.model.state_dict()
+    assert all((ours[name] - theirs[name]).abs().max() < 1e-6 for name in theirs)
 
 
 def test_rewards_are_weighted_and_the_remainder_rotates(tmp_path: Path) -> None:
