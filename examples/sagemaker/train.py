@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> int:
         checkpoints = _checkpoints(root)
         env = _environment(values, root, checkpoints)
         hyperparameters.check_same_job(values, checkpoints / "job.json", begun=_has_begun(checkpoints))
-        watch = early_stopping.Watch(
+        watch = early_stopping.ImprovementWatch(
             checkpoints / "run" / "evaluations.jsonl", values.early_stopping_patience, values.early_stopping_threshold
         )
         code = 0 if _may_stop(watch) else _train(command(values, checkpoints), env, watch)
@@ -130,7 +130,7 @@ _stopped: list[int] = []
 _lines: list[str] = []
 
 
-def _train(command_line: list[str], env: dict[str, str], watch: early_stopping.Watch) -> int:
+def _train(command_line: list[str], env: dict[str, str], watch: early_stopping.ImprovementWatch) -> int:
     """Run `async-grpo train`, or continue it, and pass the service's SIGTERM on; send one where it may stop early."""
     started: list[subprocess.Popen[str]] = []
 
@@ -155,7 +155,7 @@ def _train(command_line: list[str], env: dict[str, str], watch: early_stopping.W
     return process.wait()
 
 
-def _may_stop(watch: early_stopping.Watch) -> bool:
+def _may_stop(watch: early_stopping.ImprovementWatch) -> bool:
     if reason := watch.reason_to_stop():
         print(f"stopped early: {reason}", flush=True)
     return bool(reason)

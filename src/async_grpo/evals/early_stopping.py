@@ -5,10 +5,12 @@ The callback itself needs evaluations of the trainer's own, for which training w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from async_grpo.errors import BadFileError
+from async_grpo.rundir.reading import parse_object, read_file
 
 FIGURE = "reward_mean"  # of all completions of all problems
 
@@ -23,7 +25,7 @@ class Best:
 
 
 def best_of(evaluations: Iterable[tuple[int, float]], threshold: float) -> Best | None:
-    """Of `(step, value)` in their order; None without any."""
+    """Return the best of `(step, value)` in their order; None without any."""
     best: Best | None = None
     for step, value in evaluations:
         better = best is None or value > best.value
@@ -34,18 +36,18 @@ def best_of(evaluations: Iterable[tuple[int, float]], threshold: float) -> Best 
 
 
 def read(file: Path) -> list[tuple[int, float]]:
-    """The evaluations of a run that have the figure. A line that is still being written is left for later."""
+    """Return the evaluations of a run that have the figure. A line that is still being written is left for later."""
     found = []
-    for line in file.read_text().splitlines() if file.is_file() else []:
+    for line in read_file(file).splitlines() if file.is_file() else []:
         try:
-            record = json.loads(line)
+            record = parse_object(line)
             found.append((int(record["step"]), float(record["figures"][FIGURE]["value"])))
-        except (ValueError, KeyError, TypeError):
+        except (BadFileError, ValueError, KeyError, TypeError):
             continue
     return found
 
 
-class Watch:
+class ImprovementWatch:
     """Looks at the evaluations of a run again when there is a new one.
 
     Args:

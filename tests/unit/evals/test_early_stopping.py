@@ -39,7 +39,7 @@ def stop_of_transformers(values: list[float], patience: int, threshold: float) -
 
 def test_a_line_that_is_being_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
     file = tmp_path / "evaluations.jsonl"
-    watch = early_stopping.Watch(file, 1, 0.0)
+    watch = early_stopping.ImprovementWatch(file, 1, 0.0)
     assert watch.reason_to_stop() == ""
     lines = [json.dumps({"step": step, "figures": {"reward_mean": {"value": 0.5}}}) + "\n" for step in (0, 2)]
     file.write_text(lines[0] + lines[1][:30])
