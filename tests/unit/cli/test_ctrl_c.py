@@ -41,10 +41,10 @@ def test_ctrl_c_while_plain_trl_loads_says_that_nothing_was_trained(
 def test_ctrl_c_while_the_command_is_imported_is_no_traceback(module: str, tmp_path: Path) -> None:
     """The first moments of a command are imports: a signal that arrives in them raises there."""
     stop = (
-        "import os, signal, sys, importlib.abc\n"
+        "import signal, sys, importlib.abc\n"
         "class Stop(importlib.abc.MetaPathFinder):\n"
         "    def find_spec(self, name, path, target=None):\n"
-        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        f"        if name == {module!r}: signal.raise_signal(signal.SIGINT)\n"
         "from async_grpo.cli import main\n"
         "sys.modules.pop('argparse', None)\n"
         "sys.meta_path.insert(0, Stop())\n"
