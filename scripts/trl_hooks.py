@@ -10,23 +10,24 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integration"))
 
+from tables_of_tests import linked, print_or_write, with_tables
 from trl_hooks import ATTRIBUTES, ELSEWHERE, HOOKS, METHODS, ROOT, users
 
 PAGE = ROOT / "docs" / "trl_hooks.md"
-BEGIN, END = "<!-- begin: the tables -->\n", "<!-- end: the tables -->\n"
 
 
 def tables() -> str:
     methods = [
-        f"| `{name}` | {_list(METHODS[name])} | {_list(users(name))} | {_test(HOOKS[name].test)} |" for name in METHODS
+        f"| `{name}` | {_list(METHODS[name])} | {_list(users(name))} | {linked(HOOKS[name].test)} |" for name in METHODS
     ]
     attributes = [
-        f"| `{name}` | {HOOKS[name].where} | {_list(users(name))} | {_test(HOOKS[name].test)} |" for name in ATTRIBUTES
+        f"| `{name}` | {HOOKS[name].where} | {_list(users(name))} | {linked(HOOKS[name].test)} |" for name in ATTRIBUTES
     ]
     others = [
-        f"| `{name}` | {what} | {_list(users(name))} | {_test(test)} |" for name, (what, test) in ELSEWHERE.items()
+        f"| `{name}` | {what} | {_list(users(name))} | {linked(test)} |" for name, (what, test) in ELSEWHERE.items()
     ]
     return "\n".join(
         [
@@ -45,24 +46,9 @@ def _list(names: tuple[str, ...] | list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _test(test: str) -> str:
-    path, _, name = test.partition("::")
-    return f"[{name.removeprefix('test_').replace('_', ' ')}](../{path})"
-
-
 def page() -> str:
-    """The page with the tables of now."""
-    before, rest = PAGE.read_text().split(BEGIN)
-    return f"{before}{BEGIN}{tables()}{END}{rest.split(END)[1]}"
-
-
-def main(arguments: list[str]) -> int:
-    if "--write" in arguments:
-        PAGE.write_text(page())
-    else:
-        print(tables())
-    return 0
+    return with_tables(PAGE, tables())
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(print_or_write(PAGE, tables(), sys.argv[1:]))

@@ -10,9 +10,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integration"))
 
 from matrix import ROWS
+from tables_of_tests import linked, print_or_write, with_tables
 from trl_table import (
     DIFFERENTIAL,
     DRAWN,
@@ -32,7 +34,6 @@ COMPARED = (
     "tiny models of large random weights. Equal: losses, gradient norms and all other metrics within",
     "1e-4.",
 )
-BEGIN, END = "<!-- begin: the tables -->\n", "<!-- end: the tables -->\n"
 
 
 def tables() -> str:
@@ -58,12 +59,12 @@ def tables() -> str:
 
 def _shown(rows: list[tuple[str, str, str]], what: str) -> list[str]:
     head = [f"| {what} | how | shown by |", "|---|---|---|"]
-    return head + [f"| {_names(names)} | {how} | {_test(test)} |" for how, test, names in rows]
+    return head + [f"| {_names(names)} | {how} | {linked(test)} |" for how, test, names in rows]
 
 
 def _method_row(effect: tuple[str, str]) -> str:
     text, names = effect
-    tests = dict.fromkeys(_test(test) for name, test in SHOWN_METHODS.items() if name in names.split())
+    tests = dict.fromkeys(linked(test) for name, test in SHOWN_METHODS.items() if name in names.split())
     return f"| {_names(names)} | {text} | {', '.join(tests)} |"
 
 
@@ -81,25 +82,9 @@ def _names(names: str) -> str:
     return ", ".join(f"`{name}`" for name in names.split())
 
 
-def _test(test: str) -> str:
-    path, _, name = test.partition("::")
-    return f"[{name.removeprefix('test_').replace('_', ' ')}](../{path})"
-
-
 def page() -> str:
-    """The page with the tables of now."""
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}{tables()}{END}{rest.split(END)[1]}"
-
-
-def main(arguments: list[str]) -> int:
-    if "--write" in arguments:
-        PAGE.write_text(page())
-    else:
-        print(tables())
-    return 0
+    return with_tables(PAGE, tables())
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(print_or_write(PAGE, tables(), sys.argv[1:]))

@@ -179,7 +179,7 @@ class RolloutGroup:
         "uint8",
         "K",
         "the tokens that truncated sampling kept for each token, where the loss is computed over them: a zstandard "
-        "frame, see `kept_tokens.py`",
+        "frame, see `tokens/kept.py`",
         default=None,
     )
 

@@ -20,7 +20,7 @@ OPTIONS = ("--steps", str(STEPS), "--deterministic")
 
 
 def digests(folder: Path, step: int = STEPS) -> tuple[str, str]:
-    """Of the policy and of the critic."""
+    """Return the weights of the policy, and the digest of the critic's files."""
     return weights_of(folder, step), checkpoint_digest(folder / "checkpoints" / f"checkpoint-{step}" / "critic")
 
 
@@ -40,7 +40,7 @@ def test_a_death_and_any_number_of_workers_give_the_same_policy_and_critic_and_s
     assert digests(killed) == digests(one)
     assert digests(one)[1] != digests(one, 8)[1], "the critic trains"
     files = read(one / "checkpoints" / f"checkpoint-{STEPS}" / "rollout_state.json")["files"]
-    assert {"critic/model.safetensors", "critic/optimizer.pt"} <= files.keys()
+    assert {"critic/model.safetensors", "critic/optimizer.safetensors"} <= files.keys()
     for check in (("audit", "worker"), ("replay", "worker", "-d", "cpu")):
         with command(*check, cwd=killed, **env) as run:
             assert run.wait() == 0, run.output

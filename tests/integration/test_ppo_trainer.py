@@ -415,7 +415,7 @@ def test_groups_of_one_fit_every_batch(tmp_path: Path, steps: dict[str, int]) ->
     ],
 )
 def test_the_losses_of_trl_are_verls(loss_type: str, mode: str, tmp_path: Path) -> None:
-    """Of one micro-batch, with the dual clip, which is TRL's `delta`."""
+    """Compare one micro-batch, with the dual clip, which is TRL's `delta`."""
     given = {name: torch.tensor(rows) for name, rows in VERL["inputs"].items()}
     mask = given["mask"]
     trainer: Any = build_trainer(

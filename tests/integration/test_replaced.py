@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from trl import GRPOTrainer
 
-from async_grpo.algorithm import Algorithm
 from async_grpo.api.functions import setup_of
 from async_grpo.errors import SetupFileError, UnsupportedError
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.setup import overrides
+from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.overrides import check_overrides, describe_overrides, overridden
 from async_grpo.setup.replaced import original, patched_here
 from async_grpo.training.corrections.trl_loss import has_own_loss

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 import inspect
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 from in_process import QWEN3_CHAT_TEMPLATE, build_trainer, chat_rows, letters
 from trl import GRPOConfig, GRPOTrainer
-from trl_contract import LOSS, PROMPTS, ROLLOUT, SHARDING, TRAINING, moved, twice
+from trl_contract import LOSS, PROMPTS, ROLLOUT, SHARDING, TRAINING, moved, page_is_as_made_by, twice
 from trl_hooks import (
     ATTRIBUTES,
     ELSEWHERE,
@@ -158,7 +157,7 @@ def test_a_trainer_with_tools_has_those_of_each_completion_by_name(tmp_path: Pat
 
 
 def private_names_of_trl(trainer: GRPOTrainer) -> set[str]:
-    """Of its class and the classes below it, and what their methods assign to `self` at any time."""
+    """Collect the names of its class and the classes below it, and what their methods assign to `self`."""
     found = set(vars(trainer))
     for cls in GRPOTrainer.__mro__[:-1]:
         found |= {*vars(cls), *assigned_to_self(ast.parse(inspect.getsource(inspect.getmodule(cls) or GRPOTrainer)))}
@@ -185,11 +184,7 @@ def test_the_test_of_the_table_is_there(test: str) -> None:
 
 
 def test_the_page_has_this_table() -> None:
-    spec = importlib.util.spec_from_file_location("trl_hooks_page", ROOT / "scripts" / "trl_hooks.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.PAGE.read_text() == script.page(), "run: python scripts/trl_hooks.py --write"
+    assert page_is_as_made_by(ROOT / "scripts" / "trl_hooks.py"), "run: python scripts/trl_hooks.py --write"
 
 
 def test_the_types_of_what_we_read(trainer: Any) -> None:

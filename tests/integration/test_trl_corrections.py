@@ -17,9 +17,9 @@ from torch.testing import assert_close
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 
-from async_grpo.algorithm import Algorithm
 from async_grpo.errors import UnsupportedError
 from async_grpo.records import RolloutGroup
+from async_grpo.setup.algorithm import Algorithm
 from async_grpo.training.corrections.checks import check
 from async_grpo.training.corrections.rule import Rule, rule
 from async_grpo.training.corrections.trl_loss import has_own_loss

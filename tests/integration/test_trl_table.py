@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.util
 import inspect
 from functools import cache
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from in_process import build_trainer
 from random_configurations import draw
 from trl import GRPOConfig, GRPOTrainer
-from trl_contract import INSTALLED
+from trl_contract import INSTALLED, page_is_as_made_by
 from trl_table import (
     DRAWN,
     IRRELEVANT,
@@ -47,11 +46,7 @@ def once_each(names: list[str], existing: set[str], what: str) -> None:
 
 
 def test_the_page_has_these_tables() -> None:
-    spec = importlib.util.spec_from_file_location("trl_table_page", ROOT / "scripts" / "trl_table.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.PAGE.read_text() == script.page(), "run: python scripts/trl_table.py --write"
+    assert page_is_as_made_by(ROOT / "scripts" / "trl_table.py"), "run: python scripts/trl_table.py --write"
 
 
 def test_every_field_is_shown_refused_or_irrelevant() -> None:

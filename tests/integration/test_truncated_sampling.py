@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.kept_tokens import unpack
 from async_grpo.records import RolloutGroup
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
 from async_grpo.rollout.engines.batch import BatchEngine
 from async_grpo.tokens import Tokens
+from async_grpo.tokens.kept import unpack
 from async_grpo.training.corrections.kept import IDS, SIZES
 
 pytestmark = pytest.mark.integration

@@ -5,19 +5,21 @@ in fp32, under the trainer's autocast; its learning rate is constant, without we
 
     checkpoint-N/critic/
         model.safetensors
-        optimizer.pt         also the coefficient of KL
+        optimizer.safetensors  the moments of each weight, and in its metadata the groups and the coefficient of KL
 """
 
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -26,7 +28,8 @@ from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokeni
 from async_grpo.setup.trl_compat import is_adapter
 
 FOLDER = "critic"
-_WEIGHTS, _OPTIMIZER = "model.safetensors", "optimizer.pt"
+_WEIGHTS, _OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+_ABOUT = "about"  # one key: safetensors writes several in any order, and equal runs have equal files
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # whole in the main memory, whatever shards it
 _WHERE = ("revision", "trust_remote_code", "cache_dir", "local_files_only")  # of a policy's `model_init_kwargs`
 
@@ -80,12 +83,15 @@ class Critic:
     def save(self, checkpoint: Path, kl_coef: float) -> None:
         """Add the critic to a checkpoint. Every process calls it: where the critic is sharded, each has a part."""
         weights: Any
+        moments: Any
         weights, moments = get_state_dict(self.model, self.optimizer.optimizer, options=_WHOLE)
         if self._accelerator.is_main_process:
             folder = checkpoint / FOLDER
             folder.mkdir(parents=True, exist_ok=True)
-            save_file({name: cast(Tensor, tensor).clone() for name, tensor in weights.items()}, folder / _WEIGHTS)
-            torch.save({"optimizer": moments, "kl_coef": kl_coef}, folder / _OPTIMIZER)
+            save_file(_apart(weights), folder / _WEIGHTS)
+            about = {"param_groups": moments["param_groups"], "kl_coef": kl_coef}
+            of_each = {f"{name}/{field}": it for name, state in moments["state"].items() for field, it in state.items()}
+            save_file(_apart(of_each), folder / _OPTIMIZER, metadata={_ABOUT: json.dumps(about)})
 
     def load(self, checkpoint: Path) -> float:
         """Continue as `checkpoint` says, at this start's learning rate; returns its coefficient of KL.
@@ -96,22 +102,38 @@ class Critic:
         folder = checkpoint / FOLDER
         if not (folder / _OPTIMIZER).is_file():
             raise ValueError(
-                f"{checkpoint} has no critic: another trainer wrote it, or save_only_model=True did. Begin anew from "
+                f"{checkpoint} has no critic: another trainer wrote it, or save_only_model=True did. Start over from "
                 "its model, or resume from a checkpoint that PPOTrainer wrote."
             )
         rate = self.optimizer.param_groups[0]["lr"]
         weights: Any = load_file(folder / _WEIGHTS)
-        saved = torch.load(folder / _OPTIMIZER, weights_only=True)
+        moments, about = _read_moments(folder / _OPTIMIZER)
         set_state_dict(
             self.model,
             self.optimizer.optimizer,
             model_state_dict=weights,
-            optim_state_dict=saved["optimizer"],
+            optim_state_dict=moments,
             options=_WHOLE,
         )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        return float(saved["kl_coef"])
+        return float(about["kl_coef"])
+
+
+def _apart(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Copy tensors that may share memory, as safetensors wants them."""
+    return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+
+
+def _read_moments(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the optimizer's state by the names of weights, and what is beside it."""
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()[_ABOUT])
+    state: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in load_file(path).items():
+        weight, _, field = name.rpartition("/")
+        state.setdefault(weight, {})[field] = tensor
+    return {"state": state, "param_groups": about["param_groups"]}, about
 
 
 def made_for(policy: Any, name: str | None, loading: Mapping[str, Any] | None, seed: int) -> nn.Module:

@@ -17,7 +17,6 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from async_grpo.algorithm import Algorithm
 from async_grpo.credit import critic as critics
 from async_grpo.credit.critic import Critic
 from async_grpo.credit.gae import (
@@ -32,6 +31,7 @@ from async_grpo.credit.gae import (
 from async_grpo.credit.ppo_config import PPOConfig
 from async_grpo.credit.trainer import TurnGRPOTrainer
 from async_grpo.records import RolloutGroup
+from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.generator_choice import has_images
 
 _OF_GROUPS = ("credit", "turn_advantage_coef", "turn_discount", "no_turn_reward", "original")

@@ -17,7 +17,6 @@ from loguru import logger
 from trl import GRPOTrainer
 from trl.trainer.utils import get_callable_name, is_async_callable
 
-from async_grpo.algorithm import Algorithm
 from async_grpo.credit.formulas import (
     CREDITS,
     Credit,
@@ -29,6 +28,7 @@ from async_grpo.credit.formulas import (
     turn_starts,
 )
 from async_grpo.records import RolloutGroup
+from async_grpo.setup.algorithm import Algorithm
 
 HOOKS = ("_calculate_rewards", "_generate", "_generate_and_score_completions")
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from async_grpo.errors import UnsupportedError, UserCodeExit
 from async_grpo.tokens import Tokens, ids_and_logprobs
-from async_grpo.transcript import TokenLimits, Transcript
+from async_grpo.tokens.transcript import TokenLimits, Transcript
 
 _SAID = "said_a8f3e2b1"  # what no chat template writes
 _READERS = ("response_template", "response_schema")

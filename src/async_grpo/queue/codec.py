@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from async_grpo.errors import BadFileError, BadGroupError, QueueError, UnsupportedError
 from async_grpo.images import EncodedImage, put_back, taken_out
-from async_grpo.kept_tokens import unpack
 from async_grpo.queue import typed
 from async_grpo.queue.schema import IMAGES, TABLE, TYPED, Dtype, Schema
 from async_grpo.records import FORMAT, OLDEST_FORMAT, Job, RolloutGroup
 from async_grpo.rundir.reading import parse_deep_object
+from async_grpo.tokens.kept import unpack
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

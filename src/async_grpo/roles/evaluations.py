@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
@@ -45,18 +46,8 @@ def run_evaluations(
     judge = Judge.of(trainer.reward_funcs, AdvantageRule.from_record(hyperparameters(trainer, settings)))
 
     def begin(version: int) -> Evaluation:
-        return Evaluation(
-            queue,
-            judge,
-            problems,
-            run_id=state.run_id,
-            version=version,
-            replicates=settings.eval_replicates,
-            sampling=settings.eval_sampling(),
-            ks=settings.evaluated_ks(),
-            seed=trainer.args.seed,
-            trainer_state=state_for_rewards(trainer),
-        )
+        more = {"seed": trainer.args.seed, "trainer_state": state_for_rewards(trainer)}
+        return evaluation_of(version, settings, queue, judge, problems, run_id=state.run_id, **more)
 
     ledger = EvaluationLedger(run.evaluations, state.run_id, resumed_from)
     every = settings.eval_every if problems else 0
@@ -67,6 +58,22 @@ def run_evaluations(
         every=every,
         first=not settings.no_eval_first,
         report=partial(log_evaluation, trainer),
+    )
+
+
+def evaluation_of(
+    version: int, settings: TrainingSettings, queue: JobSink, judge: Judge, problems: Sequence[Problem], **more: Any
+) -> Evaluation:
+    """Begin the evaluation of a version, sampled as the settings say. `more`: the other arguments of `Evaluation`."""
+    return Evaluation(
+        queue,
+        judge,
+        problems,
+        version=version,
+        replicates=settings.eval_replicates,
+        sampling=settings.eval_sampling(),
+        ks=settings.evaluated_ks(),
+        **more,
     )
 
 

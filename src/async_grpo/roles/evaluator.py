@@ -94,7 +94,7 @@ def _evaluate_all(
     """Evaluate the models one after the other; False if the process was asked to stop."""
     settings = options.plan.training
     begin = _beginning(options, run, state, trainer)
-    ledger = EvaluationLedger(run.evaluations, state.run_id, resumed_from=-1)  # every figure is made anew of the groups
+    ledger = EvaluationLedger(run.evaluations, state.run_id, resumed_from=-1)  # all figures come from the groups again
     evaluations: list[Evaluation] = []
     open_queue = partial(ServerQueue.open, run.root, state.run_id, max_attempts=settings.max_attempts, lock=lock)
     with closing(open_queue()) as queue, closing(ledger), _Weights(trainer, run, options.plan.weights) as weights:
@@ -125,7 +125,7 @@ def _beginning(
     options: ServerOptions, run: RunDir, state: RunState, trainer: GRPOTrainer
 ) -> Callable[[JobSink, int], Evaluation]:
     """Makes the evaluation of a version on the trainer's `eval_dataset`."""
-    from async_grpo.roles.evaluations import problems_of
+    from async_grpo.roles.evaluations import evaluation_of, problems_of
     from async_grpo.training.hyperparameters import hyperparameters
 
     settings = options.plan.training
@@ -137,18 +137,8 @@ def _beginning(
     write_json(run.hyperparameters, record)
     judge = Judge.of(trainer.reward_funcs, AdvantageRule.from_record(record))
     finished = [found.group for found in FinishedGroups(run.root).evaluated()]
-    return lambda queue, version: Evaluation(
-        queue,
-        judge,
-        problems,
-        run_id=state.run_id,
-        version=version,
-        replicates=settings.eval_replicates,
-        sampling=settings.eval_sampling(),
-        ks=settings.evaluated_ks(),
-        seed=trainer.args.seed,
-        finished=finished,
-    )
+    more = {"run_id": state.run_id, "seed": trainer.args.seed, "finished": finished}
+    return lambda queue, version: evaluation_of(version, settings, queue, judge, problems, **more)
 
 
 class _Weights:

@@ -15,9 +15,9 @@ from trl.data_utils import prepare_multimodal_messages
 
 from async_grpo.errors import BadGroupError, UnsupportedError
 from async_grpo.images import encoded, opened
-from async_grpo.kept_tokens import pack
 from async_grpo.records import OWN_SAMPLING, RolloutGroup, Timings
 from async_grpo.tokens import NO_VERSION, Tokens
+from async_grpo.tokens.kept import pack
 
 if TYPE_CHECKING:
     from async_grpo.records import Job

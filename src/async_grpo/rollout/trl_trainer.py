@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from async_grpo.algorithm import Algorithm
 from async_grpo.errors import RunRefused
 from async_grpo.images import images_in, opened
 from async_grpo.records import Job
@@ -35,6 +34,7 @@ from async_grpo.rollout.trl_group import (
     rows_of,
 )
 from async_grpo.rollout.trl_view import ScoringCall, TrainerView, Wait
+from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.generator_choice import engine_inside, has_images, refuse_late_vllm
 from async_grpo.setup.replaced import class_of_trl, replaced_by_user
 from async_grpo.setup.sampling_changes import SamplingChanges

@@ -13,7 +13,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from async_grpo.algorithm import declares
+from async_grpo.setup.algorithm import declares
 from async_grpo.setup.imports import when_imported
 
 _CLASSES = {"transformers.trainer": "Trainer", "trl.trainer.grpo_trainer": "GRPOTrainer"}  # by module

@@ -13,7 +13,7 @@ class TaskSampler(Sampler[int]):
     """Yields row numbers as TRL's `RepeatSampler` repeats them, with as many groups of each task in every batch.
 
     Where the groups of a batch are no multiple of the tasks, the remainder goes to the tasks in turn. An epoch is as
-    many batches as the rows fill. A task that is used up begins anew, reshuffled, and goes on in the next epoch.
+    many batches as the rows fill. A task that is used up starts again, reshuffled, and goes on in the next epoch.
 
     Args:
         tasks: of each row, its task.

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from loguru import logger
 
-from async_grpo.algorithm import compares_groups
 from async_grpo.errors import UsageError
 from async_grpo.rundir.paths import RunState
 from async_grpo.settings import TrainingSettings
+from async_grpo.setup.algorithm import compares_groups
 from async_grpo.setup.generator_choice import choose_generator
 from async_grpo.setup.needs import check_needs
 from async_grpo.setup.openai_harness import check_agent

@@ -25,7 +25,6 @@ from loguru import logger
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from async_grpo.algorithm import trained_besides
 from async_grpo.archive import checkpoint_folders, output_dir
 from async_grpo.archive.checkpoint_folders import Checkpoint
 from async_grpo.archive.rollout_state import RolloutState
@@ -37,6 +36,7 @@ from async_grpo.rundir.reading import open_plain, parse_object, read_object
 from async_grpo.rundir.shape import shaped
 from async_grpo.settings import ArchiveLimit
 from async_grpo.setup import fingerprints
+from async_grpo.setup.algorithm import trained_besides
 from async_grpo.setup.trl_compat import is_adapter
 from async_grpo.training.hyperparameters import configuration
 from async_grpo.training.resumed_settings import check_settings

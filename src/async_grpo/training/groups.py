@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from async_grpo.algorithm import Algorithm
 from async_grpo.errors import BadFileError, UnsupportedError
 from async_grpo.images import images_in, opened
 from async_grpo.records import RolloutGroup
+from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.replaced import users_class
 from async_grpo.training.corrections.kept import rows_of
 from async_grpo.training.rollout_metrics import added_by_workers, logged_by_workers

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from async_grpo.algorithm import compares_groups
 from async_grpo.archive.advantages import CRITIC
 from async_grpo.redaction import MASK, Redactor, is_secret
 from async_grpo.settings import TrainingSettings
+from async_grpo.setup.algorithm import compares_groups
 from async_grpo.setup.fingerprints import count
 
 if TYPE_CHECKING:

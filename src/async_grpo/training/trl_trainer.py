@@ -17,10 +17,10 @@ from loguru import logger
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 
-from async_grpo.algorithm import Algorithm
 from async_grpo.archive.advantages import AdvantageRule
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import images_in, opened
+from async_grpo.setup.algorithm import Algorithm
 from async_grpo.setup.generated.trl_command import end_as_trl_does
 from async_grpo.setup.generator_choice import refuse_late_vllm
 from async_grpo.setup.overrides import HONOURED, own_dataloader

@@ -8,6 +8,7 @@ from dataclasses import make_dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -124,7 +125,7 @@ def test_the_thread_that_steps_an_engine_uses_the_stream_of_the_one_that_built_i
 
 
 class KeepsTwoAdapters:
-    """Of vLLM's engine: which adapters it has. The one that was added first goes when there is no room."""
+    """The adapters of vLLM's engine. The one that was added first goes when there is no room."""
 
     def __init__(self) -> None:
         self.there: list[int] = []
@@ -139,19 +140,24 @@ class KeepsTwoAdapters:
         self.there.remove(number)
 
 
-def test_an_adapter_that_was_lost_while_it_was_loaded_pushes_out_no_adapter_in_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def engine_with_adapters(kept: KeepsTwoAdapters, monkeypatch: pytest.MonkeyPatch) -> Any:
     request = ModuleType("vllm.lora.request")
     fields = ("lora_name", "lora_int_id", "lora_path")
     request.LoRARequest = lambda *given: SimpleNamespace(**dict(zip(fields, given, strict=True)))  # type: ignore[attr-defined]
     for module in (ModuleType("vllm"), ModuleType("vllm.lora"), request):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     engine: Any = object.__new__(VLLMEngine)
-    engine._engine = kept = KeepsTwoAdapters()
+    engine._engine = kept
     engine._adapter, engine._adapters, engine._adapters_loaded = ("default", None), {}, 0
     engine._in_flight_update, engine._loaded, engine._stream = False, -1, BuildersStream()
     engine._base_loaded, engine._shares_weights_of, engine._load_base = False, None, lambda tensors: None
+    return engine
+
+
+def test_an_adapter_that_was_lost_while_it_was_loaded_pushes_out_no_adapter_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_with_adapters(kept := KeepsTwoAdapters(), monkeypatch)
     engine.load({}, 1)
     engine.load({}, 2, in_use={1})
     engine.forget_weights()  # the trainer died while version 2 was copied
@@ -161,3 +167,13 @@ def test_an_adapter_that_was_lost_while_it_was_loaded_pushes_out_no_adapter_in_u
     engine.forget_weights()
     engine.forget_weights()
     assert kept.there == [1]
+
+
+def test_an_adapter_that_could_not_be_added_takes_none_in_use_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_with_adapters(kept := KeepsTwoAdapters(), monkeypatch)
+    engine.load({}, 1)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(kept, "add_lora", Mock(side_effect=RuntimeError("the trainer died meanwhile")))
+        engine.load({}, 2, in_use={1})
+    engine.forget_weights()
+    assert kept.there == [1] and list(engine._adapters) == [1], "requests in flight go on with version 1"

@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from async_grpo.tokens import NO_VERSION, Tokens, as_tokens, ids_and_logprobs
-from async_grpo.transcript import TokenLimits, Transcript
+from async_grpo.tokens.transcript import TokenLimits, Transcript
 
 
 def sampled(*ids: int, version: int = NO_VERSION) -> Tokens:

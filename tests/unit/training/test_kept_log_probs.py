@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from unit_fakes import make_group, make_job
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.kept_tokens import pack
 from async_grpo.setup.trl_compat import TorchLogProbs
+from async_grpo.tokens.kept import pack
 from async_grpo.training.corrections import kept
 from async_grpo.training.corrections.kept import IDS, SIZES, OverKeptTokens, Sets, columns, rows_of
 from async_grpo.training.corrections.trl_loss import CorrectedLoss

@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from async_grpo.algorithm import trained_besides
 from async_grpo.checks import probe
 from async_grpo.checks.plan.facts import Look, Parameters, Question, Shape, TrainerFacts
 from async_grpo.errors import AsyncGRPOError
@@ -18,6 +17,7 @@ from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.shape import shaped
 from async_grpo.setup.accelerate_config import DEEPSPEED, FSDP, AccelerateConfig
+from async_grpo.setup.algorithm import trained_besides
 from async_grpo.setup.devices import CPU, check_torch_sees
 from async_grpo.setup.generator_choice import (
     check_generator_options,

@@ -27,7 +27,7 @@ from async_grpo.rollout.endpoint.protocol import (
     no_episode,
     read_message,
 )
-from async_grpo.transcript import TokenLimits, Transcript
+from async_grpo.tokens.transcript import TokenLimits, Transcript
 
 if TYPE_CHECKING:
     from async_grpo.rollout.endpoint.chat import Chat

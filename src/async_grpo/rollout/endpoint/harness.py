@@ -24,7 +24,7 @@ from async_grpo.rollout.trl_group import GeneratedGroup, merge_extra_fields, pro
 from async_grpo.setup.generator_choice import HF, VLLM
 from async_grpo.setup.openai_harness import Endpoint, OpenAIHarness
 from async_grpo.setup.sampling import effective_sampling
-from async_grpo.transcript import TokenLimits
+from async_grpo.tokens.transcript import TokenLimits
 
 if TYPE_CHECKING:
     from async_grpo.records import Job

@@ -224,7 +224,8 @@ class VLLMEngine:
                 self._base_loaded = True
             for old in set(self._adapters) - set(in_use):
                 self._engine.remove_lora(self._adapters.pop(old).lora_int_id)
-            self._adapters[version], self._loaded = self._add_adapter(tensors), version
+            self._loaded = version  # also where the copy fails: `forget_weights` drops this one, and no earlier one
+            self._adapters[version] = self._add_adapter(tensors)
             if not self._in_flight_update:
                 return  # cached prefixes are kept under the adapter's name, and each version has its own
         self._engine.reset_prefix_cache(reset_running_requests=self._in_flight_update)

@@ -25,7 +25,7 @@ from async_grpo.rollout.trl_trainer import Images, RolloutBatch, RolloutTrainer
 from async_grpo.rollout.turns.calls import Call, Outcome, giving, giving_later, noting, starting
 from async_grpo.setup.sampling import stop_tags
 from async_grpo.tokens import Tokens, ids_and_logprobs
-from async_grpo.transcript import Transcript
+from async_grpo.tokens.transcript import Transcript
 
 _DUMMY = "dummy"
 
@@ -189,7 +189,7 @@ class MessageEnds:
         return list(self._ids) if any(tag in tail for tag in self._tags) else []
 
     def last_missing_after(self, ids: Sequence[int]) -> list[int]:
-        """Those of them up to the end token, by which TRL sees that a completion was not cut."""
+        """Return the tokens up to the end token, by which TRL sees that a completion was not cut."""
         missing = self.missing_after(ids)
         ends = [index for index, token in enumerate(missing) if token in self._eos]
         return missing[: ends[0] + 1] if ends else []

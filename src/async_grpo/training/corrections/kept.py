@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from async_grpo.errors import UnsupportedError
-from async_grpo.kept_tokens import unpack
 from async_grpo.records import RolloutGroup
 from async_grpo.setup.trl_compat import whole_head
+from async_grpo.tokens.kept import unpack
 
 SIZES, IDS = "kept_sizes", "kept_ids"  # in a batch: int32, [B, C] and [B, E]; `KeptTokens`, one completion a row
 PIECE = 1 << 23  # numbers in a piece of the rows of the head, [entries, hidden size]

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from async_grpo.algorithm import Algorithm, declares
 from async_grpo.errors import UnsupportedError
 from async_grpo.images import MODEL_INPUTS
 from async_grpo.settings import OFF
+from async_grpo.setup.algorithm import Algorithm, declares
 from async_grpo.setup.overrides import overridden
 from async_grpo.setup.replaced import bare, classes_of_trl, patched_in
 from async_grpo.setup.sampling import WITHOUT_SAMPLER

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from async_grpo.tokens import NO_VERSION, Tokens, unsampled
+from async_grpo.tokens.sequence import NO_VERSION, Tokens, unsampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
