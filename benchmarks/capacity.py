@@ -91,11 +91,12 @@ def _source(folder: Path) -> Iterator[RolloutSource]:
             ),
             schedule=Schedule(
                 groups_per_round=GROUPS_PER_STEP,
+                num_generations=GENERATIONS,
                 micro_steps_per_round=1,
                 micro_steps_per_version=1,
                 max_staleness=MAX_STALENESS,
             ),
-            publisher=_AlwaysTheFirst(),  # type: ignore[arg-type]
+            publisher=_AlwaysTheFirst(),
             history=history,
             metrics=RolloutMetrics(lambda name, value: None),
             should_stop=lambda: False,

@@ -7,6 +7,7 @@ import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from multiprocessing.pool import AsyncResult
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,8 @@ def outcomes(
     """Train the cells in their order, as many as can be begun before `until` (monotonic)."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(processes) as pool:
-        left, running = list(cells), []
+        left = list(cells)
+        running: list[AsyncResult[OutcomeT]] = []
         while left or running:
             while left and len(running) < processes and time.monotonic() < until:
                 running.append(pool.apply_async(train, (left.pop(0),)))

@@ -25,7 +25,7 @@ CHAOS = ROOT / "tests" / "chaos"
 WEIGHT_KILLS = re.compile(r"seed \d+: \{.*\} killed|\d+ reads of .* backwards")
 
 # name, script, arguments in full, arguments of --quick
-QUEUE = (
+QUEUE: tuple[tuple[str, str, list[Any], list[Any]], ...] = (
     ("kill loop", "queue_kill_loop", ["--jobs", 10_000, "--kills", 1_000], ["--jobs", 400, "--kills", 40]),
     ("SIGKILL at every file operation and in recovery", "queue_crash_points", [], ["--every", 100]),
     ("power loss at every operation", "queue_power_loss", [], ["--every", 12]),

@@ -131,7 +131,7 @@ def rewards(rounds: int) -> list[Row]:
         programs.append(10 / (children_s() - cpu))
         started = time.monotonic()
         texts = [text for text, _ in FORMULAS] * 25
-        assert sum(equal(texts, gold=[gold for _, gold in FORMULAS] * 25)) == len(texts)
+        assert all(equal(texts, gold=[gold for _, gold in FORMULAS] * 25))
         checks.append(len(texts) / (time.monotonic() - started))
     return [
         row("programs of three tests in the sandbox, a second of CPU time", programs, "1/s", target=">= 10"),

@@ -70,14 +70,14 @@ ANSWER = {name: getattr(make_group(make_job(0), 0, ""), name) for name in Rollou
 def without_codec() -> ExitStack:
     """The queue does all that it does, but writes the same bytes every time, and looks at none."""
 
-    def group(data: bytearray, name: JobName, run_id: str) -> RolloutGroup:
+    def group(data: bytearray, name: JobName, run_id: str, *, most_attempt: int) -> RolloutGroup:
         return answer(make_job(name.seq), name.attempt, str(name.worker))
 
     patches = ExitStack()
     patches.enter_context(patch.object(queue_server, "encode_job", lambda job: JOB))
     patches.enter_context(patch.object(queue_worker, "decode_job", lambda data, name: make_job(name.seq)))
     patches.enter_context(patch.object(queue_worker, "encode_group", lambda group: RESULT))
-    patches.enter_context(patch.object(queue_server, "decode_group", group))
+    patches.enter_context(patch.object(queue_server, "read_result", group))
     return patches
 
 

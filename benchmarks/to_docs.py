@@ -120,7 +120,7 @@ def wrapped(text: str) -> str:
 def line(row: dict[str, Any]) -> str:
     if row.get("unmeasurable"):
         return f"| {row['name']} ({row['unmeasurable']}) | not measurable here | {target(row.get('target'))} |  |  |"
-    reached = {True: "yes", False: "no"}.get(row.get("ok"), "")
+    reached = {None: "", True: "yes", False: "no"}[row.get("ok")]
     spread = ", ".join(figure(value) for value in row.get("spread") or [])
     value = f"{figure(row['value'])} {row['unit']}".strip()
     note = f" ({row['note']})" if row.get("note") else ""

@@ -283,8 +283,8 @@ def measure_others(size: str, dtype: str, folder: Path, repeats: int) -> Iterato
             for name, way in ways.items():
                 way()
                 yield row(f"{name}, {size} {dtype}", [seconds(way, "cpu") * 1e3 for _ in range(repeats)], "ms")
-    for name, way in (("torch.multiprocessing queue", queue_child), ("gloo broadcast", gloo_child)):
-        yield row(f"{name}, {size} {dtype}", with_child(way, state, size, dtype, folder, repeats), "ms")
+    for name, child in (("torch.multiprocessing queue", queue_child), ("gloo broadcast", gloo_child)):
+        yield row(f"{name}, {size} {dtype}", with_child(child, state, size, dtype, folder, repeats), "ms")
 
 
 def adopt(own: dict[str, Tensor], loaded: dict[str, Tensor]) -> None:
@@ -391,8 +391,9 @@ def main() -> None:
     parser.add_argument("--probe", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.probe:
-        probes = {"pull": pull_when_told}
-        probes.get(args.probe[0], partial(run_probe, args.probe[0]))(*args.probe[1:], args.device)
+        way, handle, size, dtype = args.probe
+        run = pull_when_told if way == "pull" else partial(run_probe, way)
+        run(handle, size, dtype, args.device)
         return
     rows = []
     shared = Path("/dev/shm")

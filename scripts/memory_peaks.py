@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).parents[1] / "docs" / "what_fits.md"
 BEGIN, END = "<!-- begin: scripts/memory_peaks.py -->", "<!-- end: scripts/memory_peaks.py -->"
@@ -91,7 +92,7 @@ def measure(case: str) -> dict[str, int]:
     return {"peak": _peak(seen), "rule": rule, "activations": activation_bytes(facts, on_gpu=False) or 0}
 
 
-def _peak(seen: object) -> int:
+def _peak(seen: Any) -> int:
     """The most bytes that were allocated at a time."""
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = most = 0

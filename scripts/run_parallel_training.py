@@ -10,6 +10,7 @@ current folder, a later one below run2/, run3/, ...; with `--resume`, the one th
 import sys
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
@@ -33,12 +34,12 @@ def command(given: list[str]) -> list[str]:
     added += [] if args.seeds else ["--seeds", ",".join(map(str, seeds))]
     added += [] if "--delta-every" in names else ["--delta-every", "1"]
     if "--output-base" not in names:
-        more = {"run_prefix": args.run_prefix or "", "start_instance": args.start_instance}
+        more: dict[str, Any] = {"run_prefix": args.run_prefix or "", "start_instance": args.start_instance}
         added += ["--output-base", str(free_base(name_of(setup, args.dataset), seeds, **more))]
     return ["sweep", *given, *added]
 
 
-def free_base(name: str, seeds: tuple[int, ...], **more: object) -> Path:
+def free_base(name: str, seeds: tuple[int, ...], **more: Any) -> Path:
     """The first of outputs/, run2/outputs/, run3/outputs/ ... where none of the runs is."""
     for number in count(1):
         base = Path(DEFAULT_OUTPUTS) if number == 1 else Path(f"run{number}", DEFAULT_OUTPUTS)

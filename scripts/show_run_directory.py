@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from stat import filemode
 
@@ -148,11 +149,15 @@ def head(path: Path, lines: int = 20) -> str:
     return "\n".join(path.read_text().splitlines()[:lines]).rstrip()
 
 
+def _with(text: str, block: re.Match[str]) -> str:
+    return block[1] + text + block[2]
+
+
 def filled(page: str, listings: dict[str, str]) -> str:
     """The page with each block after `<!-- listing: NAME -->` replaced."""
     for name, text in listings.items():
         pattern = rf"(<!-- listing: {name} -->\n```\w*\n).*?(\n```)"
-        page, found = re.subn(pattern, lambda match, text=text: match[1] + text + match[2], page, flags=re.DOTALL)
+        page, found = re.subn(pattern, partial(_with, text), page, flags=re.DOTALL)
         if found != 1:
             sys.exit(f"{PAGE} has {found} places for the listing {name!r}; there must be one.")
     return page

@@ -44,7 +44,7 @@ def formulas_of(wheel: Path) -> Iterator[Any]:
         sys.modules[name] = ModuleType(name)
         vars(sys.modules[name]).update({each: type(each, (), {}) for each in classes})
     sys.modules["verl.utils.import_utils"] = ModuleType("verl.utils.import_utils")
-    sys.modules["verl.utils.import_utils"].deprecated = lambda *_: lambda function: function
+    vars(sys.modules["verl.utils.import_utils"])["deprecated"] = lambda *_: lambda function: function
     try:
         with zipfile.ZipFile(wheel) as files:
             for name in ("verl.utils.torch_functional", "verl.trainer.ppo.core_algos"):
@@ -54,8 +54,8 @@ def formulas_of(wheel: Path) -> Iterator[Any]:
                 exec(compile(files.read(f"{name.replace('.', '/')}.py"), name, "exec"), vars(module))
         yield module
     finally:
-        for name, module in before.items():
-            sys.modules.pop(name) if module is None else sys.modules.__setitem__(name, module)
+        for name, earlier in before.items():
+            sys.modules.pop(name) if earlier is None else sys.modules.__setitem__(name, earlier)
 
 
 def inputs() -> dict[str, torch.Tensor]:

@@ -27,5 +27,5 @@ def get_trainer() -> Any:
     def encode(group: RolloutGroup) -> bytes:
         return encode_group(changed(group, random) if random.random() < SHARE else group)
 
-    queue.encode_group = encode  # of this process: the server hands in nothing
+    vars(queue)["encode_group"] = encode  # of this process: the server hands in nothing
     return trainer_setup_tiny.get_trainer()

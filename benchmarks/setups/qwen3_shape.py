@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -61,14 +62,14 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         return Qwen3ForCausalLM(config).to(torch.bfloat16 if GPU else torch.float32)
 
 
-def distinct_tokens(completion_ids: list[list[int]], **_) -> list[float]:
+def distinct_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [len(set(ids)) / len(ids) for ids in completion_ids]
 
 
 class StepLog(TrainerCallback):
     """One line a step into the file that STEP_LOG names: when, how many tokens so far, and this process's memory."""
 
-    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         file = os.environ.get("STEP_LOG")
         if file and logs and "num_tokens" in logs:
             memory = torch.cuda.max_memory_allocated() if GPU else 0
@@ -82,7 +83,7 @@ def wait_at_every_token() -> None:
     from async_grpo_ipc import RemoteWeights
 
     intact = RemoteWeights.intact
-    RemoteWeights.intact = lambda self, *, wait=True: intact(self, wait=True)
+    RemoteWeights.intact = lambda self, *, wait=True: intact(self, wait=True)  # type: ignore[method-assign]
 
 
 def get_trainer() -> GRPOTrainer:

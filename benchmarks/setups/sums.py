@@ -20,7 +20,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, Qwen3ForCausalLM,
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src" / "app"))
-import trainer_setup_tiny as tiny
+import trainer_setup_tiny
+
+tiny = trainer_setup_tiny  # its model and problems, for the benchmarks too
 
 DIGITS = tiny.ANSWER_DIGITS
 FILLER = tiny.SYMBOLS.index("=")  # token id of what long answers go on with
@@ -82,8 +84,8 @@ class AnswerLengths(LogitsProcessor):
         if place >= DIGITS:
             ends_B = place == self.lengths_B - 1
             scores.fill_(-torch.inf)
-            scores[:, FILLER] = torch.where(ends_B, -torch.inf, 0.0)
-            scores[:, self._eos] = torch.where(ends_B, 0.0, -torch.inf)
+            scores[~ends_B, FILLER] = 0.0
+            scores[ends_B, self._eos] = 0.0
         return scores
 
 

@@ -43,7 +43,8 @@ def learn(
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)
     for _, (tokens_BT, labels_BT) in zip(range(steps), batches, strict=False):
         logits = model(tokens_BT[:, :-1], use_cache=False).logits
-        cross_entropy(logits.flatten(0, 1), labels_BT[:, 1:].flatten()).backward()
+        loss: Any = cross_entropy(logits.flatten(0, 1), labels_BT[:, 1:].flatten())
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
