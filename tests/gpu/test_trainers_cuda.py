@@ -35,7 +35,7 @@ def run(cwd: Path, *arguments: str, **env: str) -> None:
 
 
 def mismatch(cwd: Path) -> list[float]:
-    """Of each step with fresh rollouts: the mean difference between sampler and trainer, in log-probabilities."""
+    """For each step with fresh rollouts, the mean difference between sampler and trainer, in log-probabilities."""
     entries = map(json.loads, (cwd / "worker" / "metrics.jsonl").read_text().splitlines())
     return [entry["async/logprob_mismatch"] for entry in entries if "async/logprob_mismatch" in entry]
 

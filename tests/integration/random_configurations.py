@@ -74,7 +74,7 @@ TOGETHER = (
 """Fields that are drawn together, because TRL admits only some of their combinations."""
 
 ARGUMENTS = ("model", "reward_funcs", "args", "train_dataset", "processing_class", "peft_config")
-"""Of the trainer's arguments, those that are drawn."""
+"""The trainer's arguments that are drawn."""
 
 
 def draw(seed: int, model_folder: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ SETUP = Path(__file__).parent / "setups" / "random_model.py"
 DEADLINE_S = 240.0
 LAST_S = 30.0  # for what a process leaves behind
 IN_MID_BATCH = {"num_iterations": 3, "lr_scheduler_type": "constant"}
-"""Of the `GRPOConfig`: checkpoints 4, 8, 16 and 20 are between the optimizer steps of one generation batch."""
+"""Fields of `GRPOConfig`: checkpoints 4, 8, 16 and 20 are between the optimizer steps of one generation batch."""
 
 
 class Command:

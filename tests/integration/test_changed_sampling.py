@@ -65,7 +65,7 @@ def with_callback(output_dir: Path, change: Callable[[Any, int], None], **change
 
 
 def longest(run: InProcessRun) -> list[int]:
-    """Of each batch."""
+    """The longest completion of each batch, in tokens."""
     return [max(int(length) for group in batch for length in group.completion_lengths) for batch in run.batches]
 
 

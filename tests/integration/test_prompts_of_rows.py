@@ -41,7 +41,7 @@ def digits(text: str) -> str:
 
 
 def prompts_and_completions(run: InProcessRun) -> list[tuple[str, str]]:
-    """Of every row that was trained on."""
+    """The prompt and completion of each row that was trained on."""
     decode = run.trainer.processing_class.decode
     return [
         (decode(prompt[prompt_mask.bool()]), decode(completion[mask.bool()]))

@@ -107,7 +107,7 @@ def served(get_trainer: Any) -> InProcessRun:
 
 
 def test_a_run_gives_the_advantages_of_plain_trl(tmp_path: Path) -> None:
-    """Of one credit: `tests/unit/credit` has what each makes of turns. TRL calls async functions after all others."""
+    """One credit; `tests/unit/credit` has what each makes of turns. TRL calls async functions after all others."""
     weights = {"turn_reward_funcs": (each_turn, called), "reward_weights": [1.0, 0.5, 2.0]}
     get_trainer = turn_trainer(tmp_path, mask_truncated_completions=True, **weights)
     run = served(get_trainer)

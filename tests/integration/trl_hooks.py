@@ -121,7 +121,7 @@ HOOKS: dict[str, Hook] = {
         CONTRACT + "test_a_trainer_with_environments_keeps_them_in_a_pool", where=GENERATING_WITH_ENVIRONMENTS
     ),
 }
-"""Of `trl.GRPOTrainer` and the classes below it."""
+"""Hooks of `trl.GRPOTrainer` and the classes below it."""
 
 METHODS = {name: hook.parameters for name, hook in HOOKS.items() if hook.parameters is not None}
 ATTRIBUTES = [name for name, hook in HOOKS.items() if hook.parameters is None]
@@ -172,7 +172,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {
         I + "test_changed_sampling.py::test_the_methods_of_generate_are_there",
     ),
 }
-"""Of other classes and modules: what is done with it, and the test."""
+"""Hooks of other classes and modules: what is done with each, and its test."""
 
 
 @cache

@@ -37,7 +37,7 @@ LANGUAGE_MODEL = {IDEFICS: r".*text_model.*(q_proj|v_proj|down_proj)", QWEN: r".
 
 
 def pictures() -> list[list[Image.Image]]:
-    """Of each row: several sizes and numbers, none, the same as before, and two that vLLM would see otherwise."""
+    """Rows of several sizes and numbers, none, the same as before, and two that vLLM would see otherwise."""
     transparent = picture(20).convert("RGBA")
     transparent.putalpha(90)
     turned = picture(21, 16, 32)

@@ -139,7 +139,7 @@ class Inheritance:
             self.highest_not_trained_on = max(self.highest_not_trained_on, seq)
 
     def _is_over(self, seq: int) -> bool:
-        """An evaluation begins anew with every server: a version that is trained again has other weights."""
+        """Each server starts its evaluations again: a version that is trained again has other weights."""
         return seq >= NOT_TRAINED_ON or seq in self._consumed
 
     def _tried(self, seq: int, next_attempt: int) -> None:

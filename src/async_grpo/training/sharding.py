@@ -185,7 +185,7 @@ def layout_of(trainer: Any) -> CheckpointLayout:
 def check_layout(checkpoint: Path, needed: CheckpointLayout) -> None:
     """Raise `UnsupportedError` unless a trainer that needs `needed` can continue from `checkpoint`.
 
-    FSDP2 divides a checkpoint anew for another number of ranks. DeepSpeed does not.
+    FSDP2 reshards a checkpoint for another number of ranks. DeepSpeed does not.
     """
     found = _layout_of_files(checkpoint)
     if found == needed:

@@ -149,7 +149,7 @@ def _over_problems(ours: Sequence[Curves], theirs: Sequence[Curves], step: int, 
 
 
 def bootstrap(differences: np.ndarray) -> Estimate:
-    """The mean and its percentile interval, with problems drawn anew `RESAMPLES` times (Efron and Tibshirani 1993,
+    """The mean and its percentile interval, with problems resampled `RESAMPLES` times (Efron and Tibshirani 1993,
     "An Introduction to the Bootstrap", chapter 13). The same figures for the same input."""
     draws = np.random.default_rng(0)
     count = len(differences)

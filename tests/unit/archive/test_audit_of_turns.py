@@ -15,7 +15,7 @@ from async_grpo.cli import main
 
 
 def turns(counts: list[int], rewards: list[float], mask: list[int] | None = None) -> dict[str, Any]:
-    """Of a group with two completions, the first of three tokens and the second of one."""
+    """The turns of a group with two completions, the first of three tokens and the second of one."""
     return {
         "completion_lengths": np.array([3, 1], np.int32),
         "completion_ids": np.array([5, 6, 7, 8], np.int32),

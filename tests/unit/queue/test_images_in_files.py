@@ -164,7 +164,7 @@ def test_what_is_no_image_is_refused(data: bytes) -> None:
 
 
 def test_an_image_whose_file_turns_out_to_be_broken_is_named() -> None:
-    """Of a tool or of `log_extra`, say: PIL reads pixels when they are asked for."""
+    """An image of a tool or of `log_extra`: PIL reads pixels when they are asked for."""
     file = BytesIO()
     Image.effect_noise((64, 64), 50).save(file, "JPEG")
     with pytest.raises(UnsupportedError, match=r"64 x 64 pixels cannot be read \(OSError: .*truncated"):

@@ -31,7 +31,7 @@ def check(
     top_k: int = 20,
     before: tuple[Sampler | None, ...] = (),
 ) -> None:
-    """Of a run whose last process did not record how it sampled, and those `before` a resume."""
+    """Check the sampler of a run whose last process did not record how it sampled, and those `before` a resume."""
     plan = planned(generator=generator, correction=run)
     state = RunState(run_id="r", state=FINISHED, started="", plan=plan, generator=resolved)
     processes = [ServerProcess(None, 4, sampled) for sampled in (*before, None)]

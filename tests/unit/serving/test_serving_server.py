@@ -64,7 +64,7 @@ def lives(pid: int) -> bool:
 
 
 def pids(folder: Path) -> list[int]:
-    """Of every server that was started, and its child."""
+    """The pids of every server that was started, and its child."""
     return [pid for path in folder.glob("*.json") for pid in (int(path.stem), json.loads(path.read_text())["child"])]
 
 

@@ -199,7 +199,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def page_faults(*arguments: str, **environment: str) -> int:
-    """Of 4 blocks of 40 MB, one after the other: up to 10,000 pages each."""
+    """The page faults of allocating 4 blocks of 40 MB, one after the other: up to 10,000 pages each."""
     command = [sys.executable, "-c", FREES, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **environment})
     return int(result.stdout)

@@ -60,7 +60,7 @@ def test_cores_are_counted_between_two_looks() -> None:
 
 
 class FakeDriver:
-    """Of pynvml what we ask: three GPUs, of which one does not say its use."""
+    """The functions of pynvml that we call: three GPUs, one of which does not report its use."""
 
     class NVMLError(Exception): ...
 

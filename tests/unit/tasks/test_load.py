@@ -83,7 +83,7 @@ def test_a_prompt_is_messages_or_text(tmp_path: Path, prompt: Any, templated: bo
 
 
 class Tokenizer:
-    """Of which only the template is needed."""
+    """A tokenizer of which only the template is needed."""
 
     def apply_chat_template(self, messages: Any, *, tokenize: bool, add_generation_prompt: bool) -> str:
         assert not tokenize and add_generation_prompt

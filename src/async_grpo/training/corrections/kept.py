@@ -132,7 +132,7 @@ class OverKeptTokens:
         if len(ids) and int(ids.max()) >= vocabulary:
             raise UnsupportedError(
                 f"A group names the kept token {int(ids.max())}, and the model has {vocabulary} tokens. Was it sampled "
-                "by workers with another model? Start the run anew with --run-dir OTHER."
+                "by workers with another model? Start another run with --run-dir OTHER."
             )
         return Sets(sizes, ids)
 
