@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import DynamicLayer
 
+from async_grpo.rollout.engines.top_p import without_float_cumsum
 from async_grpo.rollout.engines.vision import VisionInputs
 
 LEAVE_TOGETHER = 8  # rows leave the batch when one in eight has ended: making it smaller copies the cache
@@ -61,7 +62,8 @@ class SamplingLoop:
         rows, self._prompt_length = input_ids.shape
         self._place = self._prompt_length
         self._longest = int(generation_config.max_length)
-        self._processors, self._criteria = logits_processor, stopping_criteria
+        self._processors = without_float_cumsum(logits_processor, input_ids.device)
+        self._criteria = stopping_criteria
         self._do_sample, self._temperature, self._pad = generation_config.do_sample, temperature, pad_token_id
         self._look_every = LOOK_EVERY_CPU if input_ids.device.type == "cpu" else LOOK_EVERY_GPU
         self._sequences_BL = input_ids.new_full((rows, self._longest), pad_token_id)
