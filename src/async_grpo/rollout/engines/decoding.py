@@ -77,7 +77,7 @@ class SamplingLoop:
         self._open = {  # groups that have not ended, by index
             index: slice(end - size, end) for index, (size, end) in enumerate(zip(group_sizes, ends, strict=True))
         }
-        self._batch = _Batch(model, input_ids, model_kwargs, vision)
+        self._open_rows = _OpenRows(model, input_ids, model_kwargs, vision)
 
     @property
     def ended(self) -> bool:
@@ -96,8 +96,8 @@ class SamplingLoop:
             ended = self._close_groups()
             if self.ended:
                 return ended
-            sampled_b = self._batch.without_ended(self._going_B, sampled_b)
-        self._batch.step(sampled_b, self._sequences_BL[:, : self._place])
+            sampled_b = self._open_rows.without_ended(self._going_B, sampled_b)
+        self._open_rows.step(sampled_b, self._sequences_BL[:, : self._place])
         return ended
 
     def _close_groups(self) -> dict[int, slice]:
@@ -109,11 +109,11 @@ class SamplingLoop:
 
     def _sample(self) -> Tensor:
         """One token for each row of the batch, written where it belongs; padding for rows that have ended."""
-        rows_b, column = self._batch.rows_b, self._place - self._prompt_length
-        logprobs_bV = torch.log_softmax(self._batch.logits_bV / self._temperature, dim=-1)
+        rows_b, column = self._open_rows.rows_b, self._place - self._prompt_length
+        logprobs_bV = torch.log_softmax(self._open_rows.logits_bV / self._temperature, dim=-1)
         scores_bV = logprobs_bV
         if self._processors:
-            scores_bV = _processed(self._processors, self._sequences_BL[:, : self._place], self._batch)
+            scores_bV = _processed(self._processors, self._sequences_BL[:, : self._place], self._open_rows)
         if self._do_sample:
             sampled_b = torch.multinomial(torch.softmax(scores_bV, dim=-1), num_samples=1)[:, 0]
         else:
@@ -126,7 +126,7 @@ class SamplingLoop:
         return sampled_b
 
 
-class _Batch:
+class _OpenRows:
     """The rows that are still decoded, their cache, and the logits of their next token."""
 
     logits_bV: Tensor  # float32
@@ -210,14 +210,14 @@ class _Batch:
             self._cache.batch_select_indices(rows)
 
 
-def _processed(processors: LogitsProcessorList, sequences_BL: Tensor, batch: _Batch) -> Tensor:
+def _processed(processors: LogitsProcessorList, sequences_BL: Tensor, open_rows: _OpenRows) -> Tensor:
     """The scores to sample from. Processors see all B rows, as from `generate`: some keep a state for each row."""
-    logits_bV = batch.logits_bV
+    logits_bV = open_rows.logits_bV
     if len(logits_bV) == len(sequences_BL):
         return processors(sequences_BL, logits_bV)
     scores_BV = logits_bV.new_zeros(len(sequences_BL), logits_bV.shape[1])
-    scores_BV[batch.rows_b] = logits_bV
-    return processors(sequences_BL, scores_BV)[batch.rows_b]
+    scores_BV[open_rows.rows_b] = logits_bV
+    return processors(sequences_BL, scores_BV)[open_rows.rows_b]
 
 
 def _where_padded(mask: Tensor | None) -> Tensor | None:
