@@ -62,16 +62,17 @@ class WeightExporter:
         self._skipped_in_a_row = 0
         self._warned_at = -math.inf
         self._current: int | None = None
-        self._in_slots = [-1] * slots  # version of each slot, -1 where none is whole
         self._sources = sources
         self._owner = OwnerLock(self.path)
         self._version_file = VersionFile(version_path(self.path), self.generation)
         try:
-            self._control = Control.create(self.generation, slots)
             self._static = plan_layout(sources.static, dtype=sources.dtype, start=memory.CANARY_BYTES)
             self._slot = plan_layout(sources.changing, dtype=sources.dtype, start=memory.CANARY_BYTES)
             block_bytes = [self._static.nbytes] + [self._slot.nbytes] * slots
             self._memory = memory.allocate(sources.device, self.generation, block_bytes, way)
+            slots = len(self._memory.blocks) - 1  # fewer where a GPU has no room for more
+            self._in_slots = [-1] * slots  # version of each slot, -1 where none is whole
+            self._control = Control.create(self.generation, slots)
             self._write_static()
             self._frozen_is_shared = share_frozen and self._share_frozen()
             self._plans = self._make_plans()
@@ -110,7 +111,7 @@ class WeightExporter:
             path: The handle file; by default what `CUDA_IPC_HANDLE_PATH` says, or
                 `worker/ps_ipc_handle.json`.
             slots: Versions that exist at a time. 2 lets one be read while the next is written; each costs the
-                trainable bytes.
+                trainable bytes. A GPU without room for more than 2 gives as many as it can.
             dtype: Store floating-point tensors as this (an fp32 master published as bf16, say).
             buffers: Publish the model's buffers as well.
             frozen: What becomes of parameters without `requires_grad`: `"static"` copies them once, outside

@@ -81,7 +81,7 @@ class Parts:
         self._sampled = sampled_with(trainer, rule_of(settings).name, generator)
         self._open_queue(used, lock)
         self.archive = UsedGroups(self.queue, run.root / "done", settings.keep_done, used)
-        exporter = exporter_of(trainer, run, state, settings, self.leader.gather)
+        exporter = exporter_of(trainer, run, state, self.leader.gather, generator)
         self.publisher = WeightPublisher(exporter, companions.version_keeper())
         self.evaluations = companions.evaluations(self.queue, self.publisher, used.step if used else 0)
         watch = Watch(trainer, generator=generator, max_staleness=settings.max_staleness)

@@ -12,6 +12,7 @@ from loguru import logger
 from async_grpo.errors import RunRefused, WeightsError
 from async_grpo.formatting import for_people
 from async_grpo.setup.fingerprints import count
+from async_grpo.setup.generator_choice import HF
 from async_grpo.training.sharding import sharding_of
 from async_grpo_ipc import IPCError, WeightExporter
 from async_grpo_ipc.control import MAX_SLOTS
@@ -22,10 +23,11 @@ if TYPE_CHECKING:
     from trl import GRPOTrainer
 
     from async_grpo.rundir.paths import RunDir, RunState
-    from async_grpo.settings import TrainingSettings
+    from async_grpo.rundir.plan import RunPlan
 
 Gather = Callable[[Mapping[str, torch.Tensor]], None]
 SAY_AFTER_S = 10.0  # warn when workers see no new version for this long, and again as often
+SLOTS_OF_PULLERS = 2  # the newest, which readers copy and let go, and one to write into
 MIN_SLOTS = 3  # one that is being read, the newest, and one to write into
 EXTRA_BYTES = 256 * 2**20  # that further slots may take
 
@@ -38,28 +40,45 @@ def slots_for(model: nn.Module, *, max_staleness: int, sharing: int | None, reco
     large model gets no slot for this: a version that waits for one costs freshness, and memory may be short.
 
     Args:
-        sharing: workers on the server's device; None: unknown.
+        sharing: workers that read a version in place; None: unknown.
         recorded: versions are copied into a chain of deltas, which is one reader more.
     """
     held = max_staleness if sharing is None else min(sharing, max_staleness)
     slot_bytes = sum(count(p) * p.element_size() for p in model.parameters() if p.requires_grad)
     extra = min(held - 1, EXTRA_BYTES // max(1, slot_bytes))
-    return min(MIN_SLOTS + max(0, extra) + recorded, MAX_SLOTS)
+    least = SLOTS_OF_PULLERS if sharing == 0 else MIN_SLOTS
+    return min(least + max(0, extra) + recorded, MAX_SLOTS)
+
+
+def slots_of(model: nn.Module, plan: RunPlan, generator: str | None) -> int:
+    """`slots_for` the workers of a run: those that sample with vLLM copy a version into its model, and let it go.
+
+    Args:
+        generator: of the workers that the launcher starts, as `choose_generator` names it.
+    """
+    settings = plan.training
+    in_place = plan.workers_sharing if generator == HF else 0
+    return slots_for(
+        model,
+        max_staleness=settings.max_staleness,
+        sharing=in_place if plan.num_workers else None,
+        recorded=settings.delta_every > 0,
+    )
 
 
 def exporter_of(
-    trainer: GRPOTrainer, run: RunDir, state: RunState, settings: TrainingSettings, gather: Gather
+    trainer: GRPOTrainer, run: RunDir, state: RunState, gather: Gather, generator: str | None
 ) -> Callable[[], WeightExporter]:
     """Return what makes the exporter, once the model is where it trains.
 
     Args:
         gather: copies whole tensors into these, where each rank has a part of the model.
+        generator: of the workers that the launcher starts.
     """
     model = trainer.model
     plan = state.plan
-    sharing = plan.workers_sharing if plan.num_workers else None
-    slots = slots_for(model, max_staleness=settings.max_staleness, sharing=sharing, recorded=settings.delta_every > 0)
-    dtype = torch.bfloat16 if settings.publish_dtype == "bf16" else None
+    slots = slots_of(model, plan, generator)
+    dtype = torch.bfloat16 if plan.training.publish_dtype == "bf16" else None
     if (sharding := sharding_of(trainer)) is None:
         return lambda: WeightExporter.from_model(
             model, run.weights_handle, slots=slots, way=plan.weights, share_frozen=True, dtype=dtype

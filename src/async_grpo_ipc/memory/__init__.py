@@ -19,6 +19,9 @@ from async_grpo_ipc.staging import Staging
 Way = Literal["auto", "ipc", "host"]  # how weights of a GPU are shared
 logger = logging.getLogger(__name__)
 
+FEWEST_SLOTS = 2  # one to read and one to write
+FEWER_SLOTS = "%s has room for %d versions of the weights instead of %d: readers may delay new ones."
+
 
 class ExportedMemory(Protocol):
     """Memory that this process allocated and publishes."""
@@ -64,6 +67,8 @@ def canary(generation: str, block: int) -> bytes:
 def allocate(device: torch.device, generation: str, block_bytes: Sequence[int], way: Way = "auto") -> ExportedMemory:
     """Blocks of these sizes that other processes can map, for tensors of `device`, each with its canary written.
 
+    A GPU without room for all of them gives the first ones, the static block and at least `FEWEST_SLOTS` slots.
+
     Args:
         way: memory of the GPU where it can be shared, else of the host ("auto"); or one of the two.
 
@@ -89,14 +94,21 @@ def _allocate(device: torch.device, generation: str, block_bytes: Sequence[int],
 def _in_gpu_memory(device: torch.device, block_bytes: Sequence[int], way: Way) -> ExportedMemory | None:
     """None where the GPU's memory cannot be shared, or has no room: which it is, is logged in one line."""
     from async_grpo_ipc.memory.cuda import CudaExport
-    from async_grpo_ipc.memory.cuda_runtime import why_not
+    from async_grpo_ipc.memory.cuda_runtime import no_room, why_not
 
     reason = why_not(device)
     if reason is None:
-        try:
-            return CudaExport(device, block_bytes)
-        except RuntimeError as error:  # cupy's CUDARuntimeError
-            reason = f"{sum(block_bytes) / 2**30:.2f} GiB of its own cannot be shared ({error})"
+        for blocks in range(len(block_bytes), 0, -1):
+            try:
+                exported = CudaExport(device, block_bytes[:blocks])
+            except RuntimeError as error:  # cupy's CUDARuntimeError
+                reason = f"{sum(block_bytes[:blocks]) / 2**30:.2f} GiB of its own cannot be shared ({error})"
+                if no_room(error) and blocks > 1 + FEWEST_SLOTS:
+                    continue
+                break
+            if blocks < len(block_bytes):
+                logger.warning(FEWER_SLOTS, torch.cuda.get_device_name(device), blocks - 1, len(block_bytes) - 1)
+            return exported
     name = torch.cuda.get_device_name(device)
     if way == "ipc":
         raise IPCError(f"Weights of {name} cannot be shared by CUDA IPC: {reason}. Take 'auto' or 'host'.")

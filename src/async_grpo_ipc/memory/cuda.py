@@ -19,7 +19,7 @@ from torch import Tensor
 from async_grpo_ipc.errors import AttachError, NoRoomError
 from async_grpo_ipc.layout import align
 from async_grpo_ipc.memfd import exporter_gone
-from async_grpo_ipc.memory.cuda_runtime import CudaRuntime, load_runtime
+from async_grpo_ipc.memory.cuda_runtime import CudaRuntime, load_runtime, no_room
 from async_grpo_ipc.staging import Staging
 
 logger = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ def _open(runtime: CudaRuntime, device: int, block: Mapping[str, Any], descripti
             imported = _imports[key] = _Import(runtime, device, bytes.fromhex(block["handle"]))
         return runtime.tensor(device, imported.pointer, block["nbytes"], imported)
     except RuntimeError as error:  # cupy's CUDARuntimeError, and torch's errors
-        if "out of memory" in str(error):
+        if no_room(error):
             raise NoRoomError(
                 f"GPU {device} ({runtime.uuid(device)}) has no room for what it takes to map weights: {error}. Give "
                 "the processes on it less (--num-workers, vllm_gpu_memory_utilization), or start this one again."

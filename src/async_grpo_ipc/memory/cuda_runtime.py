@@ -145,6 +145,11 @@ def load_runtime() -> CudaRuntime:
     return CupyRuntime()
 
 
+def no_room(error: RuntimeError) -> bool:
+    """Whether this error of cupy or torch says that the GPU's memory does not suffice."""
+    return "out of memory" in str(error)
+
+
 PROBE_BYTES = 2 << 20
 
 

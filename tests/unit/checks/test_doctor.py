@@ -387,7 +387,7 @@ def test_the_doctor_counts_the_memory_of_the_run_that_this_machine_would_start(
     asked: list[int | None] = []
 
     def look(question: Question, timeout_s: float) -> Look:
-        asked.append(question.sharing)
+        asked.append(question.plan.workers_sharing)
         return Look(facts=facts())
 
     config = tmp_path / "setup.py"

@@ -288,21 +288,32 @@ def of_gpus(root: Path, **changes: Any) -> RunPlan:
     return planned(root / "setup.py", **{"master_device": "0", "worker_devices": ("0", "1", "1"), **changes})
 
 
-def test_the_plan_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(dry_run, "look_at_trainer", lambda *_, **__: Look(facts=facts()))
+@pytest.mark.parametrize(
+    ("generator", "engine", "beside_the_server"),
+    [("vllm", "vLLM", "1 worker on GPU 0: 2.0 MB each"), ("hf", "transformers", "1 worker on GPU 0: no weights of")],
+)
+def test_the_plan_of_gpus(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    generator: str,
+    engine: str,
+    beside_the_server: str,
+) -> None:
+    monkeypatch.setattr(dry_run, "look_at_trainer", lambda *_, **__: Look(facts=facts(generator=generator)))
     dry_run.plan_distributed(tmp_path / "worker", of_gpus(tmp_path))
     text = capsys.readouterr().out
     for expected in (
         "1 parameter server and 3 workers",
         "server on GPU 0",
-        "vLLM, in the workers; up to 256 tokens a completion",
+        f"{engine}, in the workers; up to 256 tokens a completion",
         "correction     bypass: the ratio is clipped around the policy that sampled\n",
         "worker 3 on GPU 1",
         "1 prompt x 8 completions = 8 a round",
         "100 optimizer steps = 100 rounds = 800 completions; 1.6 epochs of 64 prompts",
         "server, on GPU 0: 14.0 MB",
         "weights 2.0 MB, gradients 2.0 MB, optimizer 4.0 MB, published for the workers 6.0 MB (3 versions of 2.0 MB)",
-        "1 worker on GPU 0: no weights of their own",
+        beside_the_server,
         "2 workers on GPU 1: 2.0 MB each",
         "not counted: activations",
         "Nothing was started",

@@ -86,6 +86,31 @@ def test_torch_is_asked_for_its_unused_memory_first(machine: Any, path: Path) ->
         assert len(runtime.allocated) == 3
 
 
+@pytest.mark.parametrize("way", ["auto", "ipc"])
+@pytest.mark.parametrize(("room", "slots"), [(7, 2), (9, 3), (12, 5)])
+def test_a_gpu_with_little_room_holds_fewer_versions(
+    machine: Any, path: Path, caplog: pytest.LogCaptureFixture, way: memory.Way, room: int, slots: int
+) -> None:
+    runtime, model = machine(room=room * MIB), nn.Linear(3, 2)
+    with WeightExporter.from_model(model, path, slots=5, way=way) as exporter:
+        assert len(runtime.allocated) == 1 + slots, "blocks of a try that failed are freed"
+        assert read_head(path).slots == slots
+        for version in range(4):
+            assert exporter.publish(version)
+        assert kind(path) == "cuda"
+        pulled(path, model)
+    said = [f"Fake GPU-a has room for {slots} versions of the weights instead of 5: readers may delay new ones."]
+    warned = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warned == (said if slots < 5 else [])
+
+
+def test_fewer_versions_are_no_way_out_where_there_are_no_handles(machine: Any, path: Path) -> None:
+    runtime = machine(handles=5)
+    with WeightExporter.from_model(nn.Linear(3, 2), path, slots=5):
+        assert kind(path) == "posix"
+        assert runtime.allocated == {}
+
+
 @pytest.mark.parametrize("trouble", [{"room": 5 * MIB}, {"handles": 0}])
 def test_ipc_by_hand_is_refused_where_it_cannot_be(machine: Any, path: Path, trouble: dict[str, int]) -> None:
     machine(**trouble)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from async_grpo.errors import RunRefused
+from async_grpo.setup.generator_choice import HF, STARTED_SERVER, VLLM
 from async_grpo.training import weight_publisher
-from async_grpo.training.weight_publisher import SAY_AFTER_S, WeightPublisher, slots_for
+from async_grpo.training.weight_publisher import SAY_AFTER_S, WeightPublisher, slots_for, slots_of
 from async_grpo_ipc import WeightExporter, open_remote_memory
 from async_grpo_ipc.control import MAX_SLOTS
+from plans import planned
 
 
 class FakeExporter:
@@ -76,7 +80,7 @@ def a_model(megabytes: float) -> nn.Module:
 @pytest.mark.parametrize(
     ("megabytes", "max_staleness", "sharing", "slots"),
     [
-        (1, 4, 0, 3),
+        (1, 4, 0, 2),  # nothing is read in place
         (1, 4, 1, 3),
         (1, 4, 2, 4),
         (1, 4, 4, 6),
@@ -92,6 +96,27 @@ def test_there_is_a_slot_for_each_version_that_may_be_held_if_it_is_small(
     megabytes: float, max_staleness: int, sharing: int | None, slots: int
 ) -> None:
     assert slots_for(a_model(megabytes), max_staleness=max_staleness, sharing=sharing) == slots
+
+
+@pytest.mark.parametrize(
+    ("generator", "options", "slots"),
+    [
+        (HF, {}, 4),
+        (VLLM, {}, 2),
+        (STARTED_SERVER, {}, 2),
+        (VLLM, {"delta_every": 1}, 3),
+        (HF, {"master_device": "0", "worker_devices": ("1", "2")}, 2),
+        (HF, {"master_device": "0", "worker_devices": ("0", "0"), "weights": "host"}, 2),
+        (None, {"workers": 0}, 6),
+    ],
+    ids=str,
+)
+def test_workers_that_copy_a_version_get_no_slots_to_read_it_in_place(
+    generator: str | None, options: dict[str, Any], slots: int
+) -> None:
+    plan = planned(**{"workers": 2, "max_staleness": 4, **options})
+    plan = replace(plan, weights=options.get("weights", "auto"))
+    assert slots_of(a_model(1), plan, generator) == slots
 
 
 def test_every_version_is_published_though_each_worker_holds_another_one(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from async_grpo.setup.accelerate_config import DEEPSPEED, FSDP, AccelerateConfig
 from async_grpo.setup.algorithm import trained_besides
 from async_grpo.setup.devices import CPU, check_torch_sees
 from async_grpo.setup.generator_choice import (
+    HF,
     check_generator_options,
     choose_generator,
     refuse_own_server,
@@ -61,7 +62,7 @@ def main(data: dict[str, Any]) -> dict[str, Any]:
             config_values=settings.set,
         )
         sharded_over = ranks.sharded_over if ranks is not None else 1
-        facts = replace(describe(trainer, plan, question.sharing), sharded_over=sharded_over)
+        facts = replace(describe(trainer, plan), sharded_over=sharded_over)
         if question.distributed:
             facts = replace(facts, **_distributed(trainer, question, ranks))
         else:
@@ -76,6 +77,7 @@ def _distributed(trainer: GRPOTrainer, question: Question, ranks: AccelerateConf
     """Facts that only a distributed run decides. Raises where its start would refuse."""
     from async_grpo.training.before_start import refuse
     from async_grpo.training.sharding import refuse_publish_dtype
+    from async_grpo.training.weight_publisher import slots_of
 
     plan, settings = question.plan, question.plan.training
     generator = choose_generator(plan.work.generator, trainer, on_gpu=plan.master_device != CPU)
@@ -91,7 +93,7 @@ def _distributed(trainer: GRPOTrainer, question: Question, ranks: AccelerateConf
         workers=plan.num_workers,
     )
     found = _checkpoints(trainer, question, ranks) if question.run_dir is not None else {}
-    return {"generator": generator, **found}
+    return {"generator": generator, "slots": slots_of(trainer.model, plan, generator), **found}
 
 
 def _check_alone(trainer: GRPOTrainer, question: Question) -> None:
@@ -137,12 +139,8 @@ def _refuse_first_fsdp(ranks: AccelerateConfig, trainer: GRPOTrainer) -> None:
         raise fsdp_of_version_1()
 
 
-def describe(trainer: GRPOTrainer, plan: RunPlan, sharing: int | None = None) -> TrainerFacts:
-    """The facts of a built trainer. Changes nothing about it.
-
-    Args:
-        sharing: workers on the server's device; None: unknown.
-    """
+def describe(trainer: GRPOTrainer, plan: RunPlan) -> TrainerFacts:
+    """The facts of a built trainer. Changes nothing about it."""
     args = trainer.args
     batch = Batch.of(args)
     assert batch is not None, "TRL has checked it"
@@ -150,7 +148,7 @@ def describe(trainer: GRPOTrainer, plan: RunPlan, sharing: int | None = None) ->
         **{name: getattr(args, name) for name in _FROM_CONFIG},
         **_of_model(trainer),
         **_of_data(trainer),
-        **_of_publishing(trainer, plan, sharing),
+        **_of_publishing(trainer, plan),
         trainer=type(trainer).__name__,
         rewards=list(trainer.reward_func_names),
         batch=batch,
@@ -199,16 +197,15 @@ def _of_data(trainer: GRPOTrainer) -> dict[str, Any]:
     }
 
 
-def _of_publishing(trainer: GRPOTrainer, plan: RunPlan, sharing: int | None) -> dict[str, Any]:
+def _of_publishing(trainer: GRPOTrainer, plan: RunPlan) -> dict[str, Any]:
     """How many versions and groups there will be at a time, and how versions are published."""
     from async_grpo.training.schedule import Lookahead, schedule_of
-    from async_grpo.training.weight_publisher import slots_for
+    from async_grpo.training.weight_publisher import slots_of
 
     settings = plan.training
-    staleness, recorded = settings.max_staleness, settings.delta_every > 0
-    schedule = schedule_of(trainer, staleness)
+    schedule = schedule_of(trainer, settings.max_staleness)
     return {
-        "slots": slots_for(trainer.model, max_staleness=staleness, sharing=sharing, recorded=recorded),
+        "slots": slots_of(trainer.model, plan, HF),  # until the generator is known
         "groups_ahead": schedule.groups_ahead,
         "first_groups": Lookahead(schedule.groups_per_round, schedule.groups_ahead).groups,
         "versions_within_round": schedule.versions_within_round,

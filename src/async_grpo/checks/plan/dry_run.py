@@ -191,10 +191,11 @@ def _memory_rows(facts: TrainerFacts, plan: RunPlan) -> Rows:
     yield "memory", f"server, on {_device(master)}: {size(memory.server)}"
     yield "", f"  {_parts(memory)}, published for the workers{place} {size(memory.published)} ({_slots(facts)})"
     yield "", f"  (optimizer state of {memory.optimizer_note})"
-    if sharing := plan.workers_sharing:
+    sharing = plan.workers_sharing if facts.generator == HF else 0
+    if sharing:
         starting = f"no weights of their own, but {size(memory.worker_own)} each while they start"
         yield "", f"{counted(sharing, 'worker')} on {_device(master)}: {starting}"
-    for device in sorted({device for device in workers if device != master}):
+    for device in sorted({device for device in workers if device != master or not sharing}):
         yield "", f"{counted(workers.count(device), 'worker')} on {_device(device)}: {size(memory.worker_own)} each"
     yield from size_rows(facts, on_gpu=master != CPU)
     yield "", _not_counted(facts)

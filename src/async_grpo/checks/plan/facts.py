@@ -143,11 +143,6 @@ class Question:
     eval_every: int | None = None  # in one process; None: as the setup file says
     serves: bool = False  # a vLLM server is started for TRL in one process
 
-    @property
-    def sharing(self) -> int | None:
-        """Workers on the server's device; None: unknown."""
-        return self.plan.workers_sharing if self.plan.num_workers else None
-
 
 def look_at_trainer(question: Question, timeout_s: float = BUILD_TIMEOUT_S) -> Look:
     """Build the trainer in a child process and describe it."""
