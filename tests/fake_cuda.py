@@ -66,7 +66,7 @@ class FakeRuntime:
         self.synchronized = 0
         self.cached = knobs.cached
         self.pending: str | None = None  # an error that the next call will raise
-        self.pinned: set[int] = set()
+        self.pinned: dict[int, int] = {}  # flags, by address
         self.current = 0  # GPU
         self.contexts: set[int] = set()  # GPUs that memory was pinned or unpinned with
         self._serial = 0
@@ -155,12 +155,12 @@ class FakeRuntime:
         if self.knobs.pin_fails:
             self.pending = "CUDA error: part or all of the requested memory range is already mapped"
             return 712
-        self.pinned.add(pointer)
+        self.pinned[pointer] = flags
         self.contexts.add(self.current)
         return 0
 
     def cudaHostUnregister(self, pointer: int) -> int:
-        self.pinned.remove(pointer)
+        del self.pinned[pointer]
         self.contexts.add(self.current)
         return 0
 

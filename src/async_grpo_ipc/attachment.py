@@ -47,8 +47,7 @@ class Attachment:
             handle.pid, handle.control_fd, handle.control_inode, handle.generation, handle.slots, str(path)
         )
         try:
-            self.memory = memory.attach(handle.memory, handle.pid, device)
-            _check_canaries(self.memory, handle, path)
+            self.memory = _attached(handle, path, device)
         except BaseException as error:
             lost = isinstance(error, AttachError) and (not self.exporter_alive() or is_exiting(handle.pid))
             self._control.close()
@@ -133,6 +132,16 @@ class Attachment:
         self._static_views, self._slot_views = {}, {}
         self.memory.close()
         self._control.close()
+
+
+def _attached(handle: WeightsHandle, path: Path, device: torch.device | None) -> memory.AttachedMemory:
+    attached = memory.attach(handle.memory, handle.pid, device)
+    try:
+        _check_canaries(attached, handle, path)
+    except BaseException:
+        attached.close()
+        raise
+    return attached
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,4 +124,4 @@ def attach(description: Mapping[str, Any], pid: int, device: torch.device | None
         return CudaAttachment(description, pid, device)
     from async_grpo_ipc.memory.posix import PosixAttachment
 
-    return PosixAttachment(description, pid)
+    return PosixAttachment(description, pid, device)

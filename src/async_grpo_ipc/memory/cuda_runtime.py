@@ -182,11 +182,18 @@ def _why_no_handle(runtime: CudaRuntime, device: int) -> str | None:
     return None
 
 
-def pin(memory: Tensor, device: torch.device) -> str | None:
-    """Lock this host memory, so that the GPU copies into it without a detour. Returns why it could not be done."""
+READ_ONLY = 8  # cudaHostRegisterReadOnly: memory that is mapped read-only is not registered without it
+
+
+def pin(memory: Tensor, device: torch.device, *, read_only: bool = False) -> str | None:
+    """Lock this host memory, so that the GPU copies to and from it without a detour. Returns why it could not be done.
+
+    Args:
+        read_only: it is mapped so. Not every GPU takes that (`cudaDevAttrHostRegisterReadOnlySupported`).
+    """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch does not annotate it
     with torch.cuda.device(device):  # the call makes a context on the GPU that is current
-        status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+        status = int(runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), READ_ONLY if read_only else 0))
     if status == 0:
         return None
     with suppress(RuntimeError):  # the failed call leaves its error behind, and the next kernel would raise it

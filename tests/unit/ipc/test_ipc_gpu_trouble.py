@@ -133,14 +133,45 @@ def test_memory_that_cannot_be_pinned_breaks_nothing_later(
     with WeightExporter.from_model(model, path, way="host") as exporter:
         exporter.publish(1)
         pulled(path, model)
-    assert "could not be pinned (CUDA error 712)" in caplog.text
+    said = [record.message.partition("(")[2] for record in caplog.records if "pinned" in record.message]
+    assert said == ["CUDA error 712): publishing takes longer.", "CUDA error 712): reading takes longer."]
 
 
 def test_pinned_memory_is_let_go_before_it_is_unmapped(machine: Any, path: Path) -> None:
     runtime = machine()
     with WeightExporter.from_model(nn.Linear(3, 2), path, way="host"):
         assert len(runtime.pinned) == 1
-    assert runtime.pinned == set()
+    assert runtime.pinned == {}
+
+
+def test_a_reader_with_a_gpu_pins_host_memory_as_what_it_may_only_read(machine: Any, path: Path) -> None:
+    runtime = machine()
+    with WeightExporter.from_model(nn.Linear(3, 2), path, way="host") as exporter:
+        exporter.publish(1)
+        own = set(runtime.pinned)
+        before = runtime.synchronized
+        with open_remote_memory(path) as remote:
+            (flags,) = (runtime.pinned[address] for address in runtime.pinned.keys() - own)
+            assert flags == cuda_runtime.READ_ONLY
+            with remote.lease() as view:
+                address = min(view[name].data_ptr() for name in view.names())
+                assert any(0 < address - start < 100 * MIB for start in runtime.pinned.keys() - own)
+        assert set(runtime.pinned) == own
+        assert runtime.synchronized > before, "what still reads it has ended"
+        with open_remote_memory(path, device="cpu"):
+            assert set(runtime.pinned) == own, "a CPU reads pageable memory as fast"
+
+
+def test_memory_that_is_not_the_exporters_is_not_left_pinned(
+    machine: Any, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = machine()
+    with WeightExporter.from_model(nn.Linear(3, 2), path, way="host"):
+        own = set(runtime.pinned)
+        monkeypatch.setattr(memory, "canary", lambda *_: bytes(4096))
+        with pytest.raises(AttachError):
+            open_remote_memory(path)
+        assert set(runtime.pinned) == own
 
 
 def test_pinning_leaves_no_context_on_a_gpu_that_is_not_the_trainers(machine: Any) -> None:
