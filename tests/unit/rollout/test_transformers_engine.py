@@ -191,6 +191,14 @@ class PassesOn(Qwen3ForCausalLM):
         return super().generate(*args, **kwargs)
 
 
+class InInferenceMode(Qwen3ForCausalLM):
+    """As Unsloth wraps it with `fast_inference=False`."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+            return super().generate(*args, **kwargs)
+
+
 @pytest.mark.parametrize("its_class", [GeneratesItself, TakesAnything, CutsTheResult])
 @pytest.mark.parametrize("adapted", [False, True])
 def test_a_model_that_generates_by_itself_is_refused(
@@ -201,12 +209,19 @@ def test_a_model_that_generates_by_itself_is_refused(
     [refused] = run(engine, [group(PROMPTS)])
     assert isinstance(refused.error, RunRefused)
     assert f"{its_class.__name__} has a generate of its own" in str(refused.error)
-    assert "let a rollout_func of the trainer call it" in str(refused.error)
+    assert "Take --generator vllm, remove it from the model, let a rollout_func of the trainer call it" in str(
+        refused.error
+    )
 
 
-def test_a_generate_that_passes_on_to_transformers_is_none_of_its_own(model: Qwen3ForCausalLM) -> None:
-    sampled, _ = sample(engine_of(PassesOn(model.config).eval()), PROMPTS)
-    assert len(sampled) == len(PROMPTS)
+@pytest.mark.parametrize("its_class", [PassesOn, InInferenceMode])
+def test_a_generate_that_passes_on_to_transformers_is_none_of_its_own(
+    its_class: type[Qwen3ForCausalLM], model: Qwen3ForCausalLM
+) -> None:
+    """What is made in inference mode could not be written to behind it, so the loop begins behind it, too."""
+    own = its_class(model.config).eval()
+    own.load_state_dict(model.state_dict())
+    assert sample(engine_of(own), PROMPTS) == sample(engine_of(model), PROMPTS)
 
 
 def test_a_type_error_of_transformers_costs_one_group(model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,25 +81,30 @@ class TransformersEngine(BatchEngine):
         config = _with_own_settings(self._config, own) if own else self._config
         with_images = any(group.fields for group in groups)
         vision = VisionInputs(groups, input_ids.shape[1], input_ids.device) if with_images else None
-        loop = partial(
+        with_settings = partial(
             SamplingLoop,
             temperature=self._loss_temperature,
             pad_token_id=self._pad_token_id,
             group_sizes=[len(group.prompt_ids) for group in groups],
             vision=vision,
         )
-        with self._autocast(), _refusing_another_generate(self._model):
-            begun = self._model.generate(
+
+        def prepared_loop(*args: Any, **kwargs: Any) -> partial[SamplingLoop]:
+            """Begun behind `generate`, and so out of the modes that another one may have put around it."""
+            return partial(with_settings, *args, **kwargs)
+
+        with self._autocast(), torch.no_grad(), _refusing_another_generate(self._model):
+            prepared = self._model.generate(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 generation_config=config,
-                custom_generate=loop,
+                custom_generate=prepared_loop,
                 stopping_criteria=self._stopping,
                 **({} if vision is None else vision.small()),
             )
-            if not isinstance(begun, SamplingLoop):
-                raise TypeError(f"it returned a {type(begun).__name__}")
-        return begun
+            if not isinstance(prepared, partial):
+                raise TypeError(f"it returned a {type(prepared).__name__}")
+            return prepared()
 
 
 @contextmanager
@@ -113,8 +118,9 @@ def _refusing_another_generate(model: Any) -> Iterator[None]:
             raise
         raise RunRefused(
             f"{type(base).__name__} has a generate of its own, and workers sample by the one of transformers, which "
-            f"it does not call and return the result of ({type(error).__name__}: {error}). Remove it from the model, "
-            "let a rollout_func of the trainer call it, or train in one process (without --distributed)."
+            f"it does not call and return the result of ({type(error).__name__}: {error}). Take --generator vllm, "
+            "remove it from the model, let a rollout_func of the trainer call it, or train in one process (without "
+            "--distributed)."
         ) from error
 
 
