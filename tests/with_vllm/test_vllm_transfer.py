@@ -6,6 +6,7 @@ The names of vLLM that `async_grpo_ipc.vllm_engine` uses, and weights against tr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,22 @@ def model() -> Any:
 
 @pytest.fixture(scope="module")
 def llm(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    folder = tmp_path_factory.mktemp("model")
+    with started(model, tmp_path_factory.mktemp("model")) as engine:
+        yield engine
+
+
+@contextmanager
+def started(model: Any, folder: Path, *, packed: bool = True) -> Iterator[Any]:
+    """A server's engine; without packed layers, as it is on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         model.save_pretrained(folder)
         TOKENIZER.save_pretrained(folder)
-        from vllm import LLM
+        from vllm import LLM, _custom_ops
 
+        if not packed:
+            patch.setattr(_custom_ops, "_supports_onednn", False)
         engine = LLM(
             model=str(folder),
             dtype="float32",
@@ -122,3 +131,21 @@ def test_a_new_exporter_is_followed_and_a_wrong_one_refused(llm: Any, model: Any
         again.publish(1)
         take(llm, version=1, generation=again.generation)
         assert greedy(llm) == greedy_of_transformers(model)
+
+
+def test_later_versions_are_copied_without_vllms_loading(
+    model: Any, exporter: WeightExporter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last test here: the end of its engine takes what engines of one process share."""
+    with started(model, tmp_path / "model", packed=False) as llm:
+        llm.init_weight_transfer_engine({"init_info": {"handle": str(exporter.path)}})
+        inner = llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
+        calls = []
+        load = inner.load_weights
+        monkeypatch.setattr(inner, "load_weights", lambda weights: calls.append(1) or load(weights))
+        for version in (1, 2, 3):
+            change(model)
+            exporter.publish(version)
+            take(llm, version=version)
+            assert greedy(llm) == greedy_of_transformers(model)
+        assert len(calls) == 1, "every layer is looked up in Python again"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from async_grpo.rollout.engines.vllm_weights import CopyPlan, watch
+from async_grpo_ipc.recording import RecordedCopies, record
 
 NAMES = ("embed", "q", "k", "v", "scale")
 
@@ -80,14 +80,14 @@ def version(number: int) -> dict[str, Tensor]:
     }
 
 
-def watched(model: Model, weights: dict[str, Tensor]) -> CopyPlan | None:
-    return watch(lambda: model.load(weights), model, weights)
+def recorded(model: Model, weights: dict[str, Tensor]) -> RecordedCopies | None:
+    return record(lambda: model.load(weights), model, weights)
 
 
 @pytest.mark.parametrize("kind", [Model, Halves])
 def test_later_versions_are_loaded_as_the_model_loads_them(kind: Callable[[], Model]) -> None:
     model, own = kind(), kind()
-    plan = watched(model, version(1))
+    plan = recorded(model, version(1))
     assert plan is not None
     for number in (2, 3):
         assert plan.fits(version(number))
@@ -100,14 +100,14 @@ def test_later_versions_are_loaded_as_the_model_loads_them(kind: Callable[[], Mo
 @pytest.mark.parametrize("kind", [AddsOne, TakesAPart, Derives, TakesAnother])
 def test_a_model_that_does_more_than_to_copy_is_not_imitated(kind: Callable[[], Model]) -> None:
     model, own = kind(), kind()
-    assert watched(model, version(1)) is None
+    assert recorded(model, version(1)) is None
     own.load(version(1))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, own.get_parameter(name)), "but it is loaded"
 
 
 def test_other_tensors_do_not_fit() -> None:
-    plan = watched(Model(), version(1))
+    plan = recorded(Model(), version(1))
     assert plan is not None
     assert not plan.fits({name: tensor for name, tensor in version(2).items() if name != "k"})
     assert not plan.fits({**version(2), "k": torch.zeros(3, 3)})

@@ -6,7 +6,7 @@ model's own: then only the adapter is taken on.
 
 The engine core runs in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`), so its model's parameters are at hand: new
 weights are copied from the mapped memory straight into them, the first time by the model's own `load_weights`, which
-knows how q, k and v, or gate and up, are fused, and from then on by the same copies (`vllm_weights`).
+knows how q, k and v, or gate and up, are fused, and from then on by the same copies (`async_grpo_ipc.recording`).
 `tests/with_vllm/test_vllm_engine.py` names the private name that moved.
 """
 
@@ -46,17 +46,15 @@ from async_grpo.rollout.engines.vllm_sampling import (
 )
 from async_grpo.rollout.engines.vllm_weights import (
     NO_FAST_INFERENCE,
-    CopyPlan,
     as_in_a_checkpoint,
     names_of,
     plain,
     require_same_base,
-    watch,
-    weights_stay_as_loaded,
 )
 from async_grpo.rundir.files import fresh_folder
 from async_grpo.setup.generator_choice import NO_IMAGES, engine_inside
 from async_grpo.tokens import Tokens
+from async_grpo_ipc.recording import RecordedCopies, record
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -119,10 +117,12 @@ class VLLMEngine:
         self.max_model_len = int(settings.model_config.max_model_len)
         self._adapters_at_once = min(ADAPTERS_AT_ONCE, settings.lora_config.max_loras) if self._adapter else 0
         self._runner = self._engine.model_executor.driver_worker.worker.model_runner
+        from async_grpo_ipc.vllm_engine import weights_stay_as_loaded
+
         self._in_place = weights_stay_as_loaded(self._runner.get_model())
         self._images = ImagePrompts(self._engine) if self._sees_images and inside is None else None
-        self._copies: CopyPlan | None = None
-        self._watched = False  # loading was, to find the plan; not every model has one
+        self._copies: RecordedCopies | None = None
+        self._recorded = False  # the first load was, to find its copies; not every model has them
         self._base_loaded = False
         self._adapters: dict[int, LoRARequest] = {}  # by policy version
         self._loaded = -1  # version
@@ -251,11 +251,11 @@ class VLLMEngine:
         with torch.no_grad():
             if self._copies is not None and self._copies.fits(weights):
                 self._copies.repeat(weights)
-            elif self._watched:
+            elif self._recorded:
                 self._load_all(weights)
             else:
-                self._copies = watch(lambda: self._load_all(weights), self._runner.get_model(), weights)
-                self._watched = True
+                self._copies = record(lambda: self._load_all(weights), self._runner.get_model(), weights)
+                self._recorded = True
 
     def _load_all(self, weights: Mapping[str, Tensor]) -> None:
         model = self._runner.get_model()
