@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from pathlib import Path
 
 from async_grpo.errors import UsageError
 from async_grpo.formatting import counted, size
@@ -12,9 +14,7 @@ WORKER_BYTES = 400_000_000  # of its own, with torch, transformers and TRL impor
 
 def require_room(workers: int) -> None:
     """`UsageError` where more workers are asked for than the free memory has room for."""
-    import psutil
-
-    free = psutil.virtual_memory().available
+    free = free_memory()
     most = max(1, free // WORKER_BYTES)
     if workers > most:
         raise UsageError(
@@ -32,3 +32,51 @@ def crowding(workers: int) -> str:
         f"{workers:,} workers and the server share {counted(cores, 'core')}, so each has less than one. Fewer may be "
         f"faster: --num-workers {cores}"
     )
+
+
+def free_memory() -> int:
+    """Bytes that this machine has left, or the container, if that has less."""
+    import psutil
+
+    free, group = int(psutil.virtual_memory().available), memory_group()
+    return free if group is None else max(0, min(free, group.limit - group.used))
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryGroup:
+    """A memory limit, and what is used of it."""
+
+    limit: int  # bytes
+    used: int  # without the files that the kernel would drop from its cache
+
+
+def memory_group(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> MemoryGroup | None:
+    """The tightest memory limit of the control groups (version 2) above this process; None without one."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return None
+    folder = root / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    limits = []
+    for place in (folder, *folder.parents):  # in a container the path may be the host's; the folders above still count
+        limit = _number(place / "memory.max") if place.is_relative_to(root) else None
+        if limit is not None:
+            limits.append(MemoryGroup(limit, _used(place)))
+    return min(limits, key=lambda group: group.limit - group.used, default=None)
+
+
+def _used(group: Path) -> int:
+    """What is used, as Kubernetes counts it: without files that were not read lately."""
+    try:
+        stat = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        stat = {}
+    return max(0, (_number(group / "memory.current") or 0) - int(stat.get("inactive_file", 0)))
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -12,6 +11,7 @@ import psutil
 from async_grpo.checks.doctor.finding import Finding, error, ok, warning
 from async_grpo.errors import RunDirError
 from async_grpo.formatting import size
+from async_grpo.launch.room import memory_group
 from async_grpo.rundir.folders import check_place, nearest_existing
 
 LITTLE_MEMORY = 2_000_000_000  # a server and a worker take about 1 GB before there is a model
@@ -37,35 +37,6 @@ def memory() -> Iterator[Finding]:
         )
     else:
         yield ok("memory", what)
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryGroup:
-    limit: int  # bytes
-    used: int
-
-
-def memory_group(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> MemoryGroup | None:
-    """The tightest memory limit of the control groups (version 2) above this process; None without one."""
-    try:
-        lines = own.read_text().splitlines()
-    except OSError:
-        return None
-    folder = root / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
-    limits = []
-    for place in (folder, *folder.parents):  # in a container the path may be the host's; the folders above still count
-        limit = _number(place / "memory.max") if place.is_relative_to(root) else None
-        if limit is not None:
-            limits.append(MemoryGroup(limit, _number(place / "memory.current") or 0))
-    return min(limits, key=lambda group: group.limit - group.used, default=None)
-
-
-def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
 
 
 def room(run_dir: Path) -> Iterator[Finding]:
