@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +155,11 @@ if yard is not None:
 """
 
 
-def started(yard: SweepYard) -> subprocess.Popen[str]:
-    """A sweep in a process of its own: seed 1 finishes, seed 2 is deaf to SIGTERM, seed 3 hangs."""
+@pytest.fixture
+def started(yard: SweepYard) -> Iterator[subprocess.Popen[str]]:
+    """A sweep in a process of its own: seed 1 finishes, seed 2 is deaf to SIGTERM, seed 3 hangs. None outlives a test
+    that fails.
+    """
     here = Path(__file__).parent
     path = os.pathsep.join((str(here.parents[2] / "src"), str(here)))
     process = subprocess.Popen(
@@ -165,9 +170,23 @@ def started(yard: SweepYard) -> subprocess.Popen[str]:
         text=True,
     )
     ledger = yard.folder / "outputs" / "sweep_mine" / "slots.jsonl"
-    until(lambda: sum("began" in log.read_text() for log in yard.folder.glob("logs/*/*.log")) == 3)
-    until(lambda: [one.state for one in read(ledger).values()] == [FINISHED, RUNNING, RUNNING])
-    return process
+    with process:
+        try:
+            until(lambda: sum("began" in log.read_text() for log in yard.folder.glob("logs/*/*.log")) == 3)
+            until(lambda: [one.state for one in read(ledger).values()] == [FINISHED, RUNNING, RUNNING])
+            yield process
+        finally:
+            process.kill()
+            for _, pid, _, env in yard.starts():
+                end(pid, env)
+
+
+def end(pid: int, env: dict[str, str]) -> None:
+    """End a fake run, if the process of this number still is one."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if process.environ() == env:
+            process.kill()
 
 
 def alive(pid: int) -> bool:
@@ -175,9 +194,12 @@ def alive(pid: int) -> bool:
 
 
 def test_a_sweep_that_is_killed_is_resumed_and_leaves_no_orphan(
-    yard: SweepYard, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    yard: SweepYard,
+    started: subprocess.Popen[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    process = started(yard)
+    process = started
     with pytest.raises(RunDirError, match="is in use by another sweep"):
         yard.run(yard.sweep(1, 2, 3))
     process.kill()
@@ -193,8 +215,8 @@ def test_a_sweep_that_is_killed_is_resumed_and_leaves_no_orphan(
     assert "n = 3 of 3 seeds" in capsys.readouterr().out
 
 
-def test_ctrl_c_twice_kills_what_is_deaf(yard: SweepYard) -> None:
-    process = started(yard)
+def test_ctrl_c_twice_kills_what_is_deaf(yard: SweepYard, started: subprocess.Popen[str]) -> None:
+    process = started
     process.send_signal(signal.SIGINT)
     pids = {seed: pid for seed, pid, _, _ in yard.starts()}
     until(lambda: not alive(pids["3"]))
