@@ -159,3 +159,20 @@ def test_a_run_directory_names_its_chain(chain: Path, tmp_path: Path) -> None:
 )
 def test_layers_and_kinds_of_matrices(name: str, layer: str, kind: str) -> None:
     assert (layer_of(name), kind_of(name)) == (layer, kind)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_run_directory_is_no_model_to_evaluate(
+    kept: bool, chain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = three_steps(tmp_path)
+    if kept:
+        RunDir(run.root).update_state(delta_dir=str(chain))
+    setup = tmp_path / "setup.py"
+    setup.write_text("def get_trainer():\n    raise AssertionError\n")
+    assert main(["evaluate", str(run.root), "--config", str(setup), "--run-dir", str(tmp_path / "evaluation")]) == 2
+    said = capsys.readouterr().err
+    if kept:
+        assert f"is a run directory. Name one of the versions that it kept, such as {run.root}@10" in said
+    else:
+        assert "kept no versions" in said and "its checkpoints are in" in said

@@ -42,6 +42,7 @@ SUCCESS_IN_WORDS = (  # where `Evaluated.knows_success` is false
     "success: a total reward of at least {:g}, as no reward function has a success_threshold and not all rewards are 0 "
     "or 1"
 )
+_CONFIGS = ("config.json", "adapter_config.json")  # one is in each folder that has weights
 _SAMPLED_WITH = ("seed", *EVAL_SETTINGS)
 
 
@@ -125,7 +126,8 @@ def _recalled(args: argparse.Namespace, state: RunState) -> argparse.Namespace:
 
 def _place(model: str) -> str:
     """A folder as an absolute path, as the server may run elsewhere; anything else is a name of the hub."""
-    from async_grpo.deltas.places import named_version, require_version
+    from async_grpo.deltas.chain import Chain
+    from async_grpo.deltas.places import chain_folder, named_version, require_version
 
     if (named := named_version(model)) is not None:
         require_version(named)
@@ -133,6 +135,11 @@ def _place(model: str) -> str:
     path = Path(model).expanduser()
     if not path.exists() and (path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1):
         raise UsageError(f"There is no folder {model}, and it is no name of a model of the hub either.")
+    if not any((path / name).exists() for name in _CONFIGS) and RunDir(path).read_state() is not None:
+        newest = max(Chain(chain_folder(path)).versions)
+        raise UsageError(
+            f"{model} is a run directory. Name one of the versions that it kept, such as {model}@{newest}."
+        )
     return str(path.absolute()) if path.exists() else model
 
 
