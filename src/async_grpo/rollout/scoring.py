@@ -23,6 +23,7 @@ from async_grpo.rollout.failures import refusal_in
 from async_grpo.rollout.threads import KeptThreads
 from async_grpo.rollout.trl_group import GroupOutcome
 from async_grpo.settings import WorkerSettings
+from async_grpo.setup.replaced import replaced_by_user
 
 if TYPE_CHECKING:
     from async_grpo.rollout.generation import Generation
@@ -52,8 +53,7 @@ def reward_calls(trainer: Any, settings: WorkerSettings, *, deterministic: bool)
 
 def _own_scoring(trainer: Any) -> list[Any]:
     """The user's override of `_calculate_rewards`, if there is one."""
-    scoring = getattr(trainer, "_calculate_rewards", None)
-    return [] if scoring is None or scoring.__module__.startswith(("trl.", "async_grpo.")) else [scoring]
+    return [trainer._calculate_rewards] if "_calculate_rewards" in replaced_by_user(trainer) else []
 
 
 def _says(function: Any, name: str, default: bool) -> bool:

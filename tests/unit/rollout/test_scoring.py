@@ -282,6 +282,15 @@ def test_an_override_of_the_scoring_is_asked_as_well() -> None:
     assert calls(thread_safe=True, joint=False) == RewardCalls(OVERLAPPING, 0)
 
 
+@pytest.mark.parametrize("module", ["unsloth_compiled_cache.UnslothGRPOTrainer", "UnslothGRPOTrainer"])
+def test_the_scoring_of_a_package_that_does_what_trl_does_is_no_override(module: str) -> None:
+    place: dict[str, Any] = {"__name__": module}
+    exec("class Own:\n    def _calculate_rewards(self, *args):\n        raise AssertionError", place)
+    own = place["Own"]()
+    vars(own).update(vars(trainer([waits])))
+    assert reward_calls(own, WorkerSettings(), deterministic=False) == RewardCalls(OVERLAPPING, BATCH)
+
+
 def test_what_the_options_say() -> None:
     many, alone = WorkerSettings(score_concurrency=7), WorkerSettings(score_alone=True)
     assert reward_calls(trainer([plain]), many, deterministic=False) == RewardCalls(7, BATCH)
