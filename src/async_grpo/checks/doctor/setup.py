@@ -18,6 +18,7 @@ from async_grpo.setup.setup_file import check_setup_file
 
 TIMEOUT_S = 600.0
 _ALONE = "`async-grpo train FILE --device 0` runs it in one process, as TRL does."
+_NOWHERE = "Do what the message says; one process would refuse it as well."
 
 
 def setup_file(
@@ -63,7 +64,7 @@ def judge(look: Look, gpus: int, memory: int, gpu_memory: int | None = None) -> 
         return
     yield _trainer(facts)
     if look.error:
-        yield error("distributed", look.error, _ALONE)
+        yield error("distributed", look.error, _ALONE if look.runs_alone else _NOWHERE)
     yield _batch(facts.batch)
     yield _lengths(facts)
     yield _memory(facts, gpus, memory)
