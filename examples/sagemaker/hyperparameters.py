@@ -3,13 +3,14 @@
 import dataclasses
 import difflib
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from async_grpo.errors import UsageError
 from async_grpo.setup.grpo_config.batch import Batch, BatchError, misfit
+from async_grpo.setup.typed_text import typed
 
 CREDITS = {  # trainer -> credit of TurnGRPOTrainer
     "mt_grpo": "turn",  # MT-GRPO
@@ -23,8 +24,7 @@ OF_THE_SERVICE = "sagemaker_"  # what the service's own SDK adds
 RESERVED = "_tuning_objective_metric"
 
 
-class Refused(Exception):
-    """A sentence for whoever started the job."""
+Refused = UsageError  # a sentence for whoever started the job
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,36 +171,6 @@ def read(arguments: Sequence[str], env: Mapping[str, str], root: Path) -> Hyperp
             raise Refused(f"There is no hyperparameter {name}.{hint}")
         values[name] = typed(name, value, kinds[name])
     return Hyperparameters(**values)
-
-
-def typed(name: str, value: Any, kind: Any) -> Any:
-    """Give a text its type.
-
-    `" 1e-6 "` -> 1e-6, `"TRUE"` -> True, `'"mt_grpo"'` (JSON within JSON, as the service's SDK sends) -> mt_grpo.
-    """
-    if isinstance(value, (dict, list)) or value is None:
-        raise Refused(f"{name} must be a text, a number or true or false, got {json.dumps(value)[:100]}.")
-    text = str(value).strip()
-    if len(text) > 1 and text.startswith('"') and text.endswith('"'):
-        try:
-            text = str(json.loads(text)).strip()
-        except ValueError:
-            raise Refused(f"{name} is in quotes and no JSON: {text[:100]}.") from None
-    if kind is bool:
-        if text.lower() not in ("true", "false", "1", "0"):
-            raise Refused(f"{name} must be true or false, got {text!r}.")
-        return text.lower() in ("true", "1")
-    if kind is str:
-        if not text:
-            raise Refused(f"{name} is empty.")
-        return text
-    try:
-        number = kind(text)
-    except ValueError:
-        raise Refused(f"{name} must be {'a whole number' if kind is int else 'a number'}, got {text!r}.") from None
-    if not math.isfinite(number):
-        raise Refused(f"{name} must be a finite number, got {text!r}.")
-    return number
 
 
 def _object(text: str | bytes, place: str) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def test_the_command_line_is_before_sm_hps_which_is_before_the_file(example: Sim
         (["--report_to=mlflow"], "report_to must be one of none, wandb, tensorboard"),
         (["--vllm_gpu_memory_utilization=1.2"], "must be over 0 and at most 1, got 1.2"),
         (["--max_model_len=512"], "max_model_len=512 leaves no room for a prompt"),
-        (['--model_name="a"b"'], 'model_name is in quotes and no JSON: "a"b"'),
+        (['--model_name="a"b"'], 'model_name is in quotes and not valid JSON: "a"b"'),
         (["--learning_rate=-1"], "learning_rate must be at least 0"),
         (["--early_stopping_patience=2", "--eval_every=30"], "eval_every=30 must be a multiple of save_steps=50"),
         (["7"], "'7' is no option"),
@@ -116,11 +116,6 @@ def test_an_odd_file_of_hyperparameters_is_a_sentence(
     (folder / "hyperparameters.json").write_bytes(text)
     with pytest.raises(example.hyperparameters.Refused, match=re.escape(sentence)):
         example.hyperparameters.read([], {}, tmp_path)
-
-
-@pytest.mark.parametrize(("text", "value"), [("False", False), ("TRUE", True), (" 0 ", False), ('"true"', True)])
-def test_truth_as_text(example: SimpleNamespace, text: str, value: bool) -> None:
-    assert example.hyperparameters.typed("no_turn_reward", text, bool) is value
 
 
 # --- the layout
