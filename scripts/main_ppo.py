@@ -1,0 +1,51 @@
+"""Train with the keys that users of verl have: `async-grpo train` under the name of verl's command.
+
+    python scripts/main_ppo.py data.train_files=math.parquet actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct
+    python scripts/main_ppo.py data.train_files="{'math':'m.parquet','logic':'l.parquet'}" mtl.method=pcgrad ...
+    python scripts/main_ppo.py KEY=VALUE ... --dry-run
+
+docs/ppo.md has the keys. Checkpoints go to trainer.default_local_dir, with the setup file that the keys come to and the
+run directory `run`; `async-grpo train --resume --run-dir`, `replay`, `audit` and `doctor` work on them. All options,
+from the first on, are those of `async-grpo train`.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from async_grpo.cli import main
+from async_grpo.errors import AsyncGRPOError
+from async_grpo.evals.early_stopping import ImprovementWatch
+from async_grpo.rundir.lifecycle import is_over
+from async_grpo.rundir.paths import FINISHED, RunDir
+from async_grpo.setup.devices import visible_gpus
+
+
+def command(arguments: list[str]) -> list[str] | None:
+    """The arguments of `async-grpo`; None: there is nothing to do."""
+    from async_grpo.verl_keys import Keys, planned
+
+    first = next((place for place, text in enumerate(arguments) if text.startswith("-")), len(arguments))
+    run = planned(Keys.read(arguments[:first]), visible_gpus)
+    print("\n".join(run.lines), flush=True)
+    options = arguments[first:]
+    if "--dry-run" not in options and run.resumes and (state := RunDir(run.run_dir).read_state(accepted=True)):
+        watch = ImprovementWatch(run.run_dir / "evaluations.jsonl", run.patience, run.threshold)
+        if state.state == FINISHED and (reason := watch.reason_to_stop()):
+            print(f"nothing to do: the run in {run.run_dir} stopped early, as {reason}")
+            return None
+        if state.state == FINISHED or not is_over(state):
+            options = ["--resume", *options]
+    run.write()
+    return ["train", str(run.setup_file), "--distributed", "--run-dir", str(run.run_dir), *run.flags, *options]
+
+
+if __name__ == "__main__":
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        sys.exit(print(__doc__))
+    try:
+        arguments = command(sys.argv[1:])
+    except AsyncGRPOError as error:
+        sys.exit(print(f"error: {error}", file=sys.stderr) or error.exit_code)
+    sys.exit(0 if arguments is None else main(arguments))

@@ -1,0 +1,275 @@
+"""`key=value`, as verl's `main_ppo` takes it: which keys there are, their types and their defaults.
+
+The names and defaults are those of verl 0.9.1 (`trainer/config/_generated_ppo_trainer.yaml`); `mtl.*` and
+`trainer.early_stopping_*` are of Reasoning360's fork, `async.*` is ours.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from async_grpo.errors import UsageError
+from async_grpo.setup.typed_text import typed
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model"
+
+KEYS: Mapping[str, tuple[type, Any]] = {  # type and default; None: it is left out, or decided here
+    "data.train_files": (str, None),
+    "data.val_files": (str, None),
+    "data.train_batch_size": (int, 1024),
+    "data.max_prompt_length": (int, 512),
+    "data.max_response_length": (int, 512),
+    "data.filter_overlong_prompts": (bool, False),
+    "data.val_max_samples": (int, -1),
+    "data.shuffle": (bool, True),
+    "data.seed": (int, None),
+    f"{MODEL}.path": (str, None),
+    f"{MODEL}.enable_gradient_checkpointing": (bool, True),
+    f"{ACTOR}.optim.lr": (float, 1e-6),
+    f"{ACTOR}.optim.lr_warmup_steps": (int, -1),
+    f"{ACTOR}.optim.weight_decay": (float, 0.01),
+    f"{ACTOR}.grad_clip": (float, 1.0),
+    f"{ACTOR}.ppo_mini_batch_size": (int, 256),
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": (int, None),
+    f"{ACTOR}.ppo_epochs": (int, 1),
+    f"{ACTOR}.clip_ratio": (float, 0.2),
+    f"{ACTOR}.clip_ratio_low": (float, None),
+    f"{ACTOR}.clip_ratio_high": (float, None),
+    f"{ACTOR}.clip_ratio_c": (float, 3.0),
+    f"{ACTOR}.loss_agg_mode": (str, "token-mean"),
+    f"{ACTOR}.entropy_coeff": (float, 0.0),
+    f"{ACTOR}.use_kl_loss": (bool, False),
+    f"{ACTOR}.kl_loss_coef": (float, 0.001),
+    f"{ROLLOUT}.name": (str, None),
+    f"{ROLLOUT}.n": (int, 1),
+    f"{ROLLOUT}.temperature": (float, 1.0),
+    f"{ROLLOUT}.top_p": (float, 1.0),
+    f"{ROLLOUT}.top_k": (int, -1),
+    f"{ROLLOUT}.gpu_memory_utilization": (float, 0.5),
+    f"{ROLLOUT}.tensor_model_parallel_size": (int, 1),
+    f"{ROLLOUT}.val_kwargs.n": (int, 1),
+    f"{ROLLOUT}.val_kwargs.do_sample": (bool, False),
+    f"{ROLLOUT}.val_kwargs.temperature": (float, 0.0),
+    f"{ROLLOUT}.val_kwargs.top_p": (float, 1.0),
+    f"{ROLLOUT}.val_kwargs.top_k": (int, -1),
+    "critic.model.path": (str, None),
+    "critic.optim.lr": (float, 1e-5),
+    "critic.cliprange_value": (float, 0.5),
+    "critic.grad_clip": (float, 1.0),
+    "algorithm.adv_estimator": (str, "gae"),
+    "algorithm.gamma": (float, 1.0),
+    "algorithm.lam": (float, 1.0),
+    "algorithm.norm_adv_by_std_in_grpo": (bool, True),
+    "algorithm.use_kl_in_reward": (bool, False),
+    "algorithm.kl_penalty": (str, "kl"),
+    "algorithm.kl_ctrl.type": (str, "fixed"),
+    "algorithm.kl_ctrl.kl_coef": (float, 0.001),
+    "algorithm.kl_ctrl.horizon": (int, 10000),
+    "algorithm.kl_ctrl.target_kl": (float, 0.1),
+    "mtl.enabled": (bool, None),
+    "mtl.method": (str, "equal"),
+    "mtl.num_tasks_expected": (int, None),
+    "mtl.ensure_all_tasks_per_step": (bool, True),
+    "trainer.total_epochs": (int, 30),
+    "trainer.total_training_steps": (int, None),
+    "trainer.nnodes": (int, 1),
+    "trainer.n_gpus_per_node": (int, None),
+    "trainer.device": (str, None),
+    "trainer.val_before_train": (bool, True),
+    "trainer.test_freq": (int, -1),
+    "trainer.save_freq": (int, -1),
+    "trainer.max_actor_ckpt_to_keep": (int, None),
+    "trainer.resume_mode": (str, "auto"),
+    "trainer.logger": (str, "console"),
+    "trainer.project_name": (str, "verl_examples"),
+    "trainer.experiment_name": (str, "gsm8k"),
+    "trainer.default_local_dir": (str, None),
+    "trainer.early_stopping_patience": (int, -1),
+    "trainer.early_stopping_threshold": (float, 0.0),
+    "async.trainer_gpus_per_node": (int, None),
+}
+
+CHOICES = {
+    f"{ACTOR}.loss_agg_mode": ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
+    f"{ROLLOUT}.name": ("vllm", "hf"),
+    "algorithm.adv_estimator": ("gae", "grpo"),
+    "algorithm.kl_penalty": ("kl", "abs", "mse", "low_var_kl"),
+    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "trainer.device": ("cuda", "cpu"),
+    "trainer.resume_mode": ("auto", "disable"),
+}
+POSITIVE = (
+    *("data.train_batch_size", "data.max_prompt_length", "data.max_response_length", "trainer.total_epochs"),
+    *(f"{ACTOR}.{name}" for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs")),
+    *(f"{ROLLOUT}.{name}" for name in ("n", "tensor_model_parallel_size", "val_kwargs.n")),
+    *("trainer.total_training_steps", "trainer.nnodes", "trainer.n_gpus_per_node", "async.trainer_gpus_per_node"),
+    "trainer.max_actor_ckpt_to_keep",
+)
+
+ONLY: Mapping[str, tuple[tuple[str, ...], str]] = {  # what else of verl is there with these values alone, and why
+    f"{ACTOR}.kl_loss_type": (("low_var_kl", "k3"), "it is the estimator of TRL's loss"),
+    f"{ACTOR}.policy_loss.loss_mode": (("vanilla",), "TRL's other losses are --set loss_type=… of async-grpo train"),
+    f"{ACTOR}.ppo_micro_batch_size": (("null", "none"), "give ppo_micro_batch_size_per_gpu"),
+    f"{ACTOR}.optim.warmup_style": (("constant", "null"), "give --set lr_scheduler_type=cosine"),
+    f"{ACTOR}.optim.lr_scheduler_type": (("constant",), "give --set lr_scheduler_type=cosine"),
+    f"{ACTOR}.optim.lr_warmup_steps_ratio": (("0", "0.0"), "give optim.lr_warmup_steps"),
+    f"{ROLLOUT}.do_sample": (("true",), "training samples"),
+    f"{ROLLOUT}.multi_turn.enable": (("false",), "tools and environments are in a setup file of your own"),
+    f"{MODEL}.lora_rank": (("0",), "adapters are in a setup file of your own: peft_config"),
+    "data.train_max_samples": (("-1",), "give a shorter file"),
+    "algorithm.filter_groups.enable": (("false",), "with adv_estimator=grpo give --filter-zero-variance"),
+    "trainer.critic_warmup": (("0",), "the critic trains beside the policy from the first step"),
+    "trainer.val_only": (("false",), "evaluate a checkpoint with async-grpo evaluate"),
+    "custom_reward_function.path": (
+        ("null",),
+        "a reward of your own is in a setup file: async_grpo.tasks.score.using({prefix: function})",
+    ),
+    "reward_model.enable": (("false",), "rewards are functions here: async_grpo.tasks.score.using"),
+}
+
+_ENGINE = "it is of verl's engines and what they hold in memory"
+_SHARDS = "FSDP2 shards the trainer over async.trainer_gpus_per_node GPUs"
+WITHOUT_EFFECT: Mapping[str, str] = {  # a key, or the beginning of keys; what the line says
+    "ray_init": "without nodes there is no Ray",
+    "ray_kwargs": "without nodes there is no Ray",
+    "actor_rollout_ref.hybrid_engine": "trainer and workers are processes of their own",
+    "actor_rollout_ref.ref": "TRL has the reference model where beta is not 0",
+    "actor_rollout_ref.nccl_timeout": _SHARDS,
+    **{
+        f"{role}.{name}": why
+        for role in (ACTOR, "critic", "critic.model", "critic.optim")
+        for name, why in (
+            *dict.fromkeys(("fsdp_config", "fsdp", "strategy", "ulysses_sequence_parallel_size"), _SHARDS).items(),
+            *dict.fromkeys(("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "use_torch_compile"), _ENGINE).items(),
+            *dict.fromkeys(("checkpoint", "profiler", "data_loader_seed", "shuffle"), _ENGINE).items(),
+        )
+    },
+    "critic.ppo_micro_batch_size_per_gpu": "the critic has the policy's micro-batches",
+    "critic.ppo_mini_batch_size": "the critic has the policy's mini-batches",
+    "critic.forward_micro_batch_size": "the critic has the policy's micro-batches",
+    "critic.ppo_epochs": "the critic trains with the policy, epoch by epoch",
+    "critic.model.use_remove_padding": _ENGINE,
+    "critic.model.enable_gradient_checkpointing": f"it is that of {MODEL}",
+    "critic.optim.weight_decay": "the critic has none",
+    "critic.optim.lr_warmup": "the critic's rate is constant",
+    **dict.fromkeys(
+        (
+            *(f"{MODEL}.{name}" for name in ("use_remove_padding", "use_shm", "use_fused_kernels", "use_liger")),
+            *(
+                f"{ROLLOUT}.{name}"
+                for name in (
+                    *("mode", "dtype", "enforce_eager", "free_cache_engine", "load_format", "max_num_batched_tokens"),
+                    *("max_num_seqs", "max_model_len", "enable_chunked_prefill", "enable_prefix_caching", "seed"),
+                    *("log_prob_micro_batch_size", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu"),
+                    *("calculate_log_probs", "disable_log_stats", "engine_kwargs", "agent", "ignore_eos"),
+                    *("prompt_length", "response_length", "layered_summon", "data_parallel_size"),
+                )
+            ),
+        ),
+        _ENGINE,
+    ),
+    "data.prompt_key": "the column is prompt",
+    "data.reward_fn_key": "the column is data_source",
+    "data.truncation": "a prompt that is too long is refused, or left out with data.filter_overlong_prompts=true",
+    "data.val_batch_size": "workers take the problems of an evaluation one by one",
+    "data.gen_batch_size": "a generation batch is data.train_batch_size",
+    "data.filter_overlong_prompts_workers": "it is quick enough",
+    "data.return_raw": "workers have the rows as they are",
+    "data.dataloader_num_workers": "TRL has the loader",
+    "data.trust_remote_code": "nothing of a model's repository is executed",
+    "reward_model": "rewards are chosen by data_source (async_grpo.tasks.score)",
+    "reward": "rewards are chosen by data_source (async_grpo.tasks.score)",
+    "custom_reward_function": "rewards are chosen by data_source (async_grpo.tasks.score)",
+    "algorithm.filter_groups": "no groups are filtered",
+    "algorithm.rollout_correction": "--correction of async-grpo train says how stale rollouts are corrected for",
+    "trainer.balance_batch": "TRL deals the batch",
+    "trainer.log_val_generations": "async-grpo rollouts shows what the model wrote",
+    "trainer.val_generations_to_log_to_wandb": "async-grpo rollouts shows what the model wrote",
+    "trainer.rollout_data_dir": "async-grpo rollouts shows what the model wrote",
+    "trainer.validation_data_dir": "async-grpo rollouts shows what the model wrote",
+    "trainer.max_critic_ckpt_to_keep": "the critic is in the policy's checkpoint",
+    "trainer.default_hdfs_dir": "checkpoints are in trainer.default_local_dir",
+    "trainer.del_local_ckpt_after_load": "checkpoints stay",
+    "trainer.esi_redundant_time": "SIGTERM writes a checkpoint",
+    "trainer.use_legacy_worker_impl": _ENGINE,
+    "trainer.ray_wait_register_center_timeout": "without nodes there is no Ray",
+    "global_profiler": _ENGINE,
+}
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The values of all keys.
+
+    Args:
+        given: the keys of the command line, typed.
+        without_effect: a sentence for each that changes nothing here.
+    """
+
+    given: Mapping[str, Any]
+    without_effect: Sequence[str] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.given.get(name, KEYS[name][1])
+
+    @classmethod
+    def read(cls, arguments: Sequence[str]) -> Keys:
+        """Read `key=value`, `+key=value` and `++key=value`; of a key that comes twice, the last one counts.
+
+        Raises:
+            UsageError: an argument is none of these, a key is unknown, or its value cannot be used.
+        """
+        given: dict[str, Any] = {}
+        idle: dict[str, str] = {}
+        for argument in arguments:
+            name, equals, text = argument.partition("=")
+            name = name.lstrip("+").strip()
+            if not equals:
+                raise UsageError(f"{argument!r} is not key=value, such as trainer.total_epochs=3.")
+            if name in KEYS:
+                given.pop(name, None)
+                given.update(_value(name, text))
+            elif name in ONLY:
+                _refuse_other(name, text)
+            else:
+                idle[name] = _reason(name)
+        return cls(given, [f"{name} has no effect here: {why}" for name, why in idle.items()])
+
+
+def _value(name: str, text: str) -> Iterator[tuple[str, Any]]:
+    """The key with its value; nothing for `null`, which leaves the default."""
+    kind, _ = KEYS[name]
+    if text.strip().lower() in ("null", "none"):
+        return
+    value = typed(name, text.strip().strip("'") if kind is str and text.strip()[:1] == "'" else text, kind)
+    if name in CHOICES and value not in CHOICES[name]:
+        more = "; verl's token-sum has no counterpart in TRL" if value == "token-sum" else ""
+        raise UsageError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value!r}{more}.")
+    if name in POSITIVE and value < 1:
+        raise UsageError(f"{name} must be at least 1, got {value}.")
+    yield name, value
+
+
+def _refuse_other(name: str, text: str) -> None:
+    allowed, why = ONLY[name]
+    if text.strip().lower() not in allowed:
+        raise UsageError(f"{name}={text.strip()} cannot be had here, only {name}={allowed[0]}: {why}.")
+
+
+def _reason(name: str) -> str:
+    """Why a key has no effect. `UsageError`: there is none of this name."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        beginning = ".".join(parts[:length])
+        if beginning in WITHOUT_EFFECT:
+            return WITHOUT_EFFECT[beginning]
+    for start, why in WITHOUT_EFFECT.items():
+        if "." in start and name.startswith(start + "_"):
+            return why
+    near = difflib.get_close_matches(name, KEYS, n=1)
+    hint = f" Did you mean {near[0]}?" if near else " docs/ppo.md has those that there are."
+    raise UsageError(f"There is no key {name}.{hint}")
