@@ -32,7 +32,7 @@ def command(arguments: list[str]) -> list[str] | None:
     options = arguments[first:]
     if "--dry-run" not in options and run.resumes and (state := RunDir(run.run_dir).read_state(accepted=True)):
         watch = ImprovementWatch(run.run_dir / "evaluations.jsonl", run.patience, run.threshold)
-        if state.state == FINISHED and (reason := watch.reason_to_stop()):
+        if reason := watch.reason_to_stop():
             print(f"nothing to do: the run in {run.run_dir} stopped early, as {reason}")
             return None
         if state.state == FINISHED or not is_over(state):

@@ -27,11 +27,11 @@ IN_MID_BATCH = {"num_iterations": 3, "lr_scheduler_type": "constant"}
 class Command:
     """One command of ours, with what it printed."""
 
-    def __init__(self, arguments: Sequence[str], cwd: Path, **env: str) -> None:
+    def __init__(self, arguments: Sequence[str], cwd: Path, script: Path | None = None, **env: str) -> None:
         self._output = cwd / f"output-{time.monotonic_ns()}.txt"
         with self._output.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "async_grpo.cli", *arguments],
+                [sys.executable, *(["-m", "async_grpo.cli"] if script is None else [str(script)]), *arguments],
                 cwd=cwd,
                 env={**os.environ, "PYTHONPATH": _path(env), "LOG_LEVEL": "INFO", **env},
                 stdin=subprocess.DEVNULL,
@@ -79,9 +79,9 @@ def _path(env: dict[str, str]) -> str:
 
 
 @contextmanager
-def command(*arguments: str, cwd: Path, **env: str) -> Iterator[Command]:
-    """Run a command; at the end of the block it and every process that it started is gone."""
-    running = Command(arguments, cwd, **env)
+def command(*arguments: str, cwd: Path, script: Path | None = None, **env: str) -> Iterator[Command]:
+    """Run a command of ours, or a script; at the end of the block it and every process that it started is gone."""
+    running = Command(arguments, cwd, script, **env)
     try:
         yield running
     finally:

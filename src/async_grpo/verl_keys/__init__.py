@@ -5,6 +5,6 @@ which is an ordinary one. scripts/main_ppo.py writes and starts it. `stop_early`
 """
 
 from async_grpo.verl_keys.keys import Keys
-from async_grpo.verl_keys.run import Run, planned
+from async_grpo.verl_keys.run import VerlRun, planned
 
-__all__ = ["Keys", "Run", "planned"]
+__all__ = ["Keys", "VerlRun", "planned"]

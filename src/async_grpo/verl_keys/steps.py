@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from async_grpo.errors import UsageError
+from async_grpo.formatting import counted
 from async_grpo.verl_keys.keys import ACTOR, ROLLOUT, Keys
 
 _MICRO = 8  # completions of a micro-batch where nothing is said of it, at most
@@ -73,7 +74,7 @@ class Steps:
 
     def both(self, steps: int) -> str:
         """Steps of verl, in words, with what they are here."""
-        return f"{steps:,} steps of verl = {steps * self.updates:,} optimizer steps"
+        return f"{counted(steps, 'step')} of verl = {counted(steps * self.updates, 'optimizer step')}"
 
 
 def total_steps(keys: Keys, rows: int) -> tuple[int, str]:
@@ -99,7 +100,8 @@ def _multiples(near: int, of: int) -> Iterator[int]:
 
 
 def _divisors(of: int, near: int) -> list[int]:
-    return sorted(sorted((size for size in range(1, of + 1) if of % size == 0), key=lambda it: abs(it - near))[:2])
+    sizes = [size for size in range(1, of + 1) if of % size == 0]
+    return [*[size for size in sizes if size < near][-1:], *[size for size in sizes if size > near][:1]]
 
 
 def _or(sizes: Iterator[int] | list[int]) -> str:

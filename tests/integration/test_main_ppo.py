@@ -1,0 +1,108 @@
+"""scripts/main_ppo.py: verl's keys become a setup file that trains, is killed and continued, replayed and audited."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from runs import ROOT, SETUP, command, read, steps_logged
+
+from async_grpo.credit import PPOTrainer
+from async_grpo.roles.replay import checkpoint_digest
+from async_grpo.setup.setup_file import load_trainer
+from async_grpo.tasks import MultiTask
+from async_grpo.verl_keys import Keys, planned
+from async_grpo.verl_keys.keys import ACTOR, ROLLOUT
+
+pytestmark = pytest.mark.integration
+
+SCRIPT = ROOT / "scripts" / "main_ppo.py"
+LEAST = (
+    *("actor_rollout_ref.model.path=model", "data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16"),
+    *("data.max_prompt_length=8", "data.max_response_length=3", "trainer.default_local_dir=out"),
+)
+TASKS = "data.train_files={'math':'math.parquet','logic':'logic.parquet'}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that commands run in: a model, and a file of 160 rows for each of two tasks."""
+    sys.path.insert(0, str(SETUP.parent))
+    from random_model import get_trainer
+
+    monkeypatch.chdir(tmp_path)
+    trainer = get_trainer()
+    trainer.model.save_pretrained("model")
+    trainer.processing_class.save_pretrained("model")
+    for task, source in (("math", "math__sums"), ("logic", "simulation__sums")):
+        rows = [
+            {"data_source": source, "prompt": f"{number % 10}+{number % 7}=", "reward_model": {"ground_truth": "7"}}
+            for number in range(160)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), f"{task}.parquet")
+    return tmp_path
+
+
+def test_the_setup_file_makes_the_trainer_of_the_keys(folder: Path) -> None:
+    """3 epochs of 20 batches, in mini-batches of half a batch."""
+    more = (f"{ROLLOUT}.n=2", "trainer.total_epochs=3", "data.filter_overlong_prompts=true", "mtl.method=equal")
+    evaluated = ("data.val_files=math.parquet", "data.val_max_samples=10", "trainer.test_freq=5")
+    stops = ("trainer.early_stopping_patience=2",)
+    run = planned(Keys.read([*LEAST, TASKS, f"{ACTOR}.ppo_mini_batch_size=8", *more, *evaluated, *stops]), lambda: 0)
+    run.write()
+    trainer = load_trainer(run.setup_file)
+    assert isinstance(trainer, PPOTrainer)
+    assert isinstance(trainer, MultiTask)
+    passes = len(trainer.get_train_dataloader()) // trainer.args.gradient_accumulation_steps
+    assert 3 * passes == trainer.args.max_steps == 3 * 20 * 2
+    assert {task: len(rows) for task, rows in trainer.eval_dataset.items()} == {"math": 10}
+    assert run.resumes
+
+
+@pytest.mark.slow
+def test_three_epochs_of_ten_batches_are_thirty_steps_as_printed(folder: Path) -> None:
+    arguments = (*LEAST, "data.train_files=[math.parquet]", "trainer.total_epochs=3", "--dry-run")
+    with command(*arguments, cwd=folder, script=SCRIPT) as run:
+        assert run.wait() == 0, run.output
+    assert "training: 30 steps of verl = 30 optimizer steps (3 epochs of 10 batches)" in run.output
+    assert not (folder / "out" / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_continued_by_the_same_command_and_replayed(folder: Path) -> None:
+    """Two tasks, PPO and PCGrad; a replay makes the same weights."""
+    keys = (*LEAST, TASKS, "mtl.method=pcgrad", "trainer.total_epochs=1", "trainer.save_freq=4")
+    run_dir = folder / "out" / "run"
+    with command(*keys, "--deterministic", cwd=folder, script=SCRIPT, OMP_NUM_THREADS="1") as run:
+        run.wait_until(lambda: len(steps_logged(run_dir)) >= 6 if run_dir.exists() else False, "step 6")
+        run.process.kill()
+        assert run.wait() != 0, run.output
+    with command(*keys, "--deterministic", cwd=folder, script=SCRIPT, OMP_NUM_THREADS="1") as run:
+        assert run.wait() == 0, run.output
+    assert "resuming" in run.output
+    with command(*keys, "--deterministic", cwd=folder, script=SCRIPT) as again:
+        assert again.wait() == 0, again.output
+    assert "nothing to do: run" in again.output
+    for check in (("audit", str(run_dir)), ("replay", str(run_dir), "-d", "cpu")):
+        with command(*check, cwd=folder, OMP_NUM_THREADS="1") as run:
+            assert run.wait() == 0, run.output
+    assert f"SHA-256 {checkpoint_digest(folder / 'out' / 'checkpoint-20')}" in run.output
+
+
+@pytest.mark.slow
+def test_evaluations_that_no_longer_improve_end_the_run(folder: Path) -> None:
+    """None can improve by 2, so the second after the first one ends it."""
+    keys = (*LEAST, "data.train_files=[math.parquet]", "data.val_files=[logic.parquet]", "trainer.test_freq=2")
+    stops = ("trainer.early_stopping_patience=1", "trainer.early_stopping_threshold=2", "trainer.save_freq=100")
+    with command(*keys, *stops, cwd=folder, script=SCRIPT) as run:
+        assert run.wait() == 0, run.output
+    assert "stopped early: 1 evaluations in a row" in run.output
+    step = read(folder / "out" / "run" / "run.json")["step"]
+    assert step < 300
+    assert (folder / "out" / f"checkpoint-{step}").is_dir()
+    with command(*keys, *stops, cwd=folder, script=SCRIPT) as again:
+        assert again.wait() == 0, again.output
+    assert "nothing to do" in again.output

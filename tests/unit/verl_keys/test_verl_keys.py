@@ -1,0 +1,204 @@
+"""The keys of verl: what they come to, and what is refused with which sentence."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from async_grpo.cli.compute.train import build_parser
+from async_grpo.errors import UsageError
+from async_grpo.setup.grpo_config.values import field_types
+from async_grpo.verl_keys import Keys, VerlRun, planned
+from async_grpo.verl_keys.keys import ACTOR, KEYS, ONLY, ROLLOUT, WITHOUT_EFFECT
+from async_grpo.verl_keys.setup_text import LOSSES
+
+PAGE = (Path(__file__).parents[3] / "docs" / "ppo.md").read_text()
+
+
+def rows(path: Path, count: int, start: int = 0) -> Path:
+    cells = [
+        {"data_source": "math__sums", "prompt": f"{number}+1=", "reward_model": {"ground_truth": str(number + 1)}}
+        for number in range(start, start + count)
+    ]
+    pq.write_table(pa.Table.from_pylist(cells), path)
+    return path
+
+
+Plan = Callable[..., VerlRun]
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """What a run on 160 rows would be, with these keys beside the least that it needs."""
+    file = rows(tmp_path / "math.parquet", 160)
+
+    def of(*keys: str, gpus: int = 0) -> VerlRun:
+        least = (f"data.train_files={file}", "actor_rollout_ref.model.path=no/model")
+        sizes = ("data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16")
+        where = f"trainer.default_local_dir={tmp_path / 'out'}"
+        return planned(Keys.read([*least, *sizes, where, *keys]), lambda: gpus)
+
+    return of
+
+
+def fields(run: VerlRun) -> dict[str, str]:
+    """The fields of the configuration, as the setup file has them."""
+    return dict(re.findall(r"^ {12}(\w+)=(.*),$", run.setup, re.MULTILINE))
+
+
+def test_verls_defaults(plan: Plan) -> None:
+    found = fields(plan())
+    expected = {
+        "learning_rate": "1e-06",
+        "lr_scheduler_type": "'constant'",
+        "weight_decay": "0.01",
+        "num_generations": "1",
+        "epsilon": "0.2",
+        "epsilon_high": "0.2",
+        "delta": "3.0",
+        "beta": "0.0",
+        "loss_type": "'dapo'",
+        "gamma": "1.0",
+        "critic_learning_rate": "1e-05",
+        "max_completion_length": "512",
+        "save_strategy": "'no'",
+        "max_steps": "300",  # 30 epochs of 10 batches
+        "use_cpu": "True",
+    }
+    assert {name: found.get(name) for name in expected} == expected
+
+
+def test_a_step_of_verl_is_a_generation_batch_and_ours_an_update(plan: Plan) -> None:
+    """16 prompts × 4 in mini-batches of 8 prompts, twice over: 4 updates."""
+    run = plan(
+        *(f"{ROLLOUT}.n=4", f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=2", "trainer.total_epochs=3"),
+        *(f"{ACTOR}.ppo_micro_batch_size_per_gpu=16", "trainer.save_freq=5", "trainer.test_freq=10"),
+        *(f"data.val_files={rows(Path(plan().folder.parent / 'v.parquet'), 4, start=1000)}",),
+        *("trainer.early_stopping_patience=2", "trainer.val_before_train=False"),
+    )
+    found = fields(run)
+    batch = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
+    assert [found[name] for name in batch] == ["16", "2", "4", "2"]
+    assert (found["max_steps"], found["save_steps"]) == ("120", "20")
+    flags = " ".join(run.flags)
+    assert "--steps 120" in flags
+    assert "--eval-every 40" in flags
+    assert "--no-eval-first" in flags
+    said = "\n".join(run.lines)
+    assert "training: 30 steps of verl = 120 optimizer steps (3 epochs of 10 batches)" in said
+    assert "evaluation: every 10 steps of verl = 40 optimizer steps" in said
+    assert "early stopping: after 2 evaluations, 20 steps of verl = 80 optimizer steps" in said
+
+
+@pytest.mark.parametrize(
+    ("keys", "gpus", "flags"),
+    [
+        ((), 0, "--master-device-id cpu"),
+        ((), 1, "--master-device-id 0 --worker-device-ids 0"),
+        ((), 2, "--master-device-id 0 --worker-device-ids 1"),
+        (
+            ("trainer.n_gpus_per_node=8", "+async.trainer_gpus_per_node=4"),
+            8,
+            "--worker-device-ids 4,5,6,7 --accelerate-config OUT/accelerate.yaml --weights host",
+        ),
+        (
+            (f"{ROLLOUT}.tensor_model_parallel_size=4",),
+            8,
+            "--worker-device-ids 4 --server-devices 4,5,6,7 --accelerate-config OUT/accelerate.yaml --weights host "
+            "--generator vllm-server",
+        ),
+        ((f"{ROLLOUT}.name=hf", "trainer.device=cpu"), 8, "--master-device-id cpu --generator hf"),
+    ],
+)
+def test_gpus_that_train_and_that_generate(plan: Plan, keys: tuple[str, ...], gpus: int, flags: str) -> None:
+    run = plan(*keys, gpus=gpus)
+    assert " ".join(run.flags) == f"--steps 300 {flags.replace('OUT', str(run.folder))} --eval-every 0"
+    build_parser().parse_args(["FILE", *run.flags])
+    assert (run.accelerate is not None) is ("accelerate" in flags)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        (("data.train_batch_sizes=4",), "There is no key data.train_batch_sizes. Did you mean data.train_batch_size?"),
+        (("trainer.total_epochs",), "'trainer.total_epochs' is not key=value"),
+        (("trainer.total_epochs=three",), "trainer.total_epochs must be a whole number, got 'three'"),
+        (("trainer.total_epochs=0",), "trainer.total_epochs must be at least 1, got 0"),
+        (("algorithm.adv_estimator=rloo",), "must be one of gae, grpo, got 'rloo'"),
+        ((f"{ACTOR}.loss_agg_mode=token-sum",), "token-sum has no counterpart in TRL"),
+        (("trainer.nnodes=4",), "trainer.nnodes=4: a run over several machines is not there yet"),
+        ((f"{ACTOR}.ppo_mini_batch_size=6",), "Nearest: data.train_batch_size=12 or 18, or .*mini_batch_size=4 or 8"),
+        ((f"{ACTOR}.ppo_micro_batch_size_per_gpu=5",), "does not divide. Nearest: 4 or 8"),
+        (("data.train_batch_size=320",), "the files have 160 rows: not one batch. Take at most 160"),
+        (("algorithm.use_kl_in_reward=true", f"{ACTOR}.use_kl_loss=true"), "there is one coefficient"),
+        (("algorithm.adv_estimator=grpo",), r"rollout.n at least 2"),
+        (("trainer.early_stopping_patience=3",), "counts evaluations: give data.val_files and trainer.test_freq"),
+        (("custom_reward_function.path=mine.py",), "score.using"),
+        (("trainer.logger=['console','mlflow']",), "trainer.logger must be of console, tensorboard, wandb"),
+        (("trainer.n_gpus_per_node=8",), "this machine has no GPU"),
+        (("data.train_files={math:/a.parquet}",), "YAML needs a space after the colon"),
+        (("data.train_files=[nowhere.parquet]",), "There is no file .*nowhere.parquet"),
+        (("actor_rollout_ref.model.path=null",), "is needed: verl's default is a folder of its authors"),
+    ],
+)
+def test_what_cannot_be_is_a_sentence(plan: Plan, keys: tuple[str, ...], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        plan(*keys)
+
+
+def test_gpus_that_do_not_share_a_mini_batch_are_refused(plan: Plan) -> None:
+    with pytest.raises(UsageError, match=r"cannot be shared by 3 GPUs that train. Nearest: .*=15 or 18"):
+        plan("+async.trainer_gpus_per_node=3", gpus=4)
+    with pytest.raises(UsageError, match=r"2 GPUs cannot be 1 that train .* and 2 that generate"):
+        plan("+async.trainer_gpus_per_node=1", f"{ROLLOUT}.tensor_model_parallel_size=2", gpus=2)
+
+
+def test_a_key_without_effect_is_named_in_one_line(plan: Plan) -> None:
+    keys = (
+        *("ray_init.num_cpus=8", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4", "critic.model.fsdp_config.x=1"),
+        *("algorithm.kl_ctrl.kl_coef=0.1", "mtl.method=pcgrad", f"{ACTOR}.kl_loss_type=low_var_kl"),
+    )
+    lines = [line for line in plan(*keys).lines if "has no effect here" in line]
+    assert [line.partition(" ")[0] for line in lines] == [
+        *("ray_init.num_cpus", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", "critic.model.fsdp_config.x"),
+        *("algorithm.kl_ctrl.kl_coef", "mtl.method"),
+    ]
+
+
+def test_rows_that_are_trained_and_evaluated_on_are_warned_of(plan: Plan, tmp_path: Path) -> None:
+    held_out = rows(tmp_path / "v.parquet", 5, start=158)
+    said = plan(f"data.val_files={held_out}", "trainer.test_freq=1").lines[-1]
+    assert "2 of the 5 rows of data.val_files have a prompt of data.train_files (the first: v.parquet, row 1)" in said
+
+
+def test_several_tasks_are_batched_by_task_unless_it_is_said(plan: Plan, tmp_path: Path) -> None:
+    files = f"{{'math':'{rows(tmp_path / 'm.parquet', 16)}',\n 'logic':'{rows(tmp_path / 'l.parquet', 16)}',}}"
+    mixed = plan(f"data.train_files={files}", "mtl.method=pcgrad", "mtl.num_tasks_expected=2").setup
+    assert "class Trainer(MultiTask, PPOTrainer)" in mixed
+    assert "mtl='pcgrad',\n        num_tasks_expected=2," in mixed
+    assert "MultiTask" not in plan(f"data.train_files={files}", "mtl.enabled=false").setup
+
+
+@pytest.mark.parametrize("keys", [(), ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2")], ids=["gae", "grpo"])
+def test_the_setup_file_is_python_with_fields_that_there_are(plan: Plan, keys: tuple[str, ...]) -> None:
+    run = plan(*keys, 'trainer.experiment_name=a\'b"""c', "algorithm.use_kl_in_reward=false", gpus=2)
+    compile(run.setup, "setup", "exec")
+    assert fields(run).keys() <= field_types().keys()
+
+
+def test_other_keys_leave_the_setup_file_of_a_run_as_it_is(plan: Plan) -> None:
+    one, other = plan(), plan("trainer.total_epochs=2")
+    assert one.setup_file == plan().setup_file != other.setup_file
+
+
+def test_each_key_and_each_loss_is_on_the_page() -> None:
+    short: dict[str, Any] = {name: name.removeprefix("actor_rollout_ref.") for name in (*KEYS, *ONLY)}
+    assert [name for name, part in short.items() if f"`{part}`" not in PAGE and f"`{name}`" not in PAGE] == []
+    assert all(f"`{mode}`" in PAGE for mode in LOSSES)
+    assert not {*KEYS, *ONLY} & WITHOUT_EFFECT.keys()
