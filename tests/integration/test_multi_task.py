@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from trl import GRPOTrainer
 
 from async_grpo.credit import PPOConfig, PPOTrainer, TurnGRPOTrainer
 from async_grpo.errors import UsageError
+from async_grpo.roles.evaluations import log_evaluation
 from async_grpo.roles.replay import checkpoint_digest
 from async_grpo.setup.overrides import overridden
 from async_grpo.tasks import MultiTask, score
@@ -87,6 +89,31 @@ def test_a_critic_and_several_tasks(tmp_path: Path, mtl: str) -> None:
     assert all((ours[name] - theirs[name]).abs().max() < 1e-6 for name in theirs)
 
 
+@pytest.mark.parametrize("trainer_class", [Trainer, CriticTrainer])
+def test_checkpoints_and_evaluations_are_timed_once(tmp_path: Path, trainer_class: Any) -> None:
+    """Both classes of a pair measure; a dictionary of datasets is one evaluation. Logged with the step after."""
+    of_ppo = {"config_class": PPOConfig} if trainer_class is CriticTrainer else {}
+    saved = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    evaluated = {"eval_dataset": {"math": rows().select([0, 2]), "logic": rows().select([1])}}
+    trainer = trainer_of(tmp_path, evaluated, trainer_class=trainer_class, **of_ppo, **saved)()
+    noted: list[str] = []
+    note = trainer.note_seconds
+
+    def noting(name: str, seconds: float) -> None:
+        noted.append(name)
+        note(name, seconds)
+
+    trainer.note_seconds = noting
+    trainer.train()
+    assert noted == ["testing", "save_checkpoint"] * 2
+    first, second = training_logs(trainer)
+    assert {"timing_s/testing", "timing_s/save_checkpoint"} <= second.keys()
+    assert "timing_s/testing" not in first
+    of_workers: Any = SimpleNamespace(figures={}, tasks={}, sources={}, step=2, seconds=1.5)
+    log_evaluation(trainer, of_workers)
+    assert trainer._metrics["train"]["timing_s/testing"][-1] == 1.5
+
+
 def test_rewards_are_weighted_and_the_remainder_rotates(tmp_path: Path) -> None:
     def twice(completions: list[str], **_: Any) -> list[float | None]:
         return [None] * len(completions)
@@ -117,9 +144,15 @@ def test_proportional_is_the_order_of_trl(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "changes", "says"),
     [
-        ({"mtl": "gradvac"}, {}, "mtl must be one of equal, proportional"),
+        ({"mtl": "mean"}, {}, r"mtl must be one of equal, proportional, pcgrad, got 'mean'\."),
+        ({"mtl": "gradvac"}, {}, "got 'gradvac', which keeps a state between steps"),
+        ({"mtl": "upgrad"}, {}, "got 'upgrad', which needs a solver of another package"),
         ({"num_tasks_expected": 6}, {}, "6 tasks were expected, and there are 3: math, logic, code"),
-        ({}, {"per_device_train_batch_size": 2 * GROUP_SIZE}, "A batch of 2 groups cannot hold 3 tasks"),
+        (
+            {},
+            {"per_device_train_batch_size": 2 * GROUP_SIZE},
+            "A batch of 2 groups cannot hold 3 tasks. .*proportional",
+        ),
         ({}, {"train_dataset": plain_rows()}, "needs a train_dataset with a column task"),
         ({}, {"train_dataset": rows().to_iterable_dataset()}, "needs a train_dataset with a column task"),
         ({}, {"remove_unused_columns": True}, "remove_unused_columns"),

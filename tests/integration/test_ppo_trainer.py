@@ -27,7 +27,7 @@ from test_turn_trainer import QWEN3_CHAT_TEMPLATE, Script, called, double, reply
 from torch import Tensor, nn
 from transformers import Qwen3ForTokenClassification
 
-from async_grpo.credit import PPOConfig, PPOTrainer
+from async_grpo.credit import PPOConfig, PPOTrainer, TurnGRPOTrainer
 from async_grpo.credit import critic as critics
 from async_grpo.errors import UsageError
 from async_grpo.settings import TrainingSettings
@@ -347,6 +347,19 @@ def test_a_critic_of_the_users(tmp_path: Path) -> None:
 def test_what_ppo_refuses(tmp_path: Path, given: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ppo_trainer(tmp_path, given, **changes)()
+
+
+def test_deepspeed_is_refused_with_a_way_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    get_trainer = ppo_trainer(tmp_path)
+    init = TurnGRPOTrainer.__init__
+
+    def sharded(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.is_deepspeed_enabled = True
+
+    monkeypatch.setattr(TurnGRPOTrainer, "__init__", sharded)
+    with pytest.raises(ValueError, match=r"one engine for one model, and PPO trains two. Take FSDP2"):
+        get_trainer()
 
 
 def test_filtering_groups_of_equal_rewards_is_refused(tmp_path: Path) -> None:

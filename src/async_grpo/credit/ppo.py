@@ -29,6 +29,7 @@ from async_grpo.credit.gae import (
     whitened,
 )
 from async_grpo.credit.ppo_config import PPOConfig
+from async_grpo.credit.rarely_timed import RarelyTimed
 from async_grpo.credit.trainer import TurnGRPOTrainer
 from async_grpo.records import RolloutGroup
 from async_grpo.setup.algorithm import Algorithm
@@ -43,7 +44,7 @@ _SAME = {  # verl's name of a figure, and TRL's
 }
 
 
-class PPOTrainer(TurnGRPOTrainer, Algorithm):
+class PPOTrainer(RarelyTimed, TurnGRPOTrainer, Algorithm):
     """A `GRPOTrainer` whose advantages are those of a critic, which is trained beside the policy.
 
     Args:
@@ -106,10 +107,11 @@ class PPOTrainer(TurnGRPOTrainer, Algorithm):
         return prepared
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)
-        if not self.args.save_only_model:
-            folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-            self.critic.save(folder, self.kl_coef)
+        with self.timed_rarely("save_checkpoint"):
+            super()._save_checkpoint(model, trial)
+            if not self.args.save_only_model:
+                folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+                self.critic.save(folder, self.kl_coef)
 
     @property
     def critic(self) -> Critic:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer
 
 from async_grpo.archive.advantages import AdvantageRule
+from async_grpo.credit.rarely_timed import RarelyTimed
 from async_grpo.evals.evaluation import Evaluation, Problem
 from async_grpo.evals.problems import say_what_is_evaluated
 from async_grpo.evals.report import Evaluated, EvaluationLedger, Judge
@@ -92,3 +93,5 @@ def log_evaluation(trainer: GRPOTrainer, result: Evaluated) -> None:
         figures |= {f"eval_{task}/{name}": figure.value for name, figure in of_task.items()}
     if figures:
         Trainer.log(trainer, {**figures, "eval_version": result.step})
+    if isinstance(trainer, RarelyTimed):
+        trainer.note_seconds("testing", result.seconds)

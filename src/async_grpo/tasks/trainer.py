@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 
+from async_grpo.credit.rarely_timed import RarelyTimed
 from async_grpo.errors import UsageError
 from async_grpo.tasks.gradients import TASK, TaskGradients, dealt, require_pcgrad, shares
 from async_grpo.tasks.sampler import TaskSampler
 from async_grpo.tasks.scores import Score
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer
-else:  # the class that it is put before takes this place at run time
-    GRPOTrainer = object
 
 METHODS = ("equal", "proportional", "pcgrad")
 REFUSED = {
@@ -25,7 +21,7 @@ REFUSED = {
 }
 
 
-class MultiTask(GRPOTrainer):
+class MultiTask(RarelyTimed):
     """Put before `GRPOTrainer`, or a class of it: batches that hold each task of the dataset's column `task`.
 
     Args:

@@ -193,6 +193,22 @@ def test_weights_that_are_not_those_that_were_saved_are_refused(
         latest(tmp_path)
 
 
+def test_the_files_of_a_critic_are_bound_as_the_weights_are(tmp_path: Path) -> None:
+    written = write(tmp_path, 10)
+    (written / "critic").mkdir()
+    moments = written / "critic" / "optimizer.safetensors"
+    moments.write_bytes(b"moments")
+    checkpoint_folders.save(written, state(10))
+    kept = put_in_place(written, tmp_path, "mine") / "critic" / moments.name
+    latest(tmp_path)
+    kept.write_bytes(b"others")
+    with pytest.raises(RunDirError, match=r"wrote it: critic/optimizer\.safetensors has other contents.*Move"):
+        latest(tmp_path)
+    kept.unlink()
+    with pytest.raises(RunDirError, match=r"wrote it: critic/optimizer\.safetensors is missing"):
+        latest(tmp_path)
+
+
 def test_what_a_user_adds_to_a_checkpoint_or_writes_into_its_readme_is_no_obstacle(tmp_path: Path) -> None:
     checkpoint = save(tmp_path, 10)
     (checkpoint / "README.md").write_text("my best")

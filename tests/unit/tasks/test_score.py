@@ -205,7 +205,8 @@ def test_tests_of_another_form_are_no_reward_of_0(truth: Any) -> None:
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A server of OpenAI's API that answers what the test says, and notes what it is asked."""
-    server = SimpleNamespace(says="Yes", asked=[])
+    server = SimpleNamespace(says="Yes", asked=[], may_answer=threading.Event())
+    server.may_answer.set()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -214,6 +215,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             server.asked.append(body)
+            server.may_answer.wait(timeout=30)
             self._answer({"choices": [{"message": {"content": server.says}}]} if server.says is not None else {})
 
         def _answer(self, body: Any) -> None:
@@ -228,6 +230,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     thread.start()
     monkeypatch.setenv(URL, f"http://127.0.0.1:{http.server_port}/v1")
     yield server
+    server.may_answer.set()
     http.shutdown()
     http.server_close()
     thread.join(timeout=30)
@@ -247,6 +250,13 @@ def test_a_judge_decides(judge: SimpleNamespace) -> None:
 def test_an_answer_that_is_no_verdict_is_no_reward_of_0(judge: SimpleNamespace, says: str | None) -> None:
     judge.says = says
     with pytest.raises(JudgeError, match="judge at STEM_LLM_JUDGE_URL"):
+        paid("stem_web", "H2O", "water")
+
+
+def test_a_slow_judge_is_no_reward_of_0(judge: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("async_grpo.tasks.judge.TIMEOUT_S", 0.2)
+    judge.may_answer.clear()
+    with pytest.raises(JudgeError, match=r"cannot be asked: timed out\. The group is tried again\."):
         paid("stem_web", "H2O", "water")
 
 
