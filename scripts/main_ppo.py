@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from async_grpo.cli import main
-from async_grpo.errors import AsyncGRPOError
+from async_grpo.errors import AsyncGRPOError, UsageError
 from async_grpo.evals.early_stopping import ImprovementWatch
 from async_grpo.rundir.lifecycle import is_over
 from async_grpo.rundir.paths import FINISHED, RunDir
@@ -27,10 +27,14 @@ def command(arguments: list[str]) -> list[str] | None:
     from async_grpo.verl_keys import Keys, planned
 
     first = next((place for place, text in enumerate(arguments) if text.startswith("-")), len(arguments))
-    run = planned(Keys.read(arguments[:first]), visible_gpus)
+    keys, options = arguments[:first], arguments[first:]
+    given = {option.partition("=")[0] for option in options}
+    if "--run-dir" in given:
+        raise UsageError("The run directory is the folder run in trainer.default_local_dir: give that key.")
+    run = planned(Keys.read(keys), visible_gpus)
     print("\n".join(run.lines), flush=True)
-    options = arguments[first:]
-    if "--dry-run" not in options and run.resumes and (state := RunDir(run.run_dir).read_state(accepted=True)):
+    may_continue = run.resumes and not given & {"--dry-run", "--overwrite", "--resume"}
+    if may_continue and (state := RunDir(run.run_dir).read_state(accepted=True)):
         watch = ImprovementWatch(run.run_dir / "evaluations.jsonl", run.patience, run.threshold)
         if reason := watch.reason_to_stop():
             print(f"nothing to do: the run in {run.run_dir} stopped early, as {reason}")
@@ -41,11 +45,17 @@ def command(arguments: list[str]) -> list[str] | None:
     return ["train", str(run.setup_file), "--distributed", "--run-dir", str(run.run_dir), *run.flags, *options]
 
 
-if __name__ == "__main__":
-    if {"-h", "--help"} & {*sys.argv[1:]}:
-        sys.exit(print(__doc__))
+def start(arguments: list[str]) -> int:
+    if {"-h", "--help"} & {*arguments}:
+        print(__doc__)
+        return 0
     try:
-        arguments = command(sys.argv[1:])
+        of_train = command(arguments)
     except AsyncGRPOError as error:
-        sys.exit(print(f"error: {error}", file=sys.stderr) or error.exit_code)
-    sys.exit(0 if arguments is None else main(arguments))
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0 if of_train is None else main(of_train)
+
+
+if __name__ == "__main__":
+    sys.exit(start(sys.argv[1:]))

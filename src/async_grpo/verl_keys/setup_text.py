@@ -148,7 +148,7 @@ class SetupText:
             "top_k": max(0, keys[f"{ROLLOUT}.top_k"]),
             "learning_rate": keys[f"{ACTOR}.optim.lr"],
             "lr_scheduler_type": "constant_with_warmup" if warmup > 0 else "constant",
-            "warmup_steps": max(0, warmup),
+            "warmup_steps": max(0, warmup) * steps.updates,
             "weight_decay": keys[f"{ACTOR}.optim.weight_decay"],
             "max_grad_norm": keys[f"{ACTOR}.grad_clip"],
             "epsilon": both if low is None else low,

@@ -80,12 +80,12 @@ def test_a_step_of_verl_is_a_generation_batch_and_ours_an_update(plan: Plan) -> 
         *(f"{ROLLOUT}.n=4", f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_epochs=2", "trainer.total_epochs=3"),
         *(f"{ACTOR}.ppo_micro_batch_size_per_gpu=16", "trainer.save_freq=5", "trainer.test_freq=10"),
         *(f"data.val_files={rows(Path(plan().folder.parent / 'v.parquet'), 4, start=1000)}",),
-        *("trainer.early_stopping_patience=2", "trainer.val_before_train=False"),
+        *("trainer.early_stopping_patience=2", "trainer.val_before_train=False", f"{ACTOR}.optim.lr_warmup_steps=3"),
     )
     found = fields(run)
     batch = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
     assert [found[name] for name in batch] == ["16", "2", "4", "2"]
-    assert (found["max_steps"], found["save_steps"]) == ("120", "20")
+    assert (found["max_steps"], found["save_steps"], found["warmup_steps"]) == ("120", "20", "12")
     flags = " ".join(run.flags)
     assert "--steps 120" in flags
     assert "--eval-every 40" in flags
