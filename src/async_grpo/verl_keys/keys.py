@@ -28,6 +28,7 @@ KEYS: Mapping[str, tuple[type, Any]] = {  # type and default; None: it is left o
     "data.shuffle": (bool, True),
     "data.seed": (int, None),
     f"{MODEL}.path": (str, None),
+    f"{MODEL}.override_config.attn_implementation": (str, None),
     f"{MODEL}.enable_gradient_checkpointing": (bool, True),
     f"{ACTOR}.optim.lr": (float, 1e-6),
     f"{ACTOR}.optim.lr_warmup_steps": (int, -1),

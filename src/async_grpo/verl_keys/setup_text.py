@@ -169,6 +169,8 @@ class SetupText:
             "bf16": on_gpu,
             "use_cpu": not on_gpu,
         }
+        if (attention := keys[f"{MODEL}.override_config.attn_implementation"]) is not None:
+            fields["model_init_kwargs"] = {"attn_implementation": attention}
         if self.is_ppo:
             fields |= _of_the_critic(keys)
         else:

@@ -1,0 +1,156 @@
+"""The scripts for SLURM, with stand-ins for srun, scontrol and Ray: what is started, and how the walltime ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from async_grpo.verl_keys import Keys
+from async_grpo.verl_keys.steps import Steps
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts" / "slurm"
+STAND_INS = Path(__file__).parent / "bin"
+DEADLINE_S = 240.0
+
+Job = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    """Start a script as a job of some nodes; what it has started is gone at the end of the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(script: str, *arguments: str, nodes: int = 1, **env: str) -> subprocess.Popen[str]:
+        of_slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": str(nodes)}
+        hosts = {"SLURM_JOB_NODELIST": ",".join(f"gpu{number + 2}" for number in range(nodes))}
+        paths = {"PATH": f"{STAND_INS}:{os.environ['PATH']}", "NOTES": str(tmp_path / "notes"), "TMPDIR": str(tmp_path)}
+        ours = {"PYTHON": str(STAND_INS / "program"), "SHARED_DATA_PATH": "/data", **of_slurm, **hosts, **paths}
+        process = subprocess.Popen(
+            ["bash", str(SCRIPTS / script), *arguments],
+            env={**os.environ, **ours, **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What it printed."""
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    return output
+
+
+def until(condition: Callable[[], Any], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert process.poll() is None, ended(process)
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.05)
+
+
+def notes(tmp_path: Path) -> tuple[str, str, list[str]]:
+    """Ray's address and nodes, its patience, and the arguments of Python."""
+    cluster, patience, *arguments = (tmp_path / "notes").read_text().split("\0")[:-1]
+    return cluster, patience, arguments
+
+
+@pytest.mark.parametrize("script", ["multinode_mtl.sh", "multinode_math.sh"])
+def test_all_nodes_run_one_program_whose_keys_there_are(job: Job, tmp_path: Path, script: str) -> None:
+    process = job(
+        script, "trainer.total_epochs=1", "--dry-run", nodes=3, SLURM_GPUS_ON_NODE="8", FLASH_ATTENTION_DISABLE="1"
+    )
+    assert (ended(process), process.returncode) == ("", 0)
+    cluster, patience, arguments = notes(tmp_path)
+    assert (cluster, patience) == ("gpu2:6379 3", "300")
+    assert arguments[0] == "scripts/main_ppo.py"
+    assert arguments[-3:] == ["--dry-run", "--stop-grace", "500"]
+    keys = Keys.read(arguments[1:-3])
+    assert not keys.without_effect
+    assert keys["trainer.nnodes"] == 3
+    assert keys["trainer.n_gpus_per_node"] == 8
+    assert keys["trainer.total_epochs"] == 1, "what is given replaces what the script has"
+    assert keys["actor_rollout_ref.model.override_config.attn_implementation"] == "sdpa"
+    assert "/data/math__combined_54.4k.parquet" in keys["data.train_files"]
+    Steps.of(keys, ranks=4)
+
+
+def test_one_node_needs_no_ray_and_the_job_ends_as_its_program(job: Job, tmp_path: Path) -> None:
+    process = job("multinode_mtl.sh", ENDS="3")
+    ended(process)
+    assert process.returncode == 3
+    cluster, _, arguments = notes(tmp_path)
+    assert cluster == ""
+    assert {"trainer.nnodes=1", "trainer.device=cpu"} <= {*arguments}
+
+
+def test_the_signal_before_the_walltime_reaches_the_launcher_alone(job: Job, tmp_path: Path) -> None:
+    process = job("multinode_mtl.sh", nodes=2, ENDS="by-signal")
+    until((tmp_path / "notes").exists, process)
+    process.send_signal(signal.SIGUSR1)
+    assert "sbatch again continues it" in ended(process)
+    assert process.returncode == 0
+    assert (tmp_path / "notes.checkpoint").exists()
+
+
+def test_a_script_that_is_no_job_says_so(tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    script = str(SCRIPTS / "multinode_mtl.sh")
+    ran = subprocess.run(["bash", script], env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode != 0
+    assert "SLURM_SUBMIT_DIR: is not set: submit this script with sbatch" in ran.stderr
+
+
+@pytest.mark.slow
+def test_a_job_that_is_submitted_again_continues(job: Job, tmp_path: Path) -> None:
+    """The script of six tasks, on two small ones, on the CPU."""
+    sys.path.insert(0, str(ROOT / "tests" / "integration" / "setups"))
+    from random_model import get_trainer
+
+    trainer = get_trainer()
+    trainer.model.save_pretrained(tmp_path / "model")
+    trainer.processing_class.save_pretrained(tmp_path / "model")
+    files = {}
+    for task, source in (("math", "math__sums"), ("logic", "simulation__sums")):
+        files[task] = str(tmp_path / f"{task}.parquet")
+        rows = [
+            {"data_source": source, "prompt": f"{number % 10}+1=", "reward_model": {"ground_truth": "7"}}
+            for number in range(160)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), files[task])
+    keys = (
+        *("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=16", "mtl.num_tasks_expected=2"),
+        *("data.max_response_length=3", "trainer.save_freq=10", f"trainer.default_local_dir={tmp_path / 'out'}"),
+        "trainer.total_training_steps=60",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+    )
+    env = {"PYTHON": sys.executable, "TRAIN_FILES": str(files), "BASE_MODEL": str(tmp_path / "model")}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    process = job("multinode_mtl.sh", *keys, **env)
+    until((tmp_path / "out" / "checkpoint-10").is_dir, process)
+    process.send_signal(signal.SIGUSR1)
+    assert "stopped" in ended(process)
+    again = job("multinode_mtl.sh", *keys, **env)
+    output = ended(again)
+    assert again.returncode == 0, output
+    assert "resuming from" in output
+    assert (tmp_path / "out" / "checkpoint-60").is_dir()
