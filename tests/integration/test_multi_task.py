@@ -127,6 +127,7 @@ def test_rewards_are_weighted_and_the_remainder_rotates(tmp_path: Path) -> None:
     )
     run, _ = run_as_trl_would(get_trainer)
     assert [batch.most_common(1)[0][0] for batch in tasks_of(run)] == list(TASKS)
+    assert run.trainer.tasks_in_words == "a batch of 4 groups has 1 + 1 + 1 and 1 in turn"
     assert run.logs[0]["logic/reward"] == pytest.approx(
         2 * next(group.rewards[:, 0].mean() for group in run.batches[0] if group.job.row["task"] == "logic")
     )

@@ -58,6 +58,7 @@ def test_a_run_is_what_plain_trl_does_and_says_where_tasks_conflict(tmp_path: Pa
         assert 0 <= entry["mtl/conflicts"] <= 1 and -1 <= entry["mtl/cosine_min"] <= 1
         assert (entry["mtl/conflicts"] > 0) == (entry["mtl/cosine_min"] < 0)
     assert max(entry["mtl/conflicts"] for entry in run.logs) > 0
+    assert run.trainer.gradients_besides == len(TASKS)
 
 
 def test_conflicting_tasks_are_trained_otherwise_than_with_equal(tmp_path: Path) -> None:

@@ -81,6 +81,11 @@ def trained_besides(trainer: object) -> int:
     return trainer.trained_besides() if isinstance(trainer, Algorithm) else 0
 
 
+def gradients_besides(trainer: object) -> int:
+    """Return how many gradients of the whole model this trainer holds beside TRL's; PCGrad holds one of each task."""
+    return int(getattr(trainer, "gradients_besides", 0))
+
+
 def declares(cls: type) -> TypeGuard[type[Algorithm]]:
     """Return whether this very class declares its algorithm; a user's subclass of one that does need not."""
     return Algorithm in cls.__bases__

@@ -38,6 +38,8 @@ class MultiTask(RarelyTimed):
     """
 
     task_quotas: dict[str, int] | None = None  # groups of each task that a batch waits for; None: of any
+    gradients_besides = 0  # of the whole model that are held at a time, beside TRL's
+    tasks_in_words: str  # what of each task a batch has
     _buffered_inputs: Any  # of TRL
     _gradients: TaskGradients | None = None  # of each task; None: TRL's, of all of them
 
@@ -62,14 +64,18 @@ class MultiTask(RarelyTimed):
                 f"{num_tasks_expected} tasks were expected, and there are {len(self.task_names)}: "
                 f"{', '.join(self.task_names)}"
             )
+        groups = self.args.generation_batch_size // self.num_generations
+        self.tasks_in_words = "batches in TRL's order"
         if mtl != "proportional":
-            groups = self.args.generation_batch_size // self.num_generations
             _refuse_small_batch(groups, len(self.task_names))
+            self.tasks_in_words = f"a batch of {groups} groups has {_divided(groups, len(self.task_names))}"
             if ensure_all_tasks_per_step:
                 self.task_quotas = dict.fromkeys(self.task_names, groups // len(self.task_names))
         if mtl == "pcgrad":
             require_pcgrad(self)
             self._gradients = TaskGradients(self.accelerator)
+            self.gradients_besides = len(self.task_names)
+            self.tasks_in_words += f"; gradients: {mtl}"
         for function in self.reward_funcs:
             if isinstance(function, Score):
                 function.prefixes_in(self.train_dataset, self.eval_dataset)
@@ -138,9 +144,8 @@ class MultiTask(RarelyTimed):
         figures: dict[str, list[float]] = {}
         for (task, source, length), reward in zip(everything, rewards, strict=True):
             figures.setdefault(f"{task}/response_length/mean", []).append(float(length))
-            if reward == reward:
-                figures.setdefault(f"{task}/reward", []).append(reward)
-                figures.setdefault(f"{task}/{source}/reward", []).append(reward)
+            for name in (task, *([f"{task}/{source}"] if source else [])) if reward == reward else ():
+                figures.setdefault(f"{name}/reward", []).append(reward)
         for name, values in figures.items():
             self._metrics["train"][name].append(sum(values) / len(values))
 
@@ -164,6 +169,12 @@ def _names_of(dataset: Any) -> list[str]:
     if not all(isinstance(name, str) and name for name in names):
         raise UsageError(f"Each row of the train_dataset must name its task, and one has {names[-1]!r}.")
     return list(names)
+
+
+def _divided(groups: int, tasks: int) -> str:
+    """`8 + 8`, or `5 + 5 + 5 and 1 in turn`."""
+    each, rest = divmod(groups, tasks)
+    return " + ".join([str(each)] * tasks) + (f" and {rest} in turn" if rest else "")
 
 
 def _refuse_small_batch(groups: int, tasks: int) -> None:

@@ -31,6 +31,7 @@ StepLine = tuple[tuple[str, ...], ...]  # each part with the metrics it needs; l
 
 TRAINING_LINE: StepLine = (
     ("reward {:.3f}", "reward"),
+    ("vf_explained_var {:.2f}", "critic/vf_explained_var"),
     ("{:.0f} rollouts/s", "async/rollouts_per_second"),
     ("staleness {:.1f}", "async/staleness_mean"),
     ("loss {:+.3g}", "loss"),
@@ -160,12 +161,18 @@ def _of_the_summary(item: Entry | TakenBack) -> Entry | TakenBack:
 
 
 def described(logs: Mapping[str, Any], line: StepLine) -> list[str]:
-    """The parts of a line whose metrics are there."""
+    """The parts of a line whose metrics are there; beside the reward, in brackets, those of tasks (`TASK/reward`)."""
     return [
-        text.format(*(logs[name] for name in names))
+        text.format(*(logs[name] for name in names)) + (_rewards_of_tasks(logs) if names == ["reward"] else "")
         for text, *names in line
         if all(logs.get(name) is not None for name in names)
     ]
+
+
+def _rewards_of_tasks(logs: Mapping[str, Any]) -> str:
+    found = {task: value for name, value in logs.items() for task, _, what in [name.partition("/")] if what == "reward"}
+    shown = [f"{task} {value:.2f}" for task, value in found.items() if is_number(value)]
+    return f" ({', '.join(shown)})" if shown else ""
 
 
 def _json_values(logs: dict[str, Any]) -> dict[str, Any]:

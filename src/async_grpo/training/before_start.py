@@ -23,6 +23,7 @@ from async_grpo.training.corrections.rule import rule_of
 from async_grpo.training.corrections.trl_loss import has_own_loss
 from async_grpo.training.schedule import LARGEST_ROUND, groups_per_round, schedule_of
 from async_grpo.training.sharding import refuse_publish_dtype, sharding_of
+from async_grpo.training.tasks_of_rows import describe_tasks
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -81,6 +82,8 @@ def say_what_is_trained(trainer: GRPOTrainer, settings: TrainingSettings) -> Non
     told = describe(rule, trainer, max_staleness=settings.max_staleness, own_loss=has_own_loss(trainer))
     if told:
         logger.info("{}", told)
+    if told := describe_tasks(trainer):
+        logger.info("tasks: {}", told)
     if settings.filter_zero_variance and "_generate_and_score_completions" in replaced_by_user(trainer):
         logger.warning(
             "--filter-zero-variance looks at rewards only, not at what _generate_and_score_completions of {} does.",

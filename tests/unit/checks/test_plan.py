@@ -206,6 +206,13 @@ def test_a_quantised_base_is_published_as_it_is() -> None:
     assert estimate(facts(parameters=base, published_in_bf16=True)).published == 3 * 20_000
 
 
+def test_a_gradient_of_each_task_is_counted_beside_that_of_the_model() -> None:
+    adapter = replace(facts().parameters, trained=10_000, trained_bytes=40_000)
+    without, memory = (estimate(facts(parameters=adapter, gradients_besides=tasks)) for tasks in (0, 3))
+    assert memory.trainer - without.trainer == memory.task_gradients == 3 * 40_000
+    assert memory.server - without.server == 3 * 40_000
+
+
 def test_a_critic_is_counted_in_fp32_with_its_optimizer() -> None:
     without, memory = estimate(facts()), estimate(facts(trained_besides=MILLION))
     assert (without.critic, memory.critic) == (0, 16 * MILLION)

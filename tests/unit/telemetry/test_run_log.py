@@ -194,6 +194,17 @@ def test_the_step_line(tmp_path: Path, messages: list[str], clock: Clock) -> Non
     log.close()
 
 
+def test_the_step_line_has_the_rewards_of_tasks_and_what_the_critic_knows(
+    tmp_path: Path, messages: list[str], clock: Clock
+) -> None:
+    log = RunLog(tmp_path / "metrics.jsonl")
+    log.training_begins(10)
+    of_tasks = {"math/reward": 0.554, "math/math__gsm/reward": 0.5, "code/reward": 0.271, "rewards/f/mean": 0.4}
+    log.logged(1, step_logs(0.412, **of_tasks, **{"critic/vf_explained_var": 0.612, "critic/rewards/mean": 0.4}))
+    assert messages[1] == ("step 1/10 ETA ?  reward 0.412 (math 0.55, code 0.27)  vf_explained_var 0.61  loss +0.1")
+    log.close()
+
+
 def test_the_step_line_of_a_replay_tells_of_the_new_policy_and_nothing_of_the_archive(
     tmp_path: Path, messages: list[str], clock: Clock
 ) -> None:

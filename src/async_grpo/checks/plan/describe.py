@@ -17,7 +17,7 @@ from async_grpo.rundir.paths import RunDir
 from async_grpo.rundir.plan import RunPlan
 from async_grpo.rundir.shape import shaped
 from async_grpo.setup.accelerate_config import DEEPSPEED, FSDP, AccelerateConfig
-from async_grpo.setup.algorithm import trained_besides
+from async_grpo.setup.algorithm import gradients_besides, trained_besides
 from async_grpo.setup.devices import CPU, check_torch_sees
 from async_grpo.setup.generator_choice import (
     HF,
@@ -177,12 +177,16 @@ def describe(trainer: GRPOTrainer, plan: RunPlan) -> TrainerFacts:
 
 
 def _of_model(trainer: GRPOTrainer) -> dict[str, Any]:
+    from async_grpo.training.tasks_of_rows import describe_tasks
+
     model = trainer.model
     return {
         "model": type(model).__name__,
         "model_name": Redactor()(str(getattr(model.config, "_name_or_path", "") or "")),
         "parameters": parameters_of(model),
         "trained_besides": trained_besides(trainer),
+        "gradients_besides": gradients_besides(trainer),
+        "tasks": describe_tasks(trainer),
         "reference_bytes": parameters_of(trainer.ref_model).nbytes if trainer.ref_model is not None else 0,
         "shape": shape_of(model),
         "context_length": getattr(model.config.get_text_config(), "max_position_embeddings", None),

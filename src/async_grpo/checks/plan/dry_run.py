@@ -159,6 +159,8 @@ def _batch_rows(facts: TrainerFacts) -> Rows:
     product = f"{counted(batch.prompts, 'prompt')} x {batch.num_generations} completions"
     yield "batch", f"{product} = {batch.generation_batch_size} a round ({each}; {steps})"
     yield "", f"  possible num_generations: {', '.join(map(str, possible_generations(batch)))}"
+    if facts.tasks:
+        yield "tasks", facts.tasks
     if facts.rounds is None:
         yield "length", f"{facts.epochs:g} epochs of streamed data: as many steps as it has"
         return
@@ -230,7 +232,8 @@ def _slots(facts: TrainerFacts) -> str:
 def _parts(memory: MemoryEstimate) -> str:
     reference = f", reference model {size(memory.reference)}" if memory.reference else ""
     critic = f", critic with its optimizer {size(memory.critic)}" if memory.critic else ""
-    held = f"gradients {size(memory.gradients)}, optimizer {size(memory.optimizer)}{critic}"
+    tasks = f", gradients of each task {size(memory.task_gradients)}" if memory.task_gradients else ""
+    held = f"gradients {size(memory.gradients)}{tasks}, optimizer {size(memory.optimizer)}{critic}"
     return f"weights {size(memory.weights)}{reference}, {held}"
 
 

@@ -96,6 +96,8 @@ class TrainerFacts:
     published_in_bf16: bool = False  # --publish-dtype bf16
     published_in_host_memory: bool = False  # --weights host: a GPU holds none of what is published
     trained_besides: int = 0  # numbers of a critic
+    gradients_besides: int = 0  # of the whole model, beside TRL's
+    tasks: str = ""  # of the rows, and of a batch, in words
     vllm_share: float | None = None  # of a GPU's memory, for weights, keys and values; None: not with vLLM
 
     @property

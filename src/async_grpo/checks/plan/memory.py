@@ -49,6 +49,7 @@ class MemoryEstimate:
     optimizer: int
     optimizer_note: str  # how it was counted
     critic: int  # its weights, gradients and optimizer state
+    task_gradients: int  # of each task by itself
     published: int  # for all readers, beyond what the model itself uses of it
     published_in_host_memory: bool  # though the model is on a GPU
     worker_own: int  # of a worker that cannot map the server's memory, or has not yet
@@ -60,7 +61,7 @@ class MemoryEstimate:
 
     @property
     def trainer(self) -> int:
-        return self.weights + self.reference + self.gradients + self.optimizer + self.critic
+        return sum((self.weights, self.reference, self.gradients, self.task_gradients, self.optimizer, self.critic))
 
 
 def estimate(facts: TrainerFacts) -> MemoryEstimate:
@@ -76,6 +77,7 @@ def estimate(facts: TrainerFacts) -> MemoryEstimate:
         optimizer=2 * parameters.trained_bytes if each is None else int(each * parameters.trained),
         optimizer_note=f"{facts.optimizer}: {note}",
         critic=_CRITIC * facts.trained_besides,
+        task_gradients=facts.gradients_besides * parameters.trained_bytes,
         published=facts.slots * version_bytes(facts) + (frozen_bytes(facts) if copies_frozen(facts) else 0),
         published_in_host_memory=facts.published_in_host_memory,
         worker_own=weights,
