@@ -8,8 +8,10 @@ from typing import Any
 from trl import GRPOConfig
 
 
-def quiet_config(output_dir: Path, seed: int, steps: int, settings: dict[str, Any]) -> GRPOConfig:
-    return GRPOConfig(
+def quiet_config(
+    output_dir: Path, seed: int, steps: int, settings: dict[str, Any], kind: type[GRPOConfig] = GRPOConfig
+) -> GRPOConfig:
+    return kind(
         output_dir=str(output_dir),
         seed=seed,
         max_steps=steps,

@@ -1,0 +1,255 @@
+"""What training on several tasks reaches and costs. Accuracy and cost of PPO alone are those of `ppo.py`.
+
+    python benchmarks/tasks.py [--seeds N] [--json FILE] [--update-docs]
+
+Three tasks of one model (`setups/three_tasks.py`) are trained with GRPO and with PPO, each with every `mtl`. Accuracy
+is the probability of the right answer to problems that no run saw. The costs are CPU times and bytes, of sides that
+take turns in this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.table import (
+    ROOT,
+    Row,
+    as_markdown,
+    as_text,
+    describe_machine,
+    interval_95,
+    machine_line,
+    row,
+    update_docs,
+    write_json,
+)
+
+STEPS = 100
+KINDS, METHODS = ("GRPO", "PPO"), ("equal", "pcgrad", "proportional")
+ROUNDS = 5  # of sides that take turns
+GURU_ROWS = 54_400
+LARGE = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "head_dim": 96}  # mostly weights
+
+Accuracies = dict[tuple[str, str], list[dict[str, float]]]  # by trainer and `mtl`, of each seed by task
+
+
+@contextlib.contextmanager
+def quiet_trainer(kind: str, mtl: str, **given: Any) -> Iterator[Any]:
+    from benchmarks.setups import three_tasks
+
+    from async_grpo.setup.trl_compat import repair_trl
+
+    repair_trl()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        yield three_tasks.build_trainer(kind, mtl, Path(folder), **given)
+
+
+# --- Accuracy
+
+
+def accuracies(seeds: int) -> Accuracies:
+    from benchmarks.setups.three_tasks import held_out_accuracy
+
+    found: Accuracies = {}
+    for seed, kind, mtl in product(range(1, seeds + 1), KINDS, METHODS):
+        with quiet_trainer(kind, mtl, seed=seed, steps=STEPS) as trainer:
+            trainer.train()
+            reached = held_out_accuracy(trainer.model, trainer.processing_class)
+        found.setdefault((kind, mtl), []).append(reached)
+        print(f"seed {seed}, {kind}, {mtl}: {reached}", flush=True)
+    return found
+
+
+def accuracy_table(found: Accuracies) -> str:
+    """Mean of each task, with half the width of its 95% interval, and the paired difference to `equal`."""
+    tasks = list(next(iter(found.values()))[0])
+    seeds = len(next(iter(found.values())))
+    lines = [f"| {STEPS} steps, {seeds} seeds | {' | '.join(tasks)} |", "|" + "---|" * (1 + len(tasks))]
+    for (kind, mtl), runs in found.items():
+        shown = [with_interval([run[task] for run in runs]) for task in tasks]
+        lines.append(f"| {kind}, `{mtl}` | {' | '.join(shown)} |")
+    for kind, mtl in product(KINDS, METHODS[1:]):
+        pairs = list(zip(found[kind, mtl], found[kind, "equal"], strict=True))
+        shown = [difference([one[task] - other[task] for one, other in pairs]) for task in tasks]
+        lines.append(f"| {kind}: `{mtl}` less `equal` | {' | '.join(shown)} |")
+    return "\n".join(lines)
+
+
+def with_interval(values: list[float]) -> str:
+    mean, half = interval_95(values)
+    return f"{mean:.3f} ± {half:.3f}"
+
+
+def difference(values: list[float]) -> str:
+    mean, half = interval_95(values)
+    return f"{mean:+.3f} ± {half:.3f}" + (", not told apart" if abs(mean) <= half else "")
+
+
+# --- Costs
+
+
+def step_cpu_s(mtl: str, steps: int = 15) -> float:
+    """CPU seconds of a step, the median without the first three."""
+    from transformers import TrainerCallback
+
+    seconds: list[float] = []
+
+    class Measure(TrainerCallback):
+        started = 0.0
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.started = time.process_time()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            seconds.append(time.process_time() - self.started)
+
+    with quiet_trainer("GRPO", mtl, seed=1, steps=steps) as trainer:
+        trainer.add_callback(Measure())
+        trainer.train()
+    return statistics.median(seconds[3:])
+
+
+def peak_bytes(mtl: str) -> dict[str, int]:
+    """The most that torch allocates at a time, and what a dry run says of the whole, without activations."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from async_grpo.checks.plan.describe import describe
+    from async_grpo.checks.plan.memory import estimate
+    from async_grpo.rundir.plan import RunPlan
+
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen,
+        quiet_trainer("GRPO", mtl, seed=1, steps=3, **LARGE) as trainer,
+    ):
+        said = estimate(describe(trainer, RunPlan(config=Path("setup.py")))).trainer
+        trainer.train()
+    live = most = 0
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return {"peak": most, "said": said}
+
+
+def load_rows(folder: str) -> dict[str, float]:
+    """Seconds and bytes of `load`, for a file of as many rows as Guru's largest has."""
+    from async_grpo.tasks import load
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.perf_counter()
+    loaded = load([f"{folder}/math__generated.parquet"])
+    seconds = time.perf_counter() - started
+    assert len(loaded) == GURU_ROWS
+    return {"seconds": seconds, "bytes": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024.0}
+
+
+def write_rows(folder: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    question = "A train leaves at {} and another one {} minutes later, twice as fast. When do they meet? " * 6
+    rows = [
+        {
+            "data_source": "math__generated",
+            "prompt": [{"role": "user", "content": question.format(*[number] * 12)}],
+            "ability": "math",
+            "reward_model": json.dumps({"style": "rule", "ground_truth": str(number)}),
+            "extra_info": json.dumps({"split": "train", "index": number, "original": {"level": number % 5}}),
+        }
+        for number in range(GURU_ROWS)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "math__generated.parquet")
+
+
+def overhead_fraction(folder: Path, steps: int = 40) -> float:
+    """Of a run of PPO with groups of one completion, on the demo's task; the median of its steps after the fifth."""
+    setup = ROOT / "benchmarks" / "setups" / "ppo_of_ones.py"
+    command = [sys.executable, "-m", "async_grpo.cli", "train", str(setup), "-n", "1", "--steps", str(steps)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
+    entries = map(json.loads, (folder / "worker" / "metrics.jsonl").read_text().splitlines())
+    found = [one["async/overhead_fraction"] for one in entries if one.get("async/overhead_fraction") is not None]
+    return statistics.median(found[5:])
+
+
+CHILDREN: dict[str, Callable[[str], Any]] = {"peak": peak_bytes, "load": load_rows, "step": step_cpu_s}
+
+
+def child(what: str, of: str) -> Any:
+    """What one process of its own measures."""
+    command = [sys.executable, __file__, "--child", what, of]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def costs() -> list[Row]:
+    steps = [(step_cpu_s("pcgrad"), step_cpu_s("equal")) for _ in range(ROUNDS)]
+    peaks = {mtl: child("peak", mtl) for mtl in ("pcgrad", "equal")}
+    more, said = (peaks["pcgrad"][what] - peaks["equal"][what] for what in ("peak", "said"))
+    with tempfile.TemporaryDirectory() as folder:
+        write_rows(Path(folder))
+        loads = [child("load", folder) for _ in range(3)]
+    overheads = []
+    for _ in range(3):
+        with tempfile.TemporaryDirectory() as folder:
+            overheads.append(overhead_fraction(Path(folder)))
+    memory = {"target": "<= 1.05", "ok": abs(more / said - 1) <= 0.05}
+    return [
+        row("CPU time of a step with `pcgrad` over `equal`'s, 3 tasks", _ratios(steps), "times", target="<= 1.6"),
+        row("memory that `pcgrad` adds, over what `--dry-run` says", [more / said], "times", **memory),
+        row(f"`load` of {GURU_ROWS:,} rows", [one["seconds"] for one in loads], "s", target="<= 15"),
+        row("memory that it takes", [one["bytes"] / 1e9 for one in loads], "GB", target="<= 1"),
+        row("`async/overhead_fraction` of PPO with groups of one", overheads, "share", target="<= 0.1"),
+    ]
+
+
+def _ratios(pairs: list[tuple[float, float]]) -> list[float]:
+    return [one / other for one, other in pairs]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--update-docs", action="store_true")
+    parser.add_argument("--child", nargs=2, metavar=("WHAT", "OF"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        what, of = options.child
+        print(json.dumps(CHILDREN[what](of)))
+        return
+    busy = os.getloadavg()[0]
+    rows = costs()
+    print(as_text(rows), flush=True)
+    table = accuracy_table(accuracies(options.seeds))
+    print(table)
+    text = f"{machine_line(describe_machine())}; load {busy:.1f} before\n\n{as_markdown(rows)}\n\n{table}"
+    if options.json:
+        write_json(options.json, rows, load_before=[busy], text=text)
+    if options.update_docs:
+        update_docs("tasks", text)
+
+
+if __name__ == "__main__":
+    main()
