@@ -44,7 +44,7 @@ def farthest(ours: InProcessRun, theirs: InProcessRun) -> float:
 def test_shares_that_keep_their_weight_give_the_weights_of_equal(
     tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradients, "pcgrad_weights", lambda dots, seed: torch.ones(len(dots), dtype=dots.dtype))
+    monkeypatch.setattr(gradients, "task_weights", lambda method, dots, seed: torch.ones(len(dots), dtype=dots.dtype))
     ours, theirs = trained(tmp_path, "pcgrad", **changes), trained(tmp_path, "equal", **changes)
     assert farthest(ours, theirs) < 1e-6
     assert farthest(ours, InProcessRun(trainer_of(tmp_path, max_steps=1))) > 1e-4, "something was learnt"

@@ -1,8 +1,9 @@
-"""The gradient of each task by itself, and one gradient made of them (PCGrad).
+"""The gradient of each task by itself, and one gradient made of them.
 
 h_i, the share of task i, is the gradient of its rows within the whole batch: the shares sum to TRL's gradient. PCGrad
-takes from each h_i what it has against the others, in random order, and sums up (Yu et al., arXiv 2001.06782; the
-weights of the h_i are torchjd's, from the matrix of their dot products).
+takes from each h_i what it has against the others, in random order, and sums up (Yu et al., arXiv 2001.06782). The
+other methods give weights whose sum is 1, or about 1, and are multiplied by the number of tasks. The weights of the h_i
+are torchjd's, from the matrix of their dot products.
 """
 
 from __future__ import annotations
@@ -20,18 +21,24 @@ Tensor = torch.Tensor
 OF_ROWS = ("grpo", "sapo", "luspo", "dr_grpo")  # losses that are means over rows
 OF_TOKENS = ("bnpo",)  # over the tokens of a micro-batch; the others divide by the tokens of the whole batch
 TASK = "task_index"  # the column of a batch
+WEIGHTINGS = {  # of torchjd: without a state, and without the solver of another package
+    "pcgrad": "PCGradWeighting",
+    "mgda": "MGDAWeighting",
+    "aligned_mtl": "AlignedMTLWeighting",
+    "imtl_g": "IMTLGWeighting",
+}
 
 
-def require_pcgrad(trainer: Any) -> None:
+def require_shares(trainer: Any, method: str) -> None:
     """Refuse what the shares of tasks do not sum up with, or what has no gradients to see.
 
     Raises:
         UsageError: torchjd is not installed, or another setting excludes `pcgrad`.
     """
     if find_spec("torchjd") is None:
-        raise UsageError("mtl=\"pcgrad\" needs torchjd: pip install 'async-grpo[tasks]'")
+        raise UsageError(f"mtl=\"{method}\" needs torchjd: pip install 'async-grpo[tasks]'")
     if trainer.is_deepspeed_enabled:
-        raise UsageError('mtl="pcgrad" needs the gradients of each task, which DeepSpeed keeps: take FSDP2 or DDP.')
+        raise UsageError(f'mtl="{method}" needs the gradients of each task, which DeepSpeed keeps: take FSDP2 or DDP.')
     args = trainer.args
     others = {
         "entropy_coef": getattr(args, "entropy_coef", 0.0) not in (0.0, None),
@@ -42,7 +49,7 @@ def require_pcgrad(trainer: Any) -> None:
     }
     for name, is_used in others.items():
         if is_used:
-            raise UsageError(f'mtl="pcgrad" and {name}: the losses of tasks would not sum to TRL\'s. Leave one out.')
+            raise UsageError(f'mtl="{method}" and {name}: the losses of tasks would not sum to TRL\'s. Leave one out.')
 
 
 def dealt(batches: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -101,11 +108,12 @@ class TaskGradients:
     """Adds up the gradient of each task over the micro-batches of an optimizer step, and makes one of them.
 
     Args:
+        method: one of `WEIGHTINGS`.
         accelerator: of the trainer; knows the processes.
     """
 
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
+    def __init__(self, method: str, accelerator: Any) -> None:
+        self._method, self._accelerator = method, accelerator
         self._sums: dict[int, list[Tensor | None]] = {}
         self._losses: dict[int, Tensor] = {}
 
@@ -145,7 +153,7 @@ class TaskGradients:
                 dots[row, column] = dots[column, row] = _dot(self._sums[one], self._sums[other])
         if is_sharded:
             dots = self._accelerator.reduce(dots.float(), reduction="sum").double()
-        weights = pcgrad_weights(dots.cpu(), seed)
+        weights = task_weights(self._method, dots.cpu(), seed)
         for place, parameter in enumerate(parameters):
             parts = [(weight, self._sums[task][place]) for weight, task in zip(weights.tolist(), tasks, strict=True)]
             known = [(weight, part) for weight, part in parts if part is not None]
@@ -165,21 +173,21 @@ class TaskGradients:
                 self._sums[task][place] = self._accelerator.reduce(own, reduction="mean")
 
 
-def pcgrad_weights(dots: Tensor, seed: int) -> Tensor:
+def task_weights(method: str, dots: Tensor, seed: int) -> Tensor:
     """The weight of each share, by the matrix of their dot products; tasks without a gradient are left out.
 
     Args:
         seed: of the random order, the same in all processes.
     """
-    from torchjd.aggregation import PCGradWeighting
+    from torchjd import aggregation
 
     there = torch.nonzero(dots.diagonal() > 0).flatten()
     weights = torch.zeros(len(dots), dtype=dots.dtype)
     if len(there):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            weights[there] = PCGradWeighting()(dots[there][:, there])
-    return weights
+            weights[there] = getattr(aggregation, WEIGHTINGS[method])()(dots[there][:, there])
+    return weights if method == "pcgrad" else len(there) * weights
 
 
 def _trained(model: Any) -> list[Any]:

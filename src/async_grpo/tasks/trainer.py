@@ -10,11 +10,11 @@ from accelerate.utils import gather_object
 
 from async_grpo.credit.rarely_timed import RarelyTimed
 from async_grpo.errors import UsageError
-from async_grpo.tasks.gradients import TASK, TaskGradients, dealt, require_pcgrad, shares
+from async_grpo.tasks.gradients import TASK, WEIGHTINGS, TaskGradients, dealt, require_shares, shares
 from async_grpo.tasks.sampler import TaskSampler
 from async_grpo.tasks.scores import Score
 
-METHODS = ("equal", "proportional", "pcgrad")
+METHODS = ("equal", "proportional", *WEIGHTINGS)
 REFUSED = {
     **dict.fromkeys(("gradvac", "famo"), "keeps a state between steps, which no checkpoint has"),
     **dict.fromkeys(("upgrad", "dualproj", "cagrad", "nash_mtl"), "needs a solver of another package"),
@@ -26,8 +26,8 @@ class MultiTask(RarelyTimed):
 
     Args:
         mtl: `equal`: each generation batch has as many groups of each task, a remainder in turn. `proportional`: the
-            order is TRL's own. `pcgrad`: batches as with `equal`, and gradients of tasks that do not conflict
-            (`gradients`).
+            order is TRL's own. `pcgrad`, `mgda`, `aligned_mtl`, `imtl_g`: batches as with `equal`, and one gradient
+            made of those of the tasks (`gradients`).
         num_tasks_expected: refuse another number of tasks.
         ensure_all_tasks_per_step: with workers, a batch waits for its share of each task as long as groups of it are
             under way. False: it takes the oldest groups, whatever their task.
@@ -71,9 +71,9 @@ class MultiTask(RarelyTimed):
             self.tasks_in_words = f"a batch of {groups} groups has {_divided(groups, len(self.task_names))}"
             if ensure_all_tasks_per_step:
                 self.task_quotas = dict.fromkeys(self.task_names, groups // len(self.task_names))
-        if mtl == "pcgrad":
-            require_pcgrad(self)
-            self._gradients = TaskGradients(self.accelerator)
+        if mtl in WEIGHTINGS:
+            require_shares(self, mtl)
+            self._gradients = TaskGradients(mtl, self.accelerator)
             self.gradients_besides = len(self.task_names)
             self.tasks_in_words += f"; gradients: {mtl}"
         for function in self.reward_funcs:

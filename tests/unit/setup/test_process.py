@@ -189,7 +189,7 @@ def fill():
 
 if sys.argv[1] == "keep":
     keep_freed_memory(os.environ)
-for _ in range(12):
+for _ in range(40):  # until the heap has a free block that fits
     fill()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(4):

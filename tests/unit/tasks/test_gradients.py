@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from async_grpo.errors import UsageError
-from async_grpo.tasks.gradients import TASK, dealt, pcgrad_weights, require_pcgrad, shares
+from async_grpo.tasks.gradients import TASK, WEIGHTINGS, dealt, require_shares, shares, task_weights
 
 
 def alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,9 +75,9 @@ def projected(gradients: list[torch.Tensor], orders: list[tuple[int, ...]]) -> t
     return torch.stack(found).sum(dim=0)
 
 
-def combined(gradients: list[torch.Tensor], seed: int = 0) -> torch.Tensor:
+def combined(gradients: list[torch.Tensor], seed: int = 0, method: str = "pcgrad") -> torch.Tensor:
     stacked = torch.stack(gradients)
-    return pcgrad_weights(stacked @ stacked.T, seed) @ stacked
+    return task_weights(method, stacked @ stacked.T, seed) @ stacked
 
 
 def test_two_tasks_are_the_closed_form() -> None:
@@ -105,11 +105,23 @@ def test_three_tasks_are_the_mean_over_all_orders(monkeypatch: pytest.MonkeyPatc
     assert not torch.allclose(got[0], got[-1], atol=1e-6), "the order matters here"
 
 
-def test_orthogonal_gradients_stay_and_what_is_zero_is_left_out() -> None:
+@pytest.mark.parametrize("method", WEIGHTINGS)
+def test_orthogonal_gradients_stay_and_what_is_zero_is_left_out(method: str) -> None:
     pytest.importorskip("torchjd")
     one, two, none = torch.eye(3, dtype=torch.float64)[0], torch.eye(3, dtype=torch.float64)[1], torch.zeros(3)
-    assert combined([one, none.double(), two]).tolist() == [1, 1, 0]
-    assert combined([none.double()] * 2).tolist() == [0, 0, 0]
+    assert combined([one, none.double(), two], method=method).tolist() == pytest.approx([1, 1, 0], abs=1e-6)
+    assert combined([none.double()] * 2, method=method).tolist() == [0, 0, 0]
+
+
+def test_each_method_does_with_two_gradients_what_its_paper_says() -> None:
+    """The nearest point to 0 between them; equal projections on both; no direction stronger than the weakest."""
+    pytest.importorskip("torchjd")
+    one, two = torch.tensor([1.0, 0.0]).double(), torch.tensor([-1.0, 2.0]).double()
+    assert combined([one, two], method="mgda").tolist() == pytest.approx([1, 1], abs=1e-6)  # twice that point
+    projections = [float(combined([one, two], method="imtl_g") @ it / it.norm()) for it in (one, two)]
+    assert projections[0] == pytest.approx(projections[1])
+    weakest = float(torch.linalg.svdvals(torch.stack([one, two]))[-1])
+    assert float(combined([one, two], method="aligned_mtl").norm()) == pytest.approx(weakest * 2**0.5)
 
 
 def test_the_order_is_of_the_seed_and_draws_nothing_of_the_run() -> None:
@@ -131,13 +143,13 @@ def trainer(**changes: Any) -> Any:
 @pytest.mark.parametrize("change", [{"deepspeed": True}, {"entropy_coef": 0.1}, {"top_entropy_quantile": 0.2}], ids=str)
 def test_what_has_no_shares_is_refused(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("async_grpo.tasks.gradients.find_spec", lambda name: SimpleNamespace())
-    require_pcgrad(trainer())
+    require_shares(trainer(), "pcgrad")
     with pytest.raises(UsageError, match='mtl="pcgrad"'):
-        require_pcgrad(trainer(**change))
+        require_shares(trainer(**change), "pcgrad")
 
 
 def test_without_torchjd_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchjd", None)
     monkeypatch.setattr("async_grpo.tasks.gradients.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=r"pip install 'async-grpo\[tasks\]'"):
-        require_pcgrad(trainer())
+        require_shares(trainer(), "pcgrad")

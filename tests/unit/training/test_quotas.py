@@ -151,7 +151,7 @@ def test_chaos_of_workers_never_blocks_and_never_makes_a_group_too_old(
     assert not run.history.left_out
     used = [seq for batch in batches for seq in seqs(batch)]
     assert len(set(used)) == len(used)
-    if not failing:
+    if not failing and K == 0:  # later, a quota gives way where a group would grow too old
         assert all(min(tasks_of(batch)[task] for task in "abcdef"[:count]) >= B // count for batch in batches)
 
 
