@@ -141,16 +141,20 @@ def held_out_accuracy(model: Any, tokenizer: Any) -> dict[str, float]:
     return found
 
 
-def build_trainer(kind: str, mtl: str, output_dir: Path, *, seed: int, steps: int, **shape: int) -> Any:
+def build_trainer(
+    kind: str, mtl: str, output_dir: Path, *, seed: int, steps: int, shape: dict[str, int] | None = None, **changes: Any
+) -> Any:
     """Build a trainer of the three tasks: 96 completions a step, in groups of 8 (`GRPO`) or of one (`PPO`).
 
     Args:
         shape: of a random model in place of the warm-started one.
+        changes: of its configuration.
     """
     tokenizer = build_tokenizer()
     own = {"num_generations": 8} if kind == "GRPO" else {"num_generations": 1, "critic_learning_rate": 1e-3}
+    own |= changes
     return (GRPO if kind == "GRPO" else PPO)(
-        model=build_model(tokenizer, **shape),
+        model=build_model(tokenizer, **(shape or {})),
         processing_class=tokenizer,
         reward_funcs=[is_right],
         train_dataset=Dataset.from_list(rows()),

@@ -46,7 +46,7 @@ def math(completions: Sequence[Any], answer: Sequence[str], **_: Any) -> list[fl
     parts = [parse(completion) for completion in completions]
     return [
         round(0.7 * right + 0.15 * part.tagged + 0.1 * part.thinks + 0.05 * part.ends(within=MATH_TRAILING), 6)
-        for part, right in zip(parts, _right([part.solution for part in parts], answer), strict=True)
+        for part, right in zip(parts, right_answers([part.solution for part in parts], answer), strict=True)
     ]
 
 
@@ -62,7 +62,7 @@ def _right_numbers(found: Sequence[str | None], gold: Sequence[str]) -> list[flo
     formulas = [None if None not in pair or not _can_be_read(one or "") else one for pair, one in zip(numbers, found)]
     return [
         float(number == right) if None not in (number, right) else equal
-        for (number, right), equal in zip(numbers, _right(formulas, gold), strict=True)
+        for (number, right), equal in zip(numbers, right_answers(formulas, gold), strict=True)
     ]
 
 
@@ -71,7 +71,7 @@ def _can_be_read(formula: str) -> bool:
     return formula.isascii() and len(formula) <= MAX_FORMULA and _POWERS.search(formula) is None
 
 
-def _right(found: Sequence[str | None], gold: Sequence[str]) -> list[float]:
+def right_answers(found: Sequence[str | None], gold: Sequence[str]) -> list[float]:
     """1 for each right solution, 0 for the others; those that are missing or far too long are not compared."""
     asked = [index for index, one in enumerate(found) if one and len(one) <= MAX_CHARACTERS and gold[index].strip()]
     same = equal([found[index] for index in asked], gold=[gold[index].strip() for index in asked])

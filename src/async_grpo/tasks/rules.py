@@ -7,6 +7,7 @@ a completion is in its last `<answer>…</answer>`, else where `rewards.answers.
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,8 @@ from typing import Any
 
 from async_grpo.rewards.answers import final_answer, text_of
 from async_grpo.rewards.deadline import with_deadline
-from async_grpo.rewards.mathematics import MAX_CHARACTERS, equal
-from async_grpo.rewards.programs import MAX_TESTS, Check, check, share_passed
+from async_grpo.rewards.mathematics import right_answers
+from async_grpo.rewards.programs import MAX_TESTS, check, share_passed
 from async_grpo.rewards.sandbox import Limits, run_code
 from async_grpo.rewards.wording import one_number
 
@@ -29,10 +30,7 @@ _FENCED = re.compile(r"```(\w*)[ \t]*\n(.*?)```", re.DOTALL)
 def math(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -> list[float]:
     r"""1 for an answer that is mathematically equal: in `\boxed{}`, after `####`, or the last number."""
     found = [_answer(text_of(one)) or _last_number(text_of(one)) for one in completions]
-    asked = [index for index, one in enumerate(found) if one and len(one) <= MAX_CHARACTERS]
-    same = equal([found[index] for index in asked], gold=[str(ground_truth[index]) for index in asked])
-    right = dict(zip(asked, same, strict=True))
-    return [float(right.get(index) or 0.0) for index in range(len(found))]
+    return right_answers(found, [*map(str, ground_truth)])
 
 
 def codegen(completions: Sequence[Any], ground_truth: Sequence[Any], **_: Any) -> list[float]:
@@ -79,8 +77,7 @@ def same_text(text: str, truth: Any) -> float:
 
 def same_data(text: str, truth: Any) -> float:
     """1 for equal JSON. True is no number; 1 equals 1.0."""
-    expected = _read(truth) if isinstance(truth, str) else truth
-    return float(_equal(_data(text), truth if expected is _NOTHING else expected))
+    return float(_equal(_data(text), _value(truth)))
 
 
 _RULES: dict[str, Callable[[str, Any], float]] = {
@@ -143,6 +140,12 @@ def _read(text: str) -> Any:
     return _NOTHING
 
 
+def _value(truth: Any) -> Any:
+    """What a text says as data; another one as it is."""
+    read = _read(truth) if isinstance(truth, str) else truth
+    return truth if read is _NOTHING else read
+
+
 def _plain(value: Any) -> str:
     return " ".join(str(value).casefold().split())
 
@@ -170,69 +173,54 @@ def _program(text: str) -> str:
 def _passes_all(program: str, truth: Any) -> bool:
     if not program.strip():
         return False
-    tests = _read(truth) if isinstance(truth, str) else truth
-    tests = truth if tests is _NOTHING else tests
-    if isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys() and not tests.get("fn_name"):
-        pairs = list(zip(tests["inputs"], tests["outputs"], strict=True))
-        _require_some(pairs, truth)
+    tests = _value(truth)
+    has_pairs = isinstance(tests, dict) and {"inputs", "outputs"} <= tests.keys()
+    pairs = list(zip(tests["inputs"], tests["outputs"], strict=True)) if has_pairs else []
+    if pairs and not tests.get("fn_name"):
         return all(_prints(program, given, expected) for given, expected in pairs)
-    checks = list(_checks(tests))
-    _require_some(checks, truth)
+    calls = (f"assert {tests['fn_name']}({', '.join(map(repr, given))}) == {right!r}" for given, right in pairs)
+    checks = [*map(check, calls if has_pairs else _asserts(tests))]
+    if not checks:
+        raise ValueError(f"A program has no tests: {str(truth)[:60]!r}")
     parts = (checks[start : start + MAX_TESTS] for start in range(0, len(checks), MAX_TESTS))
     return all(share_passed(program, part) == 1.0 for part in parts)
 
 
-def _require_some(tests: Sequence[Any], truth: Any) -> None:
-    if not tests:
-        raise ValueError(f"A program has no tests: {str(truth)[:60]!r}")
-
-
-def _checks(tests: Any) -> Iterator[Check]:
-    if isinstance(tests, dict) and "inputs" in tests:
-        for given, expected in zip(tests["inputs"], tests["outputs"], strict=True):
-            yield check(f"assert {tests['fn_name']}({', '.join(map(repr, given))}) == {expected!r}")
-        return
+def _asserts(tests: Any) -> Iterator[str]:
+    """The asserts of a text; those in `def check(candidate)` with what `check` is called with."""
     source = tests.get("functional") if isinstance(tests, dict) else tests
     source = "\n".join(source) if isinstance(source, list) else source
     if not isinstance(source, str):
         raise ValueError(f"The tests of a program are none of asserts, inputs and outputs: {str(tests)[:60]!r}")
     try:
-        yield from map(check, _asserts(ast.parse(source).body))
+        statements = ast.parse(source).body
     except SyntaxError as error:
         raise ValueError(f"The tests of a program are no Python: {source[:60]!r} ({error.msg})") from None
-
-
-def _asserts(statements: Sequence[ast.stmt]) -> Iterator[str]:
-    """The asserts; those in `def check(candidate)` with what `check` is called with."""
-    checked = [one for one in statements if isinstance(one, ast.FunctionDef) and len(one.args.args) == 1]
+    bodies = {one.name: one for one in statements if isinstance(one, ast.FunctionDef) and len(one.args.args) == 1}
     for statement in statements:
         match statement:
-            case ast.FunctionDef() if statement in checked:
+            case ast.FunctionDef(name=name) if name in bodies:
                 continue
             case ast.Expr(value=ast.Call(func=ast.Name(id=name), args=[candidate], keywords=[])):
-                body = next((one for one in checked if one.name == name), None)
-                if body is None:
+                if name not in bodies:
                     raise ValueError(f"The tests of a program call {name}, which they do not define")
-                for one in body.body:
-                    yield ast.unparse(_Named(body.args.args[0].arg, candidate).visit(one))
+                yield from map(ast.unparse, _with_argument(bodies[name], candidate).body)
             case _:
                 yield ast.unparse(statement)
 
 
-class _Named(ast.NodeTransformer):
-    """Puts an expression in the place of a name."""
-
-    def __init__(self, name: str, expression: ast.expr) -> None:
-        self._name, self._expression = name, expression
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return self._expression if node.id == self._name else node
+def _with_argument(function: ast.FunctionDef, given: ast.expr) -> ast.FunctionDef:
+    """A copy with an expression in the place of the only argument."""
+    copied, name = copy.deepcopy(function), function.args.args[0].arg
+    for node in ast.walk(copied):
+        if isinstance(node, ast.Name) and node.id == name:
+            node.id = f"({ast.unparse(given)})"
+    return copied
 
 
 def _prints(program: str, given: Any, expected: Any) -> bool:
-    text = given if isinstance(given, str) else "\n".join(map(str, given))
+    text, wanted = (one if isinstance(one, str) else "\n".join(map(str, one)) for one in (given, expected))
     result = run_code(program, stdin=text, limits=Limits(wall_s=SECONDS))
-    wanted = expected if isinstance(expected, str) else "\n".join(map(str, expected))
     return result.exit_code == 0 and _lines(result.stdout) == _lines(wanted)
 
 

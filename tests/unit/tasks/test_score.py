@@ -150,6 +150,10 @@ CALLED = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert can
         ({"functional": "assert add(1, 2) == 3\nassert add(0, 1) == 1"}, ["add(1, 2)", "add(0, 1)"]),
         (json.dumps({"functional": CALLED}), ["add(1, 2)", "add(0, 1)"]),
         (["assert add(1, 2) == 3", "assert add(0, 1) == 1"], ["add(1, 2)", "add(0, 1)"]),
+        (
+            {"functional": CALLED.replace("check(add)", "check(A().add or B)")},
+            ["(A().add or B)(1, 2)", "(A().add or B)(0, 1)"],
+        ),
         ("assert add(1, 2) == 3", ["add(1, 2)"]),
         ({"inputs": [[1, 2], ["a", "b"]], "outputs": [3, "ab"], "fn_name": "add"}, ["add(1, 2)", "add('a', 'b')"]),
     ],
