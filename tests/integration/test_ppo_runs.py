@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from runs import IN_MID_BATCH, SETUP, command, finish, read, steps_logged
-from several_ranks import EXAMPLES, same_training, same_weights
+from several_ranks import EXAMPLES, config_of, same_training, same_weights
 from test_determinism import server_of, weights_of
 
 from async_grpo.roles.replay import checkpoint_digest
 
 pytestmark = pytest.mark.integration
 
-PPO = SETUP.with_name("ppo_model.py")
+PPO, TASKS = SETUP.with_name("ppo_model.py"), SETUP.with_name("several_tasks.py")
 STEPS = 12
 OPTIONS = ("--steps", str(STEPS), "--deterministic")
 
@@ -62,3 +62,24 @@ def test_two_ranks_train_the_critic_of_one(example: str, tmp_path: Path) -> None
         finish(two, *options, str(EXAMPLES / example), *more, setup=PPO, **env)
     same_training(two, one, steps=8, accumulates=True)
     same_weights(two, one, 8, file="critic/model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("setup", "example", "after"),
+    [(PPO, "ddp.yaml", 1), (PPO, "fsdp2.yaml", 4), (TASKS, "ddp.yaml", 1), (TASKS, "fsdp2.yaml", 4)],
+    ids=["critic, ddp", "critic, fsdp2", "tasks, ddp", "tasks, fsdp2"],
+)
+def test_two_ranks_go_on_as_another_number(setup: Path, example: str, after: int, tmp_path: Path) -> None:
+    """Between two batches, as one process that was resumed at the same step."""
+    env = {"TEST_GRPO": json.dumps({"lr_scheduler_type": "constant"}), "TEST_SHARDED": "1" * ("fsdp" in example)}
+    one, several = tmp_path / "one", tmp_path / "several"
+    later = "none" if after == 1 else str(config_of(example, after, tmp_path))
+    for folder, configs in ((one, ("none", "none")), (several, (str(EXAMPLES / example), later))):
+        folder.mkdir()
+        for config, more in zip(configs, (("--steps", "4"), ("--steps", "8", "--resume")), strict=True):
+            options = ("-n", "1", "--deterministic", "--accelerate-config", config)
+            finish(folder, *options, *more, setup=setup, **env)
+    same_training(several, one, steps=8)
+    if setup == PPO:
+        same_weights(several, one, 8, file="critic/model.safetensors")
