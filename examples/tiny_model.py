@@ -42,9 +42,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     )
 
 
-def small_config(output_dir: str, **settings) -> GRPOConfig:
+def small_config(output_dir: str, kind: type[GRPOConfig] = GRPOConfig, **settings) -> GRPOConfig:
     """4 prompts of 4 completions a step, on a CPU where there is no GPU."""
-    return GRPOConfig(
+    return kind(
         **{
             "output_dir": output_dir,
             "max_steps": 50,

@@ -1,11 +1,9 @@
-"""Two tasks in one run: sums and sorting, from parquet files that are generated at the first start."""
+"""Two tasks in one run, by PPO with a critic: sums and sorting, from parquet files that the first start generates."""
 
-import os
 import sys
 from pathlib import Path
 
-from trl import GRPOTrainer
-
+from async_grpo.credit import PPOConfig, PPOTrainer
 from async_grpo.tasks import MultiTask, load, score
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for tiny_model
@@ -24,8 +22,8 @@ def same_characters(completions: list[str], ground_truth: list[str], **_) -> lis
     ]
 
 
-class Trainer(MultiTask, GRPOTrainer):
-    """Put before another class, `MultiTask` does the same for that one: `class Trainer(MultiTask, TurnGRPOTrainer)`."""
+class Trainer(MultiTask, PPOTrainer):
+    """Put before another class, `MultiTask` does the same for that one: `class Trainer(MultiTask, GRPOTrainer)`."""
 
 
 def get_trainer() -> Trainer:
@@ -36,7 +34,14 @@ def get_trainer() -> Trainer:
         reward_funcs=[score.using({"toy": same_characters})],
         train_dataset=load(FILES),
         eval_dataset=load(HELD_OUT, separate=True),
-        mtl=os.environ.get("MTL", "equal"),
+        mtl="pcgrad",
         num_tasks_expected=2,
-        args=small_config("outputs/tasks", max_completion_length=4, max_steps=20),
+        args=small_config(
+            "outputs/tasks",
+            PPOConfig,
+            num_generations=1,
+            critic_learning_rate=1e-3,
+            max_completion_length=4,
+            max_steps=20,
+        ),
     )

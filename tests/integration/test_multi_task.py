@@ -183,15 +183,18 @@ def test_what_is_replaced_and_where_rewards_are_logged(tmp_path: Path) -> None:
 
 
 def test_any_number_of_workers_gives_the_same_weights_and_so_does_a_replay(tmp_path: Path) -> None:
-    """The example with two tasks; its evaluations have figures for each task."""
-    digests = []
+    """The example with two tasks, PPO and PCGrad; its evaluations have figures for each task."""
+    pytest.importorskip("torchjd")
+    digests, critics = [], []
     for name, workers in (("a", "1"), ("b", "2")):
         folder = tmp_path / name
         folder.mkdir()
         options = ("--steps", "6", "--deterministic", "-n", workers, "--eval-every", "6", "--eval-replicates", "1")
         finish(folder, *options, setup=EXAMPLE)
-        digests.append(checkpoint_digest(folder / "outputs" / "tasks" / "checkpoint-6"))
-    assert digests[0] == digests[1]
+        checkpoint = folder / "outputs" / "tasks" / "checkpoint-6"
+        digests.append(checkpoint_digest(checkpoint))
+        critics.append(checkpoint_digest(checkpoint / "critic"))
+    assert digests[0] == digests[1] and critics[0] == critics[1] != digests[0]
     lines = (tmp_path / "b" / "worker" / "evaluations.jsonl").read_text().splitlines()
     assert [set(json.loads(line)["tasks"]) for line in lines] == [{"sums", "sorting"}] * 2
     logged = [json.loads(line) for line in (tmp_path / "b" / "worker" / "metrics.jsonl").read_text().splitlines()]
