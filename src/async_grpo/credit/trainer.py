@@ -210,7 +210,9 @@ class TurnGRPOTrainer(Algorithm, GRPOTrainer):
         metrics = self._metrics["train"]
         for name, values in (("outcome", outcome), ("turn", total), ("combined", combined)):
             known = values[~values.isnan()]
-            metrics[f"reward/{name}"].append(known.mean().item() if len(known) else float("nan"))
+            if not len(known):  # a trainer without turn rewards has no figures of them
+                continue
+            metrics[f"reward/{name}"].append(known.mean().item())
             metrics[f"reward_std/{name}"].append(known.std().item() if len(known) > 1 else 0.0)
         metrics["completions/turns_mean"].append(sum(turns) / len(turns))
         metrics["completions/turns_max"].append(float(max(turns)))
