@@ -14,12 +14,9 @@ from torch import nn
 from async_grpo.errors import UsageError
 from async_grpo.evals.estimators import Answers
 from async_grpo.evals.report import Evaluated, evaluated, read
-from async_grpo.roles import evaluator
+from async_grpo.roles import answering, evaluator
 from async_grpo.roles.checkpoint_weights import load_weights
-from async_grpo.roles.parameter_server import ServerOptions
-from async_grpo.rundir.locks import server_lock
 from async_grpo.rundir.paths import RunDir
-from async_grpo.setup.process import StopRequest
 from async_grpo_ipc import open_remote_memory
 from plans import planned
 
@@ -32,9 +29,9 @@ def test_of_two_models_the_frozen_weights_are_each_models_own(tmp_path: Path, mo
         for parameter in trainer.model.parameters():
             nn.init.constant_(parameter, float(source))
 
-    monkeypatch.setattr(evaluator, "load_weights", load)
+    monkeypatch.setattr(answering, "load_weights", load)
     run = RunDir(tmp_path)
-    with evaluator._Weights(SimpleNamespace(model=model), run, "host") as weights:  # type: ignore[arg-type]
+    with answering.PublishedModels(SimpleNamespace(model=model), run, "host") as weights:  # type: ignore[arg-type]
         for version in range(2):
             weights.publish(version, str(version))
             with open_remote_memory(run.weights_handle) as worker, worker.lease() as seen:
@@ -71,11 +68,14 @@ def test_a_checkpoint_with_weights_of_its_own_for_tied_ones_is_refused() -> None
 class Answered:
     """An evaluation that is over at once."""
 
-    total = done = 1
+    total = 1
 
     def __init__(self, version: int, replicates: int, problem: int) -> None:
         self.version, self._replicates = version, replicates
         self.answers = {problem: Answers(rewards=[1.0], successes=[True])}
+
+    def wait(self, should_stop: Any) -> bool:
+        return True
 
     def look(self) -> Evaluated:
         about = {"seconds": 1.0, "replicates": self._replicates, "sampling": {}, "first_seq": -1}
@@ -89,14 +89,17 @@ def test_a_resumed_evaluation_tells_what_it_found_now_and_needs_no_common_proble
 
     def evaluate(replicates: int) -> None:
         monkeypatch.setattr(
-            evaluator, "_beginning", lambda *_: lambda queue, version: Answered(version, replicates, problem=version)
+            evaluator, "_beginning", lambda server: lambda version: Answered(version, replicates, problem=version)
         )
-        options = ServerOptions(run_dir=run.root, plan=planned(tmp_path, models=("a", "b")))
-        state: Any = SimpleNamespace(run_id="run-1")
-        trainer: Any = None
-        assert evaluator._evaluate_all(options, run, state, trainer, StopRequest(), server_lock(run.root))
+        server: Any = SimpleNamespace(
+            run=run,
+            plan=planned(tmp_path, models=("a", "b")),
+            state=SimpleNamespace(run_id="run-1"),
+            weights=SimpleNamespace(publish=lambda version, model: None),
+            should_stop=lambda: False,
+        )
+        assert evaluator._evaluate_all(server)
 
-    monkeypatch.setattr(evaluator._Weights, "publish", lambda *_: None)
     run = RunDir(tmp_path / "evaluation")
     run.root.mkdir()
     evaluate(1)

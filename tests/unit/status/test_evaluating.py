@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from async_grpo.errors import WaitTimeoutError
-from async_grpo.roles import evaluator
+from async_grpo.evals import asking
 from async_grpo.rundir.lifecycle import prepare
 from async_grpo.rundir.locks import server_lock
 from async_grpo.status.render import panel
@@ -43,10 +43,10 @@ def test_an_evaluation_without_training_has_a_bar_of_problems(tmp_path: Path) ->
 def test_the_pace_counts_what_was_answered_now(monkeypatch: pytest.MonkeyPatch, messages: list[str]) -> None:
     told = list[dict[str, Any]]()
     now = [100.0]
-    monkeypatch.setattr(evaluator, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(evaluator, "activity", SimpleNamespace(evaluates=lambda **fields: told.append(fields)))
+    monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(asking, "activity", SimpleNamespace(evaluates=lambda **fields: told.append(fields)))
     evaluation: Any = SimpleNamespace(done=40, total=100)  # 40 of an earlier process
-    pace = evaluator._Pace(evaluation)
+    pace = asking._Pace(evaluation)
     pace.tell()
     now[0], evaluation.done = 110.0, 60
     pace.tell()
@@ -55,6 +55,6 @@ def test_the_pace_counts_what_was_answered_now(monkeypatch: pytest.MonkeyPatch, 
         {"answered": 60, "problems": 100, "eta_s": 20.0},
     ]
     assert messages == ["60 of 100 problems answered, ETA 20 s"], "a line now and then, for a screen without a terminal"
-    now[0] += evaluator.PATIENCE_S + 1
+    now[0] += asking.PATIENCE_S + 1
     with pytest.raises(WaitTimeoutError, match="waiting for an answered problem"):
         pace.tell()
