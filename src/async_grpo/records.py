@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # numpy costs a tenth of a second that `--help` and `status` 
     import numpy as np
     from numpy.typing import NDArray
 
-FORMAT = 1  # of the queue files that this version writes
+FORMAT = 2  # of the queue files that this version writes
 OLDEST_FORMAT = 1  # that it reads
 
 T = TypeVar("T")
@@ -111,6 +111,12 @@ class Job:
         item="field of the trainer's state",
         default_factory=dict,
     )
+    prefix_ids: tuple[int, ...] = header(
+        "list of tokens",
+        "tokens that each completion begins with; `max_tokens` counts those that are sampled after them",
+        default=(),
+        since=2,
+    )
 
 
 @record
@@ -173,7 +179,12 @@ class RolloutGroup:
         "int32", "N", "version that sampled each token, with `--in-flight-update on`", default=None
     )
     tool_mask: NDArray[np.uint8] | None = tensor(
-        "uint8", "N", "0 for tokens of a tool or an environment", least=0, most=1, default=None
+        "uint8",
+        "N",
+        "0 for tokens of a tool, of an environment or of the job's `prefix_ids`",
+        least=0,
+        most=1,
+        default=None,
     )
     kept_tokens: NDArray[np.uint8] | None = tensor(
         "uint8",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any, ClassVar
@@ -12,7 +13,9 @@ from trl import GRPOTrainer
 from trl.chat_template_utils import qwen3_chat_template
 
 from async_grpo.errors import UnsupportedError
+from async_grpo.records import Timings
 from async_grpo.rollout.engines import SampledGroup
+from async_grpo.rollout.trl_group import to_record
 from async_grpo.rollout.trl_trainer import RolloutTrainer
 from async_grpo.tokens import Tokens, ids_and_logprobs
 
@@ -80,6 +83,36 @@ def test_prompts_are_made_once(tmp_path: Path) -> None:
     group = trl.finish(sampled)
     assert trl.trainer.asked == 1
     assert [ids[0] for ids in group.prompt_ids] == [1] * GROUP_SIZE
+
+
+@pytest.mark.parametrize("chat_template", [None, qwen3_chat_template], ids=["text", "chat"])
+def test_a_completion_begins_with_the_tokens_of_its_job(chat_template: str | None, tmp_path: Path) -> None:
+    rows = plain_rows() if chat_template is None else chat_rows()
+    worker = InProcessWorker(build_trainer(tmp_path, chat_template=chat_template, max_completion_length=TOKENS))
+    [job] = jobs_of([rows[0]], GROUP_SIZE)
+    [plain] = worker.generate([job])
+    prefix = tuple(plain.completion_ids[0][:3])
+    job = replace(job, prefix_ids=prefix, purpose="generate", sampling={"max_tokens": 2})
+    assert worker.trl.prepare(job, 0).prompt_ids[0] == [*plain.prompt_ids[0], *prefix]
+    [group] = worker.generate([job])
+    assert group.prompt_ids == plain.prompt_ids and group.prompts == plain.prompts
+    for tokens, completion in zip(group.tokens, group.completions, strict=True):
+        assert tuple(tokens.ids[:3]) == prefix and len(tokens) <= 5
+        assert tokens.mask[:4] == [0, 0, 0, 1] and tokens.logprobs[:3] == [0.0] * 3 and tokens.logprobs[3] < 0
+        text = completion if isinstance(completion, str) else completion[0]["content"]
+        assert text == worker.trl.trainer.processing_class.decode(tokens.ids, skip_special_tokens=True)
+    scores = worker.calls.score([group])[0]
+    record = to_record(group, scores, attempt=0, worker="dev1", timings=Timings())
+    assert record.tool_mask is not None and record.tool_mask.tolist() == [*group.tokens[0].mask, *group.tokens[1].mask]
+
+
+def test_no_completion_of_several_turns_begins_with_given_tokens(tmp_path: Path) -> None:
+    worker = InProcessWorker(build_trainer(tmp_path, trainer_class=OwnLoop, max_completion_length=TOKENS))
+    [job] = jobs_of([plain_rows()[0]], GROUP_SIZE)
+    worker.calls.start([replace(job, prefix_ids=(5,))], 0)
+    while not (ended := worker.calls.step()):
+        pass
+    assert isinstance(ended[0].error, UnsupportedError) and "prefix_ids" in str(ended[0].error)
 
 
 def test_a_prompt_that_a_method_changes_stays_the_datasets(tmp_path: Path) -> None:

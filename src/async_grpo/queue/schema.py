@@ -48,6 +48,9 @@ _KINDS = {
     "object": _Kind(dict),
     "list": _Kind(list),
     "list of text": _Kind(list, lambda names: _all_are(str, names), write=list, read=tuple),
+    "list of tokens": _Kind(
+        list, lambda ids: _all_are(int, ids) and all(0 <= token < 1 << 31 for token in ids), write=list, read=tuple
+    ),
     "object of lists": _Kind(dict, lambda lists: _all_are(list, lists.values())),
     "object of lists of numbers": _Kind(
         dict,

@@ -78,9 +78,14 @@ def rows_of(job: Job) -> list[dict[str, Any]]:
     """The job's row, once per completion.
 
     Raises:
-        UnsupportedError: the job sets what no engine knows, or an image cannot be read.
+        UnsupportedError: the job sets what no engine knows, or how completions begin, or an image cannot be read.
     """
     refuse_unknown_sampling(job)
+    if job.prefix_ids:
+        raise UnsupportedError(
+            f"Job {job.seq} says how its completions begin (prefix_ids), and here tools, an environment, an agent or "
+            "the setup file's own generation write them in several turns. Ask with a setup file without these."
+        )
     row = opened(job.row)
     return [dict(row) for _ in range(job.num_generations)]
 

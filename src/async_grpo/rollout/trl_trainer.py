@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-from async_grpo.errors import RunRefused
+from async_grpo.errors import RunRefused, UnsupportedError
 from async_grpo.images import images_in, opened
 from async_grpo.records import Job
 from async_grpo.rollout.engines import PreparedGroup, SampledGroup
@@ -39,7 +39,7 @@ from async_grpo.setup.generator_choice import engine_inside, has_images, refuse_
 from async_grpo.setup.replaced import class_of_trl, replaced_by_user
 from async_grpo.setup.sampling_changes import SamplingChanges
 from async_grpo.telemetry.trainer_states import StateReader
-from async_grpo.tokens import Tokens, as_tokens, ids_and_logprobs
+from async_grpo.tokens import Tokens, as_tokens, ids_and_logprobs, unsampled
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
@@ -161,7 +161,8 @@ class RolloutTrainer:
         TRL has a copy tokenized for each completion. One is enough, unless a method of the user's does it otherwise.
 
         Raises:
-            UnsupportedError: the job sets what no engine knows, or an image cannot be read.
+            UnsupportedError: the job sets what no engine knows, an image cannot be read, or is in the prompt of a job
+                with `prefix_ids`.
         """
         refuse_unknown_sampling(job)
         self._refuse_changes(self.trainer)
@@ -171,16 +172,19 @@ class RolloutTrainer:
         return prepared
 
     def _prepared(self, job: Job, version: int) -> PreparedGroup:
-        row, size = opened(job.row), job.num_generations
+        row, size, prefix = opened(job.row), job.num_generations, job.prefix_ids
         prompt = prompt_of(row)
         if self._overrides("_tokenize_prompts") and not images_in(prompt):
             prompt_ids, *_ = self.trainer._tokenize_prompts([copy.deepcopy(prompt) for _ in range(size)])
+            prompt_ids = [[*ids, *prefix] for ids in prompt_ids]
             return PreparedGroup(job=job, version=version, prompt_ids=prompt_ids, row=row, prompt=prompt)
         prompt_ids, images, fields = self.trainer._tokenize_prompts(copy.deepcopy([prompt]))
+        if prefix and images is not None:
+            raise UnsupportedError(f"Job {job.seq} says how its completions begin (prefix_ids), and has images.")
         return PreparedGroup(
             job=job,
             version=version,
-            prompt_ids=[list(prompt_ids[0])] * size,
+            prompt_ids=[[*prompt_ids[0], *prefix]] * size,
             row=row,
             prompt=prompt,
             images=None if images is None else [images[0]] * size,
@@ -190,13 +194,14 @@ class RolloutTrainer:
     def finish(self, sampled: SampledGroup) -> GeneratedGroup:
         """Let TRL make completions of sampled tokens: text, or messages."""
         prepared, size = sampled.prepared, sampled.prepared.job.num_generations
+        prompt_ids, tokens = _with_prefix(sampled) if prepared.job.prefix_ids else (prepared.prompt_ids, sampled.tokens)
         trainer = copy.copy(self.trainer)
-        trainer._tokenize_prompts = lambda prompts: (prepared.prompt_ids, prepared.images, {})
-        trainer._generate_single_turn = lambda *args, **kwargs: ids_and_logprobs(sampled.tokens)
+        trainer._tokenize_prompts = lambda prompts: (prompt_ids, prepared.images, {})
+        trainer._generate_single_turn = lambda *args, **kwargs: ids_and_logprobs(tokens)
         rows, prompts = [dict(prepared.row) for _ in range(size)], [prepared.prompt] * size
         with self.view.during(prepared.job, prepared.version, users=False) as call:
             made = RolloutBatch(trainer, rows, prompts, trainer._generate(prompts), call, images=self.data_has_images)
-        return made.group(prepared.job, slice(None), prepared.version, sampled.tokens)
+        return made.group(prepared.job, slice(None), prepared.version, tokens)
 
     def score(self, groups: Sequence[GeneratedGroup]) -> list[Scores]:
         """Call the reward functions once, on whole groups of one kind, exactly as TRL would on a batch of them."""
@@ -336,11 +341,20 @@ class RolloutBatch:
             completions=completions[part],
             prompt_ids=prompt_ids[part],
             tokens=tokens,
-            has_masks=masks is not None,
+            has_masks=masks is not None or bool(job.prefix_ids),
             environments=environments[part] if environments is not None else None,
             metrics=self.call.counted(),
             added=self.call.taken(),
         )
+
+
+def _with_prefix(sampled: SampledGroup) -> tuple[list[list[int]], list[Tokens]]:
+    """The prompts without the tokens that completions were to begin with, and the completions with them."""
+    prefix = sampled.prepared.job.prefix_ids
+    named = any(tokens.names_versions for tokens in sampled.tokens)
+    given = unsampled(prefix, sampled.prepared.version) if named else unsampled(prefix)
+    prompts = [ids[: -len(prefix)] for ids in sampled.prepared.prompt_ids]
+    return prompts, [given + tokens for tokens in sampled.tokens]
 
 
 def _columns(scorer: Any, group: GeneratedGroup, part: slice) -> dict[str, Any]:

@@ -146,8 +146,8 @@ def test_a_value_is_nested_no_deeper_than_what_is_written(
 
 
 def test_a_file_of_an_unknown_format_is_refused_by_name() -> None:
-    newer = encode_job(make_job(1)).replace(b"async-grpo-job/1", b"async-grpo-job/2")
-    with pytest.raises(BadFileError, match="its format is 'async-grpo-job/2', not 'async-grpo-job/1'"):
+    newer = encode_job(make_job(1)).replace(b"async-grpo-job/2", b"async-grpo-job/3")
+    with pytest.raises(BadFileError, match="is 'async-grpo-job/3', not 'async-grpo-job/2' or 'async-grpo-job/1'"):
         decode_job(newer)
 
 

@@ -18,7 +18,7 @@ from queue_samples import RUN, answer, make_group, make_job, same_group
 
 from async_grpo.errors import BadFileError, QueueError
 from async_grpo.images import EncodedImage
-from async_grpo.queue import ServerQueue, WorkerQueue, quarantined
+from async_grpo.queue import ServerQueue, WorkerQueue, codec, quarantined
 from async_grpo.queue.codec import decode_group, decode_job, encode_group, encode_job
 from async_grpo.queue.schema import columns
 from async_grpo.records import Job, Purpose, RolloutGroup, Timings, header, record
@@ -59,6 +59,7 @@ def jobs(draw: st.DrawFn) -> Job:
         "sampling": st.dictionaries(texts, json_values, max_size=3),
         "task": texts,
         "trainer_state": st.dictionaries(texts, json_values, max_size=2),
+        "prefix_ids": st.lists(ids, max_size=3).map(tuple),
     }
     assert list(values) == [field.name for field in fields(Job)], "a field of Job is not tried"
     return Job(**{name: draw(strategy) for name, strategy in values.items()})
@@ -130,6 +131,22 @@ def test_a_field_is_in_the_files_of_its_format_and_of_later_ones() -> None:
         node: str = header("text", "of the second", default="here", since=2)
 
     assert [list(columns(Newer, number)) for number in (1, 2)] == [["seq"], ["seq", "node"]]
+
+
+def test_a_file_of_the_first_format_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, group = make_job(1), make_group(make_job(1))
+    monkeypatch.setattr(codec, "_JOB", codec._JOBS["async-grpo-job/1"])
+    monkeypatch.setattr(codec, "_GROUP", codec._GROUPS["async-grpo-group/1"])
+    data, of_group = encode_job(job), encode_group(group)
+    assert b"prefix_ids" not in data + of_group
+    assert decode_job(data) == job
+    assert same_group(group, decode_group(of_group))
+
+
+@pytest.mark.parametrize("ids", [(-1,), (1 << 31,), (True,), (1.0,)])
+def test_a_prefix_has_token_ids_only(ids: Any) -> None:
+    with pytest.raises(QueueError, match="prefix_ids is not a valid list of tokens"):
+        encode_job(replace(make_job(1), prefix_ids=ids))
 
 
 def test_an_unknown_purpose_is_neither_written_nor_read() -> None:

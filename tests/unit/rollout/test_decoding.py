@@ -202,6 +202,18 @@ def test_groups_may_differ_in_size() -> None:
     assert run(loop) == [(0, [2]), (2, [1, 4]), (1, [3, 20, 1])]
 
 
+@pytest.mark.parametrize("look_every", [1, 8])
+def test_rows_end_at_the_lengths_of_their_groups(look_every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And are the first tokens of what they would be with room for more."""
+    monkeypatch.setattr(decoding, "LOOK_EVERY_CPU", look_every)
+    run(whole := begin(plain(), inputs_of(GROUPS, (9, 20)), group_size=4))
+    make = partial(SamplingLoop, temperature=1.0, pad_token_id=PAD, group_sizes=[4] * 3, most_tokens=[20, 3, 12])
+    run(loop := plain().generate(**inputs_of(GROUPS, (9, 20)), custom_generate=make))
+    assert loop.lengths_B.tolist() == [9, 20, 9, 20, 3, 3, 3, 3, 9, 12, 9, 12]
+    for cut, row, length in zip(loop.completions_BC, whole.completions_BC, loop.lengths_B, strict=True):
+        assert cut[:length].tolist() == row[:length].tolist()
+
+
 def test_a_prompt_that_begins_with_the_padding_token_is_no_shorter_prompt() -> None:
     model = plain()
     ids = torch.tensor([[PAD, 5, 6], [PAD, 5, 6]])

@@ -244,6 +244,20 @@ def test_a_job_that_asks_for_temperature_0_is_decoded_greedily_beside_others(mod
     )
 
 
+def test_jobs_that_differ_in_length_alone_are_one_batch(model: Qwen3ForCausalLM) -> None:
+    batches: list[int] = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, given: batches.append(len(given["input_ids"])), with_kwargs=True
+    )
+    engine = engine_of(model, min_new_tokens=9)
+    lengths: list[dict[str, float]] = [{"max_tokens": 3}, {}, {"max_tokens": 20}, {"temperature": 0.0}]
+    asked = [group([prompt], seq=seq, **own) for seq, (prompt, own) in enumerate(zip([*PROMPTS, [4]], lengths))]
+    sampled = {one.prepared.job.seq: len(one.tokens[0]) for one in run(engine, asked)}
+    handle.remove()
+    assert batches[0] == 3 and batches.count(1) > 3, "the greedy one is apart"
+    assert sampled[0] == 3 and 9 <= sampled[1] <= 12 and 9 <= sampled[2] <= 20
+
+
 def test_a_job_truncates_as_it_asks_and_keeps_the_log_probabilities_of_the_loss(model: Qwen3ForCausalLM) -> None:
     engine = engine_of(model, temperature=0.7)
     [likeliest] = run(engine, [group([PROMPTS[1]] * 4, seq=1, temperature=2.0, top_p=1.0, top_k=1)])

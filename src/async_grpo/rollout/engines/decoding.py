@@ -38,6 +38,7 @@ class SamplingLoop:
     Args:
         temperature: of the log-probabilities, which are natural logs of the full softmax.
         group_sizes: numbers of neighbouring rows that belong together.
+        most_tokens: of each group's rows; None: the configuration's, for all.
         vision: what the images of the prompts are computed from.
     """
 
@@ -56,6 +57,7 @@ class SamplingLoop:
         temperature: float,
         pad_token_id: int,
         group_sizes: Sequence[int],
+        most_tokens: Sequence[int] | None = None,
         vision: VisionInputs | None = None,
         **model_kwargs: Any,
     ) -> None:
@@ -73,6 +75,9 @@ class SamplingLoop:
         self.lengths_B = input_ids.new_zeros(rows)
         self._going_B = torch.ones(rows, dtype=torch.bool, device=input_ids.device)
         self._going = rows  # at the last look
+        self._most_B = None
+        if most_tokens is not None:
+            self._most_B = input_ids.new_tensor(most_tokens).repeat_interleave(input_ids.new_tensor(group_sizes))
         ends = accumulate(group_sizes)
         self._open = {  # groups that have not ended, by index
             index: slice(end - size, end) for index, (size, end) in enumerate(zip(group_sizes, ends, strict=True))
@@ -123,6 +128,8 @@ class SamplingLoop:
         self.completions_BC[rows_b, column] = sampled_b
         self.lengths_B += self._going_B
         self._going_B &= ~self._criteria(self._sequences_BL[:, : self._place + 1], None)
+        if self._most_B is not None:
+            self._going_B &= self.lengths_B < self._most_B
         return sampled_b
 
 

@@ -39,6 +39,8 @@ class TransformersEngine(BatchEngine):
         device: where the model belongs, if it was loaded without weights.
     """
 
+    own_lengths = True
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -77,15 +79,19 @@ class TransformersEngine(BatchEngine):
         pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
         input_ids = pad_left(prompts, padding_value=self._pad_token_id).to(self._model.device)
         attention_mask = pad_left([torch.ones_like(prompt) for prompt in prompts]).to(self._model.device)
-        own = groups[0].job.sampling
-        config = _with_own_settings(self._config, own) if own else self._config
+        sizes = [len(group.prompt_ids) for group in groups]
+        config, lengths = self._config, [self._config.max_new_tokens] * len(groups)
+        if any(group.job.sampling for group in groups):  # alike, but for the lengths
+            lengths = [group.job.sampling.get("max_tokens", config.max_new_tokens) for group in groups]
+            config = _with_own_settings(config, {**groups[0].job.sampling, "max_tokens": max(lengths)})
         with_images = any(group.fields for group in groups)
         vision = VisionInputs(groups, input_ids.shape[1], input_ids.device) if with_images else None
         with_settings = partial(
             SamplingLoop,
             temperature=self._loss_temperature,
             pad_token_id=self._pad_token_id,
-            group_sizes=[len(group.prompt_ids) for group in groups],
+            group_sizes=sizes,
+            most_tokens=lengths if len({*lengths}) > 1 else None,
             vision=vision,
         )
 
